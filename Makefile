@@ -1,0 +1,68 @@
+# Two commands matter: `make demo` and `make test`. Each sets up .venv from requirements.lock first, once.
+#   PYTHON=python3.12        the interpreter .venv is made from (3.11 or newer)
+#   INDEX_URL=https://...    the package index to install from; default: pip's own configuration
+#   ARGS="..."               passed on by `make demo` (to rrfp demo) and by `make test` (to pytest)
+PYTHON ?= python3
+INDEX_URL ?=
+ARGS ?=
+
+BIN := .venv/bin
+READY := .venv/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CODE := $(wildcard rrfp tests examples benchmarks)
+
+# One thread a process: pipeline stages share the machine's cores.
+export OMP_NUM_THREADS := 1
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup demo test test-fast lint fmt bench clean
+
+help:
+	@echo "make demo | test | test-fast | lint | fmt | bench | setup | clean      (options: see the head of the Makefile)"
+
+setup: $(READY)
+
+demo: $(READY)
+	$(BIN)/rrfp demo $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+# Without the tests marked slow; for use while editing.
+test-fast: $(READY)
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy --strict $(CODE)
+	$(BIN)/lint-imports
+
+fmt: $(READY)
+	$(BIN)/ruff check --fix-only $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+bench: $(READY)
+	@set -e; for file in benchmarks/[!_]*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
+
+clean:
+	rm -rf .venv out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp holds the tree's path and is written last: an interrupted setup leaves none, and a tree that was moved or
+# copied (an environment is bound to its path) is set up anew.
+ifneq ($(shell cat $(READY) 2>/dev/null),$(CURDIR))
+.PHONY: $(READY)
+endif
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "RRFP needs Python 3.11 or newer: install it, or name one with make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+		|| { echo "this Python cannot make virtual environments: apt-get install python3-venv" >&2; exit 1; }
+	@if [ -e $@ ] && [ "$$(cat $@)" = "$(CURDIR)" ]; then rm $@; else rm -rf .venv; fi
+	@[ -d .venv ] || $(PYTHON) -m venv .venv
+	$(PIP) install $(if $(INDEX_URL),--index-url $(INDEX_URL)) -r requirements.lock
+	$(PIP) install --no-deps --no-build-isolation --editable .
+	$(PIP) check
+	@echo "$(CURDIR)" > $@

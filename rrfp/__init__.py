@@ -1,0 +1,81 @@
+"""RRFP: pipeline-parallel training in which a schedule is a hint, never a command.
+
+Public names are loaded when first used, so that the pure core can be imported without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rrfp.compute.base import Batch, Lane, StageProgram
+    from rrfp.compute.payload import Payload
+    from rrfp.core.admission import Limit
+    from rrfp.core.hint import Hint, View
+    from rrfp.core.ready_set import ReadySet
+    from rrfp.core.tasks import Kind, Mode, Task
+    from rrfp.core.topology import Topology
+    from rrfp.errors import ConfigError, PipelineAborted, RrfpError
+    from rrfp.pipeline import Pipeline, local
+    from rrfp.result import StepResult
+    from rrfp.transports.base import Message, Transport
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Batch": "rrfp.compute.base",
+    "ConfigError": "rrfp.errors",
+    "Hint": "rrfp.core.hint",
+    "Kind": "rrfp.core.tasks",
+    "Lane": "rrfp.compute.base",
+    "Limit": "rrfp.core.admission",
+    "Message": "rrfp.transports.base",
+    "Mode": "rrfp.core.tasks",
+    "Payload": "rrfp.compute.payload",
+    "Pipeline": "rrfp.pipeline",
+    "PipelineAborted": "rrfp.errors",
+    "ReadySet": "rrfp.core.ready_set",
+    "RrfpError": "rrfp.errors",
+    "StageProgram": "rrfp.compute.base",
+    "StepResult": "rrfp.result",
+    "Task": "rrfp.core.tasks",
+    "Topology": "rrfp.core.topology",
+    "Transport": "rrfp.transports.base",
+    "View": "rrfp.core.hint",
+    "local": "rrfp.pipeline",
+}
+
+__all__ = [
+    "Batch",
+    "ConfigError",
+    "Hint",
+    "Kind",
+    "Lane",
+    "Limit",
+    "Message",
+    "Mode",
+    "Payload",
+    "Pipeline",
+    "PipelineAborted",
+    "ReadySet",
+    "RrfpError",
+    "StageProgram",
+    "StepResult",
+    "Task",
+    "Topology",
+    "Transport",
+    "View",
+    "__version__",
+    "local",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rrfp' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,37 @@
+"""What holds for every test: nothing blocks an event loop, nothing is left running, torch uses one thread."""
+
+from __future__ import annotations
+
+import loop_guard
+
+loop_guard.install()  # before anything that is tested is imported
+
+from collections.abc import Iterator  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from leak_guard import LeakGuard  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def guards(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that blocked an event loop (`allow_blocking` lifts that) or left a thread or a process behind."""
+    loop_guard.take_violations()
+    leak_guard = LeakGuard()
+    yield
+    problems = [f"left behind: {leak}" for leak in leak_guard.leaks()]
+    violations = loop_guard.take_violations()
+    if not request.node.get_closest_marker("allow_blocking"):
+        problems += violations
+    if problems:
+        pytest.fail("\n".join(problems), pytrace=False)
