@@ -1,0 +1,27 @@
+"""Seeded tables of what a step costs, for emulated lanes, the simulator and benchmarks.
+
+Pure numpy: no clock, no torch, no I/O but the cost file. The same seed gives every method the bitwise same table.
+"""
+
+from rrfp.costs.files import from_json, read_costs, to_json, write_costs
+from rrfp.costs.jitter import JITTER_LEVELS, JitterLevel, with_jitter
+from rrfp.costs.latency import LATENCY_MODELS, with_latency
+from rrfp.costs.profiles import PROFILES, Profile, make_costs
+from rrfp.costs.table import PLACEMENTS, CostTable
+
+__all__ = [
+    "JITTER_LEVELS",
+    "LATENCY_MODELS",
+    "PLACEMENTS",
+    "PROFILES",
+    "CostTable",
+    "JitterLevel",
+    "Profile",
+    "from_json",
+    "make_costs",
+    "read_costs",
+    "to_json",
+    "with_jitter",
+    "with_latency",
+    "write_costs",
+]

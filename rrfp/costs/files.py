@@ -1,0 +1,131 @@
+"""The cost file: a `CostTable` as JSON, exactly the fields of the documented format.
+
+This file knows the format's names and JSON's traps (NaN, repeated names, booleans as numbers); shapes and ranges are
+checked by `CostTable`. Numbers survive a round trip bitwise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from rrfp.costs.streams import Matrix
+from rrfp.costs.table import CostTable
+from rrfp.errors import ConfigError
+
+#: Name in the file -> attribute of the table, in the order they are written.
+FIELDS = {
+    "stages": "stages",
+    "chunks": "chunks",
+    "placement": "placement",
+    "microbatches": "microbatches",
+    "F": "forward",
+    "B": "backward",
+    "W": "weight",
+    "latency_F": "latency_forward",
+    "latency_B": "latency_backward",
+}
+_OPTIONAL = frozenset({"W"})
+_MATRICES = ("F", "B", "W", "latency_F", "latency_B")
+
+
+def read_costs(path: str | os.PathLike[str]) -> CostTable:
+    """Reads a cost file.
+
+    Raises:
+        ConfigError: it cannot be read or is malformed; one line naming the file and the field.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{os.fspath(path)}: cannot be read ({error.strerror or error})") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{os.fspath(path)}: is not JSON (not UTF-8 text)") from None
+    try:
+        return from_json(text)
+    except ConfigError as error:
+        raise ConfigError(f"{os.fspath(path)}: {error}") from None
+
+
+def write_costs(path: str | os.PathLike[str], table: CostTable) -> None:
+    """Writes a cost file, replacing what was there.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        Path(path).write_text(to_json(table), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{os.fspath(path)}: cannot be written ({error.strerror or error})") from None
+
+
+def from_json(text: str) -> CostTable:
+    """The table that a cost file's text describes.
+
+    Every field is required except W; with one virtual stage the latencies are empty lists.
+
+    Raises:
+        ConfigError: the text is not JSON, a field is missing, unknown or repeated, or a value is wrong.
+    """
+    try:
+        document = json.loads(text, object_pairs_hook=_without_repeats)
+    except RecursionError:
+        raise ConfigError("is not a cost file (nested too deeply)") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"is not JSON ({error.msg} at line {error.lineno} column {error.colno})") from None
+    except ConfigError:
+        raise
+    except ValueError as error:  # an integer of more digits than Python converts
+        raise ConfigError(f"is not JSON ({error})") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"must be a JSON object with the fields {', '.join(FIELDS)}")
+    for name in document:
+        if name not in FIELDS:
+            raise ConfigError(f"field {name!r} is unknown, must be one of {', '.join(FIELDS)}")
+    for name in FIELDS:
+        if name not in document and name not in _OPTIONAL:
+            raise ConfigError(f"field {name} is missing")
+    for name in _MATRICES:
+        if name in document:
+            _check_numbers(name, document[name])
+    fields: dict[str, Any] = {field: document.get(name) for name, field in FIELDS.items()}
+    return CostTable(**fields)
+
+
+def to_json(table: CostTable) -> str:
+    """The cost file's text, one row a line, ending in a newline; `from_json` gives back the bitwise same table."""
+    lines = []
+    for name, field in FIELDS.items():
+        value = getattr(table, field)
+        if value is not None:
+            lines.append(f"{json.dumps(name)}: {_rows(value) if name in _MATRICES else json.dumps(value)}")
+    return "{" + ",\n ".join(lines) + "}\n"
+
+
+def _rows(matrix: Matrix) -> str:
+    return "[" + ",\n  ".join(json.dumps(row) for row in matrix.tolist()) + "]"
+
+
+def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Builds a JSON object; a repeated name would otherwise silently win over the first."""
+    document = dict(pairs)
+    if len(document) != len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"field {repeated!r} is given more than once")
+    return document
+
+
+def _check_numbers(name: str, rows: object) -> None:
+    """Refuses entries that numpy would convert without a word: booleans, numbers in quotes, null.
+
+    What is not a list of lists is left to `CostTable`, except null, which would pass for an absent W.
+    """
+    if not isinstance(rows, list):
+        raise ConfigError(f"{name} must be a list of rows of numbers")
+    for v, row in enumerate(rows):
+        for m, value in enumerate(row if isinstance(row, list) else ()):
+            if type(value) is not float and type(value) is not int:
+                raise ConfigError(f"{name}[{v}][{m}] is {json.dumps(value)[:40]}, must be a finite number >= 0")

@@ -1,0 +1,89 @@
+"""Jitter: seeded delays of single tasks, by the formula of the paper's Table 6.
+
+A stage keeps a running average e of its task times c: e = 0.9 e + 0.1 c. With probability p a task is lengthened by
+alpha * max(floor, e) * (0.5 + U(0, 1)), and its lane is busy for all of it. Decided here, so that every method and
+every level meets the same misfortune:
+
+- e follows the *un-jittered* times in the fixed order F0, B0, F1, B1, ..., whatever order a method runs. It starts at
+  the first time, and a task's own time is in the average that sizes its delay.
+- The two uniforms of a task come from (seed, step, virtual stage, microbatch, kind) alone. The levels compare them with
+  growing p, so a hit at J1 is a hit at J2 and J3.
+- B is one task. When backward is split, c is B + W, and the whole delay falls on B: a stall happens once, and there it
+  holds up the gradient as it does unsplit. Merging B and W therefore gives the unsplit table.
+- With chunks every virtual stage keeps its own average and its own uniforms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rrfp.costs.streams import Matrix, Stream, generator, whole
+from rrfp.costs.table import CostTable
+from rrfp.errors import ConfigError
+
+_KEEP, _TAKE = 0.9, 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class JitterLevel:
+    """One row of the paper's Table 6."""
+
+    #: p: the chance that a task is lengthened.
+    probability: float
+    #: B in the paper: the least average that a delay is measured by, in seconds.
+    floor: float
+    #: alpha: the mean delay in units of max(floor, average).
+    scale: float
+
+
+JITTER_LEVELS = {
+    "J0": JitterLevel(0.0, 0.0, 0.0),
+    "J1": JitterLevel(0.1, 0.005, 0.5),
+    "J2": JitterLevel(0.2, 0.010, 1.0),
+    "J3": JitterLevel(0.3, 0.015, 1.5),
+}
+
+
+def with_jitter(table: CostTable, level: str, *, seed: int = 0, step: int = 0) -> CostTable:
+    """The same step with its tasks lengthened.
+
+    Args:
+        table: un-jittered costs, split or not.
+        level: a name in `JITTER_LEVELS`.
+        seed: >= 0.
+        step: >= 0; every step has its own hits.
+
+    Raises:
+        ConfigError: no such level, or a negative seed or step.
+    """
+    seed, step = whole("seed", seed, 0), whole("step", step, 0)
+    if level not in JITTER_LEVELS:
+        raise ConfigError(f"jitter is {level!r}, must be one of {', '.join(JITTER_LEVELS)}")
+    whole_backward = table.to_unsplit().backward
+    delays = _delays(table.forward, whole_backward, JITTER_LEVELS[level], seed, step)
+    return replace(table, forward=table.forward + delays[0], backward=table.backward + delays[1])
+
+
+def _delays(forward: Matrix, backward: Matrix, level: JitterLevel, seed: int, step: int) -> tuple[Matrix, Matrix]:
+    """Seconds by which each F and each B is lengthened, both V x M."""
+    # The last two axes are (F, B) and (is it hit, by how much): microbatch by microbatch, so that M does not matter.
+    draws = [generator(Stream.JITTER, seed, step, v).random((forward.shape[1], 2, 2)) for v in range(len(forward))]
+    uniform = np.stack(draws)
+    averages = _running_averages(np.stack([forward, backward], axis=2))
+    hit = uniform[..., 0] < level.probability
+    delays = np.where(hit, level.scale * np.maximum(level.floor, averages) * (0.5 + uniform[..., 1]), 0.0)
+    return delays[..., 0], delays[..., 1]
+
+
+def _running_averages(times: Matrix) -> Matrix:
+    """The average e after each task; both V x M x (F, B)."""
+    averages = np.empty_like(times)
+    average = times[:, 0, 0]
+    for m in range(times.shape[1]):
+        for kind in range(2):
+            if m or kind:
+                average = _KEEP * average + _TAKE * times[:, m, kind]
+            averages[:, m, kind] = average
+    return averages

@@ -1,0 +1,83 @@
+"""Latency models: how long a tensor travels from the end of one task to its arrival at the next virtual stage.
+
+Every message draws on its own, by (seed, step, direction, edge, microbatch); `spike` is `wire` with spikes on the very
+same wire times. A tensor handed over on one stage arrives at once in every model.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from rrfp.costs.streams import Matrix, Stream, exp, generator, whole
+from rrfp.costs.table import CostTable
+from rrfp.errors import ConfigError
+
+#: How to name each model, for help texts and errors.
+LATENCY_MODELS = ("none", "constant", "constant:SECONDS", "wire", "spike")
+
+#: Seconds, where `constant` names none.
+CONSTANT_DEFAULT = 0.001
+#: Seconds: the median of the lognormal wire time, and the deviation of its logarithm.
+WIRE_MEDIAN, WIRE_SIGMA = 0.0004, 0.5
+#: The chance of a spike, and the most seconds that it lasts (uniform from 0).
+SPIKE_PROBABILITY, SPIKE_LONGEST = 0.21, 0.030
+
+
+def with_latency(table: CostTable, model: str, *, seed: int = 0, step: int = 0) -> CostTable:
+    """The same step with its latencies replaced.
+
+    Args:
+        table: costs; their latencies are ignored.
+        model: none, constant (1 ms), constant:SECONDS, wire (lognormal, median 0.4 ms, sigma 0.5) or spike (wire, and
+            with probability 0.21 another 0 to 30 ms).
+        seed: >= 0.
+        step: >= 0; every step has its own draws.
+
+    Raises:
+        ConfigError: no such model, a bad number of seconds, or a negative seed or step.
+    """
+    seed, step = whole("seed", seed, 0), whole("step", step, 0)
+    shape = table.latency_forward.shape
+    name, seconds = _parse(model)
+    if name in ("none", "constant"):
+        forward = backward = np.full(shape, seconds)
+    else:
+        forward = _wire(Stream.WIRE_FORWARD, shape, seed, step)
+        backward = _wire(Stream.WIRE_BACKWARD, shape, seed, step)
+    if name == "spike":
+        forward = forward + _spikes(Stream.SPIKE_FORWARD, shape, seed, step)
+        backward = backward + _spikes(Stream.SPIKE_BACKWARD, shape, seed, step)
+    forward, backward = replace(table, latency_forward=forward, latency_backward=backward).acting_latencies()
+    return replace(table, latency_forward=forward, latency_backward=backward)
+
+
+def _parse(model: str) -> tuple[str, float]:
+    """The model's bare name, and the seconds of a constant one."""
+    name, colon, argument = model.partition(":")
+    if not colon and name in LATENCY_MODELS:
+        return name, CONSTANT_DEFAULT if name == "constant" else 0.0
+    if name != "constant":
+        raise ConfigError(f"latency is {model!r}, must be one of {', '.join(LATENCY_MODELS)}")
+    try:
+        seconds = float(argument)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise ConfigError(f"latency is {model!r}, its seconds must be a finite number >= 0")
+    return name, seconds
+
+
+def _wire(stream: Stream, shape: tuple[int, ...], seed: int, step: int) -> Matrix:
+    """Lognormal travel times in seconds."""
+    rows = [generator(stream, seed, step, v).standard_normal(shape[1]) for v in range(shape[0])]
+    return WIRE_MEDIAN * exp(WIRE_SIGMA * np.array(rows, dtype=np.float64).reshape(shape))
+
+
+def _spikes(stream: Stream, shape: tuple[int, ...], seed: int, step: int) -> Matrix:
+    """What spikes add, in seconds: 0 for most messages."""
+    rows = [generator(stream, seed, step, v).random((shape[1], 2)) for v in range(shape[0])]
+    uniform = np.array(rows, dtype=np.float64).reshape(*shape, 2)
+    return np.where(uniform[..., 0] < SPIKE_PROBABILITY, SPIKE_LONGEST * uniform[..., 1], 0.0)

@@ -1,0 +1,128 @@
+"""Named workloads, and `make_costs`, which turns a name and a seed into a cost table.
+
+A profile says how much slower than a plain stage each stage is for each microbatch. A plain stage takes 10 ms forward
+and 20 ms backward (10 for the input gradient, 10 for the weight gradient). With C chunks every virtual stage costs 1/C
+of the stage that holds it, so that neither chunks nor placement change a stage's work.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from rrfp.core.topology import Layout
+from rrfp.costs.jitter import with_jitter
+from rrfp.costs.latency import with_latency
+from rrfp.costs.streams import Matrix, Stream, exp, generator, whole
+from rrfp.costs.table import CostTable
+from rrfp.errors import ConfigError
+
+#: Seconds of a plain stage for one microbatch: F, the input-gradient part of B, and the weight-gradient part.
+PLAIN_FORWARD = PLAIN_BACKWARD = PLAIN_WEIGHT = 0.010
+
+#: The last stage also computes the output layer and the loss.
+LAST_STAGE_FACTOR = 1.2
+#: A vision stage beside a language stage, for a microbatch of average size.
+VISION_FACTOR = 1.3
+#: Limits of a microbatch's random factor, before it is multiplied by the two constants above.
+SMALLEST_FACTOR, LARGEST_FACTOR = 0.2, 5.0
+
+
+class Profile(Protocol):
+    """A workload: the cost of each stage for each microbatch, relative to a plain stage."""
+
+    def __call__(self, stages: int, microbatches: int, random: np.random.Generator, /) -> Matrix:
+        """Returns factors > 0, N x M; row i is stage i. `random` is this step's own stream."""
+        ...
+
+
+def llm(stages: int, microbatches: int, random: np.random.Generator, /) -> Matrix:
+    """Uniform stages and microbatches; the last stage is 1.2x."""
+    factors = np.ones((stages, microbatches))
+    factors[-1] *= LAST_STAGE_FACTOR
+    return factors
+
+
+def mllm(stages: int, microbatches: int, random: np.random.Generator, /) -> Matrix:
+    """A vision encoder on the first max(1, N // 4) stages, a language model on the others.
+
+    Images and text vary on their own: the vision stages share the microbatch's factor exp(0.6 z - 0.18), times 1.3, the
+    others share its length factor exp(0.25 z' - 0.03125), both of mean 1 and clipped to [0.2, 5]. The last stage is
+    1.2x.
+    """
+    normal = random.standard_normal((microbatches, 2))
+    vision = np.clip(exp(0.6 * normal[:, 0] - 0.18), SMALLEST_FACTOR, LARGEST_FACTOR) * VISION_FACTOR
+    length = np.clip(exp(0.25 * normal[:, 1] - 0.03125), SMALLEST_FACTOR, LARGEST_FACTOR)
+    factors = np.tile(length, (stages, 1))
+    factors[: max(1, stages // 4)] = vision
+    factors[-1] *= LAST_STAGE_FACTOR
+    return factors
+
+
+#: Every profile by the name that `make_costs` and the command line take.
+PROFILES: dict[str, Profile] = {"llm": llm, "mllm": mllm}
+
+
+def make_costs(
+    profile: str,
+    stages: int,
+    microbatches: int,
+    *,
+    chunks: int = 1,
+    placement: Layout = "looped",
+    split: bool = False,
+    seed: int = 0,
+    step: int = 0,
+    jitter: str = "J0",
+    latency: str = "none",
+) -> CostTable:
+    """One step's costs, the bitwise same table for the same arguments on every machine.
+
+    Split and unsplit tables of one seed agree: `make_costs(..., split=True).to_unsplit()` is the unsplit one.
+
+    Args:
+        profile: a name in `PROFILES`.
+        stages: N >= 1.
+        microbatches: M >= 1.
+        chunks: C >= 1 virtual stages a stage.
+        placement: "looped" or "v".
+        split: whether backward is split into B and W.
+        seed: >= 0.
+        step: >= 0; every step has its own microbatches, hits and latencies.
+        jitter: a name in `JITTER_LEVELS`.
+        latency: a model of `LATENCY_MODELS`.
+
+    Raises:
+        ConfigError: any of these is not allowed; one line naming it and the allowed values.
+    """
+    if profile not in PROFILES:
+        raise ConfigError(f"profile is {profile!r}, must be one of {', '.join(PROFILES)}")
+    stages, microbatches = whole("stages", stages, 1), whole("microbatches", microbatches, 1)
+    chunks, seed, step = whole("chunks", chunks, 1), whole("seed", seed, 0), whole("step", step, 0)
+    factors = PROFILES[profile](stages, microbatches, generator(Stream.PROFILE, seed, step)) / chunks
+    table = _spread(factors, chunks, placement)
+    table = with_latency(with_jitter(table, jitter, seed=seed, step=step), latency, seed=seed, step=step)
+    # Split first and merged last: so both forms take the same time to the last bit.
+    return table if split else table.to_unsplit()
+
+
+def _spread(factors: Matrix, chunks: int, placement: Layout) -> CostTable:
+    """Split costs without latency: every virtual stage takes its stage's row of `factors`."""
+    stages, microbatches = factors.shape
+    rows = np.tile(factors, (chunks, 1))
+    if placement == "v":
+        for chunk in range(1, chunks, 2):
+            rows[chunk * stages : (chunk + 1) * stages] = factors[::-1]
+    no_latency = np.zeros((stages * chunks - 1, microbatches))
+    return CostTable(
+        stages=stages,
+        chunks=chunks,
+        placement=placement,
+        microbatches=microbatches,
+        forward=PLAIN_FORWARD * rows,
+        backward=PLAIN_BACKWARD * rows,
+        weight=PLAIN_WEIGHT * rows,
+        latency_forward=no_latency,
+        latency_backward=no_latency,
+    )

@@ -1,0 +1,144 @@
+"""The exception tree, ordered by whose fault it is.
+
+Every error that this package raises on purpose derives from :class:`RrfpError`. Below it, the second level says who has
+to
+act: the caller (`ConfigError`), code that the caller plugged in (`LocalError`), another rank (`PeerError`), the way
+between two ranks (`TransportError`). `PipelineAborted` is what every rank sees when any rank failed; it names the
+origin.
+
+Every error survives pickling, because launchers carry exceptions between processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = [
+    "ConfigError",
+    "DeadlockError",
+    "FrameError",
+    "HintError",
+    "LocalError",
+    "Origin",
+    "PeerError",
+    "PeerLostError",
+    "PipelineAborted",
+    "ProtocolError",
+    "RrfpError",
+    "StageError",
+    "TransportClosedError",
+    "TransportError",
+]
+
+
+class RrfpError(Exception):
+    """Base of every error of this package."""
+
+
+class ConfigError(RrfpError, ValueError):
+    """The caller asked for something that does not exist or does not fit; names the field and the choices."""
+
+
+class LocalError(RrfpError):
+    """Code plugged in on this rank broke its contract."""
+
+
+class HintError(LocalError):
+    """A hint policy answered with a task that is not ready, or with None although it may not wait."""
+
+
+class StageError(LocalError):
+    """A stage program broke a rule of the runtime, such as writing into a received tensor."""
+
+
+class PeerError(RrfpError):
+    """Another rank broke the contract or went away."""
+
+
+class ProtocolError(PeerError):
+    """A peer's message contradicts this rank's state: duplicate, out of step, unknown task, other step size or mode."""
+
+
+class PeerLostError(PeerError):
+    """A peer's process ended or fell silent.
+
+    Attributes:
+        peer: stage index of the lost peer.
+        reason: what was observed.
+    """
+
+    def __init__(self, peer: int, reason: str) -> None:
+        super().__init__(peer, reason)
+        self.peer = peer
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"stage {self.peer} is lost: {self.reason}"
+
+
+class TransportError(RrfpError):
+    """Moving a message failed for a reason that lies between the ranks."""
+
+
+class TransportClosedError(TransportError):
+    """The transport was closed or aborted while, or before, the call was made."""
+
+
+class FrameError(TransportError):
+    """A received frame was malformed; it was dropped.
+
+    Attributes:
+        peer: stage index of the sender, or None where the frame does not even tell that.
+        field: the header field or frame at fault.
+        reason: what is wrong with it and what would be right.
+    """
+
+    def __init__(self, peer: int | None, field: str, reason: str) -> None:
+        super().__init__(peer, field, reason)
+        self.peer = peer
+        self.field = field
+        self.reason = reason
+
+    def __str__(self) -> str:
+        sender = "an unknown peer" if self.peer is None else f"stage {self.peer}"
+        return f"bad frame from {sender}: {self.field}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a failure began.
+
+    Attributes:
+        stage: stage index of the rank that failed.
+        task: the task it was running, in its text form, or None.
+        cause: the exception as one line, ``TypeName: message``.
+    """
+
+    stage: int
+    task: str | None
+    cause: str
+
+    def __str__(self) -> str:
+        where = f"stage {self.stage}" if self.task is None else f"stage {self.stage}, task {self.task}"
+        return f"{where}: {self.cause}"
+
+
+class PipelineAborted(RrfpError):
+    """The pipeline ended on every rank because one rank failed. Terminal: build a new Pipeline to go on.
+
+    Gradients are undefined afterwards: some microbatches may have been added to ``.grad`` and others not.
+
+    Attributes:
+        origin: the rank, task and cause of the first failure known to this rank.
+    """
+
+    def __init__(self, origin: Origin) -> None:
+        super().__init__(origin)
+        self.origin = origin
+
+    def __str__(self) -> str:
+        return f"aborted by {self.origin}"
+
+
+class DeadlockError(RrfpError):
+    """Every rank is idle, nothing is in flight, and tasks remain. The message is the full report."""

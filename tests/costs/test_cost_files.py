@@ -1,0 +1,108 @@
+"""The cost file: round trips bitwise, and says in one line what is wrong with a malformed one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rrfp.costs import from_json, make_costs, read_costs, to_json, write_costs
+from rrfp.errors import ConfigError
+
+GOOD: dict[str, Any] = {
+    "stages": 2,
+    "chunks": 1,
+    "placement": "looped",
+    "microbatches": 2,
+    "F": [[1, 2], [3, 4]],
+    "B": [[2.5, 4], [6, 8]],
+    "latency_F": [[0, 0]],
+    "latency_B": [[0.25, 0]],
+}
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (3, 2)])
+def test_round_trip_is_bitwise(tmp_path: Path, split: bool, stages: int, chunks: int) -> None:
+    options: dict[str, Any] = {"chunks": chunks, "placement": "v", "split": split}
+    costs = make_costs("mllm", stages, 5, jitter="J3", latency="spike", **options)
+    write_costs(tmp_path / "costs.json", costs)
+    assert read_costs(tmp_path / "costs.json") == costs
+    assert ("W" in json.loads(to_json(costs))) == split
+
+
+def test_reads_the_documented_form() -> None:
+    costs = from_json(json.dumps(GOOD))
+    assert (costs.stages, costs.microbatches, costs.split) == (2, 2, False)
+    assert costs.backward.tolist() == [[2.5, 4], [6, 8]]
+    assert costs.latency_backward.tolist() == [[0.25, 0]]
+    assert from_json(json.dumps(GOOD | {"W": [[1, 1], [1, 1]]})).split
+
+
+@pytest.mark.parametrize("field", list(GOOD))
+def test_only_w_may_be_missing(field: str) -> None:
+    rest = {name: value for name, value in GOOD.items() if name != field}
+    with pytest.raises(ConfigError, match=f"^field {field} is missing$"):
+        from_json(json.dumps(rest))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"G": 1}, "field 'G' is unknown, must be one of stages, chunks, placement, microbatches, F, B, W, latency_F,"),
+        ({"stages": "2"}, "stages is '2', must be a whole number >= 1"),
+        ({"placement": None}, "placement is None, must be one of looped, v"),
+        ({"placement": ["v"]}, "placement is ['v'], must be one of looped, v"),
+        ({"F": {}}, "F must be a list of rows of numbers"),
+        ({"W": None}, "W must be a list of rows of numbers"),
+        ({"F": [[1, 2], "ab"]}, "F[1] must be a list of 2 numbers (one a microbatch)"),
+        ({"F": [[1, 2], [3]]}, "F[1] has 1 entries, must have 2 (one a microbatch)"),
+        ({"F": [[1, 2], [3, True]]}, "F[1][1] is true, must be a finite number >= 0"),
+        ({"F": [[1, 2], [3, "4"]]}, 'F[1][1] is "4", must be a finite number >= 0'),
+        ({"F": [[1, 2], [3, [4]]]}, "F[1][1] is [4], must be a finite number >= 0"),
+        ({"B": [[1, 2], [3, float("nan")]]}, "B[1][1] is nan, must be a finite number >= 0"),
+        ({"B": [[-1, 2], [3, 4]]}, "B[0][0] is -1.0, must be a finite number >= 0"),
+        ({"latency_F": [[0, 0]] * 3}, "latency_F has 3 rows, must have 1 (one fewer than stages x chunks)"),
+    ],
+)
+def test_malformed_fields(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_json(json.dumps(GOOD | changes))
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not JSON (Expecting value at line 1 column 1)"),
+        ('{"stages": 1,\n oops}', "is not JSON (Expecting property name enclosed in double quotes at line 2 column 2)"),
+        ("[1]", "must be a JSON object with the fields stages, "),
+        ('{"stages": 1, "stages": 2}', "field 'stages' is given more than once"),
+        ("[" * 100_000, "is not a cost file (nested too deeply)"),
+        ('{"stages": ' + "1" * 5000 + "}", "is not JSON (Exceeds the limit"),
+    ],
+)
+def test_text_that_is_no_cost_file(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_json(text)
+    assert str(caught.value).startswith(message)
+
+
+def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+    missing, binary, bad = tmp_path / "none" / "a.json", tmp_path / "b.json", tmp_path / "c.json"
+    binary.write_bytes(b"\xff\xfe")
+    bad.write_text("{}")
+    for path, message in (
+        (missing, f"{missing}: cannot be read (No such file or directory)"),
+        (tmp_path, f"{tmp_path}: cannot be read (Is a directory)"),
+        (binary, f"{binary}: is not JSON (not UTF-8 text)"),
+        (bad, f"{bad}: field stages is missing"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            read_costs(path)
+        assert str(caught.value) == message
+    with pytest.raises(ConfigError, match=r"cannot be written \(No such file or directory\)$"):
+        write_costs(missing, make_costs("llm", 1, 1))

@@ -1,0 +1,121 @@
+"""Profiles and `make_costs`: the documented numbers, and the bitwise same table for one seed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rrfp.core.topology import Layout
+from rrfp.costs import make_costs
+from rrfp.errors import ConfigError
+
+
+def test_llm_is_uniform_but_for_the_last_stage() -> None:
+    costs = make_costs("llm", 3, 2, split=True)
+    assert costs.weight is not None
+    for rows in (costs.forward, costs.backward, costs.weight):
+        assert rows == pytest.approx(np.array([[0.010] * 2, [0.010] * 2, [0.012] * 2]))
+    assert make_costs("llm", 3, 2).backward == pytest.approx(2 * costs.backward)
+    assert not costs.latency_forward.any()
+    assert not costs.latency_backward.any()
+
+
+@pytest.mark.parametrize(("stages", "vision"), [(1, 1), (2, 1), (7, 1), (8, 2), (16, 4)])
+def test_mllm_has_a_vision_encoder_in_front(stages: int, vision: int) -> None:
+    costs = make_costs("mllm", stages, 6, seed=3)
+    plain = costs.forward / 0.010
+    plain[-1] /= 1.2
+    assert plain[:vision] == pytest.approx(np.tile(plain[0], (vision, 1)))
+    assert plain[vision:] == pytest.approx(np.tile(plain[-1], (stages - vision, 1)))
+    assert costs.backward == pytest.approx(2 * costs.forward)
+    if stages > 1:
+        assert not np.isclose(plain[0], plain[-1]).any()
+
+
+def test_mllm_factors_have_the_documented_distribution() -> None:
+    factors = make_costs("mllm", 4, 20_000, seed=1).forward / 0.010
+    vision, length = factors[0] / 1.3, factors[1]
+    for factor, sigma in ((vision, 0.6), (length, 0.25)):
+        assert np.log(factor).mean() == pytest.approx(-sigma * sigma / 2, abs=0.02)
+        assert np.log(factor).std() == pytest.approx(sigma, abs=0.02)
+        assert factor.min() >= 0.2 - 1e-12
+        assert factor.max() <= 5 + 1e-12
+    assert vision.max() == pytest.approx(5)
+    assert vision.min() == pytest.approx(0.2)
+    assert abs(np.corrcoef(vision, length)[0, 1]) < 0.05
+
+
+@pytest.mark.parametrize("placement", ["looped", "v"])
+def test_chunks_share_their_stage_evenly(placement: Layout) -> None:
+    whole = make_costs("mllm", 4, 3)
+    costs = make_costs("mllm", 4, 3, chunks=3, placement=placement)
+    assert costs.work() == pytest.approx(whole.work())
+    for v in range(12):
+        assert costs.forward[v] == pytest.approx(whole.forward[costs.stage_of(v)] / 3)
+
+
+def test_split_and_unsplit_agree_to_the_last_bit() -> None:
+    options: dict[str, Any] = {"jitter": "J3", "latency": "spike", "seed": 5, "step": 2}
+    for profile in ("llm", "mllm"):
+        split, unsplit = (make_costs(profile, 5, 9, split=s, **options) for s in (True, False))
+        assert split.to_unsplit() == unsplit
+        assert split.weight is not None
+
+
+def test_tables_depend_on_seed_and_step_alone() -> None:
+    first = make_costs("mllm", 4, 8, seed=1, step=1, jitter="J2", latency="wire")
+    assert make_costs("mllm", 4, 8, seed=1, step=1, jitter="J2", latency="wire") == first
+    for seed, step in ((2, 1), (1, 2), (1 + 2**32, 1)):
+        assert make_costs("mllm", 4, 8, seed=seed, step=step, jitter="J2", latency="wire") != first
+    longer = make_costs("mllm", 4, 12, seed=1, step=1, jitter="J2", latency="wire")
+    assert np.array_equal(longer.forward[:, :8], first.forward)
+    assert np.array_equal(longer.backward[:, :8], first.backward)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "digest"),
+    [
+        ({"profile": "llm", "stages": 4, "microbatches": 24}, "ced60d9496f00440"),
+        (
+            {
+                "profile": "mllm",
+                "stages": 8,
+                "microbatches": 64,
+                "chunks": 2,
+                "placement": "v",
+                "split": True,
+                "seed": 42,
+                "step": 3,
+                "jitter": "J3",
+                "latency": "spike",
+            },
+            "5a3a32c3a2d527b2",
+        ),
+    ],
+)
+def test_golden_digests(arguments: dict[str, Any], digest: str) -> None:
+    """Published numbers are only comparable while these hold: a change here is a change of every benchmark."""
+    assert make_costs(**arguments).digest() == digest
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"profile": "gpt"}, "profile is 'gpt', must be one of llm, mllm"),
+        ({"stages": 0}, "stages is 0, must be a whole number >= 1"),
+        ({"microbatches": 2.5}, "microbatches is 2.5, must be a whole number >= 1"),
+        ({"chunks": 0}, "chunks is 0, must be a whole number >= 1"),
+        ({"placement": "w"}, "placement is 'w', must be one of looped, v"),
+        ({"seed": -1}, "seed is -1, must be a whole number >= 0"),
+        ({"step": None}, "step is None, must be a whole number >= 0"),
+        ({"jitter": "J4"}, "jitter is 'J4', must be one of J0, J1, J2, J3"),
+        ({"latency": "slow"}, "latency is 'slow', must be one of none, constant, constant:SECONDS, wire, spike"),
+    ],
+)
+def test_bad_arguments_name_what_is_allowed(changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"profile": "llm", "stages": 2, "microbatches": 2} | changes
+    with pytest.raises(ConfigError) as caught:
+        make_costs(**arguments)
+    assert str(caught.value) == message
