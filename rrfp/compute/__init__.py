@@ -1,0 +1,1 @@
+"""Where tasks compute and what they compute: lanes and stage programs."""

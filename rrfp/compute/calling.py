@@ -1,0 +1,101 @@
+"""What a step hands to the modules of a rank, and what it asks back: arguments, and the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from rrfp.compute.base import Batch
+from rrfp.core.tasks import Mode, StepId
+from rrfp.errors import ConfigError, StageError
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """How a module is called: ``module(*args, **kwargs)``."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def spread(cls, values: Iterable[Any]) -> Arguments:
+        """Tuples become positional arguments, dicts keywords, anything else one positional argument each.
+
+        Raises:
+            StageError: if two dicts name the same keyword.
+        """
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for value in values:
+            if isinstance(value, Mapping):
+                if twice := sorted(kwargs.keys() & value.keys()):
+                    raise StageError(f"the keyword argument {twice[0]!r} is given twice")
+                kwargs.update(value)
+            elif isinstance(value, tuple):
+                args.extend(value)
+            else:
+                args.append(value)
+        return cls(tuple(args), kwargs)
+
+
+def check_batch(batch: Batch, step: StepId, *, first: bool, last: bool, has_loss: bool) -> None:
+    """Refuse a batch that a rank cannot run a step with.
+
+    Args:
+        batch: what the caller gave.
+        step: the step.
+        first: the rank has a virtual stage that reads ``inputs``.
+        last: the rank has a virtual stage that reads ``targets``.
+        has_loss: there is a ``loss_fn``.
+
+    Raises:
+        ConfigError: naming the field, and M where it is a matter of length.
+    """
+    training = step.mode is Mode.TRAIN
+    if last and not has_loss and (training or batch.targets is not None):
+        reason = "a training step needs it" if training else "targets are given, but nothing to compare them with"
+        raise ConfigError(f"loss_fn is missing on the last virtual stage: {reason}")
+    for field, used, needed in (
+        ("inputs", first, first),
+        ("targets", last, last and training),
+        ("kwargs", True, False),
+        ("gradient_weights", last and training, True),
+    ):
+        values = getattr(batch, field)
+        if used and (needed if values is None else len(values) != step.microbatches):
+            found = "is missing" if values is None else f"has {len(values)} entries"
+            raise ConfigError(f"{field} {found}, must be a list of {step.microbatches}, one for each microbatch")
+
+
+def check_loss(loss: object, microbatch: int, *, differentiable: bool) -> Tensor:
+    """The loss if it is one.
+
+    Args:
+        loss: what ``loss_fn`` returned.
+        microbatch: of which microbatch.
+        differentiable: whether it must require grad.
+
+    Raises:
+        StageError: if it is not a scalar floating tensor, or does not require grad and must.
+    """
+    if not isinstance(loss, Tensor):
+        raise StageError(f"loss_fn returned a {type(loss).__name__}, must return a scalar floating tensor")
+    if loss.dim() != 0 or not loss.is_floating_point():
+        raise StageError(
+            f"loss_fn returned a {loss.dtype} tensor of shape {tuple(loss.shape)}, must return a scalar "
+            "floating tensor (shape ()): the mean over the microbatch"
+        )
+    if differentiable and not loss.requires_grad:
+        raise StageError(f"the loss of microbatch {microbatch} does not require grad; was it, or the output, detached?")
+    return loss
+
+
+def requires_grad(value: Any) -> bool:
+    """Whether any tensor in a nesting of tuples, lists and dicts requires grad."""
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    return any(map(requires_grad, items))

@@ -1,0 +1,100 @@
+"""Where a rank keeps tensors between tasks: outputs of its own tasks, and outputs that arrived.
+
+Written by the loop (arrivals) and by the lane's thread (outputs), read by both; single dict operations need no lock.
+What may be dropped, and when, is the core's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from rrfp.compute.base import StageProgram
+from rrfp.compute.payload import Payload
+from rrfp.core.graph import Graph
+from rrfp.core.tasks import Kind, Task
+from rrfp.errors import ProtocolError
+
+
+class Mailbox:
+    """Payloads by the task that produced them.
+
+    A forward's payload is the same for every reader. A backward has one payload for each predecessor.
+
+    Args:
+        graph: who reads what.
+        stage: this rank's stage.
+    """
+
+    def __init__(self, graph: Graph, stage: int) -> None:
+        self._graph = graph
+        self._stage = stage
+        self._forward: dict[Task, Payload] = {}
+        self._backward: dict[Task, dict[int, Payload]] = {}
+
+    def put_forward(self, task: Task, output: Payload) -> None:
+        """Keep the output of an F."""
+        self._forward[task] = output
+
+    def put_backward(self, task: Task, grads: Sequence[Payload]) -> None:
+        """Keep the input gradients of a B, one payload for each predecessor in graph order."""
+        self._backward[task] = dict(zip(self._graph.predecessors[task.virtual_stage], grads, strict=True))
+
+    def inputs(self, task: Task) -> tuple[Payload, ...]:
+        """What F or B reads: a payload for each predecessor (F) or successor (B), in graph order."""
+        kind, m, v = task
+        if kind is Kind.F:
+            return tuple(self._forward[Task(Kind.F, m, u)] for u in self._graph.predecessors[v])
+        return tuple(self._backward[Task(Kind.B, m, w)][v] for w in self._graph.successors[v])
+
+    def drop(self, task: Task) -> None:
+        """Forget the output of ``task``."""
+        self._forward.pop(task, None)
+        self._backward.pop(task, None)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._forward.clear()
+        self._backward.clear()
+
+    def pack(self, task: Task, peer: int) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
+        """The tensors and the description of ``task``'s output that stage ``peer`` needs."""
+        if task.kind is Kind.F:
+            payload = self._forward[task]
+            return payload.tensors, {"structure": payload.structure}
+        place = self._graph.placement
+        parts = {u: p for u, p in self._backward[task].items() if place.stage_of(u) == peer}
+        tensors = tuple(tensor for payload in parts.values() for tensor in payload.tensors)
+        return tensors, {"parts": [[u, len(payload.tensors)] for u, payload in parts.items()]}
+
+    def unpack(self, task: Task, tensors: Sequence[Tensor | None], body: Mapping[str, Any]) -> None:
+        """File what `pack` made on another rank.
+
+        Raises:
+            ProtocolError: if the description does not fit.
+        """
+        if task.kind is Kind.F:
+            if not isinstance(structure := body.get("structure"), Sequence):
+                raise ProtocolError(f"{task} arrived without the structure of its tensors")
+            self._forward[task] = Payload(tuple(tensors), structure)
+            return
+        parts, rest = {}, list(tensors)
+        for virtual_stage, count in body.get("parts") or ():
+            parts[virtual_stage], rest = Payload(tuple(rest[:count])), rest[count:]
+        place = self._graph.placement
+        readers = {u for u in self._graph.predecessors[task.virtual_stage] if place.stage_of(u) == self._stage}
+        if rest or set(parts) != readers:
+            raise ProtocolError(f"{task} arrived with gradients for {sorted(parts)}, expected {sorted(readers)}")
+        self._backward[task] = parts
+
+
+def run_task(program: StageProgram, mailbox: Mailbox, task: Task) -> None:
+    """Run ``task`` with what ``mailbox`` holds, and keep what it puts out. Called on the lane's thread."""
+    if task.kind is Kind.F:
+        mailbox.put_forward(task, program.forward(task, mailbox.inputs(task)))
+    elif task.kind is Kind.B:
+        mailbox.put_backward(task, program.backward(task, mailbox.inputs(task)))
+    else:
+        program.weight(task)

@@ -1,0 +1,109 @@
+"""The caller's thread-local torch state, carried to the thread that computes.
+
+torch keeps autocast, the grad mode, the default device, the current CUDA device and the number of threads per thread;
+the lane's thread would see none of what the caller set around ``step``. Not carried, because torch offers no public
+way: saved-tensor hooks and torch-function or dispatch modes other than the default device. Enter those inside the
+module's ``forward``.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from rrfp.core.tasks import Mode
+from rrfp.errors import ConfigError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class CallerModes:
+    """What was in force where a step was called.
+
+    Attributes:
+        mode: training or forward only; decides the grad mode.
+        autocast: device types with autocast enabled, and the dtype of each.
+        autocast_cache: whether autocast keeps the weights it has cast, which it does for one task at a time.
+        device: the default device, None where it is the CPU.
+        cuda_device: index of the current CUDA device, None where CUDA is not in use.
+        num_threads: threads that one operator may use on the CPU.
+        context: the context variables.
+    """
+
+    mode: Mode
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    autocast_cache: bool
+    device: torch.device | None
+    cuda_device: int | None
+    num_threads: int
+    context: contextvars.Context
+
+    @classmethod
+    def capture(cls, mode: Mode) -> CallerModes:
+        """Read the state of the calling thread.
+
+        Raises:
+            ConfigError: in a training step, if gradients are switched off.
+        """
+        if mode is Mode.TRAIN and not torch.is_grad_enabled():
+            culprit = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+            raise ConfigError(
+                f"step trains, but was called under torch.{culprit}(); use evaluate for a forward pass only"
+            )
+        device = torch.get_default_device()
+        return cls(
+            mode=mode,
+            autocast=tuple((kind, torch.get_autocast_dtype(kind)) for kind in autocast_device_types()),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            device=None if device.type == "cpu" else device,
+            cuda_device=_cuda_device(),
+            num_threads=torch.get_num_threads(),
+            context=contextvars.copy_context(),
+        )
+
+    def forward(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call ``function`` as the caller would have: with gradients in a training step, else without."""
+        with ExitStack() as stack:
+            self._enter(stack)
+            stack.enter_context(torch.set_grad_enabled(self.mode is Mode.TRAIN))
+            for device_type, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=self.autocast_cache))
+            return self.context.run(function, *args, **kwargs)
+
+    def backward(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call ``function`` as the caller would have, but outside autocast.
+
+        torch advises against backward under autocast: its operators run in the types that autocast chose for the
+        forward ones. A step has both inside the caller's ``with torch.autocast(...)``, so they are told apart here.
+        """
+        with ExitStack() as stack:
+            self._enter(stack)
+            return self.context.run(function, *args, **kwargs)
+
+    def _enter(self, stack: ExitStack) -> None:
+        if torch.get_num_threads() != self.num_threads:
+            torch.set_num_threads(self.num_threads)
+        if self.cuda_device is not None:
+            stack.enter_context(torch.cuda.device(self.cuda_device))
+        if self.device is not None:  # a default device costs every call from Python about a microsecond
+            stack.enter_context(self.device)
+
+
+def autocast_device_types() -> tuple[str, ...]:
+    """The device types for which autocast is enabled in the calling thread."""
+    accelerator = torch.accelerator.current_accelerator()
+    candidates = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    return tuple(kind for kind in candidates if torch.is_autocast_enabled(kind))
+
+
+def _cuda_device() -> int | None:
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None  # asking for the current device would initialise CUDA
+    return torch.cuda.current_device()

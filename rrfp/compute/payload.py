@@ -1,0 +1,85 @@
+"""What flows between virtual stages: tensors and the nesting that they came in.
+
+A module may return a tensor, or tuples, lists and dicts of tensors and plain numbers. On the wire there is only a flat
+list of tensors beside a small description of the nesting, so nothing ever has to be unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from rrfp.errors import StageError
+
+#: The nesting as plain data: ["t", i] is tensor i; ["v", x] the plain value x; ["(", ...] a tuple; ["[", ...] a list;
+#: ["{", [key, ...], ...] a dict with string keys.
+Structure = Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """Tensors and how they nest.
+
+    Attributes:
+        tensors: the leaves; None stands for "no gradient".
+        structure: the nesting of the leaves, plain data. Gradients have the structure of what they are gradients of, so
+            they travel without one (an empty tuple).
+    """
+
+    tensors: tuple[Tensor | None, ...] = ()
+    structure: Structure = ()
+
+    @classmethod
+    def pack(cls, value: Any) -> Payload:
+        """Flatten ``value``.
+
+        Raises:
+            StageError: if a leaf is neither a tensor nor None, bool, int, float or str, or a dict key is not a string.
+        """
+        leaves: list[Tensor | None] = []
+        structure = _describe(value, leaves, "output")
+        return cls(tuple(leaves), structure)
+
+    def unpack(self) -> Any:
+        """The value that was packed, with this payload's tensors."""
+        return _rebuild(self.structure, self.tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors, dense."""
+        return sum(t.numel() * t.element_size() for t in self.tensors if t is not None)
+
+
+def _describe(value: Any, leaves: list[Tensor | None], path: str) -> list[Any]:
+    if isinstance(value, Tensor):
+        leaves.append(value)
+        return ["t", len(leaves) - 1]
+    if value is None or isinstance(value, bool | int | float | str):
+        return ["v", value]
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise StageError(f"{path} has the dict key {key!r}; keys between stages must be strings")
+        return ["{", list(value), *(_describe(item, leaves, f"{path}[{key!r}]") for key, item in value.items())]
+    if isinstance(value, tuple | list):
+        mark = "(" if isinstance(value, tuple) else "["
+        return [mark, *(_describe(item, leaves, f"{path}[{i}]") for i, item in enumerate(value))]
+    raise StageError(
+        f"{path} is a {type(value).__name__}; between stages may travel tensors, None, bool, int, float, str, "
+        "and tuples, lists and string-keyed dicts of them"
+    )
+
+
+def _rebuild(structure: Structure, tensors: Sequence[Tensor | None]) -> Any:
+    mark, rest = structure[0], structure[1:]
+    if mark == "t":
+        return tensors[rest[0]]
+    if mark == "v":
+        return rest[0]
+    if mark == "{":
+        return {key: _rebuild(item, tensors) for key, item in zip(rest[0], rest[1:], strict=True)}
+    items = (_rebuild(item, tensors) for item in rest)
+    return tuple(items) if mark == "(" else list(items)

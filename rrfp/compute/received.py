@@ -1,0 +1,152 @@
+"""Tensors from other virtual stages: read-only by contract, and proof that the contract was kept.
+
+A transport may hand out memory that others still read, and the sender may hold the very same tensor, so a stage must
+not write into what it received. Every write through torch raises a tensor's version, and that is what is compared here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+
+from torch import Tensor, nn
+
+from rrfp.compute.payload import Payload, Structure
+from rrfp.errors import StageError
+
+#: How torch's own error about a write into a leaf that requires grad ends.
+_LEAF_ERROR = "leaf Variable that requires grad is being used in an in-place operation"
+
+_REMEDY = "what comes from another stage is read-only; use an out-of-place operation, or clone it first (x = x.clone())"
+
+
+class ReadOnly:
+    """Watches tensors for writes.
+
+    Args:
+        payloads: what to watch.
+        sources: for each payload where it comes from, in words.
+    """
+
+    __slots__ = ("_payloads", "_sources", "_versions")
+
+    def __init__(self, payloads: Sequence[Payload], sources: Sequence[str]) -> None:
+        self._payloads = payloads
+        self._sources = sources
+        self._versions = [[_version(tensor) for tensor in payload.tensors] for payload in payloads]
+
+    def written(self) -> str | None:
+        """The first tensor written to since construction, in words; None where there is none."""
+        for payload, source, versions in zip(self._payloads, self._sources, self._versions, strict=True):
+            for index, (tensor, version) in enumerate(zip(payload.tensors, versions, strict=True)):
+                if _version(tensor) != version:
+                    return f"{_path(payload.structure, index)} {source}"
+        return None
+
+    def check(self, module: nn.Module, virtual_stage: int, when: str) -> None:
+        """Raise if any tensor was written to.
+
+        Raises:
+            StageError: naming the module, its submodules that are suspect, the tensor and the remedy.
+        """
+        if (what := self.written()) is None:
+            return
+        suspects = [
+            f"{name!r} ({type(m).__name__})" for name, m in module.named_modules() if getattr(m, "inplace", False)
+        ]
+        hint = f"; submodules with inplace=True: {', '.join(suspects)}" if suspects else ""
+        raise StageError(
+            f"{type(module).__name__} on virtual stage {virtual_stage} wrote into {what} {when}{hint}; {_REMEDY}"
+        )
+
+
+class Received:
+    """The forward inputs of one task: fresh leaves on the received memory, so that each collects a gradient of its own.
+
+    Args:
+        payloads: one for each predecessor.
+        predecessors: their virtual stages.
+        training: whether leaves require grad where the sent tensor did.
+    """
+
+    __slots__ = ("_watch", "payloads")
+
+    def __init__(self, payloads: Sequence[Payload], predecessors: Sequence[int], *, training: bool) -> None:
+        self.payloads = tuple(
+            Payload(tuple(_leaf(tensor, training) for tensor in payload.tensors), payload.structure)
+            for payload in payloads
+        )
+        self._watch = ReadOnly(self.payloads, [f"received from virtual stage {u}" for u in predecessors])
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All leaves."""
+        return (tensor for payload in self.payloads for tensor in payload.tensors if tensor is not None)
+
+    def check(self, module: nn.Module, virtual_stage: int, when: str) -> None:
+        """See :meth:`ReadOnly.check`."""
+        self._watch.check(module, virtual_stage, when)
+
+    def gradients(self) -> tuple[Payload, ...]:
+        """The gradients that the leaves collected, one payload for each predecessor; None where there is none."""
+        return tuple(
+            Payload(tuple(None if tensor is None else tensor.grad for tensor in payload.tensors))
+            for payload in self.payloads
+        )
+
+    def explain(self, error: RuntimeError, module: nn.Module, virtual_stage: int) -> StageError | None:
+        """What torch's error about a write into a leaf means here; None for any other error.
+
+        A received tensor that requires grad is such a leaf. In one process it would have been an intermediate result,
+        and the same module would have been allowed to write into it.
+        """
+        if _LEAF_ERROR not in str(error) or not any(tensor.requires_grad for tensor in self.tensors()):
+            return None
+        where = _innermost_submodule(error.__traceback__, module)
+        return StageError(
+            f"{type(module).__name__} on virtual stage {virtual_stage} wrote in place into a received tensor{where}; "
+            f"{_REMEDY}"
+        )
+
+
+def _leaf(tensor: Tensor | None, training: bool) -> Tensor | None:
+    if tensor is None:
+        return None
+    # detach shares the version with its source, so a write through either is seen
+    return tensor.detach().requires_grad_(training and tensor.requires_grad)
+
+
+def _version(tensor: Tensor | None) -> int:
+    if tensor is None or tensor.is_inference():  # inference tensors count no versions
+        return 0
+    return tensor._version
+
+
+def _path(structure: Structure, index: int) -> str:
+    path = dict(_paths(structure, "")).get(index, "") if structure else f"[{index}]"
+    return f"tensor {path}" if path else "the tensor"
+
+
+def _paths(structure: Structure, prefix: str) -> Iterator[tuple[int, str]]:
+    mark, rest = structure[0], structure[1:]
+    if mark == "t":
+        yield rest[0], prefix
+    elif mark == "{":
+        for key, item in zip(rest[0], rest[1:], strict=True):
+            yield from _paths(item, f"{prefix}[{key!r}]")
+    elif mark != "v":
+        for position, item in enumerate(rest):
+            yield from _paths(item, f"{prefix}[{position}]")
+
+
+def _innermost_submodule(traceback: TracebackType | None, module: nn.Module) -> str:
+    """The submodule that was running when an error was raised, in words; read off the traceback's frames."""
+    names = {id(submodule): name for name, submodule in module.named_modules()}
+    found: nn.Module | None = None
+    while traceback is not None:
+        candidate = traceback.tb_frame.f_locals.get("self")
+        if id(candidate) in names:
+            found = candidate
+        traceback = traceback.tb_next
+    if found is None or found is module:
+        return ""
+    return f", in its submodule {names[id(found)]!r} ({type(found).__name__})"

@@ -1,0 +1,273 @@
+"""`TorchStage`: forward and backward of ordinary ``nn.Module`` s, one for each virtual stage of a rank.
+
+Invariants: tasks of any microbatches may come in any order that the graph allows; whatever a forward keeps belongs to
+    one
+(microbatch, virtual stage) and is gone after its backward; every gradient is the one that autograd would form in one
+process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from rrfp.compute.activations import ActivationMeter, describe, storage_pointer
+from rrfp.compute.base import Batch, StageProgram
+from rrfp.compute.calling import Arguments, check_batch, check_loss, requires_grad
+from rrfp.compute.modes import CallerModes
+from rrfp.compute.payload import Payload
+from rrfp.compute.received import ReadOnly, Received
+from rrfp.compute.rng import RandomForks, devices_of
+from rrfp.core.graph import Graph
+from rrfp.core.tasks import Mode, StepId, Task
+from rrfp.errors import ConfigError
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What a forward leaves for its backward.
+
+    Attributes:
+        received: the input leaves, which collect the input gradients.
+        roots: for each output tensor where backward enters the graph, None where it does not require grad. Edges and
+            not tensors, so that an output is freed once it is sent, unless autograd itself saved it. Empty on the last.
+        loss: the loss with its graph, on the last virtual stage.
+    """
+
+    received: Received
+    roots: tuple[GradientEdge | None, ...]
+    loss: Tensor | None = None
+
+
+class TorchStage(StageProgram):
+    """Runs the modules of one rank.
+
+    How a module is called: the first virtual stage gets ``inputs[m]``, every other one what its predecessor returned. A
+    tuple is spread over positional arguments, a dict over keywords, anything else is one argument; several predecessors
+    are spread one after the other, in graph order. ``kwargs[m]`` is added on every virtual stage of the rank. A module
+    returns a tensor, or a nesting that :class:`Payload` can carry. Received tensors must not be written to; that is
+    checked.
+
+    Gradients are added to ``.grad``, over microbatches and over steps; zeroing them is the caller's. Parameters may be
+    frozen or unused. Modules are used in the train or eval mode that they are in: ``evaluate`` does not switch it.
+
+    Memory: an output may share memory with an input or with a parameter, so whoever receives or sends a payload must
+        keep
+    its memory for as long as tensors on it live.
+
+    Args:
+        modules: by virtual stage; exactly those that one stage of ``graph`` holds.
+        graph: who feeds whom.
+        loss_fn: ``loss_fn(output, target)``, a scalar floating tensor: the mean over the microbatch. Needed on the last
+            virtual stage in training.
+        seed: seed of the random forks, the same on all ranks. None: draw from torch's generators as they are.
+
+    Raises:
+        ConfigError: if ``modules`` is not what one stage holds, or one of them is split.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        graph: Graph,
+        *,
+        loss_fn: LossFunction | None = None,
+        seed: int | None = 0,
+    ) -> None:
+        _check_placement(modules, graph)
+        self._modules = dict(modules)
+        self._graph = graph
+        self._loss_fn = loss_fn
+        self._seed = seed
+        self._meters = {v: ActivationMeter(module) for v, module in self._modules.items()}
+        self._is_first = any(not graph.predecessors[v] for v in self._modules)
+        self._is_last = any(not graph.successors[v] for v in self._modules)
+        self._step: StepId | None = None
+        self._clear()
+
+    def open(self, step: StepId, batch: Batch) -> None:
+        """Begin a step, in the modes of the calling thread. See :meth:`StageProgram.open`.
+
+        Raises:
+            ConfigError: if the batch lacks what this rank needs, a list has not M entries, a training step has no
+                ``loss_fn`` or is called under ``no_grad``.
+        """
+        check_batch(batch, step, first=self._is_first, last=self._is_last, has_loss=self._loss_fn is not None)
+        self._modes = CallerModes.capture(step.mode)
+        self._forks = RandomForks(self._seed, frozenset().union(*map(devices_of, self._modules.values())))
+        self._step, self._batch = step, batch
+        self._clear()
+        for v, module in self._modules.items():
+            self._gradless[v] = [p for p in module.parameters() if p.requires_grad and p.grad is None]
+
+    def forward(self, task: Task, inputs: tuple[Payload, ...]) -> Payload:
+        """See :meth:`StageProgram.forward`.
+
+        Raises:
+            StageError: if the module wrote into a received tensor, returned what cannot travel, or the loss is no
+                scalar.
+        """
+        assert self._step is not None
+        with self._forks.fork(self._step.number, task):
+            return self._modes.forward(self._forward, task, inputs)
+
+    def backward(self, task: Task, grads: tuple[Payload, ...]) -> tuple[Payload, ...]:
+        """See :meth:`StageProgram.backward`. Does nothing where nothing requires grad.
+
+        Raises:
+            StageError: if a received tensor was written to since the forward, or a received gradient now.
+        """
+        assert self._step is not None
+        _, m, v = task
+        kept = self._kept.pop((m, v))
+        module = self._modules[v]
+        kept.received.check(module, v, "after its forward")
+        watch = ReadOnly(grads, [f"of the output gradients from virtual stage {w}" for w in self._graph.successors[v]])
+        with self._forks.fork(self._step.number, task):
+            self._modes.backward(self._differentiate, kept, task, grads)
+        watch.check(module, v, "in its backward")
+        self._own_gradients(v, grads)
+        self._held.pop((m, v), None)
+        return kept.received.gradients()
+
+    def held_bytes(self, microbatch: int, virtual_stage: int) -> int:
+        """Bytes of received inputs and of what autograd saved, storages counted once, parameters and buffers never.
+
+        Measured on the first microbatch of each input signature; see :class:`ActivationMeter`.
+        """
+        return self._held.get((microbatch, virtual_stage), 0)
+
+    def losses(self) -> Mapping[int, float]:
+        """See :meth:`StageProgram.losses`. Waits for the device, so not to be called between tasks."""
+        return {m: float(self._losses[m]) for m in sorted(self._losses)}
+
+    def outputs(self) -> Mapping[int, Any]:
+        """See :meth:`StageProgram.outputs`: kept in a forward-only step without targets or ``loss_fn``."""
+        return {m: self._outputs[m] for m in sorted(self._outputs)}
+
+    def _clear(self) -> None:
+        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._held: dict[tuple[int, int], int] = {}
+        self._losses: dict[int, Tensor] = {}
+        self._outputs: dict[int, Any] = {}
+        #: By virtual stage: parameters that have no gradient yet.
+        self._gradless: dict[int, list[nn.Parameter]] = {}
+
+    def _forward(self, task: Task, inputs: tuple[Payload, ...]) -> Payload:
+        _, m, v = task
+        module, training = self._modules[v], self._modes.mode is Mode.TRAIN
+        received = Received(inputs, self._graph.predecessors[v], training=training)
+        arguments = self._arguments(m, v, received)
+
+        def call() -> tuple[Any, Tensor | None]:
+            output = module(*arguments.args, **arguments.kwargs)
+            return output, self._loss(output, task)
+
+        try:
+            if training:
+                signature = self._signature(m, v, arguments)
+                (output, loss), self._held[m, v] = self._meters[v].run(call, signature, received.tensors())
+            else:
+                output, loss = call()
+        except RuntimeError as error:
+            if (explained := received.explain(error, module, v)) is not None:
+                raise explained from error
+            raise
+        received.check(module, v, "in its forward")
+        return self._keep(task, received, output, loss)
+
+    def _keep(self, task: Task, received: Received, output: Any, loss: Tensor | None) -> Payload:
+        _, m, v = task
+        training = self._modes.mode is Mode.TRAIN
+        if not self._graph.successors[v]:
+            if loss is None:
+                self._outputs[m] = output
+            else:
+                self._losses[m] = loss.detach()
+            if training:
+                self._kept[m, v] = _Kept(received, (), loss)
+            return Payload()
+        packed = Payload.pack(output)
+        if training:
+            roots = tuple(get_gradient_edge(t) if t is not None and t.requires_grad else None for t in packed.tensors)
+            self._kept[m, v] = _Kept(received, roots)
+        return Payload(tuple(map(_detached, packed.tensors)), packed.structure)
+
+    def _differentiate(self, kept: _Kept, task: Task, grads: tuple[Payload, ...]) -> None:
+        if kept.loss is not None:
+            if not kept.loss.requires_grad:
+                return
+            weight = self._batch.gradient_weights[task.microbatch]
+            torch.autograd.backward(kept.loss, torch.full_like(kept.loss, weight))
+            return
+        pairs = [
+            (root, grad)
+            for payload in grads
+            for root, grad in zip(kept.roots, payload.tensors, strict=True)
+            if root is not None and grad is not None
+        ]
+        if pairs:  # a root named twice gets the sum of its gradients
+            torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
+
+    def _loss(self, output: Any, task: Task) -> Tensor | None:
+        _, m, v = task
+        if self._graph.successors[v] or self._loss_fn is None or self._batch.targets is None:
+            return None
+        loss = self._loss_fn(output, self._batch.targets[m])
+        learns = requires_grad(output) or any(parameter.requires_grad for parameter in self._modules[v].parameters())
+        return check_loss(loss, m, differentiable=self._modes.mode is Mode.TRAIN and learns)
+
+    def _arguments(self, m: int, v: int, received: Received) -> Arguments:
+        batch = self._batch
+        if self._graph.predecessors[v]:
+            values = [payload.unpack() for payload in received.payloads]
+        else:
+            assert batch.inputs is not None
+            values = [batch.inputs[m]]
+        return Arguments.spread(values if batch.kwargs is None else [*values, batch.kwargs[m]])
+
+    def _signature(self, m: int, v: int, arguments: Arguments) -> Hashable:
+        target = None if self._batch.targets is None or self._graph.successors[v] else self._batch.targets[m]
+        module = self._modules[v]
+        return describe((arguments.args, arguments.kwargs, target)), module.training, self._modes.autocast
+
+    def _own_gradients(self, v: int, grads: tuple[Payload, ...]) -> None:
+        """Copy parameter gradients that live in received memory.
+
+        autograd adopts a gradient without a copy where it can, and views reach back: the ``.grad`` of a parameter that
+        is an output up to its shape would be the received tensor, which nobody may write to, accumulate into or keep.
+        """
+        fresh = [parameter for parameter in self._gradless[v] if parameter.grad is not None]
+        if not fresh:
+            return
+        foreign = {storage_pointer(tensor) for payload in grads for tensor in payload.tensors if tensor is not None} - {
+            None
+        }
+        for parameter in fresh:
+            assert parameter.grad is not None
+            if storage_pointer(parameter.grad) in foreign:
+                parameter.grad = parameter.grad.clone()
+        self._gradless[v] = [parameter for parameter in self._gradless[v] if parameter.grad is None]
+
+
+def _check_placement(modules: Mapping[int, nn.Module], graph: Graph) -> None:
+    stages = [graph.placement.virtual_stages(stage) for stage in range(graph.placement.stages)]
+    if tuple(sorted(modules)) not in stages:
+        choices = " or ".join(map(str, stages))
+        raise ConfigError(
+            f"modules has the virtual stages {tuple(sorted(modules))}, must have those of one stage: {choices}"
+        )
+    if split := [v for v in sorted(modules) if graph.split[v]]:
+        raise ConfigError(f"virtual stage {split[0]} is split, but TorchStage runs unsplit backwards only")
+
+
+def _detached(tensor: Tensor | None) -> Tensor | None:
+    """What is sent: the same memory without a history, and whether a gradient is wanted back."""
+    return None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad)

@@ -1,0 +1,79 @@
+"""How the losses of microbatches become one loss: the arithmetic of ``weights`` and ``reduction``, in one place.
+
+A step differentiates ``sum(w_i * loss_i) / sum(w_i)`` for ``"mean"`` and ``sum(w_i * loss_i)`` for ``"sum"``. No loss
+is known when the first backward starts, so the weights alone say what each microbatch's loss is differentiated with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+from rrfp.errors import ConfigError
+
+Reduction = Literal["mean", "sum"]
+
+
+def gradient_weights(
+    weights: Sequence[float] | None, microbatches: int, reduction: str = "mean", grad_scale: float = 1.0
+) -> tuple[float, ...]:
+    """The factor that each microbatch's loss is differentiated with.
+
+    Args:
+        weights: one weight a microbatch, finite and >= 0, such as its number of tokens. None: all 1.
+        microbatches: M.
+        reduction: ``"mean"`` divides by the sum of the weights, ``"sum"`` does not.
+        grad_scale: a further factor on every gradient; it does not change the reported loss.
+
+    Returns:
+        M factors.
+
+    Raises:
+        ConfigError: if an argument breaks what is said above, or ``"mean"`` finds that all weights are 0.
+    """
+    normaliser = _normaliser(checked := _checked(weights, microbatches), reduction)
+    if not math.isfinite(grad_scale):
+        raise ConfigError(f"grad_scale is {grad_scale}, must be finite")
+    return tuple(weight / normaliser * grad_scale for weight in checked)
+
+
+def combine_losses(losses: Sequence[float], weights: Sequence[float] | None = None, reduction: str = "mean") -> float:
+    """The loss of the step, summed in microbatch order.
+
+    Args:
+        losses: the loss of each microbatch, in microbatch order.
+        weights: as in :func:`gradient_weights`.
+        reduction: as in :func:`gradient_weights`.
+
+    Raises:
+        ConfigError: as in :func:`gradient_weights`.
+    """
+    checked = _checked(weights, len(losses))
+    normaliser = _normaliser(checked, reduction)
+    return sum(weight * loss for weight, loss in zip(checked, losses, strict=True)) / normaliser
+
+
+def _checked(weights: Sequence[float] | None, microbatches: int) -> tuple[float, ...]:
+    if microbatches < 1:
+        raise ConfigError(f"microbatches is {microbatches}, must be at least 1")
+    if weights is None:
+        return (1.0,) * microbatches
+    if len(weights) != microbatches:
+        raise ConfigError(f"weights has {len(weights)} entries, must have {microbatches}, one for each microbatch")
+    checked = tuple(float(weight) for weight in weights)
+    for m, weight in enumerate(checked):
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ConfigError(f"weights[{m}] is {weight}, must be finite and not negative")
+    return checked
+
+
+def _normaliser(weights: tuple[float, ...], reduction: str) -> float:
+    if reduction not in get_args(Reduction):
+        raise ConfigError(f"reduction is {reduction!r}, must be one of: {', '.join(get_args(Reduction))}")
+    if reduction == "sum":
+        return 1.0
+    total = sum(weights)
+    if not 0 < total < math.inf:
+        raise ConfigError(f"weights sum to {total}, must be positive and finite for reduction 'mean'")
+    return total

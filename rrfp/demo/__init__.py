@@ -1,0 +1,1 @@
+"""`rrfp demo`: a GPT trained across real processes, fixed order beside readiness-driven dispatch."""

@@ -1,0 +1,147 @@
+"""The demo's model: a small byte-level GPT, cut into stages of ordinary torch modules.
+
+Nothing here knows about pipelines beyond "a list of modules, each fed with what the one before returned". A layer's
+weights depend on the seed and the layer's place alone, so every cut of the model into stages is the same model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rrfp.errors import ConfigError
+
+#: Standard deviation of initial weights (GPT-2's).
+INITIAL_SCALE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class GptConfig:
+    """The model's size.
+
+    Raises:
+        ConfigError: if a size is below 1, or ``width`` is no multiple of ``heads``.
+    """
+
+    #: Different tokens; the default is every byte.
+    vocabulary: int = 256
+    #: Longest sequence, tokens.
+    sequence_length: int = 128
+    #: Transformer blocks of the whole model.
+    layers: int = 4
+    #: Size of the residual stream.
+    width: int = 96
+    #: Attention heads of a block.
+    heads: int = 4
+
+    def __post_init__(self) -> None:
+        for field in ("vocabulary", "sequence_length", "layers", "width", "heads"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{field} is {getattr(self, field)}, must be at least 1")
+        if self.width % self.heads:
+            raise ConfigError(f"width is {self.width}, must be a multiple of heads ({self.heads})")
+
+
+def build_stages(config: GptConfig, num_stages: int, seed: int = 0) -> list[nn.Module]:
+    """The whole model as ``num_stages`` modules: embedding in the first, final norm and head in the last.
+
+    Each takes the output of the one before; the first takes tokens (batch x length, int64), the last returns logits
+    (batch x length x vocabulary). torch's random state is left as it was.
+
+    Raises:
+        ConfigError: if there is not at least one block a stage, or the seed is negative.
+    """
+    if seed < 0:
+        raise ConfigError(f"seed is {seed}, must be at least 0")
+    if not 1 <= num_stages <= config.layers:
+        raise ConfigError(f"stages is {num_stages}, must be 1..{config.layers} (the model has {config.layers} layers)")
+    layers: list[list[nn.Module]] = [[] for _ in range(num_stages)]
+    with torch.random.fork_rng(devices=[]):
+        _seed_layer(seed, 0)
+        layers[0].append(Embedding(config))
+        for index in range(config.layers):
+            _seed_layer(seed, 1 + index)
+            layers[index * num_stages // config.layers].append(Block(config))
+        _seed_layer(seed, 1 + config.layers)
+        layers[-1].append(Head(config))
+    return [nn.Sequential(*stage) for stage in layers]
+
+
+def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy over the tokens of a microbatch."""
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Embedding(nn.Module):
+    """Tokens and their positions to vectors."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocabulary, config.width)
+        self.positions = nn.Embedding(config.sequence_length, config.width)
+        _initialize(self)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        out: Tensor = self.tokens(tokens) + self.positions(positions)
+        return out
+
+
+class Block(nn.Module):
+    """One transformer block: causal attention and a two-layer perceptron, both with a norm in front."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.query_key_value = nn.Linear(config.width, 3 * config.width)
+        self.attention_out = nn.Linear(config.width, config.width)
+        self.mlp_norm = nn.LayerNorm(config.width)
+        self.mlp = nn.Sequential(
+            nn.Linear(config.width, 4 * config.width), nn.GELU(), nn.Linear(4 * config.width, config.width)
+        )
+        _initialize(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        return out
+
+    def attention(self, x: Tensor) -> Tensor:
+        """Every token attends to itself and what is before it."""
+        parts = self.query_key_value(x).chunk(3, dim=-1)
+        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out: Tensor = self.attention_out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class Head(nn.Module):
+    """Final norm, and vectors to logits."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.width)
+        self.logits = nn.Linear(config.width, config.vocabulary, bias=False)
+        _initialize(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.logits(self.norm(x))
+        return out
+
+
+def _seed_layer(seed: int, layer: int) -> None:
+    """Every layer draws from a stream of its own."""
+    torch.manual_seed(int(np.random.SeedSequence([seed, layer]).generate_state(1, np.uint64)[0]))
+
+
+def _initialize(layer: nn.Module) -> None:
+    for module in layer.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=INITIAL_SCALE)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)

@@ -1,0 +1,114 @@
+"""What a demo run leaves: a table, summary.json, timeline.png and a trace for each method."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from rrfp.demo.settings import BASELINE, METHODS, DemoSettings
+from rrfp.demo.summary import MethodFigures, Steps
+from rrfp.trace.breakdown import CAUSE_LABELS
+from rrfp.trace.chrome import write_chrome
+from rrfp.trace.plain import from_plain
+from rrfp.trace.plot import plot_timelines
+from rrfp.trace.spans import StepTrace, merge
+
+#: What the timeline shows, top to bottom.
+SHOWN = (BASELINE, "bf")
+
+
+class DemoReport:
+    """Everything that is known after a run.
+
+    Args:
+        settings: the run's.
+        steps: what rank 0 told.
+    """
+
+    def __init__(self, settings: DemoSettings, steps: Steps) -> None:
+        self._settings = settings
+        self._steps = steps
+        self._out = Path(settings.out)
+        self.figures = steps.figures()
+        bounds = steps.bounds()
+        self.lower_bound_s = None if bounds is None else sum(bounds) / len(bounds)
+        self._parts = {method: self._read_parts(method) for method in METHODS}
+        self.overrun_share = self._overrun_share()
+
+    def to_json(self) -> dict[str, Any]:
+        """The stable interface of ``rrfp demo --json``."""
+        return {
+            "methods": {method: asdict(figures) for method, figures in self.figures.items()},
+            "lower_bound_s": self.lower_bound_s,
+            "overrun_share": self.overrun_share,
+        }
+
+    def write(self) -> None:
+        """Write summary.json, timeline.png and trace-<method>.json."""
+        summary = {**self.to_json(), "settings": asdict(self._settings)}
+        (self._out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        traces = {method: self._traces(method) for method in METHODS}
+        for method, steps in traces.items():
+            write_chrome(self._out / f"trace-{method}.json", steps, name=method)
+        shown = self._steps.typical_step("bf")
+        rows = [(self._title(method, traces[method][shown]), traces[method][shown]) for method in SHOWN]
+        plot_timelines(rows, self._out / "timeline.png")
+
+    def table(self) -> Table:
+        """The figures for a terminal."""
+        settings = self._settings
+        what = "real compute" if settings.real_compute else "emulated accelerator time, heavy jitter"
+        title = f"{settings.stages} stages, {settings.microbatches} microbatches, {settings.steps} steps, {what}"
+        table = Table(title=title, title_justify="left", caption=self._caption(), caption_justify="left")
+        table.add_column("method")
+        for heading in ("iteration", "spread", "speed-up", "idle", "peak held", "to bound", "loss"):
+            table.add_column(heading, justify="right")
+        table.add_column("idle by cause")
+        for method, figures in self.figures.items():
+            table.add_row(method, *_cells(figures))
+        return table
+
+    def _caption(self) -> str:
+        lines = ["peak held: microbatches by stage; to bound: time over the lower bound for any memory"]
+        if self.overrun_share is not None:
+            lines.append(f"tasks overran their emulated time by {self.overrun_share:.1%} in sum")
+        return "\n".join(lines)
+
+    def _title(self, method: str, trace: StepTrace) -> str:
+        name = f"{method} (fixed order)" if method == BASELINE else f"{method} (readiness-driven)"
+        return f"{name}, holds up to {max(self.figures[method].peak_held)} microbatches"
+
+    def _read_parts(self, method: str) -> list[dict[str, Any]]:
+        folder = self._out / "parts"
+        paths = [folder / f"{method}-{stage}.json" for stage in range(self._settings.stages)]
+        return [json.loads(path.read_text()) for path in paths]
+
+    def _traces(self, method: str) -> list[StepTrace]:
+        by_rank = [[from_plain(trace) for trace in part["traces"]] for part in self._parts[method]]
+        return [merge(ranks) for ranks in zip(*by_rank, strict=True)]
+
+    def _overrun_share(self) -> float | None:
+        parts: Sequence[Mapping[str, Any]] = [part for parts in self._parts.values() for part in parts]
+        if any(part["overrun"] is None for part in parts):
+            return None
+        planned = sum(part["overrun"]["planned_s"] for part in parts)
+        return sum(part["overrun"]["overrun_s"] for part in parts) / planned
+
+
+def _cells(figures: MethodFigures) -> list[str]:
+    causes = {CAUSE_LABELS[cause]: figures.blocking_by_cause[cause] for cause in CAUSE_LABELS}
+    return [
+        f"{figures.iteration_s * 1e3:.0f} ms",
+        f"{figures.iteration_s_spread * 1e3:.0f} ms",
+        f"{figures.speedup:.2f}x",
+        f"{figures.blocking:.0%}",
+        " ".join(map(str, figures.peak_held)),
+        "-" if figures.ratio is None else f"{figures.ratio:.2f}",
+        f"{figures.losses[0]:.2f} -> {figures.losses[-1]:.2f}",
+        ", ".join(f"{label} {share:.0%}" for label, share in causes.items() if share >= 0.005),
+    ]

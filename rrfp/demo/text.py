@@ -1,0 +1,112 @@
+"""The demo's data: the bytes of a text, and batches cut from random places of it.
+
+A batch depends on the seed and the step alone, so every rank makes the same one by itself and none is ever sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rrfp.errors import ConfigError
+
+#: Inputs and targets of a microbatch: bytes as int64, microbatch size x length, the targets one byte further on.
+Microbatch = tuple[Tensor, Tensor]
+
+#: Ragged microbatches are at least this part of the longest.
+SHORTEST = 0.25
+
+
+def load_text(path: str | os.PathLike[str] | None = None, *, at_least: int = 2) -> bytes:
+    """The text to learn.
+
+    Args:
+        path: a file of any bytes; by default the language reference that CPython ships, about half a megabyte.
+        at_least: bytes needed: one more than a sequence has.
+
+    Raises:
+        ConfigError: if the file cannot be read or is too short.
+    """
+    if path is None:
+        name, text = "the language reference", _language_reference()
+    else:
+        name = os.fspath(path)
+        try:
+            text = Path(path).read_bytes()
+        except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+            raise ConfigError(f"text {name}: cannot be read ({_reason(error)})") from None
+    if len(text) < at_least:
+        raise ConfigError(f"text {name}: is too short ({len(text)} bytes, must be at least {at_least})")
+    return text
+
+
+def _language_reference() -> bytes:
+    try:
+        topics: dict[str, str] = import_module("pydoc_data.topics").topics
+    except ImportError:
+        raise ConfigError("this Python comes without pydoc_data.topics: name a text with --text FILE") from None
+    return "\n\n".join(topics[name] for name in sorted(topics)).encode()
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
+def batches(
+    text: bytes,
+    *,
+    steps: int | None = None,
+    microbatches: int,
+    microbatch_size: int,
+    sequence_length: int,
+    seed: int = 0,
+    ragged: bool = False,
+) -> Iterator[list[Microbatch]]:
+    """The batch of each step, a list by microbatch.
+
+    Args:
+        text: at least ``sequence_length + 1`` bytes.
+        steps: how many batches; None for no end.
+        microbatches: M.
+        microbatch_size: sequences in a microbatch.
+        sequence_length: bytes in a sequence.
+        seed: >= 0; the same arguments give the same batches, and more steps the same first ones.
+        ragged: whether every microbatch has a length of its own, from a quarter of ``sequence_length`` up to it.
+
+    Raises:
+        ConfigError: if a size is below 1, the seed negative, or the text too short.
+    """
+    sizes = {"microbatches": microbatches, "microbatch_size": microbatch_size, "sequence_length": sequence_length}
+    for field, value in sizes.items():
+        if value < 1:
+            raise ConfigError(f"{field} is {value}, must be at least 1")
+    if seed < 0:
+        raise ConfigError(f"seed is {seed}, must be at least 0")
+    if len(text) <= sequence_length:
+        raise ConfigError(f"the text has {len(text)} bytes, must have at least {sequence_length + 1}")
+    data = np.frombuffer(text, dtype=np.uint8)
+    shape = microbatches, microbatch_size, sequence_length
+    numbers = itertools.count() if steps is None else range(steps)
+    return (_batch(data, shape, np.random.default_rng([seed, step]), ragged) for step in numbers)
+
+
+def _batch(
+    data: np.ndarray, shape: tuple[int, int, int], random: np.random.Generator, ragged: bool
+) -> list[Microbatch]:
+    microbatches, size, longest = shape
+    shortest = max(1, int(longest * SHORTEST)) if ragged else longest
+    lengths = random.integers(shortest, longest, size=microbatches, endpoint=True)
+    return [_microbatch(data, size, int(length), random) for length in lengths]
+
+
+def _microbatch(data: np.ndarray, size: int, length: int, random: np.random.Generator) -> Microbatch:
+    first = random.integers(0, len(data) - length, size=(size, 1))
+    tokens = torch.from_numpy(data[first + np.arange(length + 1)].astype(np.int64))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -1,0 +1,139 @@
+"""One rank of the demo, started by torchrun: trains the same model once per method, the methods alternating by step.
+
+Rank 0 prints one line of JSON for each step; every rank writes its spans and its overrun to the run's folder.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rrfp.blocking import BlockingPipeline
+from rrfp.compute.emulated import PacedStage, table_durations
+from rrfp.compute.torch_stage import TorchStage
+from rrfp.core.graph import Graph
+from rrfp.core.topology import Topology
+from rrfp.demo.model import GptConfig, build_stages, loss_fn
+from rrfp.demo.settings import LEARNING_RATE, METHODS, MICROBATCH_SIZE, SEQUENCE_LENGTH, DemoSettings
+from rrfp.demo.text import batches, load_text
+from rrfp.errors import PipelineAborted
+from rrfp.pipeline import Pipeline
+from rrfp.result import StepResult
+from rrfp.trace.plain import to_plain
+
+
+class MethodRun:
+    """One method on this rank: its own copy of the model and optimizer, its own pipeline.
+
+    Args:
+        name: the method's.
+        settings: the run's.
+        topology: this rank's place.
+    """
+
+    def __init__(self, name: str, settings: DemoSettings, topology: Topology) -> None:
+        self.name = name
+        self.traces: list[dict[str, Any]] = []
+        self._settings = settings
+        self._stage = topology.stage
+        module: nn.Module = build_stages(GptConfig(), topology.stages, settings.seed)[topology.stage]
+        self._optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
+        program = TorchStage({topology.stage: module}, Graph.chain(topology.stages), loss_fn=loss_fn)
+        self._paced = None if settings.real_compute else PacedStage(program, lambda task: 0.0)
+        self._pipeline = Pipeline(program if self._paced is None else self._paced, topology=topology, **METHODS[name])
+        self._pipe: BlockingPipeline | None = None
+
+    def open(self, stack: ExitStack) -> None:
+        """Connect; ``stack`` closes it."""
+        self._pipe = stack.enter_context(self._pipeline.blocking())
+
+    def step(self, number: int, inputs: list[Tensor], targets: list[Tensor]) -> StepResult:
+        """One training step."""
+        assert self._pipe is not None
+        if self._paced is not None:
+            self._paced.durations = table_durations(self._settings.costs(number))
+        result = self._pipe.step(inputs, targets)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        if number >= self._settings.warm_up:
+            self.traces.append(to_plain(result.trace))
+        elif self._paced is not None:
+            self._paced.reset_overrun()
+        return result
+
+    def write(self, folder: Path) -> None:
+        """Leave the spans of the measured steps, and the overrun, for the command to collect."""
+        paced = self._paced
+        overrun = None if paced is None else {"planned_s": paced.planned_s, "overrun_s": paced.overrun_s}
+        part = {"traces": self.traces, "overrun": overrun}
+        (folder / f"{self.name}-{self._stage}.json").write_text(json.dumps(part))
+
+
+def train(settings: DemoSettings, topology: Topology) -> None:
+    """Run all methods to the end."""
+    text = load_text(settings.text, at_least=SEQUENCE_LENGTH + 1)
+    runs = [MethodRun(name, settings, topology) for name in METHODS]
+    data = batches(
+        text,
+        steps=settings.warm_up + settings.steps,
+        microbatches=settings.microbatches,
+        microbatch_size=MICROBATCH_SIZE,
+        sequence_length=SEQUENCE_LENGTH,
+        seed=settings.seed,
+    )
+    with ExitStack() as stack:
+        for run in runs:
+            run.open(stack)
+        for number, batch in enumerate(data):
+            inputs, targets = [pair[0] for pair in batch], [pair[1] for pair in batch]
+            first = number % len(runs)
+            for run in (*runs[first:], *runs[:first]):
+                result = run.step(number, inputs, targets)
+                if topology.stage == 0:
+                    report(run.name, number, result)
+    for run in runs:
+        run.write(Path(settings.out) / "parts")
+
+
+def report(method: str, number: int, result: StepResult) -> None:
+    """Tell the command how a step went."""
+    line = {
+        "event": "step",
+        "method": method,
+        "step": number,
+        "seconds": result.seconds,
+        "loss": result.loss,
+        "peak_held": result.peak_held,
+        "breakdown": [asdict(part) for part in result.breakdown],
+    }
+    say(line)
+
+
+def say(line: dict[str, Any]) -> None:
+    """Print one line of JSON. A reader that is gone ends the run."""
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    """Entry point under torchrun."""
+    torch.set_num_threads(1)
+    settings = DemoSettings.from_json(sys.argv[1])
+    topology = Topology.from_env()
+    try:
+        train(settings, topology)
+    except PipelineAborted as error:
+        say({"event": "aborted", "stage": topology.stage, "origin": error.origin.stage, "error": str(error)})
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

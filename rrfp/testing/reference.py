@@ -1,0 +1,131 @@
+"""The one-process reference: what a pipeline must compute, done in the plainest way.
+
+The modules of all virtual stages are chained in one process and differentiated by ordinary autograd, microbatches in
+order. It shares with the pipeline the random forks and the arithmetic of weights, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rrfp.compute.modes import autocast_device_types
+from rrfp.compute.rng import RandomForks, devices_of
+from rrfp.compute.weighting import combine_losses, gradient_weights
+from rrfp.core.tasks import Kind, Task
+from rrfp.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceResult:
+    """What one step computed.
+
+    Attributes:
+        losses: the loss of each microbatch, in order; empty without ``loss_fn``.
+        loss: the step's loss, or None without ``loss_fn``.
+        outputs: what the last module returned for each microbatch, detached.
+    """
+
+    losses: tuple[float, ...]
+    loss: float | None
+    outputs: tuple[Any, ...]
+
+
+def reference(
+    modules: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    targets: Sequence[Any] | None = None,
+    *,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    kwargs: Sequence[Mapping[str, Any]] | None = None,
+    weights: Sequence[float] | None = None,
+    reduction: str = "mean",
+    seed: int | None = 0,
+    step: int = 0,
+    grad_scale: float = 1.0,
+) -> ReferenceResult:
+    """Run one step and add its gradients to the ``.grad`` of the modules' parameters.
+
+    Under ``torch.no_grad()``, or without ``loss_fn``, it is a forward-only step. The caller's autocast acts on
+    forwards, and not on backwards, as in a pipeline. Random numbers agree with a pipeline's wherever they are drawn in
+    ``forward`` or in ``loss_fn``.
+
+    Args:
+        modules: one for each virtual stage, each reading the output of the one before (the chain).
+        inputs: arguments of the first module, a list by microbatch: a tensor, a tuple (positional) or a dict
+            (keywords).
+        targets: second argument of ``loss_fn``, a list by microbatch.
+        loss_fn: ``loss_fn(output, target)``, a scalar tensor.
+        kwargs: further keyword arguments for every module, a list by microbatch.
+        weights: as in :func:`gradient_weights`.
+        reduction: as in :func:`gradient_weights`.
+        seed: seed of the random forks; None draws from torch's generators as they are.
+        step: the step's number, 0 for a pipeline's first.
+        grad_scale: as in :func:`gradient_weights`.
+
+    Raises:
+        ConfigError: if lists differ in length, ``targets`` are missing, or the weights are not valid.
+    """
+    factors = gradient_weights(weights, len(inputs), reduction, grad_scale)
+    _check_lengths(len(inputs), targets, kwargs, needs_targets=loss_fn is not None)
+    forks = RandomForks(seed, frozenset().union(*map(devices_of, modules)))
+    last = len(modules) - 1
+    losses: list[float] = []
+    outputs: list[Any] = []
+    for m, value in enumerate(inputs):
+        loss: Tensor | None = None
+        with torch.set_grad_enabled(torch.is_grad_enabled() and loss_fn is not None):
+            for v, module in enumerate(modules):
+                with forks.fork(step, Task(Kind.F, m, v)):
+                    value = _call(module, value, kwargs[m] if kwargs is not None else {})
+                    if loss_fn is not None and targets is not None and v == last:
+                        loss = loss_fn(value, targets[m])
+        outputs.append(_detached(value))
+        if loss is not None:
+            losses.append(loss.item())
+            with forks.fork(step, Task(Kind.B, m, last)):
+                _differentiate(loss, factors[m])
+    return ReferenceResult(
+        tuple(losses), combine_losses(losses, weights, reduction) if losses else None, tuple(outputs)
+    )
+
+
+def _check_lengths(
+    count: int, targets: Sequence[Any] | None, kwargs: Sequence[Mapping[str, Any]] | None, *, needs_targets: bool
+) -> None:
+    for field, values in (("targets", targets), ("kwargs", kwargs)):
+        if values is not None and len(values) != count:
+            raise ConfigError(f"{field} has {len(values)} entries, must have {count}, one for each microbatch")
+    if needs_targets and targets is None:
+        raise ConfigError("targets is missing: loss_fn needs one for each microbatch")
+
+
+def _call(module: nn.Module, value: Any, kwargs: Mapping[str, Any]) -> Any:
+    if isinstance(value, Mapping):
+        return module(**value, **kwargs)
+    return module(*value, **kwargs) if isinstance(value, tuple) else module(value, **kwargs)
+
+
+def _differentiate(loss: Tensor, factor: float) -> None:
+    if not (torch.is_grad_enabled() and loss.requires_grad):
+        return
+    with ExitStack() as stack:
+        for device_type in autocast_device_types():
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        (loss * factor).backward()  # type: ignore[no-untyped-call]
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, Mapping):
+        return {key: _detached(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        items = [_detached(item) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value

@@ -1,0 +1,1 @@
+"""Traces: spans, what they add up to, and how they are shown."""

@@ -1,0 +1,157 @@
+"""Where a stage's time went in one step: computing, blocked and on what, or in the runtime itself.
+
+Every instant of the step counts exactly once, so the parts sum to the step's time whatever was recorded: where spans
+overlap, compute wins over waiting and an earlier wait over a later one. What no span covers is the runtime's own time
+(`other`), except after the stage's last task, where nothing was left to run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+from rrfp.core.step_state import WaitCause
+from rrfp.trace.spans import StepTrace, WaitSpan
+
+#: What each cause is called where people read it.
+CAUSE_LABELS = {
+    WaitCause.INPUT: "input",
+    WaitCause.MEMORY: "memory",
+    WaitCause.ORDER: "TP order",
+    WaitCause.DRAINED: "nothing left",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Seconds of one stage in one step; ``step`` is the sum of all others."""
+
+    #: From the step's start to its end.
+    step: float
+    #: At least one task ran.
+    compute: float
+    #: Blocked: no task had its inputs.
+    input: float = 0.0
+    #: Blocked: a forward had its inputs, and the memory limit kept it out.
+    memory: float = 0.0
+    #: Blocked: a task had its inputs, and the tensor-parallel group's order did not have it yet.
+    order: float = 0.0
+    #: Blocked: every task of the stage had started, and other stages still computed.
+    drained: float = 0.0
+    #: Neither in a task nor blocked: the runtime's own time, such as dispatch.
+    other: float = 0.0
+
+    @property
+    def blocking(self) -> float:
+        """Seconds without compute because nothing could run, all causes together."""
+        return self.input + self.memory + self.order + self.drained
+
+    @property
+    def by_cause(self) -> dict[WaitCause, float]:
+        """The blocked seconds of every cause."""
+        return {cause: getattr(self, cause.value) for cause in WaitCause}
+
+    @property
+    def compute_share(self) -> float:
+        """Part of the step in which the stage computed, 0..1; 0 for an empty step."""
+        return self.share(self.compute)
+
+    @property
+    def blocking_share(self) -> float:
+        """Part of the step in which the stage was blocked, 0..1; 0 for an empty step."""
+        return self.share(self.blocking)
+
+    def share(self, seconds: float) -> float:
+        """``seconds`` as a part of the step, 0..1; 0 for an empty step."""
+        return seconds / self.step if self.step > 0 else 0.0
+
+    def to_json(self) -> dict[str, float | dict[str, float]]:
+        """Plain data: seconds, the causes under ``blocking_by_cause``."""
+        return {
+            "step": self.step,
+            "compute": self.compute,
+            "blocking": self.blocking,
+            "blocking_by_cause": {cause.value: seconds for cause, seconds in self.by_cause.items()},
+            "other": self.other,
+        }
+
+
+def breakdown(trace: StepTrace, stage: int) -> Breakdown:
+    """What ``stage`` did between the trace's start and end.
+
+    With one rank's trace that is the rank's own step; with a merged one it is the whole pipeline's, and a stage that
+    ended before the others is drained from then on.
+    """
+    tasks = [(span.start, span.end) for span in trace.tasks if span.stage == stage]
+    compute = sum(end - start for start, end in _union(tasks, trace.start, trace.end))
+    blocked = dict.fromkeys(WaitCause, 0.0)
+    for wait in idle_waits(trace, stage):
+        blocked[wait.cause] += wait.end - wait.start
+    step = trace.end - trace.start
+    by_cause = {cause.value: seconds for cause, seconds in blocked.items()}
+    # Rounding may leave a few ulp below zero.
+    other = max(0.0, step - compute - sum(blocked.values()))
+    return Breakdown(step=step, compute=compute, other=other, **by_cause)
+
+
+def by_stage(trace: StepTrace, num_stages: int) -> tuple[Breakdown, ...]:
+    """The breakdown of every stage of a merged trace, stage 0 first."""
+    return tuple(breakdown(trace, stage) for stage in range(num_stages))
+
+
+def mean(breakdowns: Iterable[Breakdown]) -> Breakdown:
+    """The average of each part, over stages or over steps; its parts sum to its step as well.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    parts = list(breakdowns)
+    if not parts:
+        raise ValueError("the mean of no breakdowns")
+    names = [field.name for field in fields(Breakdown)]
+    return Breakdown(**{name: sum(getattr(part, name) for part in parts) / len(parts) for name in names})
+
+
+def idle_waits(trace: StepTrace, stage: int) -> list[WaitSpan]:
+    """The waits of ``stage`` by start, cut so that none overlaps a task or another wait, or lies outside the step.
+
+    Time after the stage's last task that no wait covers is returned as drained.
+    """
+    busy = _union([(span.start, span.end) for span in trace.tasks if span.stage == stage], trace.start, trace.end)
+    gaps = _gaps(busy, trace.start, trace.end)
+    cut: list[WaitSpan] = []
+    free_from = trace.start
+    for wait in sorted((span for span in trace.waits if span.stage == stage), key=lambda span: span.start):
+        start, end = max(wait.start, free_from), min(wait.end, trace.end)
+        free_from = max(free_from, end)
+        while gaps and gaps[0][1] <= start:
+            gaps.popleft()
+        for gap_start, gap_end in gaps:
+            if gap_start >= end:
+                break
+            cut.append(WaitSpan(stage, wait.cause, max(start, gap_start), min(end, gap_end)))
+    if busy:
+        last_end = busy[-1][1]
+        covered = _union([(span.start, span.end) for span in cut], last_end, trace.end)
+        cut += [WaitSpan(stage, WaitCause.DRAINED, *gap) for gap in _gaps(covered, last_end, trace.end)]
+    return sorted((span for span in cut if span.end > span.start), key=lambda span: span.start)
+
+
+def _union(intervals: Iterable[tuple[float, float]], low: float, high: float) -> list[tuple[float, float]]:
+    """The disjoint intervals, by start, that cover the same instants between ``low`` and ``high``."""
+    union: list[tuple[float, float]] = []
+    for start, end in sorted((max(start, low), min(end, high)) for start, end in intervals):
+        if end <= start:
+            continue
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(union[-1][1], end))
+        else:
+            union.append((start, end))
+    return union
+
+
+def _gaps(busy: Sequence[tuple[float, float]], low: float, high: float) -> deque[tuple[float, float]]:
+    """What of ``low``..``high`` the disjoint intervals of ``busy`` leave."""
+    edges = [low, *(edge for interval in busy for edge in interval), high]
+    return deque((start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if end > start)

@@ -1,0 +1,44 @@
+"""Traces as plain data, for files and pipes between processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rrfp.core.step_state import WaitCause
+from rrfp.core.tasks import Task
+from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan, WaitSpan
+
+
+def to_plain(trace: StepTrace) -> dict[str, Any]:
+    """``trace`` as JSON-able data."""
+    return {
+        "step": trace.step,
+        "start": trace.start,
+        "end": trace.end,
+        "tasks": [[span.stage, str(span.task), span.start, span.end] for span in trace.tasks],
+        "waits": [[span.stage, span.cause.value, span.start, span.end] for span in trace.waits],
+        "messages": [
+            [span.source, span.target, str(span.task), span.sent, span.arrived, span.num_bytes]
+            for span in trace.messages
+        ],
+        "dropped": trace.dropped,
+    }
+
+
+def from_plain(data: dict[str, Any]) -> StepTrace:
+    """Read `to_plain`'s data back.
+
+    Raises:
+        KeyError, TypeError, ValueError: if it is something else.
+    """
+    return StepTrace(
+        step=data["step"],
+        start=data["start"],
+        end=data["end"],
+        tasks=tuple(TaskSpan(stage, Task.parse(task), start, end) for stage, task, start, end in data["tasks"]),
+        waits=tuple(WaitSpan(stage, WaitCause(cause), start, end) for stage, cause, start, end in data["waits"]),
+        messages=tuple(
+            MessageSpan(source, target, Task.parse(task), *rest) for source, target, task, *rest in data["messages"]
+        ),
+        dropped=data["dropped"],
+    )

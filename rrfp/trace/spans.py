@@ -1,0 +1,138 @@
+"""What a trace is made of: spans of compute, of waiting and of messages, in a bounded ring.
+
+Times are seconds on one clock for all ranks of a host (the lanes' clock), or virtual seconds in the simulator.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rrfp.core.step_state import WaitCause
+from rrfp.core.tasks import Task
+
+DEFAULT_CAPACITY = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSpan:
+    """``task`` ran on ``stage`` from ``start`` to ``end``."""
+
+    stage: int
+    task: Task
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class WaitSpan:
+    """The lane of ``stage`` had nothing to run from ``start`` to ``end``, because of ``cause``."""
+
+    stage: int
+    cause: WaitCause
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class MessageSpan:
+    """The output of ``task`` left stage ``source`` at ``sent`` and was filed on stage ``target`` at ``arrived``.
+
+    A rank knows one end only: the sender records ``arrived`` as None, the receiver ``sent`` as None; merging traces
+    joins the two.
+    """
+
+    source: int
+    target: int
+    task: Task
+    sent: float | None
+    arrived: float | None
+    num_bytes: int = 0
+
+
+Span = TaskSpan | WaitSpan | MessageSpan
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """The spans of one step, of one rank or (merged) of all.
+
+    Attributes:
+        step: the step's number.
+        start: when it began: for one rank, when its caller called ``step``; merged, the earliest of those.
+        end: when its last task ended; merged, the latest of those.
+        tasks: compute spans, by start.
+        waits: waiting spans, by start.
+        messages: messages between stages.
+        dropped: spans lost because the ring was full.
+    """
+
+    step: int
+    start: float
+    end: float
+    tasks: tuple[TaskSpan, ...] = ()
+    waits: tuple[WaitSpan, ...] = ()
+    messages: tuple[MessageSpan, ...] = ()
+    dropped: int = 0
+
+
+class SpanRing:
+    """Keeps the newest ``capacity`` spans."""
+
+    def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
+        self._spans: deque[Span] = deque(maxlen=capacity)
+        self._recorded = 0
+
+    def record(self, span: Span) -> None:
+        """Keep ``span``; the oldest goes when the ring is full."""
+        self._spans.append(span)
+        self._recorded += 1
+
+    def cut(self, step: int, start: float, end: float) -> StepTrace:
+        """Take everything recorded since the last cut, as the trace of ``step``."""
+        spans, self._spans = list(self._spans), deque(maxlen=self._spans.maxlen)
+        dropped, self._recorded = self._recorded - len(spans), 0
+        return StepTrace(
+            step=step,
+            start=start,
+            end=end,
+            tasks=tuple(span for span in spans if isinstance(span, TaskSpan)),
+            waits=tuple(span for span in spans if isinstance(span, WaitSpan)),
+            messages=tuple(span for span in spans if isinstance(span, MessageSpan)),
+            dropped=dropped,
+        )
+
+
+def merge(traces: Iterable[StepTrace]) -> StepTrace:
+    """One trace of all ranks out of one a rank; the two ends of each message are joined.
+
+    Raises:
+        ValueError: if there is no trace, or they are of different steps.
+    """
+    parts = list(traces)
+    if len({part.step for part in parts}) != 1:
+        raise ValueError(f"traces of one step are needed, got steps {sorted({part.step for part in parts})}")
+    return StepTrace(
+        step=parts[0].step,
+        start=min(part.start for part in parts),
+        end=max(part.end for part in parts),
+        tasks=tuple(sorted((s for p in parts for s in p.tasks), key=lambda s: (s.start, s.stage))),
+        waits=tuple(sorted((s for p in parts for s in p.waits), key=lambda s: (s.start, s.stage))),
+        messages=_join(m for p in parts for m in p.messages),
+        dropped=sum(part.dropped for part in parts),
+    )
+
+
+def _join(messages: Iterable[MessageSpan]) -> tuple[MessageSpan, ...]:
+    joined: dict[tuple[int, int, Task], MessageSpan] = {}
+    for message in messages:
+        key = (message.source, message.target, message.task)
+        other = joined.get(key, message)
+        joined[key] = MessageSpan(
+            *key,
+            sent=message.sent if message.sent is not None else other.sent,
+            arrived=message.arrived if message.arrived is not None else other.arrived,
+            num_bytes=max(message.num_bytes, other.num_bytes),
+        )
+    return tuple(joined.values())
