@@ -1,0 +1,44 @@
+"""A hint of your own, outside the package: a class with one method.
+
+    python examples/custom_hint.py
+
+A hint is asked whenever the stage could start something. It sees what is ready and a read-only view of the stage, and
+names one ready task. It cannot break correctness or the memory limit: readiness and admission are decided before that.
+"""
+
+import rrfp
+from rrfp.costs import make_costs
+from rrfp.hints.registry import HintSpec, hint_names
+from rrfp.sim.simulation import simulate
+
+
+class DrainWhenFull(rrfp.Hint):
+    """Forwards first while less than half of the memory is taken, backwards first above that."""
+
+    def choose(self, ready: rrfp.ReadySet, view: rrfp.View) -> rrfp.Task | None:
+        """The next task."""
+        half_full = view.slots is not None and 2 * view.held >= view.slots
+        kinds = (rrfp.Kind.B, rrfp.Kind.F) if half_full else (rrfp.Kind.F, rrfp.Kind.B)
+        for kind in (*kinds, rrfp.Kind.W):
+            if (task := ready.first(kind)) is not None:
+                return task
+        return None
+
+
+def main() -> None:
+    """Compare it with the built-in hints on one simulated step.
+
+    To train with it: ``rrfp.Pipeline(module, hint=DrainWhenFull, ...)``. For a name that ``--hint`` knows, declare
+    the entry point ``my-hint = "my_package:DrainWhenFull"`` in the group ``rrfp.hints`` of your own package.
+    """
+    costs = make_costs("mllm", 8, 64, seed=1, jitter="J2", latency="wire")
+    print(f"{'hint':14} {'makespan':>10} {'/ bound':>8}   peak microbatches held")
+    hints: dict[str, HintSpec] = {"DrainWhenFull": DrainWhenFull, **{name: name for name in hint_names()}}
+    for name, hint in hints.items():
+        simulation = simulate(costs, hint=hint, limit=8)
+        peak = max(peak.held for peak in simulation.peaks)
+        print(f"{name:14} {simulation.makespan * 1e3:7.0f} ms {simulation.ratio:8.3f}   {peak}")
+
+
+if __name__ == "__main__":
+    main()
