@@ -1,0 +1,186 @@
+"""Admission: the hard memory limit of a stage, which no hint can break.
+
+A forward takes a slot when it is enqueued; the slot is free again when the microbatch's last task on that virtual stage
+has completed (B, or W where backward is split), or, forward only, when every successor has consumed the output. D
+counts taken slots in chunk tasks and never exceeds K * C. Backwards and weight tasks are never gated: they free memory.
+
+Rules, model-checked by `rrfp.sim.explore`:
+
+- **Staircase** (C chunks): the forward of local chunk c may start iff D < K*C - (C-1-c). The deepest chunk can always
+  use the last slot, so the chain that frees memory never starves. With C = 1 it is plainly D < K.
+- **Reserve** (needed when any order is forced): the last C slots admit only the lowest microbatch that has not been
+  forwarded on its chunk. Without it later microbatches fill the memory while the one that everybody waits for stays
+  outside. One slot is enough for C = 1, and not for more.
+- **Bytes**: a forward of chunk c starts only while the bytes held fit together with those that one forward of each
+  chunk from c on is expected to hold (and, under the reserve rule, a whole lowest microbatch). The expectation is the
+  largest amount seen for that chunk in this run. Sizes differ, so it can be wrong, and one forward is always admitted
+  when no chunk from c on holds anything (under the reserve rule: the lowest one, when they hold later ones only).
+
+Why nothing starves. *No order forced*: suppose F waits on chunk c for ever, and no deeper F does. Everything admitted
+from there on finishes, so in the end the stage holds shallower chunks only; the last of these to start left
+D <= K*C - (C-c), and the staircase, like the byte rule, admits F. *Order forced*: let m be the lowest microbatch not
+done everywhere, waiting for its F on chunk c. Its stage holds m on shallower chunks, and later microbatches. Whichever
+started last left D <= K*C - (C-c), by the staircase of a shallower chunk or, where m had not been forwarded on that
+chunk, by the reserve rule. So m is admitted, and its backwards wait for nothing but lower microbatches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rrfp.errors import ConfigError
+
+LIMIT_PRESETS = ("1f1b", "2n")
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """How much a stage may hold.
+
+    Attributes:
+        microbatches: K, at least 1: D never exceeds K * C chunk tasks. None: unlimited.
+        num_bytes: bytes held by microbatches in work, at least 1. None: unlimited.
+
+    Raises:
+        ConfigError: on a value below 1.
+    """
+
+    microbatches: int | None = None
+    num_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for field, value in (("microbatches", self.microbatches), ("num_bytes", self.num_bytes)):
+            if value is not None and value < 1:
+                raise ConfigError(f"limit: {field} is {value}, must be at least 1")
+
+    @classmethod
+    def resolve(cls, spec: Limit | int | str | None, stage: int, stages: int) -> Limit:
+        """The limit of ``stage`` for what a caller may write.
+
+        Args:
+            spec: a Limit; K as a number or its text; ``"1f1b"`` (K = N - stage: what 1F1B holds); ``"2n"`` (K = 2 N);
+                None for unlimited.
+            stage: 0..stages-1.
+            stages: N.
+
+        Raises:
+            ConfigError: for anything else; lists the choices.
+        """
+        if isinstance(spec, Limit):
+            return spec
+        if spec is None:
+            return cls()
+        if spec == "1f1b":
+            return cls(stages - stage)
+        if spec == "2n":
+            return cls(2 * stages)
+        try:
+            microbatches = int(spec)
+        except ValueError:
+            raise ConfigError(
+                f"limit is {spec!r}, must be a number of microbatches or one of: {', '.join(LIMIT_PRESETS)}"
+            ) from None
+        return cls(microbatches)
+
+
+class Admission:
+    """What one stage holds in one step, and which forwards may start.
+
+    Args:
+        limit: the stage's limit.
+        num_chunks: C.
+        reserve: apply the reserve rule.
+        expected_bytes: largest bytes seen to be held by one microbatch, by chunk; shared between steps and updated
+            here.
+    """
+
+    __slots__ = (
+        "_bytes_by_owner",
+        "_chunks",
+        "_expected",
+        "_holders",
+        "_in_flight",
+        "_max_bytes",
+        "_reserve",
+        "held",
+        "held_bytes",
+        "peak_bytes",
+        "peak_held",
+        "slots",
+    )
+
+    def __init__(self, limit: Limit, num_chunks: int, *, reserve: bool, expected_bytes: list[int]) -> None:
+        #: K * C, or None: unlimited.
+        self.slots = None if limit.microbatches is None else limit.microbatches * num_chunks
+        self._max_bytes = limit.num_bytes
+        self._chunks = num_chunks
+        self._reserve = reserve
+        self._expected = expected_bytes
+        self._bytes_by_owner: dict[tuple[int, int], int] = {}
+        # Microbatches that hold a slot, by chunk.
+        self._holders: list[set[int]] = [set() for _ in range(num_chunks)]
+        # Forwards enqueued and not complete, by chunk: what they will hold is only expected yet.
+        self._in_flight = [0] * num_chunks
+        #: D: chunk tasks that hold a slot.
+        self.held = 0
+        #: Bytes held after the last completed task of each microbatch and chunk.
+        self.held_bytes = 0
+        self.peak_held = 0
+        self.peak_bytes = 0
+
+    def allows(self, chunk: int, microbatch: int, lowest_unforwarded: int) -> bool:
+        """Whether the forward of ``microbatch`` on local ``chunk`` may start now.
+
+        Args:
+            chunk: local chunk index, 0 the shallowest.
+            microbatch: the microbatch.
+            lowest_unforwarded: the lowest microbatch whose forward on this chunk has not been enqueued.
+        """
+        is_reserved_for = microbatch == lowest_unforwarded or not self._reserve
+        if self.slots is not None:
+            kept_free = self._chunks - 1 - chunk if is_reserved_for else self._chunks
+            if self.held >= self.slots - kept_free:
+                return False
+        if self._max_bytes is None or self._fits(chunk, is_reserved_for, self._max_bytes):
+            return True
+        return is_reserved_for and self._must_go_on(chunk, microbatch)
+
+    def _fits(self, chunk: int, is_reserved_for: bool, max_bytes: int) -> bool:
+        if self._in_flight[chunk] and not self._expected[chunk]:
+            return False  # the first of its chunk is still running: its size is about to be known
+        expected = sum(count * size for count, size in zip(self._in_flight, self._expected, strict=True))
+        needed = sum(self._expected[chunk:]) + (0 if is_reserved_for else sum(self._expected))
+        return self.held_bytes + expected + needed <= max_bytes
+
+    def _must_go_on(self, chunk: int, microbatch: int) -> bool:
+        """Whether no memory held here will be freed before this forward has run."""
+        holders = set[int]().union(*self._holders[chunk:])
+        return not holders or (self._reserve and microbatch < min(holders))
+
+    def take(self, chunk: int, microbatch: int) -> None:
+        """The forward of ``microbatch`` on ``chunk`` was enqueued."""
+        self.held += 1
+        self._holders[chunk].add(microbatch)
+        if self.held > self.peak_held:
+            self.peak_held = self.held
+        self._in_flight[chunk] += 1
+
+    def forwarded(self, chunk: int) -> None:
+        """A forward of ``chunk`` completed: what it holds is reported next, through ``hold``."""
+        self._in_flight[chunk] -= 1
+
+    def hold(self, chunk: int, microbatch: int, num_bytes: int) -> None:
+        """``microbatch`` now holds ``num_bytes`` on ``chunk``."""
+        owner = (chunk, microbatch)
+        self.held_bytes += num_bytes - self._bytes_by_owner.get(owner, 0)
+        self._bytes_by_owner[owner] = num_bytes
+        if num_bytes > self._expected[chunk]:
+            self._expected[chunk] = num_bytes
+        if self.held_bytes > self.peak_bytes:
+            self.peak_bytes = self.held_bytes
+
+    def free(self, chunk: int, microbatch: int) -> None:
+        """``microbatch`` is done on ``chunk``."""
+        self.held -= 1
+        self._holders[chunk].discard(microbatch)
+        self.held_bytes -= self._bytes_by_owner.pop((chunk, microbatch), 0)

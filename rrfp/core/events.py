@@ -1,0 +1,197 @@
+"""What a stage's core is told (events, past tense) and what it answers (instructions, imperative).
+
+Both are plain frozen data. Events that a peer caused carry the :class:`StepId` that the peer was in, so that messages
+which run ahead are filed, and a disagreement about the step is found and named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rrfp.core.tasks import Mode, StepId, Task
+from rrfp.errors import Origin
+
+
+@dataclass(frozen=True, slots=True)
+class StepOpened:
+    """The caller began a step on this rank. Steps are numbered 0, 1, 2, ... without gaps."""
+
+    step: int
+    mode: Mode
+    microbatches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """The output of ``task``, which ran on another stage, is here.
+
+    Attributes:
+        step: the sender's step.
+        task: the *producer*: ``F3@4`` is what the forward of 3 on virtual stage 4 put out, an input of ``F3@5``.
+        num_bytes: size of its tensors.
+        consumed: how many of this stage's forward outputs the sender had started to use by then, or None if untold.
+    """
+
+    step: StepId
+    task: Task
+    num_bytes: int = 0
+    consumed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Enqueued:
+    """The lane accepted ``task``. Local dependants count it as done from here on: the lane runs in order."""
+
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """``task`` has really finished.
+
+    Attributes:
+        task: the task.
+        held: bytes that its microbatch still holds on its virtual stage afterwards.
+        seconds: how long the lane was busy with it.
+    """
+
+    task: Task
+    held: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SendReleased:
+    """The transport no longer reads the memory of ``task``'s output on its way to stage ``peer``."""
+
+    task: Task
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Consumed:
+    """Forward only: stage ``peer`` is done with the output of ``task``, a forward of this stage."""
+
+    step: StepId
+    peer: int
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyReported:
+    """Leader only: on follower ``rank`` everything that ``task`` needs from other stages has arrived."""
+
+    step: StepId
+    rank: int
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """Follower only: entry number ``sequence`` of the leader's log is ``task``."""
+
+    step: StepId
+    sequence: int
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkReduced:
+    """The gradients of ``virtual_stage`` are final on this rank."""
+
+    virtual_stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """Some rank failed. Terminal."""
+
+    origin: Origin
+
+
+Event = (
+    StepOpened
+    | Arrived
+    | Enqueued
+    | Completed
+    | SendReleased
+    | Consumed
+    | ReadyReported
+    | Ordered
+    | ChunkReduced
+    | Aborted
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Hand ``task`` to the lane. Only ``decide`` gives this."""
+
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send the output of ``task`` to stage ``peer``, and report ``SendReleased`` when the memory is free.
+
+    Attributes:
+        consumed: to travel in the header: how many outputs of ``peer``'s forwards this stage has started to use.
+    """
+
+    task: Task
+    peer: int
+    consumed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Nothing needs the output of ``task``, produced here or received, any longer: drop it."""
+
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """Forward only: tell stage ``peer`` that this stage is done with the output of ``task``."""
+
+    peer: int
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class ReportReady:
+    """Follower only: tell the leader that all that ``task`` needs from other stages has arrived."""
+
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Leader only: broadcast log entry ``sequence`` = ``task`` to the followers."""
+
+    sequence: int
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceChunk:
+    """All tasks of ``virtual_stage`` are done: make its gradients final, then report ``ChunkReduced``."""
+
+    virtual_stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class FinishStep:
+    """Everything of the step is done on this rank: tasks, sends, credits, reductions."""
+
+    step: StepId
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Stop, and pass ``origin`` on to the peers. Given once."""
+
+    origin: Origin
+
+
+Instruction = Run | Send | Release | Credit | ReportReady | Order | ReduceChunk | FinishStep | Abort

@@ -1,0 +1,109 @@
+"""The dependency graph of one step: which task needs whose output.
+
+Edges between virtual stages are data. The default is the chain v -> v + 1; nothing else in the package assumes it. The
+graph knows neither time nor arrival: it answers who feeds whom, and where a task runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from rrfp.core.tasks import Kind, Mode, Task
+from rrfp.core.topology import Placement
+from rrfp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Tasks and their inputs for one model split into virtual stages.
+
+    Attributes:
+        placement: which stage holds which virtual stage.
+        edges: pairs (u, v), u < v: the forward of v reads the forward of u. None: the chain.
+        split: for each virtual stage, whether its backward is split into B and W. Some modules cannot be split.
+
+    Raises:
+        ConfigError: if an edge does not go upward inside 0..V-1 or occurs twice, or ``split`` has not V entries.
+    """
+
+    placement: Placement
+    edges: tuple[tuple[int, int], ...] | None = None
+    split: tuple[bool, ...] = ()
+    #: predecessors[v]: virtual stages whose forward feeds v.
+    predecessors: tuple[tuple[int, ...], ...] = field(init=False, repr=False)
+    #: successors[v]: virtual stages that v's forward feeds.
+    successors: tuple[tuple[int, ...], ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        count = self.placement.num_virtual_stages
+        if self.edges is None:
+            object.__setattr__(self, "edges", tuple((v, v + 1) for v in range(count - 1)))
+        if not self.split:
+            object.__setattr__(self, "split", (False,) * count)
+        if len(self.split) != count:
+            raise ConfigError(f"split has {len(self.split)} entries, must have {count}, one for each virtual stage")
+        assert self.edges is not None
+        before: list[list[int]] = [[] for _ in range(count)]
+        after: list[list[int]] = [[] for _ in range(count)]
+        for u, v in self.edges:
+            if not 0 <= u < v < count:
+                raise ConfigError(f"edge ({u}, {v}) must go upward between virtual stages 0..{count - 1}")
+            if u in before[v]:
+                raise ConfigError(f"edge ({u}, {v}) occurs twice")
+            before[v].append(u)
+            after[u].append(v)
+        object.__setattr__(self, "predecessors", tuple(map(tuple, before)))
+        object.__setattr__(self, "successors", tuple(map(tuple, after)))
+
+    @classmethod
+    def chain(cls, stages: int, *, chunks: int = 1, layout: str = "looped", split: bool = False) -> Graph:
+        """The usual pipeline: virtual stage v feeds v + 1, all virtual stages split or none."""
+        placement = Placement(stages, chunks, layout)  # type: ignore[arg-type]  # Placement checks it and names the choices
+        return cls(placement, split=(split,) * placement.num_virtual_stages)
+
+    def kinds(self, virtual_stage: int, mode: Mode) -> tuple[Kind, ...]:
+        """The kinds of task that each microbatch runs on ``virtual_stage``, in dependency order."""
+        if mode is Mode.FORWARD:
+            return (Kind.F,)
+        return (Kind.F, Kind.B, Kind.W) if self.split[virtual_stage] else (Kind.F, Kind.B)
+
+    def tasks(self, stage: int, microbatches: int, mode: Mode = Mode.TRAIN) -> Iterator[Task]:
+        """Every task of ``stage`` in a step of ``microbatches`` microbatches."""
+        for v in self.placement.virtual_stages(stage):
+            for kind in self.kinds(v, mode):
+                for m in range(microbatches):
+                    yield Task(kind, m, v)
+
+    def inputs(self, task: Task) -> tuple[Task, ...]:
+        """The tasks whose outputs ``task`` reads.
+
+        F reads the forwards before it; B its own forward and the backwards after it; W its own backward.
+        """
+        kind, m, v = task
+        if kind is Kind.F:
+            return tuple(Task(Kind.F, m, u) for u in self.predecessors[v])
+        if kind is Kind.B:
+            return (Task(Kind.F, m, v), *(Task(Kind.B, m, w) for w in self.successors[v]))
+        return (Task(Kind.B, m, v),)
+
+    def consumers(self, kind: Kind, virtual_stage: int, mode: Mode) -> tuple[tuple[Kind, int], ...]:
+        """The (kind, virtual stage) pairs that read the output of ``kind`` on ``virtual_stage``."""
+        if kind is Kind.F:
+            onward = tuple((Kind.F, w) for w in self.successors[virtual_stage])
+            return onward if mode is Mode.FORWARD else (*onward, (Kind.B, virtual_stage))
+        if kind is Kind.B:
+            back = tuple((Kind.B, u) for u in self.predecessors[virtual_stage])
+            return (*back, (Kind.W, virtual_stage)) if self.split[virtual_stage] else back
+        return ()
+
+    def last_kind(self, virtual_stage: int, mode: Mode) -> Kind:
+        """The kind after which ``virtual_stage`` is done with a microbatch."""
+        return self.kinds(virtual_stage, mode)[-1]
+
+    def neighbours(self, stage: int) -> Sequence[int]:
+        """The other stages that exchange tensors with ``stage``, ascending."""
+        assert self.edges is not None
+        where = self.placement.stage_of
+        pairs = [(where(u), where(v)) for u, v in self.edges]
+        return sorted({b if a == stage else a for a, b in pairs if stage in (a, b)} - {stage})

@@ -1,0 +1,100 @@
+"""The contracts between the core and a hint policy.
+
+A hint ranks; it never decides alone. It sees a read-only :class:`View` of its stage and the ready set, and names one
+ready task. It does no I/O and reads no clock; it may keep state, fed through ``observe``. The core refuses an answer
+that is not ready.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from rrfp.core.events import Event
+from rrfp.core.graph import Graph
+from rrfp.core.ready_set import ReadySet
+from rrfp.core.tasks import Kind, Mode, Task
+from rrfp.core.topology import Placement
+
+
+class View(Protocol):
+    """What a hint may know about its stage, read only."""
+
+    @property
+    def stage(self) -> int:
+        """This stage, 0..N-1."""
+
+    @property
+    def placement(self) -> Placement:
+        """Where virtual stages live."""
+
+    @property
+    def mode(self) -> Mode:
+        """Training or forward only."""
+
+    @property
+    def microbatches(self) -> int:
+        """M of the current step."""
+
+    @property
+    def slots(self) -> int | None:
+        """K * C, the most chunk tasks this stage may hold, or None if unlimited."""
+
+    @property
+    def held(self) -> int:
+        """D, the chunk tasks held now."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes held now by microbatches in work."""
+
+    @property
+    def last_kind(self) -> Kind | None:
+        """The kind enqueued last in this step, None at the start."""
+
+    @property
+    def consumed_downstream(self) -> int | None:
+        """Forward outputs that successors have started to use, as last reported; None before the first report."""
+
+    def num_enqueued(self, kind: Kind, chunk: int | None = None) -> int:
+        """Tasks of ``kind`` enqueued so far in this step, on one local chunk or on all."""
+
+    @property
+    def num_enqueued_total(self) -> int:
+        """Tasks of any kind enqueued so far in this step."""
+
+    def mean_seconds(self, kind: Kind, chunk: int) -> float | None:
+        """Mean measured duration of ``kind`` on local ``chunk`` in this run, seconds; None before the first."""
+
+    @property
+    def graph(self) -> Graph:
+        """The dependency graph: which virtual stages feed which, and whose backward is split into B and W."""
+
+
+class Hint(Protocol):
+    """A policy that ranks ready tasks. Subclass it and implement ``choose``; one instance serves one stage.
+
+    Attributes:
+        may_wait: True lets ``choose`` return None although tasks are ready. Only strict baselines want that.
+    """
+
+    may_wait: bool = False
+
+    def choose(self, ready: ReadySet, view: View) -> Task | None:
+        """The task to run next.
+
+        Args:
+            ready: what may run now; never empty.
+            view: the stage as it is now.
+
+        Returns:
+            One task out of ``ready``; None only with ``may_wait``.
+        """
+        ...
+
+    def open_step(self, view: View) -> None:
+        """A step began: forget what belongs to the last one."""
+        return None
+
+    def observe(self, event: Event) -> None:
+        """Called with every event after the core has taken it in."""
+        return None

@@ -1,0 +1,1 @@
+"""Hint policies: how ready tasks are ranked."""

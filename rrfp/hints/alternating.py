@@ -1,0 +1,44 @@
+"""The alternating hints BF (the paper's Algorithm 1 and default) and FB (section 4)."""
+
+from __future__ import annotations
+
+from rrfp.core.hint import Hint, View
+from rrfp.core.ready_set import ChunkOrder, ReadySet
+from rrfp.core.tasks import Kind, Task
+
+
+class Alternating(Hint):
+    """Backward and forward take turns at the first chance; weight tasks fill the gaps.
+
+    Args:
+        chunk_order: which chunk's forwards come first: ``"deeper"``, or ``"paper"`` for Algorithm 1's shallower first.
+    """
+
+    def __init__(self, chunk_order: ChunkOrder = "deeper") -> None:
+        self.chunk_order: ChunkOrder = chunk_order
+
+    def _pick(self, ready: ReadySet, first: Kind, second: Kind) -> Task | None:
+        return ready.first(first, self.chunk_order) or ready.first(second, self.chunk_order) or ready.first(Kind.W)
+
+
+class BackwardForward(Alternating):
+    """BF: after a backward, forward has the first chance; otherwise, and at the start, backward has.
+
+    A chance not taken passes to the other kind, and waiting changes nothing: a round ends with what was enqueued.
+    """
+
+    def choose(self, ready: ReadySet, view: View) -> Task | None:
+        """See `rrfp.core.hint.Hint.choose`."""
+        if view.last_kind is Kind.B:
+            return self._pick(ready, Kind.F, Kind.B)
+        return self._pick(ready, Kind.B, Kind.F)
+
+
+class ForwardBackward(Alternating):
+    """FB: after a forward, backward has the first chance; otherwise, and at the start, forward has."""
+
+    def choose(self, ready: ReadySet, view: View) -> Task | None:
+        """See `rrfp.core.hint.Hint.choose`."""
+        if view.last_kind is Kind.F:
+            return self._pick(ready, Kind.B, Kind.F)
+        return self._pick(ready, Kind.F, Kind.B)

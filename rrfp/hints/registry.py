@@ -1,0 +1,80 @@
+"""Hints by name: our own, schedules used as hints, and plugins of the entry point group ``rrfp.hints``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from importlib.metadata import entry_points
+
+from rrfp.core.hint import Hint
+from rrfp.errors import ConfigError
+from rrfp.hints.alternating import BackwardForward, ForwardBackward
+from rrfp.hints.priority import BackwardPriority, ForwardPriority
+from rrfp.hints.schedule import ScheduleHint, ScheduleSource, Strict
+from rrfp.hints.split import BackwardForwardWeight
+from rrfp.schedules.registry import make_schedule, schedule_names
+
+#: What a caller may pass as a hint: a name, a class or other factory, or an instance, which every stage gets a copy of.
+HintSpec = str | Hint | Callable[[], Hint]
+
+_GROUP = "rrfp.hints"
+_BUILT_IN: dict[str, Callable[[], Hint]] = {
+    "bf": BackwardForward,
+    "fb": ForwardBackward,
+    "b-priority": BackwardPriority,
+    "f-priority": ForwardPriority,
+    "bfw": BackwardForwardWeight,
+}
+
+
+def hint_names() -> tuple[str, ...]:
+    """Every name that `create_hint` takes: built in, plugins, schedules."""
+    plugins = {point.name for point in entry_points(group=_GROUP)} - set(_BUILT_IN)
+    return (*_BUILT_IN, *sorted(plugins), *schedule_names())
+
+
+def create_hint(spec: HintSpec) -> Hint:
+    """A fresh hint for one stage.
+
+    Raises:
+        ConfigError: for an unknown name, or something that is not a hint.
+    """
+    if isinstance(spec, str):
+        spec = hint_factory(spec)
+    hint = spec() if callable(spec) else copy.deepcopy(spec)
+    for method in ("choose", "open_step", "observe"):
+        if not callable(getattr(hint, method, None)):
+            raise ConfigError(f"hint {type(hint).__name__} has no method {method}(); subclass rrfp.Hint")
+    return hint
+
+
+def create_strict(name: str) -> Hint:
+    """A hint that runs the schedule ``name`` to the letter.
+
+    Raises:
+        ConfigError: for an unknown schedule.
+    """
+    if name not in schedule_names():
+        raise ConfigError(f"strict is {name!r}, must be one of: {', '.join(schedule_names())}")
+    return Strict(_source(name))
+
+
+def hint_factory(name: str) -> Callable[[], Hint]:
+    """What makes the hint ``name``: a class, or any other callable.
+
+    Raises:
+        ConfigError: for an unknown name.
+    """
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
+    if name in schedule_names():
+        return lambda: ScheduleHint(_source(name))
+    for point in entry_points(group=_GROUP):
+        if point.name == name:
+            factory: Callable[[], Hint] = point.load()
+            return factory
+    raise ConfigError(f"hint is {name!r}, must be one of: {', '.join(hint_names())}")
+
+
+def _source(name: str) -> ScheduleSource:
+    return lambda view: make_schedule(name, view.graph, view.microbatches)

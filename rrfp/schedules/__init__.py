@@ -1,0 +1,1 @@
+"""Schedules: one generator a file, and their exchange as CSV."""

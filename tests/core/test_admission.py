@@ -1,0 +1,216 @@
+"""The memory limit: by microbatches, by bytes, staircase and reserve; peaks."""
+
+from __future__ import annotations
+
+import pytest
+from core_script import Script
+
+from rrfp.core.admission import Limit
+from rrfp.core.events import ChunkReduced
+from rrfp.core.graph import Graph
+from rrfp.core.step_state import Peaks
+from rrfp.core.tasks import Kind, Mode, StepId
+from rrfp.errors import ConfigError
+
+ONE = Graph.chain(1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "limits"),
+    [
+        (None, [Limit()] * 3),
+        (2, [Limit(2)] * 3),
+        ("2", [Limit(2)] * 3),
+        ("1f1b", [Limit(3), Limit(2), Limit(1)]),
+        ("2n", [Limit(6)] * 3),
+        (Limit(4, 100), [Limit(4, 100)] * 3),
+    ],
+)
+def test_a_limit_is_written_as_a_number_or_a_preset(spec: Limit | int | str | None, limits: list[Limit]) -> None:
+    assert [Limit.resolve(spec, stage, 3) for stage in range(3)] == limits
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("3n", "limit is '3n', must be a number of microbatches or one of: 1f1b, 2n"),
+        ("--5", "limit is '--5', must be a number of microbatches or one of: 1f1b, 2n"),
+        ("", "limit is '', must be a number of microbatches or one of: 1f1b, 2n"),
+        (0, "limit: microbatches is 0, must be at least 1"),
+        ("-1", "limit: microbatches is -1, must be at least 1"),
+    ],
+)
+def test_an_impossible_limit_is_refused_with_the_choices(spec: int | str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Limit.resolve(spec, 0, 3)
+    assert str(caught.value) == message
+
+
+def test_a_byte_limit_is_at_least_one_byte() -> None:
+    with pytest.raises(ConfigError, match=r"^limit: num_bytes is 0, must be at least 1$"):
+        Limit(num_bytes=0)
+
+
+def test_a_slot_is_taken_at_enqueue_and_freed_when_backward_completes() -> None:
+    script = Script(ONE, microbatches=3, limit=2)
+    script.enqueued("F0@0")
+    assert script.ready == "F1@0 F2@0 B0@0"
+    script.enqueued("F1@0")
+    assert script.ready == "B0@0 B1@0"
+    script.completed("F0@0", "F1@0")
+    script.enqueued("B0@0")
+    assert script.ready == "B1@0"
+    script.completed("B0@0")
+    assert script.ready == "F2@0 B1@0"
+
+
+def test_split_backward_holds_the_slot_until_the_weight_task_completes() -> None:
+    script = Script(Graph.chain(1, split=True), limit=1)
+    script.ran("F0@0", "B0@0")
+    assert script.ready == "W0@0"
+    script.ran("W0@0")
+    assert script.ready == "F1@0"
+
+
+def test_backwards_are_never_gated() -> None:
+    script = Script(Graph.chain(2), stage=1, limit=Limit(1, 1))
+    script.arrived("F0@0", "F1@0")
+    script.ran("F0@1", held=1000)
+    assert script.ready == "B0@1"
+
+
+def test_the_staircase_keeps_a_slot_for_each_deeper_chunk() -> None:
+    """C = 2, K = 1: chunk 0 may start iff D < 1, chunk 1 iff D < 2."""
+    script = Script(Graph.chain(1, chunks=2), microbatches=2, limit=1)
+    script.ran("F0@0")
+    assert script.ready == "F0@1"
+    script.ran("F0@1")
+    assert script.ready == "B0@1"
+    script.ran("B0@1")
+    assert script.ready == "B0@0"
+    script.ran("B0@0")
+    assert script.ready == "F1@0"
+
+
+def test_the_last_slot_is_reserved_for_the_lowest_microbatch_when_an_order_is_forced() -> None:
+    script = Script(Graph.chain(2), stage=1, microbatches=4, limit=2, in_order=((Kind.B, 1),))
+    script.arrived("F1@0", "F2@0")
+    script.ran("F1@1")
+    assert script.ready == ""
+    script.arrived("F0@0")
+    assert script.ready == "F0@1"
+    script.ran("F0@1", "B0@1")
+    assert script.ready == "F2@1 B1@1"  # 2 is the lowest now
+
+
+def test_with_two_chunks_two_slots_are_reserved() -> None:
+    script = Script(Graph.chain(1, chunks=2), microbatches=3, limit=2, in_order=((Kind.B, 1),))
+    script.ran("F1@0", "F2@0")
+    assert script.ready == "F0@0"
+    script.ran("F0@0")
+    assert script.ready == "F0@1"
+
+
+def test_nothing_is_reserved_without_a_forced_order() -> None:
+    script = Script(Graph.chain(2), stage=1, microbatches=4, limit=2)
+    script.arrived("F1@0", "F2@0")
+    script.ran("F1@1")
+    assert script.ready == "F2@1 B1@1"
+
+
+def test_a_byte_limit_admits_one_forward_whatever_its_size() -> None:
+    script = Script(ONE, microbatches=2, limit=Limit(num_bytes=10))
+    script.ran("F0@0", held=1000)
+    assert script.ready == "B0@0"
+    script.ran("B0@0")
+    assert script.ready == "F1@0"
+
+
+def test_a_byte_limit_expects_what_was_the_largest_so_far() -> None:
+    script = Script(ONE, microbatches=5, limit=Limit(num_bytes=100))
+    script.ran("F0@0", held=40)
+    assert script.ready == "F1@0 F2@0 F3@0 F4@0 B0@0"
+    script.ran("F1@0", held=30)
+    assert script.ready == "B0@0 B1@0"  # 70 + 40 > 100
+    script.ran("B0@0")
+    assert script.ready == "F2@0 F3@0 F4@0 B1@0"  # 30 + 40
+    script.ran("F2@0", held=70)
+    assert script.ready == "B1@0 B2@0"  # 100 + 70
+    script.ran("B1@0")
+    assert script.ready == "B2@0"  # 70 + 70
+
+
+def test_a_byte_limit_waits_for_the_first_size_and_counts_what_is_in_flight() -> None:
+    script = Script(ONE, microbatches=4, limit=Limit(num_bytes=100))
+    script.enqueued("F0@0")
+    assert script.ready == "B0@0"
+    script.completed("F0@0", held=40)
+    script.enqueued("F1@0")
+    assert script.ready == "B0@0 B1@0"  # 40 held, 40 in flight
+
+
+def test_the_expected_size_outlives_the_step() -> None:
+    script = Script(ONE, microbatches=1, limit=Limit(num_bytes=100))
+    script.ran("F0@0", held=60)
+    script.ran("B0@0")
+    script.told(ChunkReduced(0))
+    script.opened(StepId(1, Mode.TRAIN, 3))
+    script.ran("F0@0", held=10)
+    assert script.ready == "F1@0 F2@0 B0@0"
+    script.enqueued("F1@0")
+    assert script.ready == "B0@0 B1@0"  # 10 + 60 in flight + 60
+
+
+def test_bytes_are_counted_anew_after_each_task() -> None:
+    script = Script(Graph.chain(1, split=True), microbatches=2)
+    script.ran("F0@0", held=50)
+    script.ran("B0@0", held=20)
+    assert script.core.view.held_bytes == 20
+    script.ran("W0@0")
+    assert (script.core.view.held_bytes, script.core.peaks.num_bytes) == (0, 50)
+
+
+def test_a_byte_limit_keeps_room_for_the_deeper_chunk() -> None:
+    script = Script(Graph.chain(1, chunks=2), microbatches=4, limit=Limit(num_bytes=100))
+    script.ran("F0@0", "F0@1", held=30)
+    assert script.ready == "B0@1"  # 60 + 30 + 30 > 100: F1@0 would leave no room for F1@1
+    script.ran("B0@1")
+    assert script.ready == "F1@0 F2@0 F3@0 B0@0"  # 30 + 30 + 30
+
+
+def test_a_deeper_chunk_that_holds_nothing_is_admitted_over_the_byte_limit() -> None:
+    script = Script(Graph.chain(1, chunks=2), microbatches=2, limit=Limit(num_bytes=10))
+    script.ran("F0@0", held=10)
+    assert script.ready == "F0@1"
+
+
+def test_in_a_forced_order_the_lowest_microbatch_is_admitted_over_the_byte_limit() -> None:
+    script = Script(Graph.chain(2), stage=1, microbatches=3, limit=Limit(num_bytes=10), in_order=((Kind.B, 1),))
+    script.arrived("F1@0", "F2@0")
+    script.ran("F1@1", held=10)
+    assert script.ready == ""
+    script.arrived("F0@0")
+    assert script.ready == "F0@1"
+
+
+def test_peaks_are_the_most_of_the_step() -> None:
+    script = Script(Graph.chain(2), stage=1, microbatches=3)
+    script.arrived("F0@0", "F1@0")
+    script.ran("F0@1", "F1@1", held=7)
+    script.ran("B0@1", "B1@1")
+    script.arrived("F2@0")
+    assert script.core.peaks == Peaks(held=2, num_bytes=14, received=2)
+    assert script.core.view.held == 0
+
+
+def test_the_received_peak_counts_what_has_arrived_and_not_started() -> None:
+    script = Script(Graph.chain(3), stage=1, microbatches=4, limit=1)
+    script.arrived("F0@0", "F1@0")
+    script.ran("F0@1")
+    script.arrived("F2@0", "F3@0", "B0@2")
+    script.ran("B0@1")
+    assert script.core.peaks.received == 4
+
+
+def test_there_are_no_peaks_before_the_first_step() -> None:
+    assert Script(ONE, microbatches=0).core.peaks == Peaks()
