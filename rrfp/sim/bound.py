@@ -1,0 +1,176 @@
+"""A lower bound on the makespan of one step, for any schedule, any hint, any order.
+
+It knows costs and memory limits, and nothing of how tasks are chosen. Every term below follows from rules that no
+runtime can break: a task starts after its inputs have arrived, a stage runs one task at a time, D stays within the
+limit. Write p for a duration, l for a latency, V for the number of virtual stages.
+
+**Chain.** Microbatch m passes F(0) .. F(V-1), B(V-1) .. B(0), each start at or after the previous end plus the latency
+between them: 0 between chunks of one stage, and 0 from F(V-1) to B(V-1). When backward is split, W(v) follows B(v) and
+nothing follows W. So a task cannot start before its *head* r, the longest path that leads to it, and after its end at
+least its *tail* q, the longest path that follows it, must still pass. Chunks and placement only change which latencies
+are 0 and which stage a task occupies.
+
+**One machine.** Take any set J of tasks of one stage. The stage works on J for sum p in all, cannot start before the
+smallest head in J, and after it ends the last of J at least the smallest tail in J follows:
+
+    makespan >= min r + sum p + min q        over J.
+
+The largest value over all J is the makespan of Jackson's preemptive rule (at any time run the available task of the
+longest tail), which is how it is computed. J = one task gives the longest path of its microbatch.
+
+**Memory.** D of a stage rises at the start of each F and falls at the end of the same chunk task's last part (B, or W
+when split), and D <= K * C. So n = M * C chunk tasks share k = K * C slots, each held from its F's start to its
+release for at least its *residency*, the longest path between the two. Where k < n we may assume that every slot is
+used (from a slot used twice one task moves to the empty one). Each slot is then idle before its first F start, held for
+the residencies of its tasks, and idle after its last release; summed over the slots,
+
+    k * makespan >= (k smallest starts of an F) + sum of residencies + (k smallest times left after a release).
+
+Starts are bounded by heads, and by the lane: Fs of one stage do not overlap, so the next start is at least the
+shortest F later. The times left after a release mirror them: bounded by tails, and spaced by the shortest releasing
+task. (With all k starts replaced by the smallest head, and the times left by the smallest tail, this is the plainer
+head + residency / limit + tail.) When split, a task also holds its slot from F's start to B's end at least, and the
+tails after B are long where those after W are 0: the same inequality with B as the release is valid too, and the larger
+one counts.
+
+A strict schedule that never holds more than K * C chunk tasks is a run under that limit: its own peak gives its bound.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rrfp.costs import CostTable
+from rrfp.costs.streams import Matrix, whole
+from rrfp.errors import ConfigError
+
+
+def lower_bound(costs: CostTable, limits: Sequence[int] | None) -> float:
+    """Seconds that no run of these costs can beat; the module's docstring derives it.
+
+    It is a sum of the same numbers as a simulated makespan, in another order: compare with a relative tolerance of
+    1e-12.
+
+    Args:
+        costs: one step's costs.
+        limits: for each stage the most microbatches it may hold, K >= 1, so that D <= K * chunks; None = no limit.
+
+    Raises:
+        ConfigError: `limits` has not one entry a stage, or an entry is no whole number >= 1.
+    """
+    if limits is not None and len(limits) != costs.stages:
+        raise ConfigError(f"limits has {len(limits)} entries, must have {costs.stages} (one a stage)")
+    paths = _Paths.of(costs)
+    best = 0.0
+    for stage in range(costs.stages):
+        here = paths.at(list(costs.virtual_stages_of(stage)))
+        best = max(best, _one_machine(here))
+        if limits is not None:
+            slots = whole(f"limits[{stage}]", limits[stage], 1) * costs.chunks
+            best = max(best, _memory(here, slots))
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class _Tasks:
+    """The tasks of one kind: work, head and tail in seconds, each (virtual stages) x M."""
+
+    work: Matrix
+    head: Matrix
+    tail: Matrix
+
+    def at(self, virtual_stages: list[int]) -> _Tasks:
+        return _Tasks(self.work[virtual_stages], self.head[virtual_stages], self.tail[virtual_stages])
+
+
+@dataclass(frozen=True, slots=True)
+class _Paths:
+    """All tasks of some virtual stages."""
+
+    forward: _Tasks
+    backward: _Tasks
+    weight: _Tasks | None
+
+    @staticmethod
+    def of(costs: CostTable) -> _Paths:
+        """Longest paths before and after every task of the step."""
+        count, last = costs.num_virtual_stages, 2 * costs.num_virtual_stages - 1
+        latency_forward, latency_backward = costs.acting_latencies()
+        # The chain F(0) .. F(V-1), B(V-1) .. B(0) as 2V rows, and the 2V-1 latencies between them.
+        work = np.concatenate([costs.forward, costs.backward[::-1]])
+        turn = np.zeros((1, costs.microbatches))
+        latency = np.concatenate([latency_forward, turn, latency_backward[::-1]])
+        head, tail = np.zeros_like(work), np.zeros_like(work)
+        np.cumsum(work[:-1] + latency, axis=0, out=head[1:])
+        if costs.weight is None:
+            np.cumsum((work[1:] + latency)[::-1], axis=0, out=tail[-2::-1])
+            weight = None
+        else:
+            for row in range(last, -1, -1):
+                if row < last:
+                    tail[row] = latency[row] + work[row + 1] + tail[row + 1]
+                if row >= count:
+                    np.maximum(tail[row], costs.weight[last - row], out=tail[row])
+            ready = (head + work)[: count - 1 : -1]
+            weight = _Tasks(costs.weight, ready, np.zeros_like(ready))
+        forward = _Tasks(work[:count], head[:count], tail[:count])
+        backward = _Tasks(work[count:][::-1], head[count:][::-1], tail[count:][::-1])
+        return _Paths(forward, backward, weight)
+
+    def at(self, virtual_stages: list[int]) -> _Paths:
+        weight = None if self.weight is None else self.weight.at(virtual_stages)
+        return _Paths(self.forward.at(virtual_stages), self.backward.at(virtual_stages), weight)
+
+
+def _one_machine(tasks: _Paths) -> float:
+    """The makespan of one stage's tasks by Jackson's preemptive rule, heads and tails included."""
+    kinds = [kind for kind in (tasks.forward, tasks.backward, tasks.weight) if kind is not None]
+    heads = np.concatenate([kind.head.ravel() for kind in kinds])
+    order = np.argsort(heads, kind="stable")
+    work = np.concatenate([kind.work.ravel() for kind in kinds])[order].tolist()
+    tails = np.concatenate([kind.tail.ravel() for kind in kinds])[order].tolist()
+    arrivals = heads[order].tolist()
+    waiting: list[tuple[float, float]] = []  # (-tail, work left) of what is available: the longest tail on top
+    now = makespan = 0.0
+    for arrival, duration, tail, until in zip(
+        arrivals, work, tails, itertools.chain(arrivals[1:], [math.inf]), strict=True
+    ):
+        now = max(now, arrival)
+        heapq.heappush(waiting, (-tail, duration))
+        while waiting and now < until:
+            minus_tail, left = waiting[0]
+            if now + left > until:
+                heapq.heapreplace(waiting, (minus_tail, left - (until - now)))
+                now = until
+            else:
+                heapq.heappop(waiting)
+                now += left
+                makespan = max(makespan, now - minus_tail)
+    return makespan
+
+
+def _memory(tasks: _Paths, slots: int) -> float:
+    """The bound from `slots` chunk tasks held at a time; 0 where the stage has no more tasks than slots."""
+    if slots >= tasks.forward.head.size:
+        return 0.0
+    earliest = _sum_of_smallest(tasks.forward.head, tasks.forward.work, slots)
+    bounds = []
+    for last in (tasks.backward, tasks.weight):
+        if last is not None:
+            residency = (last.head + last.work - tasks.forward.head).sum()
+            bounds.append((earliest + residency + _sum_of_smallest(last.tail, last.work, slots)) / slots)
+    return float(max(bounds))
+
+
+def _sum_of_smallest(times: Matrix, work: Matrix, count: int) -> float:
+    """The least sum of the `count` first starts on one lane of tasks with these heads (or, mirrored, of tails)."""
+    spacing = np.arange(count) * work.min()
+    smallest = np.sort(times, axis=None)[:count]
+    # start[i] = max(smallest[i], start[i - 1] + shortest task)
+    return float((np.maximum.accumulate(smallest - spacing) + spacing).sum())

@@ -1,0 +1,154 @@
+"""What every hint must do, for authors of hints: ``run_hint_checks(MyHint)``.
+
+The checks run small pipelines on the real cores, without time, in many orders of events, and need no test framework. A
+check that fails raises `AssertionError`, which says what the hint did in which pipeline.
+
+A hint that is made for some pipelines only, such as a schedule for one chunk a stage, says so by raising `ConfigError`
+in ``open_step``; it is then not tried on that pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rrfp.core.admission import Limit
+from rrfp.core.events import Event
+from rrfp.core.graph import Graph
+from rrfp.core.hint import Hint, View
+from rrfp.core.ready_set import ReadySet
+from rrfp.core.tasks import Mode, Task
+from rrfp.errors import ConfigError, HintError
+from rrfp.testing.core_network import CoreNetwork, Delivery
+
+#: Makes a fresh hint for one stage.
+HintFactory = Callable[[], Hint]
+
+_SEEDS = range(4)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One small pipeline and the steps that it runs.
+
+    Attributes:
+        what: what it is there for, as reports say it.
+        graph: the dependency graph.
+        steps: (mode, M) of each step.
+        limit: the limit of every stage, in any form that `Limit.resolve` takes.
+        depth: tasks enqueued and not complete, at most, a stage.
+    """
+
+    what: str
+    graph: Graph
+    steps: tuple[tuple[Mode, int], ...]
+    limit: int | str | None = None
+    depth: int = 1
+
+
+_TRAIN, _FORWARD = Mode.TRAIN, Mode.FORWARD
+CASES = (
+    Case("training", Graph.chain(3), ((_TRAIN, 4),)),
+    Case("one stage", Graph.chain(1), ((_TRAIN, 3),)),
+    Case("one microbatch", Graph.chain(3), ((_TRAIN, 1),)),
+    Case("1F1B's memory", Graph.chain(3), ((_TRAIN, 5),), limit="1f1b"),
+    Case("room for one microbatch", Graph.chain(3), ((_TRAIN, 3),), limit=1),
+    Case("split backward", Graph.chain(3, split=True), ((_TRAIN, 4),), limit=2),
+    Case("two chunks, looped", Graph.chain(2, chunks=2), ((_TRAIN, 4),), limit=2),
+    Case("two chunks, V, split", Graph.chain(2, chunks=2, layout="v", split=True), ((_TRAIN, 3),), limit=1),
+    Case("forward only", Graph.chain(3), ((_FORWARD, 4),), limit=2),
+    Case("two tasks in flight", Graph.chain(3), ((_TRAIN, 4),), limit=3, depth=2),
+    Case("train, evaluate, train", Graph.chain(2), ((_TRAIN, 3), (_FORWARD, 2), (_TRAIN, 4))),
+)
+
+
+#: What a check is: it takes the factory and raises `AssertionError` if its docstring does not hold.
+Check = Callable[[HintFactory], None]
+
+
+def run_hint_checks(factory: HintFactory) -> None:
+    """Run every check on hints that ``factory`` makes.
+
+    Raises:
+        AssertionError: of the first check that failed, with its name.
+    """
+    for check in ALL_CHECKS:
+        try:
+            check(factory)
+        except AssertionError as error:
+            raise AssertionError(f"{check.__name__}: {error}") from error
+
+
+def check_answers_are_ready_and_every_run_ends(factory: HintFactory) -> None:
+    """Every answer is a ready task (None only with ``may_wait``), and every task of every step runs once."""
+    accepted = [_orders(factory, case, seed) for case in CASES for seed in _SEEDS]
+    if not any(accepted):
+        raise AssertionError("the hint refuses every pipeline")
+
+
+def check_extreme_delays_are_survived(factory: HintFactory) -> None:
+    """Every run ends, too, when the oldest, or always the newest, message is delivered first."""
+    for case in CASES:
+        _orders(factory, case, 0, "oldest")
+        _orders(factory, case, 0, "newest")
+
+
+def check_same_history_same_choices(factory: HintFactory) -> None:
+    """Two fresh hints that see the same events choose the same: no clock, no global randomness, no shared state."""
+    for case in CASES:
+        first, second = _orders(factory, case, 1), _orders(factory, case, 1)
+        if first != second:
+            raise AssertionError(f"{case.what}: two runs of the same events differ: {first} and {second}")
+
+
+def check_choosing_changes_nothing(factory: HintFactory) -> None:
+    """Asked twice in one state, the hint answers the same: it learns from ``observe`` and ``open_step`` only."""
+    for case in CASES:
+        asked_once = _orders(factory, case, 2)
+        asked_more = _orders(lambda: _AskedAgain(factory()), case, 2)
+        if asked_once != asked_more:
+            raise AssertionError(f"{case.what}: asked more often in one state, the hint chooses otherwise")
+
+
+ALL_CHECKS: tuple[Check, ...] = (
+    check_answers_are_ready_and_every_run_ends,
+    check_extreme_delays_are_survived,
+    check_same_history_same_choices,
+    check_choosing_changes_nothing,
+)
+
+
+class _AskedAgain(Hint):
+    """Asks the hint within three times, and takes the last answer."""
+
+    def __init__(self, within: Hint) -> None:
+        self._within = within
+        self.may_wait = within.may_wait
+
+    def choose(self, ready: ReadySet, view: View) -> Task | None:
+        for _ in range(2):
+            self._within.choose(ready, view)
+        return self._within.choose(ready, view)
+
+    def open_step(self, view: View) -> None:
+        self._within.open_step(view)
+
+    def observe(self, event: Event) -> None:
+        self._within.observe(event)
+
+
+def _orders(factory: HintFactory, case: Case, seed: int, delivery: Delivery = "any") -> list[list[list[Task]]]:
+    """What ran, by stage and step; empty if the hint refuses the pipeline."""
+    stages = case.graph.placement.stages
+    limits = [Limit.resolve(case.limit, stage, stages) for stage in range(stages)]
+    hints = [factory() for _ in range(stages)]
+    if any(hint.may_wait for hint in hints):
+        limits = [Limit()] * stages  # a hint that waits for one task must never find it kept out by memory
+    network = CoreNetwork(case.graph, hints, limits, seed=seed, depth=case.depth, delivery=delivery)
+    try:
+        network.run(case.steps)
+    except ConfigError:
+        return []
+    except (HintError, AssertionError) as error:
+        raise AssertionError(f"{case.what}: {error}") from error
+    return network.orders

@@ -1,0 +1,317 @@
+"""The lower bound: never above the best of all schedules, searched here without the package, and tight where it can be.
+
+The search knows only the rules: chains, one task at a time on a stage, D within the limit. It visits every order of
+tasks on every stage, each task starting as early as its order allows; the best of these is the optimum.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rrfp.core.topology import Layout
+from rrfp.costs import CostTable, make_costs
+from rrfp.errors import ConfigError
+from rrfp.sim.bound import _one_machine, _Paths, _Tasks, lower_bound
+
+#: Kind, virtual stage, microbatch.
+Task = tuple[str, int, int]
+
+
+class State(NamedTuple):
+    """What the past means for the future: all that a schedule so far can differ in once its set of tasks is known."""
+
+    #: Chunk tasks that each stage holds.
+    held: tuple[int, ...]
+    #: When each stage is free.
+    free: tuple[float, ...]
+    #: When the inputs of every task arrive whose producer has run, and which has not run itself.
+    inputs: dict[Task, float]
+
+
+def table(
+    forward: Sequence[Sequence[float]],
+    backward: Sequence[Sequence[float]],
+    weight: Sequence[Sequence[float]] | None = None,
+    *,
+    chunks: int = 1,
+    placement: Layout = "looped",
+    latency: float = 0.0,
+) -> CostTable:
+    count, microbatches = len(forward), len(forward[0])
+    edges = np.full((count - 1, microbatches), latency)
+    split = None if weight is None else np.array(weight)
+    rows = np.array(forward), np.array(backward), split, edges, edges
+    return CostTable(count // chunks, chunks, placement, microbatches, *rows)
+
+
+class Pipeline:
+    """The rules of a step, written for the search: what may run next on a stage, and what follows."""
+
+    def __init__(self, costs: CostTable, limits: Sequence[int] | None) -> None:
+        self.costs, self.limits = costs, limits
+        self.release = "W" if costs.split else "B"
+        self.size = (3 if costs.split else 2) * costs.num_virtual_stages * costs.microbatches
+        self.rows = {"F": costs.forward, "B": costs.backward, "W": costs.weight}
+        self.first = State(
+            (0,) * costs.stages, (0.0,) * costs.stages, {("F", 0, m): 0.0 for m in range(costs.microbatches)}
+        )
+
+    def stage(self, v: int) -> int:
+        chunk, offset = divmod(v, self.costs.stages)
+        flip = self.costs.placement == "v" and chunk % 2 == 1
+        return self.costs.stages - 1 - offset if flip else offset
+
+    def successors(self, task: Task) -> Iterator[tuple[Task, float]]:
+        """What a task feeds, and how long after its end."""
+        kind, v, m = task
+        last = self.costs.num_virtual_stages - 1
+        if kind == "F":
+            yield (("F", v + 1, m), float(self.costs.latency_forward[v, m])) if v < last else (("B", v, m), 0.0)
+        if kind == "B" and v > 0:
+            yield ("B", v - 1, m), float(self.costs.latency_backward[v - 1, m])
+        if kind == "B" and self.costs.split:
+            yield ("W", v, m), 0.0
+
+    def moves(self, state: State) -> list[Task]:
+        """Every task that may be the next of its stage."""
+        if self.limits is None:
+            return list(state.inputs)
+        room = [held < k * self.costs.chunks for held, k in zip(state.held, self.limits, strict=True)]
+        return [task for task in state.inputs if task[0] != "F" or room[self.stage(task[1])]]
+
+    def run(self, state: State, task: Task) -> State:
+        """The task starts as early as it can after all that its stage has run."""
+        kind, v, m = task
+        stage = self.stage(v)
+        held, free, inputs = list(state.held), list(state.free), dict(state.inputs)
+        rows = self.rows[kind]
+        assert rows is not None
+        free[stage] = end = max(inputs.pop(task), free[stage]) + float(rows[v, m])
+        held[stage] += (kind == "F") - (kind == self.release)
+        for following, latency in self.successors(task):
+            inputs[following] = end + (0.0 if self.stage(following[1]) == stage else latency)
+        # An input that waits for its lane anyway may as well come later: more states compare.
+        ready = {waiting: max(arrival, free[self.stage(waiting[1])]) for waiting, arrival in sorted(inputs.items())}
+        return State(tuple(held), tuple(free), ready)
+
+    def optimum(self) -> float:
+        """The best makespan of all orders: of two ways to run the same tasks, one that is nowhere later is enough."""
+        layer: dict[frozenset[Task], list[State]] = {frozenset(): [self.first]}
+        for _ in range(self.size):
+            following: dict[frozenset[Task], list[State]] = {}
+            for done, states in layer.items():
+                for state in states:
+                    for task in self.moves(state):
+                        keep_undominated(following.setdefault(done | {task}, []), self.run(state, task))
+            layer = following
+        return min(max(state.free) for states in layer.values() for state in states)
+
+    def some_makespan(self, choose: random.Random) -> float:
+        """The makespan of one random run; a run that fills its memory the wrong way around starts over."""
+        while True:
+            state = self.first
+            for _ in range(self.size):
+                if not (moves := self.moves(state)):
+                    break
+                state = self.run(state, choose.choice(moves))
+            else:
+                return max(state.free)
+
+
+def keep_undominated(states: list[State], new: State) -> None:
+    def no_later(one: State, other: State) -> bool:
+        mine, others = (*one.free, *one.inputs.values()), (*other.free, *other.inputs.values())
+        return all(map(operator.le, mine, others))
+
+    if not any(no_later(state, new) for state in states):
+        states[:] = [state for state in states if not no_later(new, state)] + [new]
+
+
+def assert_valid(costs: CostTable, limits: Sequence[int] | None) -> None:
+    optimum = Pipeline(costs, limits).optimum()
+    assert lower_bound(costs, limits) <= optimum * (1 + 1e-12)
+
+
+@st.composite
+def tiny_costs(draw: st.DrawFn, shapes: Sequence[tuple[int, int, int]], split: bool) -> CostTable:
+    stages, chunks, microbatches = draw(st.sampled_from(shapes))
+    count = stages * chunks
+
+    def rows(number: int) -> np.ndarray:
+        row = st.lists(st.integers(0, 4), min_size=microbatches, max_size=microbatches)
+        cells = draw(st.lists(row, min_size=number, max_size=number))
+        return np.array(cells, dtype=float).reshape(number, microbatches)
+
+    placement: Layout = draw(st.sampled_from(["looped", "v"]))
+    weight = rows(count) if split else None
+    forward, backward, there, back = rows(count), rows(count), rows(count - 1), rows(count - 1)
+    return CostTable(stages, chunks, placement, microbatches, forward, backward, weight, there, back)
+
+
+def draw_limits(data: st.DataObject, costs: CostTable) -> list[int] | None:
+    limit = st.integers(1, costs.microbatches)
+    return data.draw(st.none() | st.lists(limit, min_size=costs.stages, max_size=costs.stages))
+
+
+SMALL = [(1, 1, 3), (2, 1, 2), (2, 1, 3), (3, 1, 2)]
+CHUNKED = [(1, 2, 2), (2, 2, 1), (2, 2, 2), (1, 3, 2)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_never_above_the_optimum(data: st.DataObject) -> None:
+    costs = data.draw(tiny_costs(SMALL, split=False))
+    assert_valid(costs, draw_limits(data, costs))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_never_above_the_optimum_of_three_stages_and_microbatches(data: st.DataObject) -> None:
+    costs = data.draw(tiny_costs([(3, 1, 3)], split=False))
+    assert_valid(costs, draw_limits(data, costs))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_never_above_the_optimum_when_split(data: st.DataObject) -> None:
+    costs = data.draw(tiny_costs([(1, 1, 3), (2, 1, 2), (3, 1, 2)], split=True))
+    assert_valid(costs, draw_limits(data, costs))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_never_above_the_optimum_with_chunks(data: st.DataObject) -> None:
+    costs = data.draw(tiny_costs(CHUNKED, split=False))
+    assert_valid(costs, draw_limits(data, costs))
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("placement", ["looped", "v"])
+@pytest.mark.parametrize("split", [False, True])
+def test_never_above_a_random_run(chunks: int, placement: Layout, split: bool) -> None:
+    choose = random.Random(chunks)
+    for seed in range(6):
+        costs = make_costs(
+            "mllm", 3, 5, chunks=chunks, placement=placement, split=split, seed=seed, jitter="J2", latency="spike"
+        )
+        for limits in (None, [3, 2, 1], [1, 2, 3], [2, 2, 2]):
+            if chunks == 2 and limits is not None:
+                limits = [2 * limit for limit in limits]  # roomy enough that random runs rarely jam
+            bound = lower_bound(costs, limits)
+            for _ in range(5):
+                assert bound <= Pipeline(costs, limits).some_makespan(choose) * (1 + 1e-12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=1, max_size=12))
+def test_jackson_equals_the_best_subset(jobs: list[tuple[int, int, int]]) -> None:
+    """Head + work + tail of a set, maximised over the sets {r >= a, q >= b}: among these is always a largest one."""
+    r, p, q = np.array(jobs, dtype=float).T
+    tasks = _Tasks(p.reshape(1, -1), r.reshape(1, -1), q.reshape(1, -1))
+    nothing = _Tasks(*[np.zeros((1, 0))] * 3)
+    sets = [(r >= a) & (q >= b) for a in r for b in q]
+    best = max(r[chosen].min() + p[chosen].sum() + q[chosen].min() for chosen in sets if chosen.any())
+    assert _one_machine(_Paths(tasks, nothing, None)) == best
+
+
+# Cases worked out by hand, where the bound is the optimum.
+
+
+def test_one_microbatch_takes_its_longest_path() -> None:
+    costs = table([[1], [2], [4]], [[8], [16], [32]], latency=0.5)
+    assert lower_bound(costs, None) == 1 + 2 + 4 + 8 + 16 + 32 + 4 * 0.5
+    split = table([[1], [1]], [[1], [1]], [[1], [10]])
+    assert lower_bound(split, [1, 1]) == 1 + 1 + 1 + 10  # the last W outlasts B and W before it
+
+
+def test_one_stage_takes_its_work() -> None:
+    costs = table([[1, 2, 3]], [[4, 5, 6]], [[7, 8, 9]])
+    assert lower_bound(costs, None) == lower_bound(costs, [1]) == 45
+
+
+def test_uniform_pipeline_is_work_of_the_last_stage_between_its_head_and_tail() -> None:
+    """1F1B reaches (M + N - 1)(f + b) with K = N - i; the memory of its own does not change the bound."""
+    costs = table([[1.0] * 8] * 4, [[2.0] * 8] * 4)
+    assert lower_bound(costs, None) == lower_bound(costs, [4, 3, 2, 1]) == (8 + 3) * 3
+
+
+def test_one_microbatch_at_a_time_is_the_sum_of_their_paths() -> None:
+    costs = table([[1, 2, 3], [1, 1, 1]], [[2, 2, 2], [1, 5, 1]], latency=0.25)
+    paths = [1 + 1 + 1 + 2, 2 + 1 + 5 + 2, 3 + 1 + 1 + 2]
+    assert lower_bound(costs, [1, 3]) == sum(paths) + 3 * 0.5
+
+
+@pytest.mark.parametrize("weight", [None, [[0.0] * 3] * 3])
+def test_memory_of_an_inner_stage_adds_what_lies_before_and_after(weight: list[list[float]] | None) -> None:
+    """When split, the time left is counted from the end of B: W of no work ends the slot, but not the step."""
+    costs = table([[1] * 3, [1] * 3, [10] * 3], [[10] * 3, [1] * 3, [1] * 3], weight)
+    assert lower_bound(costs, [3, 1, 1]) == 1 + 3 * (1 + 10 + 1 + 1) + 10
+    if weight is None:
+        assert Pipeline(costs, [3, 1, 1]).optimum() == 50
+
+
+def test_tails_include_the_longest_w_still_to_come() -> None:
+    costs = table([[1, 1], [10, 10]], [[1, 1], [10, 10]], [[10, 10], [0, 0]])
+    assert lower_bound(costs, None) == 1 + 4 * 10 + 1 + 10
+    assert Pipeline(costs, None).optimum() == 52
+
+
+def test_a_pending_w_keeps_its_slot() -> None:
+    costs = table([[1, 1]], [[1, 1]], [[5, 5]])
+    assert lower_bound(costs, [1]) == 14
+    two = table([[1, 1], [1, 1]], [[1, 1], [1, 1]], [[5, 5], [0, 0]])
+    assert lower_bound(two, [1, 2]) == 2 * (1 + 1 + 1 + 1 + 5)
+
+
+@pytest.mark.parametrize("forward", [0.0, 1.0])
+def test_slots_are_filled_or_emptied_one_after_another(forward: float) -> None:
+    """Two slots: the second is idle for the first F, or mirrored, one is idle for the last B. 0-9-18 and 1-10-18."""
+    rows, nothing = np.full((2, 4), forward), np.full((2, 4), 1 - forward)
+    rows[1] = nothing[1] = 0
+    there, back = np.full((1, 4), 4.0), np.array([[4.0, 4.0, 4.0, 3.0]])
+    costs = CostTable(2, 1, "looped", 4, rows, nothing, None, there, back)
+    assert lower_bound(costs, [2, 4]) == 18
+    assert Pipeline(costs, [2, 4]).optimum() == 18
+
+
+def test_chunks_share_slots_and_same_stage_handover_is_free() -> None:
+    rows = [[1.0]] * 4
+    assert lower_bound(table(rows, rows, chunks=2, latency=1.0), None) == 8 + 6
+    assert lower_bound(table(rows, rows, chunks=2, placement="v", latency=1.0), None) == 8 + 4
+    alone = table([[1, 1], [1, 1]], [[1, 1], [1, 1]], chunks=2, latency=9.0)
+    assert lower_bound(alone, [1]) == 8
+
+
+def test_limits_only_ever_raise_the_bound() -> None:
+    costs = make_costs("mllm", 8, 32, split=True, jitter="J2", latency="wire")
+    bounds = [lower_bound(costs, None), *(lower_bound(costs, [k] * 8) for k in (32, 16, 8, 4, 2, 1))]
+    assert bounds == sorted(bounds)
+    assert bounds[0] == bounds[1] < bounds[-1]
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ([1], "limits has 1 entries, must have 2 (one a stage)"),
+        ([1, 0], "limits[1] is 0, must be a whole number >= 1"),
+        ([1.5, 1], "limits[0] is 1.5, must be a whole number >= 1"),
+    ],
+)
+def test_bad_limits(limits: list[int], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        lower_bound(make_costs("llm", 2, 2), limits)
+    assert str(caught.value) == message
+
+
+def test_large_pipelines_are_quick() -> None:
+    """1024 stages x 256 microbatches; without the vectorised paths this would take minutes, not about a second."""
+    costs = make_costs("mllm", 1024, 256, split=True, jitter="J3", latency="spike")
+    assert lower_bound(costs, [2048] * 1024) < lower_bound(costs, [64] * 1024)

@@ -1,0 +1,123 @@
+"""Ten thousand random small pipelines on the real cores: whatever the hints, the delays and the limits, every run ends.
+
+`CoreNetwork` checks on the way that each task runs once and after its inputs, that D keeps its limit, and that every
+stage finishes every step once. A failure names its seed: `PYTHONPATH=tests/sim python -c "import test_random_pipelines
+as t; t.run_pipeline(SEED)"` replays it alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from rrfp.core.admission import Limit
+from rrfp.core.events import Event
+from rrfp.core.graph import Graph
+from rrfp.core.hint import Hint, View
+from rrfp.core.ready_set import ReadySet
+from rrfp.core.tasks import Kind, Mode, Task
+from rrfp.core.topology import Placement
+from rrfp.hints.registry import create_hint
+from rrfp.testing.core_network import CoreNetwork, Delivery
+
+NUM_PIPELINES = 10_000
+BATCH = 1_000
+
+
+class AnyReady(Hint):
+    """Takes any ready task, by a generator of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def choose(self, ready: ReadySet, view: View) -> Task | None:
+        return self._random.choice(list(ready))
+
+
+class Worst(Hint):
+    """Fills the memory with what is needed last: forwards first, shallow chunks and late microbatches first."""
+
+    def choose(self, ready: ReadySet, view: View) -> Task | None:
+        return min(ready, key=lambda task: ("FWB".index(task.kind), task.virtual_stage, -task.microbatch))
+
+
+class LastInFirstOut(Hint):
+    """Takes what became ready last."""
+
+    def __init__(self) -> None:
+        self._age: dict[Task, int] = {}
+
+    def open_step(self, view: View) -> None:
+        self._age.clear()
+
+    def choose(self, ready: ReadySet, view: View) -> Task | None:
+        for task in ready:
+            self._age.setdefault(task, len(self._age))
+        return max(ready, key=self._age.__getitem__)
+
+    def observe(self, event: Event) -> None:
+        """Told of everything, and makes nothing of it."""
+
+
+ADVERSARIES: Sequence[Callable[[random.Random], Hint]] = (
+    lambda rng: AnyReady(rng.randrange(2**32)),
+    lambda rng: Worst(),
+    lambda rng: LastInFirstOut(),
+    lambda rng: create_hint(rng.choice(["bf", "fb", "b-priority", "f-priority", "bfw"])),
+)
+
+
+def random_graph(rng: random.Random) -> Graph:
+    """A chain, sometimes with a skip edge, each virtual stage split or not."""
+    placement = Placement(rng.randint(1, 5), rng.choice([1, 1, 2]), rng.choice(["looped", "v"]))
+    count = placement.num_virtual_stages
+    edges = {(v, v + 1) for v in range(count - 1)}
+    if count > 2 and rng.random() < 0.2:
+        u = rng.randrange(count - 2)
+        edges.add((u, rng.randrange(u + 2, count)))
+    share = rng.choice([0.0, 1.0, 0.5])
+    return Graph(placement, tuple(sorted(edges)), tuple(rng.random() < share for _ in range(count)))
+
+
+def random_limit(rng: random.Random, microbatches: int) -> Limit:
+    count = rng.choice([1, 1, rng.randint(1, microbatches), None])
+    return Limit(count, rng.randint(1, 30) if rng.random() < 0.25 else None)
+
+
+def run_pipeline(seed: int) -> None:
+    """Make the pipeline of this seed and run it to its end."""
+    rng = random.Random(seed)
+    graph = random_graph(rng)
+    stages, count = graph.placement.stages, graph.placement.num_virtual_stages
+    microbatches = rng.randint(1, 6)
+    steps = [(rng.choice([Mode.TRAIN, Mode.TRAIN, Mode.FORWARD]), microbatches)]
+    if rng.random() < 0.2:
+        steps.append((rng.choice([*Mode]), rng.randint(1, 3)))
+    adversary = rng.choice(ADVERSARIES)
+    forced: list[tuple[Kind, int]] = []
+    if rng.random() < 0.3:
+        forced = [(rng.choice([*Kind]), v) for v in range(count) if rng.random() < 0.7]
+    sizes = {Task(kind, m, v): rng.randint(1, 10) for kind in Kind for m in range(microbatches) for v in range(count)}
+    deliveries: list[Delivery] = ["any", "any", "oldest", "newest"]
+    network = CoreNetwork(
+        graph,
+        [adversary(rng) for _ in range(stages)],
+        [random_limit(rng, microbatches) for _ in range(stages)],
+        seed=seed,
+        depth=rng.choice([1, 1, 2]),
+        in_order=forced,
+        num_bytes=lambda task: sizes.get(task, 1),
+        delivery=rng.choice(deliveries),
+    )
+    network.run(steps)
+
+
+@pytest.mark.parametrize("first", range(0, NUM_PIPELINES, BATCH))
+def test_every_random_pipeline_ends_with_each_task_run_once(first: int) -> None:
+    for seed in range(first, first + BATCH):
+        try:
+            run_pipeline(seed)
+        except Exception as error:
+            raise AssertionError(f"run_pipeline({seed}) failed: {type(error).__name__}: {error}") from error
