@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from rrfp.demo.settings import BASELINE, METHODS, DemoSettings
+from rrfp.core.step_state import WaitCause
+from rrfp.demo.settings import BASELINE, JITTER, METHODS, PROFILE, DemoSettings
 from rrfp.demo.summary import MethodFigures, Steps
 from rrfp.trace.breakdown import CAUSE_LABELS
 from rrfp.trace.chrome import write_chrome
@@ -60,24 +61,26 @@ class DemoReport:
         plot_timelines(rows, self._out / "timeline.png")
 
     def table(self) -> Table:
-        """The figures for a terminal."""
+        """The figures for a terminal, a column for each method."""
         settings = self._settings
-        what = "real compute" if settings.real_compute else "emulated accelerator time, heavy jitter"
-        title = f"{settings.stages} stages, {settings.microbatches} microbatches, {settings.steps} steps, {what}"
+        title = f"{settings.stages} stages, {settings.microbatches} microbatches, {settings.steps} steps a method"
         table = Table(title=title, title_justify="left", caption=self._caption(), caption_justify="left")
-        table.add_column("method")
-        for heading in ("iteration", "spread", "speed-up", "idle", "peak held", "to bound", "loss"):
-            table.add_column(heading, justify="right")
-        table.add_column("idle by cause")
-        for method, figures in self.figures.items():
-            table.add_row(method, *_cells(figures))
+        table.add_column("")
+        for method in self.figures:
+            table.add_column(method, justify="right")
+        for heading, cell in _ROWS:
+            cells = [cell(figures) for figures in self.figures.values()]
+            if any(text != _NOTHING for text in cells):
+                table.add_row(heading, *cells)
         return table
 
     def _caption(self) -> str:
-        lines = ["peak held: microbatches by stage; to bound: time over the lower bound for any memory"]
-        if self.overrun_share is not None:
-            lines.append(f"tasks overran their emulated time by {self.overrun_share:.1%} in sum")
-        return "\n".join(lines)
+        if self.overrun_share is None:
+            return "real compute, nothing emulated"
+        return (
+            f"emulated accelerator time: {PROFILE} table, jitter {JITTER}; "
+            f"real compute overran it by {self.overrun_share:.1%} in sum"
+        )
 
     def _title(self, method: str, trace: StepTrace) -> str:
         name = f"{method} (fixed order)" if method == BASELINE else f"{method} (readiness-driven)"
@@ -96,19 +99,31 @@ class DemoReport:
         parts: Sequence[Mapping[str, Any]] = [part for parts in self._parts.values() for part in parts]
         if any(part["overrun"] is None for part in parts):
             return None
-        planned = sum(part["overrun"]["planned_s"] for part in parts)
-        return sum(part["overrun"]["overrun_s"] for part in parts) / planned
+        planned: float = sum(part["overrun"]["planned_s"] for part in parts)
+        overrun: float = sum(part["overrun"]["overrun_s"] for part in parts)
+        return overrun / planned
 
 
-def _cells(figures: MethodFigures) -> list[str]:
-    causes = {CAUSE_LABELS[cause]: figures.blocking_by_cause[cause] for cause in CAUSE_LABELS}
-    return [
-        f"{figures.iteration_s * 1e3:.0f} ms",
-        f"{figures.iteration_s_spread * 1e3:.0f} ms",
-        f"{figures.speedup:.2f}x",
-        f"{figures.blocking:.0%}",
-        " ".join(map(str, figures.peak_held)),
-        "-" if figures.ratio is None else f"{figures.ratio:.2f}",
-        f"{figures.losses[0]:.2f} -> {figures.losses[-1]:.2f}",
-        ", ".join(f"{label} {share:.0%}" for label, share in causes.items() if share >= 0.005),
-    ]
+#: Shown for a figure that does not exist or is zero for a method; a row of nothing else is left out.
+_NOTHING = "-"
+
+
+def _share(share: float) -> str:
+    return f"{share:.1%}" if share >= 0.0005 else _NOTHING
+
+
+def _cause(cause: WaitCause) -> tuple[str, Callable[[MethodFigures], str]]:
+    return f"  {CAUSE_LABELS[cause]}", lambda figures: _share(figures.blocking_by_cause[cause])
+
+
+#: Heading and cell of each row.
+_ROWS: tuple[tuple[str, Callable[[MethodFigures], str]], ...] = (
+    ("iteration time, median", lambda figures: f"{figures.iteration_s * 1e3:.0f} ms"),
+    ("  longest - shortest", lambda figures: f"{figures.iteration_s_spread * 1e3:.0f} ms"),
+    ("speed-up", lambda figures: f"{figures.speedup:.2f}x"),
+    ("time / lower bound", lambda figures: _NOTHING if figures.ratio is None else f"{figures.ratio:.2f}"),
+    ("blocked, by cause", lambda figures: _share(figures.blocking)),
+    *map(_cause, WaitCause),
+    ("peak microbatches held, by stage", lambda figures: " ".join(map(str, figures.peak_held))),
+    ("loss, first -> last", lambda figures: f"{figures.losses[0]:.2f} -> {figures.losses[-1]:.2f}"),
+)

@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rrfp.core.step_state import WaitCause
 from rrfp.core.tasks import Task
 from rrfp.trace.spans import DEFAULT_CAPACITY, MessageSpan, SpanRing, StepTrace, TaskSpan, WaitSpan
 
 
 class Recorder:
-    """Turns what the shell sees into spans. All times are seconds of the lane's clock.
+    """Turns what the shell sees into spans.
 
     A wait begins where the last task ended, because the lane has been idle since then, and ends where the next one
     starts; when the cause changes on the way it is cut in two.
 
     Args:
         stage: this rank's stage.
+        now: the lane's clock, in seconds.
         capacity: spans kept; older ones are dropped and counted.
     """
 
-    def __init__(self, stage: int, capacity: int = DEFAULT_CAPACITY) -> None:
+    def __init__(self, stage: int, now: Callable[[], float], capacity: int = DEFAULT_CAPACITY) -> None:
         self._stage = stage
+        self._now = now
         self._ring = SpanRing(capacity)
         self._opened = 0.0
         self._idle_since = 0.0
         self._cause: WaitCause | None = None
         self._cause_since = 0.0
 
-    def open(self, now: float) -> None:
+    def open(self) -> None:
         """A step begins."""
-        self._opened = self._idle_since = now
+        self._opened = self._idle_since = self._now()
         self._cause = None
 
-    def waiting(self, cause: WaitCause, now: float) -> None:
+    def waiting(self, cause: WaitCause) -> None:
         """The lane has nothing to run, because of ``cause``."""
         if self._cause is cause:
             return
+        now = self._now()
         if self._cause is None:
             self._cause_since = self._idle_since
         else:
@@ -50,12 +55,17 @@ class Recorder:
         self._ring.record(TaskSpan(self._stage, task, start, end))
         self._idle_since = end
 
-    def message(self, span: MessageSpan) -> None:
-        """One end of a message."""
-        self._ring.record(span)
+    def sent(self, peer: int, task: Task, num_bytes: int) -> None:
+        """The output of ``task`` is on its way to stage ``peer``."""
+        self._ring.record(MessageSpan(self._stage, peer, task, self._now(), None, num_bytes))
 
-    def close(self, step: int, now: float) -> StepTrace:
+    def arrived(self, peer: int, task: Task, num_bytes: int) -> None:
+        """The output of ``task`` came from stage ``peer``."""
+        self._ring.record(MessageSpan(peer, self._stage, task, None, self._now(), num_bytes))
+
+    def close(self, step: int) -> StepTrace:
         """The step has ended."""
+        now = self._now()
         if self._cause is not None:
             self._end_wait(now)
             self._cause = None

@@ -131,7 +131,7 @@ def test_a_file_that_cannot_be_written_is_one_line(rows: list[tuple[str, StepTra
 def test_without_matplotlib_the_error_says_what_to_install(
     rows: list[tuple[str, StepTrace]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"^a timeline needs matplotlib: pip install 'rrfp\[plot\]'$"):
         plot_timelines(rows, tmp_path / "t.png")
 

@@ -1,0 +1,115 @@
+"""The console script ``rrfp``: commands are put together here, and every error becomes one line.
+
+Exit codes: 0 done, 1 failed, 2 bad usage or bad input, 3 the simulated run deadlocks, 130 interrupted. A command's
+module is imported for ``rrfp --help`` as well, so those modules import numpy, torch and the like when they run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import rrfp
+from rrfp.commands.check import check
+from rrfp.commands.demo import demo
+from rrfp.commands.doctor import doctor
+from rrfp.commands.plugins import hints, transports
+from rrfp.commands.simulate import simulate
+from rrfp.commands.trace import trace
+from rrfp.errors import ConfigError, DeadlockError, RrfpError
+
+FAILED, USAGE, DEADLOCK, INTERRUPTED = 1, 2, 3, 130
+
+# The base of all that typer raises about arguments. Which module it lives in depends on typer's version.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[2]
+
+
+class Commands(TyperGroup):
+    """The commands; whatever one raises on purpose is told in one line and an exit code."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the command line and exit."""
+        kwargs["standalone_mode"] = False
+        try:
+            result = super().main(*args, **kwargs)
+            sys.stdout.flush()
+        except _UsageError as error:
+            _fail(_usage(error), USAGE)
+        except ConfigError as error:
+            _fail(_one_line(error), USAGE)
+        except DeadlockError as error:
+            _fail(str(error), DEADLOCK)
+        except RrfpError as error:
+            _fail(_one_line(error), FAILED)
+        except (typer.Abort, KeyboardInterrupt):
+            _fail("interrupted", INTERRUPTED)
+        except BrokenPipeError:  # the reader of our output, such as `head`, has gone
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            sys.exit(FAILED)
+        sys.exit(result if isinstance(result, int) else 0)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _usage(error: Any) -> str:
+    """What is wrong with the arguments, the choices where a command is missing or unknown, and where help is."""
+    message = " ".join(error.format_message().split()).removesuffix(".")
+    context = getattr(error, "ctx", None)
+    if context is None:
+        return message
+    if isinstance(context.command, TyperGroup) and "option" not in message:
+        message += f", must be one of: {', '.join(context.command.list_commands(context))}"
+    return f"{message} (see {context.command_path} --help)"
+
+
+def _fail(message: str, code: int) -> None:
+    typer.echo(f"rrfp: {message}", err=True)
+    sys.exit(code)
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"rrfp {rrfp.__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    cls=Commands,
+    name="rrfp",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def _rrfp(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Pipeline-parallel training in which a schedule is a hint, never a command."""
+
+
+app.command()(demo)
+app.command()(simulate)
+app.command()(trace)
+app.command()(hints)
+app.command()(transports)
+app.add_typer(check, name="check")
+app.command()(doctor)
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

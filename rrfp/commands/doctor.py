@@ -1,0 +1,155 @@
+"""`rrfp doctor`: can this machine run the package, and what is missing?"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+from pathlib import Path
+
+import typer
+
+from rrfp.commands.output import Json, print_json
+
+_NUM_ROUND_TRIPS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        ok: it is there and works.
+        required: without it nothing runs; otherwise it only adds something.
+        detail: the version, or what is wrong.
+    """
+
+    ok: bool
+    required: bool
+    detail: str
+
+
+def doctor(json: Json = False) -> None:
+    """Look at versions, devices and sockets; exit code 1 if something needed is missing."""
+    findings = {name: _examine(look, required) for name, (look, required) in _LOOKS.items()}
+    ok = all(finding.ok or not finding.required for finding in findings.values())
+    if json:
+        print_json({"ok": ok, "checks": {name: asdict(finding) for name, finding in findings.items()}})
+    else:
+        for name, finding in findings.items():
+            mark = "ok  " if finding.ok else "FAIL" if finding.required else "-   "
+            typer.echo(f"{mark} {name:<12} {finding.detail}")
+        typer.echo("ready" if ok else "not ready: see FAIL above")
+    if not ok:
+        raise typer.Exit(1)
+
+
+def _examine(look: Callable[[], str], required: bool) -> Finding:
+    try:
+        return Finding(True, required, look())
+    except PackageNotFoundError as error:
+        return Finding(False, required, f"not installed: pip install {error.name}")
+    except Exception as error:  # whatever is broken on this machine is the answer
+        return Finding(False, required, " ".join(f"{type(error).__name__}: {error}".split()))
+
+
+def _python() -> str:
+    return f"{platform.python_version()} ({sys.executable})"
+
+
+def _platform() -> str:
+    return platform.platform()
+
+
+def _cores() -> str:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{usable} usable of {os.cpu_count()}"
+
+
+def _package(name: str) -> Callable[[], str]:
+    """Looks for an installed package that can be imported."""
+
+    def look() -> str:
+        version = installed_version(name)
+        import_module(name)
+        return version
+
+    return look
+
+
+def _zmq() -> str:
+    import zmq
+
+    return f"{installed_version('pyzmq')} (libzmq {zmq.zmq_version()})"
+
+
+def _ipc() -> str:
+    """Send tensors back and forth between two zmq transports over ipc."""
+    import asyncio
+
+    return f"round trip of a tensor takes {asyncio.run(_round_trip_s()) * 1e6:.0f} us over zmq ipc in one process"
+
+
+async def _round_trip_s() -> float:
+    """The fastest of some round trips, in seconds."""
+    import time
+
+    import torch
+
+    from rrfp.commands.pair import started_pair
+    from rrfp.core.tasks import Kind, Mode, StepId, Task
+    from rrfp.testing.transport_checks import PairOptions
+    from rrfp.transports.base import Channel, Message, MessageKind
+
+    step, task = StepId(0, Mode.TRAIN, 1), Task(Kind.F, 0, 0)
+    message = Message(Channel.FORWARD, MessageKind.OUTPUT, step, task, (torch.arange(1024.0),))
+    best = float("inf")
+    async with started_pair("zmq", PairOptions()) as pair:
+        for _ in range(_NUM_ROUND_TRIPS):
+            start = time.perf_counter()
+            await pair.left.send(1, message)
+            await pair.right.receive()
+            await pair.right.send(0, message)
+            received = await pair.left.receive()
+            best = min(best, time.perf_counter() - start)
+    tensor = received.tensors[0]
+    if tensor is None or not torch.equal(tensor, torch.arange(1024.0)):
+        raise RuntimeError("a tensor came back changed")
+    return best
+
+
+def _torchrun() -> str:
+    import_module("torch.distributed.run")
+    script = Path(sys.executable).with_name("torchrun")
+    return str(script) if script.exists() else f"{sys.executable} -m torch.distributed.run"
+
+
+def _cuda() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise RuntimeError("no CUDA device")
+    return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+
+
+#: Name -> how to look at it, and whether it is required.
+_LOOKS: dict[str, tuple[Callable[[], str], bool]] = {
+    "python": (_python, True),
+    "platform": (_platform, True),
+    "cores": (_cores, True),
+    "rrfp": (_package("rrfp"), True),
+    "torch": (_package("torch"), True),
+    "numpy": (_package("numpy"), True),
+    "msgpack": (_package("msgpack"), True),
+    "pyzmq": (_zmq, True),
+    "zmq ipc": (_ipc, True),
+    "torchrun": (_torchrun, True),
+    "uvloop": (_package("uvloop"), False),
+    "matplotlib": (_package("matplotlib"), False),
+    "cuda": (_cuda, False),
+}

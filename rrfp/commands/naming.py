@@ -1,0 +1,72 @@
+"""What a user may write for a plugin: a registered name, ``module:attribute``, or ``file.py:attribute``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rrfp.core.hint import Hint
+from rrfp.errors import ConfigError
+
+
+def named_or_loaded(what: str, text: str) -> Any:
+    """``text`` itself where it is a name, and the object that it leads to where it holds a colon.
+
+    Args:
+        what: the field, for errors.
+        text: what the user wrote. Modules of the working directory are found.
+
+    Raises:
+        ConfigError: if the module cannot be imported or has no such attribute.
+    """
+    home, colon, attribute = text.rpartition(":")
+    if not colon:
+        return text
+    try:
+        module = _from_file(Path(home)) if home.endswith(".py") else _from_path(home)
+    except Exception as error:  # the user's module may raise anything
+        raise ConfigError(f"{what} is {text!r}: cannot import {home!r} ({type(error).__name__}: {error})") from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        raise ConfigError(f"{what} is {text!r}: {home!r} has no attribute {attribute!r}") from None
+
+
+def named_or_loaded_hint(text: str) -> str | Hint | Callable[[], Hint]:
+    """What `create_hint` takes for a hint that a user named; it was tried once.
+
+    Raises:
+        ConfigError: if the name is unknown, or what it leads to makes no hint.
+    """
+    from rrfp.hints.registry import create_hint
+
+    spec: str | Hint | Callable[[], Hint] = named_or_loaded("hint", text)
+    try:
+        create_hint(spec)
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's class may raise anything
+        raise ConfigError(f"hint is {text!r}: cannot be made ({type(error).__name__}: {error})") from error
+    return spec
+
+
+def _from_path(name: str) -> ModuleType:
+    # A console script's path begins with the script's own folder; `python -m` would have the working directory there.
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    return importlib.import_module(name)
+
+
+def _from_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None, "a name that ends in .py has a loader"
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,94 @@
+"""`rrfp trace FILE...`: where the time of recorded steps went."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rrfp.commands.output import Json, print_json
+
+if TYPE_CHECKING:
+    from rrfp.trace.breakdown import Breakdown
+    from rrfp.trace.chrome_reader import Run
+    from rrfp.trace.spans import StepTrace
+
+
+def trace(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Traces (Chrome JSON) written by rrfp.")],
+    json: Json = False,
+) -> None:
+    """Show where the time of recorded steps went, by stage."""
+    from rrfp.trace.chrome_reader import read_chrome
+
+    reports = [(path, run, [_Report.of(step, run.num_stages) for step in run.steps])
+               for path in files for run in read_chrome(path)]  # fmt: skip
+    if json:
+        print_json([_document(*report) for report in reports])
+        return
+    for report in reports:
+        _show(*report)
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """One step: the breakdown and the peak D (chunk tasks) of every stage."""
+
+    step: int
+    stages: tuple[Breakdown, ...]
+    peak_held: list[int]
+
+    @classmethod
+    def of(cls, trace: StepTrace, num_stages: int) -> _Report:
+        from rrfp.trace.breakdown import by_stage
+
+        return cls(trace.step, by_stage(trace, num_stages), [_peak_held(trace, stage) for stage in range(num_stages)])
+
+
+def _peak_held(trace: StepTrace, stage: int) -> int:
+    """The largest D, from F's start to the end of the same chunk task's last span; what ends frees before a start."""
+    changes: Counter[tuple[float, int]] = Counter()
+    ends: dict[tuple[int, int], float] = {}
+    for span in trace.tasks:
+        if span.stage == stage:
+            key = (span.task.microbatch, span.task.virtual_stage)
+            ends[key] = max(span.end, ends.get(key, span.end))
+            changes[span.start, 1] += span.task.kind == "F"
+    for end in ends.values():
+        changes[end, -1] += 1
+    held = peak = 0
+    for (_, sign), count in sorted(changes.items()):
+        held += sign * count
+        peak = max(peak, held)
+    return peak
+
+
+def _document(path: Path, run: Run, reports: list[_Report]) -> dict[str, Any]:
+    return {
+        "file": str(path),
+        "run": run.name,
+        "steps": [
+            {"step": one.step, "stages": [part.to_json() for part in one.stages], "peak_held": one.peak_held}
+            for one in reports
+        ],
+    }
+
+
+def _show(path: Path, run: Run, reports: list[_Report]) -> None:
+    from rich.console import Console
+
+    from rrfp.trace.breakdown import mean
+    from rrfp.trace.table import breakdown_table
+
+    console = Console(highlight=False, markup=False)
+    for one in reports:
+        console.print(f"{path}: {run.name}, step {one.step}", soft_wrap=True)
+        console.print(breakdown_table(one.stages, peak_held=one.peak_held))
+    total = mean(part for one in reports for part in one.stages)
+    console.print(
+        f"{run.name}: {len(reports)} step(s) of {total.step * 1e3:.1f} ms, computing {total.compute_share:.1%},"
+        f" blocked {total.blocking_share:.1%}, peak held {max(max(one.peak_held) for one in reports)}\n"
+    )

@@ -1,0 +1,119 @@
+"""Reads back what `rrfp.trace.chrome` wrote: tasks and waits of every step, to the nanosecond. Arrows are left out."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rrfp.core.step_state import WaitCause
+from rrfp.core.tasks import Task
+from rrfp.errors import ConfigError
+from rrfp.trace.breakdown import CAUSE_LABELS
+from rrfp.trace.chrome import STEPS_THREAD
+from rrfp.trace.spans import StepTrace, TaskSpan, WaitSpan
+
+_CAUSES = {f"wait: {label}": cause for cause, label in CAUSE_LABELS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One pipeline run of a trace file.
+
+    Attributes:
+        name: what the writer called it.
+        num_stages: its stages.
+        steps: its steps in order; times are seconds from the first one's start.
+    """
+
+    name: str
+    num_stages: int
+    steps: tuple[StepTrace, ...]
+
+
+def read_chrome(path: str | os.PathLike[str]) -> list[Run]:
+    """The runs of a file, at least one.
+
+    Raises:
+        ConfigError: if it cannot be read, or was not written by `rrfp.trace.chrome`; one line naming the file.
+    """
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{os.fspath(path)}: cannot be read ({error.strerror or error})") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{os.fspath(path)}: is not JSON ({error})") from None
+    events = document.get("traceEvents") if isinstance(document, dict) else None
+    if not isinstance(events, list):
+        raise ConfigError(f"{os.fspath(path)}: traceEvents is missing, must be the list of a trace written by rrfp")
+    by_run: dict[Any, list[tuple[int, dict[str, Any]]]] = defaultdict(list)
+    for index, event in enumerate(events):
+        if not isinstance(event, dict):
+            raise ConfigError(f"{os.fspath(path)}: traceEvents[{index}] must be an object")
+        if isinstance(event.get("pid"), int):
+            by_run[event["pid"]].append((index, event))
+    try:
+        runs = [_Reader().read(pairs) for pairs in by_run.values()]
+    except ConfigError as error:
+        raise ConfigError(f"{os.fspath(path)}: {error}") from None
+    runs = [run for run in runs if run.steps and run.num_stages]
+    if not runs:
+        raise ConfigError(f"{os.fspath(path)}: holds no step of a pipeline, must be a trace written by rrfp")
+    return runs
+
+
+class _Reader:
+    """Collects the events of one run."""
+
+    def __init__(self) -> None:
+        self._name = "pipeline"
+        self._steps: dict[int, tuple[float, float]] = {}
+        self._tasks: dict[int, list[TaskSpan]] = defaultdict(list)
+        self._waits: dict[int, list[WaitSpan]] = defaultdict(list)
+
+    def read(self, events: Sequence[tuple[int, dict[str, Any]]]) -> Run:
+        for index, event in events:
+            try:
+                self._take(event)
+            except (KeyError, TypeError, ValueError) as error:
+                what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+                raise ConfigError(f"traceEvents[{index}]: {what}") from None
+        stages = {span.stage for spans in (self._tasks, self._waits) for step in spans.values() for span in step}
+        return Run(self._name, 1 + max(stages, default=-1), tuple(self._trace(step) for step in self._steps))
+
+    def _take(self, event: dict[str, Any]) -> None:
+        if event.get("ph") == "M" and event.get("name") == "process_name":
+            self._name = str(event["args"]["name"])
+        elif event.get("ph") == "X" and event.get("cat") in ("step", "computation", "wait"):
+            step, stage = int(event["args"]["step"]), int(event["tid"]) - STEPS_THREAD - 1
+            # Rounded as it was written, so that slices that touched still do.
+            start, end = event["ts"] / 1e6, round(event["ts"] + event["dur"], 3) / 1e6
+            if not math.isfinite(start) or not math.isfinite(end):
+                raise ValueError(f"ts and dur are {event['ts']} and {event['dur']}, must be finite")
+            if event["cat"] == "step":
+                self._steps[step] = (start, end)
+            elif stage < 0:
+                raise ValueError(f"tid is {event['tid']}, must be 1 or more for a stage")
+            elif event["cat"] == "computation":
+                self._tasks[step].append(TaskSpan(stage, Task.parse(event["name"]), start, end))
+            else:
+                self._waits[step].append(WaitSpan(stage, _cause(event["name"]), start, end))
+
+    def _trace(self, step: int) -> StepTrace:
+        start, end = self._steps[step]
+        return StepTrace(step, start, end, _by_start(self._tasks[step]), _by_start(self._waits[step]))
+
+
+def _cause(name: str) -> WaitCause:
+    if name not in _CAUSES:
+        raise ValueError(f"name is {name!r}, must be one of: {', '.join(_CAUSES)}")
+    return _CAUSES[name]
+
+
+def _by_start(spans: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(sorted(spans, key=lambda span: (span.start, span.stage)))

@@ -1,0 +1,242 @@
+"""The other commands: lists, conformance checks, doctor, traces, and what holds for the command line as a whole."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+from cli.shell import rrfp, rrfp_process
+
+import rrfp as package
+from rrfp.commands import doctor
+from rrfp.costs import make_costs
+from rrfp.sim.simulation import simulate
+from rrfp.trace.chrome import chrome_events, write_chrome
+
+COMMANDS = ("demo", "simulate", "trace", "hints", "transports", "doctor", "check hint", "check transport")
+
+CHEAT = """
+from rrfp import Hint, Kind, Task
+
+class Cheat(Hint):
+    def choose(self, ready, view):
+        return Task(Kind.B, 0, view.stage)
+
+class Crash(Hint):
+    def choose(self, ready, view):
+        raise KeyError("oops")
+
+class First(Hint):
+    def choose(self, ready, view):
+        return next(iter(ready))
+"""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_and_json(command: str) -> None:
+    result = rrfp(*command.split(), "--help")
+    assert result.exit_code == 0
+    assert "--json" in result.stdout
+
+
+def test_version() -> None:
+    result = rrfp("--version")
+    assert (result.exit_code, result.stdout) == (0, f"rrfp {package.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "Missing command, must be one of: demo, simulate"),
+        (("nope",), "No such command 'nope', must be one of: demo, simulate"),
+        (("--nope",), "No such option: --nope (see rrfp --help)"),
+        (("check",), "Missing command, must be one of: hint, transport (see rrfp check --help)"),
+        (("check", "hint"), "Missing argument 'NAME'"),
+        (("check", "hint", "nope"), "hint is 'nope', must be one of: bf"),
+        (("check", "transport", "nope"), "transport is 'nope', must be one of: inproc, zmq"),
+        (("trace",), "Missing argument 'FILE...'"),
+    ],
+)
+def test_bad_usage_is_one_line(arguments: tuple[str, ...], message: str) -> None:
+    result = rrfp(*arguments)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith(f"rrfp: {message}")
+
+
+def test_light_commands_do_not_import_torch() -> None:
+    code = """
+import sys
+from typer.testing import CliRunner
+from rrfp.cli import app
+for arguments in (["--help"], ["hints"], ["simulate", "--help"]):
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert "torch" not in sys.modules, arguments
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=50, check=False).returncode == 0
+
+
+def test_reader_that_goes_away_is_no_traceback() -> None:
+    command = f"{sys.executable} -m rrfp.cli hints --json | true"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=50, check=False)
+    assert result.stderr == ""
+
+
+def test_hints_are_listed_with_origin() -> None:
+    known = json.loads(rrfp("hints", "--json").stdout)
+    origins = {one["name"]: one["origin"] for one in known}
+    assert list(origins) == ["bf", "fb", "b-priority", "f-priority", "bfw", "gpipe", "1f1b"]
+    assert set(origins.values()) == {"built in", "schedule"}
+    assert all(one["description"] for one in known)
+    assert "BF: after a backward" in rrfp("hints").stdout
+
+
+def test_transports_are_listed() -> None:
+    known = json.loads(rrfp("transports", "--json").stdout)
+    assert [(one["name"], one["origin"]) for one in known] == [("inproc", "built in"), ("zmq", "built in")]
+    assert "inproc" in rrfp("transports").stdout
+
+
+def test_plugin_that_cannot_be_loaded_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("mine", "no_such_module:Hint", "rrfp.hints")
+    monkeypatch.setattr("rrfp.hints.registry.entry_points", lambda group: [point])
+    known = {one["name"]: one for one in json.loads(rrfp("hints", "--json").stdout)}
+    assert known["mine"]["description"].startswith("cannot be loaded (ModuleNotFoundError")
+    assert known["mine"]["origin"].startswith("plugin")
+    assert "bf" in known
+
+
+@pytest.mark.parametrize("name", ["bf", "1f1b"])
+def test_check_of_a_good_hint(name: str) -> None:
+    result = rrfp("check", "hint", name)
+    assert result.exit_code == 0
+    *lines, summary = result.stdout.splitlines()
+    assert all(line.startswith("ok   ") for line in lines)
+    assert summary == f"hint {name}: {len(lines)} of {len(lines)} checks passed"
+
+
+def test_check_of_a_hint_outside_the_package(tmp_path: Path) -> None:
+    path = tmp_path / "cheats.py"
+    path.write_text(CHEAT)
+    assert rrfp("check", "hint", f"{path}:First").exit_code == 0
+    result = rrfp_process("check", "hint", "cheats:Cheat", "--json", cwd=tmp_path)
+    assert result.returncode == 1
+    answer = json.loads(result.stdout)
+    assert (answer["kind"], answer["name"], answer["ok"]) == ("hint", "cheats:Cheat", False)
+    assert any("Cheat chose B0@" in check["message"] for check in answer["checks"] if not check["ok"])
+    crashed = rrfp("check", "hint", f"{path}:Crash")
+    assert crashed.exit_code == 1
+    assert "FAIL" in crashed.stdout
+    assert "KeyError" in crashed.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["inproc", "zmq", "rrfp.transports.inproc:InprocTransport"])
+def test_check_of_a_transport(name: str) -> None:
+    result = rrfp_process("check", "transport", name, "--json")
+    answer = json.loads(result.stdout)
+    assert [check for check in answer["checks"] if not check["ok"]] == []
+    assert (result.returncode, answer["ok"]) == (0, True)
+
+
+def test_check_of_something_that_is_no_transport() -> None:
+    result = rrfp("check", "transport", "collections:OrderedDict", "--json")
+    assert result.exit_code == 1
+    assert not json.loads(result.stdout)["ok"]
+
+
+def test_doctor_finds_this_machine_fit() -> None:
+    result = rrfp_process("doctor", "--json")
+    answer = json.loads(result.stdout)
+    assert (result.returncode, answer["ok"]) == (0, True)
+    for name in ("python", "platform", "cores", "torch", "numpy", "pyzmq", "zmq ipc", "torchrun"):
+        assert answer["checks"][name]["ok"], answer["checks"][name]
+        assert answer["checks"][name]["required"]
+    for name in ("uvloop", "matplotlib", "cuda"):
+        assert not answer["checks"][name]["required"]
+
+
+def test_doctor_fails_where_something_needed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_LOOKS", {
+        "python": (doctor._python, True),
+        "torch": (doctor._package("no-such-package"), True),
+        "extra": (doctor._package("no-such-extra"), False),
+    })  # fmt: skip
+    result = rrfp("doctor")
+    assert result.exit_code == 1
+    assert "FAIL torch        not installed: pip install no-such-package" in result.stdout
+    assert "-    extra" in result.stdout
+
+
+def test_trace_shows_what_a_run_wrote(tmp_path: Path) -> None:
+    costs = make_costs("mllm", 3, 6, jitter="J2", latency="wire")
+    simulation = simulate(costs, hint="bf", limit=2)
+    path = tmp_path / "trace.json"
+    write_chrome(path, [simulation.result.trace(0), simulation.result.trace(1)], name="bf")
+    result = rrfp("trace", path, "--json")
+    assert result.exit_code == 0
+    (run,) = json.loads(result.stdout)
+    assert (run["file"], run["run"], [step["step"] for step in run["steps"]]) == (str(path), "bf", [0, 1])
+    for step in run["steps"]:
+        assert step["peak_held"] == [peak.held for peak in simulation.peaks]
+        assert [stage["compute"] for stage in step["stages"]] == pytest.approx(simulation.result.busy, abs=1e-7)
+        assert [stage["step"] for stage in step["stages"]] == pytest.approx([simulation.makespan] * 3, abs=1e-7)
+        assert step["stages"][0]["blocking_by_cause"]["memory"] > 0
+    text = rrfp_process("trace", path, path).stdout
+    assert text.count("bf, step 1") == 2
+    assert "bf: 2 step(s) of" in text
+
+
+def test_trace_of_a_file_with_several_runs(tmp_path: Path) -> None:
+    trace = simulate(make_costs("llm", 2, 3), hint="bf").result.trace()
+    path = tmp_path / "trace.json"
+    events = [*chrome_events([trace], name="a", pid=1), *chrome_events([trace], name="b", pid=2)]
+    path.write_text(json.dumps({"traceEvents": events}))
+    assert [run["run"] for run in json.loads(rrfp("trace", path, "--json").stdout)] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot be read (No such file or directory)"),
+        ("{", "is not JSON"),
+        ("[1]", "traceEvents is missing"),
+        ('{"traceEvents": []}', "holds no step of a pipeline"),
+        (
+            '{"traceEvents": [{"ph": "X", "pid": 1, "tid": 0, "cat": "step", "ts": 0, "dur": 1, "args": {"step": 0}}]}',
+            "holds no step of a pipeline",
+        ),
+        (
+            '{"traceEvents": [{"ph": "X", "pid": 1, "tid": 1, "cat": "wait","ts": NaN, "dur": 1,"args": {"step": 0}}]}',
+            "ts and dur are nan and 1, must be finite",
+        ),
+        ('{"traceEvents": [3]}', "traceEvents[0] must be an object"),
+        ('{"traceEvents": [{"ph": "X", "pid": 1, "cat": "wait"}]}', "traceEvents[0]: 'args' is missing"),
+        (
+            '{"traceEvents": [{"ph": "X", "pid": 1, "tid": 1, "cat": "computation", "name": "G1", "ts": 0, "dur": 1,'
+            ' "args": {"step": 0}}]}',
+            "traceEvents[0]: task 'G1' is not of the form F3@5",
+        ),
+        (
+            '{"traceEvents": [{"ph": "X", "pid": 1, "tid": 1, "cat": "wait", "name": "wait: tea", "ts": 0, "dur": 1,'
+            ' "args": {"step": 0}}]}',
+            "name is 'wait: tea', must be one of: wait: input",
+        ),
+        (
+            '{"traceEvents": [{"ph": "X", "pid": 1, "tid": 0, "cat": "wait", "name": "wait: input", "ts": 0, "dur": 1,'
+            ' "args": {"step": 0}}]}',
+            "tid is 0, must be 1 or more for a stage",
+        ),
+    ],
+)
+def test_bad_trace_is_one_line_and_exit_2(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "trace.json"
+    if text is not None:
+        path.write_text(text)
+    result = rrfp("trace", path)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith(f"rrfp: {path}: ")
+    assert message in result.stderr
