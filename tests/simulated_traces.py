@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rrfp.core.step_state import WaitCause
+from rrfp.core.progress import WaitCause
 from rrfp.core.tasks import Kind, Task
 from rrfp.costs import CostTable
 from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan, WaitSpan

@@ -81,8 +81,11 @@ class Mailbox:
             self._forward[task] = Payload(tuple(tensors), structure)
             return
         parts, rest = {}, list(tensors)
-        for virtual_stage, count in body.get("parts") or ():
-            parts[virtual_stage], rest = Payload(tuple(rest[:count])), rest[count:]
+        try:
+            for virtual_stage, count in body["parts"]:
+                parts[virtual_stage], rest = Payload(tuple(rest[:count])), rest[count:]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"{task} arrived with a description that cannot be read: {error!r}") from None
         place = self._graph.placement
         readers = {u for u in self._graph.predecessors[task.virtual_stage] if place.stage_of(u) == self._stage}
         if rest or set(parts) != readers:

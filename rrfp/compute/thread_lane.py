@@ -21,7 +21,7 @@ from rrfp.errors import ConfigError, StageError
 T = TypeVar("T")
 
 #: The lowest priority that Linux knows.
-_LOWEST_NICE = 19
+LOWEST_NICE = 19
 
 
 class ThreadLane(Lane):
@@ -43,8 +43,8 @@ class ThreadLane(Lane):
     depth = 1
 
     def __init__(self, name: str = "rrfp-lane", *, nice: int = 0) -> None:
-        if not 0 <= nice <= _LOWEST_NICE:
-            raise ConfigError(f"nice is {nice}, must be 0..{_LOWEST_NICE}")
+        if not 0 <= nice <= LOWEST_NICE:
+            raise ConfigError(f"nice is {nice}, must be 0..{LOWEST_NICE}")
         self._name = name
         self._nice = nice
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
@@ -128,4 +128,4 @@ def _lower_priority(nice: int) -> None:
     if nice == 0 or sys.platform != "linux":
         return
     thread = threading.get_native_id()  # on Linux priorities belong to threads, though the call speaks of processes
-    os.setpriority(os.PRIO_PROCESS, thread, min(_LOWEST_NICE, os.getpriority(os.PRIO_PROCESS, thread) + nice))
+    os.setpriority(os.PRIO_PROCESS, thread, min(LOWEST_NICE, os.getpriority(os.PRIO_PROCESS, thread) + nice))

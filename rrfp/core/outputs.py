@@ -13,7 +13,7 @@ from rrfp.errors import ProtocolError
 
 
 class Outputs:
-    """See the module's docstring. Owned by `StepState`, mutated by `StageCore` only.
+    """See the module's docstring. Owned by `Step`.
 
     Args:
         graph: the dependency graph.

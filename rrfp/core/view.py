@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
+from rrfp.core.durations import MeanDurations
 from rrfp.core.graph import Graph
-from rrfp.core.step_state import StepState
+from rrfp.core.step import Step
 from rrfp.core.tasks import Kind, Mode
 from rrfp.core.topology import Placement
 
 
-class MeanDurations:
-    """Running means of task durations in seconds, by kind and local chunk; they outlive steps."""
-
-    def __init__(self) -> None:
-        self._sums: dict[tuple[Kind, int], tuple[int, float]] = {}
-
-    def add(self, kind: Kind, chunk: int, seconds: float) -> None:
-        """One more measurement."""
-        count, total = self._sums.get((kind, chunk), (0, 0.0))
-        self._sums[kind, chunk] = (count + 1, total + seconds)
-
-    def mean(self, kind: Kind, chunk: int) -> float | None:
-        """The mean, or None before the first measurement."""
-        count, total = self._sums.get((kind, chunk), (0, 0.0))
-        return total / count if count else None
-
-
 class StageView:
-    """Implements `rrfp.core.hint.View` over a step's state."""
+    """Implements `rrfp.core.hint.View` over a step."""
 
-    __slots__ = ("_durations", "_graph", "_stage", "_state")
+    __slots__ = ("_durations", "_graph", "_stage", "_step")
 
-    def __init__(self, graph: Graph, stage: int, state: StepState, durations: MeanDurations) -> None:
+    def __init__(self, graph: Graph, stage: int, step: Step, durations: MeanDurations) -> None:
         self._graph = graph
         self._stage = stage
-        self._state = state
+        self._step = step
         self._durations = durations
 
     @property
@@ -49,48 +33,48 @@ class StageView:
     @property
     def mode(self) -> Mode:
         """Training or forward only."""
-        return self._state.id.mode
+        return self._step.id.mode
 
     @property
     def microbatches(self) -> int:
         """M."""
-        return self._state.id.microbatches
+        return self._step.id.microbatches
 
     @property
     def slots(self) -> int | None:
         """K * C or None."""
-        return self._state.admission.slots
+        return self._step.admission.slots
 
     @property
     def held(self) -> int:
         """D."""
-        return self._state.admission.held
+        return self._step.admission.held
 
     @property
     def held_bytes(self) -> int:
         """Bytes held."""
-        return self._state.admission.held_bytes
+        return self._step.admission.held_bytes
 
     @property
     def last_kind(self) -> Kind | None:
         """The kind enqueued last."""
-        return self._state.last_kind
+        return self._step.last_kind
 
     @property
     def consumed_downstream(self) -> int | None:
         """Forward outputs that successors have started to use."""
-        reported = self._state.consumed_by
+        reported = self._step.consumed_by
         return sum(reported.values()) if reported else None
 
     def num_enqueued(self, kind: Kind, chunk: int | None = None) -> int:
         """Tasks of ``kind`` enqueued in this step."""
-        counts = self._state.enqueued[kind]
+        counts = self._step.enqueued[kind]
         return sum(counts) if chunk is None else counts[chunk]
 
     @property
     def num_enqueued_total(self) -> int:
         """Tasks enqueued in this step."""
-        return self._state.num_enqueued
+        return self._step.num_enqueued
 
     def mean_seconds(self, kind: Kind, chunk: int) -> float | None:
         """Mean measured duration, seconds."""

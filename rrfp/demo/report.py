@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from rrfp.core.step_state import WaitCause
+from rrfp.core.progress import WaitCause
 from rrfp.demo.settings import BASELINE, JITTER, METHODS, PROFILE, DemoSettings
 from rrfp.demo.summary import MethodFigures, Steps
 from rrfp.trace.breakdown import CAUSE_LABELS

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rrfp.core.admission import Limit
-from rrfp.core.step_state import Peaks
+from rrfp.core.progress import Peaks
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rrfp.core.step_state import WaitCause
+from rrfp.core.progress import WaitCause
 from rrfp.core.tasks import Task
 from rrfp.errors import ConfigError
 from rrfp.trace.breakdown import CAUSE_LABELS

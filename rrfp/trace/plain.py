@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rrfp.core.step_state import WaitCause
+from rrfp.core.progress import WaitCause
 from rrfp.core.tasks import Task
 from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan, WaitSpan
 

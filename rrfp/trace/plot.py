@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from rrfp.core.step_state import WaitCause
+from rrfp.core.progress import WaitCause
 from rrfp.core.tasks import Kind
 from rrfp.errors import ConfigError
 from rrfp.trace.breakdown import CAUSE_LABELS, idle_waits

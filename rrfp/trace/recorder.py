@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rrfp.core.step_state import WaitCause
+from rrfp.core.progress import WaitCause
 from rrfp.core.tasks import Task
 from rrfp.trace.spans import DEFAULT_CAPACITY, MessageSpan, SpanRing, StepTrace, TaskSpan, WaitSpan
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rrfp.core.step_state import WaitCause
+from rrfp.core.progress import WaitCause
 from rrfp.core.tasks import Task
 
 DEFAULT_CAPACITY = 65_536

@@ -8,7 +8,7 @@ from core_script import Script
 from rrfp.core.admission import Limit
 from rrfp.core.events import ChunkReduced
 from rrfp.core.graph import Graph
-from rrfp.core.step_state import Peaks
+from rrfp.core.progress import Peaks
 from rrfp.core.tasks import Kind, Mode, StepId
 from rrfp.errors import ConfigError
 

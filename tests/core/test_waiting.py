@@ -6,7 +6,7 @@ from core_script import Script, T
 
 from rrfp.core.graph import Graph
 from rrfp.core.order_log import Group
-from rrfp.core.step_state import WaitCause
+from rrfp.core.progress import WaitCause
 from rrfp.core.tasks import Kind
 
 CHAIN = Graph.chain(3)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated_traces import readiness, strict, trace_of
 
-from rrfp.core.step_state import WaitCause
+from rrfp.core.progress import WaitCause
 from rrfp.core.tasks import Kind, Task
 from rrfp.costs import make_costs
 from rrfp.trace.breakdown import Breakdown, breakdown, by_stage, idle_waits, mean

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from simulated_traces import readiness, trace_of
 
-from rrfp.core.step_state import WaitCause
+from rrfp.core.progress import WaitCause
 from rrfp.core.tasks import Kind, Task
 from rrfp.costs import make_costs
 from rrfp.errors import ConfigError

@@ -1,0 +1,22 @@
+"""How long tasks have taken, for hints that want to know."""
+
+from __future__ import annotations
+
+from rrfp.core.tasks import Kind
+
+
+class MeanDurations:
+    """Running means of task durations in seconds, by kind and local chunk; they outlive steps."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[Kind, int], tuple[int, float]] = {}
+
+    def add(self, kind: Kind, chunk: int, seconds: float) -> None:
+        """One more measurement."""
+        count, total = self._sums.get((kind, chunk), (0, 0.0))
+        self._sums[kind, chunk] = (count + 1, total + seconds)
+
+    def mean(self, kind: Kind, chunk: int) -> float | None:
+        """The mean, or None before the first measurement."""
+        count, total = self._sums.get((kind, chunk), (0, 0.0))
+        return total / count if count else None
