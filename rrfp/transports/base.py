@@ -1,0 +1,215 @@
+"""The contract of a transport: how messages travel between the ranks of one pipeline.
+
+A transport moves :class:`Message` values. It knows nothing of readiness, schedules or memory limits: those live above
+it.
+
+The contract, which `rrfp.testing.transport_checks` verifies for any implementation:
+
+- **Reliable**: a message that ``send`` accepted arrives once, whole, unless the peer or this rank ends first.
+- **Three channels** a peer, CONTROL, FORWARD and BACKWARD. Each is a FIFO; none waits for another. In particular a
+  control message never waits behind tensors.
+- ``await send(...)`` returns when the caller's memory is no longer read. That is *not* delivery. Until then the caller
+  must not write to the tensors. A cancelled ``send`` has sent the whole message or nothing of it.
+- **Bounded**: bytes queued for a peer are bounded by ``queue_bytes`` (one message larger than that travels alone);
+  ``send`` waits, the receiver's memory does not grow because the sender is fast.
+- ``receive`` returns messages of all peers; which peer comes first is free, the order inside a channel is not.
+  Cancelling it loses nothing. Received tensors are read-only by contract: whoever computes with them must not write
+  into them.
+- **Peer death**: after everything that a dead or silent peer had delivered, ``receive`` raises :class:`PeerLostError`
+  once for it, and ``send`` to it raises the same from then on. A peer that closed in order is no error to ``receive``.
+- **Bad input** from the network is dropped and raised by ``receive`` as one :class:`FrameError` that names peer and
+  field. The next call goes on with the next message.
+- ``close`` delivers what was accepted, tells the peers, and frees everything; ``abort`` frees everything at once. Both
+  may be called twice and while other calls wait: those then raise :class:`TransportClosedError`.
+
+All methods are called on the loop that called ``start``. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from torch import Tensor
+
+from rrfp.core.tasks import StepId, Task
+
+#: Plain data that msgpack carries: what a control message says.
+Plain = None | bool | int | float | str | bytes | Sequence["Plain"] | Mapping[str, "Plain"]
+
+DEFAULT_QUEUE_BYTES = 64 << 20
+DEFAULT_MAX_MESSAGE_BYTES = 4 << 30
+
+
+class Channel(StrEnum):
+    """An independent FIFO to a peer."""
+
+    CONTROL = "control"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class MessageKind(StrEnum):
+    """What a message says."""
+
+    OUTPUT = "output"  # tensors: what `task` put out
+    CONSUMED = "consumed"  # forward only: done with `task`'s output
+    READY = "ready"  # tensor parallelism: `task` may run on this rank
+    ORDER = "order"  # tensor parallelism: log entry `sequence` is `task`
+    REPORT = "report"  # body: how a step went, towards stage 0
+    RESULT = "result"  # body: the same from stage 0 to all
+    PROBE = "probe"  # body: why is a rank idle?
+    STATUS = "status"  # body: answer to a probe
+    CLOSED = "closed"  # body: the sender's caller left in order, after so many steps
+    ABORT = "abort"  # body: origin of a failure
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message between two ranks.
+
+    Attributes:
+        channel: the FIFO it travels in.
+        kind: what it says.
+        step: the sender's step, None where no step is meant (abort).
+        task: the task that it is about, if any.
+        tensors: its tensors; None stands for "no gradient". Dtype, shape and requires_grad travel along; a received
+            tensor is a leaf that requires grad exactly if the sent one did.
+        body: further plain data, small.
+        sequence: counts the messages of a (sender, channel); set by the sending transport, checked by the receiving
+            one.
+        sender: stage index of the sender; set by the receiving transport.
+    """
+
+    channel: Channel
+    kind: MessageKind
+    step: StepId | None = None
+    task: Task | None = None
+    tensors: tuple[Tensor | None, ...] = ()
+    body: Mapping[str, Plain] = field(default_factory=dict)
+    sequence: int = 0
+    sender: int = -1
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors, dense."""
+        return sum(t.numel() * t.element_size() for t in self.tensors if t is not None)
+
+
+class Rendezvous(Protocol):
+    """Where ranks publish their endpoints and find each other's. Keys are unique to one run and restart."""
+
+    async def publish(self, key: str, value: bytes) -> None:
+        """Store ``value`` under ``key``."""
+
+    async def lookup(self, key: str, timeout_s: float) -> bytes:
+        """Wait for ``key``.
+
+        Raises:
+            TransportError: if nobody published it within ``timeout_s`` seconds; the message names the key.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class TransportContext:
+    """Everything that a transport is built from.
+
+    Attributes:
+        stage: this rank's stage.
+        peers: the stages it exchanges messages with.
+        run_id: the job; frames of another run are refused.
+        restart: the job's restart count; frames of an earlier life are refused.
+        rendezvous: where endpoints are published.
+        single_host: all ranks run on this host.
+        queue_bytes: most bytes queued for one peer and channel before ``send`` waits.
+        max_message_bytes: larger announced messages are refused before anything is allocated.
+        allow_insecure: permit a bind beyond loopback without authentication.
+        connect_timeout_s: how long ``start`` waits for the peers, in seconds.
+    """
+
+    stage: int
+    peers: tuple[int, ...]
+    run_id: str
+    rendezvous: Rendezvous
+    restart: int = 0
+    single_host: bool = True
+    queue_bytes: int = DEFAULT_QUEUE_BYTES
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+    allow_insecure: bool = False
+    connect_timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class TransportStatistics:
+    """A snapshot of what a transport has moved since ``start``.
+
+    Attributes:
+        messages_sent: messages that ``send`` accepted, all channels.
+        bytes_sent: their tensor bytes.
+        messages_received: messages that ``receive`` returned.
+        bytes_received: their tensor bytes.
+        queued_bytes: tensor bytes accepted and not yet handed to the operating system or the peer.
+        dropped_frames: bad frames dropped.
+    """
+
+    messages_sent: int = 0
+    bytes_sent: int = 0
+    messages_received: int = 0
+    bytes_received: int = 0
+    queued_bytes: int = 0
+    dropped_frames: int = 0
+
+
+class Transport(ABC):
+    """One rank's end of the connections to its peers. See the module's docstring for the contract.
+
+    Args:
+        context: who this rank is and whom it talks to.
+    """
+
+    def __init__(self, context: TransportContext) -> None:
+        self.context = context
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Connect to every peer; returns when messages can flow both ways.
+
+        Raises:
+            TransportError: if a peer did not come within ``connect_timeout_s``; names it.
+            ConfigError: if the endpoint is not allowed.
+        """
+
+    @abstractmethod
+    async def send(self, peer: int, message: Message) -> None:
+        """Queue ``message`` for ``peer``; returns when its tensors are no longer read.
+
+        Raises:
+            PeerLostError: the peer is gone.
+            TransportClosedError: this end is closed.
+            ConfigError: unknown peer, or the message is larger than ``max_message_bytes``.
+        """
+
+    @abstractmethod
+    async def receive(self) -> Message:
+        """The next message of any peer.
+
+        Raises:
+            PeerLostError: once for each lost peer.
+            FrameError: a bad frame was dropped.
+            TransportClosedError: this end is closed.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Deliver what was accepted, tell the peers, free everything."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Free everything now, delivering nothing more."""
+
+    @abstractmethod
+    def statistics(self) -> TransportStatistics:
+        """What moved so far."""

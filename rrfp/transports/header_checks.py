@@ -1,0 +1,159 @@
+"""The checks of single header fields: each returns the typed value, or raises a FrameError that names the field.
+
+A header is a stranger's claim until it went through here; so nothing is allocated, indexed or converted before its
+check.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import torch
+
+from rrfp.core.tasks import Kind, Mode, StepId, Task
+from rrfp.errors import FrameError
+from rrfp.transports.tensor_bytes import DTYPES
+
+#: torch itself allows more; nobody needs them, and numpy stops here.
+MAX_DIMENSIONS = 64
+
+#: Bytes of one announced tensor: beyond it, strides would overflow 64 bits.
+MAX_TENSOR_BYTES = 1 << 60
+
+MAX_BODY_DEPTH = 16
+
+_MAX_INT = 2**63 - 1
+
+_Choice = TypeVar("_Choice", bound=StrEnum)
+
+
+class TensorSpec(NamedTuple):
+    """What a header announces about one tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    requires_grad: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the dense tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class HeaderChecks:
+    """Checks for the frames of one peer.
+
+    Args:
+        peer: the sender that errors name.
+    """
+
+    def __init__(self, peer: int) -> None:
+        self._peer = peer
+
+    def fail(self, field: str, reason: str) -> NoReturn:
+        """Raise the error for ``field``."""
+        raise FrameError(self._peer, field, reason)
+
+    def choice(self, field: str, value: Any, choices: type[_Choice]) -> _Choice:
+        """One member of an enumeration."""
+        choice = choices.__members__.get(value.upper()) if type(value) is str else None
+        if choice is not None and choice.value == value:
+            return choice
+        self.fail(field, f"is {value!r:.80}, must be one of: {', '.join(choices)}")
+
+    def integer(self, field: str, value: Any, least: int = 0) -> int:
+        """A whole number of 63 bits that is at least ``least``."""
+        if type(value) is not int or not least <= value <= _MAX_INT:
+            self.fail(field, f"is {value!r:.80}, must be a whole number >= {least}")
+        return value
+
+    def boolean(self, field: str, value: Any) -> bool:
+        """True or False."""
+        if type(value) is not bool:
+            self.fail(field, f"is {value!r:.80}, must be true or false")
+        return value
+
+    def array(self, field: str, value: Any, length: int | None = None) -> list[Any]:
+        """A list, of ``length`` items where that is given."""
+        if type(value) is not list or (length is not None and len(value) != length):
+            wanted = "an array" if length is None else f"an array of {length}"
+            self.fail(field, f"is {value!r:.80}, must be {wanted}")
+        return value
+
+    def step(self, value: Any) -> StepId | None:
+        """The step, or None."""
+        if value is None:
+            return None
+        number, mode, microbatches = self.array("step", value, 3)
+        return StepId(
+            self.integer("step.number", number),
+            self.choice("step.mode", mode, Mode),
+            self.integer("step.microbatches", microbatches, least=1),
+        )
+
+    def task(self, value: Any) -> Task | None:
+        """The task, or None."""
+        if value is None:
+            return None
+        kind, microbatch, virtual_stage = self.array("task", value, 3)
+        return Task(
+            self.choice("task.kind", kind, Kind),
+            self.integer("task.microbatch", microbatch),
+            self.integer("task.virtual_stage", virtual_stage),
+        )
+
+    def tensors(self, value: Any) -> tuple[TensorSpec | None, ...]:
+        """All announced tensors; None stands for "no gradient"."""
+        entries = enumerate(self.array("tensors", value))
+        return tuple(None if entry is None else self._tensor(f"tensors[{index}]", entry) for index, entry in entries)
+
+    def _tensor(self, field: str, value: Any) -> TensorSpec:
+        name, shape, requires_grad = self.array(field, value, 3)
+        dtype = DTYPES.get(name) if type(name) is str else None
+        if dtype is None:
+            self.fail(f"{field}.dtype", f"is {name!r:.80}, must be one of: {', '.join(DTYPES)}")
+        sizes = self.array(f"{field}.shape", shape)
+        if len(sizes) > MAX_DIMENSIONS:
+            self.fail(f"{field}.shape", f"has {len(sizes)} dimensions, must have at most {MAX_DIMENSIONS}")
+        for size in sizes:
+            self.integer(f"{field}.shape", size)
+        # With zeros counted as one: an empty tensor's strides must not overflow either.
+        if math.prod(max(size, 1) for size in sizes) * dtype.itemsize > MAX_TENSOR_BYTES:
+            self.fail(f"{field}.shape", f"is {sizes!r:.80}, must stay below {MAX_TENSOR_BYTES} bytes")
+        if self.boolean(f"{field}.requires_grad", requires_grad) and not _differentiable(dtype):
+            self.fail(f"{field}.requires_grad", f"is true, must be false for {name}")
+        return TensorSpec(dtype, tuple(sizes), requires_grad)
+
+    def body(self, value: Any) -> Mapping[str, Any]:
+        """Plain data: None, bool, int, float, str, bytes, lists and maps with string keys, nested 16 deep at most."""
+        if type(value) is not dict:
+            self.fail("body", f"is {value!r:.80}, must be a map")
+        self._plain(value, MAX_BODY_DEPTH)
+        return value
+
+    def _plain(self, value: Any, depth: int) -> None:
+        kind = type(value)
+        if kind in _SCALARS:
+            return
+        if depth == 0:
+            self.fail("body", f"is nested deeper than {MAX_BODY_DEPTH}")
+        if kind is list:
+            for item in value:
+                self._plain(item, depth - 1)
+        elif kind is dict:
+            for key, item in value.items():
+                if type(key) is not str:
+                    self.fail("body", f"has the key {key!r:.80}, keys must be strings")
+                self._plain(item, depth - 1)
+        else:  # msgpack's timestamps and extension types
+            self.fail("body", f"holds a {kind.__name__}, must be plain data")
+
+
+_SCALARS = frozenset({type(None), bool, int, float, str, bytes})
+
+
+def _differentiable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex

@@ -1,0 +1,273 @@
+"""The reference transport: ranks of one process, each on its own event loop or all on one. Written to be read.
+
+A message is copied in the sender's loop and put into the receiver's inbox; nothing else moves. Ends that share a
+rendezvous object, run id and restart find each other through a `_Hub`. What is shared between threads is an end's
+`Inbox`, the `Window`s of its peers, and the hub; each has a lock of its own, and none is held while another is taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rrfp.errors import ConfigError, PeerLostError, RrfpError, TransportClosedError, TransportError
+from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
+from rrfp.transports.flow import CLOSED, Inbox, LoopThread, Window, cost_of
+from rrfp.transports.pool import BufferPool
+from rrfp.transports.tensor_bytes import as_bytes, check_sendable, from_buffer
+from rrfp.transports.wire import copy_body
+
+#: A larger tensor is copied in slices of this many bytes, and the loop runs in between.
+SLICE_BYTES = 1 << 20
+
+
+class _Outbound:
+    """The way to one peer on one channel: whose turn it is to send, and how much the peer has yet to consume."""
+
+    def __init__(self, limit: int, home: LoopThread) -> None:
+        self.turn = asyncio.Lock()
+        self.window = Window(limit, home)
+        self.sequence = 0
+
+
+class _End:
+    """What the peers of a rank may touch of it, from their own threads."""
+
+    def __init__(self, context: TransportContext) -> None:
+        self.stage = context.stage
+        self.gone = False  # written and read by the hub only
+        self.parted: set[int] = set()  # peers that left while this end was there; likewise
+        self.home = LoopThread()
+        self.inbox = Inbox(self.home)
+        self.outbound = {
+            (peer, channel): _Outbound(context.queue_bytes, self.home) for peer in context.peers for channel in Channel
+        }
+
+    def deliver(self, message: Message, window: Window, cost: int) -> None:
+        """File a message of a peer; ``cost`` bytes of ``window`` are freed when it is taken."""
+        taken = partial(window.release, cost)
+        self.inbox.put(message, taken, first=message.channel is Channel.CONTROL)
+
+    def part(self, peer: int, reason: str, *, lost: bool) -> None:
+        """``peer`` is gone. ``lost``: it did not leave in order, so ``receive`` says so, after its messages."""
+        error = PeerLostError(peer, reason)
+        self.fail(error, peer)
+        if lost:
+            self.inbox.put(error)
+
+    def fail(self, error: RrfpError, peer: int | None = None) -> None:
+        """Sends to ``peer``, or to all, raise ``error``."""
+        for (stage, _), outbound in self.outbound.items():
+            if peer in (None, stage):
+                outbound.window.fail(error)
+
+
+class _Hub:
+    """The ends that share one rendezvous object, by (run id, restart, stage)."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ends: dict[tuple[str, int, int], _End] = {}
+
+    def join(self, context: TransportContext, end: _End) -> None:
+        key = (context.run_id, context.restart, context.stage)
+        with self._lock:
+            if key in self._ends:
+                raise ConfigError(f"stage {context.stage} of run {context.run_id!r} has a transport already")
+            self._ends[key] = end
+
+    def find(self, context: TransportContext, stage: int) -> _End:
+        """The end of a peer that has joined.
+
+        Raises:
+            ConfigError: if it joined in another process.
+            TransportError: if it left before this rank joined. One that left later is found in what `receive` says.
+        """
+        with self._lock:
+            end = self._ends.get((context.run_id, context.restart, stage))
+            if end is None:
+                raise ConfigError(f"stage {stage} is in another process; inproc joins the ranks of one: use zmq")
+            own = self._ends[context.run_id, context.restart, context.stage]
+            if end.gone and stage not in own.parted:
+                raise TransportError(f"stage {stage} came and went away")
+            return end
+
+    def leave(self, context: TransportContext, end: _End) -> list[_End]:
+        """Mark ``end`` as gone; returns the peers to tell, that is those that have joined."""
+        with self._lock:
+            end.gone = True
+            keys = ((context.run_id, context.restart, stage) for stage in context.peers)
+            peers = [self._ends[key] for key in keys if key in self._ends]
+            for peer in peers:
+                peer.parted.add(end.stage)
+            return peers
+
+
+_hubs: weakref.WeakKeyDictionary[Any, _Hub] = weakref.WeakKeyDictionary()
+_hubs_lock = threading.Lock()
+
+
+def _hub_of(rendezvous: object) -> _Hub:
+    with _hubs_lock:
+        return _hubs.setdefault(rendezvous, _Hub())
+
+
+class InprocTransport(Transport):
+    """Between the ranks of one process, on one event loop or several: the reference.
+
+    A peer counts as lost when its end is aborted, or when its loop ends before the end was closed.
+    """
+
+    def __init__(self, context: TransportContext) -> None:
+        super().__init__(context)
+        self._hub = _hub_of(context.rendezvous)
+        self._pool = BufferPool()
+        self._end: _End | None = None
+        self._peers: dict[int, _End] = {}
+        self._guard: asyncio.Task[None] | None = None
+        self._closed = False
+        self._sent = self._sent_bytes = self._received = self._received_bytes = 0
+
+    async def start(self) -> None:
+        """Join the hub and wait for every peer."""
+        if self._end is not None or self._closed:
+            raise TransportClosedError("a transport starts once")
+        context = self.context
+        end = _End(context)
+        self._hub.join(context, end)
+        self._end = end
+        try:
+            self._guard = asyncio.create_task(self._abort_with_loop(), name=f"rrfp-inproc-{context.stage}")
+            await context.rendezvous.publish(self._key(context.stage), b"")
+            deadline_s = end.home.loop.time() + context.connect_timeout_s
+            for peer in context.peers:
+                self._peers[peer] = await self._find(peer, deadline_s - end.home.loop.time())
+        except BaseException:
+            self.abort()
+            raise
+
+    def _key(self, stage: int) -> str:
+        return f"inproc/{self.context.run_id}/{self.context.restart}/{stage}"
+
+    async def _find(self, peer: int, timeout_s: float) -> _End:
+        try:
+            await self.context.rendezvous.lookup(self._key(peer), max(timeout_s, 0.0))
+        except TransportError as error:
+            raise TransportError(f"stage {peer} did not come: {error}") from error
+        if self._closed:
+            raise TransportClosedError(CLOSED)
+        return self._hub.find(self.context, peer)
+
+    async def _abort_with_loop(self) -> None:
+        # Lives as long as the loop does: asyncio.run cancels it, and a loop that is dropped destroys it.
+        try:
+            await self._open_end().home.loop.create_future()
+        finally:
+            self._guard = None
+            self.abort()
+
+    def _open_end(self) -> _End:
+        if self._end is None or self._closed:
+            raise TransportClosedError(CLOSED if self._closed else "the transport is not started")
+        return self._end
+
+    async def send(self, peer: int, message: Message) -> None:
+        """Copy ``message`` into the peer's inbox. A cancelled send has sent nothing."""
+        end = self._open_end()
+        outbound = end.outbound.get((peer, message.channel))
+        if outbound is None or peer not in self._peers:
+            raise ConfigError(f"peer is {peer}, must be one of: {', '.join(map(str, self.context.peers))}")
+        num_bytes, limit = message.num_bytes, self.context.max_message_bytes
+        if num_bytes > limit:
+            raise ConfigError(f"message has {num_bytes} bytes, max_message_bytes is {limit}")
+        cost, body = cost_of(num_bytes), copy_body(message.body)
+        async with outbound.turn:
+            await outbound.window.acquire(cost)
+            try:
+                tensors = tuple([await self._copy(tensor) for tensor in message.tensors])
+                outbound.window.check()  # the peer may have gone while the loop ran
+            except BaseException:
+                outbound.window.release(cost)
+                raise
+            copy = Message(
+                message.channel,
+                message.kind,
+                message.step,
+                message.task,
+                tensors,
+                body,
+                sequence=outbound.sequence,
+                sender=end.stage,
+            )
+            outbound.sequence += 1
+            self._sent += 1
+            self._sent_bytes += num_bytes
+            self._peers[peer].deliver(copy, outbound.window, cost)
+
+    async def _copy(self, tensor: Tensor | None) -> Tensor | None:
+        """A dense leaf in memory of its own. A large one gives the loop a turn every `SLICE_BYTES`."""
+        if tensor is None:
+            return None
+        check_sendable(tensor)
+        if tensor.numel() * tensor.itemsize <= SLICE_BYTES and not (tensor.is_conj() or tensor.is_neg()):
+            return tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_(tensor.requires_grad)
+        source = as_bytes(tensor)
+        target = self._pool.take(source.nbytes)
+        for start in range(0, source.nbytes, SLICE_BYTES):
+            if start:
+                await asyncio.sleep(0)
+            target[start : start + SLICE_BYTES] = source[start : start + SLICE_BYTES]
+        return from_buffer(target, tensor.dtype, tuple(tensor.shape), requires_grad=tensor.requires_grad)
+
+    async def receive(self) -> Message:
+        """The next message of any peer."""
+        message = await self._open_end().inbox.take()
+        self._received += 1
+        self._received_bytes += message.num_bytes
+        return message
+
+    async def close(self) -> None:
+        """Let copies under way finish, then leave; everything sent stays in the peers' inboxes."""
+        if self._end is None or self._closed:
+            self._closed = True
+            return
+        end = self._end
+        end.inbox.close()
+        end.fail(TransportClosedError(CLOSED))
+        for outbound in end.outbound.values():
+            async with outbound.turn:
+                pass
+        self._leave("it closed its end", lost=False)
+
+    def abort(self) -> None:
+        """Leave at once; to the peers this rank is lost."""
+        self._leave("its end was aborted", lost=True)
+
+    def _leave(self, reason: str, *, lost: bool) -> None:
+        end, was_closed = self._end, self._closed
+        self._closed = True
+        if end is None or was_closed:
+            return
+        end.inbox.close()
+        end.fail(TransportClosedError(CLOSED))
+        for peer in self._hub.leave(self.context, end):
+            peer.part(end.stage, reason, lost=lost)
+        if self._guard is not None and not end.home.loop.is_closed():
+            self._guard.cancel()
+
+    def statistics(self) -> TransportStatistics:
+        """What moved so far; bytes are queued until the peer has taken the message."""
+        queued = 0 if self._end is None else sum(o.window.tensor_bytes for o in self._end.outbound.values())
+        return TransportStatistics(
+            messages_sent=self._sent,
+            bytes_sent=self._sent_bytes,
+            messages_received=self._received,
+            bytes_received=self._received_bytes,
+            queued_bytes=queued,
+        )

@@ -1,0 +1,203 @@
+"""Where the ranks of one run find each other: a dictionary within one process, torchrun's TCPStore between processes.
+
+Neither starts a launcher, a server or a port of our own. Keys belong to one run and one restart of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from rrfp.core.topology import Topology
+from rrfp.errors import ConfigError, TransportError
+
+_Result = TypeVar("_Result")
+
+#: How long the store itself may take to answer, in seconds.
+STORE_TIMEOUT_S = 60.0
+
+#: Pauses between two looks at the store, in seconds: short at first, since ranks start together.
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.002, 0.05
+
+
+class LocalRendezvous:
+    """For ranks of one process, on any number of loops and threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[str, bytes] = {}
+        self._waiting: dict[str, list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]] = {}
+
+    async def publish(self, key: str, value: bytes) -> None:
+        """Store ``value`` under ``key`` and wake whoever waits for it."""
+        with self._lock:
+            self._values[key] = value
+            waiting = self._waiting.pop(key, [])
+        for loop, event in waiting:
+            with contextlib.suppress(RuntimeError):  # that loop is closed
+                loop.call_soon_threadsafe(event.set)
+
+    async def lookup(self, key: str, timeout_s: float) -> bytes:
+        """Wait for ``key``.
+
+        Raises:
+            TransportError: if nobody published it within ``timeout_s`` seconds.
+        """
+        entry = (asyncio.get_running_loop(), asyncio.Event())
+        with self._lock:
+            if key in self._values:
+                return self._values[key]
+            self._waiting.setdefault(key, []).append(entry)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await entry[1].wait()
+        except TimeoutError:
+            raise _absent(key, timeout_s) from None
+        finally:
+            with self._lock, contextlib.suppress(KeyError, ValueError):
+                self._waiting[key].remove(entry)
+        return self._values[key]
+
+
+class StoreRendezvous:
+    """Over a ``torch.distributed`` store, usually torchrun's TCPStore.
+
+    Args:
+        store: any store; this object talks to it from short-lived threads, one call at a time.
+        run_id: the job.
+        restart: its restart count.
+    """
+
+    def __init__(self, store: Any, *, run_id: str, restart: int = 0) -> None:
+        from torch.distributed.distributed_c10d import PrefixStore
+
+        self._owner = store  # the process that hosts the store must keep it
+        self._store: Any = PrefixStore(f"rrfp/{run_id}/{restart}", store)
+        self._turn = asyncio.Lock()
+
+    @classmethod
+    async def from_env(
+        cls, topology: Topology, environ: Mapping[str, str] | None = None, timeout_s: float = STORE_TIMEOUT_S
+    ) -> StoreRendezvous:
+        """Find the store that torchrun's environment names.
+
+        The default store of an initialised ``torch.distributed`` is used as it is. Otherwise this connects to
+        MASTER_ADDR:MASTER_PORT, where torchrun's agent hosts a store (TORCHELASTIC_USE_AGENT_STORE); without an agent
+        rank 0 hosts one.
+
+        Raises:
+            ConfigError: if a variable is missing; the message says how to launch.
+            TransportError: if the store does not answer within ``timeout_s`` seconds.
+        """
+        store = _default_store()
+        if store is None:
+            store = await _connect(os.environ if environ is None else environ, timeout_s)
+        return cls(store, run_id=topology.run_id, restart=topology.restart)
+
+    async def publish(self, key: str, value: bytes) -> None:
+        """Store ``value`` under ``key``.
+
+        Raises:
+            TransportError: if the store fails.
+        """
+        await self._call(key, lambda: self._store.set(key, value))
+
+    async def lookup(self, key: str, timeout_s: float) -> bytes:
+        """Wait for ``key``.
+
+        Raises:
+            TransportError: if nobody published it within ``timeout_s`` seconds, or the store fails.
+        """
+        # A blocking wait cannot be cancelled and holds the connection; short questions can and do not.
+        pause_s = _FIRST_PAUSE_S
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not await self._call(key, lambda: self._store.check([key])):
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+                return bytes(await self._call(key, lambda: self._store.get(key)))
+        except TimeoutError:
+            raise _absent(key, timeout_s) from None
+
+    async def _call(self, key: str, function: Callable[[], _Result]) -> _Result:
+        async with self._turn:
+            try:
+                return await in_thread(function)
+            except RuntimeError as error:  # torch's DistError derives from it
+                raise TransportError(f"rendezvous store failed at key {key!r}: {error!s:.200}") from error
+
+
+def _absent(key: str, timeout_s: float) -> TransportError:
+    return TransportError(f"nobody published {key!r} within {timeout_s:g} s")
+
+
+def _default_store() -> Any:
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    # Private, but the only way to it; without it we connect to the same server ourselves.
+    get = getattr(dist.distributed_c10d, "_get_default_store", None)
+    return None if get is None else get()
+
+
+async def _connect(environ: Mapping[str, str], timeout_s: float) -> Any:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "RANK") if name not in environ]
+    if missing:
+        raise ConfigError(
+            f"environment variable {missing[0]} is not set; launch with: "
+            "torchrun --standalone --nproc-per-node STAGES script.py"
+        )
+    host, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
+    if not port.isdecimal():
+        raise ConfigError(f"environment variable MASTER_PORT is {port!r}, must be a port number")
+    agent_hosts = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+    def connect() -> Any:
+        # multi_tenant: a later init_process_group of this process may host on the same port.
+        return TCPStore(
+            host,
+            int(port),
+            is_master=not agent_hosts and environ["RANK"] == "0",
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+
+    try:
+        return await in_thread(connect)
+    except RuntimeError as error:
+        raise TransportError(f"no rendezvous store at {host}:{port} within {timeout_s:g} s: {error!s:.200}") from error
+
+
+async def in_thread(function: Callable[[], _Result]) -> _Result:
+    """Run a blocking ``function`` in a thread of its own that ends with it. Cancelled: its result is dropped."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[_Result] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="rrfp-blocking-call", daemon=True).start()
+    return await future

@@ -1,0 +1,101 @@
+"""Tensors as plain bytes and back: which dtypes can travel, and how memory becomes a tensor without a spare copy.
+
+Knows no message and no socket. The one rule: whoever hands memory to `from_buffer` gives it up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rrfp.errors import ConfigError
+
+#: What memory of a received tensor is aligned to, in bytes: a cache line, and the widest vector load.
+ALIGNMENT = 64
+
+_NAMES = (
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+)
+
+#: Every dtype that can travel, by its name on the wire; as far as this torch has it.
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES if hasattr(torch, name)}
+
+#: The name on the wire of a dtype.
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def check_sendable(tensor: Tensor) -> None:
+    """Refuse a tensor whose bytes cannot be sent as they are.
+
+    Raises:
+        ConfigError: for another device than the CPU, a sparse or nested layout, or a dtype outside `DTYPES`.
+    """
+    if not tensor.is_cpu:
+        raise ConfigError(f"tensor is on {tensor.device}, this transport moves tensors on: cpu")
+    if tensor.layout is not torch.strided:
+        raise ConfigError(f"tensor layout is {tensor.layout}, must be: torch.strided")
+    if tensor.dtype not in DTYPE_NAMES:
+        raise ConfigError(f"tensor dtype is {tensor.dtype}, must be one of: {', '.join(DTYPES)}")
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The dense bytes of ``tensor``: a view of its memory where it is contiguous, a copy otherwise.
+
+    The copy is made on the calling thread; make large tensors contiguous where they are computed.
+
+    Raises:
+        ConfigError: as `check_sendable`.
+    """
+    check_sendable(tensor)
+    # Every call into torch costs as much as sending a small message's bytes, so none is made in vain.
+    dense = tensor.detach() if tensor.requires_grad else tensor
+    if dense.is_conj():
+        dense = dense.resolve_conj()
+    if dense.is_neg():
+        dense = dense.resolve_neg()
+    if not dense.is_contiguous():
+        dense = dense.contiguous()
+    if dense.dim() != 1:
+        dense = dense.reshape(-1)
+    array: Any = dense.view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def allocate(num_bytes: int) -> memoryview:
+    """Fresh writable memory aligned to `ALIGNMENT`, not initialised."""
+    array: Any = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy()
+    return memoryview(array)
+
+
+def from_buffer(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...], *, requires_grad: bool) -> Tensor:
+    """A leaf tensor over ``buffer``, which it keeps alive; over a copy where the memory is unaligned or read-only.
+
+    Args:
+        buffer: contiguous, exactly the tensor's bytes. It belongs to the tensor from now on.
+        dtype: one of `DTYPES`.
+        shape: of the tensor.
+        requires_grad: only for floating and complex dtypes.
+    """
+    if buffer.nbytes == 0:
+        return torch.empty(shape, dtype=dtype, device="cpu").requires_grad_(requires_grad)
+    if buffer.readonly:  # torch warns about memory that it must not write to
+        buffer = _copy(buffer)
+    tensor = torch.frombuffer(buffer, dtype=dtype)
+    is_aligned = tensor.data_ptr() % ALIGNMENT == 0
+    if len(shape) != 1:
+        tensor = tensor.view(shape)
+        if is_aligned:
+            tensor = tensor.detach()  # a leaf, no longer a view
+    if not is_aligned:
+        tensor = tensor.clone()
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _copy(buffer: memoryview) -> memoryview:
+    copy = allocate(buffer.nbytes)
+    copy[:] = buffer.cast("B")
+    return copy

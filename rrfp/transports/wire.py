@@ -1,0 +1,239 @@
+"""Messages as bytes: a msgpack header of at most 64 KiB in a frame of its own, then the raw bytes of each tensor.
+
+Pure: no socket, no clock. Everything that a header claims is checked before memory is allocated for it, and nothing is
+ever unpickled. A header is one msgpack array. It begins with the *seal*, [version, run id, restart, sender, kind],
+which other frames of a transport share (`Codec.seal`, `Codec.open`); a message goes on with [channel, sequence, step,
+task, tensors, body]: step is [number, mode, M] or nil, task [kind, microbatch, virtual stage] or nil, tensors a list of
+[dtype, shape, requires_grad] or nil, body a map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgpack
+
+from rrfp.core.tasks import StepId, Task
+from rrfp.errors import ConfigError, FrameError
+from rrfp.transports.base import Channel, Message, MessageKind, Plain, TransportContext
+from rrfp.transports.header_checks import HeaderChecks, TensorSpec
+from rrfp.transports.tensor_bytes import DTYPE_NAMES, as_bytes, from_buffer
+
+#: Changes whenever a frame's meaning does.
+VERSION = 1
+
+MAX_HEADER_BYTES = 64 << 10
+
+_MAX_ITEMS = 8192
+_SEAL_LENGTH = 5
+_HEADER_LENGTH = 11
+
+
+class Sealed(NamedTuple):
+    """A header whose seal was checked: who sent it, what kind it says it is, and the fields after the seal."""
+
+    sender: int
+    kind: str
+    fields: list[Any]
+
+
+@dataclass(slots=True)
+class Announcement:
+    """A checked message header.
+
+    Attributes:
+        sender: the stage that sent it.
+        channel: the FIFO that it is for.
+        sequence: its number there.
+        kind: what the message says.
+        step: see `Message`.
+        task: see `Message`.
+        body: see `Message`.
+        specs: what the tensors will be.
+        sizes: bytes of each frame that follows, in order; tensors that are None have no frame.
+        num_bytes: of all frames.
+    """
+
+    sender: int
+    channel: Channel
+    sequence: int
+    kind: MessageKind
+    step: StepId | None
+    task: Task | None
+    body: Mapping[str, Any]
+    specs: tuple[TensorSpec | None, ...]
+    sizes: list[int]
+    num_bytes: int
+
+    def assemble(self, buffers: Sequence[memoryview]) -> Message:
+        """The whole message. Aligned writable buffers become the tensors' memory, others are copied once.
+
+        Raises:
+            FrameError: if the number of buffers or the length of one is not what was announced.
+        """
+        sender, sizes = self.sender, self.sizes
+        if len(buffers) != len(sizes):
+            raise FrameError(sender, "frames", f"{len(buffers)} frames follow the header, must be {len(sizes)}")
+        for index, (buffer, size) in enumerate(zip(buffers, sizes, strict=True)):
+            if buffer.nbytes != size:
+                raise FrameError(sender, f"frames[{index}]", f"has {buffer.nbytes} bytes, must have {size}")
+        frames = iter(buffers)
+        tensors = tuple(
+            None
+            if spec is None
+            else from_buffer(next(frames), spec.dtype, spec.shape, requires_grad=spec.requires_grad)
+            for spec in self.specs
+        )
+        return Message(self.channel, self.kind, self.step, self.task, tensors, self.body, self.sequence, self.sender)
+
+
+class Codec:
+    """Writes and reads the frames of one rank.
+
+    Args:
+        context: run id, restart, this rank, its peers and the byte cap are taken from it.
+    """
+
+    def __init__(self, context: TransportContext) -> None:
+        self._run_id = context.run_id
+        self._restart = context.restart
+        self._stage = context.stage
+        self._peers = frozenset(context.peers)
+        self._max_bytes = context.max_message_bytes
+
+    def seal(self, kind: str, *fields: Any) -> bytes:
+        """The header of a frame of ``kind``.
+
+        Raises:
+            ConfigError: if it is too large, or a field is not plain data.
+        """
+        return _pack([VERSION, self._run_id, self._restart, self._stage, kind, *fields])
+
+    def open(self, header: bytes | memoryview) -> Sealed:
+        """Check the seal of ``header``.
+
+        Raises:
+            FrameError: for malformed bytes, or another version, run, restart or an unknown sender.
+        """
+        fields = _unpack(header)
+        if type(fields) is not list or len(fields) < _SEAL_LENGTH:
+            raise FrameError(None, "header", f"must be an array of at least {_SEAL_LENGTH} fields")
+        version, run_id, restart, sender, kind = fields[:_SEAL_LENGTH]
+        peer = sender if type(sender) is int and sender in self._peers else None
+        if type(version) is not int or version != VERSION:
+            raise FrameError(peer, "version", f"is {version!r:.80}, must be {VERSION}")
+        if run_id != self._run_id:
+            raise FrameError(peer, "run_id", f"is {run_id!r:.80}, must be {self._run_id!r}")
+        if type(restart) is not int or restart != self._restart:
+            raise FrameError(peer, "restart", f"is {restart!r:.80}, must be {self._restart}")
+        if peer is None:
+            raise FrameError(None, "sender", f"is {sender!r:.80}, must be one of: {sorted(self._peers)}")
+        if type(kind) is not str:
+            raise FrameError(peer, "kind", f"is {kind!r:.80}, must be a string")
+        return Sealed(peer, kind, fields[_SEAL_LENGTH:])
+
+    def check_size(self, num_bytes: int) -> None:
+        """Refuse a message that the receiver would refuse.
+
+        Raises:
+            ConfigError: if it has more than ``max_message_bytes``.
+        """
+        if num_bytes > self._max_bytes:
+            raise ConfigError(f"message has {num_bytes} bytes, max_message_bytes is {self._max_bytes}")
+
+    def encode(self, message: Message, sequence: int = 0) -> tuple[bytes, list[memoryview]]:
+        """The header and the frames after it; views of the tensors' memory where that is contiguous.
+
+        Args:
+            message: what to send.
+            sequence: its number in its channel; ``message.sequence`` does not count.
+
+        Raises:
+            ConfigError: for an unsupported tensor or body.
+        """
+        frames = [as_bytes(tensor) for tensor in message.tensors if tensor is not None]
+        tensors = [
+            None if t is None else (DTYPE_NAMES[t.dtype], tuple(t.shape), t.requires_grad) for t in message.tensors
+        ]
+        header = self.seal(
+            message.kind.value, message.channel.value, sequence, message.step, message.task, tensors, message.body
+        )
+        return header, frames
+
+    def announcement(self, sealed: Sealed) -> Announcement:
+        """Check everything that the header of a message claims.
+
+        Raises:
+            FrameError: names the field that is wrong.
+        """
+        if len(sealed.fields) != _HEADER_LENGTH - _SEAL_LENGTH:
+            length = _SEAL_LENGTH + len(sealed.fields)
+            raise FrameError(sealed.sender, "header", f"has {length} fields, must have {_HEADER_LENGTH}")
+        check = HeaderChecks(sealed.sender)
+        channel, sequence, step, task, tensors, body = sealed.fields
+        specs = check.tensors(tensors)
+        sizes = [spec.num_bytes for spec in specs if spec is not None]
+        if (num_bytes := sum(sizes)) > self._max_bytes:
+            check.fail("tensors", f"have {num_bytes} bytes, max_message_bytes is {self._max_bytes}")
+        return Announcement(
+            sender=sealed.sender,
+            channel=check.choice("channel", channel, Channel),
+            sequence=check.integer("sequence", sequence),
+            kind=check.choice("kind", sealed.kind, MessageKind),
+            step=check.step(step),
+            task=check.task(task),
+            body=check.body(body),
+            specs=specs,
+            sizes=sizes,
+            num_bytes=num_bytes,
+        )
+
+    def decode(self, header: bytes | memoryview, frames: Sequence[memoryview]) -> Message:
+        """A whole message at once.
+
+        Raises:
+            FrameError: names the field that is wrong.
+        """
+        return self.announcement(self.open(header)).assemble(frames)
+
+
+def copy_body(body: Mapping[str, Plain]) -> dict[str, Any]:
+    """``body`` as a receiver gets it: a deep copy, tuples become lists.
+
+    Raises:
+        ConfigError: if it is too large or not plain data.
+    """
+    return dict(_unpack(_pack(body))) if body else {}
+
+
+def _pack(value: Any) -> bytes:
+    try:
+        header: bytes = msgpack.packb(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"message body cannot be sent: {error}; it must be plain data") from error
+    if len(header) > MAX_HEADER_BYTES:
+        raise ConfigError(f"message header has {len(header)} bytes, must have at most {MAX_HEADER_BYTES}")
+    return header
+
+
+def _unpack(header: bytes | memoryview) -> Any:
+    """Plain data out of at most 64 KiB; every container is bounded before it is allocated."""
+    size = len(header)
+    if size > MAX_HEADER_BYTES:
+        raise FrameError(None, "header", f"has {size} bytes, must have at most {MAX_HEADER_BYTES}")
+    try:
+        return msgpack.unpackb(
+            header,
+            raw=False,
+            use_list=True,
+            strict_map_key=True,
+            max_str_len=size,
+            max_bin_len=size,
+            max_array_len=min(size, _MAX_ITEMS),
+            max_map_len=min(size, _MAX_ITEMS),
+            max_ext_len=0,
+        )
+    except Exception as error:  # msgpack documents a whole family, and a stranger's bytes must not end a rank
+        raise FrameError(None, "header", f"is not msgpack: {type(error).__name__}: {error!s:.80}") from error

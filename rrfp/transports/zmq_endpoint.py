@@ -1,0 +1,95 @@
+"""Where a rank listens: an abstract-namespace ipc address within a host, tcp between hosts.
+
+Abstract addresses (Linux) have no file, so none is left behind even by SIGKILL; libzmq admits only this user's
+processes to them. Elsewhere tcp on loopback takes their place.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import socket
+import sys
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import zmq
+
+from rrfp.errors import ConfigError, TransportError
+from rrfp.transports.base import TransportContext
+from rrfp.transports.rendezvous import in_thread
+
+LOOPBACK = "127.0.0.1"
+
+
+async def choose_address(context: TransportContext, address: str | None) -> str:
+    """What to bind: ``ipc``, or the IP address of an interface.
+
+    Args:
+        context: says whether all ranks are on this host.
+        address: the caller's wish: ``"ipc"``, an IP address or host name of this machine, or None to choose.
+
+    Raises:
+        ConfigError: for an address beyond loopback without ``allow_insecure``.
+    """
+    if address is None and context.single_host:
+        return "ipc" if sys.platform == "linux" else LOOPBACK
+    if address == "ipc":
+        return address
+    chosen = await in_thread(_interface_towards_master if address is None else partial(_resolve, address))
+    if not ipaddress.ip_address(chosen).is_loopback and not context.allow_insecure:
+        raise ConfigError(
+            f"zmq would listen on {chosen}, which other machines can reach and nothing authenticates; "
+            "pass allow_insecure=True if the network is yours alone"
+        )
+    return chosen
+
+
+def bind(listener: zmq.Socket[bytes], address: str, stage: int) -> str:
+    """Bind ``listener`` to ``address``; returns the endpoint to connect to.
+
+    Raises:
+        TransportError: if the address cannot be bound.
+    """
+    if address == "ipc":
+        _admit_own_user_only(listener)
+        wanted = f"ipc://@rrfp-{stage}-{secrets.token_hex(16)}"
+    elif ":" in address:
+        listener.setsockopt(zmq.IPV6, 1)
+        wanted = f"tcp://[{address}]:*"
+    else:
+        wanted = f"tcp://{address}:*"
+    try:
+        listener.bind(wanted)
+    except zmq.ZMQError as error:
+        raise TransportError(f"cannot listen on {wanted}: {error}") from error
+    endpoint: Any = listener.getsockopt(zmq.LAST_ENDPOINT)
+    return bytes(endpoint).rstrip(b"\0").decode()
+
+
+def _admit_own_user_only(listener: zmq.Socket[bytes]) -> None:
+    option = getattr(zmq, "IPC_FILTER_UID", None)
+    if option is not None:
+        with suppress(zmq.ZMQError):  # a libzmq built without it: then the random address is all there is
+            listener.setsockopt(option, os.getuid())
+
+
+def _resolve(host: str) -> str:
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigError(f"zmq address is {host!r}, must be 'ipc' or an address of this machine: {error}") from error
+
+
+def _interface_towards_master() -> str:
+    """The address of the interface from which this host reaches MASTER_ADDR. Sends nothing."""
+    master = os.environ.get("MASTER_ADDR", LOOPBACK)
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise TransportError(f"no route to MASTER_ADDR {master!r}: {error}") from error

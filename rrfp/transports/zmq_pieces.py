@@ -1,0 +1,135 @@
+"""How a message is cut into zmq messages, and put together again.
+
+A zmq message with a large frame lands in fresh memory, which is slow, and holds up the loop while it is copied. So
+tensors travel in pieces of at most `PIECE_BYTES`, each a single-part zmq message, copied into warm memory one by one.
+The first pieces, as long as they are small, ride with the header as further parts. Both sides derive the cut from the
+announced sizes.
+
+A multi-part zmq message therefore always starts something, and a single-part one always goes on with it: after bad
+input the stream is in step again at the next start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from rrfp.errors import FrameError
+from rrfp.transports.base import Message
+from rrfp.transports.pool import BufferPool
+from rrfp.transports.wire import Announcement
+
+PIECE_BYTES = 1 << 20
+
+#: Pieces that together have at most this many bytes travel with the header.
+INLINE_BYTES = 64 << 10
+
+#: No peer of ours sends a larger part; libzmq drops the connection of whoever does, before it allocates.
+MAX_PART_BYTES = PIECE_BYTES
+
+_NOTHING = memoryview(b"")
+
+
+class Piece(NamedTuple):
+    """Bytes ``start`` to ``stop`` of frame number ``frame``."""
+
+    frame: int
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Its length."""
+        return self.stop - self.start
+
+
+def cut(sizes: Sequence[int]) -> Iterator[Piece]:
+    """All pieces of frames of these sizes, in the order in which they travel; an empty frame has none."""
+    for index, size in enumerate(sizes):
+        for start in range(0, size, PIECE_BYTES):
+            yield Piece(index, start, min(start + PIECE_BYTES, size))
+
+
+def split_inline(sizes: Sequence[int]) -> tuple[list[Piece], Iterator[Piece]]:
+    """The pieces that travel with the header, and the others."""
+    if sum(sizes) <= INLINE_BYTES:
+        return [Piece(index, 0, size) for index, size in enumerate(sizes) if size], iter(())
+    inline: list[Piece] = []
+    total = 0
+    pieces = cut(sizes)
+    for piece in pieces:
+        total += piece.num_bytes
+        if total > INLINE_BYTES:
+            return inline, _chain(piece, pieces)
+        inline.append(piece)
+    return inline, pieces
+
+
+def _chain(first: Piece, others: Iterator[Piece]) -> Iterator[Piece]:
+    yield first
+    yield from others
+
+
+class Assembly:
+    """One message that is arriving.
+
+    Args:
+        announcement: its checked header.
+        inline: the parts that came with the header.
+        pool: where its memory comes from.
+
+    Raises:
+        FrameError: if ``inline`` is not what the header announces; nothing was allocated then.
+    """
+
+    def __init__(self, announcement: Announcement, inline: Sequence[memoryview], pool: BufferPool) -> None:
+        self._announcement = announcement
+        sizes = announcement.sizes
+        pieces, self._rest = split_inline(sizes)
+        # A start without inline pieces has one empty part, so that it is multi-part.
+        if [part.nbytes for part in inline] != ([piece.num_bytes for piece in pieces] or [0]):
+            lengths = [part.nbytes for part in inline]
+            raise self._error(f"the parts after the header have lengths {lengths!r:.80}, not what it announces")
+        self._next = next(self._rest, None)
+        if self._next is None:  # each frame is one part, and its memory will do; an empty frame has none
+            self._buffers = [_NOTHING] * len(sizes)
+            for piece, part in zip(pieces, inline, strict=False):
+                self._buffers[piece.frame] = part
+            return
+        self._buffers = [pool.take(size) for size in sizes]
+        for piece, part in zip(pieces, inline, strict=False):
+            self._buffers[piece.frame][piece.start : piece.stop] = part
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its tensors."""
+        return self._announcement.num_bytes
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing is missing."""
+        return self._next is None
+
+    def add(self, part: memoryview) -> None:
+        """File the next piece.
+
+        Raises:
+            FrameError: if its length is not the announced one.
+        """
+        piece = self._next
+        if piece is None or part.nbytes != piece.num_bytes:
+            wanted = 0 if piece is None else piece.num_bytes
+            raise self._error(f"a piece has {part.nbytes} bytes, must have {wanted}")
+        self._buffers[piece.frame][piece.start : piece.stop] = part
+        self._next = next(self._rest, None)
+
+    def message(self) -> Message:
+        """The message, once it is complete."""
+        return self._announcement.assemble(self._buffers)
+
+    def cut_short(self) -> FrameError:
+        """The error for a message whose rest never comes."""
+        return self._error("the message ends before its announced length")
+
+    def _error(self, reason: str) -> FrameError:
+        return FrameError(self._announcement.sender, "frames", reason)

@@ -1,0 +1,179 @@
+"""Pairs of our transports for the conformance checks: on one loop, on two loops in two threads, over ipc and tcp."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import zmq
+
+from rrfp.testing.transport_checks import MakePair, Pair, PairOptions
+from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
+from rrfp.transports.inproc import InprocTransport
+from rrfp.transports.rendezvous import LocalRendezvous
+from rrfp.transports.zmq import ZmqTransport
+
+_Result = TypeVar("_Result")
+
+RUN_ID = "checks"
+
+
+def contexts(options: PairOptions | None = None, **changes: Any) -> tuple[TransportContext, TransportContext]:
+    """The contexts of two ranks that are each other's only peer."""
+    options = options or PairOptions()
+    rendezvous = LocalRendezvous()
+    fields: dict[str, Any] = {
+        "run_id": RUN_ID,
+        "rendezvous": rendezvous,
+        "queue_bytes": options.queue_bytes,
+        "max_message_bytes": options.max_message_bytes,
+        "connect_timeout_s": 10.0,
+    }
+    left, right = (TransportContext(stage=stage, peers=(1 - stage,), **(fields | changes)) for stage in (0, 1))
+    return left, right
+
+
+class LoopInThread:
+    """An event loop that runs in a thread of its own until the end of the `with` block."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="second-loop")
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self._ready.set()
+        await self._stop.wait()
+
+    async def __aenter__(self) -> LoopInThread:
+        self._thread.start()
+        await asyncio.to_thread(self._ready.wait)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.post(self._stop.set)
+        await asyncio.to_thread(self._thread.join)
+
+    def post(self, callback: Callable[[], object]) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback)
+
+    async def run(self, coroutine: Coroutine[Any, Any, _Result]) -> tuple[asyncio.Task[_Result], bool]:
+        """Run ``coroutine`` over there; returns the ended task, and whether this call was cancelled meanwhile.
+
+        A cancellation is passed on, and what became of it is waited for: so nothing is lost between the loops.
+        """
+        here, done, cancelled = asyncio.get_running_loop(), asyncio.Event(), False
+        started: list[asyncio.Task[_Result]] = []
+
+        def begin() -> None:
+            started.append(self._loop.create_task(coroutine))
+            started[0].add_done_callback(lambda _: here.call_soon_threadsafe(done.set))
+
+        self.post(begin)
+        while not done.is_set():
+            try:
+                await done.wait()
+            except asyncio.CancelledError:
+                cancelled = True
+                self.post(lambda: started[0].cancel())
+        return started[0], cancelled
+
+
+class Elsewhere(Transport):
+    """A transport that lives on another loop. What a cancelled ``receive`` had got already is returned by the next."""
+
+    def __init__(self, inner: Transport, loop: LoopInThread) -> None:
+        super().__init__(inner.context)
+        self._inner = inner
+        self._loop = loop
+        self._kept: list[Message] = []
+
+    async def _run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+        task, cancelled = await self._loop.run(coroutine)
+        if cancelled and not task.cancelled() and task.exception() is None:
+            if isinstance(result := task.result(), Message):
+                self._kept.append(result)
+            raise asyncio.CancelledError
+        return task.result()
+
+    async def start(self) -> None:
+        await self._run(self._inner.start())
+
+    async def send(self, peer: int, message: Message) -> None:
+        await self._run(self._inner.send(peer, message))
+
+    async def receive(self) -> Message:
+        return self._kept.pop(0) if self._kept else await self._run(self._inner.receive())
+
+    async def close(self) -> None:
+        await self._run(self._inner.close())
+
+    def abort(self) -> None:
+        self._loop.post(self._inner.abort)
+
+    def statistics(self) -> TransportStatistics:
+        return self._inner.statistics()
+
+
+@asynccontextmanager
+async def started(left: Transport, right: Transport, inject: Any = None) -> AsyncIterator[Pair]:
+    """Start both; abort both in the end."""
+    try:
+        await asyncio.gather(left.start(), right.start())
+        yield Pair(left, right, RUN_ID, inject)
+    finally:
+        left.abort()
+        right.abort()
+
+
+@asynccontextmanager
+async def inproc_one_loop(options: PairOptions) -> AsyncIterator[Pair]:
+    left, right = map(InprocTransport, contexts(options))
+    async with started(left, right) as pair:
+        yield pair
+
+
+@asynccontextmanager
+async def inproc_two_loops(options: PairOptions) -> AsyncIterator[Pair]:
+    left, right = map(InprocTransport, contexts(options))
+    async with LoopInThread() as loop, started(left, Elsewhere(right, loop)) as pair:
+        yield pair
+
+
+def over_zmq(address: str) -> MakePair:
+    """A maker of pairs that bind ``address``, with a way to inject frames past the sender's checks."""
+
+    @asynccontextmanager
+    async def make_pair(options: PairOptions) -> AsyncIterator[Pair]:
+        left, right = (ZmqTransport(context, address) for context in contexts(options))
+
+        async def inject(channel: Channel, header: bytes, frames: Sequence[bytes]) -> None:
+            left._links[1].outlets[channel]._socket.send_multipart([header, *frames], flags=zmq.NOBLOCK)
+
+        async with started(left, right, inject) as pair:
+            yield pair
+
+    return make_pair
+
+
+@asynccontextmanager
+async def zmq_two_loops(options: PairOptions) -> AsyncIterator[Pair]:
+    left, right = map(ZmqTransport, contexts(options))
+    async with LoopInThread() as loop, started(left, Elsewhere(right, loop)) as pair:
+        yield pair
+
+
+MAKERS: dict[str, MakePair] = {
+    "inproc": inproc_one_loop,
+    "inproc-threads": inproc_two_loops,
+    "zmq-ipc": over_zmq("ipc"),
+    "zmq-tcp": over_zmq("127.0.0.1"),
+    "zmq-threads": zmq_two_loops,
+}

@@ -1,0 +1,57 @@
+"""Transports by name, from plugins and from factories."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, EntryPoints
+from typing import Any
+
+import pytest
+import transports.makers as makers
+
+from rrfp.errors import ConfigError
+from rrfp.transports import registry
+from rrfp.transports.inproc import InprocTransport
+from rrfp.transports.registry import create_transport, transport_names
+from rrfp.transports.zmq import ZmqTransport
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed distribution that offers a transport, and one name of ours, which ours keeps."""
+    points = EntryPoints(
+        EntryPoint(name, "rrfp.transports.inproc:InprocTransport", "rrfp.transports")
+        for name in ("carrier-pigeon", "zmq")
+    )
+    monkeypatch.setattr(registry, "entry_points", lambda group: points.select(group=group))
+
+
+def test_own_names() -> None:
+    context, _ = makers.contexts()
+    assert isinstance(create_transport("inproc", context), InprocTransport)
+    assert isinstance(create_transport("zmq", context), ZmqTransport)
+
+
+@pytest.mark.usefixtures("plugin")
+def test_plugins_are_found_and_do_not_replace_ours() -> None:
+    context, _ = makers.contexts()
+    assert transport_names() == ("inproc", "zmq", "carrier-pigeon")
+    assert isinstance(create_transport("carrier-pigeon", context), InprocTransport)
+    assert isinstance(create_transport("zmq", context), ZmqTransport)
+
+
+def test_a_class_or_factory_instead_of_a_name() -> None:
+    context, _ = makers.contexts()
+    assert isinstance(create_transport(InprocTransport, context), InprocTransport)
+    made = create_transport(lambda given: ZmqTransport(given, "127.0.0.1"), context)
+    assert made.context is context
+
+
+@pytest.mark.parametrize("spec", ["tcp", 3, lambda context: "no transport"], ids=["name", "number", "factory"])
+def test_what_is_no_transport_is_refused(spec: Any) -> None:
+    with pytest.raises(ConfigError):
+        create_transport(spec, makers.contexts()[0])
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="transport is 'tcp', must be one of: inproc, zmq"):
+        create_transport("tcp", makers.contexts()[0])

@@ -1,0 +1,198 @@
+"""The codec: what is written is read back, and no bytes whatever lead to anything but a message or a FrameError."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rrfp.core.tasks import Kind, Mode, StepId, Task
+from rrfp.errors import ConfigError, FrameError
+from rrfp.testing.transport_pair import assert_same, data
+from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
+from rrfp.transports.rendezvous import LocalRendezvous
+from rrfp.transports.tensor_bytes import DTYPES, allocate, as_bytes, from_buffer
+from rrfp.transports.wire import MAX_HEADER_BYTES, VERSION, Codec
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+CAP_BYTES = 1 << 20
+NUMBERS = st.integers(0, 2**63 - 1)
+
+
+def codec(stage: int, **changes: Any) -> Codec:
+    fields: dict[str, Any] = {"run_id": "run", "rendezvous": LocalRendezvous(), "max_message_bytes": CAP_BYTES}
+    return Codec(TransportContext(stage=stage, peers=(1 - stage,), **(fields | changes)))
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor | None:
+    if draw(st.booleans()) and draw(st.booleans()):
+        return None
+    dtype = DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
+    shape = draw(st.lists(st.integers(0, 5), max_size=4))
+    raw = torch.randint(0, 2, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8)
+    tensor = raw.view(dtype).view(shape) if raw.numel() else torch.empty(shape, dtype=dtype)
+    if len(shape) > 1 and draw(st.booleans()):
+        tensor = tensor.transpose(0, 1)
+    grad = (dtype.is_floating_point or dtype.is_complex) and draw(st.booleans())
+    return tensor.requires_grad_(grad)
+
+
+PLAIN: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+MESSAGES = st.builds(
+    Message,
+    channel=st.sampled_from(Channel),
+    kind=st.sampled_from(MessageKind),
+    step=st.none() | st.builds(StepId, NUMBERS, st.sampled_from(Mode), st.integers(1, 2**63 - 1)),
+    task=st.none() | st.builds(Task, st.sampled_from(Kind), NUMBERS, NUMBERS),
+    tensors=st.lists(tensors(), max_size=4).map(tuple),
+    body=st.dictionaries(st.text(max_size=5), PLAIN, max_size=3),
+    sequence=NUMBERS,
+)
+
+
+@given(MESSAGES)
+@settings(max_examples=150, deadline=None)
+def test_what_is_written_is_read_back(message: Message) -> None:
+    received = codec(1).decode(*codec(0).encode(message, message.sequence))
+    assert received.sender == 0
+    for field in ("channel", "kind", "step", "task", "body", "sequence"):
+        assert getattr(received, field) == getattr(message, field)
+    assert len(received.tensors) == len(message.tensors)
+    for got, want in zip(received.tensors, message.tensors, strict=True):
+        assert_same(got, want, "tensor")
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=300, deadline=None)
+def test_arbitrary_bytes_are_a_frame_error(header: bytes) -> None:
+    with pytest.raises(FrameError):
+        codec(1).decode(header, [])
+
+
+@given(st.data())
+@settings(max_examples=400, deadline=None)
+def test_damaged_headers_give_a_message_or_a_frame_error(source: st.DataObject) -> None:
+    """Bytes of a good header are overwritten, cut and inserted: most changes get past msgpack to the field checks."""
+    message = data(torch.ones(3), None, torch.zeros(2, dtype=torch.int64), index=3, text="x")
+    good, frames = codec(0).encode(message)
+    header = bytearray(good)
+    for _ in range(source.draw(st.integers(1, 4))):
+        at = source.draw(st.integers(0, len(header) - 1))
+        piece = source.draw(st.binary(max_size=3))
+        header[at : at + source.draw(st.integers(0, 3))] = piece
+        if not header:
+            break
+    _decode_or_frame_error(bytes(header), frames)
+
+
+@given(st.integers(0, 10), PLAIN)
+@settings(max_examples=400, deadline=None)
+def test_any_value_in_any_field_gives_a_message_or_a_frame_error(position: int, value: Any) -> None:
+    good, frames = codec(0).encode(data(torch.ones(3), index=3))
+    fields = msgpack.unpackb(good)
+    fields[position] = value
+    _decode_or_frame_error(msgpack.packb(fields), frames)
+
+
+def _decode_or_frame_error(header: bytes, frames: list[memoryview]) -> None:
+    try:
+        codec(1).decode(header, frames)
+    except FrameError as error:
+        str(error)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        pytest.param(b"\xdd\x00\x10\x00\x00" * 1000, id="nested arrays that claim a million items"),
+        pytest.param(b"\xc6\xff\xff\xff\xff", id="4 GiB of bytes"),
+        pytest.param(b"\xdf\xff\xff\xff\xff", id="4 billion keys"),
+        pytest.param(b"\xc9\xff\xff\xff\xff\x00", id="4 GiB of extension"),
+        pytest.param(b"\x91" * 60000, id="deep"),
+    ],
+)
+def test_claims_are_refused_before_memory_is_taken(header: bytes) -> None:
+    import tracemalloc
+
+    tracemalloc.start()
+    try:
+        with pytest.raises(FrameError):
+            codec(1).decode(header, [])
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_announced_tensors_are_refused_before_memory_is_taken() -> None:
+    header = codec(0, max_message_bytes=1 << 62).seal(
+        "output", "forward", 0, None, None, [["float32", [1 << 40], False]], {}
+    )
+    with pytest.raises(FrameError, match="max_message_bytes"):
+        codec(1).decode(header, [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"), [({"run_id": "other"}, "run_id"), ({"restart": 2}, "restart")], ids=["run", "restart"]
+)
+def test_frames_of_another_life_are_refused(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(FrameError) as caught:
+        codec(1).decode(*codec(0, **changes).encode(data()))
+    assert (caught.value.peer, caught.value.field) == (0, field)
+
+
+def test_own_stage_is_not_a_peer() -> None:
+    with pytest.raises(FrameError, match="sender"):
+        codec(1).decode(*codec(1).encode(data()))
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (data(text="x" * MAX_HEADER_BYTES), "header"),
+        (data(thing=object()), "plain data"),  # type: ignore[arg-type]
+        (data(number=1 << 70), "plain data"),
+        (data(torch.zeros(2, device="meta")), "cpu"),
+    ],
+    ids=["body too large", "object", "huge number", "other device"],
+)
+def test_what_cannot_be_sent_is_the_callers_error(message: Message, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        codec(0).encode(message)
+
+
+def test_contiguous_tensors_are_sent_from_where_they_are() -> None:
+    tensor = torch.arange(10)
+    _, (frame,) = codec(0).encode(data(tensor))
+    tensor[0] = 7
+    assert frame[0] == 7
+
+
+def test_aligned_memory_is_used_in_place_and_other_memory_copied() -> None:
+    memory = allocate(68)
+    memory[:] = bytes(68)
+    aligned = from_buffer(memory[:64], torch.uint8, (64,), requires_grad=False)
+    shifted = from_buffer(memory[4:], torch.uint8, (64,), requires_grad=False)
+    memory[10] = 1
+    assert (int(aligned[10]), int(shifted[6])) == (1, 0)
+
+
+def test_read_only_memory_is_copied_without_a_warning() -> None:
+    tensor = from_buffer(memoryview(bytes(range(16))), torch.uint8, (4, 4), requires_grad=False)
+    tensor[0, 0] = 9
+    assert bytes(as_bytes(tensor)) == bytes([9, *range(1, 16)])
+
+
+def test_version_is_the_first_thing_in_a_header() -> None:
+    assert msgpack.unpackb(codec(0).seal("bye"))[0] == VERSION
