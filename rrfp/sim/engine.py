@@ -15,8 +15,8 @@ from rrfp.core import events as ev
 from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint
-from rrfp.core.stage_core import StageCore
 from rrfp.core.progress import Peaks, WaitCause
+from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.core.topology import Placement
 from rrfp.costs.table import CostTable

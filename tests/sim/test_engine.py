@@ -9,8 +9,8 @@ from sim.tables import table
 
 from rrfp.core.admission import Limit
 from rrfp.core.hint import Hint, View
-from rrfp.core.ready_set import ReadySet
 from rrfp.core.progress import WaitCause
+from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Kind, Task
 from rrfp.costs import CostTable
 from rrfp.errors import DeadlockError, HintError

@@ -1,0 +1,161 @@
+"""Two real ranks, of which stage 0 sends and stage 1 receives: on one loop, on two, or in two processes.
+
+Everything is the runtime's own: runners, cores, lanes, transports. What is measured comes out of its traces, and out of
+a hint that notes when the core had taken an arrival in.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Unpack
+
+import torch
+
+from rrfp.compute.base import Batch, StageProgram
+from rrfp.compute.payload import Payload
+from rrfp.compute.precise_sleep import sleep_until
+from rrfp.core import events as ev
+from rrfp.core.graph import Graph
+from rrfp.core.tasks import Mode, StepId, Task
+from rrfp.core.topology import Topology
+from rrfp.hints.alternating import BackwardForward
+from rrfp.loop_thread import LoopThread
+from rrfp.options import Options, pipeline_options
+from rrfp.stage import StageRunner
+from rrfp.trace.spans import StepTrace
+from rrfp.transports.base import Rendezvous
+
+#: Bytes of each message's tensor.
+MESSAGE_BYTES = 1024
+
+#: Seconds that stage 0 computes before each message.
+GAP_S = 0.0015
+
+#: Side of the matrices that a busy lane multiplies: half a millisecond a product.
+_SIDE = 256
+
+_STAGES = 2
+
+
+class Sender(StageProgram):
+    """Stage 0: sleeps a little, then puts a message out."""
+
+    def __init__(self) -> None:
+        self._payload = Payload((torch.zeros(MESSAGE_BYTES, dtype=torch.uint8),), ("t", 0))
+
+    def open(self, step: StepId, batch: Batch) -> None:
+        """See `StageProgram.open`."""
+
+    def forward(self, task: Task, inputs: tuple[Payload, ...]) -> Payload:
+        """See `StageProgram.forward`."""
+        sleep_until(time.monotonic() + GAP_S)
+        return self._payload
+
+    def backward(self, task: Task, grads: tuple[Payload, ...]) -> tuple[Payload, ...]:
+        """Never called."""
+        raise NotImplementedError
+
+
+class Receiver(StageProgram):
+    """Stage 1: returns at once; or, busy, multiplies matrices in its first task until ``enough`` is set."""
+
+    def __init__(self, enough: threading.Event | None = None) -> None:
+        self._enough = enough
+
+    def open(self, step: StepId, batch: Batch) -> None:
+        """See `StageProgram.open`."""
+
+    def forward(self, task: Task, inputs: tuple[Payload, ...]) -> Payload:
+        """See `StageProgram.forward`."""
+        if self._enough is not None and task.microbatch == 0:
+            torch.set_num_threads(os.cpu_count() or 1)
+            matrix = torch.rand(_SIDE, _SIDE)
+            while not self._enough.is_set():
+                torch.mm(matrix, matrix)
+        return Payload()
+
+    def backward(self, task: Task, grads: tuple[Payload, ...]) -> tuple[Payload, ...]:
+        """Never called."""
+        raise NotImplementedError
+
+
+class FilingClock(BackwardForward):
+    """A hint that notes when the core had taken each arrival in.
+
+    Attributes:
+        filed: by producer, in seconds of `time.monotonic`.
+        enough: set when all microbatches of the step have arrived.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filed: dict[Task, float] = {}
+        self.enough = threading.Event()
+
+    def observe(self, event: ev.Event) -> None:
+        """See `rrfp.Hint.observe`."""
+        super().observe(event)
+        if isinstance(event, ev.Arrived):
+            self.filed[event.task] = time.monotonic()
+            if len(self.filed) == event.step.microbatches:
+                self.enough.set()
+
+    def forget(self) -> None:
+        """Before a step."""
+        self.filed.clear()
+        self.enough.clear()
+
+
+class Rank:
+    """A runner on a loop.
+
+    Args:
+        stage: 0 or 1.
+        thread: the loop's.
+        program: what it computes.
+        run_id: shared by the two ranks that belong together.
+        rendezvous: where they meet.
+        options: see `rrfp.options.PipelineOptions`; no limit by default.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        thread: LoopThread,
+        program: StageProgram,
+        run_id: str,
+        rendezvous: Callable[[], Rendezvous],
+        **options: Unpack[Options],
+    ) -> None:
+        self._thread = thread
+        self._next_step = 0
+
+        async def start() -> StageRunner:
+            place = Topology(stage, _STAGES)
+            settings = pipeline_options({"limit": 1 << 20, **options})
+            runner = settings.runner(place, Graph.chain(_STAGES), program, run_id, rendezvous())
+            await runner.start()
+            return runner
+
+        self._runner = thread.submit(start())
+
+    def wait(self) -> None:
+        """Until it is connected."""
+        self._runner.result()
+
+    def step(self, messages: int) -> concurrent.futures.Future[StepTrace]:
+        """Begin a forward-only step of so many messages."""
+        number, self._next_step = self._next_step, self._next_step + 1
+
+        async def run() -> StepTrace:
+            return (await self._runner.result().step(StepId(number, Mode.FORWARD, messages))).trace
+
+        return self._thread.submit(run())
+
+    def close(self) -> concurrent.futures.Future[None]:
+        """Begin to leave."""
+        return self._thread.submit(self._runner.result().close())

@@ -1,0 +1,1 @@
+"""The arbiter: the coroutine that dispatches what the core decides."""

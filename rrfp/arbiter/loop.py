@@ -1,0 +1,56 @@
+"""The arbiter coroutine: hands the lane what the core decides, whenever something has happened.
+
+It knows no policy. Whoever reports an event to the core calls `kick`; the arbiter then asks the core until the lane is
+full or nothing is ready. Events that arrive together are all applied before it asks, because it only runs once the
+callbacks and coroutines that were runnable before it have had their turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from rrfp.core.progress import WaitCause
+from rrfp.core.stage_core import StageCore
+from rrfp.core.tasks import Task
+
+
+class Arbiter:
+    """Dispatches the tasks of one stage.
+
+    Args:
+        core: decides.
+        depth: how many tasks may be enqueued and not complete.
+        dispatch: hands a task to the lane and reports `Enqueued` to the core.
+        waiting: told the cause each time the lane is left with nothing to do.
+    """
+
+    def __init__(
+        self, core: StageCore, depth: int, dispatch: Callable[[Task], None], waiting: Callable[[WaitCause], None]
+    ) -> None:
+        self._core = core
+        self._depth = depth
+        self._dispatch = dispatch
+        self._waiting = waiting
+        self._kicked = asyncio.Event()
+
+    def kick(self) -> None:
+        """Something happened: decide soon."""
+        self._kicked.set()
+
+    async def run(self) -> None:
+        """Dispatch until cancelled."""
+        while True:
+            await self._kicked.wait()
+            self._kicked.clear()
+            self.dispatch_ready()
+
+    def dispatch_ready(self) -> None:
+        """Fill the lane with what is ready now."""
+        while len(self._core.in_flight) < self._depth:
+            decision = self._core.decide()
+            if decision is None:
+                break
+            self._dispatch(decision.task)
+        if not self._core.in_flight:
+            self._waiting(self._core.wait_cause())

@@ -1,0 +1,86 @@
+"""From what a caller passes to `step` to what the ranks need: one checked plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from rrfp.compute.base import Batch
+from rrfp.compute.weighting import Reduction, gradient_weights
+from rrfp.core.tasks import Mode, StepId
+from rrfp.errors import ConfigError
+
+
+class EvaluateArguments(TypedDict, total=False):
+    """The keyword arguments of an evaluation; `rrfp.Pipeline.step` says what they mean."""
+
+    kwargs: Sequence[Mapping[str, Any]] | None
+    weights: Sequence[float] | None
+    microbatches: int | None
+
+
+class StepArguments(EvaluateArguments, total=False):
+    """The keyword arguments of a training step."""
+
+    grad_scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step, ready to run.
+
+    Attributes:
+        step: its number, mode and M.
+        batch: the caller's data.
+        weights: of the microbatches' losses, None for all 1.
+    """
+
+    step: StepId
+    batch: Batch
+    weights: tuple[float, ...] | None
+
+
+def plan_step(
+    number: int,
+    mode: Mode,
+    reduction: Reduction,
+    inputs: Sequence[Any] | None = None,
+    targets: Sequence[Any] | None = None,
+    kwargs: Sequence[Mapping[str, Any]] | None = None,
+    weights: Sequence[float] | None = None,
+    microbatches: int | None = None,
+    grad_scale: float = 1.0,
+) -> Plan:
+    """Check the arguments of a step; see `rrfp.Pipeline.step`.
+
+    Raises:
+        ConfigError: if they are no lists, disagree on M, or a weight is impossible.
+    """
+    lists = {"inputs": inputs, "targets": targets, "kwargs": kwargs, "weights": weights}
+    count = _microbatches(lists, microbatches)
+    gradient = gradient_weights(weights, count, reduction, grad_scale)
+    batch = Batch(inputs=inputs, targets=targets, kwargs=kwargs, gradient_weights=gradient)
+    return Plan(StepId(number, mode, count), batch, None if weights is None else tuple(weights))
+
+
+def _microbatches(lists: Mapping[str, Any], microbatches: Any) -> int:
+    """M, as all arguments tell it."""
+    if microbatches is not None and type(microbatches) is not int:
+        raise ConfigError(f"microbatches is {microbatches!r}, must be a whole number")
+    lengths: dict[str, int] = {} if microbatches is None else {"microbatches": microbatches}
+    for name, values in lists.items():
+        if values is None:
+            continue
+        if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+            raise ConfigError(f"{name} is a {type(values).__name__}, must be a list with one entry a microbatch")
+        lengths[name] = len(values)
+    if not lengths:
+        raise ConfigError("microbatches is needed on a rank that is given no inputs, targets, kwargs or weights")
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{name}: {length}" for name, length in lengths.items())
+        raise ConfigError(f"the number of microbatches differs between arguments ({told})")
+    name, count = next(iter(lengths.items()))
+    if count < 1:
+        raise ConfigError(f"{name} tells {count} microbatches, must be at least 1")
+    return count

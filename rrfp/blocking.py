@@ -1,0 +1,74 @@
+"""The blocking face of a pipeline, for ordinary training loops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+from rrfp.batching import EvaluateArguments, Plan, StepArguments
+from rrfp.core.tasks import Mode
+from rrfp.result import StepResult
+from rrfp.session import LEAVE_TIMEOUT_S, Session
+
+
+class BlockingPipeline:
+    """A pipeline whose calls block; made by ``blocking()`` of `rrfp.Pipeline` and `rrfp.local`.
+
+    An exception that leaves the ``with`` block, or that ends a step early, Ctrl-C included, aborts the pipeline on
+    every rank.
+
+    Args:
+        session: what it drives; not entered.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __enter__(self) -> Self:
+        session = self._session
+        session.enter()
+        try:
+            session.submit(session.ranks.start()).result()
+        except BaseException:
+            session.leave()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            with suppress(TimeoutError):
+                self._session.submit(self._session.close(error)).result(LEAVE_TIMEOUT_S)
+        finally:
+            self._session.leave()
+
+    def step(
+        self,
+        inputs: Sequence[Any] | None = None,
+        targets: Sequence[Any] | None = None,
+        **arguments: Unpack[StepArguments],
+    ) -> StepResult:
+        """As `rrfp.Pipeline.step`."""
+        return self._run(self._session.plan(Mode.TRAIN, inputs, targets, arguments))
+
+    def evaluate(
+        self,
+        inputs: Sequence[Any] | None = None,
+        targets: Sequence[Any] | None = None,
+        **arguments: Unpack[EvaluateArguments],
+    ) -> StepResult:
+        """As `rrfp.Pipeline.evaluate`."""
+        return self._run(self._session.plan(Mode.FORWARD, inputs, targets, arguments))
+
+    def _run(self, plan: Plan) -> StepResult:
+        session = self._session
+        try:
+            return session.submit(session.ranks.step(plan)).result()
+        except BaseException as error:  # Ctrl-C ended the wait; if the step itself failed, this is no news
+            session.fail_soon(error)
+            raise
+        finally:
+            session.end_step()

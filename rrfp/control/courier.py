@@ -1,0 +1,135 @@
+"""The messages of one rank: outputs and credits leave, what arrives becomes events.
+
+It knows which message carries what, and neither what happens next nor how messages travel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from rrfp.compute.mailbox import Mailbox
+from rrfp.control.farewell import Departures
+from rrfp.control.progress import Progress
+from rrfp.control.services import Services
+from rrfp.core import events as ev
+from rrfp.core.tasks import Kind
+from rrfp.errors import FrameError, PeerLostError, ProtocolError
+from rrfp.trace.recorder import Recorder
+from rrfp.transports.base import Channel, Message, MessageKind, Transport
+
+logger = logging.getLogger(__name__)
+
+#: How long a failed send waits for what the peer said last, in seconds.
+LAST_WORDS_S = 1.0
+
+_CHANNELS = {Kind.F: Channel.FORWARD, Kind.B: Channel.BACKWARD}
+
+
+class Courier:
+    """Sends and receives for one rank.
+
+    Args:
+        transport: the way to the peers.
+        mailbox: holds the tensors that are sent, and files those that arrive.
+        progress: told of every message of a step.
+        recorder: told of every tensor message.
+        services: run the sends.
+        tell: takes events to the core.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        mailbox: Mailbox,
+        progress: Progress,
+        recorder: Recorder,
+        services: Services,
+        tell: Callable[[ev.Event], None],
+    ) -> None:
+        #: Peers that left in order; that they are gone is no error then.
+        self.departures = Departures()
+        self._transport = transport
+        self._mailbox = mailbox
+        self._progress = progress
+        self._recorder = recorder
+        self._services = services
+        self._tell = tell
+
+    async def pump(self, take: Callable[[Message], None]) -> None:
+        """Receive for ever; never gated on memory, so that nothing a peer waits for can be stuck behind this rank."""
+        while True:
+            try:
+                message = await self._transport.receive()
+            except FrameError as error:
+                if error.peer is not None:
+                    raise
+                logger.warning("dropped: %s", error)
+                continue
+            except PeerLostError as error:
+                if error.peer in self.departures:
+                    continue
+                raise
+            take(message)
+
+    def post(self, peer: int, message: Message) -> None:
+        """Queue a control message without waiting."""
+        self._services.spawn(self._post(peer, message))
+
+    def credit(self, credit: ev.Credit) -> None:
+        """Tell a peer that its output was used up."""
+        self._progress.sent += 1
+        self.post(credit.peer, Message(Channel.CONTROL, MessageKind.CONSUMED, self._progress.step, credit.task))
+
+    def send(self, send: ev.Send) -> None:
+        """Send a task's output, and report when its memory is free."""
+        task = send.task
+        tensors, body = self._mailbox.pack(task, send.peer)
+        body["consumed"] = send.consumed
+        self._progress.sent += 1
+        message = Message(_CHANNELS[task.kind], MessageKind.OUTPUT, self._progress.step, task, tensors, body)
+        self._services.spawn(self._send(send, message), task)
+
+    def file(self, message: Message) -> None:
+        """An OUTPUT or CONSUMED arrived.
+
+        Raises:
+            ProtocolError: if it makes no sense.
+        """
+        task, step, sender = message.task, message.step, message.sender
+        if task is None or step is None:
+            raise ProtocolError(f"stage {sender} sent a {message.kind} message without a task or a step")
+        self._progress.received += 1
+        if message.kind is MessageKind.CONSUMED:
+            self._tell(ev.Consumed(step, sender, task))
+            return
+        consumed = message.body.get("consumed")
+        self._mailbox.unpack(task, message.tensors, message.body)
+        self._recorder.arrived(sender, task, message.num_bytes)
+        self._tell(ev.Arrived(step, task, message.num_bytes, consumed if isinstance(consumed, int) else None))
+
+    async def _send(self, send: ev.Send, message: Message) -> None:
+        self._recorder.sent(send.peer, send.task, message.num_bytes)
+        await self._hand_over(send.peer, message)
+        self._tell(ev.SendReleased(send.task, send.peer))
+
+    async def _post(self, peer: int, message: Message) -> None:
+        try:
+            await self._hand_over(peer, message)
+        except PeerLostError:
+            if peer not in self.departures:
+                raise
+
+    async def _hand_over(self, peer: int, message: Message) -> None:
+        """Send, and where the peer is gone, let `pump` say why.
+
+        Its last words (an abort that names the origin, or that it left in order) may lie unread in the inbox, and for a
+        peer that is lost ``receive`` raises as well.
+        """
+        try:
+            await self._transport.send(peer, message)
+        except PeerLostError:
+            if peer not in self.departures and not self._services.stopping:
+                await asyncio.sleep(LAST_WORDS_S)
+            raise

@@ -1,0 +1,82 @@
+"""The last messages of a rank: that it leaves in order, or that the pipeline is aborted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from rrfp.errors import Origin, PeerLostError, ProtocolError, TransportError
+from rrfp.transports.base import Channel, Message, MessageKind, Transport
+
+#: How long an abort tries to reach the peers, in seconds.
+ABORT_GRACE_S = 1.0
+
+
+class Departures:
+    """Which peers left in order, and after how many steps."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, int] = {}
+
+    def __contains__(self, peer: int) -> bool:
+        return peer in self._steps
+
+    def note(self, message: Message) -> None:
+        """A CLOSED message arrived.
+
+        Raises:
+            ProtocolError: if it does not say after how many steps.
+        """
+        steps = message.body.get("steps")
+        if not isinstance(steps, int):
+            raise ProtocolError(f"stage {message.sender} closed without saying after how many steps")
+        self._steps[message.sender] = steps
+
+    def check(self, step: int) -> None:
+        """This rank begins, or is in, ``step``.
+
+        Raises:
+            ProtocolError: if a peer left before it.
+        """
+        for peer, steps in self._steps.items():
+            if steps <= step:
+                raise ProtocolError(
+                    f"stage {peer} closed its pipeline after {steps} step(s), but step {step} was begun here"
+                )
+
+
+def closed_message(steps: int) -> Message:
+    """This rank's caller left in order after ``steps`` steps."""
+    return Message(Channel.CONTROL, MessageKind.CLOSED, body={"steps": steps})
+
+
+def origin_of(body: Mapping[str, Any]) -> Origin:
+    """The origin that an ABORT message names.
+
+    Raises:
+        ProtocolError: if it names none.
+    """
+    stage, task, cause = body.get("stage"), body.get("task"), body.get("cause")
+    if not isinstance(stage, int) or not isinstance(cause, str) or not isinstance(task, str | None):
+        raise ProtocolError("an abort arrived without stage, task and cause")
+    return Origin(stage, task, cause)
+
+
+async def spread_abort(transport: Transport, origin: Origin) -> None:
+    """Tell every peer, then free the transport. Takes `ABORT_GRACE_S` at most and raises nothing.
+
+    A peer that could not be told sees this rank's end as lost, because the transport is then not closed in order.
+    """
+    body = {"stage": origin.stage, "task": origin.task, "cause": origin.cause}
+    message = Message(Channel.CONTROL, MessageKind.ABORT, body=body)
+    try:
+        async with asyncio.timeout(ABORT_GRACE_S):
+            sends = (transport.send(peer, message) for peer in transport.context.peers)
+            outcomes = await asyncio.gather(*sends, return_exceptions=True)
+            if all(outcome is None or isinstance(outcome, PeerLostError) for outcome in outcomes):
+                await transport.close()
+    except (TimeoutError, TransportError):
+        pass
+    finally:
+        transport.abort()

@@ -1,0 +1,105 @@
+"""What a rank knows about its own progress, as far as a poll asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rrfp.control.status import RankStatus
+from rrfp.core.stage_core import StageCore
+from rrfp.core.tasks import StepId
+
+
+class Progress:
+    """Counts what happens on one rank.
+
+    Args:
+        core: the rank's.
+        now: the clock, in seconds.
+    """
+
+    def __init__(self, core: StageCore, now: Callable[[], float]) -> None:
+        #: The step that this rank is in, None between steps.
+        self.step: StepId | None = None
+        self.steps_ended = 0
+        #: Messages of a step, tensors and credits, since the start.
+        self.sent = 0
+        self.received = 0
+        self._completed = 0
+        self._core = core
+        self._now = now
+        self._chores: list[str] = []
+        self._running_since = self._active_at = 0.0
+
+    def open(self, step: StepId) -> None:
+        """The rank's caller began ``step``."""
+        self.step = step
+        self.touch()
+
+    def end(self) -> None:
+        """The step has ended."""
+        self.step = None
+        self.steps_ended += 1
+
+    def touch(self) -> None:
+        """Something happened."""
+        self._active_at = self._now()
+
+    def enqueued(self) -> None:
+        """A task was enqueued."""
+        if len(self._core.in_flight) == 1:
+            self._running_since = self._now()
+
+    def completed(self) -> None:
+        """A task has completed."""
+        self._completed += 1
+        self._running_since = self._now()
+
+    @contextmanager
+    def chore(self, name: str) -> Iterator[None]:
+        """The lane does something that is no task."""
+        self._chores.append(name)
+        self._running_since = self._now()
+        try:
+            yield
+        finally:
+            self._chores.remove(name)
+            self.touch()
+
+    def idle_seconds(self) -> float:
+        """For how long nothing has happened inside a step; 0 outside steps and while the lane is busy."""
+        if self.step is None or self._running():
+            return 0.0
+        return self._now() - self._active_at
+
+    def status(self) -> RankStatus:
+        """How this rank is doing, for a poll."""
+        running = self._running()
+        return RankStatus(
+            stage=self._core.stage,
+            step=None if self.step is None else self.step.number,
+            steps_ended=self.steps_ended,
+            running=running,
+            running_s=self._now() - self._running_since if running else 0.0,
+            can_run=not running and self.step is not None and self._core.decide() is not None,
+            completed=self._completed,
+            sent=self.sent,
+            received=self.received,
+            awaits=() if self.step is None else tuple(self._awaits()),
+        )
+
+    def _running(self) -> str | None:
+        if self._core.in_flight:
+            return str(self._core.in_flight[0])
+        return self._chores[0] if self._chores else None
+
+    def _awaits(self) -> Iterator[str]:
+        place = self._core.graph.placement
+        for task, missing in self._core.awaited():
+            if missing:
+                owed = [f"{one} owed by stage {place.stage_of(one.virtual_stage)}" for one in missing]
+                yield f"{task} ({', '.join(owed)})"
+            elif task in self._core.ready:
+                yield f"{task} (ready, but hint {type(self._core.hint).__name__} does not choose it)"
+            else:
+                yield f"{task} (kept out by the memory limit)"

@@ -1,0 +1,90 @@
+"""The coroutines of one rank, in one TaskGroup: none is forgotten, and no exception is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from rrfp.core.tasks import Task
+from rrfp.errors import LocalError
+
+Service = Coroutine[Any, Any, None]
+
+
+class Services:
+    """Runs coroutines until stopped; what one of them raises goes to ``on_error`` instead of ending the others.
+
+    Args:
+        on_error: told every exception but those raised while stopping, and the task that the coroutine was for. Must
+            not raise.
+    """
+
+    def __init__(self, on_error: Callable[[BaseException, Task | None], None]) -> None:
+        self._on_error = on_error
+        self._stopping = asyncio.Event()
+        self._group: asyncio.TaskGroup | None = None
+        self._spawned: set[asyncio.Task[None]] = set()
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def stopping(self) -> bool:
+        """Whether `stop` or `cancel` was called."""
+        return self._stopping.is_set()
+
+    async def start(self, *permanent: Service) -> None:
+        """Run ``permanent`` until stopped; `spawn` works from here on."""
+        entered = asyncio.Event()
+        self._serving = asyncio.create_task(self._serve(permanent, entered))
+        await entered.wait()
+
+    def spawn(self, service: Service, task: Task | None = None) -> None:
+        """Run ``service``, which is for ``task``, beside the others; dropped unless running."""
+        if self._group is None or self._stopping.is_set():
+            service.close()
+            return
+        spawned = self._launch(self._group, service, task)
+        self._spawned.add(spawned)
+        spawned.add_done_callback(self._spawned.discard)
+
+    async def stop(self) -> None:
+        """End the permanent services; returns when the spawned ones have ended."""
+        self._stopping.set()
+        if self._serving is not None:
+            await self._serving
+
+    def cancel(self) -> None:
+        """End everything now."""
+        self._stopping.set()
+        for spawned in self._spawned:
+            spawned.cancel()
+
+    async def _serve(self, permanent: tuple[Service, ...], entered: asyncio.Event) -> None:
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            services = [self._launch(group, service) for service in permanent]
+            entered.set()
+            await self._stopping.wait()
+            for service in services:
+                service.cancel()
+        self._group = None
+
+    def _launch(self, group: asyncio.TaskGroup, service: Service, task: Task | None = None) -> asyncio.Task[None]:
+        launched = group.create_task(self._guard(service, task))
+        # Cancelled before its first turn, the guard never awaits the coroutine; closing one that ended does nothing.
+        launched.add_done_callback(lambda _: service.close())
+        return launched
+
+    async def _guard(self, service: Service, task: Task | None) -> None:
+        try:
+            await service
+        except GeneratorExit:
+            raise
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if self._stopping.is_set() or current is None or current.cancelling():
+                raise
+            self._on_error(LocalError("a plugged-in piece of code raised CancelledError on the loop"), task)
+        except BaseException as error:  # SystemExit of a hint, say, must not silently end the loop
+            if not self._stopping.is_set():
+                self._on_error(error, task)

@@ -1,0 +1,118 @@
+"""What a rank says when it is asked why nothing moves, and what the answers of all ranks mean together. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import msgpack
+
+from rrfp.errors import ProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """One rank's answer.
+
+    Attributes:
+        stage: its stage.
+        step: the step that it is in, or None between steps.
+        steps_ended: steps that it has completed.
+        running: the task, or other work, on its lane, or None.
+        running_s: for how long, in seconds.
+        can_run: a task is ready and about to be enqueued.
+        completed: tasks completed since the start.
+        sent: messages of a step (tensors, credits) sent since the start.
+        received: messages of a step received since the start.
+        awaits: what it waits for, one line a task.
+    """
+
+    stage: int
+    step: int | None
+    steps_ended: int
+    running: str | None
+    running_s: float
+    can_run: bool
+    completed: int
+    sent: int
+    received: int
+    awaits: tuple[str, ...] = ()
+
+    def encode(self) -> bytes:
+        """As msgpack."""
+        packed: bytes = msgpack.packb(asdict(self))
+        return packed
+
+    @classmethod
+    def decode(cls, data: bytes) -> RankStatus:
+        """Read `encode`'s bytes.
+
+        Raises:
+            ProtocolError: if they are something else.
+        """
+        try:
+            fields = msgpack.unpackb(data)
+            return cls(**{**fields, "awaits": tuple(fields["awaits"])})
+        except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+            raise ProtocolError(f"a status cannot be read: {error}") from None
+
+    @property
+    def progress(self) -> tuple[int, int, int, int]:
+        """Changes whenever anything happens on the rank."""
+        return (self.steps_ended, self.completed, self.sent, self.received)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all answers mean.
+
+    Attributes:
+        deadlock: nothing will ever happen again.
+        certain: False if only a second poll can tell.
+        text: one line that names who holds everybody up; for a deadlock the report, several lines.
+    """
+
+    deadlock: bool
+    certain: bool
+    text: str
+
+
+def judge(statuses: Sequence[RankStatus], before: Sequence[RankStatus] | None) -> Verdict:
+    """Tell a slow rank from a deadlock.
+
+    The answers are not of one instant. Two polls between which no rank made progress are: if then all ranks are idle
+    inside the step and every message that was sent was received, nothing is left that could wake any of them. Once
+    every task of the step has run there is nothing to wait for but the exchange of results, which needs no task.
+
+    Args:
+        statuses: the answers of all ranks.
+        before: those of the poll before, if there was one.
+    """
+    if all(status.step is None for status in statuses):
+        return Verdict(False, True, "every rank is between two steps")
+    reasons = [reason for status in statuses if (reason := _busy(status))]
+    current = max((status.step for status in statuses if status.step is not None), default=None)
+    reasons += [_elsewhere(status, current) for status in statuses if status.step != current]
+    in_flight = sum(status.sent for status in statuses) - sum(status.received for status in statuses)
+    if in_flight:
+        reasons.append(f"{in_flight} message(s) are in flight")
+    if reasons:
+        return Verdict(False, True, "; ".join(reasons))
+    if not any(status.awaits for status in statuses):
+        return Verdict(False, True, "every task has run, and the ranks are ending the step")
+    if before is None or [s.progress for s in before] != [s.progress for s in statuses]:
+        return Verdict(False, False, "every rank is idle")
+    lines = [f"  stage {status.stage} waits for: {'; '.join(status.awaits) or 'nothing'}" for status in statuses]
+    head = f"deadlock in step {current}: every rank is idle and nothing is in flight"
+    return Verdict(True, True, "\n".join([head, *lines]))
+
+
+def _busy(status: RankStatus) -> str | None:
+    if status.running is not None:
+        return f"stage {status.stage} has been running {status.running} for {status.running_s:.1f} s"
+    return f"stage {status.stage} is about to start a task" if status.can_run else None
+
+
+def _elsewhere(status: RankStatus, current: int | None) -> str:
+    where = "its program has not called step() yet" if status.step is None else f"it is still in step {status.step}"
+    return f"stage {status.stage} is not in step {current}: {where}"

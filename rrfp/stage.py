@@ -1,0 +1,285 @@
+"""The shell of one rank: turns I/O into events for the core, and the core's instructions into I/O.
+
+One TaskGroup holds the receive pump, the arbiter, the watchdog and the sends under way. There is no policy and no wire
+format in here. Everything runs on one loop; only `_compute` runs on the lane's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from rrfp.arbiter.loop import Arbiter
+from rrfp.compute.base import Execution, Lane, StageProgram
+from rrfp.compute.mailbox import Mailbox, run_task
+from rrfp.compute.weighting import combine_losses
+from rrfp.control.courier import Courier
+from rrfp.control.exchange import TreeExchange
+from rrfp.control.failure import Failure, failure_of
+from rrfp.control.farewell import closed_message, origin_of, spread_abort
+from rrfp.control.progress import Progress
+from rrfp.control.services import Services
+from rrfp.control.watchdog import Watchdog
+from rrfp.core import events as ev
+from rrfp.core.progress import WaitCause
+from rrfp.core.stage_core import StageCore
+from rrfp.core.tasks import StepId, Task
+from rrfp.errors import ProtocolError, RrfpError
+from rrfp.result import StageReport, StepResult
+from rrfp.trace.breakdown import breakdown
+from rrfp.trace.recorder import Recorder
+from rrfp.trace.spans import StepTrace
+from rrfp.transports.base import Message, MessageKind, Transport
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: How long leaving in order may take, in seconds; then the peers are left anyway.
+CLOSE_GRACE_S = 6.0
+
+
+class StageRunner:
+    """Runs the tasks of one stage. All methods are called on the loop of `start`.
+
+    Args:
+        core: the stage's state machine.
+        program: what the tasks compute.
+        lane: where they run; not started.
+        transport: the way to the peers; not started.
+        stall_after: seconds of idleness inside a step after which all ranks are asked why.
+    """
+
+    def __init__(
+        self, core: StageCore, program: StageProgram, lane: Lane, transport: Transport, *, stall_after: float = 10.0
+    ) -> None:
+        stages = core.graph.placement.stages
+        self.stage = core.stage
+        self.program = program
+        self._core = core
+        self._lane = lane
+        self._transport = transport
+        self._mailbox = Mailbox(core.graph, core.stage)
+        self._recorder = Recorder(core.stage, lane.now)
+        self._progress = Progress(core, lane.now)
+        self._services = Services(self.fail)
+        self._courier = Courier(transport, self._mailbox, self._progress, self._recorder, self._services, self._tell)
+        self._arbiter = Arbiter(core, lane.depth, self._dispatch, self._waiting)
+        self._exchange = TreeExchange(core.stage, stages, self._courier.post)
+        self._watchdog = Watchdog(
+            self._progress, core.stage, stages, self._exchange, self._courier.post, self.fail, stall_after
+        )
+        #: What the caller waits for: the start, or a step.
+        self._current: asyncio.Task[Any] | None = None
+        self._finished = asyncio.Event()
+        self._failure: Failure | None = None
+        self._spreading: asyncio.Task[None] | None = None
+
+    # Life.
+
+    async def start(self) -> None:
+        """Connect to the peers, begin to serve, and wait until every rank does, so that any failure can reach all.
+
+        Raises:
+            TransportError: if a peer does not come.
+            PipelineAborted: if another rank failed to start.
+        """
+        self._check_failure()
+        self._lane.start()
+        try:
+            await self._transport.start()
+            await self._services.start(
+                self._courier.pump(self._take), self._arbiter.run(), self._watchdog.watch(), self._watchdog.answer()
+            )
+        except BaseException:
+            self._transport.abort()
+            self._lane.close()
+            raise
+        await self._unless_aborted(self._exchange.exchange("start", 0, b""), "the start")
+
+    async def step(self, step: StepId, weights: Sequence[float] | None = None, reduction: str = "mean") -> StepResult:
+        """Run one step whose batch the program was given. Cancelling it ends the pipeline.
+
+        Args:
+            step: the step.
+            weights: of the microbatches' losses, where the caller knows them.
+            reduction: how they combine: ``"mean"`` or ``"sum"``.
+
+        Raises:
+            PipelineAborted: if any rank failed.
+        """
+        self._check_failure()
+        return await self._unless_aborted(self._run_step(step, weights, reduction), "the step")
+
+    async def close(self) -> None:
+        """Leave in order: tell the peers, deliver what was accepted, free everything. Takes `CLOSE_GRACE_S` at most.
+
+        Raises:
+            PipelineAborted: if the pipeline failed and no call has told the caller.
+        """
+        try:
+            async with asyncio.timeout(CLOSE_GRACE_S):
+                await self._leave()
+        except TimeoutError:
+            logger.warning("stage %d: the peers took more than %g s to let it go", self.stage, CLOSE_GRACE_S)
+        finally:
+            self._services.cancel()
+            self._transport.abort()
+            self._lane.close()
+        if self._failure is not None and not self._failure.told:
+            raise self._failure.error()
+
+    def fail(self, error: BaseException, task: Task | None = None) -> None:
+        """End the pipeline on every rank because of ``error`` on this one. Only the first failure counts."""
+        self._abort(failure_of(error, self.stage, task))
+
+    async def _leave(self) -> None:
+        if self._failure is None:
+            for peer in self._transport.context.peers:
+                self._courier.post(peer, closed_message(self._progress.steps_ended))
+        if self._spreading is not None:
+            await self._spreading
+        await self._services.stop()
+        await self._transport.close()
+
+    async def _unless_aborted(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
+        """Wait for ``coroutine``, in a task of its own so that a failure can end it wherever it waits."""
+        self._current = asyncio.create_task(coroutine, name=f"rrfp-stage-{self.stage}")
+        try:
+            return await self._current
+        except asyncio.CancelledError:
+            if self._failure is None:
+                self.fail(RrfpError(f"{what} was cancelled by its caller"))
+                raise
+        except Exception as error:
+            self.fail(error)
+        finally:
+            self._current = None
+        assert self._failure is not None
+        raise self._failure.error()
+
+    def _check_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure.error()
+
+    def _abort(self, failure: Failure) -> None:
+        """Stop everything here, without waiting for the lane, and tell the peers."""
+        if self._failure is not None:
+            return
+        self._failure = failure
+        if self._current is not None:
+            self._current.cancel()
+        self._services.cancel()
+        self._lane.close()
+        with suppress(Exception):  # a hint that observes events may raise; it is never asked again
+            self._core.apply(ev.Aborted(failure.origin))
+        self._spreading = asyncio.create_task(spread_abort(self._transport, failure.origin))
+
+    # A step.
+
+    async def _run_step(self, step: StepId, weights: Sequence[float] | None, reduction: str) -> StepResult:
+        self._courier.departures.check(step.number)
+        self._finished.clear()
+        self._progress.open(step)
+        self._recorder.open()
+        self._tell(ev.StepOpened(step.number, step.mode, step.microbatches))
+        await self._finished.wait()
+        # Before the others can hear that this rank is done, and send what belongs to the next step.
+        self._mailbox.clear()
+        trace = self._recorder.close(step.number)
+        report = await self._report(trace, weights, reduction)
+        answers = await self._exchange.exchange("step", step.number, report.encode())
+        self._progress.end()
+        return StepResult.of(step, [StageReport.decode(data) for data in answers], trace, self.program.outputs())
+
+    async def _report(self, trace: StepTrace, weights: Sequence[float] | None, reduction: str) -> StageReport:
+        # On the lane's thread, because reading a loss may wait for the device.
+        losses = await self._on_lane("the losses of the step", self.program.losses)
+        loss = combine_losses([losses[m] for m in sorted(losses)], weights, reduction) if losses else None
+        parts = breakdown(trace, self.stage)
+        return StageReport(self.stage, trace.end - trace.start, parts, self._core.peaks, losses, loss)
+
+    async def _on_lane(self, name: str, call: Callable[[], T]) -> T:
+        with self._progress.chore(name):
+            return (await self._lane.enqueue(call)).result
+
+    async def _reduce(self, virtual_stage: int) -> None:
+        await self._on_lane(
+            f"the gradients of virtual stage {virtual_stage}", partial(self.program.finish, virtual_stage)
+        )
+        self._tell(ev.ChunkReduced(virtual_stage))
+
+    # Messages and events to the core, its instructions to I/O.
+
+    def _take(self, message: Message) -> None:
+        match message.kind:
+            case MessageKind.OUTPUT | MessageKind.CONSUMED:
+                self._courier.file(message)
+            case MessageKind.REPORT | MessageKind.RESULT:
+                self._exchange.take(message)
+            case MessageKind.PROBE:
+                self._watchdog.take(message)
+            case MessageKind.ABORT:
+                self._abort(Failure(origin_of(message.body)))
+            case MessageKind.CLOSED:
+                self._courier.departures.note(message)
+                if self._progress.step is not None:
+                    self._courier.departures.check(self._progress.step.number)
+            case kind:
+                raise ProtocolError(f"stage {message.sender} sent a {kind} message that stage {self.stage} cannot use")
+
+    def _tell(self, event: ev.Event) -> None:
+        self._progress.touch()
+        instructions = self._core.apply(event)
+        self._arbiter.kick()  # first, so that the next task starts before sends begin to copy their tensors
+        for instruction in instructions:
+            self._perform(instruction)
+
+    def _perform(self, instruction: ev.Instruction) -> None:
+        match instruction:
+            case ev.Send():
+                self._courier.send(instruction)
+            case ev.Credit():
+                self._courier.credit(instruction)
+            case ev.Release(task):
+                self._mailbox.drop(task)
+            case ev.ReduceChunk(virtual_stage):
+                self._services.spawn(self._reduce(virtual_stage))
+            case ev.FinishStep():
+                self._finished.set()
+            case _:
+                raise ProtocolError(f"stage {self.stage} has no way to perform {instruction}")
+
+    # Tasks on the lane.
+
+    def _dispatch(self, task: Task) -> None:
+        self._tell(ev.Enqueued(task))
+        self._progress.enqueued()
+        done = self._lane.enqueue(partial(run_task, self.program, self._mailbox, task))
+        done.add_done_callback(partial(self._on_done, task))
+
+    def _on_done(self, task: Task, done: asyncio.Future[Execution[None]]) -> None:
+        error = done.exception()  # asked for in any case, or asyncio would complain that nobody did
+        if self._failure is not None:
+            return
+        if error is not None:
+            self.fail(error, task)
+            return
+        try:
+            self._complete(task, done.result())
+        except Exception as broken:
+            self.fail(broken, task)
+
+    def _complete(self, task: Task, execution: Execution[None]) -> None:
+        self._progress.completed()
+        self._recorder.ran(task, execution.started, execution.ended)
+        held = self.program.held_bytes(task.microbatch, task.virtual_stage)
+        self._tell(ev.Completed(task, held, execution.ended - execution.started))
+
+    def _waiting(self, cause: WaitCause) -> None:
+        if self._progress.step is not None:
+            self._recorder.waiting(cause)

@@ -1,0 +1,66 @@
+"""The benchmarks run and say what they promise. Never how fast: that is for people to read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+def quick(name: str) -> Any:
+    """The JSON of a benchmark's smoke run."""
+    command = [sys.executable, str(ROOT / "benchmarks" / name), "--quick", "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    told = json.loads(done.stdout)
+    assert told["other_load"] is None or told["other_load"] >= 0
+    return told
+
+
+def check_aims(aims: list[dict[str, Any]]) -> None:
+    for aim in aims:
+        within = aim["value"] <= aim["limit"] if aim["sense"] == "at most" else aim["value"] >= aim["limit"]
+        assert aim["met"] is within, aim
+
+
+def test_dispatch_reports_every_latency_with_its_aim() -> None:
+    told = quick("dispatch.py")
+
+    assert {(row["hint"], row["ready"]) for row in told["decisions"]} == {
+        (hint, ready) for hint in ("bf", "b-priority", "1f1b") for ready in (4, 64, 1024)
+    }
+    assert len(told["arrivals"]) == 7
+    for spread in (*told["decisions"], *told["arrivals"].values()):
+        assert 0 < spread["p50"] <= spread["p99"]
+        assert spread["samples"] >= 10
+    assert [(speed["stages"], speed["tasks_per_s"] > 0) for speed in told["engine"]] == [(4, True), (64, True)]
+    assert len(told["aims"]) == 7
+    check_aims(told["aims"])
+
+
+def test_against_torch_reports_every_method_under_every_jitter() -> None:
+    told = quick("against_torch.py")
+
+    assert set(told["figures"]) == {"J0", "J3"}
+    for methods in told["figures"].values():
+        assert methods["torch 1F1B"]["per_baseline"] == 1.0
+        assert methods["torch GPipe"]["held"] == methods["rrfp strict gpipe"]["held"] == [4, 4, 4, 4]
+        assert methods["torch 1F1B"]["held"] == methods["rrfp strict 1f1b"]["held"] == [4, 3, 2, 1]
+        assert all(
+            held <= most for held, most in zip(methods["rrfp bf, limit 1f1b"]["held"], (4, 3, 2, 1), strict=True)
+        )
+        for name, figures in methods.items():
+            assert figures["per_bound"] >= 1.0
+            assert (figures["transfer_s"] is None) == name.startswith("torch")
+    assert len(told["aims"]) == 2 * 4
+    check_aims(told["aims"])

@@ -1,0 +1,101 @@
+"""The control tree and the all-gather over it, with messages delivered in any order."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from rrfp.control.exchange import TreeExchange, to_tensor
+from rrfp.control.tree import children, parent, peers
+from rrfp.core.graph import Graph
+from rrfp.errors import ProtocolError
+from rrfp.transports.base import Channel, Message, MessageKind, Plain
+
+
+class Network:
+    """Exchanges joined by a bag of messages."""
+
+    def __init__(self, stages: int) -> None:
+        self.bag: list[tuple[int, Message]] = []
+        self.exchanges = [TreeExchange(stage, stages, self._poster(stage)) for stage in range(stages)]
+
+    def _poster(self, sender: int) -> Callable[[int, Message], None]:
+        return lambda peer, message: self.bag.append((peer, replace(message, sender=sender)))
+
+    async def run(self, choices: random.Random) -> None:
+        """Deliver everything, in drawn order."""
+        quiet = 0
+        while quiet < 3:
+            await asyncio.sleep(0)
+            quiet = 0 if self.bag else quiet + 1
+            if self.bag:
+                peer, message = self.bag.pop(choices.randrange(len(self.bag)))
+                self.exchanges[peer].take(message)
+
+
+@pytest.mark.parametrize("stages", range(1, 10))
+async def test_every_rank_gets_what_all_gave_whatever_comes_first(stages: int) -> None:
+    """Several exchanges at once, joined in a drawn order, some only after messages of theirs have come."""
+    for seed in range(20):
+        choices, network = random.Random(seed), Network(stages)
+        keys = [("step", 0), ("poll", 0), ("poll", 1)]
+        joins = [(stage, key) for stage in range(stages) for key in keys]
+        choices.shuffle(joins)
+        tasks = {}
+        for stage, (topic, number) in joins:
+            own = f"{topic}{number}@{stage}".encode()
+            tasks[stage, topic, number] = asyncio.create_task(network.exchanges[stage].exchange(topic, number, own))
+            if choices.random() < 0.5:
+                await network.run(choices)
+        await network.run(choices)
+        for (_, topic, number), task in tasks.items():
+            assert task.result() == [f"{topic}{number}@{stage}".encode() for stage in range(stages)]
+
+
+@pytest.mark.parametrize("stages", range(1, 34))
+def test_the_tree_joins_all_and_a_rank_has_few_peers(stages: int) -> None:
+    graph = Graph.chain(stages)
+    assert parent(0) is None
+    for stage in range(stages):
+        assert all(parent(child) == stage for child in children(stage, stages))
+        assert len(peers(graph, stage)) <= 5
+        assert all(stage in peers(graph, peer) for peer in peers(graph, stage))
+    for dead in range(stages):
+        reached, todo = set(), [stage for stage in range(stages) if stage != dead][:1]
+        while todo:
+            stage = todo.pop()
+            if stage not in reached and stage != dead:
+                reached.add(stage)
+                todo += peers(graph, stage)
+        assert len(reached) == stages - 1, "one dead rank must not cut the others off"
+
+
+BAD: list[tuple[dict[str, Plain], bytes, MessageKind, int, str]] = [
+    ({"topic": 1, "number": 2}, b"\x90", MessageKind.REPORT, 1, "without topic and number"),
+    ({"topic": "step"}, b"\x90", MessageKind.REPORT, 1, "without topic and number"),
+    ({"topic": "step", "number": 0}, b"\xc1", MessageKind.REPORT, 1, "cannot be read"),
+    ({"topic": "step", "number": 0}, b"", MessageKind.REPORT, 1, "cannot be read"),
+    ({"topic": "step", "number": 0}, b"\x91\x92\x00\x01", MessageKind.REPORT, 1, "not bytes by stage"),
+    ({"topic": "step", "number": 0}, b"\x90", MessageKind.REPORT, 3, "stage 3 sent stage 0"),
+    ({"topic": "step", "number": 0}, b"\x90", MessageKind.RESULT, 1, "stage 1 sent stage 0"),
+]
+
+
+@pytest.mark.parametrize(("body", "data", "kind", "sender", "message"), BAD)
+def test_what_makes_no_sense_is_refused(
+    body: dict[str, Plain], data: bytes, kind: MessageKind, sender: int, message: str
+) -> None:
+    exchange = TreeExchange(0, 4, lambda peer, sent: None)
+    with pytest.raises(ProtocolError, match=message):
+        exchange.take(Message(Channel.CONTROL, kind, tensors=(to_tensor(data),), body=body, sender=sender))
+
+
+def test_a_result_that_lacks_a_stage_is_refused() -> None:
+    exchange = TreeExchange(1, 2, lambda peer, sent: None)
+    body: dict[str, Plain] = {"topic": "step", "number": 0}
+    with pytest.raises(ProtocolError, match="a result of step 0"):
+        exchange.take(Message(Channel.CONTROL, MessageKind.RESULT, tensors=(to_tensor(b"\x90"),), body=body, sender=0))

@@ -1,0 +1,89 @@
+"""The verdict over what all ranks answer, as a table; and what crosses the wire."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgpack
+import pytest
+
+from rrfp.control.status import RankStatus, judge
+from rrfp.errors import ProtocolError
+
+IDLE = RankStatus(
+    stage=0,
+    step=2,
+    steps_ended=2,
+    running=None,
+    running_s=0.0,
+    can_run=False,
+    completed=5,
+    sent=3,
+    received=3,
+    awaits=("F1@0 (x owed by stage 1)",),
+)
+OTHER = replace(IDLE, stage=1, awaits=())
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        (IDLE, replace(OTHER, running="B3@1", running_s=12.34), "stage 1 has been running B3@1 for 12.3 s"),
+        (IDLE, replace(OTHER, can_run=True), "stage 1 is about to start a task"),
+        (IDLE, replace(OTHER, step=None), "stage 1 is not in step 2: its program has not called step() yet"),
+        (IDLE, replace(OTHER, step=1), "stage 1 is not in step 2: it is still in step 1"),
+        (replace(IDLE, sent=5), OTHER, "2 message(s) are in flight"),
+    ],
+)
+def test_a_rank_that_holds_the_others_up_is_named_whatever_the_last_poll_said(
+    first: RankStatus, second: RankStatus, text: str
+) -> None:
+    for before in (None, [first, second]):
+        verdict = judge([first, second], before)
+        assert (verdict.deadlock, verdict.certain, verdict.text) == (False, True, text)
+
+
+def test_all_who_hold_the_others_up_are_named() -> None:
+    verdict = judge([replace(IDLE, running="F0@0", running_s=1.0), replace(OTHER, step=None)], None)
+    assert verdict.text.count(";") == 1
+
+
+@pytest.mark.parametrize("field", ["steps_ended", "completed", "sent", "received"])
+def test_progress_between_two_polls_is_no_deadlock(field: str) -> None:
+    before = [replace(IDLE, **{field: getattr(IDLE, field) - 1}), OTHER]
+    verdict = judge([IDLE, OTHER], before)
+    assert (verdict.deadlock, verdict.certain) == (False, False)
+
+
+def test_one_poll_alone_proves_nothing() -> None:
+    assert not judge([IDLE, OTHER], None).certain
+
+
+def test_two_polls_without_progress_and_with_nothing_in_flight_are_a_deadlock_with_a_report() -> None:
+    verdict = judge([IDLE, OTHER], [IDLE, OTHER])
+    assert verdict.deadlock
+    assert verdict.text.splitlines() == [
+        "deadlock in step 2: every rank is idle and nothing is in flight",
+        "  stage 0 waits for: F1@0 (x owed by stage 1)",
+        "  stage 1 waits for: nothing",
+    ]
+
+
+def test_between_steps_nobody_is_late() -> None:
+    outside = [replace(IDLE, step=None), replace(OTHER, step=None)]
+    assert not judge(outside, outside).deadlock
+
+
+def test_ranks_that_only_exchange_results_are_no_deadlock() -> None:
+    ending = [replace(IDLE, awaits=()), OTHER]
+    assert not judge(ending, ending).deadlock
+
+
+def test_a_status_travels() -> None:
+    assert RankStatus.decode(IDLE.encode()) == IDLE
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", msgpack.packb({}), msgpack.packb([1]), msgpack.packb({"awaits": 3})])
+def test_a_malformed_status_is_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError, match="a status cannot be read"):
+        RankStatus.decode(data)

@@ -1,0 +1,172 @@
+"""Real processes, one a rank, over zmq. Forked from a server that has imported torch: that saves seconds each."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import torch
+from runtime.toys import data, loss_fn, stages
+from torch import nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+import rrfp
+from rrfp.blocking import BlockingPipeline
+from rrfp.errors import PipelineAborted
+from rrfp.transports.rendezvous import StoreRendezvous
+
+BATCH = data(4)
+
+#: What a rank's program does with its pipeline; it may say something to the test.
+Program = Callable[[int, BlockingPipeline, Connection], Any]
+
+
+@dataclass
+class End:
+    """How a rank's program ended: the exception's name, an abort's origin, and when, by ``time.monotonic()``."""
+
+    error: str
+    origin: tuple[int, str | None, str] | None
+    at: float
+    value: Any = None
+    logged: list[str] = field(default_factory=list)
+
+
+class Slow(nn.Module):
+    """Sleeps in every forward."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.inner = stages(1)[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        output: torch.Tensor = self.inner(x)
+        return output
+
+
+def preload() -> ForkServerContext:
+    """The way to start ranks."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["runtime.processes", "rrfp.pipeline", "rrfp.transports.zmq"])
+    return context
+
+
+class Processes:
+    """Runs ``program`` on ``count`` ranks.
+
+    Args:
+        folder: where the ranks meet.
+        count: N.
+        program: what each rank does; importable.
+        seconds: what a forward takes.
+    """
+
+    def __init__(self, folder: Path, count: int, program: Program, seconds: float = 0.01) -> None:
+        context = preload()
+        self.connections: list[Connection] = []
+        self.processes: list[Any] = []
+        for stage in range(count):
+            here, there = context.Pipe()
+            arguments = (str(folder / "store"), stage, count, program, seconds, there)
+            process = context.Process(target=_run, args=arguments, name=f"rank-{stage}")
+            process.start()
+            there.close()
+            self.connections.append(here)
+            self.processes.append(process)
+
+    def pid(self, stage: int) -> int:
+        """The process id of a rank."""
+        return int(self.processes[stage].pid)
+
+    def hear(self, stage: int, timeout_s: float = 30.0) -> Any:
+        """What the program of ``stage`` says next."""
+        assert self.connections[stage].poll(timeout_s), f"rank {stage} says nothing"
+        return self.connections[stage].recv()
+
+    def end(self, stage: int) -> End:
+        """How the program of ``stage`` ended."""
+        while not isinstance(said := self.hear(stage), End):
+            pass
+        return said
+
+    def join(self, since: float, within_s: float = 15.0) -> None:
+        """Wait until every process has ended."""
+        for process in self.processes:
+            process.join(max(0.0, since + within_s - time.monotonic()))
+            assert not process.is_alive(), f"{process.name} still runs after {within_s} s"
+
+    def kill(self) -> None:
+        """Leave nothing behind, however the test went."""
+        for process in self.processes:
+            process.kill()
+            process.join(10)
+        for connection in self.connections:
+            connection.close()
+
+
+def _run(store: str, stage: int, count: int, program: Program, seconds: float, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    rendezvous = StoreRendezvous(FileStore(store, count), run_id="test")
+    pipeline = rrfp.Pipeline(
+        Slow(seconds), topology=rrfp.Topology(stage, count), rendezvous=rendezvous, loss_fn=loss_fn, stall_after=1.0
+    )
+    value, error = None, ""
+    origin = None
+    try:
+        with pipeline.blocking() as pipe:
+            value = program(stage, pipe, connection)
+    except PipelineAborted as aborted:
+        error, origin = "PipelineAborted", (aborted.origin.stage, aborted.origin.task, aborted.origin.cause)
+    except BaseException as other:
+        error = type(other).__name__
+    connection.send(End(error, origin, time.monotonic(), value, logged))
+    connection.close()
+
+
+def steps_for_ever(stage: int, pipe: BlockingPipeline, connection: Connection) -> None:
+    for number in range(10**6):
+        pipe.step(BATCH.inputs, BATCH.targets)
+        if number == 2:
+            connection.send("stepping")
+
+
+def die_between_steps(stage: int, pipe: BlockingPipeline, connection: Connection) -> None:
+    pipe.step(BATCH.inputs, BATCH.targets)
+    if stage == 1:
+        connection.send("dying")
+        connection.close()
+        os._exit(7)
+    pipe.step(BATCH.inputs, BATCH.targets)
+
+
+def leave_early(stage: int, pipe: BlockingPipeline, connection: Connection) -> None:
+    pipe.step(BATCH.inputs, BATCH.targets)
+    if stage != 1:
+        pipe.step(BATCH.inputs, BATCH.targets)
+
+
+def three_steps(stage: int, pipe: BlockingPipeline, connection: Connection) -> Any:
+    results = [pipe.step(BATCH.inputs, BATCH.targets) for _ in range(3)]
+    return [(result.loss, result.losses, result.peak_held) for result in results]
+
+
+def hang_on_the_lane(stage: int, pipe: BlockingPipeline, connection: Connection) -> None:
+    connection.send("stepping")
+    if stage == 2:
+        time.sleep(0.5)
+        raise ValueError("enough")
+    pipe.step(BATCH.inputs, BATCH.targets)

@@ -1,0 +1,77 @@
+"""Runs the ranks of one pipeline in threads of this process, each with a user's program of its own."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+from runtime.toys import loss_fn
+from torch import nn
+
+import rrfp
+from rrfp.blocking import BlockingPipeline
+from rrfp.errors import PipelineAborted
+from rrfp.transports.rendezvous import LocalRendezvous
+
+#: What the user of one rank does inside the ``with`` block.
+Body = Callable[[int, BlockingPipeline], Any]
+
+
+@dataclass
+class Outcome:
+    """How a rank's program ended: with a value, or with an exception; and when, by ``time.monotonic()``."""
+
+    value: Any = None
+    error: BaseException | None = None
+    ended: float = 0.0
+
+    @property
+    def abort(self) -> PipelineAborted:
+        assert isinstance(self.error, PipelineAborted), repr(self.error)
+        return self.error
+
+
+class ThreadedRanks:
+    """One pipeline, a thread a rank.
+
+    Args:
+        modules: one a rank.
+        body: what each rank's user does.
+        options: of every `rrfp.Pipeline`.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], body: Body, **options: Any) -> None:
+        met, count = LocalRendezvous(), len(modules)
+        settings: Any = {"transport": "inproc", "loss_fn": loss_fn, "rendezvous": met, **options}
+        with patch("rrfp.pipeline._numbers", itertools.repeat(0)):  # as in processes of their own
+            self.pipelines = [
+                rrfp.Pipeline(module, topology=rrfp.Topology(stage, count), **settings)
+                for stage, module in enumerate(modules)
+            ]
+        self.outcomes = [Outcome() for _ in modules]
+        self._body = body
+        self._threads = [threading.Thread(target=self._run, args=(stage,), daemon=True) for stage in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def join(self, timeout_s: float = 20.0) -> list[Outcome]:
+        """Wait for every rank's program."""
+        deadline = time.monotonic() + timeout_s
+        for stage, thread in enumerate(self._threads):
+            thread.join(deadline - time.monotonic())
+            assert not thread.is_alive(), f"rank {stage} hangs"
+        return self.outcomes
+
+    def _run(self, stage: int) -> None:
+        outcome = self.outcomes[stage]
+        try:
+            with self.pipelines[stage].blocking() as pipe:
+                outcome.value = self._body(stage, pipe)
+        except BaseException as error:
+            outcome.error = error
+        outcome.ended = time.monotonic()

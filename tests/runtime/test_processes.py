@@ -1,0 +1,144 @@
+"""Real processes over zmq: they compute together, and they end together, whatever happens to one of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runtime.processes as programs
+from runtime.processes import Processes, Program, preload
+
+#: Seconds from a failure to the error on every rank: told by a live rank, and found out about a dead one.
+TOLD_S, DEAD_S = 2.0, 3.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server() -> None:
+    """The server outlives tests; it is started outside of them, or each would seem to leave it behind."""
+    preload()
+    resource_tracker.ensure_running()
+    forkserver.ensure_running()
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Any]:
+    running: list[Processes] = []
+
+    def start(count: int, program: Program, seconds: float = 0.01) -> Processes:
+        running.append(Processes(tmp_path, count, program, seconds))
+        return running[-1]
+
+    yield start
+    for processes in running:
+        processes.kill()
+
+
+def test_every_rank_gets_the_same_result(launch: Any) -> None:
+    ranks = launch(4, programs.three_steps)
+    ends = [ranks.end(stage) for stage in range(4)]
+    assert [end.error for end in ends] == [""] * 4
+    assert all(end.value == ends[0].value for end in ends)
+    assert all(loss is not None and len(losses) == 4 for loss, losses, _ in ends[0].value)
+    ranks.join(time.monotonic())
+    assert [process.exitcode for process in ranks.processes] == [0] * 4
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_a_killed_rank_is_named_on_every_other(launch: Any, victim: int) -> None:
+    ranks = launch(4, programs.steps_for_ever)
+    for stage in range(4):
+        assert ranks.hear(stage) == "stepping"
+    killed = time.monotonic()
+    os.kill(ranks.pid(victim), signal.SIGKILL)
+    for stage in {0, 1, 2, 3} - {victim}:
+        end = ranks.end(stage)
+        assert end.error == "PipelineAborted"
+        assert end.origin[0] == victim
+        assert end.origin[2].startswith("PeerLostError: ")
+        assert end.at - killed < DEAD_S
+    ranks.join(killed)
+
+
+def test_a_silent_rank_is_named_and_ends_once_it_wakes(launch: Any) -> None:
+    ranks = launch(3, programs.steps_for_ever)
+    for stage in range(3):
+        assert ranks.hear(stage) == "stepping"
+    stopped = time.monotonic()
+    os.kill(ranks.pid(1), signal.SIGSTOP)
+    for stage in (0, 2):
+        end = ranks.end(stage)
+        assert end.origin[0] == 1
+        assert end.at - stopped < DEAD_S
+    os.kill(ranks.pid(1), signal.SIGCONT)
+    woken = time.monotonic()
+    assert ranks.end(1).error == "PipelineAborted"
+    ranks.join(woken)
+
+
+def test_ctrl_c_ends_all_ranks(launch: Any) -> None:
+    ranks = launch(3, programs.steps_for_ever)
+    for stage in range(3):
+        assert ranks.hear(stage) == "stepping"
+    interrupted = time.monotonic()
+    for stage in range(3):
+        os.kill(ranks.pid(stage), signal.SIGINT)
+    for stage in range(3):
+        end = ranks.end(stage)
+        assert end.error in ("KeyboardInterrupt", "PipelineAborted")
+        assert end.at - interrupted < DEAD_S
+    ranks.join(interrupted)
+
+
+def test_ctrl_c_on_one_rank_is_named_on_the_others(launch: Any) -> None:
+    ranks = launch(3, programs.steps_for_ever)
+    for stage in range(3):
+        assert ranks.hear(stage) == "stepping"
+    interrupted = time.monotonic()
+    os.kill(ranks.pid(1), signal.SIGINT)
+    assert ranks.end(1).error == "KeyboardInterrupt"
+    for stage in (0, 2):
+        end = ranks.end(stage)
+        assert end.origin == (1, None, "KeyboardInterrupt")
+        assert end.at - interrupted < TOLD_S
+    ranks.join(interrupted)
+
+
+def test_a_rank_that_dies_between_steps_is_named_in_the_next_one(launch: Any) -> None:
+    ranks = launch(3, programs.die_between_steps)
+    assert ranks.hear(1) == "dying"
+    died = time.monotonic()
+    for stage in (0, 2):
+        end = ranks.end(stage)
+        assert end.origin[0] == 1
+        assert end.at - died < DEAD_S
+    ranks.join(died)
+
+
+def test_a_rank_that_leaves_early_is_named_on_the_others(launch: Any) -> None:
+    ranks = launch(3, programs.leave_early)
+    left = ranks.end(1)
+    assert left.error == ""
+    for stage in (0, 2):
+        end = ranks.end(stage)
+        assert "stage 1 closed its pipeline after 1 step(s)" in end.origin[2]
+        assert end.at - left.at < TOLD_S
+
+
+def test_neither_the_error_nor_the_exit_waits_for_a_lane(launch: Any) -> None:
+    """Every forward takes half a minute; stage 2 gives up."""
+    ranks = launch(3, programs.hang_on_the_lane, seconds=30.0)
+    for stage in range(3):
+        assert ranks.hear(stage) == "stepping"
+    began = time.monotonic()
+    assert ranks.end(2).error == "ValueError"
+    for stage in (0, 1):
+        end = ranks.end(stage)
+        assert end.origin == (2, None, "ValueError: enough")
+        assert end.at - began < 0.5 + TOLD_S
+    ranks.join(began)
