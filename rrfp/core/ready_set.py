@@ -64,6 +64,13 @@ class ReadySet:
                 return task
         return None
 
+    def heads(self) -> Iterator[Task]:
+        """The lowest ready microbatch of each kind and chunk that has one."""
+        for kind in Kind:
+            for chunk in self._deeper_first:
+                if (task := self.head(kind, chunk)) is not None:
+                    yield task
+
     def __contains__(self, task: object) -> bool:
         if not isinstance(task, Task):
             return False

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.schedule import Schedule
-from rrfp.core.tasks import Mode, Task
+from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.errors import ConfigError
 
 #: Gives the schedule for the step that a view shows; it must hold every task of that step, weight tasks included.
@@ -25,6 +25,7 @@ class ScheduleHint(Hint):
         self._source = source
         self._order: tuple[Task, ...] = ()
         self._place: dict[Task, int] = {}
+        self._is_monotone = True
 
     def open_step(self, view: View) -> None:
         """Look the step's order up.
@@ -38,10 +39,13 @@ class ScheduleHint(Hint):
         for task in view.graph.tasks(view.stage, view.microbatches, view.mode):
             if task not in self._place:
                 raise ConfigError(f"schedule {schedule.name} misses {task} on stage {view.stage}")
+        self._is_monotone = _is_monotone(self._order)
 
     def choose(self, ready: ReadySet, view: View) -> Task | None:
         """See `rrfp.core.hint.Hint.choose`."""
-        return min(ready, key=self._place.__getitem__)
+        # Looking at a thousand ready tasks takes half a millisecond; the heads are enough for every usual schedule.
+        candidates = ready.heads() if self._is_monotone else iter(ready)
+        return min(candidates, key=self._place.__getitem__)
 
 
 class Strict(ScheduleHint):
@@ -53,3 +57,13 @@ class Strict(ScheduleHint):
         """See `rrfp.core.hint.Hint.choose`."""
         due = self._order[view.num_enqueued_total]
         return due if due in ready else None
+
+
+def _is_monotone(order: Sequence[Task]) -> bool:
+    """Whether each kind of each virtual stage comes in microbatch order."""
+    last: dict[tuple[Kind, int], int] = {}
+    for kind, microbatch, virtual_stage in order:
+        if last.get((kind, virtual_stage), -1) > microbatch:
+            return False
+        last[kind, virtual_stage] = microbatch
+    return True

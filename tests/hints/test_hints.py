@@ -163,6 +163,12 @@ def test_a_schedule_as_hint_ranks_and_never_waits() -> None:
     assert script.decisions(4) == "F1@1 B1@1 B0@1 -"
 
 
+def test_a_schedule_may_rank_a_later_microbatch_first() -> None:
+    script = Script(MIDDLE, 1, hint=ScheduleHint(lambda view: schedule_of(ORDER)))
+    script.arrived("F0@0", "F1@0", "B0@2", "B1@2")
+    assert script.decisions(5) == "F1@1 F0@1 B1@1 B0@1 -"
+
+
 def test_strict_waits_for_the_next_task_of_its_schedule() -> None:
     script = Script(MIDDLE, 1, hint=Strict(lambda view: schedule_of(ORDER)))
     script.arrived("F0@0", "B0@2", "B1@2")
