@@ -44,7 +44,7 @@ class Aim:
         value: measured.
         limit: the aim.
         sense: whether the aim is an upper or a lower limit.
-        unit: to print with both numbers.
+        unit: of both numbers.
     """
 
     name: str
@@ -78,8 +78,8 @@ def table_of(title: str, *columns: str) -> Table:
 
 def aims_table(aims: Sequence[Aim]) -> Table:
     """Each aim, what was measured, and whether that meets it."""
-    table = table_of("aims", "figure", "measured", "aim", "met")
+    table = table_of("aims", "figure", "unit", "measured", "aim", "met")
     for aim in aims:
-        row = (f"{aim.value:,.0f}{aim.unit}", f"{aim.sense} {aim.limit:,.0f}")
+        row = (aim.unit, f"{aim.value:,.0f}", f"{aim.sense} {aim.limit:,.0f}")
         table.add_row(aim.name, *row, "yes" if aim.met else "NO")
     return table

@@ -44,7 +44,7 @@ HINTS = ("bf", "b-priority", "1f1b")
 READY = (4, 64, 1024)
 ENGINE_STAGES = (4, 64)
 
-FILED, FILED_NICE = "filed, lane busy, zmq/ipc", "filed, lane busy, nice 10, zmq/ipc"
+FILED, FILED_NICE = "filed, zmq/ipc", "filed, nice 10, zmq/ipc"
 SAME_LOOP, TWO_LOOPS, ZMQ = "started, inproc, same loop", "started, inproc, two loops", "started, zmq/ipc"
 BARE_HOP, BARE_ZMQ = "bare call_soon_threadsafe", "bare zmq, round trip / 2"
 
@@ -192,10 +192,10 @@ def measure_arrivals(size: Size) -> dict[str, Spread]:
 
 def aims_of(arrivals: dict[str, Spread], engine: Sequence[EngineSpeed]) -> list[Aim]:
     """What DESIGN and its users expect."""
-    aims = [Aim(f"{name}, p99", arrivals[name].p99 * 1e6, 5000, unit=" us") for name in (FILED, FILED_NICE)]
+    aims = [Aim(f"{name}, p99", arrivals[name].p99 * 1e6, 5000, unit="us") for name in (FILED, FILED_NICE)]
     limits = {SAME_LOOP: 60, TWO_LOOPS: 60, ZMQ: 200}
-    aims += [Aim(f"{name}, p50", arrivals[name].p50 * 1e6, limit, unit=" us") for name, limit in limits.items()]
-    aims += [Aim(f"engine, PP {e.stages}", e.tasks_per_s, 50_000, "at least", " tasks/s") for e in engine]
+    aims += [Aim(f"{name}, p50", arrivals[name].p50 * 1e6, limit, unit="us") for name, limit in limits.items()]
+    aims += [Aim(f"engine, PP {e.stages}", e.tasks_per_s, 50_000, "at least", "tasks/s") for e in engine]
     return aims
 
 

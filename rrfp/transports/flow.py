@@ -27,7 +27,7 @@ def cost_of(num_bytes: int) -> int:
     return num_bytes + MESSAGE_OVERHEAD
 
 
-class LoopThread:
+class HomeLoop:
     """The loop that an object belongs to, and how to reach it from any thread. Make it on that loop."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Window:
         home: the sender's loop.
     """
 
-    def __init__(self, limit: int, home: LoopThread) -> None:
+    def __init__(self, limit: int, home: HomeLoop) -> None:
         self._limit = limit
         self._home = home
         self._lock = threading.Lock()
@@ -128,7 +128,7 @@ class Inbox:
         home: the receiver's loop.
     """
 
-    def __init__(self, home: LoopThread) -> None:
+    def __init__(self, home: HomeLoop) -> None:
         self._home = home
         self._lock = threading.Lock()
         self._control: deque[_Entry] = deque()

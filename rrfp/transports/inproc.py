@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rrfp.errors import ConfigError, PeerLostError, RrfpError, TransportClosedError, TransportError
 from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
-from rrfp.transports.flow import CLOSED, Inbox, LoopThread, Window, cost_of
+from rrfp.transports.flow import CLOSED, HomeLoop, Inbox, Window, cost_of
 from rrfp.transports.pool import BufferPool
 from rrfp.transports.tensor_bytes import as_bytes, check_sendable, from_buffer
 from rrfp.transports.wire import copy_body
@@ -30,7 +30,7 @@ SLICE_BYTES = 1 << 20
 class _Outbound:
     """The way to one peer on one channel: whose turn it is to send, and how much the peer has yet to consume."""
 
-    def __init__(self, limit: int, home: LoopThread) -> None:
+    def __init__(self, limit: int, home: HomeLoop) -> None:
         self.turn = asyncio.Lock()
         self.window = Window(limit, home)
         self.sequence = 0
@@ -43,7 +43,7 @@ class _End:
         self.stage = context.stage
         self.gone = False  # written and read by the hub only
         self.parted: set[int] = set()  # peers that left while this end was there; likewise
-        self.home = LoopThread()
+        self.home = HomeLoop()
         self.inbox = Inbox(self.home)
         self.outbound = {
             (peer, channel): _Outbound(context.queue_bytes, self.home) for peer in context.peers for channel in Channel

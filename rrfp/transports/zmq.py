@@ -16,7 +16,7 @@ import zmq
 
 from rrfp.errors import ConfigError, FrameError, TransportClosedError, TransportError
 from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
-from rrfp.transports.flow import CLOSED, Inbox, LoopThread
+from rrfp.transports.flow import CLOSED, HomeLoop, Inbox
 from rrfp.transports.wire import Codec, Sealed
 from rrfp.transports.zmq_endpoint import choose_address
 from rrfp.transports.zmq_inlet import Inlet, Route, identity_of
@@ -50,7 +50,7 @@ class ZmqTransport(Transport):
         self._closed: asyncio.Event | None = None
         self._is_closed = False
         self._zmq: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._home: LoopThread | None = None
+        self._home: HomeLoop | None = None
         self._inbox: Inbox | None = None
         self._inlet: Inlet | None = None
         self._links: dict[int, Link] = {}
@@ -64,7 +64,7 @@ class ZmqTransport(Transport):
         self._started = True
         context = self.context
         self._closed = asyncio.Event()
-        self._home = LoopThread()
+        self._home = HomeLoop()
         self._inbox = Inbox(self._home)
         self._links = {peer: Link(peer, self._codec, context.queue_bytes, self._inbox.put) for peer in context.peers}
         try:
@@ -91,7 +91,7 @@ class ZmqTransport(Transport):
             self._links[peer].connect({channel: self._outlet(found.decode(), channel, home) for channel in Channel})
         await self._wait_for_peers(deadline_s - home.loop.time())
 
-    def _outlet(self, endpoint: str, channel: Channel, home: LoopThread) -> Outlet:
+    def _outlet(self, endpoint: str, channel: Channel, home: HomeLoop) -> Outlet:
         assert self._zmq is not None
         socket = open_socket(self._zmq, endpoint, identity_of(self.context.stage, channel), channel)
         return Outlet(socket, self._codec, self.context.queue_bytes, home)

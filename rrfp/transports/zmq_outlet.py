@@ -15,7 +15,7 @@ import zmq
 
 from rrfp.errors import RrfpError
 from rrfp.transports.base import Channel, Message
-from rrfp.transports.flow import LoopThread, Window, cost_of
+from rrfp.transports.flow import HomeLoop, Window, cost_of
 from rrfp.transports.wire import Codec
 from rrfp.transports.zmq_pieces import PIECE_BYTES, Piece, split_inline
 
@@ -81,7 +81,7 @@ class Outlet:
         home: the loop.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], codec: Codec, limit: int, home: LoopThread) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], codec: Codec, limit: int, home: HomeLoop) -> None:
         self.window = Window(limit, home)
         self._socket = socket
         self._fd = int(socket.getsockopt(zmq.FD))

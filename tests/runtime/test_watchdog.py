@@ -35,11 +35,17 @@ def wait_for_log(caplog: pytest.LogCaptureFixture, text: str) -> str:
 
 def test_a_slow_task_is_named_and_nothing_ends(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    hold = Hold()
-    ranks = ThreadedRanks([*stages(2), Bomb(hold)], step, stall_after=STALL_S)
-    line = wait_for_log(caplog, "has been running F0@2 for")
+    hold, batch = Hold(), data(1)  # one microbatch, because the lanes of one process take turns
+
+    def body(stage: int, pipe: BlockingPipeline) -> Any:
+        return pipe.step(batch.inputs, batch.targets)
+
+    ranks = ThreadedRanks([*stages(2), Bomb(hold)], body, stall_after=STALL_S)
+    try:
+        line = wait_for_log(caplog, "has been running F0@2 for")
+    finally:
+        hold.release.set()
     assert line.startswith(("stage 0 has been idle for", "stage 1 has been idle for"))
-    hold.release.set()
     assert [outcome.error for outcome in ranks.join()] == [None] * 3
 
 
@@ -53,8 +59,10 @@ def test_a_rank_outside_its_step_is_named(caplog: pytest.LogCaptureFixture) -> N
         return step(stage, pipe)
 
     ranks = ThreadedRanks(stages(3), body, stall_after=STALL_S)
-    wait_for_log(caplog, "stage 1 is not in step 0: its program has not called step() yet")
-    hold.release.set()
+    try:
+        wait_for_log(caplog, "stage 1 is not in step 0: its program has not called step() yet")
+    finally:
+        hold.release.set()
     assert [outcome.error for outcome in ranks.join()] == [None] * 3
 
 
@@ -99,8 +107,10 @@ def test_a_long_reduction_is_no_deadlock(caplog: pytest.LogCaptureFixture) -> No
 
     modules: Any = [Reducing(), Reducing()]
     ranks = ThreadedRanks(modules, step, stall_after=STALL_S)
-    wait_for_log(caplog, "stage 1 has been running the gradients of virtual stage 1 for")
-    hold.release.set()
+    try:
+        wait_for_log(caplog, "stage 1 has been running the gradients of virtual stage 1 for")
+    finally:
+        hold.release.set()
     assert [outcome.error for outcome in ranks.join()] == [None] * 2
 
 
