@@ -148,9 +148,9 @@ class StageRunner:
 
     async def _unless_aborted(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
         """Wait for ``coroutine``, in a task of its own so that a failure can end it wherever it waits."""
-        self._current = asyncio.create_task(coroutine, name=f"rrfp-stage-{self.stage}")
+        self._current = waiting = asyncio.create_task(coroutine, name=f"rrfp-stage-{self.stage}")
         try:
-            return await self._current
+            return await waiting
         except asyncio.CancelledError:
             if self._failure is None:
                 self.fail(RrfpError(f"{what} was cancelled by its caller"))
