@@ -1,6 +1,6 @@
 """What a deadlock looks like: a hint that waits for a task that can never come, and the report that ends it.
 
-    python examples/deadlock.py
+python examples/deadlock.py
 """
 
 import logging

@@ -55,10 +55,12 @@ def plan_step(
     """Check the arguments of a step; see `rrfp.Pipeline.step`.
 
     Raises:
-        ConfigError: if they are no lists, disagree on M, or a weight is impossible.
+        ConfigError: if they are no lists, disagree on M, ``kwargs`` are no dicts, or a weight is impossible.
     """
     lists = {"inputs": inputs, "targets": targets, "kwargs": kwargs, "weights": weights}
     count = _microbatches(lists, microbatches)
+    if not all(isinstance(each, Mapping) for each in kwargs or ()):  # anything else would become a positional argument
+        raise ConfigError("kwargs must hold a dict for each microbatch")
     gradient = gradient_weights(weights, count, reduction, grad_scale)
     batch = Batch(inputs=inputs, targets=targets, kwargs=kwargs, gradient_weights=gradient)
     return Plan(StepId(number, mode, count), batch, None if weights is None else tuple(weights))

@@ -1,8 +1,7 @@
 """The exception tree, ordered by whose fault it is.
 
 Every error that this package raises on purpose derives from :class:`RrfpError`. Below it, the second level says who has
-to
-act: the caller (`ConfigError`), code that the caller plugged in (`LocalError`), another rank (`PeerError`), the way
+to act: the caller (`ConfigError`), code that the caller plugged in (`LocalError`), another rank (`PeerError`), the way
 between two ranks (`TransportError`). `PipelineAborted` is what every rank sees when any rank failed; it names the
 origin.
 

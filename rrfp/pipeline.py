@@ -47,7 +47,8 @@ class PipelineHandle:
     """What `Pipeline` and `rrfp.local` have in common: entering, leaving, and steps.
 
     Use it as ``async with pipeline as pipe``, or ``with pipeline.blocking() as pipe``. An exception that leaves the
-    block aborts the pipeline on every rank. If another rank failed and no step told, leaving raises `PipelineAborted`.
+    block aborts the pipeline on every rank, and so does leaving it while a step runs. If another rank failed and no
+    step told, leaving raises `PipelineAborted`.
 
     Args:
         ranks: the ranks of this process.

@@ -78,7 +78,8 @@ class Session:
 
     def end_step(self) -> None:
         """The step has ended, one way or another."""
-        self._state = "open"
+        if self._state == "in a step":  # and not closed meanwhile
+            self._state = "open"
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Run ``coroutine`` on the runtime's own loop."""

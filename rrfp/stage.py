@@ -1,7 +1,7 @@
 """The shell of one rank: turns I/O into events for the core, and the core's instructions into I/O.
 
 One TaskGroup holds the receive pump, the arbiter, the watchdog and the sends under way. There is no policy and no wire
-format in here. Everything runs on one loop; only `_compute` runs on the lane's thread.
+format in here. Everything runs on one loop, but for what is handed to the lane.
 """
 
 from __future__ import annotations
@@ -121,6 +121,8 @@ class StageRunner:
         Raises:
             PipelineAborted: if the pipeline failed and no call has told the caller.
         """
+        if self._current is not None:  # or the step would wait for ever, and without a word
+            self.fail(RrfpError("the pipeline was left while a step was running"))
         try:
             async with asyncio.timeout(CLOSE_GRACE_S):
                 await self._leave()
@@ -141,10 +143,11 @@ class StageRunner:
         if self._failure is None:
             for peer in self._transport.context.peers:
                 self._courier.post(peer, closed_message(self._progress.steps_ended))
-        if self._spreading is not None:
-            await self._spreading
         await self._services.stop()
-        await self._transport.close()
+        if self._spreading is None:
+            await self._transport.close()
+        else:
+            await self._spreading  # frees the transport
 
     async def _unless_aborted(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
         """Wait for ``coroutine``, in a task of its own so that a failure can end it wherever it waits."""
@@ -233,16 +236,18 @@ class StageRunner:
                 raise ProtocolError(f"stage {message.sender} sent a {kind} message that stage {self.stage} cannot use")
 
     def _tell(self, event: ev.Event) -> None:
-        self._progress.touch()
-        instructions = self._core.apply(event)
         self._arbiter.kick()  # first, so that the next task starts before sends begin to copy their tensors
-        for instruction in instructions:
+        self._apply(event)
+
+    def _apply(self, event: ev.Event) -> None:
+        self._progress.touch()
+        for instruction in self._core.apply(event):
             self._perform(instruction)
 
     def _perform(self, instruction: ev.Instruction) -> None:
         match instruction:
             case ev.Send():
-                self._courier.send(instruction)
+                self._services.spawn(self._courier.send(instruction), instruction.task)
             case ev.Credit():
                 self._courier.credit(instruction)
             case ev.Release(task):
@@ -257,10 +262,11 @@ class StageRunner:
     # Tasks on the lane.
 
     def _dispatch(self, task: Task) -> None:
-        self._tell(ev.Enqueued(task))
-        self._progress.enqueued()
+        # First to the lane: its thread takes some time to wake up.
         done = self._lane.enqueue(partial(run_task, self.program, self._mailbox, task))
         done.add_done_callback(partial(self._on_done, task))
+        self._apply(ev.Enqueued(task))  # and no kick: the arbiter, which called this, goes on deciding
+        self._progress.enqueued()
 
     def _on_done(self, task: Task, done: asyncio.Future[Execution[None]]) -> None:
         error = done.exception()  # asked for in any case, or asyncio would complain that nobody did

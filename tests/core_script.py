@@ -7,7 +7,7 @@ from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint
 from rrfp.core.order_log import Group
-from rrfp.core.readiness import Ordered
+from rrfp.core.readiness import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.hints.alternating import BackwardForward
@@ -37,7 +37,7 @@ class Script:
         hint: Hint | None = None,
         limit: Limit | int | None = None,
         group: Group | None = None,
-        in_order: tuple[Ordered, ...] = (),
+        in_order: tuple[ForcedOrder, ...] = (),
     ) -> None:
         limits = Limit(limit) if isinstance(limit, int) else limit
         self.core = StageCore(graph, stage, hint or BackwardForward(), limits, group=group, in_order=in_order)

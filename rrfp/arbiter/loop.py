@@ -43,9 +43,9 @@ class Arbiter:
         while True:
             await self._kicked.wait()
             self._kicked.clear()
-            self.dispatch_ready()
+            self._dispatch_ready()
 
-    def dispatch_ready(self) -> None:
+    def _dispatch_ready(self) -> None:
         """Fill the lane with what is ready now."""
         while len(self._core.in_flight) < self._depth:
             decision = self._core.decide()

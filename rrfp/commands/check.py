@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -40,7 +41,8 @@ def hint(name: Name, json: Json = False) -> None:
     from rrfp.testing.hint_checks import ALL_CHECKS
 
     spec = named_or_loaded_hint(name)
-    outcomes = (_outcome(one, lambda one=one: one(lambda: create_hint(spec))) for one in ALL_CHECKS)  # type: ignore[misc]
+    make_hint = partial(create_hint, spec)
+    outcomes = (_outcome(one, partial(one, make_hint)) for one in ALL_CHECKS)
     _report("hint", name, outcomes, json=json)
 
 
@@ -48,17 +50,20 @@ def hint(name: Name, json: Json = False) -> None:
 def transport(name: Name, json: Json = False) -> None:
     """Run the checks for transports, over two of them in this process."""
     import asyncio
-    from functools import partial
 
     from rrfp.commands.pair import started_pair
-    from rrfp.testing.transport_checks import ALL_CHECKS
+    from rrfp.testing.transport_checks import ALL_CHECKS, Check
     from rrfp.transports.registry import transport_factory
 
     spec = named_or_loaded("transport", name)
     if isinstance(spec, str):
         transport_factory(spec)  # an unknown name is bad usage, not a failed check
     make_pair = partial(started_pair, spec)
-    outcomes = (_outcome(one, lambda one=one: asyncio.run(one(make_pair))) for one in ALL_CHECKS)  # type: ignore[misc]
+
+    def run(one: Check) -> None:
+        asyncio.run(one(make_pair))
+
+    outcomes = (_outcome(one, partial(run, one)) for one in ALL_CHECKS)
     _report("transport", name, outcomes, json=json)
 
 

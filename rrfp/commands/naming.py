@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rrfp.core.hint import Hint
 from rrfp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rrfp.hints.registry import HintSpec
 
 
 def named_or_loaded(what: str, text: str) -> Any:
@@ -37,7 +38,7 @@ def named_or_loaded(what: str, text: str) -> Any:
         raise ConfigError(f"{what} is {text!r}: {home!r} has no attribute {attribute!r}") from None
 
 
-def named_or_loaded_hint(text: str) -> str | Hint | Callable[[], Hint]:
+def named_or_loaded_hint(text: str) -> HintSpec:
     """What `create_hint` takes for a hint that a user named; it was tried once.
 
     Raises:
@@ -45,7 +46,7 @@ def named_or_loaded_hint(text: str) -> str | Hint | Callable[[], Hint]:
     """
     from rrfp.hints.registry import create_hint
 
-    spec: str | Hint | Callable[[], Hint] = named_or_loaded("hint", text)
+    spec: HintSpec = named_or_loaded("hint", text)
     try:
         create_hint(spec)
     except ConfigError:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rrfp.sim.simulation import Simulation
 
 _HINT = "Dispatch by this hint: a name of `rrfp hints`, or module:attribute."
-_STRICT = "Run this schedule to the letter (gpipe, 1f1b)."
+_STRICT = "Run this schedule to the letter: a name that `rrfp hints` lists as a schedule."
 _LIMIT = "Microbatches a stage may hold: a number, 1f1b (N - i on stage i) or 2n. With --hint only; default 2n."
 
 

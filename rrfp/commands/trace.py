@@ -13,7 +13,7 @@ from rrfp.commands.output import Json, print_json
 
 if TYPE_CHECKING:
     from rrfp.trace.breakdown import Breakdown
-    from rrfp.trace.chrome_reader import Run
+    from rrfp.trace.chrome_reader import TracedRun
     from rrfp.trace.spans import StepTrace
 
 
@@ -24,8 +24,11 @@ def trace(
     """Show where the time of recorded steps went, by stage."""
     from rrfp.trace.chrome_reader import read_chrome
 
-    reports = [(path, run, [_Report.of(step, run.num_stages) for step in run.steps])
-               for path in files for run in read_chrome(path)]  # fmt: skip
+    reports = [
+        (path, run, [_Report.of(step, run.num_stages) for step in run.steps])
+        for path in files
+        for run in read_chrome(path)
+    ]
     if json:
         print_json([_document(*report) for report in reports])
         return
@@ -66,7 +69,7 @@ def _peak_held(trace: StepTrace, stage: int) -> int:
     return peak
 
 
-def _document(path: Path, run: Run, reports: list[_Report]) -> dict[str, Any]:
+def _document(path: Path, run: TracedRun, reports: list[_Report]) -> dict[str, Any]:
     return {
         "file": str(path),
         "run": run.name,
@@ -77,7 +80,7 @@ def _document(path: Path, run: Run, reports: list[_Report]) -> dict[str, Any]:
     }
 
 
-def _show(path: Path, run: Run, reports: list[_Report]) -> None:
+def _show(path: Path, run: TracedRun, reports: list[_Report]) -> None:
     from rich.console import Console
 
     from rrfp.trace.breakdown import mean

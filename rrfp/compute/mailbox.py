@@ -15,7 +15,7 @@ from rrfp.compute.base import StageProgram
 from rrfp.compute.payload import Payload
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Kind, Task
-from rrfp.errors import ProtocolError
+from rrfp.errors import ProtocolError, StageError
 
 
 class Mailbox:
@@ -39,8 +39,15 @@ class Mailbox:
         self._forward[task] = output
 
     def put_backward(self, task: Task, grads: Sequence[Payload]) -> None:
-        """Keep the input gradients of a B, one payload for each predecessor in graph order."""
-        self._backward[task] = dict(zip(self._graph.predecessors[task.virtual_stage], grads, strict=True))
+        """Keep the input gradients of a B, one payload for each predecessor in graph order.
+
+        Raises:
+            StageError: if there are more, or fewer.
+        """
+        predecessors = self._graph.predecessors[task.virtual_stage]
+        if len(grads) != len(predecessors):
+            raise StageError(f"{len(grads)} input gradients, must be one for each predecessor: {len(predecessors)}")
+        self._backward[task] = dict(zip(predecessors, grads, strict=True))
 
     def inputs(self, task: Task) -> tuple[Payload, ...]:
         """What F or B reads: a payload for each predecessor (F) or successor (B), in graph order."""
@@ -94,10 +101,24 @@ class Mailbox:
 
 
 def run_task(program: StageProgram, mailbox: Mailbox, task: Task) -> None:
-    """Run ``task`` with what ``mailbox`` holds, and keep what it puts out. Called on the lane's thread."""
+    """Run ``task`` with what ``mailbox`` holds, and keep what it puts out. Called on the lane's thread.
+
+    Raises:
+        StageError: if the program returns something else than its contract says.
+    """
     if task.kind is Kind.F:
-        mailbox.put_forward(task, program.forward(task, mailbox.inputs(task)))
+        output: Any = program.forward(task, mailbox.inputs(task))
+        if not isinstance(output, Payload):
+            raise StageError(f"{_method(program, 'forward')} returned a {type(output).__name__}, must return a Payload")
+        mailbox.put_forward(task, output)
     elif task.kind is Kind.B:
-        mailbox.put_backward(task, program.backward(task, mailbox.inputs(task)))
+        grads: Any = program.backward(task, mailbox.inputs(task))
+        if not isinstance(grads, tuple) or not all(isinstance(payload, Payload) for payload in grads):
+            raise StageError(f"{_method(program, 'backward')} must return a tuple of Payloads")
+        mailbox.put_backward(task, grads)
     else:
         program.weight(task)
+
+
+def _method(program: StageProgram, name: str) -> str:
+    return f"{type(program).__name__}.{name}"

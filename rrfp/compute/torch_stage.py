@@ -1,9 +1,8 @@
 """`TorchStage`: forward and backward of ordinary ``nn.Module`` s, one for each virtual stage of a rank.
 
 Invariants: tasks of any microbatches may come in any order that the graph allows; whatever a forward keeps belongs to
-    one
-(microbatch, virtual stage) and is gone after its backward; every gradient is the one that autograd would form in one
-process.
+one (microbatch, virtual stage) and is gone after its backward; every gradient is the one that autograd would form in
+one process.
 """
 
 from __future__ import annotations
@@ -58,9 +57,8 @@ class TorchStage(StageProgram):
     Gradients are added to ``.grad``, over microbatches and over steps; zeroing them is the caller's. Parameters may be
     frozen or unused. Modules are used in the train or eval mode that they are in: ``evaluate`` does not switch it.
 
-    Memory: an output may share memory with an input or with a parameter, so whoever receives or sends a payload must
-        keep
-    its memory for as long as tensors on it live.
+    An output may share memory with an input or with a parameter, so whoever receives or sends a payload must keep its
+    memory for as long as tensors on it live.
 
     Args:
         modules: by virtual stage; exactly those that one stage of ``graph`` holds.
@@ -247,9 +245,8 @@ class TorchStage(StageProgram):
         fresh = [parameter for parameter in self._gradless[v] if parameter.grad is not None]
         if not fresh:
             return
-        foreign = {storage_pointer(tensor) for payload in grads for tensor in payload.tensors if tensor is not None} - {
-            None
-        }
+        received = (tensor for payload in grads for tensor in payload.tensors if tensor is not None)
+        foreign = {pointer for tensor in received if (pointer := storage_pointer(tensor)) is not None}
         for parameter in fresh:
             assert parameter.grad is not None
             if storage_pointer(parameter.grad) in foreign:

@@ -35,7 +35,7 @@ class Courier:
         mailbox: holds the tensors that are sent, and files those that arrive.
         progress: told of every message of a step.
         recorder: told of every tensor message.
-        services: run the sends.
+        services: run what is posted.
         tell: takes events to the core.
     """
 
@@ -82,14 +82,16 @@ class Courier:
         self._progress.sent += 1
         self.post(credit.peer, Message(Channel.CONTROL, MessageKind.CONSUMED, self._progress.step, credit.task))
 
-    def send(self, send: ev.Send) -> None:
+    async def send(self, send: ev.Send) -> None:
         """Send a task's output, and report when its memory is free."""
         task = send.task
         tensors, body = self._mailbox.pack(task, send.peer)
         body["consumed"] = send.consumed
-        self._progress.sent += 1
         message = Message(_CHANNELS[task.kind], MessageKind.OUTPUT, self._progress.step, task, tensors, body)
-        self._services.spawn(self._send(send, message), task)
+        self._progress.sent += 1
+        self._recorder.sent(send.peer, task, message.num_bytes)
+        await self._hand_over(send.peer, message)
+        self._tell(ev.SendReleased(task, send.peer))
 
     def file(self, message: Message) -> None:
         """An OUTPUT or CONSUMED arrived.
@@ -108,11 +110,6 @@ class Courier:
         self._mailbox.unpack(task, message.tensors, message.body)
         self._recorder.arrived(sender, task, message.num_bytes)
         self._tell(ev.Arrived(step, task, message.num_bytes, consumed if isinstance(consumed, int) else None))
-
-    async def _send(self, send: ev.Send, message: Message) -> None:
-        self._recorder.sent(send.peer, send.task, message.num_bytes)
-        await self._hand_over(send.peer, message)
-        self._tell(ev.SendReleased(send.task, send.peer))
 
     async def _post(self, peer: int, message: Message) -> None:
         try:

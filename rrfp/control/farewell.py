@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from typing import Any
 
-from rrfp.errors import Origin, PeerLostError, ProtocolError, TransportError
+from rrfp.errors import Origin, PeerLostError, ProtocolError
 from rrfp.transports.base import Channel, Message, MessageKind, Transport
+
+logger = logging.getLogger(__name__)
 
 #: How long an abort tries to reach the peers, in seconds.
 ABORT_GRACE_S = 1.0
@@ -76,7 +79,7 @@ async def spread_abort(transport: Transport, origin: Origin) -> None:
             outcomes = await asyncio.gather(*sends, return_exceptions=True)
             if all(outcome is None or isinstance(outcome, PeerLostError) for outcome in outcomes):
                 await transport.close()
-    except (TimeoutError, TransportError):
-        pass
+    except Exception as error:  # a transport may be anybody's, and there is a failure to report already
+        logger.debug("telling the peers of a failure failed: %r", error)
     finally:
         transport.abort()

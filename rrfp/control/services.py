@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from rrfp.core.tasks import Task
@@ -43,9 +44,7 @@ class Services:
         if self._group is None or self._stopping.is_set():
             service.close()
             return
-        spawned = self._launch(self._group, service, task)
-        self._spawned.add(spawned)
-        spawned.add_done_callback(self._spawned.discard)
+        self._spawned.add(self._launch(self._group, service, task))
 
     async def stop(self) -> None:
         """End the permanent services; returns when the spawned ones have ended."""
@@ -71,9 +70,13 @@ class Services:
 
     def _launch(self, group: asyncio.TaskGroup, service: Service, task: Task | None = None) -> asyncio.Task[None]:
         launched = group.create_task(self._guard(service, task))
-        # Cancelled before its first turn, the guard never awaits the coroutine; closing one that ended does nothing.
-        launched.add_done_callback(lambda _: service.close())
+        launched.add_done_callback(partial(self._ended, service))
         return launched
+
+    def _ended(self, service: Service, launched: asyncio.Task[None]) -> None:
+        self._spawned.discard(launched)
+        # Cancelled before its first turn, the guard never awaits the coroutine; closing one that ended does nothing.
+        service.close()
 
     async def _guard(self, service: Service, task: Task | None) -> None:
         try:

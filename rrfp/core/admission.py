@@ -26,6 +26,7 @@ chunk, by the reserve rule. So m is admitted, and its backwards wait for nothing
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 from rrfp.errors import ConfigError
@@ -75,8 +76,8 @@ class Limit:
         if spec == "2n":
             return cls(2 * stages)
         try:
-            microbatches = int(spec)
-        except ValueError:
+            microbatches = int(spec) if isinstance(spec, str) else operator.index(spec)
+        except (TypeError, ValueError):
             raise ConfigError(
                 f"limit is {spec!r}, must be a number of microbatches or one of: {', '.join(LIMIT_PRESETS)}"
             ) from None

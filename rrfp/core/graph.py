@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rrfp.core.tasks import Kind, Mode, Task
-from rrfp.core.topology import Placement
+from rrfp.core.topology import Layout, Placement
 from rrfp.errors import ConfigError
 
 
@@ -57,9 +57,9 @@ class Graph:
         object.__setattr__(self, "successors", tuple(map(tuple, after)))
 
     @classmethod
-    def chain(cls, stages: int, *, chunks: int = 1, layout: str = "looped", split: bool = False) -> Graph:
+    def chain(cls, stages: int, *, chunks: int = 1, layout: Layout = "looped", split: bool = False) -> Graph:
         """The usual pipeline: virtual stage v feeds v + 1, all virtual stages split or none."""
-        placement = Placement(stages, chunks, layout)  # type: ignore[arg-type]  # Placement checks it and names the choices
+        placement = Placement(stages, chunks, layout)
         return cls(placement, split=(split,) * placement.num_virtual_stages)
 
     def kinds(self, virtual_stage: int, mode: Mode) -> tuple[Kind, ...]:

@@ -24,6 +24,10 @@ class View(Protocol):
         """This stage, 0..N-1."""
 
     @property
+    def graph(self) -> Graph:
+        """The dependency graph: which virtual stages feed which, and whose backward is split into B and W."""
+
+    @property
     def placement(self) -> Placement:
         """Where virtual stages live."""
 
@@ -64,10 +68,6 @@ class View(Protocol):
 
     def mean_seconds(self, kind: Kind, chunk: int) -> float | None:
         """Mean measured duration of ``kind`` on local ``chunk`` in this run, seconds; None before the first."""
-
-    @property
-    def graph(self) -> Graph:
-        """The dependency graph: which virtual stages feed which, and whose backward is split into B and W."""
 
 
 class Hint(Protocol):

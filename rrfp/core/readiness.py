@@ -15,7 +15,7 @@ from rrfp.core.graph import Graph
 from rrfp.core.tasks import Kind, Mode, Task
 
 #: A kind on a virtual stage whose tasks must be enqueued in microbatch order.
-Ordered = tuple[Kind, int]
+ForcedOrder = tuple[Kind, int]
 
 
 class Readiness:
@@ -37,7 +37,7 @@ class Readiness:
         microbatches: int,
         mode: Mode,
         *,
-        in_order: Collection[Ordered] = (),
+        in_order: Collection[ForcedOrder] = (),
         followers: int = 0,
     ) -> None:
         self._graph = graph

@@ -23,7 +23,7 @@ from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint
 from rrfp.core.order_log import Group
 from rrfp.core.progress import Peaks, WaitCause
-from rrfp.core.readiness import Ordered
+from rrfp.core.readiness import ForcedOrder
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.step import Instructions, Step
 from rrfp.core.tasks import StepId, Task
@@ -58,7 +58,7 @@ class StageCore:
         limit: Limit | None = None,
         *,
         group: Group | None = None,
-        in_order: Collection[Ordered] = (),
+        in_order: Collection[ForcedOrder] = (),
         reserve: bool = True,
     ) -> None:
         self.graph = graph

@@ -15,7 +15,7 @@ from rrfp.core.graph import Graph
 from rrfp.core.order_log import Group, OrderLog
 from rrfp.core.outputs import Outputs
 from rrfp.core.progress import Peaks, WaitCause
-from rrfp.core.readiness import Ordered, Readiness
+from rrfp.core.readiness import ForcedOrder, Readiness
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import ProtocolError
@@ -44,7 +44,7 @@ class Step:
         admission: Admission,
         *,
         group: Group,
-        in_order: Collection[Ordered],
+        in_order: Collection[ForcedOrder],
         durations: MeanDurations,
     ) -> None:
         mode, count = step_id.mode, step_id.microbatches

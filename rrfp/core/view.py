@@ -26,6 +26,11 @@ class StageView:
         return self._stage
 
     @property
+    def graph(self) -> Graph:
+        """The dependency graph."""
+        return self._graph
+
+    @property
     def placement(self) -> Placement:
         """Where virtual stages live."""
         return self._graph.placement
@@ -79,8 +84,3 @@ class StageView:
     def mean_seconds(self, kind: Kind, chunk: int) -> float | None:
         """Mean measured duration, seconds."""
         return self._durations.mean(kind, chunk)
-
-    @property
-    def graph(self) -> Graph:
-        """The dependency graph."""
-        return self._graph

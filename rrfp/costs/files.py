@@ -32,7 +32,7 @@ _MATRICES = ("F", "B", "W", "latency_F", "latency_B")
 
 
 def read_costs(path: str | os.PathLike[str]) -> CostTable:
-    """Reads a cost file.
+    """Read a cost file.
 
     Raises:
         ConfigError: it cannot be read or is malformed; one line naming the file and the field.
@@ -50,7 +50,7 @@ def read_costs(path: str | os.PathLike[str]) -> CostTable:
 
 
 def write_costs(path: str | os.PathLike[str], table: CostTable) -> None:
-    """Writes a cost file, replacing what was there.
+    """Write a cost file, replacing what was there.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -109,7 +109,7 @@ def _rows(matrix: Matrix) -> str:
 
 
 def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Builds a JSON object; a repeated name would otherwise silently win over the first."""
+    """Build a JSON object; a repeated name would otherwise silently win over the first."""
     document = dict(pairs)
     if len(document) != len(pairs):
         names = [name for name, _ in pairs]
@@ -119,7 +119,7 @@ def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _check_numbers(name: str, rows: object) -> None:
-    """Refuses entries that numpy would convert without a word: booleans, numbers in quotes, null.
+    """Refuse entries that numpy would convert without a word: booleans, numbers in quotes, null.
 
     What is not a list of lists is left to `CostTable`, except null, which would pass for an absent W.
     """

@@ -33,7 +33,7 @@ class Profile(Protocol):
     """A workload: the cost of each stage for each microbatch, relative to a plain stage."""
 
     def __call__(self, stages: int, microbatches: int, random: np.random.Generator, /) -> Matrix:
-        """Returns factors > 0, N x M; row i is stage i. `random` is this step's own stream."""
+        """Factors > 0, N x M; row i is stage i. `random` is this step's own stream."""
         ...
 
 

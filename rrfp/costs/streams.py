@@ -35,7 +35,7 @@ class Stream(enum.IntEnum):
 
 
 def generator(stream: Stream, seed: int, *key: int) -> np.random.Generator:
-    """Opens the stream of that name from its beginning.
+    """Open the stream of that name at its beginning.
 
     Args:
         stream: what the numbers decide.
@@ -52,7 +52,7 @@ def exp(exponents: Matrix) -> Matrix:
 
 
 def whole(field: str, value: object, least: int) -> int:
-    """Checks a whole number that came from outside.
+    """Check a whole number that came from outside.
 
     Args:
         field: its name in the error.

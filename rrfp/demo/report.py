@@ -29,6 +29,12 @@ class DemoReport:
     Args:
         settings: the run's.
         steps: what rank 0 told.
+
+    Attributes:
+        figures: every method's.
+        lower_bound_s: mean over the measured steps of what no method can beat, in seconds; None with real compute.
+        overrun_share: by how much tasks took longer than planned, in sum and relative to the plan; None with real
+            compute.
     """
 
     def __init__(self, settings: DemoSettings, steps: Steps) -> None:

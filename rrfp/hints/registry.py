@@ -29,7 +29,8 @@ _BUILT_IN: dict[str, Callable[[], Hint]] = {
 
 def hint_names() -> tuple[str, ...]:
     """Every name that `create_hint` takes: built in, plugins, schedules."""
-    plugins = {point.name for point in entry_points(group=_GROUP)} - set(_BUILT_IN)
+    ours = (*_BUILT_IN, *schedule_names())
+    plugins = {point.name for point in entry_points(group=_GROUP)}.difference(ours)
     return (*_BUILT_IN, *sorted(plugins), *schedule_names())
 
 

@@ -55,7 +55,7 @@ def lower_bound(costs: CostTable, limits: Sequence[int] | None) -> float:
     """Seconds that no run of these costs can beat; the module's docstring derives it.
 
     It is a sum of the same numbers as a simulated makespan, in another order: compare with a relative tolerance of
-    1e-12.
+    1e-12, or of a few times 1e-16 a number where the table has thousands.
 
     Args:
         costs: one step's costs.

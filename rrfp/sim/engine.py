@@ -53,10 +53,10 @@ class EngineResult:
         return StepTrace(step, 0.0, self.makespan, tuple(tasks), self.waits, self.messages)
 
 
-def graph_of(costs: CostTable, *, split: bool | None = None) -> Graph:
+def graph_of(costs: CostTable) -> Graph:
     """The chain of virtual stages that a cost table describes."""
     placement = Placement(costs.stages, costs.chunks, costs.placement)
-    return Graph(placement, split=(costs.split if split is None else split,) * placement.num_virtual_stages)
+    return Graph(placement, split=(costs.split,) * placement.num_virtual_stages)
 
 
 def run(costs: CostTable, hints: Sequence[Hint], limits: Sequence[Limit]) -> EngineResult:

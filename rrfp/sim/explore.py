@@ -38,7 +38,7 @@ from rrfp.core.admission import Limit
 from rrfp.core.events import Arrived, Completed, Consumed, Enqueued, StepOpened
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint, View
-from rrfp.core.readiness import Ordered
+from rrfp.core.readiness import ForcedOrder
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, StepId, Task
@@ -104,7 +104,7 @@ def explore(
     limits: Sequence[Limit | int | None] | Limit | int | str | None = None,
     mode: Mode = Mode.TRAIN,
     *,
-    in_order: Collection[Ordered] = (),
+    in_order: Collection[ForcedOrder] = (),
     reserve: bool = True,
 ) -> Exploration:
     """Visit every reachable state of one step.
@@ -153,7 +153,7 @@ class _Explorer:
         microbatches: int,
         limits: Sequence[Limit],
         mode: Mode,
-        in_order: frozenset[Ordered],
+        in_order: frozenset[ForcedOrder],
         reserve: bool,
     ) -> None:
         self._graph = graph

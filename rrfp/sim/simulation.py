@@ -19,8 +19,10 @@ from rrfp.sim.engine import EngineResult, graph_of, run
 #: The limit of a simulated hint where none is given.
 DEFAULT_LIMIT = "2n"
 
-#: A run below its bound by no more than this, relatively, is at it: the two add the same numbers in another order.
-ROUNDING = 1e-12
+#: A run below its bound by no more than this, relatively, is at it: the two add the same numbers in another order, and
+#: each addition may lose the last bit. The first is for all of a small table, the second for each number of a large
+#: one.
+_ROUNDING, _ROUNDING_EACH = 1e-12, 4 * 2.0**-53
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +89,13 @@ def simulate(
             its bound uses the memory that the schedule itself needs.
 
     Raises:
-        ConfigError: unless exactly one of ``hint`` and ``strict`` is given, for an unknown name, or for times whose sum
-            is no float.
+        ConfigError: unless exactly one of ``hint`` and ``strict`` is given, for an unknown name, for a limit on bytes,
+            or for times whose sum is no float.
         DeadlockError: if the run deadlocks.
     """
     if (hint is None) == (strict is None):
         raise ConfigError("exactly one of hint and strict is needed")
-    if not math.isfinite(_total(costs)):
+    if not math.isfinite(sum(_times(costs))):
         raise ConfigError("the sum of all times is too large for a float")
     stages = range(costs.stages)
     if strict is not None:
@@ -106,23 +108,26 @@ def simulate(
         result = run(costs, hints, [Limit()] * costs.stages)
         return _with_bound(costs, result, None, needed)
     resolved = [Limit.resolve(DEFAULT_LIMIT if limit is None else limit, stage, costs.stages) for stage in stages]
+    if any(one.num_bytes is not None for one in resolved):
+        raise ConfigError("limit: num_bytes must be None, a cost table has no sizes")
     assert hint is not None
     result = run(costs, [create_hint(hint) for _ in stages], resolved)
     counts = tuple(one.microbatches if one.microbatches is not None else costs.microbatches for one in resolved)
     return _with_bound(costs, result, counts, counts)
 
 
-def _total(costs: CostTable) -> float:
-    """Seconds of everything in the table one after the other: nothing can take longer."""
+def _times(costs: CostTable) -> list[float]:
+    """Everything in the table. No step takes longer than their sum."""
     matrices = (costs.forward, costs.backward, costs.weight, costs.latency_forward, costs.latency_backward)
-    return sum(sum(map(sum, matrix.tolist())) for matrix in matrices if matrix is not None)
+    return [time for matrix in matrices if matrix is not None for time in matrix.ravel().tolist()]
 
 
 def _with_bound(
     costs: CostTable, result: EngineResult, limits: tuple[int, ...] | None, needed: Sequence[int]
 ) -> Simulation:
     bound = lower_bound(costs, needed)
-    if result.makespan < bound <= result.makespan * (1 + ROUNDING):
+    slack = max(_ROUNDING, _ROUNDING_EACH * len(_times(costs)))
+    if result.makespan < bound <= result.makespan * (1 + slack):
         bound = result.makespan
     assert bound <= result.makespan, f"a run of {result.makespan} s is below its lower bound of {bound} s"
     return Simulation(costs, result, limits, bound)

@@ -15,7 +15,7 @@ from rrfp.core import events as ev
 from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint
-from rrfp.core.readiness import Ordered
+from rrfp.core.readiness import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 
@@ -45,7 +45,7 @@ class CoreNetwork:
         *,
         seed: int = 0,
         depth: int = 1,
-        in_order: Collection[Ordered] = (),
+        in_order: Collection[ForcedOrder] = (),
         num_bytes: Callable[[Task], int] = lambda task: 0,
         delivery: Delivery = "any",
     ) -> None:

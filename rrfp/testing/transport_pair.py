@@ -75,7 +75,7 @@ def data(*tensors: Tensor | None, index: int = 0, channel: Channel = Channel.FOR
 
 def note(index: int = 0, **body: Plain) -> Message:
     """A control message; ``index`` is its microbatch."""
-    return Message(Channel.CONTROL, MessageKind.STATUS, STEP, Task(Kind.F, index, 0), (), body)
+    return Message(Channel.CONTROL, MessageKind.PROBE, STEP, Task(Kind.F, index, 0), (), body)
 
 
 def index_of(message: Message) -> int:

@@ -22,7 +22,7 @@ _CAUSES = {f"wait: {label}": cause for cause, label in CAUSE_LABELS.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TracedRun:
     """One pipeline run of a trace file.
 
     Attributes:
@@ -36,7 +36,7 @@ class Run:
     steps: tuple[StepTrace, ...]
 
 
-def read_chrome(path: str | os.PathLike[str]) -> list[Run]:
+def read_chrome(path: str | os.PathLike[str]) -> list[TracedRun]:
     """The runs of a file, at least one.
 
     Raises:
@@ -76,7 +76,7 @@ class _Reader:
         self._tasks: dict[int, list[TaskSpan]] = defaultdict(list)
         self._waits: dict[int, list[WaitSpan]] = defaultdict(list)
 
-    def read(self, events: Sequence[tuple[int, dict[str, Any]]]) -> Run:
+    def read(self, events: Sequence[tuple[int, dict[str, Any]]]) -> TracedRun:
         for index, event in events:
             try:
                 self._take(event)
@@ -84,7 +84,7 @@ class _Reader:
                 what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
                 raise ConfigError(f"traceEvents[{index}]: {what}") from None
         stages = {span.stage for spans in (self._tasks, self._waits) for step in spans.values() for span in step}
-        return Run(self._name, 1 + max(stages, default=-1), tuple(self._trace(step) for step in self._steps))
+        return TracedRun(self._name, 1 + max(stages, default=-1), tuple(self._trace(step) for step in self._steps))
 
     def _take(self, event: dict[str, Any]) -> None:
         if event.get("ph") == "M" and event.get("name") == "process_name":

@@ -61,7 +61,7 @@ class StepTrace:
     Attributes:
         step: the step's number.
         start: when it began: for one rank, when its caller called ``step``; merged, the earliest of those.
-        end: when its last task ended; merged, the latest of those.
+        end: when its last task, send and reduction were done; merged, the latest of those.
         tasks: compute spans, by start.
         waits: waiting spans, by start.
         messages: messages between stages.

@@ -59,10 +59,9 @@ class MessageKind(StrEnum):
     CONSUMED = "consumed"  # forward only: done with `task`'s output
     READY = "ready"  # tensor parallelism: `task` may run on this rank
     ORDER = "order"  # tensor parallelism: log entry `sequence` is `task`
-    REPORT = "report"  # body: how a step went, towards stage 0
-    RESULT = "result"  # body: the same from stage 0 to all
-    PROBE = "probe"  # body: why is a rank idle?
-    STATUS = "status"  # body: answer to a probe
+    REPORT = "report"  # what a rank and those below it in the control tree give to an exchange, towards stage 0
+    RESULT = "result"  # what all gave, from stage 0 to all
+    PROBE = "probe"  # why is a rank idle? upwards the question, downwards (body: poll) the call to answer
     CLOSED = "closed"  # body: the sender's caller left in order, after so many steps
     ABORT = "abort"  # body: origin of a failure
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import StrEnum
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -59,9 +60,9 @@ class HeaderChecks:
 
     def choice(self, field: str, value: Any, choices: type[_Choice]) -> _Choice:
         """One member of an enumeration."""
-        choice = choices.__members__.get(value.upper()) if type(value) is str else None
-        if choice is not None and choice.value == value:
-            return choice
+        if type(value) is str:
+            with suppress(ValueError):
+                return choices(value)
         self.fail(field, f"is {value!r:.80}, must be one of: {', '.join(choices)}")
 
     def integer(self, field: str, value: Any, least: int = 0) -> int:

@@ -53,7 +53,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
     check_sendable(tensor)
     # Every call into torch costs as much as sending a small message's bytes, so none is made in vain.
     dense = tensor.detach() if tensor.requires_grad else tensor
-    if dense.is_conj():
+    if dense.dtype.is_complex and dense.is_conj():
         dense = dense.resolve_conj()
     if dense.is_neg():
         dense = dense.resolve_neg()

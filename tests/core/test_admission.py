@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from core_script import Script
 
@@ -36,11 +38,12 @@ def test_a_limit_is_written_as_a_number_or_a_preset(spec: Limit | int | str | No
         ("3n", "limit is '3n', must be a number of microbatches or one of: 1f1b, 2n"),
         ("--5", "limit is '--5', must be a number of microbatches or one of: 1f1b, 2n"),
         ("", "limit is '', must be a number of microbatches or one of: 1f1b, 2n"),
+        (2.5, "limit is 2.5, must be a number of microbatches or one of: 1f1b, 2n"),
         (0, "limit: microbatches is 0, must be at least 1"),
         ("-1", "limit: microbatches is -1, must be at least 1"),
     ],
 )
-def test_an_impossible_limit_is_refused_with_the_choices(spec: int | str, message: str) -> None:
+def test_an_impossible_limit_is_refused_with_the_choices(spec: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Limit.resolve(spec, 0, 3)
     assert str(caught.value) == message

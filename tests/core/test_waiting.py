@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from core_script import Script, T
 
+from rrfp.core.events import ChunkReduced, Completed
 from rrfp.core.graph import Graph
 from rrfp.core.order_log import Group
 from rrfp.core.progress import WaitCause
-from rrfp.core.tasks import Kind
+from rrfp.core.tasks import Kind, Mode, StepId
 
 CHAIN = Graph.chain(3)
 LEADER, FOLLOWER = Group(0, 2), Group(1, 2)
@@ -93,3 +94,16 @@ def test_the_view_shows_progress() -> None:
     assert (view.last_kind, view.num_enqueued_total) == (Kind.F, 2)
     assert [view.num_enqueued(Kind.F), view.num_enqueued(Kind.F, 1), view.num_enqueued(Kind.B)] == [2, 1, 0]
     assert (view.mean_seconds(Kind.F, 0), view.mean_seconds(Kind.B, 0)) == (0.0, None)
+
+
+def test_measured_durations_are_averaged_by_kind_and_chunk_and_outlive_the_step() -> None:
+    script = Script(Graph.chain(1), microbatches=1)
+    for step, seconds in enumerate((1.0, 4.0)):
+        if step:
+            script.opened(StepId(step, Mode.TRAIN, 1))
+        script.enqueued("F0@0")
+        script.told(Completed(T("F0@0"), seconds=seconds))
+        script.ran("B0@0")
+        script.told(ChunkReduced(0))
+    view = script.core.view
+    assert (view.mean_seconds(Kind.F, 0), view.mean_seconds(Kind.B, 0)) == (2.5, 0.0)

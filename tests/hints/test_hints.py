@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint
+
 import pytest
 from core_script import Script, T
 
@@ -199,6 +201,13 @@ def test_an_unsplit_schedule_runs_each_weight_task_right_after_its_backward() ->
 
 def test_names_list_hints_and_schedules() -> None:
     assert hint_names() == ("bf", "fb", "b-priority", "f-priority", "bfw", "gpipe", "1f1b")
+
+
+def test_a_plugin_does_not_hide_or_double_a_name_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [EntryPoint(name, "no_such_module:Hint", "rrfp.hints") for name in ("mine", "bf", "1f1b")]
+    monkeypatch.setattr("rrfp.hints.registry.entry_points", lambda group: points)
+    assert hint_names() == ("bf", "fb", "b-priority", "f-priority", "bfw", "mine", "gpipe", "1f1b")
+    assert isinstance(create_hint("1f1b"), ScheduleHint)
 
 
 @pytest.mark.parametrize(

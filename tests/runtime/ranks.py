@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from runtime.toys import loss_fn
+from runtime.toys import data, loss_fn
 from torch import nn
 
 import rrfp
@@ -20,6 +20,22 @@ from rrfp.transports.rendezvous import LocalRendezvous
 
 #: What the user of one rank does inside the ``with`` block.
 Body = Callable[[int, BlockingPipeline], Any]
+
+#: The most that may pass between a failure and the error on every rank, in seconds.
+SOON_S = 2.0
+
+BATCH = data(4)
+
+
+def step(stage: int, pipe: BlockingPipeline) -> Any:
+    """A body."""
+    return pipe.step(BATCH.inputs, BATCH.targets)
+
+
+def two_steps(stage: int, pipe: BlockingPipeline) -> Any:
+    """A body."""
+    step(stage, pipe)
+    return step(stage, pipe)
 
 
 @dataclass

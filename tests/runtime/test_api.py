@@ -104,6 +104,7 @@ BAD_STEPS: list[tuple[dict[str, Any], str]] = [
     ({"targets": [1]}, "targets: 1"),
     ({"targets": None}, "targets is missing"),
     ({"weights": [1.0]}, "weights: 1"),
+    ({"kwargs": [{}, None]}, "kwargs must hold a dict for each microbatch"),
     ({"weights": [0.0, 0.0]}, "weights sum to 0"),
     ({"weights": [1.0, float("nan")]}, "nan"),
     ({"grad_scale": float("inf")}, "grad_scale is inf"),

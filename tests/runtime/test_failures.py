@@ -9,35 +9,15 @@ import traceback
 from typing import Any
 
 import pytest
-import torch
-from runtime.ranks import ThreadedRanks
-from runtime.toys import Bomb, Hold, data, fail_at, stages
-from torch import Tensor, nn
+from runtime.ranks import SOON_S, ThreadedRanks, step, two_steps
+from runtime.toys import Bomb, Hold, Trap, fail_at, stages
+from torch import nn
 
-import rrfp
 from rrfp.blocking import BlockingPipeline
 from rrfp.control.failure import MAX_CAUSE, failure_of
 from rrfp.errors import Origin, PipelineAborted, TransportError
 from rrfp.transports.base import Message, MessageKind
 from rrfp.transports.inproc import InprocTransport
-
-BATCH = data(4)
-
-#: The most that may pass between a failure and the error on every rank, in seconds.
-SOON_S = 2.0
-
-
-def step(stage: int, pipe: BlockingPipeline) -> Any:
-    return pipe.step(BATCH.inputs, BATCH.targets)
-
-
-def two_steps(stage: int, pipe: BlockingPipeline) -> Any:
-    step(stage, pipe)
-    return step(stage, pipe)
-
-
-class Trap(Exception):
-    """What the tests raise."""
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -57,104 +37,6 @@ def test_a_stage_that_raises_is_named_on_every_rank(count: int, kind: str) -> No
     told = "".join(traceback.format_exception(outcomes[guilty].abort))
     assert "toys.py" in told
     assert "raise error" in told
-
-
-def test_a_loss_function_that_raises_is_named() -> None:
-    def bad_loss(output: Tensor, target: Tensor) -> Tensor:
-        raise Trap("no loss today")
-
-    for outcome in ThreadedRanks(stages(3), step, loss_fn=bad_loss).join():
-        assert outcome.abort.origin == Origin(2, "F0@2", "Trap: no loss today")
-
-
-class Choosing(rrfp.Hint):
-    """A hint that goes wrong at its fifth choice, in the way that `how` says."""
-
-    def __init__(self, how: str) -> None:
-        self.how, self.choices = how, 0
-
-    def choose(self, ready: rrfp.ReadySet, view: rrfp.View) -> rrfp.Task | None:
-        self.choices += 1
-        if view.stage == 1 and self.choices == 5:
-            if self.how == "raises":
-                raise Trap("cannot choose")
-            if self.how == "exits":
-                raise SystemExit(3)
-            return None if self.how == "none" else rrfp.Task(rrfp.Kind.F, 77, 1)
-        return next(iter(ready))
-
-
-@pytest.mark.parametrize(
-    ("how", "cause"),
-    [
-        ("raises", "Trap: cannot choose"),
-        ("exits", "SystemExit: 3"),
-        ("none", "HintError: hint Choosing chose None on stage 1; ready are: ReadySet("),
-        ("nonsense", "HintError: hint Choosing chose F77@1 on stage 1; ready are: ReadySet("),
-    ],
-)
-def test_a_hint_that_goes_wrong_is_named(how: str, cause: str) -> None:
-    for outcome in ThreadedRanks(stages(3), two_steps, hint=Choosing(how)).join():
-        assert outcome.abort.origin.stage == 1
-        assert outcome.abort.origin.cause.startswith(cause)
-
-
-class Observing(Choosing):
-    """Its `observe` raises at every event from the first completed task on, the abort included."""
-
-    def observe(self, event: Any) -> None:
-        if self.choices:
-            raise Trap("seen too much")
-
-
-class Opening(Choosing):
-    def open_step(self, view: rrfp.View) -> None:
-        if view.stage == 2:
-            raise Trap("closed today")
-
-
-@pytest.mark.parametrize(("hint", "cause"), [(Observing(""), "seen too much"), (Opening(""), "closed today")])
-def test_a_hint_that_raises_while_it_listens_is_named_on_every_rank(hint: rrfp.Hint, cause: str) -> None:
-    for outcome in ThreadedRanks(stages(3), step, hint=hint).join():
-        assert outcome.abort.origin.cause == f"Trap: {cause}"
-
-
-class BadProgram(rrfp.StageProgram):
-    """Raises in the method that is named."""
-
-    def __init__(self, method: str) -> None:
-        self._method = method
-
-    def _enter(self, method: str) -> None:
-        if method == self._method:
-            raise Trap(method)
-
-    def open(self, step: Any, batch: rrfp.Batch) -> None:
-        self._enter("open")
-
-    def forward(self, task: rrfp.Task, inputs: tuple[rrfp.Payload, ...]) -> rrfp.Payload:
-        return rrfp.Payload.pack(torch.ones(1))
-
-    def backward(self, task: rrfp.Task, grads: tuple[rrfp.Payload, ...]) -> tuple[rrfp.Payload, ...]:
-        return (rrfp.Payload((torch.ones(1),)),) if task.virtual_stage else ()
-
-    def finish(self, virtual_stage: int) -> None:
-        self._enter("finish")
-
-    def held_bytes(self, microbatch: int, virtual_stage: int) -> int:
-        self._enter("held_bytes")
-        return 0
-
-    def losses(self) -> Any:
-        self._enter("losses")
-        return {}
-
-
-@pytest.mark.parametrize("method", ["held_bytes", "finish", "losses"])
-def test_a_stage_program_that_raises_anywhere_is_named(method: str) -> None:
-    modules: Any = [BadProgram(""), BadProgram(method)]
-    for outcome in ThreadedRanks(modules, step).join():
-        assert outcome.abort.origin.cause == f"Trap: {method}"
 
 
 def test_user_code_that_raises_between_steps_ends_every_rank() -> None:
@@ -240,25 +122,6 @@ def test_an_abort_waits_for_no_lane() -> None:
         assert outcomes[stage].abort.origin == Origin(2, None, "Trap: enough")
 
 
-def test_an_abort_does_not_wait_for_losses_that_a_lane_is_reading() -> None:
-    hold = Hold()
-
-    class Reading(BadProgram):
-        def losses(self) -> Any:
-            hold(0)
-            return {}
-
-    class Failing(BadProgram):
-        def losses(self) -> Any:
-            hold.begun.wait(10)
-            raise Trap("unreadable")
-
-    modules: Any = [Failing(""), Reading("")]
-    outcomes = ThreadedRanks(modules, step).join(5.0)
-    hold.release.set()
-    assert [outcome.abort.origin.cause for outcome in outcomes] == ["Trap: unreadable"] * 2
-
-
 def test_two_failures_at_once_are_one_error_on_each_rank() -> None:
     barrier = threading.Barrier(2)
     errors = [Trap("one"), Trap("two")]
@@ -313,6 +176,19 @@ def test_peers_that_cannot_be_told_see_the_rank_as_lost() -> None:
     outcomes = ThreadedRanks(modules, step, transport=Mute).join()
     assert outcomes[1].abort.origin.cause == "Trap: quiet"
     assert outcomes[0].abort.origin == Origin(1, None, "PeerLostError: its end was aborted")
+
+
+class Broken(InprocTransport):
+    """Cannot be closed."""
+
+    async def close(self) -> None:
+        raise OSError("no such thing")
+
+
+def test_a_transport_that_cannot_be_closed_hides_no_failure() -> None:
+    modules = [*stages(1), Bomb(fail_at(0, Trap("first")))]
+    for outcome in ThreadedRanks(modules, step, transport=Broken).join():
+        assert outcome.abort.origin.cause == "Trap: first"
 
 
 class Unspeakable(Exception):

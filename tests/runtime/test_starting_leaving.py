@@ -10,29 +10,14 @@ import time
 from typing import Any
 
 import pytest
-from runtime.ranks import ThreadedRanks
+from runtime.ranks import BATCH, SOON_S, ThreadedRanks, two_steps
 from runtime.toys import Bomb, Hold, data, loss_fn, stages
 
 import rrfp
-from rrfp.blocking import BlockingPipeline
-from rrfp.errors import TransportError
+from rrfp.errors import PipelineAborted, RrfpError, TransportError
 from rrfp.transports.base import Message, MessageKind, TransportContext
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.rendezvous import LocalRendezvous
-
-BATCH = data(4)
-
-#: The most that may pass between a failure and the error on every rank, in seconds.
-SOON_S = 2.0
-
-
-def step(stage: int, pipe: BlockingPipeline) -> Any:
-    return pipe.step(BATCH.inputs, BATCH.targets)
-
-
-def two_steps(stage: int, pipe: BlockingPipeline) -> Any:
-    step(stage, pipe)
-    return step(stage, pipe)
 
 
 class LateResult(InprocTransport):
@@ -109,6 +94,19 @@ def test_leaving_is_bounded_when_a_transport_cannot_close(monkeypatch: pytest.Mo
     with rrfp.local(stages(2), loss_fn=loss_fn, transport=Stuck).blocking() as pipe:
         pipe.step(BATCH.inputs, BATCH.targets)
     assert time.monotonic() - began < SOON_S + 0.2
+
+
+@pytest.mark.parametrize("loop", ["own", "caller"])
+async def test_leaving_during_a_step_ends_it_with_an_error_that_says_so(loop: Any) -> None:
+    hold = Hold()
+    async with rrfp.local([*stages(1), Bomb(hold)], loss_fn=loss_fn, loop=loop) as pipe:
+        stepping = asyncio.create_task(pipe.step(BATCH.inputs, BATCH.targets))
+        await asyncio.to_thread(hold.begun.wait)
+    hold.release.set()
+    with pytest.raises(PipelineAborted, match="the pipeline was left while a step was running"):
+        await asyncio.wait_for(stepping, SOON_S)
+    with pytest.raises(RrfpError, match="closed"):
+        await pipe.step(BATCH.inputs, BATCH.targets)
 
 
 class Blocking(rrfp.Hint):

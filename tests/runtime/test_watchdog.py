@@ -7,9 +7,8 @@ import time
 from typing import Any
 
 import pytest
-import torch
 from runtime.ranks import ThreadedRanks
-from runtime.toys import Bomb, Hold, data, loss_fn, stages
+from runtime.toys import Bomb, Hold, Ones, data, loss_fn, stages
 
 import rrfp
 from rrfp.blocking import BlockingPipeline
@@ -92,15 +91,7 @@ def test_a_long_reduction_is_no_deadlock(caplog: pytest.LogCaptureFixture) -> No
     caplog.set_level(logging.WARNING)
     hold = Hold()
 
-    class Reducing(rrfp.StageProgram):
-        def open(self, step: Any, batch: rrfp.Batch) -> None: ...
-
-        def forward(self, task: rrfp.Task, inputs: tuple[rrfp.Payload, ...]) -> rrfp.Payload:
-            return rrfp.Payload.pack(torch.ones(1))
-
-        def backward(self, task: rrfp.Task, grads: tuple[rrfp.Payload, ...]) -> tuple[rrfp.Payload, ...]:
-            return (rrfp.Payload((torch.ones(1),)),) if task.virtual_stage else ()
-
+    class Reducing(Ones):
         def finish(self, virtual_stage: int) -> None:
             if virtual_stage == 1:
                 hold(0)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import rrfp
 from rrfp.testing.reference import ReferenceResult, reference
 
 WIDTH = 6
@@ -92,6 +93,22 @@ class Bomb(nn.Module):
     def _explode(self, grad: Tensor) -> None:
         number, self._backwards = self._backwards, self._backwards + 1
         self._on_backward(number)
+
+
+class Ones(rrfp.StageProgram):
+    """Computes nothing: outputs and gradients are ones, and there are no losses."""
+
+    def open(self, step: Any, batch: rrfp.Batch) -> None: ...
+
+    def forward(self, task: rrfp.Task, inputs: tuple[rrfp.Payload, ...]) -> rrfp.Payload:
+        return rrfp.Payload.pack(torch.ones(1))
+
+    def backward(self, task: rrfp.Task, grads: tuple[rrfp.Payload, ...]) -> tuple[rrfp.Payload, ...]:
+        return (rrfp.Payload((torch.ones(1),)),) if task.virtual_stage else ()
+
+
+class Trap(Exception):
+    """What the tests raise."""
 
 
 class Hold:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sim.tables import table
 
 from rrfp.core.topology import Layout
 from rrfp.costs import CostTable, make_costs
@@ -34,22 +35,6 @@ class State(NamedTuple):
     free: tuple[float, ...]
     #: When the inputs of every task arrive whose producer has run, and which has not run itself.
     inputs: dict[Task, float]
-
-
-def table(
-    forward: Sequence[Sequence[float]],
-    backward: Sequence[Sequence[float]],
-    weight: Sequence[Sequence[float]] | None = None,
-    *,
-    chunks: int = 1,
-    placement: Layout = "looped",
-    latency: float = 0.0,
-) -> CostTable:
-    count, microbatches = len(forward), len(forward[0])
-    edges = np.full((count - 1, microbatches), latency)
-    split = None if weight is None else np.array(weight)
-    rows = np.array(forward), np.array(backward), split, edges, edges
-    return CostTable(count // chunks, chunks, placement, microbatches, *rows)
 
 
 class Pipeline:

@@ -10,7 +10,7 @@ import pytest
 from rrfp.core import events as ev
 from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
-from rrfp.core.readiness import Ordered
+from rrfp.core.readiness import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.core.topology import Layout, Placement
@@ -66,7 +66,7 @@ def test_two_chunks_a_stage_never_deadlock_in_larger_cases(
         assert_safe(explore(graph, microbatches, limit), graph, limit)
 
 
-def forced_orders(graph: Graph) -> Iterator[list[Ordered]]:
+def forced_orders(graph: Graph) -> Iterator[list[ForcedOrder]]:
     """Each kind in order everywhere, on the last virtual stage alone, and on one in the middle."""
     count = graph.placement.num_virtual_stages
     for kind in graph.kinds(0, Mode.TRAIN):
@@ -191,7 +191,7 @@ CASES = [
 
 @pytest.mark.parametrize(("graph", "mode", "limit", "in_order"), CASES)
 def test_what_is_ready_depends_on_what_ran_and_not_on_the_order(
-    graph: Graph, mode: Mode, limit: str | int, in_order: tuple[Ordered, ...]
+    graph: Graph, mode: Mode, limit: str | int, in_order: tuple[ForcedOrder, ...]
 ) -> None:
     """The explorer's one assumption: cores that live through a random run say what a freshly told core says."""
     stages = graph.placement.stages

@@ -213,3 +213,17 @@ def test_hint_may_be_a_class_or_an_instance() -> None:
 
     costs = make_costs("mllm", 3, 5, jitter="J2")
     assert simulate(costs, hint=First).to_json() == simulate(costs, hint=First()).to_json()
+
+
+def test_rounding_of_a_long_step_is_not_a_run_below_its_bound() -> None:
+    """A B is 0.501 units in the last place of 2**14: behind all Fs it counts for a whole one, earlier for itself."""
+    num = 2**14
+    simulation = simulate(table([[1.0] * num], [[0.501 * 2.0**-38] * num]), strict="1f1b")
+    assert simulation.ratio == 1
+    assert lower_bound(simulation.costs, None) > simulation.makespan * (1 + 1e-12)
+
+
+def test_a_limit_on_bytes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="num_bytes must be None, a cost table has no sizes"):
+        simulate(table([[1]], [[1]]), hint="bf", limit=Limit(2, 100))
+    assert simulate(table([[1]], [[1]]), hint="bf", limit=Limit()).limits == (1,)

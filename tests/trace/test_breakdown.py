@@ -7,11 +7,11 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated_traces import readiness, strict, trace_of
 
 from rrfp.core.progress import WaitCause
 from rrfp.core.tasks import Kind, Task
 from rrfp.costs import make_costs
+from rrfp.sim.simulation import simulate
 from rrfp.trace.breakdown import Breakdown, breakdown, by_stage, idle_waits, mean
 from rrfp.trace.spans import StepTrace, TaskSpan, WaitSpan
 
@@ -93,7 +93,8 @@ def test_parts_are_never_negative_and_sum_to_the_step(
 
 def test_a_simulated_step_is_compute_and_blocking_only() -> None:
     costs = make_costs("mllm", 4, 12, jitter="J2", latency="wire")
-    for spans in (trace_of(costs, strict(costs), limit=12), trace_of(costs, readiness, limit=2)):
+    for simulation in (simulate(costs, strict="1f1b"), simulate(costs, hint="bf", limit=2)):
+        spans = simulation.result.trace()
         parts = by_stage(spans, 4)
         assert [part.compute for part in parts] == pytest.approx(list(costs.work()))
         assert all(part.step == spans.end for part in parts)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_traces import readiness, trace_of
 
 from rrfp.core.progress import WaitCause
 from rrfp.core.tasks import Kind, Task
 from rrfp.costs import make_costs
 from rrfp.errors import ConfigError
+from rrfp.sim.simulation import simulate
 from rrfp.trace.chrome import STEPS_THREAD, chrome_events, write_chrome
 from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan, WaitSpan
 
@@ -52,7 +52,7 @@ def steps() -> list[StepTrace]:
     result, start = [], 100.0
     for step in range(3):
         costs = make_costs("mllm", 4, 6, step=step, jitter="J2", latency="wire")
-        trace = trace_of(costs, readiness, limit=3, step=step)
+        trace = simulate(costs, hint="bf", limit=3).result.trace(step)
         shifted = [replace(s, start=s.start + start, end=s.end + start) for s in trace.tasks]
         waits = [replace(s, start=s.start + start, end=s.end + start) for s in trace.waits]
         result.append(replace(trace, start=start, end=start + trace.end, tasks=tuple(shifted), waits=tuple(waits)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +13,11 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.transforms import Bbox
-from simulated_traces import readiness, strict, trace_of
 
 from rrfp.core.tasks import Kind, Task
 from rrfp.costs import make_costs
 from rrfp.errors import ConfigError
+from rrfp.sim.simulation import simulate
 from rrfp.trace.plot import DPI, draw_timelines, plot_timelines
 from rrfp.trace.spans import StepTrace, TaskSpan
 
@@ -27,7 +26,8 @@ from rrfp.trace.spans import StepTrace, TaskSpan
 def rows() -> list[tuple[str, StepTrace]]:
     """The demo's case: 4 stages, 24 microbatches, jitter."""
     costs = make_costs("mllm", 4, 24, jitter="J2", latency="spike", seed=1)
-    return [("1f1b", trace_of(costs, strict(costs), limit=24)), ("bf", trace_of(costs, readiness, limit=8))]
+    fixed, readiness_driven = simulate(costs, strict="1f1b"), simulate(costs, hint="bf")
+    return [("1f1b", fixed.result.trace()), ("bf", readiness_driven.result.trace())]
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_extreme_sizes_are_drawn_within_bounds(rows: list[tuple[str, StepTrace]]
     """A single task that took no time, and a run of far more tasks than any width could number."""
     instant = StepTrace(0, 5.0, 5.0, (TaskSpan(0, Task(Kind.F, 0, 0), 5.0, 5.0),))
     costs = make_costs("llm", 2, 150)
-    many = replace(trace_of(costs, strict(costs), limit=150), step=1)
+    many = simulate(costs, strict="1f1b").result.trace(1)
     for name, trace in (("instant", instant), ("many", many)):
         plot_timelines([(name, trace)], tmp_path / f"{name}.png")
         assert imread(tmp_path / f"{name}.png").shape[1] <= 19 * DPI

@@ -1,0 +1,146 @@
+"""Hints, loss functions and stage programs that go wrong: each is named on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from runtime.ranks import ThreadedRanks, step, two_steps
+from runtime.toys import Hold, Ones, Trap, stages
+from torch import Tensor
+
+import rrfp
+from rrfp.errors import Origin
+
+
+def test_a_loss_function_that_raises_is_named() -> None:
+    def bad_loss(output: Tensor, target: Tensor) -> Tensor:
+        raise Trap("no loss today")
+
+    for outcome in ThreadedRanks(stages(3), step, loss_fn=bad_loss).join():
+        assert outcome.abort.origin == Origin(2, "F0@2", "Trap: no loss today")
+
+
+class Choosing(rrfp.Hint):
+    """A hint that goes wrong at its fifth choice, in the way that `how` says."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.choices = how, 0
+
+    def choose(self, ready: rrfp.ReadySet, view: rrfp.View) -> rrfp.Task | None:
+        self.choices += 1
+        if view.stage == 1 and self.choices == 5:
+            if self.how == "raises":
+                raise Trap("cannot choose")
+            if self.how == "exits":
+                raise SystemExit(3)
+            return None if self.how == "none" else rrfp.Task(rrfp.Kind.F, 77, 1)
+        return next(iter(ready))
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("raises", "Trap: cannot choose"),
+        ("exits", "SystemExit: 3"),
+        ("none", "HintError: hint Choosing chose None on stage 1; ready are: ReadySet("),
+        ("nonsense", "HintError: hint Choosing chose F77@1 on stage 1; ready are: ReadySet("),
+    ],
+)
+def test_a_hint_that_goes_wrong_is_named(how: str, cause: str) -> None:
+    for outcome in ThreadedRanks(stages(3), two_steps, hint=Choosing(how)).join():
+        assert outcome.abort.origin.stage == 1
+        assert outcome.abort.origin.cause.startswith(cause)
+
+
+class Observing(Choosing):
+    """Its `observe` raises at every event from the first completed task on, the abort included."""
+
+    def observe(self, event: Any) -> None:
+        if self.choices:
+            raise Trap("seen too much")
+
+
+class Opening(Choosing):
+    def open_step(self, view: rrfp.View) -> None:
+        if view.stage == 2:
+            raise Trap("closed today")
+
+
+@pytest.mark.parametrize(("hint", "cause"), [(Observing(""), "seen too much"), (Opening(""), "closed today")])
+def test_a_hint_that_raises_while_it_listens_is_named_on_every_rank(hint: rrfp.Hint, cause: str) -> None:
+    for outcome in ThreadedRanks(stages(3), step, hint=hint).join():
+        assert outcome.abort.origin.cause == f"Trap: {cause}"
+
+
+class Raising(Ones):
+    """Raises in the method that is named."""
+
+    def __init__(self, method: str) -> None:
+        self._method = method
+
+    def _enter(self, method: str) -> None:
+        if method == self._method:
+            raise Trap(method)
+
+    def finish(self, virtual_stage: int) -> None:
+        self._enter("finish")
+
+    def held_bytes(self, microbatch: int, virtual_stage: int) -> int:
+        self._enter("held_bytes")
+        return 0
+
+    def losses(self) -> Any:
+        self._enter("losses")
+        return {}
+
+
+@pytest.mark.parametrize("method", ["held_bytes", "finish", "losses"])
+def test_a_stage_program_that_raises_anywhere_is_named(method: str) -> None:
+    modules: Any = [Ones(), Raising(method)]
+    for outcome in ThreadedRanks(modules, step).join():
+        assert outcome.abort.origin.cause == f"Trap: {method}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "returned", "cause"),
+    [
+        ("F", None, "StageError: Careless.forward returned a NoneType, must return a Payload"),
+        ("B", [rrfp.Payload()], "StageError: Careless.backward must return a tuple of Payloads"),
+        ("B", (torch.ones(1),), "StageError: Careless.backward must return a tuple of Payloads"),
+        ("B", (), "StageError: 0 input gradients, must be one for each predecessor: 1"),
+    ],
+)
+def test_a_stage_program_that_returns_nonsense_is_named(kind: str, returned: Any, cause: str) -> None:
+    class Careless(Ones):
+        def forward(self, task: rrfp.Task, inputs: tuple[rrfp.Payload, ...]) -> rrfp.Payload:
+            output: rrfp.Payload = returned if kind == "F" else super().forward(task, inputs)
+            return output
+
+        def backward(self, task: rrfp.Task, grads: tuple[rrfp.Payload, ...]) -> tuple[rrfp.Payload, ...]:
+            gradients: tuple[rrfp.Payload, ...] = returned
+            return gradients
+
+    modules: Any = [Ones(), Careless()]
+    for outcome in ThreadedRanks(modules, step).join():
+        assert outcome.abort.origin == Origin(1, f"{kind}0@1", cause)
+
+
+def test_an_abort_does_not_wait_for_losses_that_a_lane_is_reading() -> None:
+    hold = Hold()
+
+    class Reading(Ones):
+        def losses(self) -> Any:
+            hold(0)
+            return {}
+
+    class Failing(Ones):
+        def losses(self) -> Any:
+            hold.begun.wait(10)
+            raise Trap("unreadable")
+
+    modules: Any = [Failing(), Reading()]
+    outcomes = ThreadedRanks(modules, step).join(5.0)
+    hold.release.set()
+    assert [outcome.abort.origin.cause for outcome in outcomes] == ["Trap: unreadable"] * 2

@@ -1,0 +1,54 @@
+"""Spans: a bounded ring, and one trace out of what every rank saw."""
+
+from __future__ import annotations
+
+import pytest
+
+from rrfp.core.progress import WaitCause
+from rrfp.core.tasks import Kind, Task
+from rrfp.trace.plain import from_plain, to_plain
+from rrfp.trace.spans import MessageSpan, SpanRing, StepTrace, TaskSpan, WaitSpan, merge
+
+SENT = Task(Kind.F, 0, 0)
+ONE, TWO = TaskSpan(0, SENT, 0.0, 1.0), TaskSpan(1, Task(Kind.F, 0, 1), 1.5, 2.0)
+WAIT = WaitSpan(1, WaitCause.INPUT, 0.5, 1.5)
+SENDER = StepTrace(3, 0.0, 1.0, (ONE,), (), (MessageSpan(0, 1, SENT, 1.0, None, 8),), dropped=1)
+RECEIVER = StepTrace(3, 0.5, 2.0, (TWO,), (WAIT,), (MessageSpan(0, 1, SENT, None, 1.25, 8),), dropped=2)
+
+
+def test_a_full_ring_drops_the_oldest_and_counts_them() -> None:
+    ring = SpanRing(capacity=2)
+    for span in (ONE, WAIT, TWO):
+        ring.record(span)
+    assert ring.cut(0, 0.0, 2.0) == StepTrace(0, 0.0, 2.0, (TWO,), (WAIT,), dropped=1)
+
+
+def test_a_cut_takes_everything_and_the_next_step_starts_afresh() -> None:
+    ring = SpanRing(capacity=1)
+    ring.record(ONE)
+    ring.record(TWO)
+    ring.cut(0, 0.0, 2.0)
+    ring.record(ONE)
+    assert ring.cut(1, 2.0, 3.0) == StepTrace(1, 2.0, 3.0, (ONE,))
+
+
+@pytest.mark.parametrize("traces", [[SENDER, RECEIVER], [RECEIVER, SENDER]])
+def test_merging_sorts_spans_and_joins_the_two_ends_of_a_message(traces: list[StepTrace]) -> None:
+    message = MessageSpan(0, 1, SENT, sent=1.0, arrived=1.25, num_bytes=8)
+    assert merge(traces) == StepTrace(3, 0.0, 2.0, (ONE, TWO), (WAIT,), (message,), dropped=3)
+
+
+def test_a_message_that_one_end_dropped_stays_half() -> None:
+    assert merge([SENDER]).messages == SENDER.messages
+
+
+def test_only_traces_of_one_step_are_merged() -> None:
+    with pytest.raises(ValueError, match=r"traces of one step are needed, got steps \[3, 4\]"):
+        merge([SENDER, StepTrace(4, 0.0, 1.0)])
+    with pytest.raises(ValueError, match="got steps"):
+        merge([])
+
+
+@pytest.mark.parametrize("trace", [SENDER, RECEIVER, merge([SENDER, RECEIVER])])
+def test_plain_data_reads_back(trace: StepTrace) -> None:
+    assert from_plain(to_plain(trace)) == trace
