@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import logging
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-logger = logging.getLogger(__name__)
+from rrfp.log import get_logger
+
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 

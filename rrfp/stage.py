@@ -7,7 +7,6 @@ format in here. Everything runs on one loop, but for what is handed to the lane.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
@@ -29,13 +28,14 @@ from rrfp.core.progress import WaitCause
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import StepId, Task
 from rrfp.errors import ProtocolError, RrfpError
+from rrfp.log import get_logger
 from rrfp.result import StageReport, StepResult
 from rrfp.trace.breakdown import breakdown
 from rrfp.trace.recorder import Recorder
 from rrfp.trace.spans import StepTrace
 from rrfp.transports.base import Message, MessageKind, Transport
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -127,7 +127,9 @@ class StageRunner:
             async with asyncio.timeout(CLOSE_GRACE_S):
                 await self._leave()
         except TimeoutError:
-            logger.warning("stage %d: the peers took more than %g s to let it go", self.stage, CLOSE_GRACE_S)
+            logger.warning(
+                "stage %d: the peers took more than %g s to let it go", self.stage, CLOSE_GRACE_S, stage=self.stage
+            )
         finally:
             self._services.cancel()
             self._transport.abort()

@@ -6,7 +6,6 @@ It knows which message carries what, and neither what happens next nor how messa
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 
 from rrfp.compute.mailbox import Mailbox
@@ -16,10 +15,11 @@ from rrfp.control.services import Services
 from rrfp.core import events as ev
 from rrfp.core.tasks import Kind
 from rrfp.errors import FrameError, PeerLostError, ProtocolError
+from rrfp.log import get_logger
 from rrfp.trace.recorder import Recorder
 from rrfp.transports.base import Channel, Message, MessageKind, Transport
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: How long a failed send waits for what the peer said last, in seconds.
 LAST_WORDS_S = 1.0
@@ -65,7 +65,7 @@ class Courier:
             except FrameError as error:
                 if error.peer is not None:
                     raise
-                logger.warning("dropped: %s", error)
+                logger.warning("dropped: %s", error, field=error.field)
                 continue
             except PeerLostError as error:
                 if error.peer in self.departures:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 from rrfp.errors import Origin, PeerLostError, ProtocolError
+from rrfp.log import get_logger
 from rrfp.transports.base import Channel, Message, MessageKind, Transport
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: How long an abort tries to reach the peers, in seconds.
 ABORT_GRACE_S = 1.0

@@ -7,7 +7,6 @@ tree. All ranks get all answers and come to the same verdict: one log line that 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 
 from rrfp.control.exchange import TreeExchange
@@ -15,9 +14,10 @@ from rrfp.control.progress import Progress
 from rrfp.control.status import RankStatus, judge
 from rrfp.control.tree import children, parent
 from rrfp.errors import DeadlockError
+from rrfp.log import get_logger
 from rrfp.transports.base import Channel, Message, MessageKind
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _TOPIC = "poll"
 
@@ -80,12 +80,20 @@ class Watchdog:
             self._before = statuses
             self._polling = False
             if verdict.deadlock:
-                logger.error("%s", verdict.text)
+                logger.error("%s", verdict.text, stage=own.stage, step=own.step)
                 self._fail(DeadlockError(verdict.text))
             elif not verdict.certain and self._parent is None:
                 self._start_poll()
             elif verdict.certain and (idle := self._progress.idle_seconds()) >= self._stall_after:
-                logger.warning("stage %d has been idle for %.0f s: %s", own.stage, idle, verdict.text)
+                logger.warning(
+                    "stage %d has been idle for %.0f s: %s",
+                    own.stage,
+                    idle,
+                    verdict.text,
+                    stage=own.stage,
+                    step=own.step,
+                    idle_s=idle,
+                )
 
     def take(self, message: Message) -> None:
         """A PROBE arrived: a question on its way up, or a poll on its way down."""
