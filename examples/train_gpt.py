@@ -12,6 +12,7 @@ from pydoc_data.topics import topics
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
 
 import rrfp
 
@@ -121,4 +122,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record(main)()

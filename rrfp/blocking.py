@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -40,8 +42,7 @@ class BlockingPipeline:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            with suppress(TimeoutError):
-                self._session.submit(self._session.close(error)).result(LEAVE_TIMEOUT_S)
+            _settle(self._session.submit(self._session.close(error)), LEAVE_TIMEOUT_S)
         finally:
             self._session.leave()
 
@@ -72,3 +73,18 @@ class BlockingPipeline:
             raise
         finally:
             session.end_step()
+
+
+def _settle(leaving: Future[None], timeout_s: float) -> None:
+    """Wait until everything is freed. Another Ctrl-C meanwhile does not cut that short, but is raised afterwards."""
+    deadline = time.monotonic() + timeout_s
+    interrupt = None
+    while True:
+        try:
+            with suppress(TimeoutError):
+                leaving.result(max(0.0, deadline - time.monotonic()))
+            break
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt

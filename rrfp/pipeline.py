@@ -14,7 +14,7 @@ from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, Unpack, get_args
+from typing import Any, Literal, NoReturn, Self, TypeVar, Unpack, get_args
 
 from torch import nn
 
@@ -60,6 +60,12 @@ class PipelineHandle:
         if loop not in get_args(LoopChoice):
             raise ConfigError(f"loop is {loop!r}, must be one of: {', '.join(get_args(LoopChoice))}")
         self._session = Session(ranks, name if loop == "own" else None)
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError("a pipeline is entered with 'async with', or with 'with pipeline.blocking() as pipe'")
+
+    def __exit__(self, *_: object) -> None:
+        """Never reached: see ``__enter__``."""
 
     async def __aenter__(self) -> Self:
         self._session.enter()

@@ -78,10 +78,10 @@ class StepResult:
     loss: float | None
     losses: tuple[float, ...]
     seconds: float
-    breakdown: tuple[Breakdown, ...]
+    breakdown: tuple[Breakdown, ...] = field(repr=False)
     peaks: tuple[Peaks, ...]
-    trace: StepTrace
-    outputs: Mapping[int, Any] = field(default_factory=dict)
+    trace: StepTrace = field(repr=False)
+    outputs: Mapping[int, Any] = field(default_factory=dict, repr=False)
 
     @property
     def peak_held(self) -> tuple[int, ...]:

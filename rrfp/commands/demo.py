@@ -12,7 +12,9 @@ from rrfp.commands.output import Json
 
 def demo(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for what the demo writes.")] = Path("out/demo"),
-    text: Annotated[Path | None, typer.Option(metavar="FILE", help="Text to learn [default: Python's manual].")] = None,
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Text to learn; Python's manual by default.")
+    ] = None,
     stages: Annotated[int, typer.Option(help="Stages, one process each.")] = 4,
     microbatches: Annotated[int, typer.Option(help="Microbatches a step.")] = 24,
     warm_up: Annotated[int, typer.Option(help="Steps a method that are not measured.")] = 1,

@@ -40,12 +40,12 @@ class Departures:
         """This rank begins, or is in, ``step``.
 
         Raises:
-            ProtocolError: if a peer left before it.
+            PeerLostError: if a peer left before it.
         """
         for peer, steps in self._steps.items():
             if steps <= step:
-                raise ProtocolError(
-                    f"stage {peer} closed its pipeline after {steps} step(s), but step {step} was begun here"
+                raise PeerLostError(
+                    peer, f"its program left after {steps} step(s), but step {step} was begun elsewhere"
                 )
 
 

@@ -7,7 +7,8 @@ tree. All ranks get all answers and come to the same verdict: one log line that 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 from rrfp.control.exchange import TreeExchange
 from rrfp.control.progress import Progress
@@ -56,6 +57,7 @@ class Watchdog:
         self._next_poll = 0
         self._polling = False
         self._before: list[RankStatus] | None = None
+        self._polled_at = -math.inf
 
     async def watch(self) -> None:
         """Ask whenever this rank has been idle for too long, until cancelled."""
@@ -84,7 +86,8 @@ class Watchdog:
                 self._fail(DeadlockError(verdict.text))
             elif not verdict.certain and self._parent is None:
                 self._start_poll()
-            elif verdict.certain and (idle := self._progress.idle_seconds()) >= self._stall_after:
+            elif verdict.certain and own.stage == _first_idle(statuses):
+                idle = self._progress.idle_seconds()
                 logger.warning(
                     "stage %d has been idle for %.0f s: %s",
                     own.stage,
@@ -106,11 +109,12 @@ class Watchdog:
     def _ask(self) -> None:
         if self._parent is not None:
             self._post(self._parent, Message(Channel.CONTROL, MessageKind.PROBE))
-        elif not self._polling:
-            self._start_poll()
+        elif not self._polling and asyncio.get_running_loop().time() - self._polled_at >= self._stall_after:
+            self._start_poll()  # all idle ranks ask at about the same time: one poll answers them
 
     def _start_poll(self) -> None:
         self._polling = True
+        self._polled_at = asyncio.get_running_loop().time()
         self._join(self._next_poll)
         self._next_poll += 1
 
@@ -118,3 +122,9 @@ class Watchdog:
         for child in self._children:
             self._post(child, Message(Channel.CONTROL, MessageKind.PROBE, body={"poll": number}))
         self._polls.put_nowait(number)
+
+
+def _first_idle(statuses: Sequence[RankStatus]) -> int | None:
+    """The lowest stage that waits inside a step: the one that logs, so that there is one line for all."""
+    idle = (s.stage for s in statuses if s.step is not None and s.running is None and not s.can_run)
+    return next(idle, None)

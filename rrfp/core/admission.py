@@ -76,6 +76,8 @@ class Limit:
         if spec == "2n":
             return cls(2 * stages)
         try:
+            if isinstance(spec, bool):
+                raise TypeError
             microbatches = int(spec) if isinstance(spec, str) else operator.index(spec)
         except (TypeError, ValueError):
             raise ConfigError(

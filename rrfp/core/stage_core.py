@@ -208,5 +208,14 @@ class StageCore:
                 here = f"in step {step.id.number}" + (" (ended)" if step.finished else "")
             raise ProtocolError(f"a message of {sent} reached stage {self.stage} {here}")
         if sent != step.id:
-            raise ProtocolError(f"stages disagree on the step: a peer is in {sent}, stage {self.stage} in {step.id}")
+            raise ProtocolError(
+                f"stages disagree on the step: {self._sender(event)} is in {sent}, stage {self.stage} in {step.id}"
+            )
         return step
+
+    def _sender(self, event: _FromPeer) -> str:
+        if isinstance(event, ev.Arrived):
+            return f"stage {self.graph.placement.stage_of(event.task.virtual_stage)}"
+        if isinstance(event, ev.Consumed):
+            return f"stage {event.peer}"
+        return f"rank {event.rank} of the group" if isinstance(event, ev.ReadyReported) else "the group's leader"

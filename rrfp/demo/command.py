@@ -32,11 +32,13 @@ def run_demo(settings: DemoSettings, *, as_json: bool) -> None:
     load_text(settings.text, at_least=SEQUENCE_LENGTH + 1)
     out = _prepare(settings)
     steps = Steps(settings)
-    for line in _with_progress(settings, out):
-        steps.add(line)
-    report = DemoReport(settings, steps)
-    report.write()
-    shutil.rmtree(out / "parts")
+    try:
+        for line in _with_progress(settings, out):
+            steps.add(line)
+        report = DemoReport(settings, steps)
+        report.write()
+    finally:
+        shutil.rmtree(out / "parts", ignore_errors=True)
     if as_json:
         sys.stdout.write(json.dumps(report.to_json()) + "\n")
         return
@@ -51,6 +53,8 @@ def _prepare(settings: DemoSettings) -> Path:
     try:
         shutil.rmtree(out / "parts", ignore_errors=True)
         (out / "parts").mkdir(parents=True)
+        for stale in (out / "summary.json", out / "timeline.png", *out.glob("trace-*.json")):
+            stale.unlink(missing_ok=True)  # what lies here after a failed run must not look like its result
     except OSError as error:
         raise ConfigError(f"out {out}: cannot be written ({error.strerror})") from None
     return out

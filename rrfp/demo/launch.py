@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from typing import Any
 from rrfp.demo.settings import DemoSettings
 from rrfp.errors import RrfpError
 
-#: How long workers have to end after they were asked to, in seconds.
-END_GRACE_S = 10.0
+#: How long workers have to end after a failure, or after they were asked to, in seconds.
+END_GRACE_S = 3.0
+
+_WATCH_S = 0.1
 
 
 class DemoFailedError(RrfpError):
@@ -40,21 +43,73 @@ def run_workers(settings: DemoSettings, log: Path) -> Iterator[Mapping[str, Any]
     with log.open("wb") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
         assert process.stdout is not None
+        reaper = _Reaper(process)
         try:
             for text in process.stdout:
                 line = _parse(text)
                 if line is None:
                     continue
-                if line["event"] == "aborted":
+                if line["event"] == "started":
+                    reaper.pids.add(line["pid"])
+                elif line["event"] == "aborted":
                     aborted = aborted or line["error"]
+                    reaper.failed.set()
                 else:
                     yield line
             code = process.wait()
         finally:
-            _end(process)
+            reaper.end()
             process.stdout.close()
-    if code != 0:
-        raise DemoFailedError(f"{aborted or f'a worker ended with exit code {code}'}; log: {log}")
+    if aborted or code:
+        reason = f"torchrun was ended by signal {-code}" if code < 0 else "a worker failed"
+        raise DemoFailedError(f"{aborted or reason}; log: {log}")
+
+
+class _Reaper:
+    """Sees to it that the workers end soon after a failure, whether torchrun and the workers answer or not.
+
+    torchrun by itself waits 30 s for a stopped worker, and leaves its workers running when it is killed.
+
+    Args:
+        process: torchrun.
+    """
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        #: Process ids of the workers, as they tell them.
+        self.pids: set[int] = set()
+        #: A worker told of a failure.
+        self.failed = threading.Event()
+        self._process = process
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="rrfp-demo-reaper", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Nothing is left to wait for: end what still runs."""
+        self._done.set()
+        self._thread.join()
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_GRACE_S)
+            self._kill()
+            self._process.wait()
+
+    def _watch(self) -> None:
+        while not self._done.wait(_WATCH_S):
+            if self.failed.is_set() or self._process.poll() is not None:
+                if not self._done.wait(END_GRACE_S):
+                    self._kill()
+                return
+
+    def _kill(self) -> None:
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if self._process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)  # its workers are gone: it ends by itself
+            self._process.kill()
 
 
 def _parse(text: str) -> Mapping[str, Any] | None:
@@ -63,15 +118,3 @@ def _parse(text: str) -> Mapping[str, Any] | None:
     except ValueError:
         return None
     return line if isinstance(line, dict) and "event" in line else None
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Make torchrun end its workers, and end it by force if it does not."""
-    if process.poll() is not None:
-        return
-    process.send_signal(signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(END_GRACE_S)
-        return
-    process.kill()
-    process.wait()

@@ -126,10 +126,10 @@ def _cause(cause: WaitCause) -> tuple[str, Callable[[MethodFigures], str]]:
 _ROWS: tuple[tuple[str, Callable[[MethodFigures], str]], ...] = (
     ("iteration time, median", lambda figures: f"{figures.iteration_s * 1e3:.0f} ms"),
     ("  longest - shortest", lambda figures: f"{figures.iteration_s_spread * 1e3:.0f} ms"),
-    ("speed-up", lambda figures: f"{figures.speedup:.2f}x"),
-    ("time / lower bound", lambda figures: _NOTHING if figures.ratio is None else f"{figures.ratio:.2f}"),
+    ("speed-up, median of paired steps", lambda figures: f"{figures.speedup:.2f}x"),
+    ("time / lower bound, median", lambda figures: _NOTHING if figures.ratio is None else f"{figures.ratio:.2f}"),
     ("blocked, by cause", lambda figures: _share(figures.blocking)),
     *map(_cause, WaitCause),
-    ("peak microbatches held, by stage", lambda figures: " ".join(map(str, figures.peak_held))),
+    ("peak microbatches held", lambda figures: " ".join(map(str, figures.peak_held))),
     ("loss, first -> last", lambda figures: f"{figures.losses[0]:.2f} -> {figures.losses[-1]:.2f}"),
 )

@@ -6,6 +6,7 @@ Rank 0 prints one line of JSON for each step; every rank writes its spans and it
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -127,6 +128,7 @@ def main() -> int:
     torch.set_num_threads(1)
     settings = DemoSettings.from_json(sys.argv[1])
     topology = Topology.from_env()
+    say({"event": "started", "pid": os.getpid()})
     try:
         train(settings, topology)
     except PipelineAborted as error:

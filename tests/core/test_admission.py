@@ -39,6 +39,7 @@ def test_a_limit_is_written_as_a_number_or_a_preset(spec: Limit | int | str | No
         ("--5", "limit is '--5', must be a number of microbatches or one of: 1f1b, 2n"),
         ("", "limit is '', must be a number of microbatches or one of: 1f1b, 2n"),
         (2.5, "limit is 2.5, must be a number of microbatches or one of: 1f1b, 2n"),
+        (True, "limit is True, must be a number of microbatches or one of: 1f1b, 2n"),
         (0, "limit: microbatches is 0, must be at least 1"),
         ("-1", "limit: microbatches is -1, must be at least 1"),
     ],

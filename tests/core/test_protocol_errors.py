@@ -72,11 +72,11 @@ def test_a_second_early_arrival_is_found_when_the_step_opens() -> None:
         (StepId(2, Mode.TRAIN, 2), "a message of step 2 (train, 2 microbatches) reached stage 1 in step 0"),
         (
             StepId(0, Mode.TRAIN, 3),
-            f"stages disagree on the step: a peer is in step 0 (train, 3 microbatches), stage 1 in {HERE}",
+            f"stages disagree on the step: stage 0 is in step 0 (train, 3 microbatches), stage 1 in {HERE}",
         ),
         (
             StepId(0, Mode.FORWARD, 2),
-            f"stages disagree on the step: a peer is in step 0 (forward, 2 microbatches), stage 1 in {HERE}",
+            f"stages disagree on the step: stage 0 is in step 0 (forward, 2 microbatches), stage 1 in {HERE}",
         ),
     ],
 )
@@ -88,7 +88,7 @@ def test_a_disagreement_of_an_early_message_is_found_when_the_step_opens() -> No
     script = Script(Graph.chain(3), stage=1, microbatches=0)
     script.arrived("F0@0", step=StepId(0, Mode.TRAIN, 3))
     message = refusal(lambda: script.opened(StepId(0, Mode.TRAIN, 2)))
-    assert message == f"stages disagree on the step: a peer is in step 0 (train, 3 microbatches), stage 1 in {HERE}"
+    assert message == f"stages disagree on the step: stage 0 is in step 0 (train, 3 microbatches), stage 1 in {HERE}"
 
 
 def test_a_message_of_the_second_step_before_the_first_is_refused() -> None:

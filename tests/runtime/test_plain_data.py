@@ -13,7 +13,7 @@ from rrfp.batching import plan_step
 from rrfp.control.farewell import Departures, closed_message, origin_of
 from rrfp.core.progress import Peaks, WaitCause
 from rrfp.core.tasks import Kind, Mode, StepId, Task
-from rrfp.errors import ConfigError, Origin, ProtocolError
+from rrfp.errors import ConfigError, Origin, PeerLostError, ProtocolError
 from rrfp.result import StageReport, StepResult
 from rrfp.trace.breakdown import Breakdown, breakdown
 from rrfp.trace.recorder import Recorder
@@ -100,7 +100,7 @@ def test_a_peer_that_left_is_missed_only_in_steps_that_it_did_not_do() -> None:
     departures.note(message)
     departures.check(2)
     assert message.sender in departures
-    with pytest.raises(ProtocolError, match=r"after 3 step\(s\), but step 3"):
+    with pytest.raises(PeerLostError, match=r"after 3 step\(s\), but step 3"):
         departures.check(3)
     with pytest.raises(ProtocolError, match="without saying"):
         departures.note(Message(Channel.CONTROL, MessageKind.CLOSED))
