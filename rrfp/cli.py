@@ -50,6 +50,8 @@ class Commands(TyperGroup):
         except BrokenPipeError:  # the reader of our output, such as `head`, has gone
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             sys.exit(FAILED)
+        if result == INTERRUPTED:  # typer caught Ctrl-C itself, and says nothing
+            _fail("interrupted", INTERRUPTED)
         sys.exit(result if isinstance(result, int) else 0)
 
 

@@ -1,0 +1,111 @@
+"""The demo as a user runs it: real processes under torchrun, and what is left when they are killed or interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+SHORT = ("--microbatches", "4", "--warm-up", "0", "--steps", "2")
+LONG = ("--steps", "50")
+FIGURES = {
+    "iteration_s",
+    "iteration_s_spread",
+    "speedup",
+    "blocking",
+    "blocking_by_cause",
+    "peak_held",
+    "ratio",
+    "losses",
+}
+
+
+def start(out: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "rrfp.cli", "demo", "--out", str(out), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def workers(out: Path) -> list[int]:
+    """Process ids of the demo's workers that write to ``out``."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (process / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        is_worker = b"rrfp.demo.worker" in arguments and b"torch.distributed.run" not in arguments
+        if is_worker and any(f'"{out}"'.encode() in argument for argument in arguments):
+            found.append(int(process.name))
+    return sorted(found)
+
+
+#: Connections of 4 stages: 5 pairs of peers, both ways, 3 channels, 3 pipelines, and one address a stage and pipeline.
+CONNECTED = 5 * 2 * 3 * 3 + 4 * 3
+
+
+def num_addresses() -> int:
+    """How many ends of connections carry an address of ours."""
+    return sum("@rrfp-" in line for line in Path("/proc/net/unix").read_text().splitlines())
+
+
+def wait_until_connected(out: Path) -> list[int]:
+    """Wait until all workers are connected, so that steps begin; returns their process ids."""
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        if num_addresses() >= CONNECTED:
+            return workers(out)
+        time.sleep(0.05)
+    raise AssertionError(f"the workers did not connect: {num_addresses()} of {CONNECTED} ends")
+
+
+def test_a_run_leaves_its_figures_its_timeline_and_its_traces(tmp_path: Path) -> None:
+    process = start(tmp_path, "--json", *SHORT)
+    output, errors = process.communicate(timeout=120)
+    assert (process.returncode, errors) == (0, "")
+    told = json.loads(output)
+    assert set(told["methods"]) == {"1f1b", "bf", "b-priority"}
+    for figures in told["methods"].values():
+        assert set(figures) == FIGURES
+        assert len(figures["losses"]) == 2
+        assert abs(figures["losses"][0] - told["methods"]["1f1b"]["losses"][0]) < 1e-5  # one seed, one batch
+        assert figures["ratio"] >= 1
+    assert told["methods"]["1f1b"]["peak_held"] == [4, 3, 2, 1]
+    assert told["lower_bound_s"] > 0
+    written = {path.name for path in tmp_path.iterdir()}
+    traces = {f"trace-{method}.json" for method in told["methods"]}
+    assert written == {"summary.json", "timeline.png", "workers.log", *traces}
+    assert json.loads((tmp_path / "summary.json").read_text())["methods"] == told["methods"]
+    assert workers(tmp_path) == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_worker_is_named_in_one_line_and_nothing_is_left(how: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text("of an earlier run")
+    process = start(tmp_path, *LONG)
+    pids = wait_until_connected(tmp_path)
+    log = tmp_path / "workers.log"
+    os.kill(pids[-1], how)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 1
+    (line,) = errors.splitlines()
+    assert line.startswith("rrfp: aborted by stage ")
+    assert line.endswith(f"PeerLostError: its connection ended or fell silent; log: {log}")
+    assert workers(tmp_path) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["workers.log"]
+
+
+def test_ctrl_c_ends_everything_and_says_so(tmp_path: Path) -> None:
+    process = start(tmp_path, *LONG)
+    wait_until_connected(tmp_path)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (130, "rrfp: interrupted\n")
+    assert workers(tmp_path) == []
