@@ -126,7 +126,7 @@ def _cause(cause: WaitCause) -> tuple[str, Callable[[MethodFigures], str]]:
 _ROWS: tuple[tuple[str, Callable[[MethodFigures], str]], ...] = (
     ("iteration time, median", lambda figures: f"{figures.iteration_s * 1e3:.0f} ms"),
     ("  longest - shortest", lambda figures: f"{figures.iteration_s_spread * 1e3:.0f} ms"),
-    ("speed-up, median of paired steps", lambda figures: f"{figures.speedup:.2f}x"),
+    ("speed-up, median over steps", lambda figures: f"{figures.speedup:.2f}x"),
     ("time / lower bound, median", lambda figures: _NOTHING if figures.ratio is None else f"{figures.ratio:.2f}"),
     ("blocked, by cause", lambda figures: _share(figures.blocking)),
     *map(_cause, WaitCause),
