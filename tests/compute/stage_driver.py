@@ -135,3 +135,16 @@ def assert_same_gradients(actual: Sequence[Tensor | None], expected: Sequence[Te
     for left, right in zip(actual, expected, strict=True):
         if left is not None and right is not None:
             torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
+
+
+TRAIN_2 = StepId(0, Mode.TRAIN, 2)
+FORWARD_2 = StepId(0, Mode.FORWARD, 2)
+
+
+def total(output: Tensor, target: Tensor) -> Tensor:
+    return (output * target).sum()
+
+
+def rows(count: int = 2) -> list[Tensor]:
+    """Inputs or targets that differ by microbatch."""
+    return [torch.ones(3, 4) * (m + 1) for m in range(count)]
