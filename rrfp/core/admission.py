@@ -8,6 +8,9 @@ Rules, model-checked by `rrfp.sim.explore`:
 
 - **Staircase** (C chunks): the forward of local chunk c may start iff D < K*C - (C-1-c). The deepest chunk can always
   use the last slot, so the chain that frees memory never starves. With C = 1 it is plainly D < K.
+- **Paper** (Appendix C, instead of the staircase): while D < K*C any forward may start. At D = K*C or above the stage
+  serves: it runs nothing but the tasks of its lowest unfinished microbatch, F from the shallowest chunk to the deepest
+  and then B (each with its W) back, and waits for the next one. D passes K*C by C at most.
 - **Reserve** (needed when any order is forced): the last C slots admit only the lowest microbatch that has not been
   forwarded on its chunk. Without it later microbatches fill the memory while the one that everybody waits for stays
   outside. One slot is enough for C = 1, and not for more.
@@ -28,10 +31,14 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from rrfp.errors import ConfigError
 
 LIMIT_PRESETS = ("1f1b", "2n")
+
+#: How chunks of a stage share its slots; see the module's docstring.
+AdmissionRule = Literal["staircase", "paper"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +48,25 @@ class Limit:
     Attributes:
         microbatches: K, at least 1: D never exceeds K * C chunk tasks. None: unlimited.
         num_bytes: bytes held by microbatches in work, at least 1. None: unlimited.
+        rule: how the chunks of a stage share the slots: ``"staircase"``, or ``"paper"`` for the paper's Appendix C. The
+            two are one rule where a stage has one chunk.
 
     Raises:
-        ConfigError: on a value below 1.
+        ConfigError: on a value below 1, an unknown rule, or bytes under the paper's rule.
     """
 
     microbatches: int | None = None
     num_bytes: int | None = None
+    rule: AdmissionRule = "staircase"
 
     def __post_init__(self) -> None:
         for field, value in (("microbatches", self.microbatches), ("num_bytes", self.num_bytes)):
             if value is not None and value < 1:
                 raise ConfigError(f"limit: {field} is {value}, must be at least 1")
+        if self.rule not in get_args(AdmissionRule):
+            raise ConfigError(f"limit: rule is {self.rule!r}, must be one of: {', '.join(get_args(AdmissionRule))}")
+        if self.rule == "paper" and self.num_bytes is not None:
+            raise ConfigError("limit: num_bytes must be None with rule 'paper', which counts microbatches only")
 
     @classmethod
     def resolve(cls, spec: Limit | int | str | None, stage: int, stages: int) -> Limit:
@@ -105,6 +119,7 @@ class Admission:
         "_in_flight",
         "_max_bytes",
         "_reserve",
+        "_serves_in_order",
         "held",
         "held_bytes",
         "peak_bytes",
@@ -116,6 +131,7 @@ class Admission:
         #: K * C, or None: unlimited.
         self.slots = None if limit.microbatches is None else limit.microbatches * num_chunks
         self._max_bytes = limit.num_bytes
+        self._serves_in_order = limit.rule == "paper" and num_chunks > 1
         self._chunks = num_chunks
         self._reserve = reserve
         self._expected = expected_bytes
@@ -131,6 +147,11 @@ class Admission:
         self.peak_held = 0
         self.peak_bytes = 0
 
+    @property
+    def is_serving(self) -> bool:
+        """Paper's rule: the stage is full, and runs the tasks of its lowest unfinished microbatch only, in order."""
+        return self._serves_in_order and self.slots is not None and self.held >= self.slots
+
     def allows(self, chunk: int, microbatch: int, lowest_unforwarded: int) -> bool:
         """Whether the forward of ``microbatch`` on local ``chunk`` may start now.
 
@@ -140,6 +161,8 @@ class Admission:
             lowest_unforwarded: the lowest microbatch whose forward on this chunk has not been enqueued.
         """
         is_reserved_for = microbatch == lowest_unforwarded or not self._reserve
+        if self._serves_in_order:
+            return self.slots is None or self.held < self.slots
         if self.slots is not None:
             kept_free = self._chunks - 1 - chunk if is_reserved_for else self._chunks
             if self.held >= self.slots - kept_free:

@@ -14,11 +14,19 @@ from rrfp.errors import Origin
 
 @dataclass(frozen=True, slots=True)
 class StepOpened:
-    """The caller began a step on this rank. Steps are numbered 0, 1, 2, ... without gaps."""
+    """The caller began a step on this rank. Steps are numbered 0, 1, 2, ... without gaps.
+
+    Attributes:
+        step: its number.
+        mode: training or forward only.
+        microbatches: M.
+        sizes: how large each microbatch is, in any unit (tokens, patches), where the caller knows; for hints.
+    """
 
     step: int
     mode: Mode
     microbatches: int
+    sizes: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +38,15 @@ class Arrived:
         task: the *producer*: ``F3@4`` is what the forward of 3 on virtual stage 4 put out, an input of ``F3@5``.
         num_bytes: size of its tensors.
         consumed: how many of this stage's forward outputs the sender had started to use by then, or None if untold.
+        sequence: its place, from 0, among the sender's outputs of this kind to this stage in this step. None where the
+            transport itself finds lost, repeated and reordered messages.
     """
 
     step: StepId
     task: Task
     num_bytes: int = 0
     consumed: int | None = None
+    sequence: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ that is not ready.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from rrfp.core.events import Event
@@ -38,6 +39,10 @@ class View(Protocol):
     @property
     def microbatches(self) -> int:
         """M of the current step."""
+
+    @property
+    def sizes(self) -> tuple[float, ...] | None:
+        """How large each microbatch of the current step is, in any unit, where the caller told; else None."""
 
     @property
     def slots(self) -> int | None:
@@ -93,6 +98,14 @@ class Hint(Protocol):
 
     def open_step(self, view: View) -> None:
         """A step began: forget what belongs to the last one."""
+        return None
+
+    def microbatch_order(self, view: View) -> Sequence[int] | None:
+        """In which order the ready set ranks the microbatches of one kind and chunk; asked after `open_step`.
+
+        Returns:
+            Every microbatch once, the first in rank first; None for 0, 1, 2, ...
+        """
         return None
 
     def observe(self, event: Event) -> None:

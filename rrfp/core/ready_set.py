@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from rrfp.core.admission import Admission
+from rrfp.core.service import ServiceOrder
 from rrfp.core.tasks import Kind, Task
 
 #: "deeper": forwards of the deeper chunk first. "paper": Algorithm 1's order, the shallower chunk first.
@@ -19,21 +20,40 @@ ChunkOrder = Literal["deeper", "paper"]
 class ReadySet:
     """Tasks of one stage whose inputs are all present; a forward counts as ready only if admission allows it.
 
-    Hints read it: ``head``, ``first``, iteration (F, B, W; deeper chunk first; then by microbatch), ``in``, ``bool``.
-    Only the core adds and removes.
+    Hints read it: ``head``, ``first``, iteration (F, B, W; deeper chunk first; then by rank), ``in``, ``bool``. Only
+    the core adds and removes. Microbatches of one kind and chunk rank by number unless a hint orders them otherwise.
 
     Args:
         virtual_stages: the stage's virtual stages in chunk order.
         admission: gates forwards.
+        microbatches: M.
+        service: what a full stage serves next, under the paper's admission rule.
     """
 
-    __slots__ = ("_admission", "_chunk_of", "_deeper_first", "_next_forward", "_queues", "_started", "_virtual_stages")
+    __slots__ = (
+        "_admission",
+        "_chunk_of",
+        "_deeper_first",
+        "_next_forward",
+        "_order",
+        "_queues",
+        "_rank_of",
+        "_service",
+        "_started",
+        "_virtual_stages",
+    )
 
-    def __init__(self, virtual_stages: Sequence[int], admission: Admission) -> None:
+    def __init__(
+        self, virtual_stages: Sequence[int], admission: Admission, microbatches: int, service: ServiceOrder
+    ) -> None:
         self._virtual_stages = tuple(virtual_stages)
         self._deeper_first = tuple(reversed(range(len(virtual_stages))))
         self._chunk_of = {v: chunk for chunk, v in enumerate(virtual_stages)}
         self._admission = admission
+        self._service = service
+        #: Microbatches by rank, and ranks by microbatch; the queues hold ranks.
+        self._order: Sequence[int] = range(microbatches)
+        self._rank_of: Sequence[int] = range(microbatches)
         self._queues: dict[Kind, list[list[int]]] = {kind: [[] for _ in virtual_stages] for kind in Kind}
         # For the reserve rule: per chunk, the lowest microbatch not yet forwarded and the started ones above it.
         self._next_forward = [0] * len(virtual_stages)
@@ -45,14 +65,23 @@ class ReadySet:
         return len(self._virtual_stages)
 
     def head(self, kind: Kind, chunk: int) -> Task | None:
-        """The lowest ready microbatch of ``kind`` on local ``chunk``, or None."""
+        """The best-ranked ready microbatch of ``kind`` on local ``chunk``, or None."""
         queue = self._queues[kind][chunk]
-        if not queue or (kind is Kind.F and not self._allows(chunk, queue[0])):
+        if not queue:
             return None
-        return Task(kind, queue[0], self._virtual_stages[chunk])
+        task = Task(kind, self._order[queue[0]], self._virtual_stages[chunk])
+        if self._admits(task, chunk):
+            return task
+        if self._admission.is_serving:
+            due = self._service.due()
+            is_here = due is not None and due.kind is kind and due.virtual_stage == task.virtual_stage
+            return due if is_here and due in self else None
+        # Under the reserve rule the lowest microbatch may be let in where a better-ranked one is kept out.
+        lowest = Task(kind, self._next_forward[chunk], task.virtual_stage)
+        return lowest if kind is Kind.F and lowest in self else None
 
     def first(self, kind: Kind, chunk_order: ChunkOrder = "deeper") -> Task | None:
-        """The best-ranked ready task of ``kind``: deeper chunk first, then the lowest microbatch.
+        """The best-ranked ready task of ``kind``: deeper chunk first, then the microbatch of the best rank.
 
         Args:
             kind: F, B or W.
@@ -65,7 +94,7 @@ class ReadySet:
         return None
 
     def heads(self) -> Iterator[Task]:
-        """The lowest ready microbatch of each kind and chunk that has one."""
+        """The best-ranked ready microbatch of each kind and chunk that has one."""
         for kind in Kind:
             for chunk in self._deeper_first:
                 if (task := self.head(kind, chunk)) is not None:
@@ -74,58 +103,86 @@ class ReadySet:
     def __contains__(self, task: object) -> bool:
         if not isinstance(task, Task):
             return False
-        kind, microbatch, virtual_stage = task
-        chunk = self._chunk_of.get(virtual_stage)
-        if chunk is None or not _has(self._queues[kind][chunk], microbatch):
-            return False
-        return kind is not Kind.F or self._allows(chunk, microbatch)
+        chunk = self._chunk_of.get(task.virtual_stage)
+        return chunk is not None and self._is_queued(task, chunk) and self._admits(task, chunk)
 
     def __iter__(self) -> Iterator[Task]:
-        for kind in Kind:
-            for chunk in self._deeper_first:
-                for microbatch in self._queues[kind][chunk]:
-                    if kind is not Kind.F or self._allows(chunk, microbatch):
-                        yield Task(kind, microbatch, self._virtual_stages[chunk])
+        for task, chunk in self._queued():
+            if self._admits(task, chunk):
+                yield task
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __bool__(self) -> bool:
-        for kind, queues in self._queues.items():
-            for chunk, queue in enumerate(queues):
-                if queue and (kind is not Kind.F or self._allows(chunk, queue[0])):
-                    return True
-        return False
+        return any(
+            self.head(kind, chunk) is not None
+            for kind, queues in self._queues.items()
+            for chunk, queue in enumerate(queues)
+            if queue
+        )
 
     def __repr__(self) -> str:
         return f"ReadySet({' '.join(map(str, self))})"
 
+    def rank_by(self, order: Sequence[int]) -> None:
+        """Rank the microbatches of one kind and chunk in this order. For the core only.
+
+        Raises:
+            ValueError: unless every microbatch occurs once.
+        """
+        if sorted(order) != list(range(len(self._order))):
+            raise ValueError(f"must hold every microbatch of 0..{len(self._order) - 1} once")
+        queued = [task for task, _ in self._queued()]
+        self._order = list(order)
+        self._rank_of = sorted(range(len(order)), key=self._order.__getitem__)
+        for queues in self._queues.values():
+            for queue in queues:
+                queue.clear()
+        for task in queued:
+            self.add(task)
+
     def add(self, task: Task) -> None:
         """All inputs of ``task`` are present. For the core only."""
-        insort(self._queues[task.kind][self._chunk_of[task.virtual_stage]], task.microbatch)
+        insort(self._queues[task.kind][self._chunk_of[task.virtual_stage]], self._rank_of[task.microbatch])
 
     def remove(self, task: Task) -> bool:
         """``task`` was enqueued. For the core only. False if its inputs were not all present."""
         chunk = self._chunk_of.get(task.virtual_stage)
-        if chunk is None:
+        if chunk is None or not self._is_queued(task, chunk):
             return False
         queue = self._queues[task.kind][chunk]
-        if not _has(queue, task.microbatch):
-            return False
-        del queue[bisect_left(queue, task.microbatch)]
+        del queue[bisect_left(queue, self._rank_of[task.microbatch])]
+        self._service.note(task)
         if task.kind is Kind.F:
             self._note_forward(chunk, task.microbatch)
         return True
 
     def gated(self) -> Iterator[Task]:
-        """Forwards whose inputs are present and which memory keeps out."""
-        for chunk in self._deeper_first:
-            for microbatch in self._queues[Kind.F][chunk]:
-                if not self._allows(chunk, microbatch):
-                    yield Task(Kind.F, microbatch, self._virtual_stages[chunk])
+        """Tasks whose inputs are present and which memory keeps out."""
+        for task, chunk in self._queued():
+            if not self._admits(task, chunk):
+                yield task
 
-    def _allows(self, chunk: int, microbatch: int) -> bool:
-        return self._admission.allows(chunk, microbatch, self._next_forward[chunk])
+    def _queued(self) -> Iterator[tuple[Task, int]]:
+        """Every task whose inputs are present, with its chunk."""
+        for kind in Kind:
+            for chunk in self._deeper_first:
+                for rank in self._queues[kind][chunk]:
+                    yield Task(kind, self._order[rank], self._virtual_stages[chunk]), chunk
+
+    def _is_queued(self, task: Task, chunk: int) -> bool:
+        if not 0 <= task.microbatch < len(self._rank_of):
+            return False
+        queue, rank = self._queues[task.kind][chunk], self._rank_of[task.microbatch]
+        at = bisect_left(queue, rank)
+        return at < len(queue) and queue[at] == rank
+
+    def _admits(self, task: Task, chunk: int) -> bool:
+        admission = self._admission
+        if admission.is_serving:
+            return task == self._service.due()
+        return task.kind is not Kind.F or admission.allows(chunk, task.microbatch, self._next_forward[chunk])
 
     def _note_forward(self, chunk: int, microbatch: int) -> None:
         started = self._started[chunk]
@@ -133,8 +190,3 @@ class ReadySet:
         while self._next_forward[chunk] in started:
             started.discard(self._next_forward[chunk])
             self._next_forward[chunk] += 1
-
-
-def _has(queue: list[int], microbatch: int) -> bool:
-    at = bisect_left(queue, microbatch)
-    return at < len(queue) and queue[at] == microbatch

@@ -177,6 +177,8 @@ class StageCore:
             raise ProtocolError(f"step {event.step} was opened, expected step {self._next_step}")
         if event.microbatches < 1:
             raise ConfigError(f"microbatches is {event.microbatches}, must be at least 1")
+        if event.sizes is not None and len(event.sizes) != event.microbatches:
+            raise ConfigError(f"sizes has {len(event.sizes)} entries, must have {event.microbatches}, one a microbatch")
         step_id = StepId(event.step, event.mode, event.microbatches)
         admission = Admission(
             self.limit, len(self._expected_bytes), reserve=self._reserve, expected_bytes=self._expected_bytes
@@ -189,10 +191,21 @@ class StageCore:
             group=self.group,
             in_order=self._in_order,
             durations=self._durations,
+            sizes=event.sizes,
         )
         self._next_step += 1
         self._view = StageView(self.graph, self.stage, self._step, self._durations)
         self.hint.open_step(self._view)
+        self._rank_microbatches(self._step, self._view)
+
+    def _rank_microbatches(self, step: Step, view: StageView) -> None:
+        order = self.hint.microbatch_order(view)
+        if order is None:
+            return
+        try:
+            step.ready.rank_by(order)
+        except (TypeError, ValueError) as error:
+            raise HintError(f"hint {type(self.hint).__name__} orders microbatches wrongly: {error}") from None
 
     def _running(self) -> Step:
         if self._step is None or self._step.finished:

@@ -17,6 +17,7 @@ from rrfp.core.outputs import Outputs
 from rrfp.core.progress import Peaks, WaitCause
 from rrfp.core.readiness import ForcedOrder, Readiness
 from rrfp.core.ready_set import ReadySet
+from rrfp.core.service import ServiceOrder
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import ProtocolError
 
@@ -34,6 +35,7 @@ class Step:
         group: this rank's tensor-parallel group.
         in_order: (kind, virtual stage) pairs that run in microbatch order.
         durations: where measured durations are added.
+        sizes: of the microbatches, where known.
     """
 
     def __init__(
@@ -46,13 +48,16 @@ class Step:
         group: Group,
         in_order: Collection[ForcedOrder],
         durations: MeanDurations,
+        sizes: tuple[float, ...] | None = None,
     ) -> None:
         mode, count = step_id.mode, step_id.microbatches
         virtual_stages = graph.placement.virtual_stages(stage)
         self.id = step_id
         self.readiness = Readiness(graph, stage, count, mode, in_order=in_order, followers=group.num_followers)
         self.admission = admission
-        self.ready = ReadySet(virtual_stages, admission)
+        self.sizes = sizes
+        kinds = [graph.kinds(v, mode) for v in virtual_stages]
+        self.ready = ReadySet(virtual_stages, admission, count, ServiceOrder(virtual_stages, kinds, count))
         self.outputs = Outputs(graph, stage, mode)
         self.log = OrderLog()
         #: Tasks not complete, by virtual stage.
@@ -71,6 +76,8 @@ class Step:
         self.consumed_of: dict[int, int] = {}
         self.consumed_by: dict[int, int] = {}
         self.finished = False
+        #: By (peer, kind): the number that its next output must have, where outputs are numbered.
+        self._next_sequence: dict[tuple[int, Kind], int] = {}
         self._graph = graph
         self._stage = stage
         self._group = group
@@ -133,6 +140,7 @@ class Step:
             raise ProtocolError(f"{producer} arrived, which nothing on stage {self._stage} reads in {self.id}")
         if producer in self.readiness.present:
             raise ProtocolError(f"{producer} arrived twice on stage {self._stage} in {self.id}")
+        self._check_sequence(event)
         if event.consumed is not None:  # the forward and the backward channel may overtake each other
             peer = self._stage_of[producer.virtual_stage]
             self.consumed_by[peer] = max(event.consumed, self.consumed_by.get(peer, 0))
@@ -141,6 +149,19 @@ class Step:
         for task in ready:
             self.ready.add(task)
         return tuple(map(ev.ReportReady, supplied)) if self._group.follows else ()
+
+    def _check_sequence(self, event: ev.Arrived) -> None:
+        if event.sequence is None:
+            return
+        channel = (self._stage_of[event.task.virtual_stage], event.task.kind)
+        expected = self._next_sequence.get(channel, 0)
+        if event.sequence != expected:
+            what = "arrived twice or late" if event.sequence < expected else "arrived before another, or that was lost"
+            raise ProtocolError(
+                f"{event.task} from stage {channel[0]} {what}: it is message {event.sequence} of its channel in "
+                f"{self.id}, message {expected} is due on stage {self._stage}"
+            )
+        self._next_sequence[channel] = expected + 1
 
     def _on_enqueued(self, event: ev.Enqueued) -> Instructions:
         task = event.task

@@ -21,6 +21,9 @@ class Kind(StrEnum):
     B = "B"
     W = "W"
 
+    # Enum's own is written in Python, and every lookup of a task hashes its kind.
+    __hash__ = str.__hash__
+
 
 class Mode(StrEnum):
     """What a step does: a training step (F, B, W) or forward only."""

@@ -46,6 +46,11 @@ class StageView:
         return self._step.id.microbatches
 
     @property
+    def sizes(self) -> tuple[float, ...] | None:
+        """How large each microbatch is, where the caller told."""
+        return self._step.sizes
+
+    @property
     def slots(self) -> int | None:
         """K * C or None."""
         return self._step.admission.slots

@@ -8,7 +8,7 @@ takes effect before any stage decides. The same costs, hints and limits give the
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from rrfp.core import events as ev
@@ -16,6 +16,7 @@ from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint
 from rrfp.core.progress import Peaks, WaitCause
+from rrfp.core.readiness import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.core.topology import Placement
@@ -59,13 +60,22 @@ def graph_of(costs: CostTable) -> Graph:
     return Graph(placement, split=(costs.split,) * placement.num_virtual_stages)
 
 
-def run(costs: CostTable, hints: Sequence[Hint], limits: Sequence[Limit]) -> EngineResult:
+def run(
+    costs: CostTable,
+    hints: Sequence[Hint],
+    limits: Sequence[Limit],
+    *,
+    sizes: Sequence[float] | None = None,
+    in_order: Collection[ForcedOrder] = (),
+) -> EngineResult:
     """Simulate one training step.
 
     Args:
         costs: what tasks and messages take.
         hints: one fresh hint a stage.
         limits: one a stage.
+        sizes: how large each microbatch is, for hints that ask; None: untold.
+        in_order: (kind, virtual stage) pairs that run in microbatch order.
 
     Raises:
         DeadlockError: if tasks remain and nothing will ever happen; the message says what each stage waits for.
@@ -73,9 +83,10 @@ def run(costs: CostTable, hints: Sequence[Hint], limits: Sequence[Limit]) -> Eng
     """
     graph = graph_of(costs)
     cores = [
-        StageCore(graph, stage, hint, limit) for stage, (hint, limit) in enumerate(zip(hints, limits, strict=True))
+        StageCore(graph, stage, hint, limit, in_order=in_order)
+        for stage, (hint, limit) in enumerate(zip(hints, limits, strict=True))
     ]
-    return _Engine(costs, graph, cores).run()
+    return _Engine(costs, graph, cores).run(None if sizes is None else tuple(sizes))
 
 
 class _Engine:
@@ -98,8 +109,8 @@ class _Engine:
         self._waits: list[WaitSpan] = []
         self._messages: list[MessageSpan] = []
 
-    def run(self) -> EngineResult:
-        opened = ev.StepOpened(self._step.number, self._step.mode, self._step.microbatches)
+    def run(self, sizes: tuple[float, ...] | None) -> EngineResult:
+        opened = ev.StepOpened(self._step.number, self._step.mode, self._step.microbatches, sizes)
         for core in self._cores:
             core.apply(opened)
         for stage in range(len(self._cores)):
@@ -148,8 +159,10 @@ class _Engine:
         self._cores[stage].apply(ev.Enqueued(task))
         self._idle[stage] = False
         duration = self._durations[task.kind][task.virtual_stage][task.microbatch]
-        self._spans[stage].append(TaskSpan(stage, task, now, now + duration))
-        self._push(now + duration, stage, ev.Completed(task, seconds=duration))
+        end = now + duration
+        self._spans[stage].append(TaskSpan(stage, task, now, end))
+        # As a lane would measure it, to the last bit.
+        self._push(end, stage, ev.Completed(task, seconds=end - now))
 
     def _push(self, time: float, stage: int, event: ev.Event) -> None:
         heapq.heappush(self._heap, (time, self._inserted, stage, event))

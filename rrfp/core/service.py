@@ -1,0 +1,47 @@
+"""The order in which a full stage serves its microbatches under the paper's rule (Appendix C, several chunks)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rrfp.core.tasks import Kind, Task
+
+
+class ServiceOrder:
+    """Microbatch by microbatch, each F of the shallowest chunk to the deepest, then B, with its W, back.
+
+    Args:
+        virtual_stages: the stage's virtual stages in chunk order.
+        kinds: for each of them, the kinds of task that a microbatch runs there.
+        microbatches: M.
+    """
+
+    __slots__ = ("_all", "_bits", "_lowest", "_order", "_ran")
+
+    def __init__(self, virtual_stages: Sequence[int], kinds: Sequence[Sequence[Kind]], microbatches: int) -> None:
+        forwards = [(Kind.F, v) for v in virtual_stages]
+        returns = [
+            (kind, v)
+            for v, its in reversed(tuple(zip(virtual_stages, kinds, strict=True)))
+            for kind in its
+            if kind is not Kind.F
+        ]
+        self._order = (*forwards, *returns)
+        self._bits = {pair: 1 << place for place, pair in enumerate(self._order)}
+        self._all = (1 << len(self._order)) - 1
+        self._ran = [0] * microbatches
+        self._lowest = 0
+
+    def note(self, task: Task) -> None:
+        """``task`` was enqueued."""
+        self._ran[task.microbatch] |= self._bits[task.kind, task.virtual_stage]
+        while self._lowest < len(self._ran) and self._ran[self._lowest] == self._all:
+            self._lowest += 1
+
+    def due(self) -> Task | None:
+        """The next task in this order, or None when all have been enqueued."""
+        if self._lowest == len(self._ran):
+            return None
+        ran = self._ran[self._lowest]
+        kind, virtual_stage = next(pair for pair, bit in self._bits.items() if not ran & bit)
+        return Task(kind, self._lowest, virtual_stage)
