@@ -50,7 +50,7 @@ class ActivationMeter:
             return call(), known
         own = (*self._module.parameters(), *self._module.buffers())
         storages = _Storages(excluded={storage_pointer(tensor) for tensor in own})
-        with saved_tensors_hooks(storages.pack, _unpack):
+        with saved_tensors_hooks(storages.pack, unpack_measured):
             result = call()
         for tensor in kept:
             storages.add(tensor)
@@ -100,7 +100,8 @@ class _Storages:
         return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
 
 
-def _unpack(packed: tuple[Tensor, int]) -> Tensor:
+def unpack_measured(packed: tuple[Tensor, int]) -> Tensor:
+    """What measured forwards saved, as autograd gives it back: any number of times."""
     tensor, version = packed
     if tensor._version != version:
         raise RuntimeError(

@@ -53,6 +53,20 @@ class Payload:
         return sum(t.numel() * t.element_size() for t in self.tensors if t is not None)
 
 
+def canonical(tensor: Tensor) -> Tensor:
+    """The same values in row-major memory, itself where that is so already.
+
+    Between virtual stages every tensor has this form, whether it travels or is handed over: products over other strides
+    round differently, so a result would depend on where a stage lives.
+    """
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != expected:
+            return tensor.contiguous().view(-1).view(tensor.shape)
+        expected *= max(size, 1)
+    return tensor
+
+
 def _describe(value: Any, leaves: list[Tensor | None], path: str) -> list[Any]:
     if isinstance(value, Tensor):
         leaves.append(value)

@@ -11,7 +11,7 @@ from types import TracebackType
 
 from torch import Tensor, nn
 
-from rrfp.compute.payload import Payload, Structure
+from rrfp.compute.payload import Payload, Structure, canonical
 from rrfp.errors import StageError
 
 #: How torch's own error about a write into a leaf that requires grad ends.
@@ -89,7 +89,7 @@ class Received:
     def gradients(self) -> tuple[Payload, ...]:
         """The gradients that the leaves collected, one payload for each predecessor; None where there is none."""
         return tuple(
-            Payload(tuple(None if tensor is None else tensor.grad for tensor in payload.tensors))
+            Payload(tuple(None if t is None or t.grad is None else canonical(t.grad) for t in payload.tensors))
             for payload in self.payloads
         )
 

@@ -7,7 +7,7 @@ one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from rrfp.compute.activations import ActivationMeter, describe, storage_pointer
+from rrfp.compute.activations import ActivationMeter, describe
 from rrfp.compute.base import Batch, StageProgram
+from rrfp.compute.buffers import BufferWatch
 from rrfp.compute.calling import Arguments, check_batch, check_loss, requires_grad
 from rrfp.compute.modes import CallerModes
-from rrfp.compute.payload import Payload
+from rrfp.compute.own_gradients import OwnGradients
+from rrfp.compute.payload import Payload, canonical
 from rrfp.compute.received import ReadOnly, Received
 from rrfp.compute.rng import RandomForks, devices_of
+from rrfp.compute.split_backward import PendingWeights, Root, SplitBackward, Unsplittable
 from rrfp.core.graph import Graph
-from rrfp.core.tasks import Mode, StepId, Task
+from rrfp.core.readiness import ForcedOrder
+from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import ConfigError
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -66,9 +70,13 @@ class TorchStage(StageProgram):
         loss_fn: ``loss_fn(output, target)``, a scalar floating tensor: the mean over the microbatch. Needed on the last
             virtual stage in training.
         seed: seed of the random forks, the same on all ranks. None: draw from torch's generators as they are.
+        unsplittable: what to do with a split virtual stage whose module differentiates only as a whole: ``"whole"``
+            runs its backward in B and nothing in W, ``"refuse"`` raises a StageError that names it.
+        in_order: (kind, virtual stage) pairs that run in microbatch order. Where any order is kept, a forward that
+            writes a buffer out of order, and a whole backward in an unordered B, raise a StageError.
 
     Raises:
-        ConfigError: if ``modules`` is not what one stage holds, or one of them is split.
+        ConfigError: if ``modules`` is not what one stage holds.
     """
 
     def __init__(
@@ -78,6 +86,8 @@ class TorchStage(StageProgram):
         *,
         loss_fn: LossFunction | None = None,
         seed: int | None = 0,
+        unsplittable: Unsplittable = "whole",
+        in_order: Collection[ForcedOrder] = (),
     ) -> None:
         _check_placement(modules, graph)
         self._modules = dict(modules)
@@ -85,6 +95,11 @@ class TorchStage(StageProgram):
         self._loss_fn = loss_fn
         self._seed = seed
         self._meters = {v: ActivationMeter(module) for v, module in self._modules.items()}
+        keeps = frozenset(in_order)
+        # Where gradients are added in order, a whole backward in B would add them out of it.
+        whole = "refuse" if any(kind is Kind.W for kind, _ in keeps) else unsplittable
+        self._split = {v: SplitBackward(m, v, whole) for v, m in self._modules.items() if graph.split[v]}
+        self._unordered = frozenset(v for v in self._modules if keeps and (Kind.F, v) not in keeps)
         self._is_first = any(not graph.predecessors[v] for v in self._modules)
         self._is_last = any(not graph.successors[v] for v in self._modules)
         self._step: StepId | None = None
@@ -103,7 +118,7 @@ class TorchStage(StageProgram):
         self._step, self._batch = step, batch
         self._clear()
         for v, module in self._modules.items():
-            self._gradless[v] = [p for p in module.parameters() if p.requires_grad and p.grad is None]
+            self._own[v] = OwnGradients(module)
 
     def forward(self, task: Task, inputs: tuple[Payload, ...]) -> Payload:
         """See :meth:`StageProgram.forward`.
@@ -129,16 +144,30 @@ class TorchStage(StageProgram):
         kept.received.check(module, v, "after its forward")
         watch = ReadOnly(grads, [f"of the output gradients from virtual stage {w}" for w in self._graph.successors[v]])
         with self._forks.fork(self._step.number, task):
-            self._modes.backward(self._differentiate, kept, task, grads)
+            pending = self._modes.backward(self._differentiate, kept, task, grads)
         watch.check(module, v, "in its backward")
-        self._own_gradients(v, grads)
-        self._held.pop((m, v), None)
+        foreign = self._own[v].foreign(grads)
+        if pending is None:
+            self._own[v].settle(foreign)
+            self._held.pop((m, v), None)
+        else:
+            self._pending[m, v] = (pending, foreign)
+            self._held[m, v] = pending.num_bytes
         return kept.received.gradients()
+
+    def weight(self, task: Task) -> None:
+        """See :meth:`StageProgram.weight`."""
+        _, m, v = task
+        pending, foreign = self._pending.pop((m, v))
+        self._modes.backward(pending.add_to_gradients)
+        self._own[v].settle(foreign)
+        self._held.pop((m, v), None)
 
     def held_bytes(self, microbatch: int, virtual_stage: int) -> int:
         """Bytes of received inputs and of what autograd saved, storages counted once, parameters and buffers never.
 
-        Measured on the first microbatch of each input signature; see :class:`ActivationMeter`.
+        Measured on the first microbatch of each input signature; see :class:`ActivationMeter`. Between a split
+        virtual stage's B and W: bytes of what W needs.
         """
         return self._held.get((microbatch, virtual_stage), 0)
 
@@ -155,14 +184,16 @@ class TorchStage(StageProgram):
         self._held: dict[tuple[int, int], int] = {}
         self._losses: dict[int, Tensor] = {}
         self._outputs: dict[int, Any] = {}
-        #: By virtual stage: parameters that have no gradient yet.
-        self._gradless: dict[int, list[nn.Parameter]] = {}
+        #: What B left for W, and the received memory that no gradient may keep, by microbatch and virtual stage.
+        self._pending: dict[tuple[int, int], tuple[PendingWeights, frozenset[int]]] = {}
+        self._own: dict[int, OwnGradients] = {}
 
     def _forward(self, task: Task, inputs: tuple[Payload, ...]) -> Payload:
         _, m, v = task
         module, training = self._modules[v], self._modes.mode is Mode.TRAIN
         received = Received(inputs, self._graph.predecessors[v], training=training)
         arguments = self._arguments(m, v, received)
+        buffers = BufferWatch(module, v) if training and v in self._unordered else None
 
         def call() -> tuple[Any, Tensor | None]:
             output = module(*arguments.args, **arguments.kwargs)
@@ -179,6 +210,8 @@ class TorchStage(StageProgram):
                 raise explained from error
             raise
         received.check(module, v, "in its forward")
+        if buffers is not None:
+            buffers.check()
         return self._keep(task, received, output, loss)
 
     def _keep(self, task: Task, received: Received, output: Any, loss: Tensor | None) -> Payload:
@@ -198,21 +231,24 @@ class TorchStage(StageProgram):
             self._kept[m, v] = _Kept(received, roots)
         return Payload(tuple(map(_detached, packed.tensors)), packed.structure)
 
-    def _differentiate(self, kept: _Kept, task: Task, grads: tuple[Payload, ...]) -> None:
-        if kept.loss is not None:
-            if not kept.loss.requires_grad:
-                return
-            weight = self._batch.gradient_weights[task.microbatch]
-            torch.autograd.backward(kept.loss, torch.full_like(kept.loss, weight))
-            return
-        pairs = [
-            (root, grad)
-            for payload in grads
-            for root, grad in zip(kept.roots, payload.tensors, strict=True)
-            if root is not None and grad is not None
-        ]
-        if pairs:  # a root named twice gets the sum of its gradients
-            torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
+    def _differentiate(self, kept: _Kept, task: Task, grads: tuple[Payload, ...]) -> PendingWeights | None:
+        """Run B; returns what is left for W, None where the virtual stage is not split."""
+        _, m, v = task
+        roots: list[Root] = []
+        gradients: list[Tensor] = []
+        if kept.loss is not None and kept.loss.requires_grad:
+            roots, gradients = [kept.loss], [torch.full_like(kept.loss, self._batch.gradient_weights[m])]
+        elif kept.loss is None:
+            for payload in grads:
+                for root, gradient in zip(kept.roots, payload.tensors, strict=True):
+                    if root is not None and gradient is not None:
+                        roots.append(root)
+                        gradients.append(gradient)
+        if v in self._split:
+            return self._split[v].run(roots, gradients, kept.received)
+        if roots:  # a root named twice gets the sum of its gradients
+            torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
+        return None
 
     def _loss(self, output: Any, task: Task) -> Tensor | None:
         _, m, v = task
@@ -236,23 +272,6 @@ class TorchStage(StageProgram):
         module = self._modules[v]
         return describe((arguments.args, arguments.kwargs, target)), module.training, self._modes.autocast
 
-    def _own_gradients(self, v: int, grads: tuple[Payload, ...]) -> None:
-        """Copy parameter gradients that live in received memory.
-
-        autograd adopts a gradient without a copy where it can, and views reach back: the ``.grad`` of a parameter that
-        is an output up to its shape would be the received tensor, which nobody may write to, accumulate into or keep.
-        """
-        fresh = [parameter for parameter in self._gradless[v] if parameter.grad is not None]
-        if not fresh:
-            return
-        received = (tensor for payload in grads for tensor in payload.tensors if tensor is not None)
-        foreign = {pointer for tensor in received if (pointer := storage_pointer(tensor)) is not None}
-        for parameter in fresh:
-            assert parameter.grad is not None
-            if storage_pointer(parameter.grad) in foreign:
-                parameter.grad = parameter.grad.clone()
-        self._gradless[v] = [parameter for parameter in self._gradless[v] if parameter.grad is None]
-
 
 def _check_placement(modules: Mapping[int, nn.Module], graph: Graph) -> None:
     stages = [graph.placement.virtual_stages(stage) for stage in range(graph.placement.stages)]
@@ -261,10 +280,8 @@ def _check_placement(modules: Mapping[int, nn.Module], graph: Graph) -> None:
         raise ConfigError(
             f"modules has the virtual stages {tuple(sorted(modules))}, must have those of one stage: {choices}"
         )
-    if split := [v for v in sorted(modules) if graph.split[v]]:
-        raise ConfigError(f"virtual stage {split[0]} is split, but TorchStage runs unsplit backwards only")
 
 
 def _detached(tensor: Tensor | None) -> Tensor | None:
     """What is sent: the same memory without a history, and whether a gradient is wanted back."""
-    return None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad)
+    return None if tensor is None else canonical(tensor.detach()).requires_grad_(tensor.requires_grad)

@@ -1,7 +1,8 @@
 """The one-process reference: what a pipeline must compute, done in the plainest way.
 
 The modules of all virtual stages are chained in one process and differentiated by ordinary autograd, microbatches in
-order. It shares with the pipeline the random forks and the arithmetic of weights, and nothing else.
+order. It shares with the pipeline the random forks, the arithmetic of weights and the memory format between virtual
+stages, and nothing else.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rrfp.compute.modes import autocast_device_types
+from rrfp.compute.payload import canonical
 from rrfp.compute.rng import RandomForks, devices_of
 from rrfp.compute.weighting import combine_losses, gradient_weights
 from rrfp.core.tasks import Kind, Task
@@ -85,6 +87,8 @@ def reference(
                     value = _call(module, value, kwargs[m] if kwargs is not None else {})
                     if loss_fn is not None and targets is not None and v == last:
                         loss = loss_fn(value, targets[m])
+                if v != last:
+                    value = _handed_over(value)
         outputs.append(_detached(value))
         if loss is not None:
             losses.append(loss.item())
@@ -120,12 +124,36 @@ def _differentiate(loss: Tensor, factor: float) -> None:
         (loss * factor).backward()  # type: ignore[no-untyped-call]
 
 
+class _Boundary(torch.autograd.Function):
+    """Between two virtual stages: row-major memory, in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """The values, in memory of their own."""
+        return canonical(x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """The gradient."""
+        return canonical(gradients[0])
+
+
+def _handed_over(value: Any) -> Any:
+    cross: Callable[[Tensor], Tensor] = _Boundary.apply
+    return _each(lambda tensor: cross(tensor) if tensor.requires_grad else canonical(tensor), value)
+
+
 def _detached(value: Any) -> Any:
+    return _each(Tensor.detach, value)
+
+
+def _each(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """``value`` with ``function`` applied to every tensor in it."""
     if isinstance(value, Tensor):
-        return value.detach()
+        return function(value)
     if isinstance(value, Mapping):
-        return {key: _detached(item) for key, item in value.items()}
+        return {key: _each(function, item) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        items = [_detached(item) for item in value]
+        items = [_each(function, item) for item in value]
         return tuple(items) if isinstance(value, tuple) else items
     return value

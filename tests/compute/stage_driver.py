@@ -21,7 +21,7 @@ Choose = Callable[[Sequence[Task]], Task]
 
 
 def in_order(ready: Sequence[Task]) -> Task:
-    return min(ready, key=lambda task: (task.microbatch, task.kind is Kind.B, task.virtual_stage))
+    return min(ready, key=lambda task: (task.microbatch, task.kind is not Kind.F, task.virtual_stage))
 
 
 def shuffled(seed: int) -> Choose:
@@ -71,7 +71,10 @@ class Run:
     def execute(self, task: Task) -> None:
         kind, m, v = task
         program = self.programs[v]
-        if kind is Kind.F:
+        if kind is Kind.W:
+            program.weight(task)
+            self.done[task] = None
+        elif kind is Kind.F:
             inputs = [self.done[Task(Kind.F, m, u)] for u in self.graph.predecessors[v]]
             self.done[task] = program.forward(task, tuple(map(self.wire, inputs)))
         else:
@@ -92,10 +95,11 @@ def build(
     loss_fn: Callable[[Any, Any], Tensor] | None,
     *,
     stages: int | None = None,
+    split: bool = False,
 ) -> tuple[dict[int, TorchStage], Graph]:
     """A chain of stages; with fewer stages than modules, each stage has several chunks."""
     stages = stages or len(modules)
-    graph = Graph.chain(stages, chunks=len(modules) // stages)
+    graph = Graph.chain(stages, chunks=len(modules) // stages, split=split)
     programs: dict[int, TorchStage] = {}
     for stage in range(stages):
         held = graph.placement.virtual_stages(stage)
@@ -112,6 +116,7 @@ def train(
     *,
     choose: Choose = in_order,
     stages: int | None = None,
+    split: bool = False,
     step: int = 0,
     kwargs: Sequence[Mapping[str, Any]] | None = None,
     weights: Sequence[float] | None = None,
@@ -119,7 +124,7 @@ def train(
     wire: Callable[[Payload], Payload] = travelled,
 ) -> dict[int, float]:
     """One training step over fresh stages; returns the losses by microbatch."""
-    programs, graph = build(modules, loss_fn, stages=stages)
+    programs, graph = build(modules, loss_fn, stages=stages, split=split)
     batch = Batch(inputs, targets, kwargs, gradient_weights(weights, len(inputs), reduction))
     run = Run(programs, graph, StepId(step, Mode.TRAIN, len(inputs)), batch, wire=wire)
     run.finish(choose)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from compute.stage_driver import FORWARD_2, TRAIN_2, Run, build, rows, shared, total
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from rrfp.compute.base import Batch
 from rrfp.compute.payload import Payload
@@ -17,6 +19,7 @@ from rrfp.compute.torch_stage import TorchStage
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import ConfigError, StageError
+from rrfp.testing.reference import reference
 
 # --- what open refuses
 
@@ -69,9 +72,45 @@ def test_modules_must_be_those_of_one_stage() -> None:
         TorchStage({0: nn.Identity(), 1: nn.Identity()}, graph)
 
 
-def test_a_split_virtual_stage_is_refused() -> None:
-    with pytest.raises(ConfigError, match="virtual stage 1 is split"):
-        TorchStage({1: nn.Identity()}, Graph.chain(2, split=True))
+class Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def test_a_module_that_cannot_be_split_is_refused_by_name_where_that_was_asked_for() -> None:
+    graph = Graph.chain(1, split=True)
+    program = TorchStage({0: nn.Sequential(nn.Linear(4, 4), Reentrant())}, graph, loss_fn=total, unsplittable="refuse")
+    program.open(TRAIN_2, Batch(rows(), rows(), None, (1.0, 1.0)))
+    program.forward(Task(Kind.F, 0, 0), ())
+    with pytest.raises(StageError, match="Sequential on virtual stage 0 cannot be split: it uses reentrant"):
+        program.backward(Task(Kind.B, 0, 0), ())
+    with pytest.raises(ConfigError, match="unsplittable is 'maybe', must be one of: whole, refuse"):
+        TorchStage({0: nn.Identity()}, graph, unsplittable="maybe")  # type: ignore[arg-type]
+
+
+def test_a_module_that_cannot_be_split_runs_its_whole_backward_in_b(caplog: pytest.LogCaptureFixture) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), Reentrant())
+    twin = copy.deepcopy(module)
+    program = TorchStage({0: module}, Graph.chain(1, split=True), loss_fn=total)
+    inputs = rows()
+    program.open(TRAIN_2, Batch(inputs, inputs, None, (1.0, 1.0)))
+    for m in range(2):
+        program.forward(Task(Kind.F, m, 0), ())
+        program.backward(Task(Kind.B, m, 0), ())
+    expected = reference([twin], inputs, inputs, loss_fn=total, reduction="sum")
+    assert list(program.losses().values()) == list(expected.losses)
+    for m in range(2):
+        program.weight(Task(Kind.W, m, 0))
+    for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
+    told = [record.message for record in caplog.records if "is not split" in record.message]
+    assert len(told) == 1, "said once"
 
 
 # --- what a loss function may return

@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from rrfp.compute import split_backward
 from rrfp.compute.base import Batch
 from rrfp.compute.payload import Payload
 from rrfp.compute.torch_stage import TorchStage
@@ -51,15 +52,25 @@ def batch(count: int, rows: Callable[[int], int] = lambda m: 3) -> tuple[list[Te
 
 
 def check(modules: Sequence[nn.Module], inputs: Sequence[Any], targets: Sequence[Any], **options: Any) -> None:
-    """The pipeline's losses and gradients are the reference's."""
+    """The pipeline's losses and gradients are the reference's, whether backward is split or not."""
     loss_fn = options.pop("loss_fn", squared_error)
     choose, stages, wire = (options.pop(name, default) for name, default in OWN_OPTIONS.items())
     twins = copy.deepcopy(list(modules))
     expected = reference(twins, inputs, targets, loss_fn=loss_fn, **options)
-    losses = train(modules, inputs, targets, loss_fn, choose=choose, stages=stages, wire=wire, **options)
-    assert list(losses) == list(range(len(inputs)))
-    assert tuple(losses.values()) == pytest.approx(expected.losses, rel=1e-12)
-    assert_same_gradients(gradients(modules), gradients(twins))
+    others = copy.deepcopy(list(modules))
+    for split, trained in ((False, modules), (True, others)):
+        losses = train(
+            trained, inputs, targets, loss_fn, choose=choose, stages=stages, split=split, wire=wire, **options
+        )
+        assert list(losses) == list(range(len(inputs)))
+        assert tuple(losses.values()) == pytest.approx(expected.losses, rel=1e-12)
+        assert_same_gradients(gradients(trained), gradients(twins))
+
+
+@pytest.fixture(autouse=True)
+def everything_is_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of these sizes would not be."""
+    monkeypatch.setattr(split_backward, "MIN_FLOPS", 0.0)
 
 
 OWN_OPTIONS: dict[str, Any] = {"choose": in_order, "stages": None, "wire": travelled}
