@@ -2,40 +2,48 @@
 
 A forward takes a slot when it is enqueued; the slot is free again when the microbatch's last task on that virtual stage
 has completed (B, or W where backward is split), or, forward only, when every successor has consumed the output. D
-counts taken slots in chunk tasks and never exceeds K * C. Backwards and weight tasks are never gated: they free memory.
+counts taken slots, in chunk tasks; there are K * C. Backwards and weight tasks free memory: only the paper's
+rule ever gates them.
 
-Rules, model-checked by `rrfp.sim.explore`:
+Rules, model-checked by `rrfp.sim.explore` (docs/memory-rules.md has the bounds, the cases and the wrong rules):
 
 - **Staircase** (C chunks): the forward of local chunk c may start iff D < K*C - (C-1-c). The deepest chunk can always
   use the last slot, so the chain that frees memory never starves. With C = 1 it is plainly D < K.
-- **Paper** (Appendix C, instead of the staircase): while D < K*C any forward may start. At D = K*C or above the stage
+- **Paper** (Appendix C, instead of the staircase): while D < K*C any task may start. At D = K*C or above the stage
   serves: it runs nothing but the tasks of its lowest unfinished microbatch, F from the shallowest chunk to the deepest
-  and then B (each with its W) back, and waits for the next one. D passes K*C by C at most.
-- **Reserve** (needed when any order is forced): the last C slots admit only the lowest microbatch that has not been
-  forwarded on its chunk. Without it later microbatches fill the memory while the one that everybody waits for stays
-  outside. One slot is enough for C = 1, and not for more.
+  and then B (each with its W) back, and waits for the next one. D passes K*C by C at most, or by as many tasks as the
+  lane has enqueued and not complete if that is more. In forward-only steps, where serving frees nothing, the staircase
+  holds instead.
+- **Reserve** (beside the staircase, when any order is forced): the last C slots admit only the lowest microbatch that
+  has not been forwarded on its chunk. Without it later microbatches fill the memory while the one that everybody waits
+  for stays outside. One slot is enough for C = 1, and not for more.
 - **Bytes**: a forward of chunk c starts only while the bytes held fit together with those that one forward of each
   chunk from c on is expected to hold (and, under the reserve rule, a whole lowest microbatch). The expectation is the
   largest amount seen for that chunk in this run. Sizes differ, so it can be wrong, and one forward is always admitted
   when no chunk from c on holds anything (under the reserve rule: the lowest one, when they hold later ones only).
 
-Why nothing starves. *No order forced*: suppose F waits on chunk c for ever, and no deeper F does. Everything admitted
-from there on finishes, so in the end the stage holds shallower chunks only; the last of these to start left
-D <= K*C - (C-c), and the staircase, like the byte rule, admits F. *Order forced*: let m be the lowest microbatch not
-done everywhere, waiting for its F on chunk c. Its stage holds m on shallower chunks, and later microbatches. Whichever
-started last left D <= K*C - (C-c), by the staircase of a shallower chunk or, where m had not been forwarded on that
-chunk, by the reserve rule. So m is admitted, and its backwards wait for nothing but lower microbatches.
+Why nothing starves, where every virtual stage reads, directly or not, the one before it. *No order forced*: suppose
+nothing runs, and of the forwards that wait for memory take one on the deepest virtual stage; its chunk is c. What was
+admitted from there on has finished, so the stage holds shallower chunks only; the last of these to start left
+D <= K*C - (C-c), and the staircase, like the byte rule, admits the forward. *Order forced*: let m be the lowest
+microbatch not done everywhere, waiting for its F on chunk c. Its stage holds m on shallower chunks, and later
+microbatches. Whichever started last left D <= K*C - (C-c), by the staircase of a shallower chunk or, where m had not
+been forwarded on that chunk, by the reserve rule. So m is admitted, and its backwards wait for nothing but lower
+microbatches. *Paper*: let m be that same microbatch, and t its first task, in the order in which data passes through
+it, that has not run. All inputs of t are there. Its stage runs anything that is ready, or serves; then m is the lowest
+unfinished microbatch there and t the first of its tasks in that order, so t is served. This holds in any forced order.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from rrfp.errors import ConfigError
 
-LIMIT_PRESETS = ("1f1b", "2n")
+LIMIT_PRESETS = ("1f1b", "n", "2n")
 
 #: How chunks of a stage share its slots; see the module's docstring.
 AdmissionRule = Literal["staircase", "paper"]
@@ -46,7 +54,7 @@ class Limit:
     """How much a stage may hold.
 
     Attributes:
-        microbatches: K, at least 1: D never exceeds K * C chunk tasks. None: unlimited.
+        microbatches: K, at least 1: K * C slots for chunk tasks. None: unlimited.
         num_bytes: bytes held by microbatches in work, at least 1. None: unlimited.
         rule: how the chunks of a stage share the slots: ``"staircase"``, or ``"paper"`` for the paper's Appendix C. The
             two are one rule where a stage has one chunk.
@@ -73,7 +81,8 @@ class Limit:
         """The limit of ``stage`` for what a caller may write.
 
         Args:
-            spec: a Limit; K as a number or its text; ``"1f1b"`` (K = N - stage: what 1F1B holds); ``"2n"`` (K = 2 N);
+            spec: a Limit; K as a number or its text; ``"1f1b"`` (K = N - stage: what 1F1B holds); ``"n"`` (K = N: what
+                its fullest stage holds); ``"2n"`` (K = 2 N);
                 None for unlimited.
             stage: 0..stages-1.
             stages: N.
@@ -87,6 +96,8 @@ class Limit:
             return cls()
         if spec == "1f1b":
             return cls(stages - stage)
+        if spec == "n":
+            return cls(stages)
         if spec == "2n":
             return cls(2 * stages)
         try:
@@ -112,18 +123,22 @@ class Admission:
     """
 
     __slots__ = (
+        "_below",
+        "_below_later",
         "_bytes_by_owner",
         "_chunks",
         "_expected",
         "_holders",
         "_in_flight",
         "_max_bytes",
-        "_reserve",
-        "_serves_in_order",
         "held",
         "held_bytes",
+        "is_serving",
         "peak_bytes",
         "peak_held",
+        "reserve",
+        "roomy_below",
+        "serves_in_order",
         "slots",
     )
 
@@ -131,13 +146,23 @@ class Admission:
         #: K * C, or None: unlimited.
         self.slots = None if limit.microbatches is None else limit.microbatches * num_chunks
         self._max_bytes = limit.num_bytes
-        self._serves_in_order = limit.rule == "paper" and num_chunks > 1
         self._chunks = num_chunks
-        self._reserve = reserve
+        #: Whether the reserve rule applies, and whether the paper's rule does.
+        self.reserve = reserve
+        self.serves_in_order = limit.rule == "paper" and num_chunks > 1
+        #: Paper's rule: the stage is full, and runs the tasks of its lowest unfinished microbatch only, in order.
+        self.is_serving = False
         self._expected = expected_bytes
         self._bytes_by_owner: dict[tuple[int, int], int] = {}
         # Microbatches that hold a slot, by chunk.
         self._holders: list[set[int]] = [set() for _ in range(num_chunks)]
+        #: By chunk: a forward starts while D is below this; the same for those that the reserve rule holds back.
+        self._below = [self._bound(chunk, is_lowest=True) for chunk in range(num_chunks)]
+        self._below_later = [self._bound(chunk, is_lowest=False) for chunk in range(num_chunks)]
+        #: While D is below this `allows` is true of every forward.
+        self.roomy_below = math.inf if self.slots is None else min(*self._below, *self._below_later)
+        if limit.num_bytes is not None:
+            self.roomy_below = 0
         # Forwards enqueued and not complete, by chunk: what they will hold is only expected yet.
         self._in_flight = [0] * num_chunks
         #: D: chunk tasks that hold a slot.
@@ -147,10 +172,19 @@ class Admission:
         self.peak_held = 0
         self.peak_bytes = 0
 
-    @property
-    def is_serving(self) -> bool:
-        """Paper's rule: the stage is full, and runs the tasks of its lowest unfinished microbatch only, in order."""
-        return self._serves_in_order and self.slots is not None and self.held >= self.slots
+    def kept_free(self, chunk: int, *, is_lowest: bool) -> int:
+        """How many slots a forward leaves free when it starts: the staircase, and the reserve rule.
+
+        Args:
+            chunk: its local chunk index, 0 the shallowest.
+            is_lowest: whether it is of the lowest microbatch not yet forwarded on its chunk, or nothing is reserved.
+        """
+        if self.serves_in_order:
+            return 0
+        return self._chunks - 1 - chunk if is_lowest else self._chunks
+
+    def _bound(self, chunk: int, *, is_lowest: bool) -> int:
+        return 0 if self.slots is None else self.slots - self.kept_free(chunk, is_lowest=is_lowest)
 
     def allows(self, chunk: int, microbatch: int, lowest_unforwarded: int) -> bool:
         """Whether the forward of ``microbatch`` on local ``chunk`` may start now.
@@ -160,28 +194,24 @@ class Admission:
             microbatch: the microbatch.
             lowest_unforwarded: the lowest microbatch whose forward on this chunk has not been enqueued.
         """
-        is_reserved_for = microbatch == lowest_unforwarded or not self._reserve
-        if self._serves_in_order:
-            return self.slots is None or self.held < self.slots
-        if self.slots is not None:
-            kept_free = self._chunks - 1 - chunk if is_reserved_for else self._chunks
-            if self.held >= self.slots - kept_free:
-                return False
-        if self._max_bytes is None or self._fits(chunk, is_reserved_for, self._max_bytes):
+        is_lowest = microbatch == lowest_unforwarded or not self.reserve
+        if self.slots is not None and self.held >= (self._below if is_lowest else self._below_later)[chunk]:
+            return False
+        if self._max_bytes is None or self._fits(chunk, is_lowest, self._max_bytes):
             return True
-        return is_reserved_for and self._must_go_on(chunk, microbatch)
+        return is_lowest and self._must_go_on(chunk, microbatch)
 
-    def _fits(self, chunk: int, is_reserved_for: bool, max_bytes: int) -> bool:
+    def _fits(self, chunk: int, is_lowest: bool, max_bytes: int) -> bool:
         if self._in_flight[chunk] and not self._expected[chunk]:
             return False  # the first of its chunk is still running: its size is about to be known
         expected = sum(count * size for count, size in zip(self._in_flight, self._expected, strict=True))
-        needed = sum(self._expected[chunk:]) + (0 if is_reserved_for else sum(self._expected))
+        needed = sum(self._expected[chunk:]) + (0 if is_lowest else sum(self._expected))
         return self.held_bytes + expected + needed <= max_bytes
 
     def _must_go_on(self, chunk: int, microbatch: int) -> bool:
         """Whether no memory held here will be freed before this forward has run."""
         holders = set[int]().union(*self._holders[chunk:])
-        return not holders or (self._reserve and microbatch < min(holders))
+        return not holders or (self.reserve and microbatch < min(holders))
 
     def take(self, chunk: int, microbatch: int) -> None:
         """The forward of ``microbatch`` on ``chunk`` was enqueued."""
@@ -189,6 +219,8 @@ class Admission:
         self._holders[chunk].add(microbatch)
         if self.held > self.peak_held:
             self.peak_held = self.held
+        if self.serves_in_order:
+            self.is_serving = self.slots is not None and self.held >= self.slots
         self._in_flight[chunk] += 1
 
     def forwarded(self, chunk: int) -> None:
@@ -198,7 +230,10 @@ class Admission:
     def hold(self, chunk: int, microbatch: int, num_bytes: int) -> None:
         """``microbatch`` now holds ``num_bytes`` on ``chunk``."""
         owner = (chunk, microbatch)
-        self.held_bytes += num_bytes - self._bytes_by_owner.get(owner, 0)
+        before = self._bytes_by_owner.get(owner, 0)
+        if num_bytes == before:
+            return
+        self.held_bytes += num_bytes - before
         self._bytes_by_owner[owner] = num_bytes
         if num_bytes > self._expected[chunk]:
             self._expected[chunk] = num_bytes
@@ -209,4 +244,6 @@ class Admission:
         """``microbatch`` is done on ``chunk``."""
         self.held -= 1
         self._holders[chunk].discard(microbatch)
+        if self.serves_in_order:
+            self.is_serving = self.slots is not None and self.held >= self.slots
         self.held_bytes -= self._bytes_by_owner.pop((chunk, microbatch), 0)

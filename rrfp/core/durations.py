@@ -9,14 +9,19 @@ class MeanDurations:
     """Running means of task durations in seconds, by kind and local chunk; they outlive steps."""
 
     def __init__(self) -> None:
+        #: How many, and their sum.
         self._sums: dict[tuple[Kind, int], tuple[int, float]] = {}
 
     def add(self, kind: Kind, chunk: int, seconds: float) -> None:
         """One more measurement."""
-        count, total = self._sums.get((kind, chunk), (0, 0.0))
-        self._sums[kind, chunk] = (count + 1, total + seconds)
+        key = (kind, chunk)
+        count, total = self._sums.get(key, _NOTHING)
+        self._sums[key] = (count + 1, total + seconds)
 
     def mean(self, kind: Kind, chunk: int) -> float | None:
         """The mean, or None before the first measurement."""
-        count, total = self._sums.get((kind, chunk), (0, 0.0))
+        count, total = self._sums.get((kind, chunk), _NOTHING)
         return total / count if count else None
+
+
+_NOTHING = (0, 0.0)

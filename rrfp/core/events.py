@@ -1,18 +1,17 @@
 """What a stage's core is told (events, past tense) and what it answers (instructions, imperative).
 
-Both are plain frozen data. Events that a peer caused carry the :class:`StepId` that the peer was in, so that messages
-which run ahead are filed, and a disagreement about the step is found and named.
+Both are plain data that nobody changes. Events that a peer caused carry the :class:`StepId` that the peer was in, so
+that messages which run ahead are filed, and a disagreement about the step is found and named.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rrfp.core.tasks import Mode, StepId, Task
+from rrfp.core.values import value
 from rrfp.errors import Origin
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StepOpened:
     """The caller began a step on this rank. Steps are numbered 0, 1, 2, ... without gaps.
 
@@ -29,7 +28,7 @@ class StepOpened:
     sizes: tuple[float, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Arrived:
     """The output of ``task``, which ran on another stage, is here.
 
@@ -49,14 +48,14 @@ class Arrived:
     sequence: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Enqueued:
     """The lane accepted ``task``. Local dependants count it as done from here on: the lane runs in order."""
 
     task: Task
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Completed:
     """``task`` has really finished.
 
@@ -71,7 +70,7 @@ class Completed:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SendReleased:
     """The transport no longer reads the memory of ``task``'s output on its way to stage ``peer``."""
 
@@ -79,7 +78,7 @@ class SendReleased:
     peer: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Consumed:
     """Forward only: stage ``peer`` is done with the output of ``task``, a forward of this stage."""
 
@@ -88,7 +87,7 @@ class Consumed:
     task: Task
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ReadyReported:
     """Leader only: on follower ``rank`` everything that ``task`` needs from other stages has arrived."""
 
@@ -97,7 +96,7 @@ class ReadyReported:
     task: Task
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Ordered:
     """Follower only: entry number ``sequence`` of the leader's log is ``task``."""
 
@@ -106,14 +105,14 @@ class Ordered:
     task: Task
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ChunkReduced:
     """The gradients of ``virtual_stage`` are final on this rank."""
 
     virtual_stage: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Aborted:
     """Some rank failed. Terminal."""
 
@@ -134,14 +133,14 @@ Event = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Run:
     """Hand ``task`` to the lane. Only ``decide`` gives this."""
 
     task: Task
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Send:
     """Send the output of ``task`` to stage ``peer``, and report ``SendReleased`` when the memory is free.
 
@@ -154,14 +153,14 @@ class Send:
     consumed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Release:
     """Nothing needs the output of ``task``, produced here or received, any longer: drop it."""
 
     task: Task
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Credit:
     """Forward only: tell stage ``peer`` that this stage is done with the output of ``task``."""
 
@@ -169,14 +168,14 @@ class Credit:
     task: Task
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ReportReady:
     """Follower only: tell the leader that all that ``task`` needs from other stages has arrived."""
 
     task: Task
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Order:
     """Leader only: broadcast log entry ``sequence`` = ``task`` to the followers."""
 
@@ -184,21 +183,21 @@ class Order:
     task: Task
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ReduceChunk:
     """All tasks of ``virtual_stage`` are done: make its gradients final, then report ``ChunkReduced``."""
 
     virtual_stage: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class FinishStep:
     """Everything of the step is done on this rank: tasks, sends, credits, reductions."""
 
     step: StepId
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Abort:
     """Stop, and pass ``origin`` on to the peers. Given once."""
 

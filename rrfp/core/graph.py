@@ -34,6 +34,8 @@ class Graph:
     predecessors: tuple[tuple[int, ...], ...] = field(init=False, repr=False)
     #: successors[v]: virtual stages that v's forward feeds.
     successors: tuple[tuple[int, ...], ...] = field(init=False, repr=False)
+    #: stage_of[v]: the stage that holds v.
+    stage_of: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         count = self.placement.num_virtual_stages
@@ -55,6 +57,7 @@ class Graph:
             after[u].append(v)
         object.__setattr__(self, "predecessors", tuple(map(tuple, before)))
         object.__setattr__(self, "successors", tuple(map(tuple, after)))
+        object.__setattr__(self, "stage_of", tuple(map(self.placement.stage_of, range(count))))
 
     @classmethod
     def chain(cls, stages: int, *, chunks: int = 1, layout: Layout = "looped", split: bool = False) -> Graph:
@@ -104,6 +107,5 @@ class Graph:
     def neighbours(self, stage: int) -> Sequence[int]:
         """The other stages that exchange tensors with ``stage``, ascending."""
         assert self.edges is not None
-        where = self.placement.stage_of
-        pairs = [(where(u), where(v)) for u, v in self.edges]
+        pairs = [(self.stage_of[u], self.stage_of[v]) for u, v in self.edges]
         return sorted({b if a == stage else a for a, b in pairs if stage in (a, b)} - {stage})

@@ -80,9 +80,11 @@ class Hint(Protocol):
 
     Attributes:
         may_wait: True lets ``choose`` return None although tasks are ready. Only strict baselines want that.
+        wants_split: the hint ranks weight tasks, so backward is split for it where modules can be.
     """
 
     may_wait: bool = False
+    wants_split: bool = False
 
     def choose(self, ready: ReadySet, view: View) -> Task | None:
         """The task to run next.
@@ -102,6 +104,8 @@ class Hint(Protocol):
 
     def microbatch_order(self, view: View) -> Sequence[int] | None:
         """In which order the ready set ranks the microbatches of one kind and chunk; asked after `open_step`.
+
+        Not followed where any task has to run in microbatch order: the two orders would fill the memory.
 
         Returns:
             Every microbatch once, the first in rank first; None for 0, 1, 2, ...

@@ -7,8 +7,8 @@ step the consumers of a forward moreover keep its slot taken.
 
 from __future__ import annotations
 
-from rrfp.core.graph import Graph
-from rrfp.core.tasks import Kind, Mode, Task
+from rrfp.core.rows import Row, Rows
+from rrfp.core.tasks import F, Mode, Task
 from rrfp.errors import ProtocolError
 
 
@@ -16,63 +16,69 @@ class Outputs:
     """See the module's docstring. Owned by `Step`.
 
     Args:
-        graph: the dependency graph.
+        rows: the rows of this stage.
         stage: this stage.
         mode: training or forward only.
     """
 
-    def __init__(self, graph: Graph, stage: int, mode: Mode) -> None:
-        self._graph = graph
+    def __init__(self, rows: Rows, stage: int, mode: Mode) -> None:
+        self._rows = rows
         self._stage = stage
-        self._mode = mode
-        #: What each (kind, virtual stage) reads of other virtual stages, and who reads it; filled on first use.
-        self._sources_of: dict[tuple[Kind, int], list[tuple[Kind, int]]] = {}
-        self._readers_of: dict[tuple[Kind, int], tuple[int, list[int]]] = {}
-        #: Uses left, by producer.
-        self._uses: dict[Task, int] = {}
+        self._is_forward_only = mode is Mode.FORWARD
         #: Sends whose memory is still read.
-        self._sends: set[tuple[Task, int]] = set()
+        self._num_sending = 0
         #: Forward only: stages (one entry a use) that are not done with a forward of this stage.
         self._consumers: dict[Task, list[int]] = {}
-        #: Readers here that were not enqueued, by received output.
-        self._unread: dict[Task, int] = {}
+        #: Received outputs that have a reader here that was not enqueued; the most of them.
+        self._num_unread = 0
         self.peak_received = 0
+        #: By peer: its forward outputs that this stage has started to use.
+        self.consumed_of: dict[int, int] = {}
 
     @property
     def is_settled(self) -> bool:
         """Whether no send and no consumer is awaited."""
-        return not (self._sends or self._consumers)
+        return not (self._num_sending or self._consumers)
 
-    def receive(self, producer: Task) -> None:
-        """The output of ``producer``, a task of another stage, is here."""
-        here, _ = self._readers(producer)
-        self._uses[producer] = self._unread[producer] = here
-        self.peak_received = max(self.peak_received, len(self._unread))
+    def unconsumed(self) -> list[tuple[Task, tuple[int, ...]]]:
+        """Forward only: forwards of this stage, each with the peers that have not said that they are done with it."""
+        owed = ((task, tuple(peer for peer in uses if peer != self._stage)) for task, uses in self._consumers.items())
+        return [(task, peers) for task, peers in owed if peers]
 
-    def start_reading(self, task: Task) -> list[Task]:
-        """``task`` was enqueued; returns the received outputs that have no reader left to enqueue."""
-        started = []
-        for producer in self._sources(task):
-            if producer in self._unread:
-                self._unread[producer] -= 1
-                if self._unread[producer] == 0:
-                    del self._unread[producer]
-                    started.append(producer)
-        return started
+    def receive(self, source: Row, microbatch: int) -> None:
+        """An output of another stage is here."""
+        source.uses[microbatch] = source.unread[microbatch] = source.num_readers
+        self._num_unread += 1
+        if self._num_unread > self.peak_received:
+            self.peak_received = self._num_unread
 
-    def stop_reading(self, task: Task) -> list[tuple[Task, bool]]:
-        """``task`` completed; returns what it read of other virtual stages, each with whether that use was the last."""
-        return [(producer, self._end_use(producer)) for producer in self._sources(task)]
+    def start_reading(self, row: Row, microbatch: int) -> None:
+        """A task was enqueued: what it reads is used from now on."""
+        for source in row.sources:
+            left = source.unread[microbatch]
+            if left:
+                source.unread[microbatch] = left - 1
+            if left == 1:
+                self._num_unread -= 1
+                if source.kind is F:
+                    self.consumed_of[source.stage] = self.consumed_of.get(source.stage, 0) + 1
 
-    def produce(self, task: Task) -> list[int]:
-        """``task`` completed; returns the peers that its output goes to."""
-        here, peers = self._readers(task)
-        if here or peers:
-            self._uses[task] = here + len(peers)
-            if self._mode is Mode.FORWARD:
-                self._consumers[task] = [self._stage] * here + peers
-        self._sends.update((task, peer) for peer in peers)
-        return peers
+    def end_use(self, row: Row, microbatch: int) -> bool:
+        """A task that read an output completed, or a send released it; returns whether that use was the last."""
+        left = row.uses[microbatch] - 1
+        row.uses[microbatch] = left
+        return left == 0
+
+    def produce(self, row: Row, task: Task) -> None:
+        """``task`` completed: its output is on its way to every peer of its row."""
+        m, peers = task.microbatch, row.peers
+        uses = row.num_readers + len(peers)
+        row.uses[m] = uses
+        if uses and self._is_forward_only:
+            self._consumers[task] = [self._stage] * row.num_readers + [*peers]
+        for peer in peers:
+            row.sending[peer].add(m)
+            self._num_sending += 1
 
     def release_send(self, task: Task, peer: int) -> bool:
         """The send of ``task``'s output to ``peer`` no longer reads its memory; returns whether that was its last use.
@@ -80,10 +86,12 @@ class Outputs:
         Raises:
             ProtocolError: if no such send is on its way.
         """
-        if (task, peer) not in self._sends:
+        row, m = self._rows.own[task.kind].get(task.virtual_stage), task.microbatch
+        if row is None or m not in row.sending.get(peer, ()):
             raise ProtocolError(f"the send of {task} to stage {peer} was released, which is not on its way")
-        self._sends.discard((task, peer))
-        return self._end_use(task)
+        row.sending[peer].remove(m)
+        self._num_sending -= 1
+        return self.end_use(row, m)
 
     def consume(self, task: Task, peer: int) -> bool:
         """Forward only: ``peer`` (or this stage) is done with ``task``'s output; returns whether it was the last.
@@ -102,29 +110,3 @@ class Outputs:
     def is_awaited(self, task: Task) -> bool:
         """Forward only: whether somebody is still to consume ``task``'s output."""
         return task in self._consumers
-
-    def _sources(self, task: Task) -> list[Task]:
-        """The tasks of other virtual stages whose outputs ``task`` reads."""
-        kind, m, virtual_stage = task
-        sources = self._sources_of.get((kind, virtual_stage))
-        if sources is None:
-            others = (i for i in self._graph.inputs(task) if i.virtual_stage != virtual_stage)
-            sources = self._sources_of[kind, virtual_stage] = [(i.kind, i.virtual_stage) for i in others]
-        return [Task(kind, m, v) for kind, v in sources]
-
-    def _readers(self, producer: Task) -> tuple[int, list[int]]:
-        """How many tasks of another chunk read ``producer``'s output here, and which other stages do."""
-        key = (producer.kind, producer.virtual_stage)
-        if key not in self._readers_of:
-            consumers = self._graph.consumers(*key, self._mode)
-            stages = [self._graph.placement.stage_of(v) for _, v in consumers if v != producer.virtual_stage]
-            self._readers_of[key] = stages.count(self._stage), sorted({*stages} - {self._stage})
-        return self._readers_of[key]
-
-    def _end_use(self, producer: Task) -> bool:
-        left = self._uses[producer] - 1
-        if left:
-            self._uses[producer] = left
-            return False
-        del self._uses[producer]
-        return True

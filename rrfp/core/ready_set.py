@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Literal
 
 from rrfp.core.admission import Admission
 from rrfp.core.service import ServiceOrder
-from rrfp.core.tasks import Kind, Task
+from rrfp.core.tasks import B, F, Kind, Task, W
 
 #: "deeper": forwards of the deeper chunk first. "paper": Algorithm 1's order, the shallower chunk first.
 ChunkOrder = Literal["deeper", "paper"]
@@ -27,14 +28,17 @@ class ReadySet:
         virtual_stages: the stage's virtual stages in chunk order.
         admission: gates forwards.
         microbatches: M.
-        service: what a full stage serves next, under the paper's admission rule.
+        service: what a full stage serves next, under the paper's admission rule; None under any other.
     """
 
     __slots__ = (
         "_admission",
         "_chunk_of",
         "_deeper_first",
+        "_free_kinds",
         "_next_forward",
+        "_num_forwards",
+        "_num_others",
         "_order",
         "_queues",
         "_rank_of",
@@ -44,17 +48,21 @@ class ReadySet:
     )
 
     def __init__(
-        self, virtual_stages: Sequence[int], admission: Admission, microbatches: int, service: ServiceOrder
+        self, virtual_stages: Sequence[int], admission: Admission, microbatches: int, service: ServiceOrder | None
     ) -> None:
         self._virtual_stages = tuple(virtual_stages)
         self._deeper_first = tuple(reversed(range(len(virtual_stages))))
         self._chunk_of = {v: chunk for chunk, v in enumerate(virtual_stages)}
         self._admission = admission
         self._service = service
-        #: Microbatches by rank, and ranks by microbatch; the queues hold ranks.
+        #: Kinds that nothing ever keeps out: backwards and weight tasks, unless a full stage serves in order.
+        self._free_kinds = frozenset[Kind]() if admission.serves_in_order else frozenset({B, W})
+        #: Microbatches by rank, and ranks by microbatch.
         self._order: Sequence[int] = range(microbatches)
         self._rank_of: Sequence[int] = range(microbatches)
-        self._queues: dict[Kind, list[list[int]]] = {kind: [[] for _ in virtual_stages] for kind in Kind}
+        #: By kind and chunk, the tasks whose inputs are present, each behind its rank; and how many there are.
+        self._queues: dict[Kind, list[list[tuple[int, Task]]]] = {kind: [[] for _ in virtual_stages] for kind in Kind}
+        self._num_forwards = self._num_others = 0
         # For the reserve rule: per chunk, the lowest microbatch not yet forwarded and the started ones above it.
         self._next_forward = [0] * len(virtual_stages)
         self._started: list[set[int]] = [set() for _ in virtual_stages]
@@ -69,16 +77,22 @@ class ReadySet:
         queue = self._queues[kind][chunk]
         if not queue:
             return None
-        task = Task(kind, self._order[queue[0]], self._virtual_stages[chunk])
-        if self._admits(task, chunk):
+        task = queue[0][1]
+        if kind in self._free_kinds or self._admits(task, chunk):
             return task
+        return self._let_in_before(task, chunk)
+
+    def _let_in_before(self, head: Task, chunk: int) -> Task | None:
+        """What may run of the kind and chunk of ``head``, which itself is kept out."""
         if self._admission.is_serving:
-            due = self._service.due()
-            is_here = due is not None and due.kind is kind and due.virtual_stage == task.virtual_stage
+            due = self._due()
+            is_here = due is not None and due.kind is head.kind and due.virtual_stage == head.virtual_stage
             return due if is_here and due in self else None
+        if not self._admission.reserve:
+            return None
         # Under the reserve rule the lowest microbatch may be let in where a better-ranked one is kept out.
-        lowest = Task(kind, self._next_forward[chunk], task.virtual_stage)
-        return lowest if kind is Kind.F and lowest in self else None
+        lowest = Task(F, self._next_forward[chunk], head.virtual_stage)
+        return lowest if lowest in self else None
 
     def first(self, kind: Kind, chunk_order: ChunkOrder = "deeper") -> Task | None:
         """The best-ranked ready task of ``kind``: deeper chunk first, then the microbatch of the best rank.
@@ -87,7 +101,7 @@ class ReadySet:
             kind: F, B or W.
             chunk_order: for F only; ``"paper"`` takes the shallower chunk first.
         """
-        chunks = reversed(self._deeper_first) if kind is Kind.F and chunk_order == "paper" else self._deeper_first
+        chunks = reversed(self._deeper_first) if kind is F and chunk_order == "paper" else self._deeper_first
         for chunk in chunks:
             if (task := self.head(kind, chunk)) is not None:
                 return task
@@ -104,7 +118,12 @@ class ReadySet:
         if not isinstance(task, Task):
             return False
         chunk = self._chunk_of.get(task.virtual_stage)
-        return chunk is not None and self._is_queued(task, chunk) and self._admits(task, chunk)
+        if chunk is None:
+            return False
+        queue = self._queues[task.kind][chunk]
+        if not queue or (queue[0][1] is not task and self._place(queue, task) is None):
+            return False
+        return task.kind in self._free_kinds or self._admits(task, chunk)
 
     def __iter__(self) -> Iterator[Task]:
         for task, chunk in self._queued():
@@ -115,12 +134,14 @@ class ReadySet:
         return sum(1 for _ in self)
 
     def __bool__(self) -> bool:
-        return any(
-            self.head(kind, chunk) is not None
-            for kind, queues in self._queues.items()
-            for chunk, queue in enumerate(queues)
-            if queue
-        )
+        if self._admission.is_serving:
+            return self.holds_any and next(self.heads(), None) is not None
+        return self._num_others > 0 or (self._num_forwards > 0 and self.first(F) is not None)
+
+    @property
+    def holds_any(self) -> bool:
+        """Whether any task has all its inputs, kept out by memory or not."""
+        return self._num_forwards + self._num_others > 0
 
     def __repr__(self) -> str:
         return f"ReadySet({' '.join(map(str, self))})"
@@ -139,23 +160,37 @@ class ReadySet:
         for queues in self._queues.values():
             for queue in queues:
                 queue.clear()
+        self._num_forwards = self._num_others = 0
         for task in queued:
             self.add(task)
 
     def add(self, task: Task) -> None:
         """All inputs of ``task`` are present. For the core only."""
-        insort(self._queues[task.kind][self._chunk_of[task.virtual_stage]], self._rank_of[task.microbatch])
+        queue = self._queues[task.kind][self._chunk_of[task.virtual_stage]]
+        insort(queue, (self._rank_of[task.microbatch], task))
+        if task.kind is F:
+            self._num_forwards += 1
+        else:
+            self._num_others += 1
 
     def remove(self, task: Task) -> bool:
         """``task`` was enqueued. For the core only. False if its inputs were not all present."""
         chunk = self._chunk_of.get(task.virtual_stage)
-        if chunk is None or not self._is_queued(task, chunk):
+        if chunk is None:
             return False
         queue = self._queues[task.kind][chunk]
-        del queue[bisect_left(queue, self._rank_of[task.microbatch])]
-        self._service.note(task)
-        if task.kind is Kind.F:
-            self._note_forward(chunk, task.microbatch)
+        place = 0 if queue and queue[0][1] is task else self._place(queue, task)
+        if place is None:
+            return False
+        del queue[place]
+        if self._service is not None:
+            self._service.note(task)
+        if task.kind is F:
+            self._num_forwards -= 1
+            if self._admission.reserve:
+                self._note_forward(chunk, task.microbatch)
+        else:
+            self._num_others -= 1
         return True
 
     def gated(self) -> Iterator[Task]:
@@ -168,21 +203,28 @@ class ReadySet:
         """Every task whose inputs are present, with its chunk."""
         for kind in Kind:
             for chunk in self._deeper_first:
-                for rank in self._queues[kind][chunk]:
-                    yield Task(kind, self._order[rank], self._virtual_stages[chunk]), chunk
+                for _, task in self._queues[kind][chunk]:
+                    yield task, chunk
 
-    def _is_queued(self, task: Task, chunk: int) -> bool:
+    def _place(self, queue: list[tuple[int, Task]], task: Task) -> int | None:
+        """Where the queue of its kind and chunk has ``task``."""
         if not 0 <= task.microbatch < len(self._rank_of):
-            return False
-        queue, rank = self._queues[task.kind][chunk], self._rank_of[task.microbatch]
-        at = bisect_left(queue, rank)
-        return at < len(queue) and queue[at] == rank
+            return None
+        rank = self._rank_of[task.microbatch]
+        at = bisect_left(queue, rank, key=itemgetter(0))
+        return at if at < len(queue) and queue[at][0] == rank else None
 
     def _admits(self, task: Task, chunk: int) -> bool:
         admission = self._admission
         if admission.is_serving:
-            return task == self._service.due()
-        return task.kind is not Kind.F or admission.allows(chunk, task.microbatch, self._next_forward[chunk])
+            return task == self._due()
+        if task.kind is not F or admission.held < admission.roomy_below:
+            return True
+        return admission.allows(chunk, task.microbatch, self._next_forward[chunk])
+
+    def _due(self) -> Task | None:
+        """What a full stage serves next."""
+        return None if self._service is None else self._service.due()
 
     def _note_forward(self, chunk: int, microbatch: int) -> None:
         started = self._started[chunk]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rrfp.core.graph import Graph
@@ -28,6 +27,8 @@ class Schedule:
 
     def with_weights(self, graph: Graph) -> Schedule:
         """The same order for a graph with split virtual stages: a missing W runs right after its B."""
+        if not any(graph.split):
+            return self
         return Schedule(self.name, tuple(tuple(_with_weights(order, graph)) for order in self.orders))
 
     def forward_only(self) -> Schedule:
@@ -36,15 +37,20 @@ class Schedule:
 
     def peak_held(self, stage: int, graph: Graph) -> int:
         """The largest D of ``stage``, in chunk tasks, when it runs exactly this order."""
+        frees = {v: graph.last_kind(v, Mode.TRAIN) for v in graph.placement.virtual_stages(stage)}
         held = peak = 0
-        for task in self.orders[stage]:
-            held += task.kind is Kind.F
-            peak = max(peak, held)
-            held -= task.kind is not Kind.F and task.kind is graph.last_kind(task.virtual_stage, Mode.TRAIN)
+        for kind, _, virtual_stage in self.orders[stage]:
+            if kind is Kind.F:
+                held += 1
+                peak = max(peak, held)
+            elif kind is frees[virtual_stage]:
+                held -= 1
         return peak
 
     def validate(self, graph: Graph, microbatches: int, mode: Mode = Mode.TRAIN) -> Schedule:
         """Check that every task of a step occurs once, where it belongs, and that the orders do not deadlock.
+
+        Takes time linear in the number of tasks.
 
         Returns:
             This schedule.
@@ -56,52 +62,75 @@ class Schedule:
         if len(self.orders) != stages:
             raise ConfigError(f"schedule {self.name}: has {len(self.orders)} stages, must have {stages}")
         for stage, order in enumerate(self.orders):
-            self._check_tasks(stage, order, set(graph.tasks(stage, microbatches, mode)))
-        self._dry_run(graph)
+            self._check_tasks(stage, order, _rows(graph, graph.placement.virtual_stages(stage), microbatches, mode))
+        every = range(graph.placement.num_virtual_stages)
+        self._dry_run(graph, _rows(graph, every, microbatches, mode))
         return self
 
-    def _check_tasks(self, stage: int, order: tuple[Task, ...], expected: set[Task]) -> None:
-        counts = Counter(order)
+    def _check_tasks(self, stage: int, order: tuple[Task, ...], seen: _Rows) -> None:
         for entry, task in enumerate(order):
-            if task not in expected:
+            kind, microbatch, virtual_stage = task
+            row = seen.get((kind, virtual_stage))
+            if row is None or not 0 <= microbatch < len(row):
                 raise ConfigError(
                     f"schedule {self.name}: stage {stage}, entry {entry}: {task} does not run on this stage"
                 )
-            if counts[task] > 1:
-                raise ConfigError(
-                    f"schedule {self.name}: stage {stage}, entry {entry}: {task} occurs {counts[task]} times"
-                )
-        if missing := sorted(expected - set(order), key=lambda t: (t.microbatch, t.virtual_stage, t.kind)):
+            if row[microbatch]:
+                first, times = order.index(task), order.count(task)
+                raise ConfigError(f"schedule {self.name}: stage {stage}, entry {first}: {task} occurs {times} times")
+            row[microbatch] = True
+        missing = [Task(kind, row.index(0), v) for (kind, v), row in seen.items() if 0 in row]
+        if missing:
+            count = sum(row.count(0) for row in seen.values())
+            first_missing = min(missing, key=lambda task: (task.microbatch, task.virtual_stage, task.kind))
             raise ConfigError(
-                f"schedule {self.name}: stage {stage} misses {len(missing)} task(s), the first is {missing[0]}"
+                f"schedule {self.name}: stage {stage} misses {count} task(s), the first is {first_missing}"
             )
 
-    def _dry_run(self, graph: Graph) -> None:
+    def _dry_run(self, graph: Graph, done: _Rows) -> None:
         """Run the orders as far as they go, without time."""
-        done: set[Task] = set()
+        needs = {
+            (kind, v): [(source.kind, source.virtual_stage) for source in graph.inputs(Task(kind, 0, v))]
+            for kind, v in done
+        }
         heads = [0] * len(self.orders)
-        moved = True
-        while moved:
-            moved = False
-            for stage, order in enumerate(self.orders):
-                while heads[stage] < len(order) and done.issuperset(graph.inputs(order[heads[stage]])):
-                    done.add(order[heads[stage]])
-                    heads[stage] += 1
-                    moved = True
-        for stage, order in enumerate(self.orders):
-            if heads[stage] < len(order):
+        # Stages whose next task waits for the key. Each stage is looked at again only when that has run.
+        waiting: dict[Task, list[int]] = {}
+        runnable = list(reversed(range(len(self.orders))))
+        while runnable:
+            stage = runnable.pop()
+            order = self.orders[stage]
+            while heads[stage] < len(order):
                 task = order[heads[stage]]
-                missing = next(i for i in graph.inputs(task) if i not in done)
-                raise ConfigError(
-                    f"schedule {self.name} deadlocks: stage {stage}, entry {heads[stage]}: {task} waits for {missing}"
-                )
+                kind, microbatch, virtual_stage = task
+                missing = [need for need in needs[kind, virtual_stage] if not done[need][microbatch]]
+                if missing:
+                    first_kind, source = missing[0]
+                    waiting.setdefault(Task(first_kind, microbatch, source), []).append(stage)
+                    break
+                done[kind, virtual_stage][microbatch] = True
+                heads[stage] += 1
+                runnable += waiting.pop(task, ())
+        stuck = {stage: missed for missed, stages in waiting.items() for stage in stages}
+        if stuck:
+            stage = min(stuck)
+            where = f"stage {stage}, entry {heads[stage]}: {self.orders[stage][heads[stage]]}"
+            raise ConfigError(f"schedule {self.name} deadlocks: {where} waits for {stuck[stage]}")
 
 
-def _with_weights(order: Iterable[Task], graph: Graph) -> Iterable[Task]:
-    tasks = tuple(order)
-    present = {task for task in tasks if task.kind is Kind.W}
-    for task in tasks:
+#: For each kind of each virtual stage, a flag for each microbatch. Sets of a million tasks are several times slower.
+_Rows = Mapping[tuple[Kind, int], bytearray]
+
+
+def _rows(graph: Graph, virtual_stages: Iterable[int], microbatches: int, mode: Mode) -> _Rows:
+    return {(kind, v): bytearray(microbatches) for v in virtual_stages for kind in graph.kinds(v, mode)}
+
+
+def _with_weights(order: tuple[Task, ...], graph: Graph) -> Iterable[Task]:
+    present = {task for task in order if task.kind is Kind.W}
+    for task in order:
         yield task
-        weight = task._replace(kind=Kind.W)
-        if task.kind is Kind.B and graph.split[task.virtual_stage] and weight not in present:
-            yield weight
+        if task.kind is Kind.B and graph.split[task.virtual_stage]:
+            weight = Task(Kind.W, task.microbatch, task.virtual_stage)
+            if weight not in present:
+                yield weight

@@ -14,7 +14,9 @@ the shell aborts the pipeline with it rather than compute a wrong gradient.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
 
 from rrfp.core import events as ev
 from rrfp.core.admission import Admission, Limit
@@ -25,16 +27,16 @@ from rrfp.core.order_log import Group
 from rrfp.core.progress import Peaks, WaitCause
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.step import Instructions, Step
-from rrfp.core.tasks import StepId, Task
+from rrfp.core.step import HANDLERS, Instructions, Step
+from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.core.view import StageView
 from rrfp.errors import ConfigError, HintError, ProtocolError
 
+#: What a peer may send one step ahead. A `Consumed` cannot be: it answers an output of the step that it names.
 _Early = ev.Arrived | ev.ReadyReported | ev.Ordered
 _FromPeer = _Early | ev.Consumed
-#: What a peer may send one step ahead. A `Consumed` cannot be: it answers an output of the step that it names.
-_EARLY = (ev.Arrived, ev.ReadyReported, ev.Ordered)
-_FROM_PEER = (*_EARLY, ev.Consumed)
+#: What happens on this rank in the course of a step.
+_Own = ev.Enqueued | ev.Completed | ev.SendReleased | ev.ChunkReduced
 
 
 class StageCore:
@@ -47,7 +49,7 @@ class StageCore:
         limit: how much this stage may hold.
         group: this rank's tensor-parallel group.
         in_order: (kind, virtual stage) pairs that run in microbatch order, those of all stages.
-        reserve: keep slots for the lowest microbatch when any order is forced. Only the explorer turns it off.
+        admission: the memory rule. Only the explorer passes another, to show what is wrong with it.
     """
 
     def __init__(
@@ -59,15 +61,16 @@ class StageCore:
         *,
         group: Group | None = None,
         in_order: Collection[ForcedOrder] = (),
-        reserve: bool = True,
+        admission: type[Admission] = Admission,
     ) -> None:
         self.graph = graph
         self.stage = stage
         self.hint = hint
         self.limit = limit if limit is not None else Limit()
         self.group = group if group is not None else Group()
+        self._follows = self.group.follows
         self._in_order = frozenset(in_order)
-        self._reserve = reserve and bool(in_order)
+        self._make_admission = admission
         self._expected_bytes = [0] * graph.placement.chunks
         self._durations = MeanDurations()
         self._observe = hint.observe if type(hint).observe is not Hint.observe else None
@@ -86,17 +89,7 @@ class StageCore:
         Raises:
             ProtocolError: if the event contradicts the state.
         """
-        if self._is_aborted:
-            return ()
-        if isinstance(event, _EARLY) and event.step.number == self._next_step:
-            self._early.append(event)
-            return ()
-        instructions = self._take_in(event)
-        if isinstance(event, ev.StepOpened):
-            early, self._early = self._early, []
-            for message in early:
-                instructions += self._take_in(message)
-        return instructions
+        return () if self._is_aborted else _TAKE_IN[type(event)](self, event)
 
     def decide(self) -> ev.Run | None:
         """The task to enqueue next, or None if there is none now.
@@ -107,20 +100,19 @@ class StageCore:
         step = self._step
         if step is None or self._is_aborted:
             return None
-        if self.group.follows:
+        if self._follows:
             head = step.log.head()
             return ev.Run(head) if head is not None and step.readiness.has_all(head) else None
-        if not step.ready:
+        ready = step.ready
+        if not ready:
             return None
         assert self._view is not None
-        task = self.hint.choose(step.ready, self._view)
+        task = self.hint.choose(ready, self._view)
+        if task is not None and task in ready:
+            return ev.Run(task)
         if task is None and self.hint.may_wait:
             return None
-        if task is None or task not in step.ready:
-            raise HintError(
-                f"hint {type(self.hint).__name__} chose {task} on stage {self.stage}; ready are: {step.ready!r}"
-            )
-        return ev.Run(task)
+        raise HintError(f"hint {type(self.hint).__name__} chose {task} on stage {self.stage}; ready are: {ready!r}")
 
     # What the shell may ask.
 
@@ -154,21 +146,46 @@ class StageCore:
         """Tasks that were not enqueued, each with its absent inputs; at most ``most``, lowest microbatch first."""
         return [] if self._step is None else self._step.awaited(most)
 
+    def unconsumed(self) -> list[tuple[Task, tuple[int, ...]]]:
+        """Forward only: sent outputs, each with the peers whose `Consumed` is missing, lowest microbatch first."""
+        owed = [] if self._step is None else self._step.outputs.unconsumed()
+        return sorted(owed, key=lambda entry: entry[0].microbatch)
+
     # Events.
 
-    def _take_in(self, event: ev.Event) -> Instructions:
-        if isinstance(event, ev.StepOpened):
-            self._open(event)
-            instructions: Instructions = ()
-        elif isinstance(event, ev.Aborted):
-            self._is_aborted = True
-            instructions = (ev.Abort(event.origin),)
-        else:
-            step = self._current(event) if isinstance(event, _FROM_PEER) else self._running()
-            instructions = step.handle(event)
+    def _on_own(self, event: _Own) -> Instructions:
+        step = self._step
+        if step is None or step.finished:
+            raise ProtocolError(f"stage {self.stage} was told of a task outside any step")
+        instructions = HANDLERS[type(event)](step, event)
         if self._observe is not None:
             self._observe(event)
         return instructions
+
+    def _on_peer(self, event: _FromPeer) -> Instructions:
+        step = self._step
+        if step is None or step.finished or event.step != step.id:
+            if event.step.number == self._next_step and not isinstance(event, ev.Consumed):
+                self._early.append(event)
+                return ()
+            raise self._misplaced(event)
+        instructions = HANDLERS[type(event)](step, event)
+        if self._observe is not None:
+            self._observe(event)
+        return instructions
+
+    def _on_opened(self, event: ev.StepOpened) -> Instructions:
+        self._open(event)
+        if self._observe is not None:
+            self._observe(event)
+        early, self._early = self._early, []
+        return tuple(instruction for message in early for instruction in self._on_peer(message))
+
+    def _on_aborted(self, event: ev.Aborted) -> Instructions:
+        self._is_aborted = True
+        if self._observe is not None:
+            self._observe(event)
+        return (ev.Abort(event.origin),)
 
     def _open(self, event: ev.StepOpened) -> None:
         if self._step is not None and not self._step.finished:
@@ -180,10 +197,12 @@ class StageCore:
         if event.sizes is not None and len(event.sizes) != event.microbatches:
             raise ConfigError(f"sizes has {len(event.sizes)} entries, must have {event.microbatches}, one a microbatch")
         step_id = StepId(event.step, event.mode, event.microbatches)
-        admission = Admission(
-            self.limit, len(self._expected_bytes), reserve=self._reserve, expected_bytes=self._expected_bytes
+        # Serving bounds D only where what is served frees memory; forward only, that is up to the successors.
+        limit = self.limit if event.mode is Mode.TRAIN else replace(self.limit, rule="staircase")
+        admission = self._make_admission(
+            limit, len(self._expected_bytes), reserve=bool(self._in_order), expected_bytes=self._expected_bytes
         )
-        self._step = Step(
+        step = Step(
             step_id,
             self.graph,
             self.stage,
@@ -193,38 +212,34 @@ class StageCore:
             durations=self._durations,
             sizes=event.sizes,
         )
-        self._next_step += 1
-        self._view = StageView(self.graph, self.stage, self._step, self._durations)
-        self.hint.open_step(self._view)
-        self._rank_microbatches(self._step, self._view)
+        view = StageView(self.graph, self.stage, step, self._durations)
+        self.hint.open_step(view)
+        self._rank_microbatches(step, view)
+        # Only now: in a step that its hint refused nothing is decided.
+        self._step, self._view, self._next_step = step, view, self._next_step + 1
 
     def _rank_microbatches(self, step: Step, view: StageView) -> None:
         order = self.hint.microbatch_order(view)
-        if order is None:
+        # Where an order is forced, a microbatch started early only holds memory until the lower ones are through.
+        if order is None or self._in_order:
             return
         try:
             step.ready.rank_by(order)
         except (TypeError, ValueError) as error:
             raise HintError(f"hint {type(self.hint).__name__} orders microbatches wrongly: {error}") from None
 
-    def _running(self) -> Step:
-        if self._step is None or self._step.finished:
-            raise ProtocolError(f"stage {self.stage} was told of a task outside any step")
-        return self._step
-
-    def _current(self, event: _FromPeer) -> Step:
-        """The step that a peer's event belongs to, which must be the running one."""
+    def _misplaced(self, event: _FromPeer) -> ProtocolError:
+        """What is wrong with a peer's event that does not belong to the running step."""
         step, sent = self._step, event.step
-        if step is None or sent.number != step.id.number or step.finished:
-            here = "before its first step"
-            if step is not None:
-                here = f"in step {step.id.number}" + (" (ended)" if step.finished else "")
-            raise ProtocolError(f"a message of {sent} reached stage {self.stage} {here}")
-        if sent != step.id:
-            raise ProtocolError(
+        if step is not None and sent.number == step.id.number and not step.finished:
+            return ProtocolError(
                 f"stages disagree on the step: {self._sender(event)} is in {sent}, stage {self.stage} in {step.id}"
             )
-        return step
+        here = "before its first step"
+        if step is not None:
+            here = f"in step {step.id.number}" + (" (ended)" if step.finished else "")
+        what = f"{event.task} from {self._sender(event)}"
+        return ProtocolError(f"{what}, a message of {sent}, reached stage {self.stage} {here}")
 
     def _sender(self, event: _FromPeer) -> str:
         if isinstance(event, ev.Arrived):
@@ -232,3 +247,17 @@ class StageCore:
         if isinstance(event, ev.Consumed):
             return f"stage {event.peer}"
         return f"rank {event.rank} of the group" if isinstance(event, ev.ReadyReported) else "the group's leader"
+
+
+_TAKE_IN: dict[type, Callable[[StageCore, Any], Instructions]] = {
+    ev.StepOpened: StageCore._on_opened,
+    ev.Arrived: StageCore._on_peer,
+    ev.ReadyReported: StageCore._on_peer,
+    ev.Ordered: StageCore._on_peer,
+    ev.Consumed: StageCore._on_peer,
+    ev.Enqueued: StageCore._on_own,
+    ev.Completed: StageCore._on_own,
+    ev.SendReleased: StageCore._on_own,
+    ev.ChunkReduced: StageCore._on_own,
+    ev.Aborted: StageCore._on_aborted,
+}

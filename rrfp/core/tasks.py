@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from rrfp.errors import ConfigError
 
@@ -23,6 +23,12 @@ class Kind(StrEnum):
 
     # Enum's own is written in Python, and every lookup of a task hashes its kind.
     __hash__ = str.__hash__
+
+
+#: The kinds by themselves: until Python 3.12 looking a member up on its enum runs Python code.
+F: Final = Kind.F
+B: Final = Kind.B
+W: Final = Kind.W
 
 
 class Mode(StrEnum):

@@ -6,7 +6,7 @@ Pure numpy: no clock, no torch, no I/O but the cost file. The same seed gives ev
 from rrfp.costs.files import from_json, read_costs, to_json, write_costs
 from rrfp.costs.jitter import JITTER_LEVELS, JitterLevel, with_jitter
 from rrfp.costs.latency import LATENCY_MODELS, with_latency
-from rrfp.costs.profiles import PROFILES, Profile, make_costs
+from rrfp.costs.profiles import PROFILES, Profile, make_costs, microbatch_sizes
 from rrfp.costs.table import PLACEMENTS, CostTable
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Profile",
     "from_json",
     "make_costs",
+    "microbatch_sizes",
     "read_costs",
     "to_json",
     "with_jitter",

@@ -96,15 +96,45 @@ def make_costs(
     Raises:
         ConfigError: any of these is not allowed; one line naming it and the allowed values.
     """
-    if profile not in PROFILES:
-        raise ConfigError(f"profile is {profile!r}, must be one of {', '.join(PROFILES)}")
-    stages, microbatches = whole("stages", stages, 1), whole("microbatches", microbatches, 1)
-    chunks, seed, step = whole("chunks", chunks, 1), whole("seed", seed, 0), whole("step", step, 0)
-    factors = PROFILES[profile](stages, microbatches, generator(Stream.PROFILE, seed, step)) / chunks
-    table = _spread(factors, chunks, placement)
+    factors, chunks = _factors(profile, stages, microbatches, seed, step), whole("chunks", chunks, 1)
+    table = _spread(factors / chunks, chunks, placement)
     table = with_latency(with_jitter(table, jitter, seed=seed, step=step), latency, seed=seed, step=step)
     # Split first and merged last: so both forms take the same time to the last bit.
     return table if split else table.to_unsplit()
+
+
+def microbatch_sizes(
+    profile: str, stages: int, microbatches: int, *, seed: int = 0, step: int = 0
+) -> tuple[float, ...]:
+    """How large each microbatch of `make_costs` is, as a trainer can tell before the step.
+
+    It is the time that all tasks of a microbatch take together, in seconds, without what nobody knows beforehand:
+    jitter and latency. One number a microbatch, so it does not tell which stages the time is spent on.
+
+    Args:
+        profile: a name in `PROFILES`.
+        stages: N >= 1.
+        microbatches: M >= 1.
+        seed: >= 0.
+        step: >= 0.
+
+    Returns:
+        M numbers > 0.
+
+    Raises:
+        ConfigError: any of these is not allowed; one line naming it and the allowed values.
+    """
+    total = _factors(profile, stages, microbatches, seed, step).sum(axis=0)
+    return tuple((total * (PLAIN_FORWARD + PLAIN_BACKWARD + PLAIN_WEIGHT)).tolist())
+
+
+def _factors(profile: str, stages: int, microbatches: int, seed: int, step: int) -> Matrix:
+    """The profile's factors for one step, N x M."""
+    if profile not in PROFILES:
+        raise ConfigError(f"profile is {profile!r}, must be one of {', '.join(PROFILES)}")
+    stages, microbatches = whole("stages", stages, 1), whole("microbatches", microbatches, 1)
+    seed, step = whole("seed", seed, 0), whole("step", step, 0)
+    return PROFILES[profile](stages, microbatches, generator(Stream.PROFILE, seed, step))
 
 
 def _spread(factors: Matrix, chunks: int, placement: Layout) -> CostTable:

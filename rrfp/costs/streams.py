@@ -32,6 +32,7 @@ class Stream(enum.IntEnum):
     WIRE_BACKWARD = 3
     SPIKE_FORWARD = 4
     SPIKE_BACKWARD = 5
+    RANK = 6
 
 
 def generator(stream: Stream, seed: int, *key: int) -> np.random.Generator:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ChunkOrder, ReadySet
-from rrfp.core.tasks import Kind, Task
+from rrfp.core.tasks import B, F, Kind, Task, W
 
 
 class Alternating(Hint):
@@ -18,7 +18,7 @@ class Alternating(Hint):
         self.chunk_order: ChunkOrder = chunk_order
 
     def _pick(self, ready: ReadySet, first: Kind, second: Kind) -> Task | None:
-        return ready.first(first, self.chunk_order) or ready.first(second, self.chunk_order) or ready.first(Kind.W)
+        return ready.first(first, self.chunk_order) or ready.first(second, self.chunk_order) or ready.first(W)
 
 
 class BackwardForward(Alternating):
@@ -29,9 +29,9 @@ class BackwardForward(Alternating):
 
     def choose(self, ready: ReadySet, view: View) -> Task | None:
         """See `rrfp.core.hint.Hint.choose`."""
-        if view.last_kind is Kind.B:
-            return self._pick(ready, Kind.F, Kind.B)
-        return self._pick(ready, Kind.B, Kind.F)
+        if view.last_kind is B:
+            return self._pick(ready, F, B)
+        return self._pick(ready, B, F)
 
 
 class ForwardBackward(Alternating):
@@ -39,6 +39,6 @@ class ForwardBackward(Alternating):
 
     def choose(self, ready: ReadySet, view: View) -> Task | None:
         """See `rrfp.core.hint.Hint.choose`."""
-        if view.last_kind is Kind.F:
-            return self._pick(ready, Kind.B, Kind.F)
-        return self._pick(ready, Kind.F, Kind.B)
+        if view.last_kind is F:
+            return self._pick(ready, B, F)
+        return self._pick(ready, F, B)

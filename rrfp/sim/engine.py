@@ -7,9 +7,11 @@ takes effect before any stage decides. The same costs, hints and limits give the
 
 from __future__ import annotations
 
-import heapq
+from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count, repeat
 
 from rrfp.core import events as ev
 from rrfp.core.admission import Limit
@@ -18,8 +20,9 @@ from rrfp.core.hint import Hint
 from rrfp.core.progress import Peaks, WaitCause
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Kind, Mode, StepId, Task
+from rrfp.core.tasks import B, F, Mode, StepId, Task, W
 from rrfp.core.topology import Placement
+from rrfp.costs.streams import Matrix
 from rrfp.costs.table import CostTable
 from rrfp.errors import DeadlockError
 from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan, WaitSpan
@@ -93,21 +96,25 @@ class _Engine:
     def __init__(self, costs: CostTable, graph: Graph, cores: list[StageCore]) -> None:
         self._cores = cores
         self._step = StepId(0, Mode.TRAIN, costs.microbatches)
-        place = graph.placement
-        self._stage_of = [place.stage_of(v) for v in range(place.num_virtual_stages)]
-        # Plain lists: a numpy scalar costs more to read than the whole heap operation.
-        self._durations = {Kind.F: costs.forward.tolist(), Kind.B: costs.backward.tolist()}
+        self._stage_of = graph.stage_of
+        self._durations = {F: _rows(costs.forward), B: _rows(costs.backward)}
         if costs.weight is not None:
-            self._durations[Kind.W] = costs.weight.tolist()
-        self._latency = {Kind.F: costs.latency_forward.tolist(), Kind.B: costs.latency_backward.tolist()}
+            self._durations[W] = _rows(costs.weight)
+        self._latency = {F: _rows(costs.latency_forward), B: _rows(costs.latency_backward)}
         # (time, order of insertion, stage, event): the order makes the heap total, and ties first come, first served.
-        self._heap: list[tuple[float, int, int, ev.Event]] = []
-        self._inserted = 0
+        self._heap: list[tuple[float, int, int, ev.Arrived | ev.Completed]] = []
+        self._pushed = count()
         self._idle = [True] * len(cores)
         self._waiting: list[tuple[WaitCause, float] | None] = [None] * len(cores)
-        self._spans: list[list[TaskSpan]] = [[] for _ in cores]
         self._waits: list[WaitSpan] = []
-        self._messages: list[MessageSpan] = []
+        # What ran on each stage, from when to when; what was sent, likewise. Spans are made of it in the end: a million
+        # of them, made on the way, would push what the cores work with out of the processor's caches.
+        self._ran: list[list[Task]] = [[] for _ in cores]
+        self._starts: list[list[float]] = [[] for _ in cores]
+        self._ends: list[list[float]] = [[] for _ in cores]
+        self._sent: list[Task] = []
+        self._sent_at: list[float] = []
+        self._arrived_at: list[float] = []
 
     def run(self, sizes: tuple[float, ...] | None) -> EngineResult:
         opened = ev.StepOpened(self._step.number, self._step.mode, self._step.microbatches, sizes)
@@ -117,56 +124,58 @@ class _Engine:
             self._decide(stage, 0.0)
         heap = self._heap
         while heap:
-            now = heap[0][0]
-            touched = set()
+            now, _, stage, event = heappop(heap)
+            touched = [stage]
+            self._apply(stage, event, now)
             while heap and heap[0][0] == now:
-                _, _, stage, event = heapq.heappop(heap)
+                _, _, stage, event = heappop(heap)
+                touched.append(stage)
                 self._apply(stage, event, now)
-                touched.add(stage)
-            for stage in sorted(touched):
+            for stage in touched if len(touched) == 1 else sorted({*touched}):
                 if self._idle[stage]:
                     self._decide(stage, now)
         self._check_finished()
         return self._result()
 
-    def _apply(self, stage: int, event: ev.Event, now: float) -> None:
-        if isinstance(event, ev.Completed):
+    def _apply(self, stage: int, event: ev.Arrived | ev.Completed, now: float) -> None:
+        if type(event) is ev.Completed:
             self._idle[stage] = True
-        for instruction in self._cores[stage].apply(event):
-            if isinstance(instruction, ev.Send):
+        core = self._cores[stage]
+        for instruction in core.apply(event):
+            if type(instruction) is ev.Send:
                 self._send(stage, instruction, now)
-            elif isinstance(instruction, ev.ReduceChunk):
-                self._apply(stage, ev.ChunkReduced(instruction.virtual_stage), now)
+            elif type(instruction) is ev.ReduceChunk:
+                core.apply(ev.ChunkReduced(instruction.virtual_stage))
 
     def _send(self, stage: int, send: ev.Send, now: float) -> None:
-        task = send.task
+        task, peer = send.task, send.peer
+        kind, m, virtual_stage = task
         # Row v of a latency matrix is the edge between v and v + 1, whichever way it is travelled.
-        row = task.virtual_stage if task.kind is Kind.F else task.virtual_stage - 1
-        arrival = now + self._latency[task.kind][row][task.microbatch]
-        self._messages.append(MessageSpan(stage, send.peer, task, now, arrival))
-        self._push(arrival, send.peer, ev.Arrived(self._step, task, consumed=send.consumed))
-        self._apply(stage, ev.SendReleased(task, send.peer), now)
+        arrival = now + self._latency[kind][virtual_stage if kind is F else virtual_stage - 1][m]
+        self._sent.append(task)
+        self._sent_at.append(now)
+        self._arrived_at.append(arrival)
+        heappush(self._heap, (arrival, next(self._pushed), peer, ev.Arrived(self._step, task, 0, send.consumed)))
+        self._cores[stage].apply(ev.SendReleased(task, peer))
 
     def _decide(self, stage: int, now: float) -> None:
-        choice = self._cores[stage].decide()
+        core = self._cores[stage]
+        choice = core.decide()
         if choice is None:
-            self._wait(stage, self._cores[stage].wait_cause(), now)
-        else:
+            self._wait(stage, core.wait_cause(), now)
+            return
+        if self._waiting[stage] is not None:
             self._wait(stage, None, now)
-            self._start(stage, choice.task, now)
-
-    def _start(self, stage: int, task: Task, now: float) -> None:
-        self._cores[stage].apply(ev.Enqueued(task))
+        task = choice.task
+        core.apply(ev.Enqueued(task))
         self._idle[stage] = False
-        duration = self._durations[task.kind][task.virtual_stage][task.microbatch]
-        end = now + duration
-        self._spans[stage].append(TaskSpan(stage, task, now, end))
+        kind, m, virtual_stage = task
+        end = now + self._durations[kind][virtual_stage][m]
+        self._ran[stage].append(task)
+        self._starts[stage].append(now)
+        self._ends[stage].append(end)
         # As a lane would measure it, to the last bit.
-        self._push(end, stage, ev.Completed(task, seconds=end - now))
-
-    def _push(self, time: float, stage: int, event: ev.Event) -> None:
-        heapq.heappush(self._heap, (time, self._inserted, stage, event))
-        self._inserted += 1
+        heappush(self._heap, (end, next(self._pushed), stage, ev.Completed(task, 0, end - now)))
 
     def _wait(self, stage: int, cause: WaitCause | None, now: float) -> None:
         """From now on ``stage`` is idle for ``cause``, or busy if None."""
@@ -193,13 +202,23 @@ class _Engine:
             raise DeadlockError("deadlock: every stage is idle and nothing is in flight\n" + "\n".join(lines))
 
     def _result(self) -> EngineResult:
-        makespan = max((spans[-1].end for spans in self._spans if spans), default=0.0)
-        for stage in range(len(self._cores)):
+        makespan = max((ends[-1] for ends in self._ends if ends), default=0.0)
+        stages = range(len(self._cores))
+        for stage in stages:
             self._wait(stage, None, makespan)
+        columns = zip(self._ran, self._starts, self._ends, strict=True)
+        spans = tuple(tuple(map(TaskSpan, repeat(stage), *here)) for stage, here in zip(stages, columns, strict=True))
+        sources = [self._stage_of[task.virtual_stage] for task in self._sent]
+        targets = [self._stage_of[task.virtual_stage + (1 if task.kind is F else -1)] for task in self._sent]
         return EngineResult(
             makespan,
-            tuple(map(tuple, self._spans)),
+            spans,
             tuple(sorted(self._waits, key=lambda wait: (wait.start, wait.stage))),
-            tuple(self._messages),
+            tuple(map(MessageSpan, sources, targets, self._sent, self._sent_at, self._arrived_at)),
             tuple(core.peaks for core in self._cores),
         )
+
+
+def _rows(matrix: Matrix) -> list[array[float]]:
+    """The rows as arrays: a number of a numpy array costs more to read than the whole heap operation."""
+    return [array("d", row.tobytes()) for row in matrix]

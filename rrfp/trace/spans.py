@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from rrfp.core.progress import WaitCause
 from rrfp.core.tasks import Task
+from rrfp.core.values import value
 
 DEFAULT_CAPACITY = 65_536
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TaskSpan:
     """``task`` ran on ``stage`` from ``start`` to ``end``."""
 
@@ -25,7 +25,7 @@ class TaskSpan:
     end: float
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class WaitSpan:
     """The lane of ``stage`` had nothing to run from ``start`` to ``end``, because of ``cause``."""
 
@@ -35,7 +35,7 @@ class WaitSpan:
     end: float
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class MessageSpan:
     """The output of ``task`` left stage ``source`` at ``sent`` and was filed on stage ``target`` at ``arrived``.
 
@@ -54,7 +54,7 @@ class MessageSpan:
 Span = TaskSpan | WaitSpan | MessageSpan
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StepTrace:
     """The spans of one step, of one rank or (merged) of all.
 

@@ -69,7 +69,10 @@ def test_a_second_early_arrival_is_found_when_the_step_opens() -> None:
 @pytest.mark.parametrize(
     ("sent", "message"),
     [
-        (StepId(2, Mode.TRAIN, 2), "a message of step 2 (train, 2 microbatches) reached stage 1 in step 0"),
+        (
+            StepId(2, Mode.TRAIN, 2),
+            "F0@0 from stage 0, a message of step 2 (train, 2 microbatches), reached stage 1 in step 0",
+        ),
         (
             StepId(0, Mode.TRAIN, 3),
             f"stages disagree on the step: stage 0 is in step 0 (train, 3 microbatches), stage 1 in {HERE}",
@@ -94,7 +97,10 @@ def test_a_disagreement_of_an_early_message_is_found_when_the_step_opens() -> No
 def test_a_message_of_the_second_step_before_the_first_is_refused() -> None:
     script = Script(Graph.chain(3), stage=1, microbatches=0)
     message = refusal(lambda: script.arrived("F0@0", step=StepId(1, Mode.TRAIN, 2)))
-    assert message == "a message of step 1 (train, 2 microbatches) reached stage 1 before its first step"
+    assert (
+        message
+        == "F0@0 from stage 0, a message of step 1 (train, 2 microbatches), reached stage 1 before its first step"
+    )
 
 
 def test_a_message_of_a_finished_step_is_refused() -> None:
@@ -102,7 +108,9 @@ def test_a_message_of_a_finished_step_is_refused() -> None:
     script.arrived("F0@0")
     script.ran("F0@1")
     message = refusal(lambda: script.arrived("F0@0"))
-    assert message == "a message of step 0 (forward, 1 microbatches) reached stage 1 in step 0 (ended)"
+    assert (
+        message == "F0@0 from stage 0, a message of step 0 (forward, 1 microbatches), reached stage 1 in step 0 (ended)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -176,7 +184,7 @@ def test_a_credit_is_taken_once_and_only_from_a_consumer() -> None:
 def test_a_credit_cannot_run_ahead() -> None:
     script = Script(Graph.chain(2), mode=Mode.FORWARD)
     message = refusal(lambda: script.told(Consumed(StepId(1, Mode.FORWARD, 2), 1, T("F0@0"))))
-    assert message == "a message of step 1 (forward, 2 microbatches) reached stage 0 in step 0"
+    assert message == "F0@0 from stage 1, a message of step 1 (forward, 2 microbatches), reached stage 0 in step 0"
 
 
 def test_a_report_is_refused_where_nobody_follows() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rrfp.core.topology import Layout
-from rrfp.costs import make_costs
+from rrfp.costs import make_costs, microbatch_sizes
 from rrfp.errors import ConfigError
 
 
@@ -119,3 +119,20 @@ def test_bad_arguments_name_what_is_allowed(changes: dict[str, Any], message: st
     with pytest.raises(ConfigError) as caught:
         make_costs(**arguments)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("profile", ["llm", "mllm"])
+def test_sizes_are_the_time_of_each_microbatch_without_jitter_and_latency(profile: str) -> None:
+    costs = make_costs(profile, 5, 7, split=True, seed=3, step=2)
+    assert costs.weight is not None
+    total = (costs.forward + costs.backward + costs.weight).sum(axis=0)
+    assert microbatch_sizes(profile, 5, 7, seed=3, step=2) == pytest.approx(total.tolist())
+
+
+def test_microbatches_of_equal_costs_have_equal_sizes() -> None:
+    assert len(set(microbatch_sizes("llm", 7, 20))) == 1
+
+
+def test_sizes_refuse_what_costs_refuse() -> None:
+    with pytest.raises(ConfigError, match="profile is 'gpt', must be one of llm, mllm"):
+        microbatch_sizes("gpt", 2, 2)

@@ -1,0 +1,128 @@
+"""Rows: the state of one stage in one step, laid out by kind and virtual stage.
+
+A *row* is all microbatches of one kind on one virtual stage. It knows what it is wired to (which rows read it here,
+what it reads, which stages its outputs go to) and keeps a few counters a microbatch. So an event costs one look-up and
+some array entries, however many tasks there are, and a thousand stages fit into a processor's cache. What the counters
+mean is up to their owners: `rrfp.core.readiness` and `rrfp.core.outputs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rrfp.core.graph import Graph
+from rrfp.core.tasks import Kind, Mode, Task
+
+
+class Row:
+    """All microbatches of one kind on one virtual stage: tasks of this stage, or outputs of others that it reads."""
+
+    __slots__ = (
+        "chunk",
+        "frees_memory",
+        "is_ordered",
+        "is_present",
+        "kind",
+        "missing",
+        "missing_remote",
+        "num_readers",
+        "num_remote",
+        "peers",
+        "readers",
+        "sending",
+        "sources",
+        "stage",
+        "unread",
+        "uses",
+        "virtual_stage",
+    )
+
+    def __init__(self, kind: Kind, virtual_stage: int, stage: int, microbatches: int) -> None:
+        self.kind = kind
+        self.virtual_stage = virtual_stage
+        #: Where it runs.
+        self.stage = stage
+        #: Rows of this stage that read its outputs; how many of them are of another virtual stage.
+        self.readers: list[Row] = []
+        self.num_readers = 0
+        #: Readiness, by microbatch: whether the output is at hand, since it arrived or was enqueued here.
+        self.is_present = bytearray(microbatches)
+        #: Outputs, by microbatch: uses left; readers here that were not enqueued, of what was received.
+        self.uses = [0] * microbatches
+        self.unread = [0] * microbatches
+        # The rest is for rows that run on this stage.
+        self.chunk = -1
+        #: Rows of other virtual stages that its tasks read; how many of them run on other stages.
+        self.sources: list[Row] = []
+        self.num_remote = 0
+        #: Stages that its outputs go to; for each, the microbatches whose memory the send still reads.
+        self.peers: tuple[int, ...] = ()
+        self.sending: dict[int, set[int]] = {}
+        #: Training: whether a microbatch holds nothing on the virtual stage after this kind.
+        self.frees_memory = False
+        #: Whether its tasks are enqueued in microbatch order.
+        self.is_ordered = False
+        #: Readiness, by microbatch: inputs missing; those of them from other stages.
+        self.missing: list[int] = []
+        self.missing_remote: list[int] = []
+
+    def task(self, microbatch: int) -> Task:
+        """The task of ``microbatch``."""
+        return Task(self.kind, microbatch, self.virtual_stage)
+
+
+class Rows:
+    """Every row of one stage in one step, wired up.
+
+    Args:
+        graph: the dependency graph.
+        stage: this stage.
+        microbatches: M.
+        mode: training or forward only.
+    """
+
+    def __init__(self, graph: Graph, stage: int, microbatches: int, mode: Mode) -> None:
+        self._graph = graph
+        self._microbatches = microbatches
+        #: What runs here, and what runs elsewhere and is read here, by kind and virtual stage.
+        self.own: dict[Kind, dict[int, Row]] = {kind: {} for kind in Kind}
+        self.read: dict[Kind, dict[int, Row]] = {kind: {} for kind in Kind}
+        for chunk, virtual_stage in enumerate(graph.placement.virtual_stages(stage)):
+            for kind in graph.kinds(virtual_stage, mode):
+                row = self.own[kind][virtual_stage] = Row(kind, virtual_stage, stage, microbatches)
+                row.chunk = chunk
+                row.frees_memory = kind is graph.last_kind(virtual_stage, Mode.TRAIN)
+                consumers = graph.consumers(kind, virtual_stage, mode)
+                row.peers = tuple(sorted({graph.stage_of[v] for _, v in consumers} - {stage}))
+                row.sending = {peer: set() for peer in row.peers}
+        for row in self:
+            for task in graph.inputs(row.task(0)):
+                self._connect(self._source(task), row)
+
+    def __iter__(self) -> Iterator[Row]:
+        """What runs here."""
+        for rows in self.own.values():
+            yield from rows.values()
+
+    def reads(self, producer: Task) -> bool:
+        """Whether ``producer`` runs on another stage and some task here reads its output."""
+        return producer.virtual_stage in self.read[producer.kind] and 0 <= producer.microbatch < self._microbatches
+
+    def knows(self, task: Task) -> bool:
+        """Whether ``task`` runs on this stage in this step."""
+        return task.virtual_stage in self.own[task.kind] and 0 <= task.microbatch < self._microbatches
+
+    def _source(self, task: Task) -> Row:
+        kind, _, virtual_stage = task
+        source = self.own[kind].get(virtual_stage) or self.read[kind].get(virtual_stage)
+        if source is None:
+            source = Row(kind, virtual_stage, self._graph.stage_of[virtual_stage], self._microbatches)
+            self.read[kind][virtual_stage] = source
+        return source
+
+    def _connect(self, source: Row, reader: Row) -> None:
+        source.readers.append(reader)
+        if source.virtual_stage != reader.virtual_stage:
+            source.num_readers += 1
+            reader.sources.append(source)
+            reader.num_remote += source.stage != reader.stage
