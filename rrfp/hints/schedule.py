@@ -34,7 +34,8 @@ class ScheduleHint(Hint):
             ConfigError: if the schedule misses a task of this stage.
         """
         schedule = self._source(view)
-        self._order = (schedule if view.mode is Mode.TRAIN else schedule.forward_only()).orders[view.stage]
+        order = schedule.orders[view.stage]
+        self._order = order if view.mode is Mode.TRAIN else tuple(task for task in order if task.kind is Kind.F)
         self._place = {task: place for place, task in enumerate(self._order)}
         for task in view.graph.tasks(view.stage, view.microbatches, view.mode):
             if task not in self._place:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from rrfp.core.graph import Graph
 from rrfp.core.schedule import Schedule
 from rrfp.core.tasks import Kind, Task
+from rrfp.schedules.needs import Needs
+
+NEEDS = Needs(chunks=1)
 
 
 def gpipe(graph: Graph, microbatches: int) -> Schedule:

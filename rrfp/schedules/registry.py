@@ -8,21 +8,25 @@ from functools import lru_cache
 from rrfp.core.graph import Graph
 from rrfp.core.schedule import Schedule
 from rrfp.errors import ConfigError
-from rrfp.schedules.gpipe import gpipe
-from rrfp.schedules.one_f_one_b import one_f_one_b
+from rrfp.schedules import gpipe, interleaved, one_f_one_b, zb_h1, zb_v
+from rrfp.schedules.needs import Needs
 
 #: Makes the order of every stage for a graph and M microbatches, without weight tasks where it does not place them
 #: itself.
 ScheduleGenerator = Callable[[Graph, int], Schedule]
 
-_GENERATORS: dict[str, ScheduleGenerator] = {"gpipe": gpipe, "1f1b": one_f_one_b}
-#: Schedules made for one chunk a stage.
-_ONE_CHUNK = frozenset({"gpipe", "1f1b"})
+_KNOWN: dict[str, tuple[ScheduleGenerator, Needs]] = {
+    "gpipe": (gpipe.gpipe, gpipe.NEEDS),
+    "1f1b": (one_f_one_b.one_f_one_b, one_f_one_b.NEEDS),
+    "interleaved-1f1b": (interleaved.interleaved_1f1b, interleaved.NEEDS),
+    "zb-h1": (zb_h1.zb_h1, zb_h1.NEEDS),
+    "zb-v": (zb_v.zb_v, zb_v.NEEDS),
+}
 
 
 def schedule_names() -> tuple[str, ...]:
     """The known names."""
-    return tuple(_GENERATORS)
+    return tuple(_KNOWN)
 
 
 def schedule_generator(name: str) -> ScheduleGenerator:
@@ -31,19 +35,32 @@ def schedule_generator(name: str) -> ScheduleGenerator:
     Raises:
         ConfigError: for an unknown name.
     """
-    if name not in _GENERATORS:
-        raise ConfigError(f"schedule is {name!r}, must be one of: {', '.join(_GENERATORS)}")
-    return _GENERATORS[name]
+    return _known(name)[0]
 
 
-@lru_cache(maxsize=64)
+def schedule_needs(name: str) -> Needs:
+    """What the schedule ``name`` takes of a graph.
+
+    Raises:
+        ConfigError: for an unknown name.
+    """
+    return _known(name)[1]
+
+
+# A schedule of a thousand stages takes a hundred megabytes.
+@lru_cache(maxsize=16)
 def make_schedule(name: str, graph: Graph, microbatches: int) -> Schedule:
-    """The schedule ``name`` for ``graph``, complete and validated; unsplit schedules get each W right after its B.
+    """The schedule ``name`` for ``graph``, complete and validated; a W that it does not place runs right after its B.
 
     Raises:
         ConfigError: for an unknown name, or a schedule that does not fit the graph.
     """
-    generate = schedule_generator(name)
-    if name in _ONE_CHUNK and graph.placement.chunks != 1:
-        raise ConfigError(f"schedule {name} takes 1 chunk a stage, the placement has {graph.placement.chunks}")
+    generate, needs = _known(name)
+    needs.check(name, graph)
     return generate(graph, microbatches).with_weights(graph).validate(graph, microbatches)
+
+
+def _known(name: str) -> tuple[ScheduleGenerator, Needs]:
+    if name not in _KNOWN:
+        raise ConfigError(f"schedule is {name!r}, must be one of: {', '.join(_KNOWN)}")
+    return _KNOWN[name]

@@ -38,6 +38,20 @@ def test_what_was_written_reads_back(name: str, graph: Graph) -> None:
     assert from_csv(to_csv(schedule, graph), graph, name) == schedule
 
 
+@pytest.mark.parametrize(
+    ("name", "graph"),
+    [
+        ("interleaved-1f1b", Graph.chain(2, chunks=2)),
+        ("zb-h1", SPLIT),
+        ("zb-h1", MIXED),
+        ("zb-v", Graph.chain(2, chunks=2, layout="v", split=True)),
+    ],
+)
+def test_what_has_chunks_or_places_weight_tasks_reads_back(name: str, graph: Graph) -> None:
+    schedule = make_schedule(name, graph, 5)
+    assert from_csv(to_csv(schedule, graph), graph, name) == schedule
+
+
 @pytest.mark.parametrize("graph", [UNSPLIT, SPLIT])
 def test_torch_reads_every_cell_as_we_mean_it(graph: Graph) -> None:
     schedule = make_schedule("1f1b", graph, 3)

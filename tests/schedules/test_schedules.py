@@ -18,7 +18,7 @@ def schedule_of(*orders: str) -> Schedule:
 
 
 def test_the_known_schedules() -> None:
-    assert schedule_names() == ("gpipe", "1f1b")
+    assert schedule_names() == ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
 
 
 def test_gpipe_runs_all_forwards_then_all_backwards() -> None:
@@ -38,6 +38,58 @@ def test_1f1b_warms_up_and_then_alternates() -> None:
 
 def test_1f1b_with_fewer_microbatches_than_stages() -> None:
     assert str(make_schedule("1f1b", Graph.chain(3), 1)) == "stage 0: F0@0 B0@0\nstage 1: F0@1 B0@1\nstage 2: F0@2 B0@2"
+
+
+def test_interleaved_1f1b_with_one_chunk_is_1f1b() -> None:
+    for stages, microbatches in ((1, 3), (3, 1), (3, 4), (4, 7)):
+        graph = Graph.chain(stages)
+        expected = make_schedule("1f1b", graph, microbatches)
+        assert make_schedule("interleaved-1f1b", graph, microbatches).orders == expected.orders
+
+
+def test_interleaved_1f1b_takes_groups_of_n_through_the_chunks() -> None:
+    """Four virtual stages, two groups of two; stage 1 warms up with (C - 1) N = 2 forwards, stage 0 with 2 more."""
+    assert str(make_schedule("interleaved-1f1b", Graph.chain(2, chunks=2), 4)) == (
+        "stage 0: F0@0 F1@0 F0@2 F1@2 F2@0 B0@2 F3@0 B1@2 F2@2 B0@0 F3@2 B1@0 B2@2 B3@2 B2@0 B3@0\n"
+        "stage 1: F0@1 F1@1 F0@3 B0@3 F1@3 B1@3 F2@1 B0@1 F3@1 B1@1 F2@3 B2@3 F3@3 B3@3 B2@1 B3@1"
+    )
+
+
+def test_the_last_group_of_interleaved_1f1b_may_be_shorter() -> None:
+    """As above without microbatch 3."""
+    assert str(make_schedule("interleaved-1f1b", Graph.chain(2, chunks=2), 3)) == (
+        "stage 0: F0@0 F1@0 F0@2 F1@2 F2@0 B0@2 B1@2 F2@2 B0@0 B1@0 B2@2 B2@0\n"
+        "stage 1: F0@1 F1@1 F0@3 B0@3 F1@3 B1@3 F2@1 B0@1 B1@1 F2@3 B2@3 B2@1"
+    )
+
+
+def test_zb_h1_defers_the_weight_tasks_of_later_stages() -> None:
+    """F and B as in 1F1B; W of m after B of m + i on stage i."""
+    assert str(make_schedule("zb-h1", Graph.chain(3, split=True), 4)) == (
+        "stage 0: F0@0 F1@0 F2@0 B0@0 W0@0 F3@0 B1@0 W1@0 B2@0 W2@0 B3@0 W3@0\n"
+        "stage 1: F0@1 F1@1 B0@1 F2@1 B1@1 W0@1 F3@1 B2@1 W1@1 B3@1 W2@1 W3@1\n"
+        "stage 2: F0@2 B0@2 F1@2 B1@2 F2@2 B2@2 W0@2 F3@2 B3@2 W1@2 W2@2 W3@2"
+    )
+
+
+def test_zb_v_goes_down_one_arm_and_up_the_other() -> None:
+    assert str(make_schedule("zb-v", Graph.chain(2, chunks=2, layout="v", split=True), 3)) == (
+        "stage 0: F0@0 F1@0 F2@0 F0@3 B0@3 W0@3 F1@3 B1@3 W1@3 B0@0 W0@0 F2@3 B2@3 W2@3 B1@0 W1@0 B2@0 W2@0\n"
+        "stage 1: F0@1 F0@2 F1@1 F1@2 B0@2 W0@2 F2@1 B0@1 W0@1 F2@2 B1@2 W1@2 B1@1 B2@2 B2@1 W1@1 W2@2 W2@1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "graph"),
+    [
+        ("zb-h1", Graph(Placement(2), split=(False, True))),
+        ("zb-v", Graph(Placement(2, 2, "v"), split=(True, False, True, False))),
+    ],
+)
+def test_weight_tasks_are_placed_where_backward_is_split(name: str, graph: Graph) -> None:
+    whole = make_schedule(name, Graph(graph.placement, split=(True,) * len(graph.split)), 4)
+    kept = [[t for t in order if t.kind != "W" or graph.split[t.virtual_stage]] for order in whole.orders]
+    assert list(map(list, make_schedule(name, graph, 4).orders)) == kept
 
 
 def test_a_split_stage_runs_each_weight_task_right_after_its_backward() -> None:
@@ -110,10 +162,45 @@ def test_a_schedule_that_deadlocks_is_refused_with_stage_and_entry(orders: tuple
 def test_an_unknown_schedule_is_refused_with_the_choices() -> None:
     with pytest.raises(ConfigError) as caught:
         make_schedule("dualpipe", Graph.chain(2), 2)
-    assert str(caught.value) == "schedule is 'dualpipe', must be one of: gpipe, 1f1b"
+    choices = "gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-v"
+    assert str(caught.value) == f"schedule is 'dualpipe', must be one of: {choices}"
 
 
-def test_a_schedule_for_one_chunk_refuses_more() -> None:
+@pytest.mark.parametrize(
+    ("name", "graph", "message"),
+    [
+        ("gpipe", Graph.chain(2, chunks=3), "gpipe takes 1 chunk a stage; the graph has 3 chunks a stage"),
+        ("1f1b", Graph.chain(2, chunks=2), "1f1b takes 1 chunk a stage; the graph has 2 chunks a stage"),
+        (
+            "interleaved-1f1b",
+            Graph.chain(2, chunks=2, layout="v"),
+            "interleaved-1f1b takes looped placement; the graph has v placement",
+        ),
+        ("zb-h1", Graph.chain(2), "zb-h1 takes 1 chunk a stage, split backward; the graph has unsplit backward"),
+        (
+            "zb-h1",
+            Graph.chain(2, chunks=2, split=True),
+            "zb-h1 takes 1 chunk a stage, split backward; the graph has 2 chunks a stage",
+        ),
+        (
+            "zb-v",
+            Graph.chain(2, chunks=2),
+            "zb-v takes 2 chunks a stage, v placement, split backward; the graph has looped placement, "
+            "unsplit backward",
+        ),
+        (
+            "zb-v",
+            Graph.chain(2, split=True),
+            "zb-v takes 2 chunks a stage, v placement, split backward; the graph has 1 chunk a stage",
+        ),
+    ],
+)
+def test_a_graph_that_a_schedule_is_not_made_for_is_refused(name: str, graph: Graph, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        make_schedule("1f1b", Graph.chain(2, chunks=2), 2)
-    assert str(caught.value) == "schedule 1f1b takes 1 chunk a stage, the placement has 2"
+        make_schedule(name, graph, 2)
+    assert str(caught.value) == f"schedule {message}"
+
+
+def test_with_one_chunk_every_placement_is_looped() -> None:
+    flat, folded = Graph.chain(3), Graph.chain(3, layout="v")
+    assert make_schedule("interleaved-1f1b", folded, 4) == make_schedule("interleaved-1f1b", flat, 4)
