@@ -10,7 +10,9 @@ from rrfp.core.hint import Hint
 from rrfp.errors import ConfigError
 from rrfp.hints.alternating import BackwardForward, ForwardBackward
 from rrfp.hints.priority import BackwardPriority, ForwardPriority
+from rrfp.hints.pyramid import bfw_pyramid, slot_aware_pyramid
 from rrfp.hints.schedule import ScheduleHint, ScheduleSource, Strict
+from rrfp.hints.slot_aware import SlotAware
 from rrfp.hints.split import BackwardForwardWeight
 from rrfp.schedules.registry import make_schedule, schedule_names
 
@@ -24,6 +26,9 @@ _BUILT_IN: dict[str, Callable[[], Hint]] = {
     "b-priority": BackwardPriority,
     "f-priority": ForwardPriority,
     "bfw": BackwardForwardWeight,
+    "slot-aware": SlotAware,
+    "slot-aware-pyramid": slot_aware_pyramid,
+    "bfw-pyramid": bfw_pyramid,
 }
 
 

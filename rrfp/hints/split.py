@@ -11,3 +11,5 @@ class BackwardForwardWeight(BackwardForward):
     That is what BF does once backward is split, since weight tasks are filler for every hint that does not rank them
     and only a backward leaves the next chance to forward. On unsplit stages it is BF.
     """
+
+    wants_split = True

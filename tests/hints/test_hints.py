@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
 from importlib.metadata import EntryPoint
+from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 from core_script import Script, T
@@ -15,9 +18,10 @@ from rrfp.core.tasks import Mode, StepId
 from rrfp.errors import ConfigError
 from rrfp.hints.alternating import BackwardForward, ForwardBackward
 from rrfp.hints.priority import BackwardPriority, ForwardPriority
-from rrfp.hints.registry import create_hint, create_strict, hint_names
+from rrfp.hints.registry import create_hint, create_strict, hint_factory, hint_names
 from rrfp.hints.schedule import ScheduleHint, Strict
 from rrfp.hints.split import BackwardForwardWeight
+from rrfp.schedules.registry import schedule_names
 
 MIDDLE = Graph.chain(3)
 
@@ -199,14 +203,28 @@ def test_an_unsplit_schedule_runs_each_weight_task_right_after_its_backward() ->
     assert script.decisions(7) == "F0@0 F1@0 B0@0 W0@0 B1@0 W1@0 -"
 
 
+BUILT_IN = (
+    *("bf", "fb", "b-priority", "f-priority", "bfw"),
+    *("slot-aware", "slot-aware-pyramid", "bfw-pyramid"),
+)
+
+
 def test_names_list_hints_and_schedules() -> None:
-    assert hint_names() == ("bf", "fb", "b-priority", "f-priority", "bfw", "gpipe", "1f1b")
+    assert hint_names() == (*BUILT_IN, *schedule_names())
+
+
+def test_every_hint_of_ours_is_an_entry_point_that_makes_the_same() -> None:
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+    points = project["entry-points"]["rrfp.hints"]
+    assert tuple(points) == BUILT_IN
+    for name, place in points.items():
+        assert resolve_name(place) is hint_factory(name)
 
 
 def test_a_plugin_does_not_hide_or_double_a_name_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [EntryPoint(name, "no_such_module:Hint", "rrfp.hints") for name in ("mine", "bf", "1f1b")]
     monkeypatch.setattr("rrfp.hints.registry.entry_points", lambda group: points)
-    assert hint_names() == ("bf", "fb", "b-priority", "f-priority", "bfw", "mine", "gpipe", "1f1b")
+    assert hint_names() == (*BUILT_IN, "mine", *schedule_names())
     assert isinstance(create_hint("1f1b"), ScheduleHint)
 
 
@@ -243,7 +261,7 @@ def test_an_unknown_hint_is_refused_with_the_choices() -> None:
 def test_an_unknown_strict_schedule_is_refused_with_the_choices() -> None:
     with pytest.raises(ConfigError) as caught:
         create_strict("bf")
-    assert str(caught.value) == "strict is 'bf', must be one of: gpipe, 1f1b"
+    assert str(caught.value) == "strict is 'bf', must be one of: gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-v"
 
 
 def test_something_that_is_no_hint_is_refused() -> None:

@@ -1,0 +1,95 @@
+"""Pyramids: in which order to take microbatches whose sizes are known beforehand, for any hint.
+
+It only orders; which kind of task runs is the wrapped hint's choice. Every stage that is told the sizes ranks its ready
+microbatches by the same order, so none waits for one that comes later. Where any task must run in microbatch order (for
+bitwise reproducible sums, say) the core does not follow it.
+
+A step's microbatches are cut, in their own order, into runs of about 4 N, and each run goes short, long, short: the
+smallest at both ends, sizes rising to the middle and falling again. Neighbours are then of similar size. That matters
+in tight memory: a short microbatch between two long ones waits behind them on every stage, and holds its slots
+meanwhile. And a step that begins and ends with short ones fills and drains the pipeline fast.
+
+Why several pyramids: a size is one number, and stages differ in what they make of it (images cost a vision stage,
+text a language stage). One pyramid over a long step gathers all that is large for one stage in one place, where no
+other stage can keep up. Over 4 N microbatches such differences still average out, and neighbours are similar enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rrfp.core.events import Event
+from rrfp.core.hint import Hint, View
+from rrfp.core.ready_set import ReadySet
+from rrfp.core.tasks import Task
+from rrfp.hints.slot_aware import SlotAware
+from rrfp.hints.split import BackwardForwardWeight
+
+#: Microbatches of one pyramid, for each stage of the pipeline.
+LENGTH_PER_STAGE = 4
+
+
+class Pyramids(Hint):
+    """``within``, on microbatches ordered by size; see the module's docstring.
+
+    Without sizes, or with equal ones, it is ``within`` and nothing else.
+
+    Args:
+        within: chooses among ready tasks. Its own order of microbatches, if it has one, is replaced where sizes are
+            known.
+    """
+
+    def __init__(self, within: Hint) -> None:
+        self.within = within
+        self.may_wait = within.may_wait
+        self.wants_split = within.wants_split
+
+    def choose(self, ready: ReadySet, view: View) -> Task | None:
+        """The wrapped hint's choice."""
+        return self.within.choose(ready, view)
+
+    def open_step(self, view: View) -> None:
+        """Passed on."""
+        self.within.open_step(view)
+
+    def observe(self, event: Event) -> None:
+        """Passed on."""
+        self.within.observe(event)
+
+    def microbatch_order(self, view: View) -> Sequence[int] | None:
+        """See `rrfp.core.hint.Hint.microbatch_order`."""
+        sizes = view.sizes
+        if sizes is None or min(sizes) == max(sizes):
+            return self.within.microbatch_order(view)
+        return pyramids(sizes, LENGTH_PER_STAGE * view.placement.stages)
+
+
+def pyramids(sizes: Sequence[float], length: int) -> list[int]:
+    """Microbatches in runs of about ``length``, each run short, long, short.
+
+    Args:
+        sizes: of the microbatches 0, 1, ..., in any unit.
+        length: microbatches in one pyramid, at least 1; the step is cut into the whole number of equal runs that comes
+            closest.
+
+    Returns:
+        Every microbatch once. Of equal ones the lower number counts as smaller.
+    """
+    count = len(sizes)
+    runs = max(1, round(count / length))
+    order: list[int] = []
+    for run in range(runs):
+        members = range(run * count // runs, (run + 1) * count // runs)
+        rising = sorted(members, key=sizes.__getitem__)
+        order += rising[0::2] + rising[1::2][::-1]
+    return order
+
+
+def slot_aware_pyramid() -> Pyramids:
+    """Slot-aware, on microbatches ordered by their sizes where these are told: short, long, short."""
+    return Pyramids(SlotAware())
+
+
+def bfw_pyramid() -> Pyramids:
+    """BFW, on microbatches ordered by their sizes where these are told: short, long, short."""
+    return Pyramids(BackwardForwardWeight())
