@@ -1,0 +1,112 @@
+"""`rrfp check faults`: seeded runs of small pipelines with faults, one in detail or many in a table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rrfp.commands.naming import named_or_loaded_hint
+from rrfp.commands.output import Json, print_json
+from rrfp.errors import ConfigError, RrfpError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rrfp.hints.registry import HintSpec
+    from rrfp.sim.faults import Campaign
+
+_SEED = "The run to make; with --runs the first one."
+_RUNS = "Make this many runs, and summarise how they ended."
+_HINT = "Use this hint in every run: a name of `rrfp hints`, or module:attribute."
+
+
+def faults(
+    seed: Annotated[int, typer.Option("--seed", help=_SEED)] = 0,
+    runs: Annotated[int | None, typer.Option("--runs", metavar="N", help=_RUNS)] = None,
+    hint: Annotated[str | None, typer.Option("--hint", metavar="NAME", help=_HINT)] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Print everything that happens in the run.")] = False,
+    json: Json = False,
+) -> None:
+    """Simulate faults: each run must end well or with one error that names its cause; exit code 1 if one does not."""
+    if runs is not None and runs < 1:
+        raise ConfigError(f"runs is {runs}, must be at least 1")
+    if runs is not None and trace:
+        raise ConfigError("--trace goes with one run: leave --runs out")
+    spec = None if hint is None else named_or_loaded_hint(hint)
+    suffix = "" if hint is None else f" --hint {hint}"
+    if runs is None:
+        failed = _one(seed, spec, suffix, trace=trace, json=json)
+    else:
+        failed = _many(seed, runs, spec, suffix, json=json)
+    if failed:
+        raise RrfpError(failed)
+
+
+def _one(seed: int, hint: HintSpec | None, suffix: str, *, trace: bool, json: bool) -> str:
+    """Make one run and print it; returns what is wrong with it, or nothing."""
+    from rrfp.sim.faults import run_seed
+
+    events: list[str] = []
+    run = run_seed(seed, hint, trace=events.append if trace else None)
+    lines = run.scenario.describe()
+    if json:
+        document: dict[str, Any] = {"seed": seed, "scenario": lines, "ending": run.ending, "text": run.text}
+        document |= {"ok": not run.problems, "problems": list(run.problems)}
+        print_json(document | {"trace": events} if trace else document)
+    else:
+        for line in [f"seed {seed}", *lines, *events, f"ending: {run.ending}", *([run.text] if run.text else [])]:
+            typer.echo(line)
+    return _failure(seed, run.problems[0], suffix) if run.problems else ""
+
+
+def _many(first: int, runs: int, hint: HintSpec | None, suffix: str, *, json: bool) -> str:
+    """Make many runs and print their summary; returns what is wrong with the first bad one, or nothing."""
+    from rrfp.sim.faults import run_campaign
+
+    campaign = run_campaign(_shown(range(first, first + runs), quiet=json), hint)
+    failures = [_failure(seed, problem, suffix) for seed, problem in campaign.failed]
+    if json:
+        print_json({"first": first, "runs": runs, "ok": not failures, "endings": campaign.endings, "failed": failures})
+    else:
+        _print(_table(campaign))
+        typer.echo(f"{runs} runs from seed {first} on, {len(failures)} failed")
+    return failures[0] if failures else ""
+
+
+def _failure(seed: int, problem: str, suffix: str) -> str:
+    from rrfp.sim.faults import replay_command
+
+    return f"seed {seed} failed: {problem}; replay it with: {replay_command(seed)}{suffix} --trace"
+
+
+def _shown(seeds: range, *, quiet: bool) -> Iterable[int]:
+    """``seeds``, with a progress bar where somebody looks."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(seeds, "runs", console=console, transient=True, disable=quiet or not sys.stderr.isatty())
+
+
+def _table(campaign: Campaign) -> Table:
+    """A row a kind of fault."""
+    from rich.table import Table
+
+    from rrfp.sim.fault_oracle import Ending
+
+    table = Table(title="how runs with one fault ended", title_justify="left")
+    table.add_column("fault")
+    for ending in Ending:
+        table.add_column(ending, justify="right")
+    for kind, endings in sorted(campaign.endings.items()):
+        table.add_row(kind, *(str(endings[ending]) if ending in endings else "" for ending in Ending))
+    return table
+
+
+def _print(table: Table) -> None:
+    from rich.console import Console
+
+    Console(highlight=False, markup=False).print(table)

@@ -1,0 +1,135 @@
+"""Data flow in numbers: what each task computes from what it reads, so that a wrong gradient cannot go unnoticed.
+
+A task's value is a hash of its identity, its step and the values that it read. A gradient is the sum of the values of
+the tasks that add to it, as in training: commutative, whatever the order. A run that read a wrong, stale or missing
+input anywhere therefore differs from `reference`, which knows no schedule and no message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rrfp.core.graph import Graph
+from rrfp.core.tasks import Kind, Mode, StepId, Task
+
+_CODES = {Kind.F: 1, Kind.B: 2, Kind.W: 3}
+
+
+class MissingInputError(Exception):
+    """A task ran and something that it reads was not there."""
+
+
+def value_of(step: int, task: Task, read: tuple[int, ...]) -> int:
+    """What ``task`` computes from the values that it reads.
+
+    Args:
+        step: number of the step.
+        task: the task.
+        read: the values read, in graph order.
+    """
+    # A hash of a tuple of integers is the same in every process; only hashes of text are not.
+    return hash((_CODES[task.kind], step, task.microbatch, task.virtual_stage, *read))
+
+
+def adds_to_gradient(graph: Graph, task: Task) -> bool:
+    """Whether ``task`` forms weight gradients: W, or B where backward is not split."""
+    return task.kind is Kind.W or (task.kind is Kind.B and not graph.split[task.virtual_stage])
+
+
+class Reference:
+    """What every task of a step computes, straight from the graph.
+
+    Args:
+        graph: the dependency graph.
+        step: the step.
+    """
+
+    def __init__(self, graph: Graph, step: StepId) -> None:
+        #: By task.
+        self.values: dict[Task, int] = {}
+        #: By virtual stage: the sum over its microbatches.
+        self.gradients: dict[int, int] = {}
+        upward = range(graph.placement.num_virtual_stages)
+        order = [(Kind.F, v) for v in upward]
+        if step.mode is Mode.TRAIN:
+            order += [(kind, v) for v in reversed(upward) for kind in graph.kinds(v, step.mode)[1:]]
+            self.gradients = dict.fromkeys(upward, 0)
+        values = self.values
+        for kind, v in order:
+            for m in range(step.microbatches):
+                task = Task(kind, m, v)
+                values[task] = value_of(step.number, task, tuple([values[i] for i in graph.inputs(task)]))
+                if adds_to_gradient(graph, task):
+                    self.gradients[v] += values[task]
+
+
+class StageValues:
+    """What one stage holds, as the mailbox and the activations of a rank would.
+
+    Args:
+        graph: the dependency graph.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        #: Outputs, of this stage and received; the core says when they are dropped.
+        self._outputs: dict[Task, int] = {}
+        #: Activations and input gradients that later tasks of the same virtual stage read.
+        self._kept: dict[Task, int] = {}
+        #: Arrived for the step that is not open yet.
+        self._early: list[tuple[Task, int]] = []
+        self._gradients: dict[int, int] = {}
+
+    @property
+    def gradients(self) -> Mapping[int, int]:
+        """By virtual stage: the sum so far."""
+        return self._gradients
+
+    def open_step(self) -> None:
+        """The next step began: nothing of the last one is left, and what came early counts."""
+        self._outputs = dict(self._early)
+        self._early = []
+        self._kept = {}
+        self._gradients = {}
+
+    def file(self, task: Task, value: int, *, is_early: bool) -> None:
+        """The output of ``task`` arrived, for the step that runs or for the next one."""
+        if is_early:
+            self._early.append((task, value))
+        else:
+            self._outputs[task] = value
+
+    def output(self, task: Task) -> int:
+        """The output of ``task``, to be sent.
+
+        Raises:
+            MissingInputError: if it was dropped.
+        """
+        if task not in self._outputs:
+            raise MissingInputError(f"{task} is to be sent, and its output was dropped")
+        return self._outputs[task]
+
+    def compute(self, step: int, task: Task) -> int:
+        """Run ``task`` on what is here.
+
+        Raises:
+            MissingInputError: naming the input that is not here.
+        """
+        read = []
+        for source in self._graph.inputs(task):
+            held = self._kept if source.virtual_stage == task.virtual_stage else self._outputs
+            if source not in held:
+                raise MissingInputError(f"{task} ran without {source}")
+            read.append(held[source])
+        return value_of(step, task, tuple(read))
+
+    def keep(self, task: Task, value: int) -> None:
+        """``task`` is done: keep its output, and add to its gradient."""
+        self._outputs[task] = value
+        self._kept[task] = value
+        if adds_to_gradient(self._graph, task):
+            self._gradients[task.virtual_stage] = self._gradients.get(task.virtual_stage, 0) + value
+
+    def drop(self, task: Task) -> None:
+        """Nothing needs the output of ``task`` any longer."""
+        self._outputs.pop(task, None)

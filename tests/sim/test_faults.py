@@ -1,0 +1,126 @@
+"""Ten thousand seeded runs of small pipelines with faults: each ends well, or with one error that names its cause.
+
+A failure prints the one command that replays it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rrfp.core.tasks import Kind, Mode, Task
+from rrfp.costs import CostTable
+from rrfp.sim.engine import run
+from rrfp.sim.fault_node import Node
+from rrfp.sim.fault_oracle import REQUIRED, Ending
+from rrfp.sim.fault_run import FaultEngine
+from rrfp.sim.fault_scenario import Scenario, make_scenario
+from rrfp.sim.faults import Campaign, replay_command, run_campaign, run_seed
+
+NUM_RUNS = 10_000
+BATCH = 1_000
+
+
+@functools.cache
+def campaign(first: int) -> Campaign:
+    return run_campaign(range(first, first + BATCH))
+
+
+@pytest.mark.parametrize("first", range(0, NUM_RUNS, BATCH))
+def test_every_run_ends_well_or_names_its_fault(first: int) -> None:
+    failed = campaign(first).failed
+    if failed:
+        seed, problem = failed[0]
+        pytest.fail(f"{len(failed)} of {BATCH} runs failed: {problem}; {replay_command(seed)}", pytrace=False)
+
+
+def test_every_fault_is_met_alone_with_every_ending_that_it_may_have_and_with_no_other() -> None:
+    seen: dict[str, Counter[Ending]] = {}
+    for first in range(0, 4 * BATCH, BATCH):
+        for kind, endings in campaign(first).endings.items():
+            seen.setdefault(kind, Counter()).update(endings)
+    assert {kind: set(seen[kind]) for kind in REQUIRED} == {kind: set(endings) for kind, endings in REQUIRED.items()}
+    assert seen["none"].keys() == {Ending.FINISHED}
+    assert Ending.UNFIT not in seen["several"]
+
+
+def test_a_seed_makes_the_same_run_again_event_by_event() -> None:
+    for seed in range(50):
+        first: list[str] = []
+        second: list[str] = []
+        one, two = run_seed(seed, trace=first.append), run_seed(seed, trace=second.append)
+        assert (first, one.scenario.describe(), one.text) == (second, two.scenario.describe(), two.text)
+        assert first
+
+
+def test_the_scenarios_have_everything_that_they_should() -> None:
+    made = [make_scenario(seed) for seed in range(600)]
+    places = [one.graph.placement for one in made]
+    assert {place.stages for place in places} == {1, 2, 3, 4, 5}
+    assert {(place.chunks, place.layout) for place in places} == {(1, "looped"), (1, "v"), (2, "looped"), (2, "v")}
+    assert {sum(one.graph.split) / len(one.graph.split) for one in made} >= {0.0, 0.5, 1.0}
+    assert {len(one.steps) for one in made} == {1, 2, 3}
+    assert max(step.microbatches for one in made for step in one.steps) == 8
+    assert {step.mode for one in made for step in one.steps} == {*Mode}
+    assert {"bf", "random", "strict 1f1b"} <= {one.method for one in made}
+    assert {limit.rule for one in made for limit in one.limits} == {"staircase", "paper"}
+    assert {one.depth for one in made} == {1, 2}
+    assert {len(one.faults) for one in made} == {0, 1, 2, 3}
+    assert any(one.in_order for one in made)
+
+
+def as_table(scenario: Scenario) -> CostTable:
+    """What the engine needs to know of a chain."""
+    split, place = all(scenario.graph.split), scenario.graph.placement
+    rows = {kind: np.array(rows) for kind, rows in {**scenario.durations, **scenario.latencies}.items()}
+    durations = {kind: np.array(scenario.durations[kind]) for kind in Kind}
+    return CostTable(
+        stages=place.stages,
+        chunks=place.chunks,
+        placement=place.layout,
+        microbatches=rows[Kind.F].shape[1],
+        forward=durations[Kind.F],
+        backward=durations[Kind.B],
+        weight=durations[Kind.W] if split else None,
+        # Row v of a latency matrix is the edge between v and v + 1.
+        latency_forward=np.array(scenario.latencies[Kind.F])[:-1].reshape(-1, rows[Kind.F].shape[1]),
+        latency_backward=np.array(scenario.latencies[Kind.B])[1:].reshape(-1, rows[Kind.F].shape[1]),
+    )
+
+
+def without_faults(scenario: Scenario) -> Scenario:
+    """One training step, each edge of one latency, so that the channels of the engine are FIFOs as well."""
+    microbatches = len(scenario.durations[Kind.F][0])
+    steps = (scenario.steps[0]._replace(mode=Mode.TRAIN, microbatches=microbatches),)
+    latencies = {kind: tuple((row[0],) * microbatches for row in rows) for kind, rows in scenario.latencies.items()}
+    return replace(scenario, steps=steps, latencies=latencies, depth=1, release_after=0.0, faults=())
+
+
+def test_without_faults_every_task_starts_when_the_engine_starts_it() -> None:
+    compared = 0
+    for seed in range(300):
+        made = make_scenario(seed)
+        graph = made.graph
+        if len(graph.edges or ()) >= graph.placement.num_virtual_stages or len(set(graph.split)) > 1:
+            continue  # a cost table knows no skip edge, and splits all or nothing
+        scenario = without_faults(made)
+        hints = [made.make_hint(stage) for stage in range(graph.placement.stages)]
+        try:
+            expected = run(as_table(scenario), hints, made.limits, sizes=made.sizes, in_order=made.in_order)
+        except ValueError:
+            continue  # a schedule that does not fit the longer step
+        outcome = FaultEngine(scenario).run()
+        assert outcome.ending is Ending.FINISHED
+        assert [starts(node) for node in outcome.nodes] == [
+            [(span.task, span.start) for span in stage] for stage in expected.spans
+        ], f"seed {seed}"
+        compared += 1
+    assert compared > 150
+
+
+def starts(node: Node) -> list[tuple[Task, float]]:
+    return node.starts

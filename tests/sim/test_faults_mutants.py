@@ -1,0 +1,182 @@
+"""The oracle can fail: broken cores, each broken in one way, make the campaign fail, and it names the seed.
+
+The cores are broken from outside, so that these tests hold whatever the inside looks like.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sim.fault_cases import output, scenario
+
+from rrfp.core import events as ev
+from rrfp.core.admission import Limit
+from rrfp.core.graph import Graph
+from rrfp.core.hint import Hint
+from rrfp.core.stage_core import StageCore
+from rrfp.core.step import Instructions
+from rrfp.core.tasks import Kind, Mode, Task
+from rrfp.errors import ProtocolError
+from rrfp.sim.fault_oracle import Ending
+from rrfp.sim.fault_plan import Lose
+from rrfp.sim.faults import run_campaign, run_scenario, run_seed
+
+SEEDS = range(300)
+
+
+class IgnoresDuplicates(StageCore):
+    """What arrives again is dropped without a word."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._seen: set[tuple[int, Task]] = set()
+
+    def apply(self, event: ev.Event) -> Instructions:
+        if isinstance(event, ev.Arrived):
+            if (event.step.number, event.task) in self._seen:
+                return ()
+            self._seen.add((event.step.number, event.task))
+        return super().apply(event)
+
+
+class SkipsSequences(StageCore):
+    """Looks at no number."""
+
+    def apply(self, event: ev.Event) -> Instructions:
+        if isinstance(event, ev.Arrived):
+            event = ev.Arrived(event.step, event.task, consumed=event.consumed)
+        return super().apply(event)
+
+
+class TakesAnyStep(StageCore):
+    """Takes what comes for what it waits for, of whichever step it is, the first time."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._number = -1
+        self._seen: set[tuple[int, Task]] = set()
+
+    def apply(self, event: ev.Event) -> Instructions:
+        if isinstance(event, ev.StepOpened):
+            self._number = event.step
+            self._id: Any = (event.step, event.mode, event.microbatches)
+        if isinstance(event, ev.Arrived) and event.step.number <= self._number:
+            if (self._number, event.task) in self._seen:
+                return ()
+            self._seen.add((self._number, event.task))
+            event = ev.Arrived(type(event.step)(*self._id), event.task)
+        return super().apply(event)
+
+
+class IgnoresItsLimit(StageCore):
+    """Holds whatever comes."""
+
+    def __init__(self, graph: Graph, stage: int, hint: Hint, limit: Limit, **options: Any) -> None:
+        super().__init__(graph, stage, hint, Limit(), **options)
+
+
+class WaitsForNoGradient(StageCore):
+    """Takes a gradient for arrived as soon as its own forward is done."""
+
+    def apply(self, event: ev.Event) -> Instructions:
+        if isinstance(event, ev.Arrived) and event.task.kind is Kind.B:
+            return ()
+        instructions = super().apply(event)
+        if isinstance(event, ev.Completed) and event.task.kind is Kind.F and self.view.mode is Mode.TRAIN:
+            for w in self.graph.successors[event.task.virtual_stage]:
+                if self.graph.placement.stage_of(w) != self.stage:
+                    gradient = Task(Kind.B, event.task.microbatch, w)
+                    instructions += super().apply(ev.Arrived(self._step.id, gradient))  # type: ignore[union-attr]
+        return instructions
+
+
+class GoesOnWhenAborted(StageCore):
+    """Does not care about failures elsewhere."""
+
+    def apply(self, event: ev.Event) -> Instructions:
+        return () if isinstance(event, ev.Aborted) else super().apply(event)
+
+
+class NamesNothing(StageCore):
+    """Refuses what it must, and says nothing of it."""
+
+    def apply(self, event: ev.Event) -> Instructions:
+        try:
+            return super().apply(event)
+        except ProtocolError:
+            raise ProtocolError("something is wrong") from None
+
+
+class Stumbles(StageCore):
+    """Meets what it must refuse with an exception of no name."""
+
+    def apply(self, event: ev.Event) -> Instructions:
+        try:
+            return super().apply(event)
+        except ProtocolError as error:
+            raise KeyError("B0@1") from error
+
+
+class RefusesTooMuch(StageCore):
+    """Takes a message for a second one that is none."""
+
+    def apply(self, event: ev.Event) -> Instructions:
+        if isinstance(event, ev.Arrived) and event.task.microbatch == 3:
+            raise ProtocolError(f"{event.task} arrived twice")
+        return super().apply(event)
+
+
+class FallsAsleep(StageCore):
+    """Decides nothing any more after three tasks."""
+
+    def decide(self) -> ev.Run | None:
+        return None if self.ready and self.view.num_enqueued_total >= 3 else super().decide()
+
+
+class DropsTooEarly(StageCore):
+    """Says that a forward's output is of no further use as soon as it is there."""
+
+    def apply(self, event: ev.Event) -> Instructions:
+        instructions = super().apply(event)
+        is_forward = isinstance(event, ev.Completed) and event.task.kind is Kind.F
+        return (ev.Release(event.task), *instructions) if is_forward else instructions  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("broken", "objection"),
+    [
+        (IgnoresDuplicates, "which arrived twice"),
+        (SkipsSequences, "which overtook another message, or that was lost"),
+        (TakesAnyStep, "which belongs to another step"),
+        (TakesAnyStep, "computed a wrong value in"),
+        (TakesAnyStep, "has a wrong gradient on virtual stage"),
+        (IgnoresItsLimit, "the most allowed is"),
+        (WaitsForNoGradient, "ran without B"),
+        (GoesOnWhenAborted, "wants to run"),
+        (GoesOnWhenAborted, "and told its peers of []"),
+        (NamesNothing, "does not name"),
+        (Stumbles, "it must not end crashed: KeyError"),
+        (RefusesTooMuch, "which keeps the contract"),
+        (FallsAsleep, "it stalled, and no message was lost"),
+        (DropsTooEarly, "its output was dropped"),
+    ],
+)
+def test_a_broken_core_is_found_and_the_objection_says_how(broken: type[StageCore], objection: str) -> None:
+    problems = [what for seed in SEEDS for what in run_seed(seed, make_core=broken).problems]
+    assert [what for what in problems if objection in what], problems[:5]
+
+
+@pytest.mark.parametrize("broken", [IgnoresDuplicates, SkipsSequences])
+def test_the_campaign_names_the_seed_and_that_seed_fails_again(broken: type[StageCore]) -> None:
+    failed = run_campaign(SEEDS, make_core=broken).failed
+    assert len(failed) > 5
+    seed, problem = failed[0]
+    assert run_seed(seed, make_core=broken).problems[0] == problem
+    assert run_seed(seed).problems == ()
+
+
+def test_a_message_fault_that_never_took_effect_is_found() -> None:
+    run = run_scenario(scenario(Lose(output("F7@0", 0, 1))))
+    assert run.ending is Ending.FINISHED
+    assert "it finished, and F7@0 from stage 0 to stage 1 in step 0 was never sent" in run.problems
