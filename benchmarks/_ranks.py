@@ -15,11 +15,11 @@ from typing import Unpack
 
 import torch
 
+from rrfp.batching import Plan
 from rrfp.compute.base import Batch, StageProgram
 from rrfp.compute.payload import Payload
 from rrfp.compute.precise_sleep import sleep_until
 from rrfp.core import events as ev
-from rrfp.core.graph import Graph
 from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.core.topology import Topology
 from rrfp.hints.alternating import BackwardForward
@@ -137,7 +137,8 @@ class Rank:
         async def start() -> StageRunner:
             place = Topology(stage, _STAGES)
             settings = pipeline_options({"limit": 1 << 20, **options})
-            runner = settings.runner(place, Graph.chain(_STAGES), program, run_id, rendezvous())
+            shape = settings.shape(_STAGES, [program])
+            runner = settings.runner(place, shape, program, program, run_id, rendezvous())
             await runner.start()
             return runner
 
@@ -152,7 +153,8 @@ class Rank:
         number, self._next_step = self._next_step, self._next_step + 1
 
         async def run() -> StepTrace:
-            return (await self._runner.result().step(StepId(number, Mode.FORWARD, messages))).trace
+            plan = Plan(StepId(number, Mode.FORWARD, messages), Batch(), None)
+            return (await self._runner.result().step(plan)).trace
 
         return self._thread.submit(run())
 

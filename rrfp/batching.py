@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -17,6 +18,7 @@ class EvaluateArguments(TypedDict, total=False):
 
     kwargs: Sequence[Mapping[str, Any]] | None
     weights: Sequence[float] | None
+    sizes: Sequence[float] | None
     microbatches: int | None
 
 
@@ -34,11 +36,13 @@ class Plan:
         step: its number, mode and M.
         batch: the caller's data.
         weights: of the microbatches' losses, None for all 1.
+        sizes: how large each microbatch is, for hints; None where the caller did not tell.
     """
 
     step: StepId
     batch: Batch
     weights: tuple[float, ...] | None
+    sizes: tuple[float, ...] | None = None
 
 
 def plan_step(
@@ -49,21 +53,29 @@ def plan_step(
     targets: Sequence[Any] | None = None,
     kwargs: Sequence[Mapping[str, Any]] | None = None,
     weights: Sequence[float] | None = None,
+    sizes: Sequence[float] | None = None,
     microbatches: int | None = None,
     grad_scale: float = 1.0,
 ) -> Plan:
     """Check the arguments of a step; see `rrfp.Pipeline.step`.
 
     Raises:
-        ConfigError: if they are no lists, disagree on M, ``kwargs`` are no dicts, or a weight is impossible.
+        ConfigError: if they are no lists, disagree on M, ``kwargs`` are no dicts, or a weight or size is impossible.
     """
-    lists = {"inputs": inputs, "targets": targets, "kwargs": kwargs, "weights": weights}
+    lists = {"inputs": inputs, "targets": targets, "kwargs": kwargs, "weights": weights, "sizes": sizes}
     count = _microbatches(lists, microbatches)
     if not all(isinstance(each, Mapping) for each in kwargs or ()):  # anything else would become a positional argument
         raise ConfigError("kwargs must hold a dict for each microbatch")
     gradient = gradient_weights(weights, count, reduction, grad_scale)
     batch = Batch(inputs=inputs, targets=targets, kwargs=kwargs, gradient_weights=gradient)
-    return Plan(StepId(number, mode, count), batch, None if weights is None else tuple(weights))
+    return Plan(StepId(number, mode, count), batch, None if weights is None else tuple(weights), _sizes(sizes))
+
+
+def _sizes(sizes: Sequence[Any] | None) -> tuple[float, ...] | None:
+    for m, size in enumerate(sizes or ()):
+        if not isinstance(size, int | float) or not 0 <= size < math.inf:
+            raise ConfigError(f"sizes[{m}] is {size!r}, must be a number >= 0")
+    return None if sizes is None else tuple(map(float, sizes))
 
 
 def _microbatches(lists: Mapping[str, Any], microbatches: Any) -> int:

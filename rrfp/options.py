@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict, get_args
 
-from torch import nn
-
-from rrfp.compute.base import StageProgram
+from rrfp.compute.base import Lane, StageProgram
+from rrfp.compute.split_backward import Unsplittable
 from rrfp.compute.thread_lane import LOWEST_NICE, ThreadLane
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.compute.weighting import Reduction
+from rrfp.control.handshake import Handshake
 from rrfp.control.tree import peers
 from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint
 from rrfp.core.stage_core import StageCore
-from rrfp.core.topology import Topology
+from rrfp.core.topology import Layout, Topology
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict
+from rrfp.schedules.registry import schedule_names, schedule_needs
+from rrfp.shape import Shape, StagePart, chunks_of
 from rrfp.stage import StageRunner
 from rrfp.transports.base import DEFAULT_MAX_MESSAGE_BYTES, DEFAULT_QUEUE_BYTES, Rendezvous, TransportContext
 from rrfp.transports.registry import TransportSpec, create_transport, transport_names
 
-#: The hint and limit where the caller names none.
-DEFAULT_HINT = "bf"
+#: Makes the lane of a stage.
+LaneFactory = Callable[[int], Lane]
+
+#: The hint and limit where the caller names none; docs/hints.md says why these.
+DEFAULT_HINT = "slot-aware-pyramid"
 DEFAULT_LIMIT = "2n"
 
 
@@ -35,9 +40,10 @@ class PipelineOptions:
 
     Attributes:
         transport: a transport's name, class or factory.
-        hint: a hint's name, class or instance; ``bf`` unless ``strict`` is given.
+        hint: a hint's name, class or instance; ``slot-aware-pyramid`` unless ``strict`` is given.
         strict: a schedule's name, to run it to the letter: the fixed-order baseline. Excludes ``hint`` and ``limit``.
-        limit: microbatches that a stage may hold: a number, ``"1f1b"``, ``"2n"`` (the default) or a `rrfp.Limit`.
+        limit: microbatches that a stage may hold: a number, ``"1f1b"``, ``"n"``, ``"2n"`` (the default) or a
+            `rrfp.Limit`.
         loss_fn: ``loss_fn(output, target)``, the mean over a microbatch.
         reduction: how microbatches' losses combine: ``"mean"`` (weighted) or ``"sum"``.
         seed: of the random forks, one for each task; the same on all ranks.
@@ -48,6 +54,15 @@ class PipelineOptions:
         allow_insecure: permit connections beyond this host without authentication.
         lane_nice: niceness of the compute thread (Linux); a positive value lets messages overtake compute on busy
             cores.
+        lane: makes the lane of a stage, such as a `TimerLane` for virtual time; a compute thread by default.
+        placement: where a rank's chunks are in the model: ``"looped"`` or ``"v"``.
+        chunks: how many chunks a rank has; needed only for a `StageProgram`, a list of modules tells it.
+        split: whether backward is split into input gradients (B) and weight gradients (W). None: for modules, if
+            ``hint`` or ``strict`` names one that ranks weight tasks.
+        unsplittable: what to do with a module that differentiates only as a whole where backward is split: ``"whole"``
+            or ``"refuse"``; see `TorchStage`.
+        deterministic: gradients are added in microbatch order and buffers written in order, so that a step's result is
+            bitwise the same whatever the timing, and equal to `rrfp.testing.reference`'s.
 
     Raises:
         ConfigError: for a value that does not exist or does not fit.
@@ -66,6 +81,12 @@ class PipelineOptions:
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
     allow_insecure: bool = False
     lane_nice: int = 0
+    lane: LaneFactory | None = None
+    placement: Layout = "looped"
+    chunks: int | None = None
+    split: bool | None = None
+    unsplittable: Unsplittable = "whole"
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         self._check_values()
@@ -75,8 +96,9 @@ class PipelineOptions:
         self._limit(Topology(0, 1))
 
     def _check_values(self) -> None:
-        if self.reduction not in get_args(Reduction):
-            raise ConfigError(f"reduction is {self.reduction!r}, must be one of: {', '.join(get_args(Reduction))}")
+        for field, choices in (("reduction", get_args(Reduction)), ("unsplittable", get_args(Unsplittable))):
+            if getattr(self, field) not in choices:
+                raise ConfigError(f"{field} is {getattr(self, field)!r}, must be one of: {', '.join(choices)}")
         for field in ("stall_after", "connect_timeout", "queue_bytes", "max_message_bytes"):
             value = getattr(self, field)
             if not isinstance(value, int | float) or not value > 0:
@@ -84,7 +106,15 @@ class PipelineOptions:
         for field, fits, wanted in (
             ("loss_fn", self.loss_fn is None or callable(self.loss_fn), "callable: loss_fn(output, target)"),
             ("lane_nice", self.lane_nice in range(LOWEST_NICE + 1), f"0..{LOWEST_NICE}"),
+            ("lane", self.lane is None or callable(self.lane), "callable: lane(stage)"),
             ("seed", type(self.seed) is int, "a whole number"),
+            (
+                "chunks",
+                self.chunks is None or (type(self.chunks) is int and self.chunks >= 1),
+                "a whole number from 1 on",
+            ),
+            ("split", self.split is None or type(self.split) is bool, "True, False or None"),
+            ("deterministic", type(self.deterministic) is bool, "True or False"),
             (
                 "transport",
                 callable(self.transport) or self.transport in transport_names(),
@@ -94,18 +124,56 @@ class PipelineOptions:
             if not fits:
                 raise ConfigError(f"{field} is {getattr(self, field)!r}, must be {wanted}")
 
+    def shape(self, stages: int, parts: Sequence[StagePart]) -> Shape:
+        """The shape of a pipeline.
+
+        Args:
+            stages: N.
+            parts: what the ranks of this process run.
+
+        Raises:
+            ConfigError: if parts differ in their number of chunks, or a schedule does not fit.
+        """
+        counts = {len(chunks_of(part)) for part in parts if not isinstance(part, StageProgram)}
+        if self.chunks is not None:
+            counts.add(self.chunks)
+        if len(counts) > 1:
+            told = " and ".join(map(str, sorted(counts)))
+            raise ConfigError(f"modules have {told} chunks a stage, must have the same number on all")
+        chunks = counts.pop() if counts else 1
+        split = self._wants_split(parts) if self.split is None else self.split
+        graph = Graph.chain(stages, chunks=chunks, layout=self.placement, split=split)
+        if (schedule := self._schedule()) is not None:
+            schedule_needs(schedule).check(schedule, graph)
+        return Shape(graph, self.deterministic)
+
+    def _schedule(self) -> str | None:
+        """The schedule that orders tasks, to the letter or as a hint."""
+        if self.strict is not None:
+            return self.strict
+        return self.hint if isinstance(self.hint, str) and self.hint in schedule_names() else None
+
+    def _wants_split(self, parts: Sequence[StagePart]) -> bool:
+        if (schedule := self._schedule()) is not None:
+            return schedule_needs(schedule).split
+        # Between B and W a microbatch holds memory: nobody gets that who asked for no hint.
+        wanted = self.hint is not None and self._new_hint().wants_split
+        return wanted and any(not isinstance(part, StageProgram) for part in parts)
+
     def runner(
-        self, place: Topology, graph: Graph, program: StageProgram, run_id: str, rendezvous: Rendezvous
+        self, place: Topology, shape: Shape, part: StagePart, program: StageProgram, run_id: str, rendezvous: Rendezvous
     ) -> StageRunner:
         """The runner of one rank.
 
         Args:
             place: the rank's.
-            graph: the whole pipeline's.
+            shape: the whole pipeline's.
+            part: the rank's part of the model.
             program: what the rank computes.
             run_id: identifies this pipeline.
             rendezvous: where its ranks meet.
         """
+        graph = shape.graph
         context = TransportContext(
             stage=place.stage,
             peers=peers(graph, place.stage),
@@ -118,9 +186,18 @@ class PipelineOptions:
             allow_insecure=self.allow_insecure,
             connect_timeout_s=self.connect_timeout,
         )
-        core = StageCore(graph, place.stage, self._new_hint(), self._limit(place))
-        lane = ThreadLane(f"rrfp-lane-{place.stage}", nice=self.lane_nice)
-        return StageRunner(core, program, lane, create_transport(self.transport, context), stall_after=self.stall_after)
+        in_order = shape.in_order(shape.modules(part, place.stage))
+        core = StageCore(graph, place.stage, self._new_hint(), self._limit(place), in_order=in_order)
+        terms = {**shape.terms(), "strict": self.strict, "seed": self.seed, "reduction": self.reduction}
+        handshake = Handshake(terms, place.stages, context)
+        transport = create_transport(self.transport, context)
+        lane = self._new_lane(place.stage)
+        return StageRunner(core, program, lane, transport, stall_after=self.stall_after, handshake=handshake)
+
+    def _new_lane(self, stage: int) -> Lane:
+        if self.lane is not None:
+            return self.lane(stage)
+        return ThreadLane(f"rrfp-lane-{stage}", nice=self.lane_nice)
 
     def _new_hint(self) -> Hint:
         if self.strict is not None:
@@ -132,18 +209,24 @@ class PipelineOptions:
             return Limit()
         return Limit.resolve(DEFAULT_LIMIT if self.limit is None else self.limit, place.stage, place.stages)
 
-    def program(self, module: nn.Module | StageProgram, stage: int, graph: Graph) -> StageProgram:
-        """What ``stage`` computes: a module's tasks, or the caller's own program.
+    def program(self, part: StagePart, stage: int, shape: Shape) -> StageProgram:
+        """What ``stage`` computes: its modules' tasks, or the caller's own program.
 
         Raises:
-            ConfigError: if ``module`` is neither.
+            ConfigError: if ``part`` is neither, or does not fit the shape.
         """
-        if isinstance(module, StageProgram):
-            return module
-        if not isinstance(module, nn.Module):
-            raise ConfigError(f"module is a {type(module).__name__}, must be an nn.Module or a rrfp.StageProgram")
-        (virtual_stage,) = graph.placement.virtual_stages(stage)
-        return TorchStage({virtual_stage: module}, graph, loss_fn=self.loss_fn, seed=self.seed)
+        if isinstance(part, StageProgram):
+            shape.check_program(part)
+            return part
+        modules = shape.modules(part, stage)
+        return TorchStage(
+            modules,
+            shape.graph,
+            loss_fn=self.loss_fn,
+            seed=self.seed,
+            unsplittable=self.unsplittable,
+            in_order=shape.in_order(modules),
+        )
 
 
 class Options(TypedDict, total=False):
@@ -162,6 +245,12 @@ class Options(TypedDict, total=False):
     max_message_bytes: int
     allow_insecure: bool
     lane_nice: int
+    lane: LaneFactory | None
+    placement: Layout
+    chunks: int | None
+    split: bool | None
+    unsplittable: Unsplittable
+    deterministic: bool
 
 
 def pipeline_options(options: Options) -> PipelineOptions:

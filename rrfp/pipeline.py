@@ -16,12 +16,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, TypeVar, Unpack, get_args
 
-from torch import nn
-
 from rrfp.batching import EvaluateArguments, Plan, StepArguments
 from rrfp.blocking import BlockingPipeline
-from rrfp.compute.base import StageProgram
-from rrfp.core.graph import Graph
 from rrfp.core.tasks import Mode
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError, RrfpError
@@ -29,6 +25,7 @@ from rrfp.options import Options, check_rendezvous, pipeline_options
 from rrfp.ranks import Ranks
 from rrfp.result import StepResult
 from rrfp.session import LEAVE_TIMEOUT_S, Session
+from rrfp.shape import StagePart
 from rrfp.stage import StageRunner
 from rrfp.transports.base import Rendezvous
 from rrfp.transports.rendezvous import LocalRendezvous, StoreRendezvous
@@ -101,8 +98,9 @@ class PipelineHandle:
             targets: second argument of ``loss_fn`` on the last virtual stage.
             arguments: ``kwargs``: further keyword arguments of every module on this rank. ``weights``: of the
                 microbatches' losses, such as token counts, 1 by default; needed on the last virtual stage.
-                ``microbatches``: M, where no list tells it. ``grad_scale``: a factor on every gradient, 1.0 by default;
-                the reported loss is without it.
+                ``sizes``: how large each microbatch is, in any unit, for hints that ask. ``microbatches``: M, where no
+                list tells it. ``grad_scale``: a factor on every gradient, 1.0 by default; the reported loss is without
+                it.
 
         Returns:
             The result, on every rank.
@@ -164,7 +162,7 @@ class Pipeline(PipelineHandle):
     is of no further use.
 
     Args:
-        module: this rank's part of the model, or a `StageProgram`.
+        module: this rank's part of the model: a module, a list with one module for each chunk, or a `StageProgram`.
         topology: this rank's place; from torchrun's environment by default.
         rendezvous: where ranks find each other; torchrun's store by default.
         loop: where the runtime lives.
@@ -176,7 +174,7 @@ class Pipeline(PipelineHandle):
 
     def __init__(
         self,
-        module: nn.Module | StageProgram,
+        module: StagePart,
         *,
         topology: Topology | None = None,
         rendezvous: Rendezvous | None = None,
@@ -186,51 +184,51 @@ class Pipeline(PipelineHandle):
         settings = pipeline_options(options)
         check_rendezvous(rendezvous)
         place = Topology.from_env() if topology is None else topology
-        graph = Graph.chain(place.stages)
-        program = settings.program(module, place.stage, graph)
+        shape = settings.shape(place.stages, [module])
+        modules = shape.modules(module, place.stage)
+        shape.check_shared(modules)
+        program = settings.program(module, place.stage, shape)
         run_id = f"{place.run_id}/{next(_numbers)}"
 
         async def build() -> Sequence[StageRunner]:
             met = rendezvous if rendezvous is not None else await _meet(place, run_id, settings.connect_timeout)
-            return [settings.runner(place, graph, program, run_id, met)]
+            return [settings.runner(place, shape, module, program, run_id, met)]
 
-        super().__init__(Ranks([program], settings, build), loop, f"rrfp-{place.stage}")
+        super().__init__(Ranks([program], settings, build, list(modules.values())), loop, f"rrfp-{place.stage}")
 
 
 class LocalPipeline(PipelineHandle):
     """All stages in this process; see `local`."""
 
-    def __init__(
-        self, modules: Sequence[nn.Module | StageProgram], *, loop: LoopChoice = "own", **options: Unpack[Options]
-    ) -> None:
+    def __init__(self, modules: Sequence[StagePart], *, loop: LoopChoice = "own", **options: Unpack[Options]) -> None:
         settings = pipeline_options({"transport": "inproc", **options})
         if not modules:
             raise ConfigError("modules is empty, must hold one module a stage")
-        graph = Graph.chain(len(modules))
-        programs = [settings.program(module, stage, graph) for stage, module in enumerate(modules)]
+        shape = settings.shape(len(modules), modules)
+        by_virtual_stage = shape.all_modules(modules)
+        shape.check_shared(by_virtual_stage)
+        programs = [settings.program(module, stage, shape) for stage, module in enumerate(modules)]
         run_id = f"local-{uuid.uuid4().hex}"
         met = LocalRendezvous()
 
         async def build() -> Sequence[StageRunner]:
             places = [Topology(stage, len(modules)) for stage in range(len(modules))]
             return [
-                settings.runner(place, graph, program, run_id, met)
-                for place, program in zip(places, programs, strict=True)
+                settings.runner(place, shape, module, program, run_id, met)
+                for place, module, program in zip(places, modules, programs, strict=True)
             ]
 
-        super().__init__(Ranks(programs, settings, build), loop, "rrfp-local")
+        super().__init__(Ranks(programs, settings, build, list(by_virtual_stage.values())), loop, "rrfp-local")
 
 
-def local(
-    modules: Sequence[nn.Module | StageProgram], *, loop: LoopChoice = "own", **options: Unpack[Options]
-) -> LocalPipeline:
+def local(modules: Sequence[StagePart], *, loop: LoopChoice = "own", **options: Unpack[Options]) -> LocalPipeline:
     """All stages of a pipeline in one process, over the ``inproc`` transport: for tests, debugging and small models.
 
     The CPU tasks of all stages share torch's one random generator, so they take one lock: nothing runs in parallel, but
     everything else (readiness, arbitration, messages, failures) is as between processes.
 
     Args:
-        modules: one a stage, in order.
+        modules: one a stage, in order; with chunks, a list of modules for each stage.
         loop: where the runtime lives.
         options: see `PipelineOptions`.
     """

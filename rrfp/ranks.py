@@ -8,8 +8,11 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from torch import nn
+
 from rrfp.batching import Plan, plan_step
 from rrfp.compute.base import StageProgram
+from rrfp.compute.nondeterminism import warn_of_torch
 from rrfp.core.tasks import Mode
 from rrfp.errors import PipelineAborted
 from rrfp.options import PipelineOptions
@@ -24,19 +27,32 @@ Build = Callable[[], Awaitable[Sequence[StageRunner]]]
 
 
 class Ranks:
-    """The runners of one process. All methods but `plan` are called on the runtime's loop.
+    """The runners of one process. All methods but `announce` and `plan` are called on the runtime's loop.
 
     Args:
         programs: what each rank computes.
         options: how.
         build: makes the runners.
+        modules: those that the programs run.
     """
 
-    def __init__(self, programs: Sequence[StageProgram], options: PipelineOptions, build: Build) -> None:
+    def __init__(
+        self,
+        programs: Sequence[StageProgram],
+        options: PipelineOptions,
+        build: Build,
+        modules: Sequence[nn.Module] = (),
+    ) -> None:
         self._programs = programs
         self._options = options
         self._build = build
+        self._modules = modules
         self._runners: Sequence[StageRunner] = ()
+
+    def announce(self) -> None:
+        """Say what cannot be kept of what was promised. Called on the caller's thread, whose settings apply."""
+        if self._options.deterministic:
+            warn_of_torch(self._modules)
 
     def plan(self, number: int, mode: Mode, **arguments: Any) -> Plan:
         """Check a step's arguments and hand them to the programs. Called on the caller's thread, whose modes apply.
@@ -70,8 +86,7 @@ class Ranks:
 
     async def step(self, plan: Plan) -> StepResult:
         """Run one planned step on all ranks of this process."""
-        reduction = self._options.reduction
-        results = await _all(runner.step(plan.step, plan.weights, reduction) for runner in self._runners)
+        results = await _all(runner.step(plan, self._options.reduction) for runner in self._runners)
         outputs = {m: output for result in results for m, output in result.outputs.items()}
         return replace(results[0], trace=merge(result.trace for result in results), outputs=outputs)
 

@@ -48,6 +48,7 @@ class Session:
         if self._state != "new":
             raise RrfpError("this pipeline was entered before; build a new one")
         self._state = "open"
+        self.ranks.announce()
         if self.thread_name is not None:
             self.thread = LoopThread(self.thread_name)
 

@@ -12,28 +12,31 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from rrfp.arbiter.loop import Arbiter
+from rrfp.arbiter.loop import Arbiter, SettlingLoop
+from rrfp.batching import Plan
 from rrfp.compute.base import Execution, Lane, StageProgram
 from rrfp.compute.mailbox import Mailbox, run_task
 from rrfp.compute.weighting import combine_losses
 from rrfp.control.courier import Courier
 from rrfp.control.exchange import TreeExchange
 from rrfp.control.failure import Failure, failure_of
-from rrfp.control.farewell import closed_message, origin_of, spread_abort
+from rrfp.control.farewell import closed_message, spread_abort
+from rrfp.control.handshake import Handshake
 from rrfp.control.progress import Progress
+from rrfp.control.reception import Reception
 from rrfp.control.services import Services
 from rrfp.control.watchdog import Watchdog
 from rrfp.core import events as ev
 from rrfp.core.progress import WaitCause
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import StepId, Task
+from rrfp.core.tasks import Task
 from rrfp.errors import ProtocolError, RrfpError
 from rrfp.log import get_logger
 from rrfp.result import StageReport, StepResult
 from rrfp.trace.breakdown import breakdown
 from rrfp.trace.recorder import Recorder
 from rrfp.trace.spans import StepTrace
-from rrfp.transports.base import Message, MessageKind, Transport
+from rrfp.transports.base import Transport
 
 logger = get_logger(__name__)
 
@@ -52,10 +55,18 @@ class StageRunner:
         lane: where they run; not started.
         transport: the way to the peers; not started.
         stall_after: seconds of idleness inside a step after which all ranks are asked why.
+        handshake: compares what all ranks must have in common.
     """
 
     def __init__(
-        self, core: StageCore, program: StageProgram, lane: Lane, transport: Transport, *, stall_after: float = 10.0
+        self,
+        core: StageCore,
+        program: StageProgram,
+        lane: Lane,
+        transport: Transport,
+        *,
+        stall_after: float = 10.0,
+        handshake: Handshake | None = None,
     ) -> None:
         stages = core.graph.placement.stages
         self.stage = core.stage
@@ -63,6 +74,7 @@ class StageRunner:
         self._core = core
         self._lane = lane
         self._transport = transport
+        self._handshake = handshake
         self._mailbox = Mailbox(core.graph, core.stage)
         self._recorder = Recorder(core.stage, lane.now)
         self._progress = Progress(core, lane.now)
@@ -72,6 +84,9 @@ class StageRunner:
         self._exchange = TreeExchange(core.stage, stages, self._courier.post)
         self._watchdog = Watchdog(
             self._progress, core.stage, stages, self._exchange, self._courier.post, self.fail, stall_after
+        )
+        self._reception = Reception(
+            core.stage, self._courier, self._exchange, self._watchdog, self._progress, self._abort
         )
         #: What the caller waits for: the start, or a step.
         self._current: asyncio.Task[Any] | None = None
@@ -85,15 +100,23 @@ class StageRunner:
         """Connect to the peers, begin to serve, and wait until every rank does, so that any failure can reach all.
 
         Raises:
+            ConfigError: if the ranks do not have in common what they must; the same on all.
             TransportError: if a peer does not come.
             PipelineAborted: if another rank failed to start.
         """
         self._check_failure()
         self._lane.start()
+        loop = asyncio.get_running_loop()
+        settled = loop.settled if isinstance(loop, SettlingLoop) else None
         try:
+            if self._handshake is not None:
+                await self._handshake.shake()
             await self._transport.start()
             await self._services.start(
-                self._courier.pump(self._take), self._arbiter.run(), self._watchdog.watch(), self._watchdog.answer()
+                self._courier.pump(self._reception.take),
+                self._arbiter.run(settled),
+                self._watchdog.watch(),
+                self._watchdog.answer(),
             )
         except BaseException:
             self._transport.abort()
@@ -101,19 +124,18 @@ class StageRunner:
             raise
         await self._unless_aborted(self._exchange.exchange("start", 0, b""), "the start")
 
-    async def step(self, step: StepId, weights: Sequence[float] | None = None, reduction: str = "mean") -> StepResult:
+    async def step(self, plan: Plan, reduction: str = "mean") -> StepResult:
         """Run one step whose batch the program was given. Cancelling it ends the pipeline.
 
         Args:
-            step: the step.
-            weights: of the microbatches' losses, where the caller knows them.
-            reduction: how they combine: ``"mean"`` or ``"sum"``.
+            plan: the step.
+            reduction: how the losses of its microbatches combine: ``"mean"`` or ``"sum"``.
 
         Raises:
             PipelineAborted: if any rank failed.
         """
         self._check_failure()
-        return await self._unless_aborted(self._run_step(step, weights, reduction), "the step")
+        return await self._unless_aborted(self._run_step(plan, reduction), "the step")
 
     async def close(self) -> None:
         """Leave in order: tell the peers, deliver what was accepted, free everything. Takes `CLOSE_GRACE_S` at most.
@@ -186,17 +208,18 @@ class StageRunner:
 
     # A step.
 
-    async def _run_step(self, step: StepId, weights: Sequence[float] | None, reduction: str) -> StepResult:
+    async def _run_step(self, plan: Plan, reduction: str) -> StepResult:
+        step = plan.step
         self._courier.departures.check(step.number)
         self._finished.clear()
         self._progress.open(step)
         self._recorder.open()
-        self._tell(ev.StepOpened(step.number, step.mode, step.microbatches))
+        self._tell(ev.StepOpened(step.number, step.mode, step.microbatches, plan.sizes))
         await self._finished.wait()
         # Before the others can hear that this rank is done, and send what belongs to the next step.
         self._mailbox.clear()
         trace = self._recorder.close(step.number)
-        report = await self._report(trace, weights, reduction)
+        report = await self._report(trace, plan.weights, reduction)
         answers = await self._exchange.exchange("step", step.number, report.encode())
         self._progress.end()
         return StepResult.of(step, [StageReport.decode(data) for data in answers], trace, self.program.outputs())
@@ -218,24 +241,7 @@ class StageRunner:
         )
         self._tell(ev.ChunkReduced(virtual_stage))
 
-    # Messages and events to the core, its instructions to I/O.
-
-    def _take(self, message: Message) -> None:
-        match message.kind:
-            case MessageKind.OUTPUT | MessageKind.CONSUMED:
-                self._courier.file(message)
-            case MessageKind.REPORT | MessageKind.RESULT:
-                self._exchange.take(message)
-            case MessageKind.PROBE:
-                self._watchdog.take(message)
-            case MessageKind.ABORT:
-                self._abort(Failure(origin_of(message.body)))
-            case MessageKind.CLOSED:
-                self._courier.departures.note(message)
-                if self._progress.step is not None:
-                    self._courier.departures.check(self._progress.step.number)
-            case kind:
-                raise ProtocolError(f"stage {message.sender} sent a {kind} message that stage {self.stage} cannot use")
+    # Events to the core, its instructions to I/O.
 
     def _tell(self, event: ev.Event) -> None:
         self._arbiter.kick()  # first, so that the next task starts before sends begin to copy their tensors

@@ -2,17 +2,28 @@
 
 It knows no policy. Whoever reports an event to the core calls `kick`; the arbiter then asks the core until the lane is
 full or nothing is ready. Events that arrive together are all applied before it asks, because it only runs once the
-callbacks and coroutines that were runnable before it have had their turn.
+callbacks and coroutines that were runnable before it have had their turn. On a loop with a virtual clock it moreover
+waits until nothing else is runnable at that instant, so that everything which happens at one instant counts.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Protocol, runtime_checkable
 
 from rrfp.core.progress import WaitCause
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Task
+
+
+@runtime_checkable
+class SettlingLoop(Protocol):
+    """An event loop that can tell when an instant is over, as `rrfp.sim.clock.VirtualClockLoop` can."""
+
+    def settled(self) -> Awaitable[None]:
+        """Wait until nothing else is runnable now."""
+        ...
 
 
 class Arbiter:
@@ -38,10 +49,17 @@ class Arbiter:
         """Something happened: decide soon."""
         self._kicked.set()
 
-    async def run(self) -> None:
-        """Dispatch until cancelled."""
+    async def run(self, settled: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Dispatch until cancelled.
+
+        Args:
+            settled: awaited before each decision; returns when all that happens at this instant has been applied. None
+                on a loop whose time passes by itself, where there is no such moment.
+        """
         while True:
             await self._kicked.wait()
+            if settled is not None:
+                await settled()
             self._kicked.clear()
             self._dispatch_ready()
 

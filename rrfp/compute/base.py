@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from rrfp.compute.payload import Payload
 from rrfp.core.tasks import StepId, Task
+from rrfp.errors import StageError
 
 T = TypeVar("T")
 
@@ -146,3 +147,17 @@ class Lane(ABC):
     @abstractmethod
     def close(self) -> None:
         """Serve nothing more. Never waits for a running call; futures of calls not yet begun stay pending."""
+
+
+def as_exception(error: BaseException) -> Exception:
+    """What the future of a call that raised ``error`` fails with.
+
+    Returns:
+        ``error`` itself, or a :class:`StageError` caused by it where a future could not carry it without harm to the
+        loop: ``StopIteration``, and whatever is not an ``Exception``.
+    """
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    wrapped = StageError(f"the stage program raised {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

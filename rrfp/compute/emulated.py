@@ -1,7 +1,8 @@
 """Stages whose tasks take the time that a table says: without a model, or around a real one.
 
 The time is an accelerator's: the lane sleeps and the CPU stays free, as it would behind a GPU. So two cores can carry a
-pipeline of many stages, and what is measured is the runtime and not the machine.
+pipeline of many stages, and what is measured is the runtime and not the machine. On a `rrfp.compute.timer_lane` it is
+the time of the loop, which may be virtual.
 """
 
 from __future__ import annotations
@@ -23,6 +24,14 @@ T = TypeVar("T")
 
 #: How long a task takes, in seconds.
 Durations = Callable[[Task], float]
+
+#: Lets so many seconds pass for the task that is running.
+Spend = Callable[[float], None]
+
+
+def sleep(seconds: float) -> None:
+    """Let real time pass, on the lane's thread."""
+    sleep_until(time.monotonic() + seconds)
 
 
 def table_durations(table: CostTable) -> Durations:
@@ -46,13 +55,15 @@ class EmulatedStage(StageProgram):
         graph: who feeds whom.
         durations: how long each task takes.
         num_bytes: size of every emitted tensor.
+        spend: lets a task's time pass; for a `TimerLane` its ``spend``.
 
     Attributes:
         durations: may be replaced between two steps.
     """
 
-    def __init__(self, graph: Graph, durations: Durations, num_bytes: int = 0) -> None:
+    def __init__(self, graph: Graph, durations: Durations, num_bytes: int = 0, spend: Spend = sleep) -> None:
         self.durations = durations
+        self._spend = spend
         self._graph = graph
         # One tensor serves every message: what is sent is read-only.
         self._emitted = Payload((torch.zeros(num_bytes, dtype=torch.uint8),), ("t", 0))
@@ -84,7 +95,7 @@ class EmulatedStage(StageProgram):
         return self._losses
 
     def _take(self, task: Task) -> None:
-        sleep_until(time.monotonic() + self.durations(task))
+        self._spend(self.durations(task))
 
 
 class PacedStage(StageProgram):

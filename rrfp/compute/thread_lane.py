@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from rrfp.compute.base import Execution, Lane
-from rrfp.errors import ConfigError, StageError
+from rrfp.compute.base import Execution, Lane, as_exception
+from rrfp.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ def _run(call: Callable[[], T], future: asyncio.Future[Execution[T]], loop: asyn
     try:
         execution = Execution(call(), started, time.monotonic())
     except BaseException as error:
-        failure = _as_exception(error)
+        failure = as_exception(error)
     try:
         loop.call_soon_threadsafe(_settle, future, execution, failure)
     except RuntimeError:
@@ -114,14 +114,6 @@ def _settle(future: asyncio.Future[Execution[T]], execution: Execution[T] | None
     else:
         assert execution is not None
         future.set_result(execution)
-
-
-def _as_exception(error: BaseException) -> Exception:
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):
-        return error
-    wrapped = StageError(f"the stage program raised {type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped
 
 
 def _lower_priority(nice: int) -> None:

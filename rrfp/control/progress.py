@@ -9,6 +9,9 @@ from rrfp.control.status import RankStatus
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import StepId
 
+#: Absent credits that a status names.
+_MOST_CREDITS = 8
+
 
 class Progress:
     """Counts what happens on one rank.
@@ -103,3 +106,5 @@ class Progress:
                 yield f"{task} (ready, but hint {type(self._core.hint).__name__} does not choose it)"
             else:
                 yield f"{task} (kept out by the memory limit)"
+        for output, peers in self._core.unconsumed()[:_MOST_CREDITS]:
+            yield f"the credit for {output} (owed by stage {' and '.join(map(str, peers))})"

@@ -9,6 +9,9 @@ import msgpack
 
 from rrfp.errors import ProtocolError
 
+#: Stages whose waits are told when messages are in flight for long; in a deep pipeline all the others wait as well.
+_MOST_NAMED = 8
+
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
@@ -96,6 +99,9 @@ def judge(statuses: Sequence[RankStatus], before: Sequence[RankStatus] | None) -
     in_flight = sum(status.sent for status in statuses) - sum(status.received for status in statuses)
     if in_flight:
         reasons.append(f"{in_flight} message(s) are in flight")
+        if len(reasons) == 1:  # nobody is busy, so one of them is what these wait for
+            waiting = [status for status in statuses if status.awaits][:_MOST_NAMED]
+            reasons += [f"stage {status.stage} waits for: {', '.join(status.awaits)}" for status in waiting]
     if reasons:
         return Verdict(False, True, "; ".join(reasons))
     if not any(status.awaits for status in statuses):

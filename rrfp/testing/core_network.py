@@ -122,11 +122,18 @@ class CoreNetwork:
         self._enqueued.add((step.number, task))
         self.orders[stage][-1].append(task)
         self._held[stage] += task.kind is Kind.F and step.mode is Mode.TRAIN
-        slots = core.view.slots
         self._tell(stage, ev.Enqueued(task))
-        held = max(self._held[stage], core.view.held)
-        if slots is not None and held > slots:
-            raise AssertionError(f"stage {stage} holds {held} in {step}, the limit is {slots}")
+        held, most = max(self._held[stage], core.view.held), self._most_held(stage, step)
+        if most is not None and held > most:
+            raise AssertionError(f"stage {stage} holds {held} in {step}, the limit is {most}")
+
+    def _most_held(self, stage: int, step: StepId) -> int | None:
+        """The bound on D; a stage that serves under the paper's rule may pass its slots."""
+        core, chunks = self._cores[stage], self._graph.placement.chunks
+        slots = core.view.slots
+        if slots is None or core.limit.rule != "paper" or chunks == 1 or step.mode is Mode.FORWARD:
+            return slots
+        return slots + max(chunks, self._depth)
 
     def _complete(self, stage: int) -> None:
         step, task = self._step_of(stage), self._cores[stage].in_flight[0]

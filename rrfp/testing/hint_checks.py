@@ -9,7 +9,7 @@ in ``open_step``; it is then not tried on that pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rrfp.core.admission import Limit
@@ -132,6 +132,9 @@ class _AskedAgain(Hint):
 
     def open_step(self, view: View) -> None:
         self._within.open_step(view)
+
+    def microbatch_order(self, view: View) -> Sequence[int] | None:
+        return self._within.microbatch_order(view)
 
     def observe(self, event: Event) -> None:
         self._within.observe(event)

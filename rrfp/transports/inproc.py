@@ -36,7 +36,7 @@ class _Outbound:
         self.sequence = 0
 
 
-class _End:
+class PeerEnd:
     """What the peers of a rank may touch of it, from their own threads."""
 
     def __init__(self, context: TransportContext) -> None:
@@ -73,16 +73,16 @@ class _Hub:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ends: dict[tuple[str, int, int], _End] = {}
+        self._ends: dict[tuple[str, int, int], PeerEnd] = {}
 
-    def join(self, context: TransportContext, end: _End) -> None:
+    def join(self, context: TransportContext, end: PeerEnd) -> None:
         key = (context.run_id, context.restart, context.stage)
         with self._lock:
             if key in self._ends:
                 raise ConfigError(f"stage {context.stage} of run {context.run_id!r} has a transport already")
             self._ends[key] = end
 
-    def find(self, context: TransportContext, stage: int) -> _End:
+    def find(self, context: TransportContext, stage: int, name: str) -> PeerEnd:
         """The end of a peer that has joined.
 
         Raises:
@@ -92,13 +92,13 @@ class _Hub:
         with self._lock:
             end = self._ends.get((context.run_id, context.restart, stage))
             if end is None:
-                raise ConfigError(f"stage {stage} is in another process; inproc joins the ranks of one: use zmq")
+                raise ConfigError(f"stage {stage} is in another process; {name} joins the ranks of one: use zmq")
             own = self._ends[context.run_id, context.restart, context.stage]
             if end.gone and stage not in own.parted:
                 raise TransportError(f"stage {stage} came and went away")
             return end
 
-    def leave(self, context: TransportContext, end: _End) -> list[_End]:
+    def leave(self, context: TransportContext, end: PeerEnd) -> list[PeerEnd]:
         """Mark ``end`` as gone; returns the peers to tell, that is those that have joined."""
         with self._lock:
             end.gone = True
@@ -122,14 +122,19 @@ class InprocTransport(Transport):
     """Between the ranks of one process, on one event loop or several: the reference.
 
     A peer counts as lost when its end is aborted, or when its loop ends before the end was closed.
+
+    Attributes:
+        name: ends of another name are not met.
     """
+
+    name = "inproc"
 
     def __init__(self, context: TransportContext) -> None:
         super().__init__(context)
         self._hub = _hub_of(context.rendezvous)
         self._pool = BufferPool()
-        self._end: _End | None = None
-        self._peers: dict[int, _End] = {}
+        self._end: PeerEnd | None = None
+        self._peers: dict[int, PeerEnd] = {}
         self._guard: asyncio.Task[None] | None = None
         self._closed = False
         self._sent = self._sent_bytes = self._received = self._received_bytes = 0
@@ -139,7 +144,7 @@ class InprocTransport(Transport):
         if self._end is not None or self._closed:
             raise TransportClosedError("a transport starts once")
         context = self.context
-        end = _End(context)
+        end = PeerEnd(context)
         self._hub.join(context, end)
         self._end = end
         try:
@@ -153,16 +158,16 @@ class InprocTransport(Transport):
             raise
 
     def _key(self, stage: int) -> str:
-        return f"inproc/{self.context.run_id}/{self.context.restart}/{stage}"
+        return f"{self.name}/{self.context.run_id}/{self.context.restart}/{stage}"
 
-    async def _find(self, peer: int, timeout_s: float) -> _End:
+    async def _find(self, peer: int, timeout_s: float) -> PeerEnd:
         try:
             await self.context.rendezvous.lookup(self._key(peer), max(timeout_s, 0.0))
         except TransportError as error:
             raise TransportError(f"stage {peer} did not come: {error}") from error
         if self._closed:
             raise TransportClosedError(CLOSED)
-        return self._hub.find(self.context, peer)
+        return self._hub.find(self.context, peer, self.name)
 
     async def _abort_with_loop(self) -> None:
         # Lives as long as the loop does: asyncio.run cancels it, and a loop that is dropped destroys it.
@@ -172,7 +177,7 @@ class InprocTransport(Transport):
             self._guard = None
             self.abort()
 
-    def _open_end(self) -> _End:
+    def _open_end(self) -> PeerEnd:
         if self._end is None or self._closed:
             raise TransportClosedError(CLOSED if self._closed else "the transport is not started")
         return self._end
@@ -208,7 +213,11 @@ class InprocTransport(Transport):
             outbound.sequence += 1
             self._sent += 1
             self._sent_bytes += num_bytes
-            self._peers[peer].deliver(copy, outbound.window, cost)
+            self._deliver(peer, copy, outbound.window, cost)
+
+    def _deliver(self, peer: int, message: Message, window: Window, cost: int) -> None:
+        """A message is on its way: hand it over."""
+        self._peers[peer].deliver(message, window, cost)
 
     async def _copy(self, tensor: Tensor | None) -> Tensor | None:
         """A dense leaf in memory of its own. A large one gives the loop a turn every `SLICE_BYTES`."""

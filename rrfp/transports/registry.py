@@ -17,6 +17,7 @@ _GROUP = "rrfp.transports"
 _BUILT_IN = {
     "inproc": ("rrfp.transports.inproc", "InprocTransport"),
     "zmq": ("rrfp.transports.zmq", "ZmqTransport"),
+    "simulated": ("rrfp.transports.simulated", "SimulatedTransport"),
 }
 
 

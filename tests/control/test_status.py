@@ -32,7 +32,16 @@ OTHER = replace(IDLE, stage=1, awaits=())
         (IDLE, replace(OTHER, can_run=True), "stage 1 is about to start a task"),
         (IDLE, replace(OTHER, step=None), "stage 1 is not in step 2: its program has not called step() yet"),
         (IDLE, replace(OTHER, step=1), "stage 1 is not in step 2: it is still in step 1"),
-        (replace(IDLE, sent=5), OTHER, "2 message(s) are in flight"),
+        (
+            replace(IDLE, sent=5),
+            OTHER,
+            "2 message(s) are in flight; stage 0 waits for: F1@0 (x owed by stage 1)",
+        ),
+        (
+            replace(IDLE, sent=5),
+            replace(OTHER, can_run=True),
+            "stage 1 is about to start a task; 2 message(s) are in flight",
+        ),
     ],
 )
 def test_a_rank_that_holds_the_others_up_is_named_whatever_the_last_poll_said(

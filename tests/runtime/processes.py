@@ -6,7 +6,7 @@ import logging
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -31,9 +31,10 @@ Program = Callable[[int, BlockingPipeline, Connection], Any]
 
 @dataclass
 class End:
-    """How a rank's program ended: the exception's name, an abort's origin, and when, by ``time.monotonic()``."""
+    """How a rank's program ended: the exception and its text, an abort's origin, and when, by ``time.monotonic()``."""
 
     error: str
+    text: str
     origin: tuple[int, str | None, str] | None
     at: float
     value: Any = None
@@ -69,15 +70,19 @@ class Processes:
         count: N.
         program: what each rank does; importable.
         seconds: what a forward takes.
+        chunks: how many chunks each rank has.
     """
 
-    def __init__(self, folder: Path, count: int, program: Program, seconds: float = 0.01) -> None:
+    def __init__(
+        self, folder: Path, count: int, program: Program, seconds: float = 0.01, chunks: Sequence[int] = ()
+    ) -> None:
         context = preload()
         self.connections: list[Connection] = []
         self.processes: list[Any] = []
         for stage in range(count):
             here, there = context.Pipe()
-            arguments = (str(folder / "store"), stage, count, program, seconds, there)
+            own = chunks[stage] if chunks else 1
+            arguments = (str(folder / "store"), stage, count, program, seconds, own, there)
             process = context.Process(target=_run, args=arguments, name=f"rank-{stage}")
             process.start()
             there.close()
@@ -114,26 +119,30 @@ class Processes:
             connection.close()
 
 
-def _run(store: str, stage: int, count: int, program: Program, seconds: float, connection: Connection) -> None:
+def _run(
+    store: str, stage: int, count: int, program: Program, seconds: float, chunks: int, connection: Connection
+) -> None:
     torch.set_num_threads(1)
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger().addHandler(handler)
     rendezvous = StoreRendezvous(FileStore(store, count), run_id="test")
+    modules = [Slow(seconds) for _ in range(chunks)]
     pipeline = rrfp.Pipeline(
-        Slow(seconds), topology=rrfp.Topology(stage, count), rendezvous=rendezvous, loss_fn=loss_fn, stall_after=1.0
+        modules, topology=rrfp.Topology(stage, count), rendezvous=rendezvous, loss_fn=loss_fn, stall_after=1.0
     )
-    value, error = None, ""
+    value, error, text = None, "", ""
     origin = None
     try:
         with pipeline.blocking() as pipe:
             value = program(stage, pipe, connection)
     except PipelineAborted as aborted:
-        error, origin = "PipelineAborted", (aborted.origin.stage, aborted.origin.task, aborted.origin.cause)
+        error, text = "PipelineAborted", str(aborted)
+        origin = (aborted.origin.stage, aborted.origin.task, aborted.origin.cause)
     except BaseException as other:
-        error = type(other).__name__
-    connection.send(End(error, origin, time.monotonic(), value, logged))
+        error, text = type(other).__name__, str(other)
+    connection.send(End(error, text, origin, time.monotonic(), value, logged))
     connection.close()
 
 

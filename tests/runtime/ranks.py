@@ -5,17 +5,17 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 from runtime.toys import data, loss_fn
-from torch import nn
 
 import rrfp
 from rrfp.blocking import BlockingPipeline
 from rrfp.errors import PipelineAborted
+from rrfp.shape import StagePart
 from rrfp.transports.rendezvous import LocalRendezvous
 
 #: What the user of one rank does inside the ``with`` block.
@@ -56,17 +56,26 @@ class ThreadedRanks:
     """One pipeline, a thread a rank.
 
     Args:
-        modules: one a rank.
+        modules: one a rank, or a list of chunks.
         body: what each rank's user does.
-        options: of every `rrfp.Pipeline`.
+        own: options of some ranks, by stage.
+        options: of every other `rrfp.Pipeline`.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], body: Body, **options: Any) -> None:
+    def __init__(
+        self,
+        modules: Sequence[StagePart],
+        body: Body,
+        own: Mapping[int, Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> None:
         met, count = LocalRendezvous(), len(modules)
         settings: Any = {"transport": "inproc", "loss_fn": loss_fn, "rendezvous": met, **options}
         with patch("rrfp.pipeline._numbers", itertools.repeat(0)):  # as in processes of their own
             self.pipelines = [
-                rrfp.Pipeline(module, topology=rrfp.Topology(stage, count), **settings)
+                rrfp.Pipeline(
+                    module, **{"topology": rrfp.Topology(stage, count), **settings, **(own or {}).get(stage, {})}
+                )
                 for stage, module in enumerate(modules)
             ]
         self.outcomes = [Outcome() for _ in modules]

@@ -149,6 +149,14 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"queue_bytes": -1}, "queue_bytes is -1"),
     ({"lane_nice": 40}, "lane_nice is 40, must be 0..19"),
     ({"seed": None}, "seed is None"),
+    ({"split": 1}, "split is 1, must be True, False or None"),
+    ({"unsplittable": "half"}, "unsplittable is 'half', must be one of: whole, refuse"),
+    ({"chunks": 0}, "chunks is 0, must be a whole number from 1 on"),
+    ({"chunks": True}, "chunks is True, must be a whole number from 1 on"),
+    ({"chunks": 2}, "modules have 1 and 2 chunks a stage, must have the same number on all"),
+    ({"placement": None}, "placement is None, must be one of: looped, v"),
+    ({"hint": "zb-v"}, "schedule zb-v takes 2 chunks a stage, v placement, split backward; the graph has 1 chunk"),
+    ({"hint": "zb-h1", "split": False}, "schedule zb-h1 takes 1 chunk a stage, split backward; the graph has unsplit"),
     ({"loop": "mine"}, "loop is 'mine', must be one of: own, caller"),
 ]
 
@@ -162,7 +170,7 @@ def test_bad_options_are_refused_when_the_pipeline_is_made(options: dict[str, An
 
 def test_what_is_no_module_or_no_rendezvous_is_refused() -> None:
     bad: Any = 3
-    with pytest.raises(ConfigError, match=r"module is a int, must be an nn.Module or a rrfp.StageProgram"):
+    with pytest.raises(ConfigError, match=r"module is a int, must be an nn.Module, a list of them"):
         rrfp.local([bad])
     with pytest.raises(ConfigError, match="modules is empty"):
         rrfp.local([])

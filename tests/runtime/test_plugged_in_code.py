@@ -63,12 +63,27 @@ class Observing(Choosing):
 
 
 class Opening(Choosing):
+    """Refuses to open a step, and is not asked about tasks of it then."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__("")
+        self.stage, self.is_open = stage, False
+
     def open_step(self, view: rrfp.View) -> None:
-        if view.stage == 2:
+        if view.stage == self.stage:
             raise Trap("closed today")
+        self.is_open = True
+
+    def choose(self, ready: rrfp.ReadySet, view: rrfp.View) -> rrfp.Task | None:
+        if not self.is_open:
+            raise Trap("asked before it was opened")
+        return super().choose(ready, view)
 
 
-@pytest.mark.parametrize(("hint", "cause"), [(Observing(""), "seen too much"), (Opening(""), "closed today")])
+@pytest.mark.parametrize(
+    ("hint", "cause"),
+    [(Observing(""), "seen too much"), (Opening(0), "closed today"), (Opening(2), "closed today")],
+)
 def test_a_hint_that_raises_while_it_listens_is_named_on_every_rank(hint: rrfp.Hint, cause: str) -> None:
     for outcome in ThreadedRanks(stages(3), step, hint=hint).join():
         assert outcome.abort.origin.cause == f"Trap: {cause}"

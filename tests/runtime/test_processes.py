@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ def fork_server() -> None:
 def launch(tmp_path: Path) -> Iterator[Any]:
     running: list[Processes] = []
 
-    def start(count: int, program: Program, seconds: float = 0.01) -> Processes:
-        running.append(Processes(tmp_path, count, program, seconds))
+    def start(count: int, program: Program, seconds: float = 0.01, chunks: Sequence[int] = ()) -> Processes:
+        running.append(Processes(tmp_path, count, program, seconds, chunks))
         return running[-1]
 
     yield start
@@ -47,6 +47,16 @@ def test_every_rank_gets_the_same_result(launch: Any) -> None:
     assert all(loss is not None and len(losses) == 4 for loss, losses, _ in ends[0].value)
     ranks.join(time.monotonic())
     assert [process.exitcode for process in ranks.processes] == [0] * 4
+
+
+def test_ranks_with_different_numbers_of_chunks_are_all_told_both(launch: Any) -> None:
+    ranks = launch(4, programs.three_steps, chunks=[2, 2, 2, 1])
+    ends = [ranks.end(stage) for stage in range(4)]
+    assert {(end.error, end.text) for end in ends} == {
+        ("ConfigError", "chunks is 2 on stage 0 and 1 on stage 3: must be the same on all ranks")
+    }
+    assert max(end.at for end in ends) - min(end.at for end in ends) < TOLD_S
+    ranks.join(time.monotonic())
 
 
 @pytest.mark.parametrize("victim", [0, 1, 3])

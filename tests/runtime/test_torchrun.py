@@ -15,12 +15,13 @@ TESTS = Path(__file__).parent.parent
 
 
 @pytest.mark.slow
-def test_gradients_between_processes_are_the_references_and_interpreters_end() -> None:
-    """Pipelines of 1, 2 and 4 stages, every hint and strict schedule; at the end a lane hangs while a rank raises."""
+@pytest.mark.parametrize(("what", "configurations"), [("whole", 27), ("parts", 20)])
+def test_gradients_between_processes_are_the_references_and_interpreters_end(what: str, configurations: int) -> None:
+    """Every hint and strict schedule, with and without chunks; where it is promised, bitwise."""
     paths = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     done = subprocess.run(
-        [*command, str(TESTS / "runtime" / "torchrun_gradients.py")],
+        [*command, str(TESTS / "runtime" / "torchrun_gradients.py"), what],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -31,6 +32,6 @@ def test_gradients_between_processes_are_the_references_and_interpreters_end() -
     reports = {report["rank"]: report for report in map(json.loads, done.stdout.splitlines())}
     assert sorted(reports) == [0, 1, 2, 3]
     for report in reports.values():
-        assert len(report["worst"]) == 27
+        assert len(report["worst"]) == configurations
         assert {name: gap for name, gap in report["worst"].items() if not gap < TOLERANCE} == {}
         assert report["abort_s"] < 5

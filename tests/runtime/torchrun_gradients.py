@@ -1,25 +1,29 @@
-"""Run under torchrun on 4 ranks: compares gradients over zmq with the reference, for pipelines of 1, 2 and 4 stages.
+"""Run under torchrun on 4 ranks: compares gradients over zmq with the reference.
 
-Prints one JSON line a rank; the last configuration ends with a stage that hangs on its lane while another one raises.
+``whole``: one chunk a rank, pipelines of 1, 2 and 4 stages; ends with a stage that hangs on its lane while another one
+raises. ``parts``: chunks, split backward and ``deterministic=True``, which must be the reference's bits; 4
+stages, and 2 where bits are compared. Prints one JSON line a rank.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
 from typing import Any
 
 import torch
-from runtime.toys import Bomb, data, expect, largest_difference, loss_fn, stages
+from runtime.toys import Bomb, data, expect, largest_difference, loss_fn, placed, same_bits, stages
 
 import rrfp
+from rrfp.compute import split_backward
 from rrfp.errors import PipelineAborted
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
-CONFIGURATIONS: list[dict[str, Any]] = [
+WHOLE: list[dict[str, Any]] = [
     {"hint": "bf"},
     {"hint": "fb", "reduction": "sum"},
     {"hint": "b-priority", "limit": "1f1b"},
@@ -30,6 +34,24 @@ CONFIGURATIONS: list[dict[str, Any]] = [
     {"strict": "gpipe", "reduction": "sum"},
     {"strict": "1f1b", "tokens": True},
 ]
+V: dict[str, Any] = {"chunks": 2, "placement": "v"}
+PARTS: list[dict[str, Any]] = [
+    {"hint": "bf", "split": True, "tokens": True},
+    {"hint": "zb-h1"},
+    {"strict": "zb-h1"},
+    {"hint": "bfw", "deterministic": True, "tokens": True},
+    {"hint": "bf", "deterministic": True, "reduction": "sum"},
+    {"chunks": 2, "hint": "bf", "limit": 1, "tokens": True},
+    {"chunks": 2, "hint": "slot-aware"},
+    {"chunks": 2, "hint": "interleaved-1f1b"},
+    {"chunks": 2, "strict": "interleaved-1f1b", "tokens": True},
+    {"chunks": 2, "hint": "bfw", "deterministic": True, "limit": 1},
+    {**V, "hint": "slot-aware", "limit": "1f1b"},
+    {**V, "hint": "zb-v", "reduction": "sum"},
+    {**V, "strict": "zb-v", "tokens": True},
+    {**V, "hint": "bfw", "deterministic": True, "tokens": True},
+    {**V, "strict": "zb-v", "deterministic": True},
+]
 
 
 def place(count: int) -> rrfp.Topology:
@@ -38,12 +60,16 @@ def place(count: int) -> rrfp.Topology:
 
 
 def difference(count: int, configuration: dict[str, Any]) -> float:
-    """The largest one between this rank's gradients, or losses, and the reference's."""
+    """The largest one between this rank's gradients, or losses, and the reference's; infinite where bits must agree."""
     options = dict(configuration)
     tokens, reduction = options.pop("tokens", False), options.get("reduction", "mean")
-    actual, expected = stages(count), stages(count)
+    chunks = options.get("chunks", 1)
+    actual, expected = stages(count * chunks), stages(count * chunks)
     stage, number, worst = RANK % count, 0, 0.0
-    with rrfp.Pipeline(actual[stage], topology=place(count), loss_fn=loss_fn, **options).blocking() as pipe:
+    own, theirs = (
+        placed(all_parts, count, options.get("placement", "looped"))[stage] for all_parts in (actual, expected)
+    )
+    with rrfp.Pipeline(own, topology=place(count), loss_fn=loss_fn, **options).blocking() as pipe:
         for microbatches in (1, 3, 8):
             for module in (*actual, *expected):
                 module.zero_grad()
@@ -52,8 +78,8 @@ def difference(count: int, configuration: dict[str, Any]) -> float:
                 weights = batch.lengths if tokens else None
                 result = pipe.step(
                     batch.inputs if stage == 0 else None,
-                    batch.targets if stage == count - 1 else None,
-                    weights=weights if stage == count - 1 else None,
+                    batch.targets if _has_last(stage, count, options) else None,
+                    weights=weights if _has_last(stage, count, options) else None,
                     microbatches=microbatches,
                 )
                 wanted = expect(expected, batch, weights=weights, step=number, reduction=reduction)
@@ -61,8 +87,15 @@ def difference(count: int, configuration: dict[str, Any]) -> float:
                 assert wanted.loss is not None
                 worst = max(worst, abs(result.loss - wanted.loss), *_gaps(result.losses, wanted.losses))
                 number += 1
-            worst = max(worst, largest_difference([actual[stage]], [expected[stage]]))
+            worst = max(worst, largest_difference(own, theirs))
+            if options.get("deterministic") and not (worst == 0 and same_bits(own, theirs)):
+                worst = math.inf
     return worst
+
+
+def _has_last(stage: int, count: int, options: dict[str, Any]) -> bool:
+    """Whether the last virtual stage is here, which needs targets and weights."""
+    return stage == (0 if options.get("placement") == "v" else count - 1)
 
 
 def _gaps(left: tuple[float, ...], right: tuple[float, ...]) -> list[float]:
@@ -92,17 +125,18 @@ def abort_beside_a_busy_lane() -> float:
     return time.monotonic() - began
 
 
-def main() -> None:
+def main(what: str) -> None:
     """Run everything on this rank."""
     torch.set_num_threads(1)
-    worst = {}
-    for count in (1, 2, 4):
-        for configuration in CONFIGURATIONS:
-            worst[f"{count} {configuration}"] = difference(count, configuration)
-    line = json.dumps({"rank": RANK, "worst": worst, "abort_s": abort_beside_a_busy_lane()})
-    sys.stdout.write(line + "\n")  # in one piece, since four ranks share the pipe
+    split_backward.MIN_FLOPS = 0.0  # or nothing of this size would be deferred
+    runs = [(count, each) for count in (1, 2, 4) for each in WHOLE]
+    if what == "parts":
+        runs = [(count, each) for count in (2, 4) for each in PARTS if count == 4 or each.get("deterministic")]
+    worst = {f"{count} {each}": difference(count, each) for count, each in runs}
+    report = {"rank": RANK, "worst": worst, "abort_s": abort_beside_a_busy_lane() if what == "whole" else 0.0}
+    sys.stdout.write(json.dumps(report) + "\n")  # in one piece, since four ranks share the pipe
     sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import rrfp
+from rrfp.core.topology import Layout, Placement
 from rrfp.testing.reference import ReferenceResult, reference
 
 WIDTH = 6
@@ -26,6 +27,12 @@ def stages(count: int, *, dropout: float = 0.25, seed: int = 0) -> list[nn.Modul
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout)).double() for _ in range(count)]
+
+
+def placed(modules: Sequence[nn.Module], count: int, layout: Layout = "looped") -> list[list[nn.Module]]:
+    """The modules of a model, in order, as chunks of ``count`` stages."""
+    placement = Placement(count, len(modules) // count, layout)
+    return [[modules[v] for v in placement.virtual_stages(stage)] for stage in range(count)]
 
 
 @dataclass
@@ -49,6 +56,15 @@ def data(microbatches: int, *, seed: int = 0, ragged: bool = True) -> Data:
 
 def expect(modules: Sequence[nn.Module], batch: Data, **options: Any) -> ReferenceResult:
     return reference(modules, batch.inputs, batch.targets, loss_fn=loss_fn, **options)
+
+
+def same_bits(actual: Sequence[nn.Module], expected: Sequence[nn.Module]) -> bool:
+    """Whether all gradients are equal to the last bit."""
+    return all(
+        left.grad is not None and right.grad is not None and torch.equal(left.grad, right.grad)
+        for ours, theirs in zip(actual, expected, strict=True)
+        for left, right in zip(ours.parameters(), theirs.parameters(), strict=True)
+    )
 
 
 def largest_difference(actual: Sequence[nn.Module], expected: Sequence[nn.Module]) -> float:

@@ -1,4 +1,4 @@
-"""Pairs of our transports for the conformance checks: on one loop, on two loops in two threads, over ipc and tcp."""
+"""Pairs of our transports for the conformance checks: on one loop, also late, on two loops in two threads, over zmq."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rrfp.testing.transport_checks import MakePair, Pair, PairOptions
 from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.rendezvous import LocalRendezvous
+from rrfp.transports.simulated import Latency, SimulatedTransport, no_latency
 from rrfp.transports.zmq import ZmqTransport
 
 _Result = TypeVar("_Result")
@@ -147,6 +148,18 @@ async def inproc_two_loops(options: PairOptions) -> AsyncIterator[Pair]:
         yield pair
 
 
+def simulated(latency: Latency = no_latency) -> MakePair:
+    """A maker of pairs on one loop whose messages take that long."""
+
+    @asynccontextmanager
+    async def make_pair(options: PairOptions) -> AsyncIterator[Pair]:
+        left, right = (SimulatedTransport(context, latency) for context in contexts(options))
+        async with started(left, right) as pair:
+            yield pair
+
+    return make_pair
+
+
 def over_zmq(address: str) -> MakePair:
     """A maker of pairs that bind ``address``, with a way to inject frames past the sender's checks."""
 
@@ -173,6 +186,8 @@ async def zmq_two_loops(options: PairOptions) -> AsyncIterator[Pair]:
 MAKERS: dict[str, MakePair] = {
     "inproc": inproc_one_loop,
     "inproc-threads": inproc_two_loops,
+    "simulated": simulated(),
+    "simulated-late": simulated(lambda stage, peer, message: 0.002),
     "zmq-ipc": over_zmq("ipc"),
     "zmq-tcp": over_zmq("127.0.0.1"),
     "zmq-threads": zmq_two_loops,

@@ -12,6 +12,7 @@ from rrfp.errors import ConfigError
 from rrfp.transports import registry
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.registry import create_transport, transport_names
+from rrfp.transports.simulated import SimulatedTransport
 from rrfp.transports.zmq import ZmqTransport
 
 
@@ -29,12 +30,13 @@ def test_own_names() -> None:
     context, _ = makers.contexts()
     assert isinstance(create_transport("inproc", context), InprocTransport)
     assert isinstance(create_transport("zmq", context), ZmqTransport)
+    assert isinstance(create_transport("simulated", context), SimulatedTransport)
 
 
 @pytest.mark.usefixtures("plugin")
 def test_plugins_are_found_and_do_not_replace_ours() -> None:
     context, _ = makers.contexts()
-    assert transport_names() == ("inproc", "zmq", "carrier-pigeon")
+    assert transport_names() == ("inproc", "zmq", "simulated", "carrier-pigeon")
     assert isinstance(create_transport("carrier-pigeon", context), InprocTransport)
     assert isinstance(create_transport("zmq", context), ZmqTransport)
 
@@ -53,5 +55,5 @@ def test_what_is_no_transport_is_refused(spec: Any) -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="transport is 'tcp', must be one of: inproc, zmq"):
+    with pytest.raises(ConfigError, match="transport is 'tcp', must be one of: inproc, zmq, simulated"):
         create_transport("tcp", makers.contexts()[0])

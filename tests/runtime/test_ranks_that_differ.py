@@ -1,0 +1,58 @@
+"""Ranks that were not given the same: one clear error, the same on all, at once, whatever the transport."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from runtime.ranks import SOON_S, ThreadedRanks, step
+from runtime.toys import stages
+
+import rrfp
+from rrfp.errors import ConfigError
+from rrfp.shape import StagePart
+
+#: What stage 2 of 4 is given, what all others are, and what all are told.
+DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "placement": ({"placement": "v"}, {}, "placement is 'looped' on stage 0 and 'v' on stage 2"),
+    "split": ({"split": True}, {}, "split is False on stage 0 and True on stage 2"),
+    "hint": ({"hint": "bfw"}, {"hint": "bf"}, "split is False on stage 0 and True on stage 2"),
+    "deterministic": ({}, {"deterministic": True}, "deterministic is True on stage 0 and False on stage 2"),
+    "seed": ({"seed": 7}, {}, "seed is 0 on stage 0 and 7 on stage 2"),
+    "reduction": ({"reduction": "sum"}, {}, "reduction is 'mean' on stage 0 and 'sum' on stage 2"),
+    "strict": ({"strict": "1f1b"}, {"strict": "gpipe"}, "strict is 'gpipe' on stage 0 and '1f1b' on stage 2"),
+    "strict on one": ({"strict": "1f1b"}, {}, "strict is None on stage 0 and '1f1b' on stage 2"),
+    "stages": (
+        {"topology": rrfp.Topology(2, 5)},
+        {},
+        "stages is 4 on stage 0 and 5 on stage 2",
+    ),
+}
+
+
+def told(parts: list[StagePart], own: dict[int, Any], options: dict[str, Any]) -> str:
+    """What every rank is told, within the time that it may take."""
+    given = {stage: own.get(stage, options) for stage in range(len(parts))}
+    began = time.monotonic()
+    outcomes = ThreadedRanks(parts, step, given).join()
+    assert max(outcome.ended for outcome in outcomes) - began < SOON_S
+    assert [type(outcome.error) for outcome in outcomes] == [ConfigError] * len(parts)
+    (text,) = {str(outcome.error) for outcome in outcomes}
+    return text
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_a_rank_that_differs_is_one_error_on_all(name: str) -> None:
+    own, others, text = DIFFERENCES[name]
+    assert told([*stages(4)], {2: own}, others) == f"{text}: must be the same on all ranks"
+
+
+@pytest.mark.parametrize("transport", ["inproc", "zmq"])
+@pytest.mark.parametrize("odd", [0, 3])
+def test_a_wrong_number_of_chunks_is_told_though_the_ranks_would_wait_for_other_peers(transport: str, odd: int) -> None:
+    parts: list[StagePart] = [[a, b] for a, b in zip(stages(4), stages(4, seed=1), strict=True)]
+    parts[odd] = stages(1)[0]
+    text = told(parts, {}, {"transport": transport})
+    ours, theirs = (1, 2) if odd == 0 else (2, 1)
+    assert text == f"chunks is {ours} on stage 0 and {theirs} on stage {odd or 1}: must be the same on all ranks"
