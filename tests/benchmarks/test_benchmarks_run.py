@@ -64,3 +64,22 @@ def test_against_torch_reports_every_method_under_every_jitter() -> None:
             assert (figures["transfer_s"] is None) == name.startswith("torch")
     assert len(told["aims"]) == 2 * 4
     check_aims(told["aims"])
+
+
+def test_tp_simulated_compares_every_way_at_every_number_of_ranks() -> None:
+    told = quick("tp_simulated.py")
+
+    assert [(row["hint"], row["tp"]) for row in told["rows"]] == [(h, tp) for h in ("bf", "bfw") for tp in (2, 4)]
+    for row in told["rows"]:
+        tp, ways = row["tp"], row["ways"]
+        assert set(ways) == {"leader", "leader, depth 2", "agreement", "agreement, free"}
+        for name in ("leader", "leader, depth 2"):
+            assert (ways[name]["rounds"], ways[name]["failed"]) == (1, 0)
+            assert 0 < ways[name]["share"] < 1
+        agreed = ways["agreement"]
+        assert agreed["rounds"] == pytest.approx(1 + agreed["failed"])
+        assert agreed["messages"] == pytest.approx(agreed["rounds"] * tp * (tp - 1))
+        assert 0 < agreed["disputed"] < agreed["failed"]
+    free, slow = told["control"]
+    assert free["over_free_leader"]["leader"] == {"mean": 1, "deviation": 0}
+    assert slow["over_free_leader"]["leader"]["mean"] > 1
