@@ -21,6 +21,9 @@ def demo(
     steps: Annotated[int, typer.Option(help="Measured steps a method.")] = 8,
     seed: Annotated[int, typer.Option(help="Of the model, the data and the emulated durations.")] = 0,
     real_compute: Annotated[bool, typer.Option("--real-compute", help="Do not stretch tasks to a cost table.")] = False,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Train bitwise the same model by every method.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Train a small GPT across real processes: fixed-order 1F1B beside readiness-driven dispatch."""
@@ -36,5 +39,6 @@ def demo(
         steps=steps,
         seed=seed,
         real_compute=real_compute,
+        deterministic=deterministic,
     )
     run_demo(settings, as_json=json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -48,12 +49,21 @@ class DemoReport:
         self.overrun_share = self._overrun_share()
 
     def to_json(self) -> dict[str, Any]:
-        """The stable interface of ``rrfp demo --json``."""
+        """The stable interface of ``rrfp demo --json``; ``weights_sha256`` with ``--deterministic`` only."""
+        methods = {method: asdict(figures) for method, figures in self.figures.items()}
+        if self._settings.deterministic:
+            for method in methods:
+                methods[method]["weights_sha256"] = self.weights_sha256(method)
         return {
-            "methods": {method: asdict(figures) for method, figures in self.figures.items()},
+            "methods": methods,
             "lower_bound_s": self.lower_bound_s,
             "overrun_share": self.overrun_share,
         }
+
+    def weights_sha256(self, method: str) -> str:
+        """Of the whole model after the last step."""
+        stages = (part["weights_sha256"] for part in self._parts[method])
+        return hashlib.sha256("".join(stages).encode()).hexdigest()
 
     def write(self) -> None:
         """Write summary.json, timeline.png and trace-<method>.json."""
@@ -81,6 +91,14 @@ class DemoReport:
         return table
 
     def _caption(self) -> str:
+        caption = self._emulation()
+        if self._settings.deterministic:
+            weights = {self.weights_sha256(method) for method in METHODS}
+            same = "bitwise the same weights by every method" if len(weights) == 1 else "DIFFERENT weights by method"
+            caption += f"; {same}"
+        return caption
+
+    def _emulation(self) -> str:
         if self.overrun_share is None:
             return "real compute, nothing emulated"
         return (

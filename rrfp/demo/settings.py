@@ -8,14 +8,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rrfp.costs import CostTable, make_costs
+from rrfp.costs.profiles import microbatch_sizes
 from rrfp.demo.model import GptConfig
 from rrfp.errors import ConfigError
 
 #: The methods compared, and the pipeline options that make them. The first is the baseline.
 METHODS: Mapping[str, Mapping[str, Any]] = {
-    "1f1b": {"strict": "1f1b"},
-    "bf": {"hint": "bf"},
-    "b-priority": {"hint": "b-priority"},
+    "1f1b": {"strict": "1f1b", "split": False},
+    "zb-h1": {"strict": "zb-h1", "split": True},
+    "bf": {"hint": "bf", "split": False},
+    "b-priority": {"hint": "b-priority", "split": False},
+    "bfw": {"hint": "bfw", "split": True},
+    "slot-aware": {"hint": "slot-aware-pyramid", "split": True},
 }
 BASELINE = "1f1b"
 
@@ -41,6 +45,7 @@ class DemoSettings:
         steps: measured steps a method.
         seed: of model, data and cost tables.
         real_compute: tasks take the time that they really take.
+        deterministic: every method trains bitwise the same model.
 
     Raises:
         ConfigError: if a count is out of range.
@@ -54,6 +59,7 @@ class DemoSettings:
     steps: int = 8
     seed: int = 0
     real_compute: bool = False
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         layers = GptConfig().layers
@@ -75,6 +81,12 @@ class DemoSettings:
         """Read `to_json`'s line back."""
         return cls(**json.loads(text))
 
-    def costs(self, step: int) -> CostTable:
-        """What the tasks of ``step`` take at least; the same for every method."""
-        return make_costs(PROFILE, self.stages, self.microbatches, seed=self.seed, step=step, jitter=JITTER)
+    def costs(self, step: int, *, split: bool) -> CostTable:
+        """What the tasks of ``step`` take at least; the same for every method, with or without split backward."""
+        return make_costs(
+            PROFILE, self.stages, self.microbatches, split=split, seed=self.seed, step=step, jitter=JITTER
+        )
+
+    def sizes(self, step: int) -> tuple[float, ...]:
+        """How large the microbatches of ``step`` are, as far as that can be known before it."""
+        return microbatch_sizes(PROFILE, self.stages, self.microbatches, seed=self.seed, step=step)

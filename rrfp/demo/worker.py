@@ -5,6 +5,7 @@ Rank 0 prints one line of JSON for each step; every rank writes its spans and it
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -27,6 +28,7 @@ from rrfp.demo.text import batches, load_text
 from rrfp.errors import PipelineAborted
 from rrfp.pipeline import Pipeline
 from rrfp.result import StepResult
+from rrfp.shape import Shape
 from rrfp.trace.plain import to_plain
 
 
@@ -46,9 +48,14 @@ class MethodRun:
         self._stage = topology.stage
         module: nn.Module = build_stages(GptConfig(), topology.stages, settings.seed)[topology.stage]
         self._optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
-        program = TorchStage({topology.stage: module}, Graph.chain(topology.stages), loss_fn=loss_fn)
+        self._module = module
+        self._split: bool = METHODS[name]["split"]
+        shape = Shape(Graph.chain(topology.stages, split=self._split), settings.deterministic)
+        modules = {topology.stage: module}
+        program = TorchStage(modules, shape.graph, loss_fn=loss_fn, in_order=shape.in_order(modules))
         self._paced = None if settings.real_compute else PacedStage(program, lambda task: 0.0)
-        self._pipeline = Pipeline(program if self._paced is None else self._paced, topology=topology, **METHODS[name])
+        options: dict[str, Any] = {**METHODS[name], "deterministic": settings.deterministic}
+        self._pipeline = Pipeline(program if self._paced is None else self._paced, topology=topology, **options)
         self._pipe: BlockingPipeline | None = None
 
     def open(self, stack: ExitStack) -> None:
@@ -59,8 +66,8 @@ class MethodRun:
         """One training step."""
         assert self._pipe is not None
         if self._paced is not None:
-            self._paced.durations = table_durations(self._settings.costs(number))
-        result = self._pipe.step(inputs, targets)
+            self._paced.durations = table_durations(self._settings.costs(number, split=self._split))
+        result = self._pipe.step(inputs, targets, sizes=self._settings.sizes(number))
         self._optimizer.step()
         self._optimizer.zero_grad()
         if number >= self._settings.warm_up:
@@ -73,8 +80,17 @@ class MethodRun:
         """Leave the spans of the measured steps, and the overrun, for the command to collect."""
         paced = self._paced
         overrun = None if paced is None else {"planned_s": paced.planned_s, "overrun_s": paced.overrun_s}
-        part = {"traces": self.traces, "overrun": overrun}
+        part = {"traces": self.traces, "overrun": overrun, "weights_sha256": weights_sha256(self._module)}
         (folder / f"{self.name}-{self._stage}.json").write_text(json.dumps(part))
+
+
+def weights_sha256(module: nn.Module) -> str:
+    """What two modules share exactly when all their parameters are bitwise equal."""
+    total = hashlib.sha256()
+    for name, parameter in module.named_parameters():
+        total.update(name.encode())
+        total.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
 
 
 def train(settings: DemoSettings, topology: Topology) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from rrfp.demo.settings import METHODS
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 SHORT = ("--microbatches", "4", "--warm-up", "0", "--steps", "2")
@@ -47,8 +49,9 @@ def workers(out: Path) -> list[int]:
     return sorted(found)
 
 
-#: Connections of 4 stages: 5 pairs of peers, both ways, 3 channels, 3 pipelines, and one address a stage and pipeline.
-CONNECTED = 5 * 2 * 3 * 3 + 4 * 3
+PIPELINES = len(METHODS)
+#: Connections of 4 stages: 5 pairs of peers, both ways, 3 channels, for each pipeline, and one address a stage of each.
+CONNECTED = 5 * 2 * 3 * PIPELINES + 4 * PIPELINES
 
 
 def num_addresses() -> int:
@@ -71,7 +74,7 @@ def test_a_run_leaves_its_figures_its_timeline_and_its_traces(tmp_path: Path) ->
     output, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (0, "")
     told = json.loads(output)
-    assert set(told["methods"]) == {"1f1b", "bf", "b-priority"}
+    assert list(told["methods"]) == ["1f1b", "zb-h1", "bf", "b-priority", "bfw", "slot-aware"]
     for figures in told["methods"].values():
         assert set(figures) == FIGURES
         assert len(figures["losses"]) == 2
@@ -84,6 +87,16 @@ def test_a_run_leaves_its_figures_its_timeline_and_its_traces(tmp_path: Path) ->
     assert written == {"summary.json", "timeline.png", "workers.log", *traces}
     assert json.loads((tmp_path / "summary.json").read_text())["methods"] == told["methods"]
     assert workers(tmp_path) == []
+
+
+def test_deterministic_methods_train_bitwise_the_same_model(tmp_path: Path) -> None:
+    process = start(tmp_path, "--json", "--deterministic", *SHORT)
+    output, errors = process.communicate(timeout=120)
+    assert (process.returncode, errors) == (0, "")
+    methods = json.loads(output)["methods"].values()
+    assert {frozenset(figures) for figures in methods} == {frozenset(FIGURES | {"weights_sha256"})}
+    assert len({figures["weights_sha256"] for figures in methods}) == 1
+    assert len({tuple(figures["losses"]) for figures in methods}) == 1
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
