@@ -1,4 +1,4 @@
-"""`rrfp check hint|transport NAME`: the conformance suites, for authors of plugins."""
+"""`rrfp check hint|transport NAME`: the conformance suites, for authors of plugins; beside `faults` and `admission`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from typing import Annotated
 
 import typer
 
+from rrfp.commands.check_admission import admission
+from rrfp.commands.check_faults import faults
 from rrfp.commands.naming import named_or_loaded, named_or_loaded_hint
 from rrfp.commands.output import Json, first_line, print_json
 
 check = typer.Typer(help="Check that a plugin keeps its contract; exit code 1 if it does not.")
+check.command()(faults)
+check.command()(admission)
 
 _NAME = "A registered name, module:attribute, or file.py:attribute."
 Name = Annotated[str, typer.Argument(metavar="NAME", help=_NAME)]

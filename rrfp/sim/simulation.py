@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
-from rrfp.core.admission import Limit
+import numpy as np
+
+from rrfp.core.admission import AdmissionRule, Limit
 from rrfp.core.progress import Peaks
+from rrfp.costs.streams import Matrix
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict
@@ -18,6 +21,12 @@ from rrfp.sim.engine import EngineResult, graph_of, run
 
 #: The limit of a simulated hint where none is given.
 DEFAULT_LIMIT = "2n"
+
+#: How a strict schedule sends: a message leaves while its lane goes on, or sender and receiver wait for each other.
+Sends = Literal["eager", "blocking"]
+SENDS: tuple[str, ...] = get_args(Sends)
+#: The only schedule with blocking sends: it is Megatron's.
+BLOCKING_SCHEDULE = "1f1b"
 
 #: A run below its bound by no more than this, relatively, is at it: the two add the same numbers in another order, and
 #: each addition may lose the last bit. The first is for all of a small table, the second for each number of a large
@@ -78,6 +87,9 @@ def simulate(
     hint: HintSpec | None = None,
     strict: str | None = None,
     limit: Limit | int | str | None = None,
+    admission: AdmissionRule | None = None,
+    sends: Sends = "eager",
+    sizes: Sequence[float] | None = None,
 ) -> Simulation:
     """Simulate one training step with a hint, or with a schedule consumed strictly.
 
@@ -87,46 +99,96 @@ def simulate(
         strict: a schedule's name; its stages wait for their next task.
         limit: with a hint, how many microbatches a stage may hold (default ``2n``); a strict schedule takes none, and
             its bound uses the memory that the schedule itself needs.
+        admission: with a hint, how chunks share the limit's slots; None: the limit's own rule, ``staircase`` unless it
+            says otherwise.
+        sends: ``blocking`` makes strict 1f1b send as Megatron does, where sender and receiver wait for each other.
+        sizes: how large each microbatch is, in any unit, for hints that ask; None: untold.
 
     Raises:
-        ConfigError: unless exactly one of ``hint`` and ``strict`` is given, for an unknown name, for a limit on bytes,
-            or for times whose sum is no float.
+        ConfigError: unless exactly one of ``hint`` and ``strict`` is given, for an unknown name, for what does not go
+            together, for a limit on bytes, or for times whose sum is no float.
         DeadlockError: if the run deadlocks.
     """
     if (hint is None) == (strict is None):
         raise ConfigError("exactly one of hint and strict is needed")
-    if not math.isfinite(sum(_times(costs))):
-        raise ConfigError("the sum of all times is too large for a float")
-    stages = range(costs.stages)
+    if sends not in SENDS:
+        raise ConfigError(f"sends is {sends!r}, must be one of: {', '.join(SENDS)}")
+    _check_sum(costs)
     if strict is not None:
-        if limit is not None:
-            raise ConfigError("limit goes with a hint; a strict schedule holds what its order holds")
-        hints = [create_strict(strict) for _ in stages]
-        schedule = make_schedule(strict, graph_of(costs), costs.microbatches)
-        # The bound counts microbatches, as a limit does; peaks are in chunk tasks.
-        needed = [-(-schedule.peak_held(stage, graph_of(costs)) // costs.chunks) for stage in stages]
-        result = run(costs, hints, [Limit()] * costs.stages)
-        return _with_bound(costs, result, None, needed)
-    resolved = [Limit.resolve(DEFAULT_LIMIT if limit is None else limit, stage, costs.stages) for stage in stages]
-    if any(one.num_bytes is not None for one in resolved):
-        raise ConfigError("limit: num_bytes must be None, a cost table has no sizes")
+        if limit is not None or admission is not None:
+            what = "limit" if limit is not None else "admission"
+            raise ConfigError(f"{what} goes with a hint; a strict schedule holds what its order holds")
+        return _strict(costs, strict, sends)
     assert hint is not None
-    result = run(costs, [create_hint(hint) for _ in stages], resolved)
-    counts = tuple(one.microbatches if one.microbatches is not None else costs.microbatches for one in resolved)
-    return _with_bound(costs, result, counts, counts)
+    if sends != "eager":
+        raise ConfigError(f"sends is {sends!r}, must be eager with a hint: readiness-driven stages never wait to send")
+    return _dispatched(costs, hint, _limits(costs, limit, admission), sizes)
 
 
-def _times(costs: CostTable) -> list[float]:
-    """Everything in the table. No step takes longer than their sum."""
+def planned_sizes(costs: CostTable) -> list[float]:
+    """The time that all tasks of each microbatch take together, in seconds: sizes for a hint that asks for them.
+
+    No estimate made before a step can be better, since the table's own jitter is in them.
+    """
+    total = costs.forward + costs.backward if costs.weight is None else costs.forward + costs.backward + costs.weight
+    sizes: list[float] = total.sum(axis=0).tolist()
+    return sizes
+
+
+def _strict(costs: CostTable, name: str, sends: Sends) -> Simulation:
+    hints = [create_strict(name) for _ in range(costs.stages)]
+    graph = graph_of(costs)
+    schedule = make_schedule(name, graph, costs.microbatches)
+    # The bound counts microbatches, as a limit does; peaks are in chunk tasks.
+    peaks = (schedule.peak_held(stage, graph) for stage in range(costs.stages))
+    needed = [-(-peak // costs.chunks) for peak in peaks]
+    if sends == "blocking":
+        if name != BLOCKING_SCHEDULE:
+            raise ConfigError(f"sends is 'blocking', must be eager with strict {name}: only 1f1b has a blocking form")
+        from rrfp.sim.blocking import run_blocking
+
+        result = run_blocking(costs)
+    else:
+        result = run(costs, hints, [Limit()] * costs.stages)
+    return _with_bound(costs, result, None, needed)
+
+
+def _dispatched(costs: CostTable, hint: HintSpec, limits: Sequence[Limit], sizes: Sequence[float] | None) -> Simulation:
+    result = run(costs, [create_hint(hint) for _ in limits], limits, sizes=sizes)
+    counts = tuple(one.microbatches if one.microbatches is not None else costs.microbatches for one in limits)
+    # Under the paper's rule D may pass K * C by C, as under a limit of K + 1.
+    extra = 1 if costs.chunks > 1 and any(one.rule == "paper" for one in limits) else 0
+    return _with_bound(costs, result, counts, [count + extra for count in counts])
+
+
+def _limits(costs: CostTable, spec: Limit | int | str | None, admission: AdmissionRule | None) -> list[Limit]:
+    """The limit of every stage."""
+    spec = DEFAULT_LIMIT if spec is None else spec
+    limits = [Limit.resolve(spec, stage, costs.stages) for stage in range(costs.stages)]
+    if any(one.num_bytes is not None for one in limits):
+        raise ConfigError("limit: num_bytes must be None, a cost table has no sizes")
+    return limits if admission is None else [replace(one, rule=admission) for one in limits]
+
+
+def _check_sum(costs: CostTable) -> None:
+    """No step takes longer than the sum of everything in the table."""
+    with np.errstate(over="ignore"):
+        total = sum(float(matrix.sum()) for matrix in _matrices(costs))
+    if not math.isfinite(total):
+        raise ConfigError("the sum of all times is too large for a float")
+
+
+def _matrices(costs: CostTable) -> list[Matrix]:
+    """Everything in the table."""
     matrices = (costs.forward, costs.backward, costs.weight, costs.latency_forward, costs.latency_backward)
-    return [time for matrix in matrices if matrix is not None for time in matrix.ravel().tolist()]
+    return [matrix for matrix in matrices if matrix is not None]
 
 
 def _with_bound(
     costs: CostTable, result: EngineResult, limits: tuple[int, ...] | None, needed: Sequence[int]
 ) -> Simulation:
     bound = lower_bound(costs, needed)
-    slack = max(_ROUNDING, _ROUNDING_EACH * len(_times(costs)))
+    slack = max(_ROUNDING, _ROUNDING_EACH * sum(matrix.size for matrix in _matrices(costs)))
     if result.makespan < bound <= result.makespan * (1 + slack):
         bound = result.makespan
     assert bound <= result.makespan, f"a run of {result.makespan} s is below its lower bound of {bound} s"

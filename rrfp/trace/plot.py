@@ -53,14 +53,14 @@ FILL = 0.86
 DIGIT, DIGIT_HEIGHT, PADDING = 0.64, 0.73, 0.12
 
 
-def require_matplotlib() -> None:
+def require_matplotlib(what: str = "a timeline") -> None:
     """Raise where there is nothing to draw with, before the work that was to be drawn is done.
 
     Raises:
         ConfigError: if matplotlib is not installed.
     """
     if find_spec("matplotlib") is None:
-        raise ConfigError("a timeline needs matplotlib: pip install 'rrfp[plot]'")
+        raise ConfigError(f"{what} needs matplotlib: pip install 'rrfp[plot]'")
 
 
 def plot_timelines(rows: Sequence[tuple[str, StepTrace]], path: str | os.PathLike[str]) -> None:

@@ -17,7 +17,8 @@ from rrfp.costs import make_costs
 from rrfp.sim.simulation import simulate
 from rrfp.trace.chrome import chrome_events, write_chrome
 
-COMMANDS = ("demo", "simulate", "trace", "hints", "transports", "doctor", "check hint", "check transport")
+CHECKS = ("check faults", "check admission", "check hint", "check transport")
+COMMANDS = ("demo", "simulate", "trace", "hints", "transports", "doctor", *CHECKS)
 
 CHEAT = """
 from rrfp import Hint, Kind, Task
@@ -54,10 +55,10 @@ def test_version() -> None:
         ((), "Missing command, must be one of: demo, simulate"),
         (("nope",), "No such command 'nope', must be one of: demo, simulate"),
         (("--nope",), "No such option: --nope (see rrfp --help)"),
-        (("check",), "Missing command, must be one of: hint, transport (see rrfp check --help)"),
+        (("check",), "Missing command, must be one of: faults, admission, hint, transport (see rrfp check --help)"),
         (("check", "hint"), "Missing argument 'NAME'"),
         (("check", "hint", "nope"), "hint is 'nope', must be one of: bf"),
-        (("check", "transport", "nope"), "transport is 'nope', must be one of: inproc, zmq"),
+        (("check", "transport", "nope"), "transport is 'nope', must be one of: inproc, zmq, simulated"),
         (("trace",), "Missing argument 'FILE...'"),
     ],
 )
@@ -88,15 +89,19 @@ def test_reader_that_goes_away_is_no_traceback() -> None:
 def test_hints_are_listed_with_origin() -> None:
     known = json.loads(rrfp("hints", "--json").stdout)
     origins = {one["name"]: one["origin"] for one in known}
-    assert list(origins) == ["bf", "fb", "b-priority", "f-priority", "bfw", "gpipe", "1f1b"]
-    assert set(origins.values()) == {"built in", "schedule"}
-    assert all(one["description"] for one in known)
+    built_in = ["bf", "fb", "b-priority", "f-priority", "bfw", "slot-aware", "slot-aware-pyramid", "bfw-pyramid"]
+    schedules = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"]
+    assert list(origins) == [*built_in, *schedules]
+    assert origins == dict.fromkeys(built_in, "built in") | dict.fromkeys(schedules, "schedule")
+    assert all(one["description"] and "docstring" not in one["description"] for one in known)
     assert "BF: after a backward" in rrfp("hints").stdout
 
 
 def test_transports_are_listed() -> None:
     known = json.loads(rrfp("transports", "--json").stdout)
-    assert [(one["name"], one["origin"]) for one in known] == [("inproc", "built in"), ("zmq", "built in")]
+    assert [(one["name"], one["origin"]) for one in known] == [
+        (name, "built in") for name in ("inproc", "zmq", "simulated")
+    ]
     assert "inproc" in rrfp("transports").stdout
 
 
@@ -134,7 +139,7 @@ def test_check_of_a_hint_outside_the_package(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["inproc", "zmq", "rrfp.transports.inproc:InprocTransport"])
+@pytest.mark.parametrize("name", ["inproc", "zmq", "simulated", "rrfp.transports.inproc:InprocTransport"])
 def test_check_of_a_transport(name: str) -> None:
     result = rrfp_process("check", "transport", name, "--json")
     answer = json.loads(result.stdout)

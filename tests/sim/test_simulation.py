@@ -20,7 +20,7 @@ from rrfp.costs import CostTable, from_json, make_costs, to_json
 from rrfp.errors import ConfigError
 from rrfp.sim.bound import lower_bound
 from rrfp.sim.engine import graph_of
-from rrfp.sim.simulation import Simulation, simulate
+from rrfp.sim.simulation import Simulation, planned_sizes, simulate
 from rrfp.trace.breakdown import by_stage
 from rrfp.trace.spans import TaskSpan
 
@@ -174,6 +174,55 @@ def test_bound_of_chunks_counts_microbatches() -> None:
     assert simulate(costs, hint="bf", limit=1).lower_bound == lower_bound(costs, [1, 1])
 
 
+def test_the_papers_admission_rule_is_another_rule_for_two_chunks_only() -> None:
+    """With K = 2 it lets a second microbatch into the first chunk at once, and then serves one at a time."""
+    for chunks in (1, 2):
+        costs = make_costs("mllm", 3, 8, chunks=chunks, jitter="J2")
+        plain, staircase, paper = (
+            simulate(costs, hint="bf", limit=2, admission=rule) for rule in (None, "staircase", "paper")
+        )
+        assert plain.to_json() == staircase.to_json()
+        assert (paper.to_json() == plain.to_json()) == (chunks == 1)
+
+
+def test_admission_replaces_the_rule_of_a_limit_and_none_leaves_it() -> None:
+    costs = make_costs("mllm", 3, 8, chunks=2, jitter="J2")
+    limit = Limit(2, rule="paper")
+    paper = simulate(costs, hint="bf", limit=2, admission="paper").to_json()
+    assert simulate(costs, hint="bf", limit=limit).to_json() == paper
+    staircase = simulate(costs, hint="bf", limit=limit, admission="staircase").to_json()
+    assert staircase == simulate(costs, hint="bf", limit=2).to_json() != paper
+
+
+@given(tables(), st.sampled_from(HINTS), st.sampled_from(LIMITS))
+@settings(max_examples=100, deadline=None)
+def test_under_the_papers_rule_no_run_is_below_its_bound(costs: CostTable, hint: str, limit: int | str) -> None:
+    """D may pass K * C by C, so the bound is that of one microbatch more."""
+    simulation = simulate(costs, hint=hint, limit=limit, admission="paper")
+    counts = [Limit.resolve(limit, stage, costs.stages).microbatches or 0 for stage in range(costs.stages)]
+    assert simulation.lower_bound <= lower_bound(costs, counts) * (1 + 1e-12)
+    assert simulation.ratio >= 1
+    for peak, count in zip(simulation.peaks, counts, strict=True):
+        assert peak.held <= (count + (costs.chunks > 1)) * costs.chunks
+
+
+@given(tables(most_chunks=1))
+@settings(max_examples=100, deadline=None)
+def test_blocking_sends_keep_the_order_and_are_never_faster(costs: CostTable) -> None:
+    eager, blocking = simulate(costs, strict="1f1b"), simulate(costs, strict="1f1b", sends="blocking")
+    assert blocking.makespan >= eager.makespan * (1 - 1e-12)
+    assert blocking.to_json()["order"] == eager.to_json()["order"]
+    assert blocking.to_json()["peak"] == eager.to_json()["peak"]
+
+
+@given(tables())
+@settings(max_examples=30, deadline=None)
+def test_planned_sizes_add_up_to_the_work(costs: CostTable) -> None:
+    sizes = planned_sizes(costs)
+    assert len(sizes) == costs.microbatches
+    assert sum(sizes) == pytest.approx(costs.work().sum())
+
+
 def test_zero_costs_have_ratio_one() -> None:
     simulation = simulate(table([[0.0]], [[0.0]]), hint="bf")
     assert (simulation.makespan, simulation.lower_bound, simulation.ratio) == (0, 0, 1)
@@ -186,9 +235,15 @@ def test_zero_costs_have_ratio_one() -> None:
         ({"hint": "bf", "strict": "1f1b"}, "exactly one of hint and strict"),
         ({"strict": "1f1b", "limit": 2}, "limit goes with a hint"),
         ({"strict": "bf"}, "strict is 'bf', must be one of: gpipe, 1f1b"),
-        ({"hint": "nope"}, "hint is 'nope', must be one of: bf, fb, b-priority, f-priority, bfw, gpipe, 1f1b"),
-        ({"hint": "bf", "limit": "lots"}, "must be a number of microbatches or one of: 1f1b, 2n"),
+        ({"hint": "nope"}, "hint is 'nope', must be one of: bf, fb, b-priority, f-priority, bfw"),
+        ({"hint": "bf", "limit": "lots"}, "must be a number of microbatches or one of: 1f1b, n, 2n"),
         ({"hint": "bf", "limit": 0}, "must be at least 1"),
+        ({"strict": "1f1b", "admission": "paper"}, "admission goes with a hint"),
+        ({"hint": "bf", "admission": "none"}, "rule is 'none', must be one of: staircase, paper"),
+        ({"hint": "bf", "sends": "blocking"}, "sends is 'blocking', must be eager with a hint"),
+        ({"strict": "gpipe", "sends": "blocking"}, "must be eager with strict gpipe: only 1f1b has a blocking form"),
+        ({"strict": "1f1b", "sends": "late"}, "sends is 'late', must be one of: eager, blocking"),
+        ({"hint": "bf", "sizes": (1.0, 2.0)}, "sizes has 2 entries, must have 1, one a microbatch"),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, str | int], message: str) -> None:
@@ -202,7 +257,7 @@ def test_times_whose_sum_is_no_float_are_refused() -> None:
 
 
 def test_schedules_for_one_chunk_refuse_two() -> None:
-    with pytest.raises(ConfigError, match="1f1b takes 1 chunk a stage, the placement has 2"):
+    with pytest.raises(ConfigError, match="1f1b takes 1 chunk a stage; the graph has 2 chunks"):
         simulate(make_costs("llm", 2, 4, chunks=2), strict="1f1b")
 
 

@@ -1,0 +1,155 @@
+"""`rrfp check admission`: the explorer on every combination of the listed pipelines, limits and memory rules."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+
+import typer
+
+from rrfp.commands.output import Json, print_json
+from rrfp.core.tasks import Kind, Mode
+from rrfp.core.topology import Layout
+from rrfp.errors import ConfigError, RrfpError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rrfp.sim.explore_cases import Case, Explored, Grid
+
+_FULL = "Visit every reachable state, also orders of the same tasks that cannot matter."
+
+
+def _list(name: str, metavar: str, help: str) -> Any:
+    return typer.Option(f"--{name}", metavar=metavar, help=help)
+
+
+def admission(
+    stages: Annotated[str, _list("stages", "N,..", "Numbers of stages.")] = "1,2,3",
+    microbatches: Annotated[str, _list("microbatches", "M,..", "Numbers of microbatches.")] = "1,2,3",
+    chunks: Annotated[str, _list("chunks", "C,..", "Numbers of chunks a stage.")] = "1,2",
+    placement: Annotated[str, _list("placement", "looped,v", "Where chunks live.")] = "looped,v",
+    backward: Annotated[str, _list("backward", "whole,split,mixed", "Backward by virtual stage.")] = "whole,split",
+    mode: Annotated[str, _list("mode", "train,forward", "Training or forward only.")] = "train,forward",
+    limit: Annotated[str, _list("limit", "K,..,1f1b", "Limits; those above M are left out.")] = "1,2,3,4,1f1b",
+    rule: Annotated[str, _list("rule", "NAME,..", "staircase, paper, or a rule known to be wrong.")] = "staircase",
+    in_order: Annotated[str, _list("in-order", "none,F,B,W", "What runs in microbatch order.")] = "none",
+    where: Annotated[str, _list("where", "all,last,middle", "The virtual stages where it does.")] = "all",
+    full: Annotated[bool, typer.Option("--full", help=_FULL)] = False,
+    json: Json = False,
+) -> None:
+    """Explore small pipelines under a memory rule: no deadlock, and memory in bounds; exit code 1 if not."""
+    from rrfp.sim.explore_cases import RULES, Backward, Grid, Where, explored
+
+    grid = Grid(
+        _numbers("stages", stages),
+        _numbers("microbatches", microbatches),
+        _numbers("chunks", chunks),
+        cast("list[Layout]", _names("placement", placement, get_args(Layout))),
+        cast("list[Backward]", _names("backward", backward, get_args(Backward))),
+        [Mode(one) for one in _names("mode", mode, list(Mode))],
+        ["1f1b" if one == "1f1b" else _number("limit", one, " or 1f1b") for one in limit.split(",")],
+        _names("rule", rule, list(RULES)),
+        [None if one == "none" else Kind(one) for one in _names("in-order", in_order, ["none", *Kind])],
+        cast("list[Where]", _names("where", where, get_args(Where))),
+    )
+    done = list(explored(_shown(grid, quiet=json), reduce=False if full else None))
+    if not done:
+        raise ConfigError("no case is left: limits above M, or an order of a kind that no virtual stage runs")
+    bad = [one for one in done if not one.is_safe]
+    if json:
+        print_json({"ok": not bad, "cases": [_document(one) for one in done]})
+    else:
+        _print(_table(done))
+        typer.echo(f"{len(done)} cases, {sum(one.found.states for one in done)} states, {len(bad)} cases failed")
+    if bad:
+        raise RrfpError(f"{len(bad)} of {len(done)} cases fail, the first with the shortest way there: {_worst(bad)}")
+
+
+def _numbers(field: str, text: str) -> list[int]:
+    return [_number(field, one) for one in text.split(",")]
+
+
+def _number(field: str, text: str, otherwise: str = "") -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{field} has {text!r}, must be whole numbers from 1{otherwise}, separated by commas")
+    return int(text)
+
+
+def _names(field: str, text: str, allowed: Iterable[str]) -> list[str]:
+    names, known = text.split(","), [str(name) for name in allowed]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{field} has {name!r}, must be of: {', '.join(known)}, separated by commas")
+    return names
+
+
+def _shown(grid: Grid, *, quiet: bool) -> Iterable[Case]:
+    """The cases, with a progress bar where somebody looks."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(list(grid), "cases", console=console, transient=True, disable=quiet or not sys.stderr.isatty())
+
+
+def _worst(bad: list[Explored]) -> str:
+    """The deadlock with the shortest trace, or else the first bound that was passed."""
+    stuck = [one for one in bad if one.found.deadlocks]
+    if not stuck:
+        return f"{bad[0].case}: {bad[0].broken[0]}"
+    first = min(stuck, key=lambda one: len(one.found.deadlocks[0].trace))
+    return f"{first.case}: " + "; ".join(line.strip() for line in str(first.found.deadlocks[0]).splitlines())
+
+
+def _document(one: Explored) -> dict[str, Any]:
+    found = one.found
+    return {
+        "case": str(one.case),
+        "ok": one.is_safe,
+        "states": found.states,
+        "transitions": found.transitions,
+        "seconds": one.seconds,
+        "deadlocks": len(found.deadlocks),
+        "deadlock": [str(task) for task in found.deadlocks[0].trace] if found.deadlocks else None,
+        "peak_held": found.peak_held,
+        "peak_received": found.peak_received,
+        "peak_buffered": found.peak_buffered,
+        "broken": one.broken,
+    }
+
+
+def _table(done: list[Explored]) -> Table:
+    """A row for each rule, C, kind of step and forced kind; the peaks are the largest of its cases and stages."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 1), collapse_padding=True)
+    for column in ("rule", "C", "step", "order"):
+        table.add_column(column, no_wrap=True)
+    for column in ("cases", "states", "s", "stuck", "D", "received", "buffered"):
+        table.add_column(column, justify="right", no_wrap=True)
+    rows: dict[tuple[str, ...], list[Explored]] = {}
+    for one in done:
+        case = one.case
+        step = "forward" if case.mode is Mode.FORWARD else case.backward
+        rows.setdefault((case.rule, str(case.chunks), step, str(case.in_order or "-")), []).append(one)
+    for key, its in rows.items():
+        found = [one.found for one in its]
+        table.add_row(
+            *key,
+            str(len(its)),
+            str(sum(one.states for one in found)),
+            f"{sum(one.seconds for one in its):.1f}",
+            str(sum(len(one.deadlocks) for one in found)),
+            str(max(max(one.peak_held) for one in found)),
+            str(max(max(one.peak_received) for one in found)),
+            str(max(max(one.peak_buffered) for one in found)),
+        )
+    return table
+
+
+def _print(table: Table) -> None:
+    from rich.console import Console
+
+    Console(highlight=False, markup=False).print(table)

@@ -1,0 +1,51 @@
+"""The memory that each rule promises for a chain of virtual stages; docs/memory-rules.md has the proofs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rrfp.core.tasks import Mode
+from rrfp.core.topology import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Bounds by stage, in chunk tasks or inputs. Every count of inputs is bounded by M*C as well.
+
+    Attributes:
+        held: of D.
+        received: of inputs from other stages that no task here has started to use up.
+        buffered: of forward inputs from other stages, kept until their backward (forward only: their forward) has run.
+    """
+
+    held: tuple[int, ...]
+    received: tuple[int, ...]
+    buffered: tuple[int, ...]
+
+
+def bounds_of(placement: Placement, limits: Sequence[int], mode: Mode, rule: str) -> Bounds:
+    """The bounds for a chain.
+
+    Args:
+        placement: where virtual stages live.
+        limits: K by stage.
+        mode: training or forward only.
+        rule: ``"paper"``, or any other name for the staircase.
+    """
+    chunks = placement.chunks
+    serves = rule == "paper" and chunks > 1 and mode is Mode.TRAIN
+    held = tuple(limit * chunks + (chunks if serves else 0) for limit in limits)
+    feeders = [_feeders(placement, stage) for stage in range(placement.stages)]
+    buffered = tuple(sum(held[feeder] for feeder in its) for its in feeders)
+    if mode is Mode.FORWARD:
+        return Bounds(held, buffered, buffered)
+    # A microbatch waits for one task at a time, and it holds the first chunk of every stage before this one.
+    begun = [limit * chunks + 1 if serves else limit * chunks - (chunks - 1) for limit in limits]
+    received = tuple(min(begun[: max(stage, 1)]) for stage in range(placement.stages))
+    return Bounds(held, received, buffered)
+
+
+def _feeders(placement: Placement, stage: int) -> set[int]:
+    """The other stages whose forwards this one reads."""
+    return {placement.stage_of(v - 1) for v in placement.virtual_stages(stage) if v} - {stage}

@@ -1,0 +1,90 @@
+"""Leaving out orders that cannot matter changes neither the deadlocks nor the peaks that are found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from rrfp.core.admission import Limit
+from rrfp.core.graph import Graph
+from rrfp.core.tasks import Kind, Mode
+from rrfp.core.topology import Placement
+from rrfp.sim.explore import Oracles, explore
+from rrfp.sim.explore_cases import RULES, Backward, Grid
+from rrfp.sim.explore_result import Exploration
+
+
+def what_matters(found: Exploration) -> tuple[Any, ...]:
+    """The peaks, and of each deadlock what ran by then, for microbatches in any order."""
+    stuck = []
+    for deadlock in found.deadlocks:
+        by_microbatch: dict[int, list[str]] = {}
+        for kind, microbatch, virtual_stage in sorted(deadlock.trace):
+            by_microbatch.setdefault(microbatch, []).append(f"{kind}@{virtual_stage}")
+        stuck.append((sorted(by_microbatch.values()), deadlock.held))
+    return found.peak_held, found.peak_received, found.peak_buffered, sorted(stuck)
+
+
+def assert_same(grid: Grid) -> None:
+    oracles: Oracles = {}
+    cases = list(grid)
+    assert cases
+    for case in cases:
+        reduced, whole = (case.explore(reduce=reduce, oracles=oracles) for reduce in (True, False))
+        assert what_matters(reduced) == what_matters(whole), case
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("backward", ["whole", "split", "mixed"])
+def test_every_rule_in_every_small_case(rule: str, backward: Backward) -> None:
+    grid = Grid(
+        stages=(1, 2, 3) if backward == "whole" else (1, 2),
+        microbatches=(2,),
+        backwards=(backward,),
+        modes=(Mode.TRAIN,),
+        rules=(rule,),
+        in_order=(None, Kind.B, Kind.W),
+        where=("all",),
+    )
+    assert_same(grid)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_with_three_microbatches(rule: str) -> None:
+    train = (Mode.TRAIN,)
+    assert_same(Grid((1, 2), (3,), (2,), ("v",), ("whole",), train, (1, 2, 3), (rule,), (None, Kind.B), ("all",)))
+
+
+def byte_limits() -> Iterator[tuple[Limit, Sequence[int] | None]]:
+    for num_bytes in (1, 2, 3, 5):
+        for sizes in (None, (1, 2, 3), (3, 1, 2)):
+            yield Limit(num_bytes=num_bytes), sizes
+            yield Limit(1, num_bytes), sizes
+
+
+def test_byte_limits() -> None:
+    graph = Graph.chain(2, chunks=2, layout="v")
+    for limit, sizes in byte_limits():
+        for in_order in ((), [(Kind.B, 3)]):
+            oracles: Oracles = {}
+            reduced, whole = (
+                explore(graph, 3, limit, in_order=in_order, sizes=sizes, reduce=reduce, oracles=oracles)
+                for reduce in (True, False)
+            )
+            assert what_matters(reduced) == what_matters(whole)
+
+
+def test_a_graph_that_deadlocks_whatever_the_hint() -> None:
+    """Two sources that feed one sink, K = 1: they may take different microbatches, and the sink waits for ever."""
+    graph = Graph(Placement(3), edges=((0, 2), (1, 2)))
+    both = [explore(graph, 3, 1, reduce=reduce) for reduce in (True, False)]
+    assert what_matters(both[0]) == what_matters(both[1])
+    assert [str(task) for task in both[0].deadlocks[0].trace] == ["F0@0", "F1@1"]
+
+
+def test_it_visits_far_fewer_states() -> None:
+    graph = Graph.chain(2, chunks=2, split=True)
+    states = [explore(graph, 3, 2, reduce=reduce).states for reduce in (True, False)]
+    assert states[0] * 4 < states[1]

@@ -1,0 +1,124 @@
+"""The memory rules that ship, explored: no deadlock, and D, received and buffered inputs within their bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from rrfp.core.admission import Limit
+from rrfp.core.graph import Graph
+from rrfp.core.tasks import Kind, Mode
+from rrfp.core.topology import Layout
+from rrfp.sim.explore import explore
+from rrfp.sim.explore_cases import Backward, Case, Grid, Where, explored
+
+TRAIN, FORWARD = (Mode.TRAIN,), (Mode.FORWARD,)
+EVERYWHERE: tuple[Where, ...] = ("all", "last", "middle")
+
+
+def assert_safe(cases: Iterable[Case]) -> None:
+    done = list(explored(cases))
+    assert done
+    for one in done:
+        assert one.is_safe, f"{one.case}: {one.broken}\n{one.found}"
+
+
+@pytest.mark.parametrize("backward", ["whole", "split", "mixed"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_one_chunk_a_stage_at_any_limit(stages: int, backward: Backward) -> None:
+    assert_safe(Grid(stages=(stages,), chunks=(1,), backwards=(backward,), modes=TRAIN))
+
+
+@pytest.mark.parametrize("layout", ["looped", "v"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_forward_only_at_any_limit(stages: int, layout: Layout) -> None:
+    assert_safe(Grid(stages=(stages,), layouts=(layout,), modes=FORWARD, rules=("staircase",)))
+
+
+def test_forward_only_the_papers_rule_is_the_staircase() -> None:
+    """Serving would free nothing there, and D would pass K * C without end."""
+    grid = Grid((2, 3), (3, 4), (2,), modes=FORWARD, limits=(1, 2), rules=("staircase", "paper"))
+    done = list(explored(grid))
+    by_rule = [[one.found for one in done if one.case.rule == rule] for rule in grid.rules]
+    assert by_rule[0] == by_rule[1]
+    assert by_rule[0]
+
+
+@pytest.mark.parametrize("backward", ["whole", "split", "mixed"])
+@pytest.mark.parametrize("layout", ["looped", "v"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_the_staircase_with_two_chunks(stages: int, layout: Layout, backward: Backward) -> None:
+    microbatches = (1, 2) if backward == "mixed" else (1, 2, 3)
+    assert_safe(Grid((stages,), microbatches, (2,), (layout,), (backward,), TRAIN, rules=("staircase",)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backward", ["whole", "split"])
+@pytest.mark.parametrize("layout", ["looped", "v"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_the_staircase_with_two_chunks_and_four_microbatches(stages: int, layout: Layout, backward: Backward) -> None:
+    assert_safe(Grid((stages,), (4,), (2,), (layout,), (backward,), TRAIN, rules=("staircase",)))
+
+
+def test_the_staircase_with_three_chunks() -> None:
+    assert_safe(Grid((1, 2, 3), (1, 2, 3), (3,), ("looped", "v"), ("whole",), TRAIN, rules=("staircase",)))
+
+
+@pytest.mark.parametrize("layout", ["looped", "v"])
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "backward"),
+    [(1, 4, "whole"), (2, 3, "whole"), (3, 3, "whole"), (4, 2, "whole"), (1, 3, "split"), (2, 2, "split"), (3, 2, "split")],
+)
+def test_the_papers_rule(stages: int, microbatches: int, backward: Backward, layout: Layout) -> None:
+    upto = range(1, microbatches + 1)
+    assert_safe(Grid((stages,), upto, (2,), (layout,), (backward,), TRAIN, rules=("paper",)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["looped", "v"])
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "backward"), [(4, 3, "whole"), (2, 4, "whole"), (4, 2, "split"), (3, 3, "split")]
+)
+def test_the_papers_rule_in_larger_cases(stages: int, microbatches: int, backward: Backward, layout: Layout) -> None:
+    assert_safe(Grid((stages,), (microbatches,), (2,), (layout,), (backward,), TRAIN, rules=("paper",)))
+
+
+@pytest.mark.parametrize("kind", [Kind.F, Kind.B, Kind.W])
+def test_a_forced_order_with_one_chunk(kind: Kind) -> None:
+    backwards: tuple[Backward, ...] = ("whole", "split")
+    grid = Grid((1, 2, 3), (1, 2, 3), (1,), ("looped",), backwards, TRAIN, in_order=(kind,), where=EVERYWHERE)
+    assert_safe(grid)
+
+
+@pytest.mark.parametrize("kind", [Kind.F, Kind.B, Kind.W])
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 2), (3, 2)])
+def test_a_forced_order_with_two_chunks(stages: int, microbatches: int, kind: Kind) -> None:
+    """Staircase and reserve rule together, where one reserved slot is not enough."""
+    backward: Backward = "split" if kind is Kind.W else "whole"
+    grid = Grid((stages,), (microbatches,), (2,), ("looped", "v"), (backward,), TRAIN, in_order=(kind,))
+    assert_safe(grid)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backward", ["whole", "split"])
+@pytest.mark.parametrize("layout", ["looped", "v"])
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_forced_order_with_two_chunks_and_three_microbatches(stages: int, layout: Layout, backward: Backward) -> None:
+    kinds = (Kind.F, Kind.B, Kind.W) if backward == "split" else (Kind.F, Kind.B)
+    assert_safe(Grid((stages,), (3,), (2,), (layout,), (backward,), TRAIN, rules=("staircase",), in_order=kinds))
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("in_order", [None, Kind.B])
+@pytest.mark.parametrize("microbatches", [None, 1, 2])
+def test_byte_limits_beside_a_limit_on_microbatches(
+    chunks: int, in_order: Kind | None, microbatches: int | None
+) -> None:
+    """Microbatches of even and of uneven sizes, some of which never fit."""
+    graph = Graph.chain(2, chunks=chunks, layout="v")
+    forced = [(in_order, v) for v in range(2 * chunks)] if in_order else []
+    for num_bytes in (1, 2, 3, 5, 8):
+        for sizes in ((1, 1, 1), (1, 2, 4), (4, 2, 1)):
+            found = explore(graph, 3, Limit(microbatches, num_bytes), in_order=forced, sizes=sizes)
+            assert not found.deadlocks, (num_bytes, sizes, found)

@@ -1,0 +1,50 @@
+"""Random pipelines beyond what can be explored, any delay and lane depth: each rule ends every run within its bound."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rrfp.core.admission import AdmissionRule, Limit
+from rrfp.core.graph import Graph
+from rrfp.core.hint import Hint, View
+from rrfp.core.ready_set import ReadySet
+from rrfp.core.tasks import Kind, Mode, Task
+from rrfp.core.topology import Placement
+from rrfp.testing.core_network import CoreNetwork
+
+
+class AnyReady(Hint):
+    """Takes any ready task; at times always one kind first."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._first = self._random.choice(("F", "B", ""))
+
+    def choose(self, ready: ReadySet, view: View) -> Task | None:
+        tasks = list(ready)
+        return self._random.choice([task for task in tasks if task.kind == self._first] or tasks)
+
+
+@pytest.mark.parametrize("rule", ["staircase", "paper"])
+@pytest.mark.parametrize("batch", range(4))
+def test_every_run_ends_and_d_keeps_its_bound(rule: AdmissionRule, batch: int) -> None:
+    """`CoreNetwork` counts D anew; a failing seed is in the message."""
+    for seed in range(batch * 40, batch * 40 + 40):
+        rng = random.Random(seed)
+        stages, chunks, microbatches = rng.randint(1, 6), rng.randint(2, 4), rng.randint(2, 10)
+        placement = Placement(stages, chunks, rng.choice(("looped", "v")))
+        virtual_stages = range(stages * chunks)
+        split = rng.choice(((True,), (False,), (True, False)))
+        graph = Graph(placement, split=tuple(rng.choice(split) for _ in virtual_stages))
+        kind = rng.choice((None, Kind.F, Kind.B, Kind.W))
+        where = rng.sample(virtual_stages, rng.randint(1, len(virtual_stages)))
+        in_order = [(kind, v) for v in where if kind in graph.kinds(v, Mode.TRAIN)] if kind else []
+        limits = [Limit(rng.randint(1, 5), rule=rule) for _ in range(stages)]
+        hints = [AnyReady(rng.randrange(1 << 30)) for _ in range(stages)]
+        network = CoreNetwork(graph, hints, limits, seed=seed, depth=rng.randint(1, 3), in_order=in_order)
+        try:
+            network.run([(Mode.TRAIN, microbatches), (Mode.FORWARD, microbatches)])
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from None
