@@ -8,9 +8,9 @@ forwards as well, as modules with BatchNorm need. The free run of the same hint 
 table is the baseline: figures are percent of its makespan, mean over the seeds and jitter levels J0 to J3, and in
 brackets the largest of one table. 64 microbatches.
 
-bf runs on whole backwards, the others on split ones. slot-aware-pyramid orders microbatches by size where order is free,
-and cannot where it is forced; "passed in pyramids" is slot-aware in forced order, given its microbatches in that hint's
-order, against that hint in free order. `--quick` only shows that everything runs: its figures mean nothing.
+bf runs on whole backwards, the others on split ones. slot-aware-pyramid orders microbatches by size where order is
+free, and cannot where it is forced; "passed in pyramids" is slot-aware in forced order, given its microbatches in that
+hint's order, against that hint in free order. `--quick` only shows that everything runs: its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def cost_of(case: Case) -> Cost:
     added: list[ForcedOrder] = [(Kind.W if split else Kind.B, v) for v in range(case.stages)]
     forwards: list[ForcedOrder] = [(Kind.F, v) for v in range(case.stages)]
     free = run(costs, [create_hint(free_hint) for _ in limits], limits, sizes=sizes).makespan
-    if case.method == PASSED_IN_PYRAMIDS:
+    if case.method == PASSED_IN_PYRAMIDS and min(sizes) < max(sizes):
         order = pyramids(sizes, LENGTH_PER_STAGE * case.stages)
-        costs, sizes = _passed(costs, order), [sizes[m] for m in order]
+        costs, sizes = _passed(costs, order), tuple(sizes[m] for m in order)
 
     def percent(in_order: Sequence[ForcedOrder]) -> float:
         hints = [create_hint(forced_hint) for _ in limits]

@@ -88,6 +88,11 @@ class StepResult:
         """For each stage, the most chunk tasks whose forward had started and whose memory was not free again."""
         return tuple(peak.held for peak in self.peaks)
 
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """For each stage, the most bytes held by microbatches in work and by outputs on their way out."""
+        return tuple(peak.num_bytes for peak in self.peaks)
+
     @classmethod
     def of(
         cls, step: StepId, reports: Sequence[StageReport], trace: StepTrace, outputs: Mapping[int, Any]

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from rrfp.arbiter.loop import Arbiter, SettlingLoop
 from rrfp.batching import Plan
 from rrfp.compute.base import Execution, Lane, StageProgram
-from rrfp.compute.mailbox import Mailbox, run_task
+from rrfp.compute.mailbox import Mailbox, bytes_after, run_task
 from rrfp.compute.weighting import combine_losses
 from rrfp.control.courier import Courier
 from rrfp.control.exchange import TreeExchange
@@ -85,9 +85,7 @@ class StageRunner:
         self._watchdog = Watchdog(
             self._progress, core.stage, stages, self._exchange, self._courier.post, self.fail, stall_after
         )
-        self._reception = Reception(
-            core.stage, self._courier, self._exchange, self._watchdog, self._progress, self._abort
-        )
+        self._inbox = Reception(core.stage, self._courier, self._exchange, self._watchdog, self._progress, self._abort)
         #: What the caller waits for: the start, or a step.
         self._current: asyncio.Task[Any] | None = None
         self._finished = asyncio.Event()
@@ -106,14 +104,13 @@ class StageRunner:
         """
         self._check_failure()
         self._lane.start()
-        loop = asyncio.get_running_loop()
-        settled = loop.settled if isinstance(loop, SettlingLoop) else None
+        settled = loop.settled if isinstance(loop := asyncio.get_running_loop(), SettlingLoop) else None
         try:
             if self._handshake is not None:
                 await self._handshake.shake()
             await self._transport.start()
             await self._services.start(
-                self._courier.pump(self._reception.take),
+                self._courier.pump(self._inbox.take),
                 self._arbiter.run(settled),
                 self._watchdog.watch(),
                 self._watchdog.answer(),
@@ -291,8 +288,8 @@ class StageRunner:
     def _complete(self, task: Task, execution: Execution[None]) -> None:
         self._progress.completed()
         self._recorder.ran(task, execution.started, execution.ended)
-        held = self.program.held_bytes(task.microbatch, task.virtual_stage)
-        self._tell(ev.Completed(task, held, execution.ended - execution.started))
+        held, output = bytes_after(self.program, self._mailbox, task)
+        self._tell(ev.Completed(task, held, execution.ended - execution.started, output))
 
     def _waiting(self, cause: WaitCause) -> None:
         if self._progress.step is not None:

@@ -7,7 +7,8 @@ the check done here, and later microbatches of that signature are taken to keep 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -17,6 +18,19 @@ T = TypeVar("T")
 
 #: Signatures remembered for a module; beyond that all are forgotten and measured again.
 _MAX_SIGNATURES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Bytes that a forward keeps.
+
+    Attributes:
+        held: in all, storages counted once.
+        of_output: of these, bytes of what the forward returned.
+    """
+
+    held: int
+    of_output: int
 
 
 class ActivationMeter:
@@ -32,9 +46,9 @@ class ActivationMeter:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._known: dict[Hashable, int] = {}
+        self._known: dict[Hashable, Kept] = {}
 
-    def run(self, call: Callable[[], T], signature: Hashable, kept: Iterable[Tensor]) -> tuple[T, int]:
+    def run(self, call: Callable[[], T], signature: Hashable, kept: Iterable[Tensor]) -> tuple[T, Kept]:
         """Make ``call`` and say how many bytes it keeps for its backward.
 
         Args:
@@ -43,7 +57,7 @@ class ActivationMeter:
             kept: tensors that are kept anyway.
 
         Returns:
-            What ``call`` returned, and the bytes.
+            What ``call`` returned, and what it keeps.
         """
         known = self._known.get(signature)
         if known is not None:
@@ -56,8 +70,9 @@ class ActivationMeter:
             storages.add(tensor)
         if len(self._known) >= _MAX_SIGNATURES:
             self._known.clear()
-        self._known[signature] = storages.num_bytes
-        return result, storages.num_bytes
+        known = Kept(storages.num_bytes, storages.sum_of_seen(tensors_in(result)))
+        self._known[signature] = known
+        return result, known
 
 
 def describe(value: Any) -> Hashable:
@@ -69,6 +84,18 @@ def describe(value: Any) -> Hashable:
     if isinstance(value, tuple | list):
         return tuple(describe(item) for item in value)
     return value if isinstance(value, bool | int | str) else type(value).__qualname__
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in a nesting of tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
 
 
 def storage_pointer(tensor: Tensor) -> int | None:
@@ -84,6 +111,7 @@ class _Storages:
 
     def __init__(self, excluded: set[int | None]) -> None:
         self._seen = excluded
+        self._added: set[int] = set()
         self.num_bytes = 0
 
     def add(self, tensor: Tensor) -> None:
@@ -92,7 +120,12 @@ class _Storages:
             self.num_bytes += tensor.numel() * tensor.element_size()
         elif pointer not in self._seen:
             self._seen.add(pointer)
+            self._added.add(pointer)
             self.num_bytes += tensor.untyped_storage().nbytes()
+
+    def sum_of_seen(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes of those tensors whose storage was added."""
+        return sum(t.numel() * t.element_size() for t in tensors if storage_pointer(t) in self._added)
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, int]:
         self.add(tensor)

@@ -88,6 +88,13 @@ class StageProgram(ABC):
         """Bytes kept for ``microbatch`` on ``virtual_stage`` between its tasks. May be called on any thread."""
         return 0
 
+    def held_output_bytes(self, microbatch: int, virtual_stage: int) -> int:
+        """Bytes of the forward's output that `held_bytes` counts already, because they are kept for the backward.
+
+        May be called on any thread.
+        """
+        return 0
+
     def losses(self) -> Mapping[int, float]:
         """The losses computed on this rank in the current step, by microbatch. Called after the last task."""
         return {}

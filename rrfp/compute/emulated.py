@@ -152,6 +152,10 @@ class PacedStage(StageProgram):
         """See :meth:`StageProgram.held_bytes`."""
         return self._program.held_bytes(microbatch, virtual_stage)
 
+    def held_output_bytes(self, microbatch: int, virtual_stage: int) -> int:
+        """See :meth:`StageProgram.held_output_bytes`."""
+        return self._program.held_output_bytes(microbatch, virtual_stage)
+
     def losses(self) -> Mapping[int, float]:
         """See :meth:`StageProgram.losses`."""
         return self._program.losses()

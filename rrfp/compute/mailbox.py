@@ -56,6 +56,12 @@ class Mailbox:
             return tuple(self._forward[Task(Kind.F, m, u)] for u in self._graph.predecessors[v])
         return tuple(self._backward[Task(Kind.B, m, w)][v] for w in self._graph.successors[v])
 
+    def output_bytes(self, task: Task) -> int:
+        """Bytes of all that ``task`` put out, dense."""
+        if task.kind is Kind.F:
+            return self._forward[task].num_bytes
+        return sum(payload.num_bytes for payload in self._backward.get(task, {}).values())
+
     def drop(self, task: Task) -> None:
         """Forget the output of ``task``."""
         self._forward.pop(task, None)
@@ -118,6 +124,19 @@ def run_task(program: StageProgram, mailbox: Mailbox, task: Task) -> None:
         mailbox.put_backward(task, grads)
     else:
         program.weight(task)
+
+
+def bytes_after(program: StageProgram, mailbox: Mailbox, task: Task) -> tuple[int, int]:
+    """What ``task``, which has completed, leaves in memory.
+
+    Returns:
+        Bytes that its microbatch holds on its virtual stage, and those of its output that these do not count.
+    """
+    _, m, v = task
+    output = mailbox.output_bytes(task)
+    if task.kind is Kind.F:
+        output -= min(output, program.held_output_bytes(m, v))
+    return program.held_bytes(m, v), output
 
 
 def _method(program: StageProgram, name: str) -> str:

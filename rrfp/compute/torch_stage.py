@@ -171,6 +171,10 @@ class TorchStage(StageProgram):
         """
         return self._held.get((microbatch, virtual_stage), 0)
 
+    def held_output_bytes(self, microbatch: int, virtual_stage: int) -> int:
+        """See :meth:`StageProgram.held_output_bytes`; measured like `held_bytes`."""
+        return self._held_outputs.get((microbatch, virtual_stage), 0)
+
     def losses(self) -> Mapping[int, float]:
         """See :meth:`StageProgram.losses`. Waits for the device, so not to be called between tasks."""
         return {m: float(self._losses[m]) for m in sorted(self._losses)}
@@ -182,6 +186,7 @@ class TorchStage(StageProgram):
     def _clear(self) -> None:
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._held: dict[tuple[int, int], int] = {}
+        self._held_outputs: dict[tuple[int, int], int] = {}
         self._losses: dict[int, Tensor] = {}
         self._outputs: dict[int, Any] = {}
         #: What B left for W, and the received memory that no gradient may keep, by microbatch and virtual stage.
@@ -202,7 +207,8 @@ class TorchStage(StageProgram):
         try:
             if training:
                 signature = self._signature(m, v, arguments)
-                (output, loss), self._held[m, v] = self._meters[v].run(call, signature, received.tensors())
+                (output, loss), kept = self._meters[v].run(call, signature, received.tensors())
+                self._held[m, v], self._held_outputs[m, v] = kept.held, kept.of_output
             else:
                 output, loss = call()
         except RuntimeError as error:

@@ -41,6 +41,7 @@ import operator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from rrfp.core.tasks import Task
 from rrfp.errors import ConfigError
 
 LIMIT_PRESETS = ("1f1b", "n", "2n")
@@ -55,7 +56,7 @@ class Limit:
 
     Attributes:
         microbatches: K, at least 1: K * C slots for chunk tasks. None: unlimited.
-        num_bytes: bytes held by microbatches in work, at least 1. None: unlimited.
+        bytes: bytes held by microbatches in work and by outputs on their way out, at least 1. None: unlimited.
         rule: how the chunks of a stage share the slots: ``"staircase"``, or ``"paper"`` for the paper's Appendix C. The
             two are one rule where a stage has one chunk.
 
@@ -64,17 +65,17 @@ class Limit:
     """
 
     microbatches: int | None = None
-    num_bytes: int | None = None
+    bytes: int | None = None
     rule: AdmissionRule = "staircase"
 
     def __post_init__(self) -> None:
-        for field, value in (("microbatches", self.microbatches), ("num_bytes", self.num_bytes)):
+        for field, value in (("microbatches", self.microbatches), ("bytes", self.bytes)):
             if value is not None and value < 1:
                 raise ConfigError(f"limit: {field} is {value}, must be at least 1")
         if self.rule not in get_args(AdmissionRule):
             raise ConfigError(f"limit: rule is {self.rule!r}, must be one of: {', '.join(get_args(AdmissionRule))}")
-        if self.rule == "paper" and self.num_bytes is not None:
-            raise ConfigError("limit: num_bytes must be None with rule 'paper', which counts microbatches only")
+        if self.rule == "paper" and self.bytes is not None:
+            raise ConfigError("limit: bytes must be None with rule 'paper', which counts microbatches only")
 
     @classmethod
     def resolve(cls, spec: Limit | int | str | None, stage: int, stages: int) -> Limit:
@@ -131,6 +132,7 @@ class Admission:
         "_holders",
         "_in_flight",
         "_max_bytes",
+        "_outputs",
         "held",
         "held_bytes",
         "is_serving",
@@ -145,7 +147,7 @@ class Admission:
     def __init__(self, limit: Limit, num_chunks: int, *, reserve: bool, expected_bytes: list[int]) -> None:
         #: K * C, or None: unlimited.
         self.slots = None if limit.microbatches is None else limit.microbatches * num_chunks
-        self._max_bytes = limit.num_bytes
+        self._max_bytes = limit.bytes
         self._chunks = num_chunks
         #: Whether the reserve rule applies, and whether the paper's rule does.
         self.reserve = reserve
@@ -161,13 +163,15 @@ class Admission:
         self._below_later = [self._bound(chunk, is_lowest=False) for chunk in range(num_chunks)]
         #: While D is below this `allows` is true of every forward.
         self.roomy_below = math.inf if self.slots is None else min(*self._below, *self._below_later)
-        if limit.num_bytes is not None:
+        if limit.bytes is not None:
             self.roomy_below = 0
         # Forwards enqueued and not complete, by chunk: what they will hold is only expected yet.
         self._in_flight = [0] * num_chunks
+        # Bytes of outputs that are still read or sent here.
+        self._outputs: dict[Task, int] = {}
         #: D: chunk tasks that hold a slot.
         self.held = 0
-        #: Bytes held after the last completed task of each microbatch and chunk.
+        #: Bytes held after the last completed task of each microbatch and chunk, and by outputs.
         self.held_bytes = 0
         self.peak_held = 0
         self.peak_bytes = 0
@@ -239,6 +243,18 @@ class Admission:
             self._expected[chunk] = num_bytes
         if self.held_bytes > self.peak_bytes:
             self.peak_bytes = self.held_bytes
+
+    def keep_output(self, task: Task, num_bytes: int) -> None:
+        """The output of ``task`` takes ``num_bytes`` until `drop_output`."""
+        self._outputs[task] = num_bytes
+        self.held_bytes += num_bytes
+        if self.held_bytes > self.peak_bytes:
+            self.peak_bytes = self.held_bytes
+
+    def drop_output(self, task: Task) -> None:
+        """Nobody reads or sends the output of ``task`` any longer."""
+        if self._outputs:
+            self.held_bytes -= self._outputs.pop(task, 0)
 
     def free(self, chunk: int, microbatch: int) -> None:
         """``microbatch`` is done on ``chunk``."""

@@ -62,12 +62,14 @@ class Completed:
     Attributes:
         task: the task.
         held: bytes that its microbatch still holds on its virtual stage afterwards.
+        output: bytes of its output that ``held`` does not count; they stay until nobody here reads or sends them.
         seconds: how long the lane was busy with it.
     """
 
     task: Task
     held: int = 0
     seconds: float = 0.0
+    output: int = 0
 
 
 @value

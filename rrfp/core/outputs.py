@@ -7,7 +7,7 @@ step the consumers of a forward moreover keep its slot taken.
 
 from __future__ import annotations
 
-from rrfp.core.rows import Row, Rows
+from rrfp.core.rows import Row, Rows, Uses
 from rrfp.core.tasks import F, Mode, Task
 from rrfp.errors import ProtocolError
 
@@ -47,7 +47,8 @@ class Outputs:
 
     def receive(self, source: Row, microbatch: int) -> None:
         """An output of another stage is here."""
-        source.uses[microbatch] = source.unread[microbatch] = source.num_readers
+        uses = source.uses
+        uses.left[microbatch] = uses.unread[microbatch] = source.num_readers
         self._num_unread += 1
         if self._num_unread > self.peak_received:
             self.peak_received = self._num_unread
@@ -63,18 +64,18 @@ class Outputs:
                 if source.kind is F:
                     self.consumed_of[source.stage] = self.consumed_of.get(source.stage, 0) + 1
 
-    def end_use(self, row: Row, microbatch: int) -> bool:
+    def end_use(self, uses: Uses, microbatch: int) -> bool:
         """A task that read an output completed, or a send released it; returns whether that use was the last."""
-        left = row.uses[microbatch] - 1
-        row.uses[microbatch] = left
+        left = uses.left[microbatch] - 1
+        uses.left[microbatch] = left
         return left == 0
 
     def produce(self, row: Row, task: Task) -> None:
         """``task`` completed: its output is on its way to every peer of its row."""
         m, peers = task.microbatch, row.peers
-        uses = row.num_readers + len(peers)
-        row.uses[m] = uses
-        if uses and self._is_forward_only:
+        count = row.num_readers + len(peers)
+        row.uses.left[m] = count
+        if count and self._is_forward_only:
             self._consumers[task] = [self._stage] * row.num_readers + [*peers]
         for peer in peers:
             row.sending[peer].add(m)
@@ -91,7 +92,7 @@ class Outputs:
             raise ProtocolError(f"the send of {task} to stage {peer} was released, which is not on its way")
         row.sending[peer].remove(m)
         self._num_sending -= 1
-        return self.end_use(row, m)
+        return self.end_use(row.uses, m)
 
     def consume(self, task: Task, peer: int) -> bool:
         """Forward only: ``peer`` (or this stage) is done with ``task``'s output; returns whether it was the last.

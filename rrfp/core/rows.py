@@ -14,6 +14,21 @@ from rrfp.core.graph import Graph
 from rrfp.core.tasks import Kind, Mode, Task
 
 
+class Uses:
+    """Who still uses the outputs of one row. Both lists are by microbatch, and `rrfp.core.outputs` keeps them."""
+
+    __slots__ = ("kind", "left", "stage", "unread", "virtual_stage")
+
+    def __init__(self, kind: Kind, virtual_stage: int, stage: int, microbatches: int) -> None:
+        #: The row, and where it runs.
+        self.kind = kind
+        self.virtual_stage = virtual_stage
+        self.stage = stage
+        #: Uses left; of what was received, readers here that were not enqueued.
+        self.left = [0] * microbatches
+        self.unread = [0] * microbatches
+
+
 class Row:
     """All microbatches of one kind on one virtual stage: tasks of this stage, or outputs of others that it reads."""
 
@@ -31,8 +46,6 @@ class Row:
         "readers",
         "sending",
         "sources",
-        "stage",
-        "unread",
         "uses",
         "virtual_stage",
     )
@@ -40,20 +53,17 @@ class Row:
     def __init__(self, kind: Kind, virtual_stage: int, stage: int, microbatches: int) -> None:
         self.kind = kind
         self.virtual_stage = virtual_stage
-        #: Where it runs.
-        self.stage = stage
         #: Rows of this stage that read its outputs; how many of them are of another virtual stage.
         self.readers: list[Row] = []
         self.num_readers = 0
         #: Readiness, by microbatch: whether the output is at hand, since it arrived or was enqueued here.
         self.is_present = bytearray(microbatches)
-        #: Outputs, by microbatch: uses left; readers here that were not enqueued, of what was received.
-        self.uses = [0] * microbatches
-        self.unread = [0] * microbatches
+        self.uses = Uses(kind, virtual_stage, stage, microbatches)
         # The rest is for rows that run on this stage.
         self.chunk = -1
-        #: Rows of other virtual stages that its tasks read; how many of them run on other stages.
-        self.sources: list[Row] = []
+        #: What its tasks read of other virtual stages; how much of it runs on other stages. Not the rows themselves:
+        #: without cycles a step is freed as soon as it is dropped.
+        self.sources: list[Uses] = []
         self.num_remote = 0
         #: Stages that its outputs go to; for each, the microbatches whose memory the send still reads.
         self.peers: tuple[int, ...] = ()
@@ -124,5 +134,5 @@ class Rows:
         source.readers.append(reader)
         if source.virtual_stage != reader.virtual_stage:
             source.num_readers += 1
-            reader.sources.append(source)
-            reader.num_remote += source.stage != reader.stage
+            reader.sources.append(source.uses)
+            reader.num_remote += source.uses.stage != reader.uses.stage

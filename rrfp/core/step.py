@@ -17,7 +17,7 @@ from rrfp.core.outputs import Outputs
 from rrfp.core.progress import Peaks, WaitCause
 from rrfp.core.readiness import ForcedOrder, Readiness
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.rows import Row, Rows
+from rrfp.core.rows import Row, Rows, Uses
 from rrfp.core.service import ServiceOrder
 from rrfp.core.tasks import F, Kind, Mode, StepId, Task
 from rrfp.errors import ProtocolError
@@ -130,8 +130,9 @@ class Step:
         if event.sequence is not None:
             self._check_sequence(event, event.sequence)
         if event.consumed is not None:  # the forward and the backward channel may overtake each other
-            before = self.consumed_by.get(source.stage, 0)
-            self.consumed_by[source.stage] = event.consumed if event.consumed > before else before
+            peer = source.uses.stage
+            before = self.consumed_by.get(peer, 0)
+            self.consumed_by[peer] = event.consumed if event.consumed > before else before
         self.outputs.receive(source, m)
         for task in self.readiness.arrive(source, m):
             self.ready.add(task)
@@ -187,10 +188,12 @@ class Step:
         consumed_of = outputs.consumed_of
         instructions: list[ev.Instruction] = [ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in row.peers]
         self._settle_memory(row, task, event.held)
+        if event.output and (row.peers or row.num_readers):
+            self.admission.keep_output(task, event.output)
         for source in row.sources:
             was_last = outputs.end_use(source, m)
             if was_last:
-                instructions.append(ev.Release(source.task(m)))
+                instructions.append(self._release(Task(source.kind, m, source.virtual_stage)))
             if not self._is_training:
                 instructions += self._stop_using(source, m, was_last)
         self.unfinished[virtual_stage] -= 1
@@ -198,9 +201,9 @@ class Step:
             instructions.append(ev.ReduceChunk(virtual_stage))
         return self._and_finish(instructions)
 
-    def _stop_using(self, source: Row, microbatch: int, was_last: bool) -> Instructions:
+    def _stop_using(self, source: Uses, microbatch: int, was_last: bool) -> Instructions:
         """Forward only: a task here is done with an output; the last one to use it says so where that was produced."""
-        producer = source.task(microbatch)
+        producer = Task(source.kind, microbatch, source.virtual_stage)
         if source.stage == self._stage:
             self._consume(producer, source.stage)
         elif was_last:
@@ -219,7 +222,11 @@ class Step:
 
     def _on_send_released(self, event: ev.SendReleased) -> Instructions:
         was_last = self.outputs.release_send(event.task, event.peer)
-        return self._and_finish([ev.Release(event.task)] if was_last else [])
+        return self._and_finish([self._release(event.task)] if was_last else [])
+
+    def _release(self, producer: Task) -> ev.Instruction:
+        self.admission.drop_output(producer)
+        return ev.Release(producer)
 
     def _on_consumed(self, event: ev.Consumed) -> Instructions:
         self._consume(event.task, event.peer)

@@ -165,8 +165,8 @@ def _limits(costs: CostTable, spec: Limit | int | str | None, admission: Admissi
     """The limit of every stage."""
     spec = DEFAULT_LIMIT if spec is None else spec
     limits = [Limit.resolve(spec, stage, costs.stages) for stage in range(costs.stages)]
-    if any(one.num_bytes is not None for one in limits):
-        raise ConfigError("limit: num_bytes must be None, a cost table has no sizes")
+    if any(one.bytes is not None for one in limits):
+        raise ConfigError("limit: bytes must be None, a cost table has no sizes")
     return limits if admission is None else [replace(one, rule=admission) for one in limits]
 
 

@@ -106,8 +106,8 @@ def simulate_tensor_parallel(
         way = _resolve(coordination)
         spec = DEFAULT_LIMIT if limit is None else limit
         make, limits = partial(create_hint, hint), [Limit.resolve(spec, s, costs.stages) for s in range(costs.stages)]
-    if any(one.num_bytes is not None for one in limits):
-        raise ConfigError("limit: num_bytes must be None, a cost table has no sizes")
+    if any(one.bytes is not None for one in limits):
+        raise ConfigError("limit: bytes must be None, a cost table has no sizes")
     result = run_tensor_parallel(costs, latencies, make, limits, way, sizes=sizes)
     counts = None if hint is None else tuple(one.microbatches or costs.microbatches for one in limits)
     return TensorParallelSimulation(_as_single_ranks(latencies.slowest(costs), result, counts), result, way)

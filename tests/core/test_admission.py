@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from core_script import Script
+from core_script import Script, T
 
+from rrfp.core import events as ev
 from rrfp.core.admission import Limit
 from rrfp.core.events import ChunkReduced
 from rrfp.core.graph import Graph
@@ -52,8 +53,8 @@ def test_an_impossible_limit_is_refused_with_the_choices(spec: Any, message: str
 
 
 def test_a_byte_limit_is_at_least_one_byte() -> None:
-    with pytest.raises(ConfigError, match=r"^limit: num_bytes is 0, must be at least 1$"):
-        Limit(num_bytes=0)
+    with pytest.raises(ConfigError, match=r"^limit: bytes is 0, must be at least 1$"):
+        Limit(bytes=0)
 
 
 def test_a_slot_is_taken_at_enqueue_and_freed_when_backward_completes() -> None:
@@ -124,7 +125,7 @@ def test_nothing_is_reserved_without_a_forced_order() -> None:
 
 
 def test_a_byte_limit_admits_one_forward_whatever_its_size() -> None:
-    script = Script(ONE, microbatches=2, limit=Limit(num_bytes=10))
+    script = Script(ONE, microbatches=2, limit=Limit(bytes=10))
     script.ran("F0@0", held=1000)
     assert script.ready == "B0@0"
     script.ran("B0@0")
@@ -132,7 +133,7 @@ def test_a_byte_limit_admits_one_forward_whatever_its_size() -> None:
 
 
 def test_a_byte_limit_expects_what_was_the_largest_so_far() -> None:
-    script = Script(ONE, microbatches=5, limit=Limit(num_bytes=100))
+    script = Script(ONE, microbatches=5, limit=Limit(bytes=100))
     script.ran("F0@0", held=40)
     assert script.ready == "F1@0 F2@0 F3@0 F4@0 B0@0"
     script.ran("F1@0", held=30)
@@ -146,7 +147,7 @@ def test_a_byte_limit_expects_what_was_the_largest_so_far() -> None:
 
 
 def test_a_byte_limit_waits_for_the_first_size_and_counts_what_is_in_flight() -> None:
-    script = Script(ONE, microbatches=4, limit=Limit(num_bytes=100))
+    script = Script(ONE, microbatches=4, limit=Limit(bytes=100))
     script.enqueued("F0@0")
     assert script.ready == "B0@0"
     script.completed("F0@0", held=40)
@@ -155,7 +156,7 @@ def test_a_byte_limit_waits_for_the_first_size_and_counts_what_is_in_flight() ->
 
 
 def test_the_expected_size_outlives_the_step() -> None:
-    script = Script(ONE, microbatches=1, limit=Limit(num_bytes=100))
+    script = Script(ONE, microbatches=1, limit=Limit(bytes=100))
     script.ran("F0@0", held=60)
     script.ran("B0@0")
     script.told(ChunkReduced(0))
@@ -176,7 +177,7 @@ def test_bytes_are_counted_anew_after_each_task() -> None:
 
 
 def test_a_byte_limit_keeps_room_for_the_deeper_chunk() -> None:
-    script = Script(Graph.chain(1, chunks=2), microbatches=4, limit=Limit(num_bytes=100))
+    script = Script(Graph.chain(1, chunks=2), microbatches=4, limit=Limit(bytes=100))
     script.ran("F0@0", "F0@1", held=30)
     assert script.ready == "B0@1"  # 60 + 30 + 30 > 100: F1@0 would leave no room for F1@1
     script.ran("B0@1")
@@ -184,13 +185,13 @@ def test_a_byte_limit_keeps_room_for_the_deeper_chunk() -> None:
 
 
 def test_a_deeper_chunk_that_holds_nothing_is_admitted_over_the_byte_limit() -> None:
-    script = Script(Graph.chain(1, chunks=2), microbatches=2, limit=Limit(num_bytes=10))
+    script = Script(Graph.chain(1, chunks=2), microbatches=2, limit=Limit(bytes=10))
     script.ran("F0@0", held=10)
     assert script.ready == "F0@1"
 
 
 def test_in_a_forced_order_the_lowest_microbatch_is_admitted_over_the_byte_limit() -> None:
-    script = Script(Graph.chain(2), stage=1, microbatches=3, limit=Limit(num_bytes=10), in_order=((Kind.B, 1),))
+    script = Script(Graph.chain(2), stage=1, microbatches=3, limit=Limit(bytes=10), in_order=((Kind.B, 1),))
     script.arrived("F1@0", "F2@0")
     script.ran("F1@1", held=10)
     assert script.ready == ""
@@ -219,3 +220,20 @@ def test_the_received_peak_counts_what_has_arrived_and_not_started() -> None:
 
 def test_there_are_no_peaks_before_the_first_step() -> None:
     assert Script(ONE, microbatches=0).core.peaks == Peaks()
+
+
+def test_an_output_is_counted_until_its_send_is_released() -> None:
+    script = Script(Graph.chain(2), microbatches=1)
+    script.told(ev.Enqueued(T("F0@0")), ev.Completed(T("F0@0"), held=10, output=5))
+    assert script.core.view.held_bytes == 15
+    script.told(ev.SendReleased(T("F0@0"), 1))
+    assert script.core.view.held_bytes == 10
+    assert script.core.peaks.num_bytes == 15
+
+
+def test_a_local_output_is_counted_until_the_next_chunk_has_read_it() -> None:
+    script = Script(Graph.chain(1, chunks=2), microbatches=1)
+    script.told(ev.Enqueued(T("F0@0")), ev.Completed(T("F0@0"), held=10, output=5), ev.Enqueued(T("F0@1")))
+    assert script.core.view.held_bytes == 15
+    script.told(ev.Completed(T("F0@1"), held=7))
+    assert script.core.view.held_bytes == 17

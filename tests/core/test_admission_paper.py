@@ -161,7 +161,7 @@ def test_heads_and_the_first_of_a_kind_are_what_is_served() -> None:
 
 
 def test_a_limit_in_bytes_and_an_unknown_rule_are_refused() -> None:
-    with pytest.raises(ConfigError, match="num_bytes must be None with rule 'paper'"):
+    with pytest.raises(ConfigError, match="limit: bytes must be None with rule 'paper'"):
         Limit(2, 100, "paper")
     with pytest.raises(ConfigError, match="rule is 'strict', must be one of: staircase, paper"):
         Limit(2, rule="strict")  # type: ignore[arg-type]

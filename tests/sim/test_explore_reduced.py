@@ -60,7 +60,7 @@ def test_every_rule_with_three_microbatches(rule: str) -> None:
 def byte_limits() -> Iterator[tuple[Limit, Sequence[int] | None]]:
     for num_bytes in (1, 2, 3, 5):
         for sizes in (None, (1, 2, 3), (3, 1, 2)):
-            yield Limit(num_bytes=num_bytes), sizes
+            yield Limit(bytes=num_bytes), sizes
             yield Limit(1, num_bytes), sizes
 
 
@@ -76,12 +76,14 @@ def test_byte_limits() -> None:
             assert what_matters(reduced) == what_matters(whole)
 
 
-def test_a_graph_that_deadlocks_whatever_the_hint() -> None:
+def test_a_graph_of_two_sources_which_the_rules_do_not_cover() -> None:
     """Two sources that feed one sink, K = 1: they may take different microbatches, and the sink waits for ever."""
     graph = Graph(Placement(3), edges=((0, 2), (1, 2)))
     both = [explore(graph, 3, 1, reduce=reduce) for reduce in (True, False)]
     assert what_matters(both[0]) == what_matters(both[1])
     assert [str(task) for task in both[0].deadlocks[0].trace] == ["F0@0", "F1@1"]
+    mended = explore(graph, 3, 1, in_order=[(Kind.B, 2)])  # brings the reserve rule
+    assert not mended.deadlocks
 
 
 def test_it_visits_far_fewer_states() -> None:

@@ -54,6 +54,7 @@ def test_the_staircase_with_two_chunks(stages: int, layout: Layout, backward: Ba
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("backward", ["whole", "split"])
 @pytest.mark.parametrize("layout", ["looped", "v"])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
@@ -68,7 +69,15 @@ def test_the_staircase_with_three_chunks() -> None:
 @pytest.mark.parametrize("layout", ["looped", "v"])
 @pytest.mark.parametrize(
     ("stages", "microbatches", "backward"),
-    [(1, 4, "whole"), (2, 3, "whole"), (3, 3, "whole"), (4, 2, "whole"), (1, 3, "split"), (2, 2, "split"), (3, 2, "split")],
+    [
+        (1, 4, "whole"),
+        (2, 3, "whole"),
+        (3, 3, "whole"),
+        (4, 2, "whole"),
+        (1, 3, "split"),
+        (2, 2, "split"),
+        (3, 2, "split"),
+    ],
 )
 def test_the_papers_rule(stages: int, microbatches: int, backward: Backward, layout: Layout) -> None:
     upto = range(1, microbatches + 1)
@@ -76,6 +85,7 @@ def test_the_papers_rule(stages: int, microbatches: int, backward: Backward, lay
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("layout", ["looped", "v"])
 @pytest.mark.parametrize(
     ("stages", "microbatches", "backward"), [(4, 3, "whole"), (2, 4, "whole"), (4, 2, "split"), (3, 3, "split")]
@@ -101,6 +111,7 @@ def test_a_forced_order_with_two_chunks(stages: int, microbatches: int, kind: Ki
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("backward", ["whole", "split"])
 @pytest.mark.parametrize("layout", ["looped", "v"])
 @pytest.mark.parametrize("stages", [2, 3])

@@ -279,6 +279,6 @@ def test_rounding_of_a_long_step_is_not_a_run_below_its_bound() -> None:
 
 
 def test_a_limit_on_bytes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="num_bytes must be None, a cost table has no sizes"):
+    with pytest.raises(ConfigError, match="limit: bytes must be None, a cost table has no sizes"):
         simulate(table([[1]], [[1]]), hint="bf", limit=Limit(2, 100))
     assert simulate(table([[1]], [[1]]), hint="bf", limit=Limit()).limits == (1,)

@@ -67,5 +67,5 @@ def test_what_does_not_go_together_is_refused() -> None:
     assert refusal(strict="1f1b", limit=3) == f"limit {alone}"
     assert refusal(strict="1f1b", coordination="leader") == f"coordination {alone}"
     assert refusal(hint="bf", coordination="vote") == "coordination is 'vote', must be one of: leader, agreement"
-    assert refusal(hint="bf", limit=Limit(num_bytes=9)) == "limit: num_bytes must be None, a cost table has no sizes"
+    assert refusal(hint="bf", limit=Limit(bytes=9)) == "limit: bytes must be None, a cost table has no sizes"
     assert refusal(hint="bf", tp=0) == "tp is 0, must be a whole number >= 1"
