@@ -156,7 +156,7 @@ class Admission:
         self.is_serving = False
         self._expected = expected_bytes
         self._bytes_by_owner: dict[tuple[int, int], int] = {}
-        # Microbatches that hold a slot, by chunk.
+        # With a limit on bytes: microbatches that hold a slot, by chunk.
         self._holders: list[set[int]] = [set() for _ in range(num_chunks)]
         #: By chunk: a forward starts while D is below this; the same for those that the reserve rule holds back.
         self._below = [self._bound(chunk, is_lowest=True) for chunk in range(num_chunks)]
@@ -165,7 +165,7 @@ class Admission:
         self.roomy_below = math.inf if self.slots is None else min(*self._below, *self._below_later)
         if limit.bytes is not None:
             self.roomy_below = 0
-        # Forwards enqueued and not complete, by chunk: what they will hold is only expected yet.
+        # Likewise: forwards enqueued and not complete, by chunk: what they will hold is only expected yet.
         self._in_flight = [0] * num_chunks
         # Bytes of outputs that are still read or sent here.
         self._outputs: dict[Task, int] = {}
@@ -220,16 +220,18 @@ class Admission:
     def take(self, chunk: int, microbatch: int) -> None:
         """The forward of ``microbatch`` on ``chunk`` was enqueued."""
         self.held += 1
-        self._holders[chunk].add(microbatch)
         if self.held > self.peak_held:
             self.peak_held = self.held
         if self.serves_in_order:
             self.is_serving = self.slots is not None and self.held >= self.slots
-        self._in_flight[chunk] += 1
+        if self._max_bytes is not None:
+            self._holders[chunk].add(microbatch)
+            self._in_flight[chunk] += 1
 
     def forwarded(self, chunk: int) -> None:
         """A forward of ``chunk`` completed: what it holds is reported next, through ``hold``."""
-        self._in_flight[chunk] -= 1
+        if self._max_bytes is not None:
+            self._in_flight[chunk] -= 1
 
     def hold(self, chunk: int, microbatch: int, num_bytes: int) -> None:
         """``microbatch`` now holds ``num_bytes`` on ``chunk``."""
@@ -259,7 +261,8 @@ class Admission:
     def free(self, chunk: int, microbatch: int) -> None:
         """``microbatch`` is done on ``chunk``."""
         self.held -= 1
-        self._holders[chunk].discard(microbatch)
+        if self._max_bytes is not None:
+            self._holders[chunk].discard(microbatch)
         if self.serves_in_order:
             self.is_serving = self.slots is not None and self.held >= self.slots
         self.held_bytes -= self._bytes_by_owner.pop((chunk, microbatch), 0)

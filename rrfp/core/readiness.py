@@ -9,10 +9,11 @@ inputs of the dependency graph there are two further kinds, treated the same way
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 from rrfp.core.graph import Graph
-from rrfp.core.rows import Row, Rows
+from rrfp.core.ready_set import ReadySet
+from rrfp.core.rows import Row, Rows, counters
 from rrfp.core.tasks import Kind, Task
 
 #: A kind on a virtual stage whose tasks must be enqueued in microbatch order.
@@ -20,39 +21,45 @@ ForcedOrder = tuple[Kind, int]
 
 
 class Readiness:
-    """Counts missing inputs for the tasks of one stage in one step.
+    """Counts missing inputs for the tasks of one stage in one step, and hands tasks that lack none to the ready set.
 
     Args:
         graph: the dependency graph.
         rows: the rows of this stage, just made.
+        ready: where tasks go that have all their inputs.
         microbatches: M.
         in_order: (kind, virtual stage) pairs that must be enqueued in microbatch order.
         followers: reports awaited for every task with an input from another stage.
     """
 
     def __init__(
-        self, graph: Graph, rows: Rows, microbatches: int, *, in_order: Collection[ForcedOrder] = (), followers: int = 0
+        self,
+        graph: Graph,
+        rows: Rows,
+        ready: ReadySet,
+        microbatches: int,
+        *,
+        in_order: Collection[ForcedOrder] = (),
+        followers: int = 0,
     ) -> None:
         self._graph = graph
         self._rows = rows
+        self._ready = ready
         for row in rows:
             row.is_ordered = (row.kind, row.virtual_stage) in in_order
             inputs = len(graph.inputs(row.task(0))) + (followers if row.num_remote else 0)
-            row.missing = [inputs + row.is_ordered] * microbatches
+            most = inputs + row.is_ordered
+            row.missing = counters(microbatches, most, most=most)
             row.missing[0] = inputs
-            row.missing_remote = [row.num_remote] * microbatches
-
-    def at_start(self) -> Iterator[Task]:
-        """Tasks that need nothing."""
-        for row in self._rows:
+            row.missing_remote = counters(microbatches, row.num_remote, most=row.num_remote)
             for microbatch, count in enumerate(row.missing):
                 if count == 0:
-                    yield row.task(microbatch)
+                    ready.add(row, microbatch)
 
-    def arrive(self, source: Row, microbatch: int) -> list[Task]:
-        """An output of another stage is here, for the first time; returns the tasks that became ready."""
+    def arrive(self, source: Row, microbatch: int) -> None:
+        """An output of another stage is here, for the first time."""
         source.is_present[microbatch] = True
-        return _supply(source.readers, microbatch)
+        self._supply(source.readers, microbatch)
 
     def supplied_by(self, source: Row, microbatch: int) -> list[Task]:
         """Follower, once after each `arrive`: the tasks that now have everything they need from other stages."""
@@ -63,17 +70,16 @@ class Readiness:
                 supplied.append(row.task(microbatch))
         return supplied
 
-    def enqueue(self, row: Row, microbatch: int) -> list[Task]:
-        """A local task was enqueued (or, on a follower, ordered); returns the tasks that became ready."""
+    def enqueue(self, row: Row, microbatch: int) -> None:
+        """A local task was enqueued (or, on a follower, ordered)."""
         row.is_present[microbatch] = True
-        ready = _supply(row.readers, microbatch)
+        self._supply(row.readers, microbatch)
         if row.is_ordered and microbatch + 1 < len(row.missing):
-            ready += _supply((row,), microbatch + 1)
-        return ready
+            self._supply((row,), microbatch + 1)
 
-    def report(self, task: Task) -> bool:
-        """A follower has everything that ``task`` needs from other stages; returns whether the task became ready."""
-        return bool(_supply((self._rows.own[task.kind][task.virtual_stage],), task.microbatch))
+    def report(self, task: Task) -> None:
+        """A follower has everything that ``task`` needs from other stages."""
+        self._supply((self._rows.own[task.kind][task.virtual_stage],), task.microbatch)
 
     def expects_reports(self, task: Task) -> bool:
         """Whether followers report on ``task``."""
@@ -96,13 +102,10 @@ class Readiness:
             needed = (*needed, task._replace(microbatch=task.microbatch - 1))
         return tuple(producer for producer in needed if not self.is_present(producer))
 
-
-def _supply(rows: Sequence[Row], microbatch: int) -> list[Task]:
-    """One more input of ``microbatch`` is there for each row; returns the tasks that became ready."""
-    ready = []
-    for row in rows:
-        left = row.missing[microbatch] - 1
-        row.missing[microbatch] = left
-        if left == 0:
-            ready.append(Task(row.kind, microbatch, row.virtual_stage))
-    return ready
+    def _supply(self, rows: Sequence[Row], microbatch: int) -> None:
+        """One more input of ``microbatch`` is there for each row."""
+        for row in rows:
+            left = row.missing[microbatch] - 1
+            row.missing[microbatch] = left
+            if left == 0:
+                self._ready.add(row, microbatch)

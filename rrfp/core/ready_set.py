@@ -11,6 +11,7 @@ from operator import itemgetter
 from typing import Literal
 
 from rrfp.core.admission import Admission
+from rrfp.core.rows import Row, Rows
 from rrfp.core.service import ServiceOrder
 from rrfp.core.tasks import B, F, Kind, Task, W
 
@@ -25,6 +26,7 @@ class ReadySet:
     the core adds and removes. Microbatches of one kind and chunk rank by number unless a hint orders them otherwise.
 
     Args:
+        rows: the rows of this stage.
         virtual_stages: the stage's virtual stages in chunk order.
         admission: gates forwards.
         microbatches: M.
@@ -33,7 +35,6 @@ class ReadySet:
 
     __slots__ = (
         "_admission",
-        "_chunk_of",
         "_deeper_first",
         "_free_kinds",
         "_next_forward",
@@ -42,17 +43,21 @@ class ReadySet:
         "_order",
         "_queues",
         "_rank_of",
+        "_rows",
         "_service",
         "_started",
-        "_virtual_stages",
     )
 
     def __init__(
-        self, virtual_stages: Sequence[int], admission: Admission, microbatches: int, service: ServiceOrder | None
+        self,
+        rows: Rows,
+        virtual_stages: Sequence[int],
+        admission: Admission,
+        microbatches: int,
+        service: ServiceOrder | None,
     ) -> None:
-        self._virtual_stages = tuple(virtual_stages)
+        self._rows = rows.own
         self._deeper_first = tuple(reversed(range(len(virtual_stages))))
-        self._chunk_of = {v: chunk for chunk, v in enumerate(virtual_stages)}
         self._admission = admission
         self._service = service
         #: Kinds that nothing ever keeps out: backwards and weight tasks, unless a full stage serves in order.
@@ -60,8 +65,10 @@ class ReadySet:
         #: Microbatches by rank, and ranks by microbatch.
         self._order: Sequence[int] = range(microbatches)
         self._rank_of: Sequence[int] = range(microbatches)
-        #: By kind and chunk, the tasks whose inputs are present, each behind its rank; and how many there are.
-        self._queues: dict[Kind, list[list[tuple[int, Task]]]] = {kind: [[] for _ in virtual_stages] for kind in Kind}
+        #: By kind and chunk, the queues of the rows; and how many tasks they hold.
+        self._queues: dict[Kind, list[list[tuple[int, Task]]]] = {
+            kind: [rows.own[kind][v].queue if v in rows.own[kind] else [] for v in virtual_stages] for kind in Kind
+        }
         self._num_forwards = self._num_others = 0
         # For the reserve rule: per chunk, the lowest microbatch not yet forwarded and the started ones above it.
         self._next_forward = [0] * len(virtual_stages)
@@ -70,7 +77,7 @@ class ReadySet:
     @property
     def num_chunks(self) -> int:
         """C, the chunks of this stage."""
-        return len(self._virtual_stages)
+        return len(self._deeper_first)
 
     def head(self, kind: Kind, chunk: int) -> Task | None:
         """The best-ranked ready microbatch of ``kind`` on local ``chunk``, or None."""
@@ -117,13 +124,10 @@ class ReadySet:
     def __contains__(self, task: object) -> bool:
         if not isinstance(task, Task):
             return False
-        chunk = self._chunk_of.get(task.virtual_stage)
-        if chunk is None:
+        row = self._rows[task.kind].get(task.virtual_stage)
+        if row is None or not row.queue or (row.queue[0][1] is not task and self._place(row.queue, task) is None):
             return False
-        queue = self._queues[task.kind][chunk]
-        if not queue or (queue[0][1] is not task and self._place(queue, task) is None):
-            return False
-        return task.kind in self._free_kinds or self._admits(task, chunk)
+        return task.kind in self._free_kinds or self._admits(task, row.chunk)
 
     def __iter__(self) -> Iterator[Task]:
         for task, chunk in self._queued():
@@ -154,41 +158,33 @@ class ReadySet:
         """
         if sorted(order) != list(range(len(self._order))):
             raise ValueError(f"must hold every microbatch of 0..{len(self._order) - 1} once")
-        queued = [task for task, _ in self._queued()]
         self._order = list(order)
         self._rank_of = sorted(range(len(order)), key=self._order.__getitem__)
         for queues in self._queues.values():
             for queue in queues:
-                queue.clear()
-        self._num_forwards = self._num_others = 0
-        for task in queued:
-            self.add(task)
+                queue[:] = sorted((self._rank_of[task.microbatch], task) for _, task in queue)
 
-    def add(self, task: Task) -> None:
-        """All inputs of ``task`` are present. For the core only."""
-        queue = self._queues[task.kind][self._chunk_of[task.virtual_stage]]
-        insort(queue, (self._rank_of[task.microbatch], task))
-        if task.kind is F:
+    def add(self, row: Row, microbatch: int) -> None:
+        """All inputs of the task are present. For the core only."""
+        insort(row.queue, (self._rank_of[microbatch], Task(row.kind, microbatch, row.virtual_stage)))
+        if row.kind is F:
             self._num_forwards += 1
         else:
             self._num_others += 1
 
-    def remove(self, task: Task) -> bool:
-        """``task`` was enqueued. For the core only. False if its inputs were not all present."""
-        chunk = self._chunk_of.get(task.virtual_stage)
-        if chunk is None:
-            return False
-        queue = self._queues[task.kind][chunk]
+    def remove(self, row: Row, task: Task) -> bool:
+        """``task``, one of ``row``, was enqueued. For the core only. False if its inputs were not all present."""
+        queue = row.queue
         place = 0 if queue and queue[0][1] is task else self._place(queue, task)
         if place is None:
             return False
         del queue[place]
         if self._service is not None:
             self._service.note(task)
-        if task.kind is F:
+        if row.kind is F:
             self._num_forwards -= 1
             if self._admission.reserve:
-                self._note_forward(chunk, task.microbatch)
+                self._note_forward(row.chunk, task.microbatch)
         else:
             self._num_others -= 1
         return True
@@ -207,7 +203,7 @@ class ReadySet:
                     yield task, chunk
 
     def _place(self, queue: list[tuple[int, Task]], task: Task) -> int | None:
-        """Where the queue of its kind and chunk has ``task``."""
+        """Where the queue of its row has ``task``."""
         if not 0 <= task.microbatch < len(self._rank_of):
             return None
         rank = self._rank_of[task.microbatch]

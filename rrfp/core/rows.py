@@ -2,8 +2,8 @@
 
 A *row* is all microbatches of one kind on one virtual stage. It knows what it is wired to (which rows read it here,
 what it reads, which stages its outputs go to) and keeps a few counters a microbatch. So an event costs one look-up and
-some array entries, however many tasks there are, and a thousand stages fit into a processor's cache. What the counters
-mean is up to their owners: `rrfp.core.readiness` and `rrfp.core.outputs`.
+some array entries, however many tasks there are. What the counters mean is up to their owners: `rrfp.core.readiness`,
+`rrfp.core.outputs` and `rrfp.core.ready_set`.
 """
 
 from __future__ import annotations
@@ -13,24 +13,47 @@ from collections.abc import Iterator
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Kind, Mode, Task
 
+#: A small number for each microbatch. Bytes wherever they do: the state of a thousand stages should fit into a cache.
+Counters = bytearray | list[int]
+
+
+def counters(count: int, start: int, *, most: int) -> Counters:
+    """``count`` counters at ``start`` that never exceed ``most``."""
+    return bytearray([start]) * count if most < 256 else [start] * count
+
 
 class Uses:
-    """Who still uses the outputs of one row. Both lists are by microbatch, and `rrfp.core.outputs` keeps them."""
+    """Who still uses the outputs of one row.
+
+    Args:
+        kind: of the row.
+        virtual_stage: of the row.
+        stage: where that runs.
+        microbatches: M.
+        most: uses that an output can have.
+    """
 
     __slots__ = ("kind", "left", "stage", "unread", "virtual_stage")
 
-    def __init__(self, kind: Kind, virtual_stage: int, stage: int, microbatches: int) -> None:
-        #: The row, and where it runs.
+    def __init__(self, kind: Kind, virtual_stage: int, stage: int, microbatches: int, most: int) -> None:
         self.kind = kind
         self.virtual_stage = virtual_stage
         self.stage = stage
-        #: Uses left; of what was received, readers here that were not enqueued.
-        self.left = [0] * microbatches
-        self.unread = [0] * microbatches
+        #: By microbatch: uses left; of what was received, readers here that were not enqueued.
+        self.left = counters(microbatches, 0, most=most)
+        self.unread = counters(microbatches, 0, most=most)
 
 
 class Row:
-    """All microbatches of one kind on one virtual stage: tasks of this stage, or outputs of others that it reads."""
+    """All microbatches of one kind on one virtual stage: tasks of this stage, or outputs of others that it reads.
+
+    Args:
+        kind: which kind.
+        virtual_stage: which virtual stage.
+        stage: where that runs.
+        microbatches: M.
+        most_uses: uses that an output can have.
+    """
 
     __slots__ = (
         "chunk",
@@ -43,6 +66,7 @@ class Row:
         "num_readers",
         "num_remote",
         "peers",
+        "queue",
         "readers",
         "sending",
         "sources",
@@ -50,7 +74,7 @@ class Row:
         "virtual_stage",
     )
 
-    def __init__(self, kind: Kind, virtual_stage: int, stage: int, microbatches: int) -> None:
+    def __init__(self, kind: Kind, virtual_stage: int, stage: int, microbatches: int, most_uses: int) -> None:
         self.kind = kind
         self.virtual_stage = virtual_stage
         #: Rows of this stage that read its outputs; how many of them are of another virtual stage.
@@ -58,7 +82,7 @@ class Row:
         self.num_readers = 0
         #: Readiness, by microbatch: whether the output is at hand, since it arrived or was enqueued here.
         self.is_present = bytearray(microbatches)
-        self.uses = Uses(kind, virtual_stage, stage, microbatches)
+        self.uses = Uses(kind, virtual_stage, stage, microbatches, most_uses)
         # The rest is for rows that run on this stage.
         self.chunk = -1
         #: What its tasks read of other virtual stages; how much of it runs on other stages. Not the rows themselves:
@@ -73,8 +97,10 @@ class Row:
         #: Whether its tasks are enqueued in microbatch order.
         self.is_ordered = False
         #: Readiness, by microbatch: inputs missing; those of them from other stages.
-        self.missing: list[int] = []
-        self.missing_remote: list[int] = []
+        self.missing: Counters = bytearray()
+        self.missing_remote: Counters = bytearray()
+        #: Ready set: its tasks whose inputs are all there, each behind its rank, the best rank first.
+        self.queue: list[tuple[int, Task]] = []
 
     def task(self, microbatch: int) -> Task:
         """The task of ``microbatch``."""
@@ -94,12 +120,13 @@ class Rows:
     def __init__(self, graph: Graph, stage: int, microbatches: int, mode: Mode) -> None:
         self._graph = graph
         self._microbatches = microbatches
+        self._mode = mode
         #: What runs here, and what runs elsewhere and is read here, by kind and virtual stage.
         self.own: dict[Kind, dict[int, Row]] = {kind: {} for kind in Kind}
         self.read: dict[Kind, dict[int, Row]] = {kind: {} for kind in Kind}
         for chunk, virtual_stage in enumerate(graph.placement.virtual_stages(stage)):
             for kind in graph.kinds(virtual_stage, mode):
-                row = self.own[kind][virtual_stage] = Row(kind, virtual_stage, stage, microbatches)
+                row = self.own[kind][virtual_stage] = self._row(kind, virtual_stage)
                 row.chunk = chunk
                 row.frees_memory = kind is graph.last_kind(virtual_stage, Mode.TRAIN)
                 consumers = graph.consumers(kind, virtual_stage, mode)
@@ -126,9 +153,12 @@ class Rows:
         kind, _, virtual_stage = task
         source = self.own[kind].get(virtual_stage) or self.read[kind].get(virtual_stage)
         if source is None:
-            source = Row(kind, virtual_stage, self._graph.stage_of[virtual_stage], self._microbatches)
-            self.read[kind][virtual_stage] = source
+            source = self.read[kind][virtual_stage] = self._row(kind, virtual_stage)
         return source
+
+    def _row(self, kind: Kind, virtual_stage: int) -> Row:
+        most_uses = len(self._graph.consumers(kind, virtual_stage, self._mode))
+        return Row(kind, virtual_stage, self._graph.stage_of[virtual_stage], self._microbatches, most_uses)
 
     def _connect(self, source: Row, reader: Row) -> None:
         source.readers.append(reader)

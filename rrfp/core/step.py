@@ -55,13 +55,15 @@ class Step:
         virtual_stages = graph.placement.virtual_stages(stage)
         self.id = step_id
         self.rows = Rows(graph, stage, count, mode)
-        self.readiness = Readiness(graph, self.rows, count, in_order=in_order, followers=group.num_followers)
         self.admission = admission
         self.sizes = sizes
         service = None
         if admission.serves_in_order:
             service = ServiceOrder(virtual_stages, [graph.kinds(v, mode) for v in virtual_stages], count)
-        self.ready = ReadySet(virtual_stages, admission, count, service)
+        self.ready = ReadySet(self.rows, virtual_stages, admission, count, service)
+        self.readiness = Readiness(
+            graph, self.rows, self.ready, count, in_order=in_order, followers=group.num_followers
+        )
         self.outputs = Outputs(self.rows, stage, mode)
         self.log = OrderLog()
         #: Tasks not complete, by virtual stage.
@@ -87,8 +89,6 @@ class Step:
         self._group = group
         self._follows = group.follows
         self._durations = durations
-        for task in self.readiness.at_start():
-            self.ready.add(task)
 
     @property
     def peaks(self) -> Peaks:
@@ -134,8 +134,7 @@ class Step:
             before = self.consumed_by.get(peer, 0)
             self.consumed_by[peer] = event.consumed if event.consumed > before else before
         self.outputs.receive(source, m)
-        for task in self.readiness.arrive(source, m):
-            self.ready.add(task)
+        self.readiness.arrive(source, m)
         return tuple(map(ev.ReportReady, self.readiness.supplied_by(source, m))) if self._follows else ()
 
     def _unexpected(self, producer: Task) -> ProtocolError:
@@ -158,10 +157,10 @@ class Step:
         task = event.task
         if self._follows:
             self.log.advance(task)
-        if not self.ready.remove(task):
-            raise ProtocolError(f"{task} was enqueued on stage {self._stage} without its inputs, or twice")
         kind, m, virtual_stage = task
-        row = self.rows.own[kind][virtual_stage]
+        row = self.rows.own[kind].get(virtual_stage)
+        if row is None or not self.ready.remove(row, task):
+            raise ProtocolError(f"{task} was enqueued on stage {self._stage} without its inputs, or twice")
         self.last_kind = kind
         self.num_enqueued += 1
         self.enqueued[kind][row.chunk] += 1
@@ -171,8 +170,7 @@ class Step:
         self.outputs.start_reading(row, m)
         if self._follows:
             return ()  # what depends on it was released when it was ordered
-        for ready in self.readiness.enqueue(row, m):
-            self.ready.add(ready)
+        self.readiness.enqueue(row, m)
         return (ev.Order(self.log.append(task), task),) if self._group.size > 1 else ()
 
     def _on_completed(self, event: ev.Completed) -> Instructions:
@@ -243,8 +241,7 @@ class Step:
         if not is_follower or not self.readiness.expects_reports(task):
             raise ProtocolError(f"rank {event.rank} reports {task} as ready, which stage {self._stage} does not await")
         self.log.note_report(event.rank, task)
-        if self.readiness.report(task):
-            self.ready.add(task)
+        self.readiness.report(task)
         return ()
 
     def _on_ordered(self, event: ev.Ordered) -> Instructions:
@@ -254,8 +251,7 @@ class Step:
         if not self.rows.knows(task):
             raise ProtocolError(f"{task} was ordered, which does not run on stage {self._stage} in {self.id}")
         self.log.receive(event.sequence, task)
-        for ready in self.readiness.enqueue(self.rows.own[task.kind][task.virtual_stage], task.microbatch):
-            self.ready.add(ready)
+        self.readiness.enqueue(self.rows.own[task.kind][task.virtual_stage], task.microbatch)
         return ()
 
     def _on_chunk_reduced(self, event: ev.ChunkReduced) -> Instructions:

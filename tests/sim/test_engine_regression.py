@@ -1,5 +1,7 @@
 """What the engine gives for some fixed seeds, to the last bit: speed must never be bought with another timeline.
 
+And what it does to the garbage collector, for the sake of that speed.
+
 The digests are those of the engine as it was first written, before it was made fast. They cover every task with its
 start and end, every wait with its cause, every message, and the peaks, in the order in which the result lists them. A
 change that is meant to alter timelines (another rule, another order among equals) takes new digests: a failing case
@@ -8,17 +10,22 @@ prints its own.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 
 from rrfp.core.admission import AdmissionRule, Limit
+from rrfp.core.hint import Hint, View
 from rrfp.core.readiness import ForcedOrder
-from rrfp.core.tasks import Kind
+from rrfp.core.ready_set import ReadySet
+from rrfp.core.tasks import Kind, Task
 from rrfp.core.topology import Layout
 from rrfp.costs import make_costs
+from rrfp.errors import HintError
 from rrfp.hints.registry import create_hint, create_strict
 from rrfp.sim.engine import EngineResult, run
 
@@ -71,6 +78,39 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_timeline_is_bitwise_what_it_always_was(case: Case) -> None:
     assert digest(simulate(case)) == case.digest
+
+
+def test_a_run_leaves_no_garbage_that_only_the_collector_finds() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        simulate(CASES[6])
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
+class Failing(Hint):
+    """Breaks its contract, and notes whether the collector is on."""
+
+    seen: ClassVar[list[bool]] = []
+
+    def choose(self, ready: ReadySet, view: View) -> Task | None:
+        self.seen.append(gc.isenabled())
+        return None
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_collector_rests_during_a_run_and_is_then_as_before_even_if_the_run_fails(is_enabled: bool) -> None:
+    Failing.seen.clear()
+    if not is_enabled:
+        gc.disable()
+    try:
+        with pytest.raises(HintError):
+            run(make_costs("llm", 1, 1), [Failing()], [Limit()])
+        assert (Failing.seen, gc.isenabled()) == ([False], is_enabled)
+    finally:
+        gc.enable()
 
 
 def simulate(case: Case) -> EngineResult:

@@ -169,7 +169,7 @@ def test_a_credit_of_an_earlier_step_is_refused() -> None:
 
 @pytest.mark.parametrize("layout", ["looped", "v"])
 def test_forward_only_the_papers_rule_keeps_the_limit_too(layout: str) -> None:
-    # Found by the campaign: a full stage served one microbatch after the other, although only credits free memory there.
+    # Found by the campaign: a full stage served microbatch after microbatch, although only credits free memory there.
     graph = Graph.chain(2, chunks=2, layout="v" if layout == "v" else "looped")
     found = explore(graph, 6, Limit(1, rule="paper"), Mode.FORWARD)
     assert not found.deadlocks
