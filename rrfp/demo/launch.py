@@ -20,6 +20,9 @@ from rrfp.errors import RrfpError
 END_GRACE_S = 3.0
 
 _WATCH_S = 0.1
+#: How often torchrun looks for a dead worker, in seconds. By its default of 0.1 s it may end the others before they
+#: have told which stage was lost.
+_MONITOR_S = 1.0
 
 
 class DemoFailedError(RrfpError):
@@ -37,6 +40,7 @@ def run_workers(settings: DemoSettings, log: Path) -> Iterator[Mapping[str, Any]
         DemoFailedError: if a worker failed; names the origin where it is known, and the log.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings.stages)]
+    command += ["--monitor-interval", str(_MONITOR_S)]
     command += ["-m", "rrfp.demo.worker", settings.to_json()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     aborted = None

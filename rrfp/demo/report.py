@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.table import Table
 
 from rrfp.core.progress import WaitCause
@@ -77,26 +78,34 @@ class DemoReport:
         plot_timelines(rows, self._out / "timeline.png")
 
     def table(self) -> Table:
-        """The figures for a terminal, a column for each method."""
+        """The figures for a terminal of 80 columns, a row for each method."""
         settings = self._settings
         title = f"{settings.stages} stages, {settings.microbatches} microbatches, {settings.steps} steps a method"
-        table = Table(title=title, title_justify="left", caption=self._caption(), caption_justify="left")
+        caption = self._caption()
+        table = Table(title=title, caption=caption, box=SIMPLE, padding=0, pad_edge=False)
+        table.title_justify = table.caption_justify = "left"
         table.add_column("")
-        for method in self.figures:
-            table.add_column(method, justify="right")
-        for heading, cell in _ROWS:
-            cells = [cell(figures) for figures in self.figures.values()]
-            if any(text != _NOTHING for text in cells):
-                table.add_row(heading, *cells)
+        columns = [(heading, [cell(figures) for figures in self.figures.values()]) for heading, cell in _COLUMNS]
+        shown = [(heading, cells) for heading, cells in columns if any(text != _NOTHING for text in cells)]
+        for heading, _ in shown:
+            table.add_column(heading, justify="right")
+        for method, *row in zip(self.figures, *(cells for _, cells in shown), strict=True):
+            table.add_row(method, *row)
         return table
 
     def _caption(self) -> str:
-        caption = self._emulation()
+        caption = f"loss {self._losses()}; {self._emulation()}"
         if self._settings.deterministic:
             weights = {self.weights_sha256(method) for method in METHODS}
             same = "bitwise the same weights by every method" if len(weights) == 1 else "DIFFERENT weights by method"
             caption += f"; {same}"
         return caption
+
+    def _losses(self) -> str:
+        told = {method: f"{f.losses[0]:.2f} -> {f.losses[-1]:.2f}" for method, f in self.figures.items()}
+        if len(set(told.values())) == 1:
+            return f"{told[BASELINE]} by every method"
+        return ", ".join(f"{losses} ({method})" for method, losses in told.items())
 
     def _emulation(self) -> str:
         if self.overrun_share is None:
@@ -128,26 +137,26 @@ class DemoReport:
         return overrun / planned
 
 
-#: Shown for a figure that does not exist or is zero for a method; a row of nothing else is left out.
+#: Shown for a figure that does not exist or is zero for a method; a column of nothing else is left out.
 _NOTHING = "-"
 
 
-def _share(share: float) -> str:
-    return f"{share:.1%}" if share >= 0.0005 else _NOTHING
+def _percent(share: float) -> str:
+    return f"{share:.1%}".removesuffix("%") if share >= 0.0005 else _NOTHING
 
 
 def _cause(cause: WaitCause) -> tuple[str, Callable[[MethodFigures], str]]:
-    return f"  {CAUSE_LABELS[cause]}", lambda figures: _share(figures.blocking_by_cause[cause])
+    heading = f"{CAUSE_LABELS[cause]} %".replace("nothing ", "nothing\n").replace("TP ", "TP\n")
+    return heading, lambda figures: _percent(figures.blocking_by_cause[cause])
 
 
-#: Heading and cell of each row.
-_ROWS: tuple[tuple[str, Callable[[MethodFigures], str]], ...] = (
-    ("iteration time, median", lambda figures: f"{figures.iteration_s * 1e3:.0f} ms"),
-    ("  longest - shortest", lambda figures: f"{figures.iteration_s_spread * 1e3:.0f} ms"),
-    ("speed-up, median over steps", lambda figures: f"{figures.speedup:.2f}x"),
-    ("time / lower bound, median", lambda figures: _NOTHING if figures.ratio is None else f"{figures.ratio:.2f}"),
-    ("blocked, by cause", lambda figures: _share(figures.blocking)),
+#: Heading and cell of each column.
+_COLUMNS: tuple[tuple[str, Callable[[MethodFigures], str]], ...] = (
+    ("median\nms", lambda figures: f"{figures.iteration_s * 1e3:.0f}"),
+    ("spread\nms", lambda figures: f"{figures.iteration_s_spread * 1e3:.0f}"),
+    ("speed-\nup", lambda figures: f"{figures.speedup:.2f}"),
+    ("over\nbound", lambda figures: _NOTHING if figures.ratio is None else f"{figures.ratio:.2f}"),
+    ("blocked\n%", lambda figures: _percent(figures.blocking)),
     *map(_cause, WaitCause),
-    ("peak microbatches held", lambda figures: " ".join(map(str, figures.peak_held))),
-    ("loss, first -> last", lambda figures: f"{figures.losses[0]:.2f} -> {figures.losses[-1]:.2f}"),
+    ("held", lambda figures: " ".join(map(str, figures.peak_held))),
 )

@@ -1,0 +1,172 @@
+"""`rrfp simulate` on wrong options and files: one line that names the field, exit code 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from cli.shell import rrfp, rrfp_process
+
+from rrfp.core.graph import Graph
+from rrfp.core.schedule import Schedule
+from rrfp.core.tasks import Kind, Task
+from rrfp.costs import make_costs, write_costs
+from rrfp.schedules import registry
+from rrfp.schedules.needs import Needs
+
+BROKEN_HINT = """
+from rrfp import Hint
+
+class Broken(Hint):
+    def __init__(self):
+        raise ValueError("no")
+"""
+
+
+@pytest.fixture
+def costs(tmp_path: Path) -> Path:
+    path = tmp_path / "costs.json"
+    write_costs(path, make_costs("mllm", 3, 8, jitter="J2", latency="wire"))
+    return path
+
+
+BAD = {
+    "no method": ((), "exactly one of --hint NAME and --strict NAME is needed"),
+    "two methods": (("--hint", "bf", "--strict", "1f1b"), "exactly one of --hint NAME and --strict NAME is needed"),
+    "strict and limit": (("--strict", "1f1b", "--limit", "2"), "--limit goes with --hint"),
+    "unknown hint": (("--hint", "x"), "hint is 'x', must be one of: bf, fb, b-priority, f-priority, bfw, slot-aware"),
+    "unknown schedule": (("--strict", "bf"), "strict is 'bf', must be one of: gpipe, 1f1b, interleaved-1f1b, zb-h1"),
+    "schedule with chunks": (("--strict", "zb-v"), "schedule zb-v takes 2 chunks a stage"),
+    "word as limit": (("--hint", "bf", "--limit", "all"), "must be a number of microbatches or one of: 1f1b, n, 2n"),
+    "limit of 0": (("--hint", "bf", "--limit", "0"), "must be at least 1"),
+    "negative limit": (("--hint", "bf", "--limit", "-1"), "must be at least 1"),
+    "absent module": (("--hint", "no_such_module:X"), "cannot import 'no_such_module'"),
+    "absent file": (("--hint", "no/such/file.py:X"), "cannot import 'no/such/file.py'"),
+    "absent attribute": (("--hint", "json:X"), "'json' has no attribute 'X'"),
+    "no hint": (("--hint", "json:JSONDecoder"), "has no method choose()"),
+    "no factory": (("--hint", "json:loads"), "cannot be made (TypeError"),
+    "unknown option": (("--hnt", "bf"), "No such option: --hnt (Possible options: "),
+    "option without value": (("--hint",), "Option '--hint' requires an argument"),
+    "extra argument": (("--hint", "bf", "more"), "unexpected extra argument"),
+    "two hints": (("--hint", "bf,fb"), "a cost file runs one method, these are 2: lists go with --profile"),
+    "one hint twice": (("--hint", "bf,bf"), "hint is 'bf,bf', must name 'bf' once"),
+    "strict and admission": (("--strict", "1f1b", "--admission", "paper"), "--admission goes with --hint"),
+    "hint and sends": (("--hint", "bf", "--sends", "blocking"), "--sends goes with --strict"),
+    "unknown admission": (("--hint", "bf", "--admission", "x"), "admission is 'x', must be one of: staircase, paper"),
+    "unknown sends": (("--strict", "1f1b", "--sends", "x"), "sends is 'x', must be one of: eager, blocking"),
+    "blocking gpipe": (("--strict", "gpipe", "--sends", "blocking"), "only 1f1b has a blocking form"),
+    "strict and sizes": (("--strict", "1f1b", "--sizes", "planned"), "--sizes goes with --hint"),
+    "absent sizes": (("--hint", "bf", "--sizes", "no/such"), "sizes is 'no/such', must be planned or a file"),
+    "a profile too": (("--hint", "bf", "--profile", "llm"), "exactly one of --costs FILE and --profile NAME"),
+    "stages": (("--hint", "bf", "--stages", "4"), "--stages goes with --profile"),
+    "seeds": (("--hint", "bf", "--seeds", "4"), "--seeds goes with --profile"),
+    "csv": (("--hint", "bf", "--csv", "x.csv"), "--csv goes with --profile"),
+    "unwritable picture": (
+        ("--hint", "bf", "--timeline", "/no/such/dir/t.png"),
+        "/no/such/dir/t.png: cannot be written",
+    ),
+    "unwritable trace": (("--hint", "bf", "--trace", "/no/such/dir/t.json"), "/no/such/dir/t.json: cannot be written"),
+}
+
+
+@pytest.mark.parametrize("arguments", BAD)
+def test_bad_usage_is_one_line_and_exit_2(costs: Path, arguments: str) -> None:
+    words, message = BAD[arguments]
+    result = rrfp("simulate", "--costs", costs, *words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("rrfp: ")
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+
+
+GOOD_FILE = {
+    "stages": 2,
+    "chunks": 1,
+    "placement": "looped",
+    "microbatches": 1,
+    "F": [[1], [1]],
+    "B": [[1], [1]],
+    "latency_F": [[0]],
+    "latency_B": [[0]],
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stages": 0}, "stages"),
+        ({"placement": "ring"}, "placement is 'ring', must be one of looped, v"),
+        ({"F": [[1]]}, "F has 1 rows, must have 2"),
+        ({"B": [[1], [-1]]}, "B[1][0] is -1.0, must be a finite number >= 0"),
+        ({"latency_F": [["1"]]}, "latency_F[0][0]"),
+        ({"colour": 1}, "field 'colour' is unknown, must be one of stages, chunks"),
+        ({"F": [[1e308], [1e308]]}, "the sum of all times is too large"),
+    ],
+)
+def test_bad_file_names_the_field(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(GOOD_FILE | change))
+    result = rrfp("simulate", "--costs", path, "--hint", "bf", "--json")
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert message in result.stderr
+
+
+def test_bad_usage_in_a_shell(tmp_path: Path) -> None:
+    result = rrfp_process("simulate", "--costs", tmp_path / "absent.json", "--hint", "bf")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == f"rrfp: {tmp_path / 'absent.json'}: cannot be read (No such file or directory)\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1, 2]", "must be a list of 8 finite numbers >= 0, one a microbatch"),
+        ("[1, 2, 3, 4, 5, 6, 7, -8]", "must be a list of 8 finite numbers >= 0"),
+        ("[1, 2, 3, 4, 5, 6, 7, true]", "must be a list of 8 finite numbers >= 0"),
+        ("[1, 2, 3, 4, 5, 6, 7, NaN]", "must be a list of 8 finite numbers >= 0"),
+        ("{}", "must be a list of 8 finite numbers >= 0"),
+        ("[1,", "is not JSON"),
+    ],
+)
+def test_wrong_sizes_are_named(costs: Path, tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "sizes.json").write_text(text)
+    result = rrfp("simulate", "--costs", costs, "--hint", "bf", "--sizes", tmp_path / "sizes.json")
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert "sizes.json: " in result.stderr
+    assert message in result.stderr
+
+
+def test_neither_a_file_nor_a_profile() -> None:
+    result = rrfp("simulate", "--hint", "bf")
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert "exactly one of --costs FILE and --profile NAME is needed" in result.stderr
+
+
+def test_hint_whose_constructor_fails(costs: Path, tmp_path: Path) -> None:
+    hint_file = tmp_path / "my_hints.py"
+    hint_file.write_text(BROKEN_HINT)
+    result = rrfp("simulate", "--costs", costs, "--hint", f"{hint_file}:Broken")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "cannot be made (ValueError: no)" in result.stderr
+
+
+def test_schedule_with_weights_is_refused_on_unsplit_costs(costs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def weighted(graph: Graph, microbatches: int) -> Schedule:
+        stages = range(graph.placement.stages)
+        return Schedule("w", tuple(tuple(Task(k, m, v) for m in range(microbatches) for k in Kind) for v in stages))
+
+    monkeypatch.setitem(registry._KNOWN, "w", (weighted, Needs()))
+    for option in ("--strict", "--hint"):
+        result = rrfp("simulate", "--costs", costs, option, "w")
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+        assert "schedule w: stage 0, entry 2: W0@0 does not run on this stage" in result.stderr
+
+
+def test_missing_matplotlib_is_one_line(costs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("matplotlib", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, module, None)
+    result = rrfp("simulate", "--costs", costs, "--hint", "bf", "--timeline", tmp_path / "t.png")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "pip install 'rrfp[plot]'" in result.stderr
