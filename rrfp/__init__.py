@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from rrfp.pipeline import Pipeline, local
     from rrfp.result import StepResult
     from rrfp.transports.base import Message, Transport
+    from rrfp.version import __version__
 
-__version__ = "0.1.0"
 
 _HOMES = {
     "Batch": "rrfp.compute.base",
@@ -43,6 +43,7 @@ _HOMES = {
     "Topology": "rrfp.core.topology",
     "Transport": "rrfp.transports.base",
     "View": "rrfp.core.hint",
+    "__version__": "rrfp.version",
     "local": "rrfp.pipeline",
 }
 

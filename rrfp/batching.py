@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from rrfp.compute.base import Batch
-from rrfp.compute.weighting import Reduction, gradient_weights
+from rrfp.compute.weighting import Reduction, gradient_weights, shared_gradient_weights
 from rrfp.core.tasks import Mode, StepId
 from rrfp.errors import ConfigError
 
@@ -26,6 +26,7 @@ class StepArguments(EvaluateArguments, total=False):
     """The keyword arguments of a training step."""
 
     grad_scale: float
+    reduce_gradients: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,34 @@ class Plan:
         batch: the caller's data.
         weights: of the microbatches' losses, None for all 1.
         sizes: how large each microbatch is, for hints; None where the caller did not tell.
+        reduction: how losses combine.
+        grad_scale: a further factor on every gradient.
+        reduce_gradients: whether gradients are summed over replicas at the end.
     """
 
     step: StepId
     batch: Batch
     weights: tuple[float, ...] | None
     sizes: tuple[float, ...] | None = None
+    reduction: Reduction = "mean"
+    grad_scale: float = 1.0
+    reduce_gradients: bool = True
+
+    @property
+    def total_weight(self) -> float:
+        """The sum of the weights of this replica's microbatches."""
+        return float(self.step.microbatches) if self.weights is None else sum(self.weights)
+
+    def normalise(self, total: float) -> None:
+        """The weights of all replicas sum to ``total``: say so to whoever was given the batch.
+
+        Raises:
+            ConfigError: if that is 0, where a mean is asked for.
+        """
+        own = (1.0,) * self.step.microbatches if self.weights is None else self.weights
+        factors = self.batch.gradient_weights
+        assert isinstance(factors, list), "the step was planned for one replica"
+        factors[:] = shared_gradient_weights(own, total, self.reduction, self.grad_scale)
 
 
 def plan_step(
@@ -56,8 +79,14 @@ def plan_step(
     sizes: Sequence[float] | None = None,
     microbatches: int | None = None,
     grad_scale: float = 1.0,
+    reduce_gradients: bool = True,
+    *,
+    is_shared: bool = False,
 ) -> Plan:
     """Check the arguments of a step; see `rrfp.Pipeline.step`.
+
+    Args:
+        is_shared: whether several replicas share the step, so that the weights' sum is known only later.
 
     Raises:
         ConfigError: if they are no lists, disagree on M, ``kwargs`` are no dicts, or a weight or size is impossible.
@@ -66,9 +95,19 @@ def plan_step(
     count = _microbatches(lists, microbatches)
     if not all(isinstance(each, Mapping) for each in kwargs or ()):  # anything else would become a positional argument
         raise ConfigError("kwargs must hold a dict for each microbatch")
-    gradient = gradient_weights(weights, count, reduction, grad_scale)
-    batch = Batch(inputs=inputs, targets=targets, kwargs=kwargs, gradient_weights=gradient)
-    return Plan(StepId(number, mode, count), batch, None if weights is None else tuple(weights), _sizes(sizes))
+    if type(reduce_gradients) is not bool:
+        raise ConfigError(f"reduce_gradients is {reduce_gradients!r}, must be True or False")
+    gradient: Sequence[float] = gradient_weights(weights, count, "sum" if is_shared else reduction, grad_scale)
+    batch = Batch(inputs, targets, kwargs, list(gradient) if is_shared else gradient)
+    return Plan(
+        StepId(number, mode, count),
+        batch,
+        None if weights is None else tuple(weights),
+        _sizes(sizes),
+        reduction,
+        grad_scale,
+        reduce_gradients,
+    )
 
 
 def _sizes(sizes: Sequence[Any] | None) -> tuple[float, ...] | None:

@@ -62,7 +62,7 @@ class PeerLostError(PeerError):
     """A peer's process ended or fell silent.
 
     Attributes:
-        peer: stage index of the lost peer.
+        peer: the lost rank.
         reason: what was observed.
     """
 
@@ -72,7 +72,7 @@ class PeerLostError(PeerError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"stage {self.peer} is lost: {self.reason}"
+        return f"rank {self.peer} is lost: {self.reason}"
 
 
 class TransportError(RrfpError):
@@ -87,7 +87,7 @@ class FrameError(TransportError):
     """A received frame was malformed; it was dropped.
 
     Attributes:
-        peer: stage index of the sender, or None where the frame does not even tell that.
+        peer: rank of the sender, or None where the frame does not even tell that.
         field: the header field or frame at fault.
         reason: what is wrong with it and what would be right.
     """
@@ -99,7 +99,7 @@ class FrameError(TransportError):
         self.reason = reason
 
     def __str__(self) -> str:
-        sender = "an unknown peer" if self.peer is None else f"stage {self.peer}"
+        sender = "an unknown peer" if self.peer is None else f"rank {self.peer}"
         return f"bad frame from {sender}: {self.field}: {self.reason}"
 
 
@@ -111,15 +111,17 @@ class Origin:
         stage: stage index of the rank that failed.
         task: the task it was running, in its text form, or None.
         cause: the exception as one line, ``TypeName: message``.
+        rank: the rank, where a stage has several; None where the stage tells it.
     """
 
     stage: int
     task: str | None
     cause: str
+    rank: int | None = None
 
     def __str__(self) -> str:
-        where = f"stage {self.stage}" if self.task is None else f"stage {self.stage}, task {self.task}"
-        return f"{where}: {self.cause}"
+        where = f"stage {self.stage}" if self.rank is None else f"stage {self.stage} (rank {self.rank})"
+        return f"{where}: {self.cause}" if self.task is None else f"{where}, task {self.task}: {self.cause}"
 
 
 class PipelineAborted(RrfpError):

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict, get_args
 
 from rrfp.compute.base import Lane, StageProgram
+from rrfp.compute.rng import replica_seed
 from rrfp.compute.split_backward import Unsplittable
 from rrfp.compute.thread_lane import LOWEST_NICE, ThreadLane
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.compute.weighting import Reduction
-from rrfp.control.handshake import Handshake
+from rrfp.control.handshake import Handshake, Terms
 from rrfp.control.tree import peers
 from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint
+from rrfp.core.order_log import Group
 from rrfp.core.stage_core import StageCore
 from rrfp.core.topology import Layout, Topology
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict
 from rrfp.schedules.registry import schedule_names, schedule_needs
 from rrfp.shape import Shape, StagePart, chunks_of
-from rrfp.stage import StageRunner
+from rrfp.stage import Coordination, StageRunner
 from rrfp.transports.base import DEFAULT_MAX_MESSAGE_BYTES, DEFAULT_QUEUE_BYTES, Rendezvous, TransportContext
 from rrfp.transports.registry import TransportSpec, create_transport, transport_names
+from rrfp.version import __version__
 
 #: Makes the lane of a stage.
 LaneFactory = Callable[[int], Lane]
@@ -63,6 +66,10 @@ class PipelineOptions:
             or ``"refuse"``; see `TorchStage`.
         deterministic: gradients are added in microbatch order and buffers written in order, so that a step's result is
             bitwise the same whatever the timing, and equal to `rrfp.testing.reference`'s.
+        coordination: how the ranks of a group (tensor parallelism) come to one order: ``"leader"``, or
+            ``"agreement"``, the paper's all-gather with retries.
+        depth: tasks that a rank has enqueued and not completed, at most; by default 1 on a CPU, and 2 where a group has
+            a leader, so that its decisions travel while the task before is running.
 
     Raises:
         ConfigError: for a value that does not exist or does not fit.
@@ -87,6 +94,8 @@ class PipelineOptions:
     split: bool | None = None
     unsplittable: Unsplittable = "whole"
     deterministic: bool = False
+    coordination: Coordination = "leader"
+    depth: int | None = None
 
     def __post_init__(self) -> None:
         self._check_values()
@@ -96,7 +105,11 @@ class PipelineOptions:
         self._limit(Topology(0, 1))
 
     def _check_values(self) -> None:
-        for field, choices in (("reduction", get_args(Reduction)), ("unsplittable", get_args(Unsplittable))):
+        for field, choices in (
+            ("reduction", get_args(Reduction)),
+            ("unsplittable", get_args(Unsplittable)),
+            ("coordination", get_args(Coordination)),
+        ):
             if getattr(self, field) not in choices:
                 raise ConfigError(f"{field} is {getattr(self, field)!r}, must be one of: {', '.join(choices)}")
         for field in ("stall_after", "connect_timeout", "queue_bytes", "max_message_bytes"):
@@ -111,6 +124,11 @@ class PipelineOptions:
             (
                 "chunks",
                 self.chunks is None or (type(self.chunks) is int and self.chunks >= 1),
+                "a whole number from 1 on",
+            ),
+            (
+                "depth",
+                self.depth is None or (type(self.depth) is int and self.depth >= 1),
                 "a whole number from 1 on",
             ),
             ("split", self.split is None or type(self.split) is bool, "True, False or None"),
@@ -161,7 +179,14 @@ class PipelineOptions:
         return wanted and any(not isinstance(part, StageProgram) for part in parts)
 
     def runner(
-        self, place: Topology, shape: Shape, part: StagePart, program: StageProgram, run_id: str, rendezvous: Rendezvous
+        self,
+        place: Topology,
+        shape: Shape,
+        part: StagePart,
+        program: StageProgram,
+        run_id: str,
+        rendezvous: Rendezvous,
+        reduce: Callable[[int], Awaitable[None]] | None = None,
     ) -> StageRunner:
         """The runner of one rank.
 
@@ -172,11 +197,12 @@ class PipelineOptions:
             program: what the rank computes.
             run_id: identifies this pipeline.
             rendezvous: where its ranks meet.
+            reduce: sums the gradients of a virtual stage over the replicas.
         """
         graph = shape.graph
         context = TransportContext(
-            stage=place.stage,
-            peers=peers(graph, place.stage),
+            rank=place.rank,
+            peers=peers(graph, place),
             run_id=run_id,
             rendezvous=rendezvous,
             restart=place.restart,
@@ -187,12 +213,42 @@ class PipelineOptions:
             connect_timeout_s=self.connect_timeout,
         )
         in_order = shape.in_order(shape.modules(part, place.stage))
-        core = StageCore(graph, place.stage, self._new_hint(), self._limit(place), in_order=in_order)
-        terms = {**shape.terms(), "strict": self.strict, "seed": self.seed, "reduction": self.reduction}
-        handshake = Handshake(terms, place.stages, context)
-        transport = create_transport(self.transport, context)
-        lane = self._new_lane(place.stage)
-        return StageRunner(core, program, lane, transport, stall_after=self.stall_after, handshake=handshake)
+        hint, limit = self._new_hint(), self._limit(place)
+        group = Group(place.member, place.members) if self.coordination == "leader" else Group()
+        core = StageCore(graph, place.stage, hint, limit, group=group, in_order=in_order)
+        return StageRunner(
+            core,
+            program,
+            self._new_lane(place.stage),
+            create_transport(self.transport, context),
+            place=place,
+            coordination=self.coordination,
+            depth=self.depth,
+            reduce=reduce,
+            stall_after=self.stall_after,
+            handshake=Handshake(self._terms(shape, place), place, context, self._group_terms(hint, limit)),
+        )
+
+    def _terms(self, shape: Shape, place: Topology) -> Terms:
+        """What all ranks must have in common."""
+        return {
+            **shape.terms(),
+            "mesh": "" if place.layout is None else ", ".join(f"{name} {size}" for name, size in place.layout.dims),
+            "coordinate": "" if place.layout is None else ", ".join(place.layout.coordinate),
+            "coordination": self.coordination,
+            "strict": self.strict,
+            "seed": self.seed,
+            "reduction": self.reduction,
+            "version": __version__,
+        }
+
+    def _group_terms(self, hint: Hint, limit: Limit) -> Terms:
+        """What the ranks of a group must have in common."""
+        return {
+            "hint": f"{type(hint).__module__}.{type(hint).__qualname__}",
+            "limit": str(limit),
+            "depth": self.depth,
+        }
 
     def _new_lane(self, stage: int) -> Lane:
         if self.lane is not None:
@@ -209,8 +265,8 @@ class PipelineOptions:
             return Limit()
         return Limit.resolve(DEFAULT_LIMIT if self.limit is None else self.limit, place.stage, place.stages)
 
-    def program(self, part: StagePart, stage: int, shape: Shape) -> StageProgram:
-        """What ``stage`` computes: its modules' tasks, or the caller's own program.
+    def program(self, part: StagePart, place: Topology, shape: Shape) -> StageProgram:
+        """What the rank at ``place`` computes: its modules' tasks, or the caller's own program.
 
         Raises:
             ConfigError: if ``part`` is neither, or does not fit the shape.
@@ -218,12 +274,12 @@ class PipelineOptions:
         if isinstance(part, StageProgram):
             shape.check_program(part)
             return part
-        modules = shape.modules(part, stage)
+        modules = shape.modules(part, place.stage)
         return TorchStage(
             modules,
             shape.graph,
             loss_fn=self.loss_fn,
-            seed=self.seed,
+            seed=replica_seed(self.seed, place.replica),
             unsplittable=self.unsplittable,
             in_order=shape.in_order(modules),
         )
@@ -251,6 +307,8 @@ class Options(TypedDict, total=False):
     split: bool | None
     unsplittable: Unsplittable
     deterministic: bool
+    coordination: Coordination
+    depth: int | None
 
 
 def pipeline_options(options: Options) -> PipelineOptions:

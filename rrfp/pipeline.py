@@ -100,7 +100,8 @@ class PipelineHandle:
                 microbatches' losses, such as token counts, 1 by default; needed on the last virtual stage.
                 ``sizes``: how large each microbatch is, in any unit, for hints that ask. ``microbatches``: M, where no
                 list tells it. ``grad_scale``: a factor on every gradient, 1.0 by default; the reported loss is without
-                it.
+                it. ``reduce_gradients``: False leaves gradients unreduced over data-parallel replicas, for all but the
+                last of several steps that accumulate.
 
         Returns:
             The result, on every rank.
@@ -187,14 +188,14 @@ class Pipeline(PipelineHandle):
         shape = settings.shape(place.stages, [module])
         modules = shape.modules(module, place.stage)
         shape.check_shared(modules)
-        program = settings.program(module, place.stage, shape)
+        program = settings.program(module, place, shape)
         run_id = f"{place.run_id}/{next(_numbers)}"
 
         async def build() -> Sequence[StageRunner]:
             met = rendezvous if rendezvous is not None else await _meet(place, run_id, settings.connect_timeout)
             return [settings.runner(place, shape, module, program, run_id, met)]
 
-        super().__init__(Ranks([program], settings, build, list(modules.values())), loop, f"rrfp-{place.stage}")
+        super().__init__(Ranks([program], settings, build, list(modules.values())), loop, f"rrfp-{place.rank}")
 
 
 class LocalPipeline(PipelineHandle):
@@ -207,12 +208,12 @@ class LocalPipeline(PipelineHandle):
         shape = settings.shape(len(modules), modules)
         by_virtual_stage = shape.all_modules(modules)
         shape.check_shared(by_virtual_stage)
-        programs = [settings.program(module, stage, shape) for stage, module in enumerate(modules)]
+        places = [Topology(stage, len(modules)) for stage in range(len(modules))]
+        programs = [settings.program(module, place, shape) for place, module in zip(places, modules, strict=True)]
         run_id = f"local-{uuid.uuid4().hex}"
         met = LocalRendezvous()
 
         async def build() -> Sequence[StageRunner]:
-            places = [Topology(stage, len(modules)) for stage in range(len(modules))]
             return [
                 settings.runner(place, shape, module, program, run_id, met)
                 for place, module, program in zip(places, modules, programs, strict=True)
@@ -236,6 +237,6 @@ def local(modules: Sequence[StagePart], *, loop: LoopChoice = "own", **options: 
 
 
 async def _meet(place: Topology, run_id: str, timeout_s: float) -> Rendezvous:
-    if place.stages == 1:
+    if place.world == 1:
         return LocalRendezvous()
     return await StoreRendezvous.from_env(replace(place, run_id=run_id), timeout_s=timeout_s)

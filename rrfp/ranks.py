@@ -34,6 +34,7 @@ class Ranks:
         options: how.
         build: makes the runners.
         modules: those that the programs run.
+        replicas: copies of the pipeline in the job.
     """
 
     def __init__(
@@ -42,11 +43,13 @@ class Ranks:
         options: PipelineOptions,
         build: Build,
         modules: Sequence[nn.Module] = (),
+        replicas: int = 1,
     ) -> None:
         self._programs = programs
         self._options = options
         self._build = build
         self._modules = modules
+        self._replicas = replicas
         self._runners: Sequence[StageRunner] = ()
 
     def announce(self) -> None:
@@ -65,7 +68,8 @@ class Ranks:
         Raises:
             ConfigError: if they do not fit; nothing has happened then.
         """
-        plan = plan_step(number, mode, self._options.reduction, **arguments)
+        is_shared = mode is Mode.TRAIN and self._replicas > 1
+        plan = plan_step(number, mode, self._options.reduction, **arguments, is_shared=is_shared)
         for program in self._programs:
             program.open(plan.step, plan.batch)
         return plan

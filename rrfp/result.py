@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import msgpack
 
+from rrfp.compute.weighting import Reduction
 from rrfp.core.progress import Peaks
 from rrfp.core.tasks import StepId
+from rrfp.core.topology import Topology
 from rrfp.errors import ProtocolError
 from rrfp.trace.breakdown import Breakdown
 from rrfp.trace.spans import StepTrace
@@ -26,6 +28,7 @@ class StageReport:
         peaks: the most it held.
         losses: by microbatch, on the rank that computes them; empty elsewhere.
         loss: their weighted combination there; None elsewhere.
+        weight: the sum of their weights there; 0 elsewhere.
     """
 
     stage: int
@@ -34,12 +37,13 @@ class StageReport:
     peaks: Peaks
     losses: Mapping[int, float] = field(default_factory=dict)
     loss: float | None = None
+    weight: float = 0.0
 
     def encode(self) -> bytes:
         """As msgpack."""
-        fields = asdict(self)
-        fields["losses"] = sorted(self.losses.items())
-        packed: bytes = msgpack.packb(fields)
+        told = asdict(self)
+        told["losses"] = sorted(self.losses.items())
+        packed: bytes = msgpack.packb(told)
         return packed
 
     @classmethod
@@ -50,11 +54,11 @@ class StageReport:
             ProtocolError: if they are something else.
         """
         try:
-            fields = msgpack.unpackb(data)
-            fields["breakdown"] = Breakdown(**fields["breakdown"])
-            fields["peaks"] = Peaks(**fields["peaks"])
-            fields["losses"] = dict(fields["losses"])
-            return cls(**fields)
+            told = msgpack.unpackb(data)
+            told["breakdown"] = Breakdown(**told["breakdown"])
+            told["peaks"] = Peaks(**told["peaks"])
+            told["losses"] = dict(told["losses"])
+            return cls(**told)
         except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
             raise ProtocolError(f"a step report cannot be read: {error}") from None
 
@@ -63,13 +67,15 @@ class StageReport:
 class StepResult:
     """The outcome of a step, the same on every rank (but for ``trace`` and ``outputs``).
 
+    With several replicas, ``losses``, ``breakdown`` and ``peaks`` are those of this rank's replica.
+
     Attributes:
         step: which step, counted from 0.
-        loss: the weighted loss of the step; None where no loss was computed.
+        loss: the weighted loss of the step, over all replicas; None where no loss was computed.
         losses: the loss of every microbatch, in microbatch order.
         seconds: the longest time that any rank took.
-        breakdown: for each stage, where the time went; each sums to ``seconds``.
-        peaks: for each stage, the most it held.
+        breakdown: for each stage, where the time of its group's leader went; each sums to ``seconds``.
+        peaks: for each stage, the most that any rank of its group held.
         trace: the spans of this rank (with `rrfp.local`: of all).
         outputs: forward only, on the rank of the last virtual stage and without a loss: outputs by microbatch.
     """
@@ -95,25 +101,45 @@ class StepResult:
 
     @classmethod
     def of(
-        cls, step: StepId, reports: Sequence[StageReport], trace: StepTrace, outputs: Mapping[int, Any]
+        cls,
+        step: StepId,
+        reports: Sequence[StageReport],
+        trace: StepTrace,
+        place: Topology,
+        reduction: Reduction = "mean",
     ) -> StepResult:
-        """Combine the reports of all stages.
+        """Combine the reports of all ranks, by rank, for the one at ``place``.
 
         Ranks that were done earlier than the slowest had nothing left to do; that is how their breakdowns are filled
         up.
         """
         seconds = max(report.seconds for report in reports)
-        losses = {m: loss for report in reports for m, loss in report.losses.items()}
+        groups = [[reports[rank] for rank in replace(place, stage=s, member=0).group] for s in range(place.stages)]
+        losses = {m: loss for group in groups for m, loss in group[0].losses.items()}
         return cls(
             step=step,
-            loss=next((report.loss for report in reports if report.loss is not None), None),
+            loss=_shared_loss(reports, place, reduction),
             losses=tuple(losses[m] for m in sorted(losses)),
             seconds=seconds,
-            breakdown=tuple(_filled_up(report.breakdown, seconds) for report in reports),
-            peaks=tuple(report.peaks for report in reports),
+            breakdown=tuple(_filled_up(group[0].breakdown, seconds) for group in groups),
+            peaks=tuple(_worst([report.peaks for report in group]) for group in groups),
             trace=trace,
-            outputs=outputs,
         )
+
+
+def _shared_loss(reports: Sequence[StageReport], place: Topology, reduction: Reduction) -> float | None:
+    """The loss over all replicas, added in their order."""
+    leaders = (report for rank, report in enumerate(reports) if place.place_of(rank).member == 0)
+    parts = [(report.loss, report.weight) for report in leaders if report.loss is not None]
+    if len(parts) < 2:
+        return parts[0][0] if parts else None
+    if reduction == "sum":
+        return sum(loss for loss, _ in parts)
+    return sum(loss * weight for loss, weight in parts) / sum(weight for _, weight in parts)
+
+
+def _worst(peaks: Sequence[Peaks]) -> Peaks:
+    return Peaks(*(max(getattr(peak, field.name) for peak in peaks) for field in fields(Peaks)))
 
 
 def _filled_up(breakdown: Breakdown, seconds: float) -> Breakdown:

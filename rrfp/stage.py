@@ -7,16 +7,21 @@ format in here. Everything runs on one loop, but for what is handed to the lane.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+from rrfp.arbiter.agreement import AgreementArbiter
+from rrfp.arbiter.leader import GroupTalk
 from rrfp.arbiter.loop import Arbiter, SettlingLoop
+from rrfp.arbiter.words import Word
 from rrfp.batching import Plan
 from rrfp.compute.base import Execution, Lane, StageProgram
 from rrfp.compute.mailbox import Mailbox, bytes_after, run_task
-from rrfp.compute.weighting import combine_losses
+from rrfp.compute.weighting import Reduction
+from rrfp.control.accounts import Accounts
 from rrfp.control.courier import Courier
 from rrfp.control.exchange import TreeExchange
 from rrfp.control.failure import Failure, failure_of
@@ -27,20 +32,23 @@ from rrfp.control.reception import Reception
 from rrfp.control.services import Services
 from rrfp.control.watchdog import Watchdog
 from rrfp.core import events as ev
+from rrfp.core.order_log import Group
 from rrfp.core.progress import WaitCause
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Task
+from rrfp.core.tasks import Mode, Task
+from rrfp.core.topology import Topology
 from rrfp.errors import ProtocolError, RrfpError
 from rrfp.log import get_logger
-from rrfp.result import StageReport, StepResult
-from rrfp.trace.breakdown import breakdown
+from rrfp.result import StepResult
 from rrfp.trace.recorder import Recorder
-from rrfp.trace.spans import StepTrace
 from rrfp.transports.base import Transport
 
 logger = get_logger(__name__)
 
 T = TypeVar("T")
+
+#: How the ranks of a group come to one order: a leader's, or by proposing until they agree (the paper's way).
+Coordination = Literal["leader", "agreement"]
 
 #: How long leaving in order may take, in seconds; then the peers are left anyway.
 CLOSE_GRACE_S = 6.0
@@ -54,6 +62,11 @@ class StageRunner:
         program: what the tasks compute.
         lane: where they run; not started.
         transport: the way to the peers; not started.
+        place: where this rank is; by default the only one of its stage.
+        coordination: how the ranks of its group come to one order.
+        depth: tasks enqueued and not complete, at most; by default as many as the lane wants, and where a group has a
+            leader at least 2, so that its word travels while the task before is running.
+        reduce: sums the gradients of a virtual stage over the replicas.
         stall_after: seconds of idleness inside a step after which all ranks are asked why.
         handshake: compares what all ranks must have in common.
     """
@@ -65,10 +78,14 @@ class StageRunner:
         lane: Lane,
         transport: Transport,
         *,
+        place: Topology | None = None,
+        coordination: Coordination = "leader",
+        depth: int | None = None,
+        reduce: Callable[[int], Awaitable[None]] | None = None,
         stall_after: float = 10.0,
         handshake: Handshake | None = None,
     ) -> None:
-        stages = core.graph.placement.stages
+        self.place = place = Topology(core.stage, core.graph.placement.stages) if place is None else place
         self.stage = core.stage
         self.program = program
         self._core = core
@@ -77,20 +94,47 @@ class StageRunner:
         self._handshake = handshake
         self._mailbox = Mailbox(core.graph, core.stage)
         self._recorder = Recorder(core.stage, lane.now)
-        self._progress = Progress(core, lane.now)
+        self._progress = Progress(core, place, lane.now)
         self._services = Services(self.fail)
-        self._courier = Courier(transport, self._mailbox, self._progress, self._recorder, self._services, self._tell)
-        self._arbiter = Arbiter(core, lane.depth, self._dispatch, self._waiting)
-        self._exchange = TreeExchange(core.stage, stages, self._courier.post)
-        self._watchdog = Watchdog(
-            self._progress, core.stage, stages, self._exchange, self._courier.post, self.fail, stall_after
+        self._courier = Courier(
+            place, transport, self._mailbox, self._progress, self._recorder, self._services, self._tell
         )
-        self._inbox = Reception(core.stage, self._courier, self._exchange, self._watchdog, self._progress, self._abort)
+        self._exchange = TreeExchange(place.rank, place.world, self._courier.post)
+        self._watchdog = Watchdog(
+            self._progress, place.rank, place.world, self._exchange, self._courier.post, self.fail, stall_after
+        )
+        self._accounts = Accounts(place, core.graph, self._exchange)
+        self._reduce_over_replicas = reduce
+        hear = self._join_group(coordination, depth)
+        self._inbox = Reception(
+            place.rank, self._courier, self._exchange, self._watchdog, self._progress, hear, self._abort
+        )
         #: What the caller waits for: the start, or a step.
         self._current: asyncio.Task[Any] | None = None
         self._finished = asyncio.Event()
+        self._reduces = True
         self._failure: Failure | None = None
         self._spreading: asyncio.Task[None] | None = None
+
+    def _join_group(self, coordination: Coordination, depth: int | None) -> Callable[[int, Word], None] | None:
+        """Make the arbiter, and what this rank has to say in its group."""
+        self._talk: GroupTalk | None = None
+        self._agreement: AgreementArbiter | None = None
+        core, place = self._core, self.place
+        if place.members == 1:
+            self._arbiter = Arbiter(core, depth or self._lane.depth, self._dispatch, self._waiting)
+            return None
+        group = Group(place.member, place.members)
+        if coordination == "leader":
+            self._arbiter = Arbiter(core, depth or max(2, self._lane.depth), self._dispatch, self._waiting)
+            tells_bytes = core.limit.bytes is not None
+            self._talk = GroupTalk(group, self._courier.say, self._tell, tells_bytes=tells_bytes)
+            return self._talk.take
+        self._arbiter = self._agreement = AgreementArbiter(
+            core, depth or self._lane.depth, self._dispatch, self._waiting, group=group, say=self._courier.say
+        )
+        self._progress.dispute = lambda: None if self._agreement is None else self._agreement.dispute
+        return self._agreement.take
 
     # Life.
 
@@ -121,7 +165,7 @@ class StageRunner:
             raise
         await self._unless_aborted(self._exchange.exchange("start", 0, b""), "the start")
 
-    async def step(self, plan: Plan, reduction: str = "mean") -> StepResult:
+    async def step(self, plan: Plan, reduction: Reduction = "mean") -> StepResult:
         """Run one step whose batch the program was given. Cancelling it ends the pipeline.
 
         Args:
@@ -147,7 +191,7 @@ class StageRunner:
                 await self._leave()
         except TimeoutError:
             logger.warning(
-                "stage %d: the peers took more than %g s to let it go", self.stage, CLOSE_GRACE_S, stage=self.stage
+                "%s: the peers took more than %g s to let it go", self.place.name, CLOSE_GRACE_S, stage=self.stage
             )
         finally:
             self._services.cancel()
@@ -158,7 +202,7 @@ class StageRunner:
 
     def fail(self, error: BaseException, task: Task | None = None) -> None:
         """End the pipeline on every rank because of ``error`` on this one. Only the first failure counts."""
-        self._abort(failure_of(error, self.stage, task))
+        self._abort(failure_of(error, self.place, task))
 
     async def _leave(self) -> None:
         if self._failure is None:
@@ -172,7 +216,7 @@ class StageRunner:
 
     async def _unless_aborted(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
         """Wait for ``coroutine``, in a task of its own so that a failure can end it wherever it waits."""
-        self._current = waiting = asyncio.create_task(coroutine, name=f"rrfp-stage-{self.stage}")
+        self._current = waiting = asyncio.create_task(coroutine, name=f"rrfp-rank-{self.place.rank}")
         try:
             return await waiting
         except asyncio.CancelledError:
@@ -205,28 +249,31 @@ class StageRunner:
 
     # A step.
 
-    async def _run_step(self, plan: Plan, reduction: str) -> StepResult:
+    async def _run_step(self, plan: Plan, reduction: Reduction) -> StepResult:
         step = plan.step
         self._courier.departures.check(step.number)
         self._finished.clear()
         self._progress.open(step)
         self._recorder.open()
+        if self.place.replicas > 1 and step.mode is Mode.TRAIN:
+            sharing = self._accounts.share_weights(plan)
+            if self._accounts.has_losses:
+                await sharing
+            else:
+                self._services.spawn(sharing)
+        self._reduces = plan.reduce_gradients
+        if self._agreement is not None:
+            self._agreement.open(step)
         self._tell(ev.StepOpened(step.number, step.mode, step.microbatches, plan.sizes))
         await self._finished.wait()
         # Before the others can hear that this rank is done, and send what belongs to the next step.
         self._mailbox.clear()
         trace = self._recorder.close(step.number)
-        report = await self._report(trace, plan.weights, reduction)
-        answers = await self._exchange.exchange("step", step.number, report.encode())
-        self._progress.end()
-        return StepResult.of(step, [StageReport.decode(data) for data in answers], trace, self.program.outputs())
-
-    async def _report(self, trace: StepTrace, weights: Sequence[float] | None, reduction: str) -> StageReport:
         # On the lane's thread, because reading a loss may wait for the device.
         losses = await self._on_lane("the losses of the step", self.program.losses)
-        loss = combine_losses([losses[m] for m in sorted(losses)], weights, reduction) if losses else None
-        parts = breakdown(trace, self.stage)
-        return StageReport(self.stage, trace.end - trace.start, parts, self._core.peaks, losses, loss)
+        result = await self._accounts.settle(plan, reduction, trace, self._core.peaks, losses)
+        self._progress.end()
+        return replace(result, outputs=self.program.outputs())
 
     async def _on_lane(self, name: str, call: Callable[[], T]) -> T:
         with self._progress.chore(name):
@@ -236,6 +283,9 @@ class StageRunner:
         await self._on_lane(
             f"the gradients of virtual stage {virtual_stage}", partial(self.program.finish, virtual_stage)
         )
+        if self._reduce_over_replicas is not None and self._reduces:
+            with self._progress.chore(f"the sum over replicas of the gradients of virtual stage {virtual_stage}"):
+                await self._reduce_over_replicas(virtual_stage)
         self._tell(ev.ChunkReduced(virtual_stage))
 
     # Events to the core, its instructions to I/O.
@@ -257,6 +307,8 @@ class StageRunner:
                 self._courier.credit(instruction)
             case ev.Release(task):
                 self._mailbox.drop(task)
+            case ev.ReportReady() | ev.Order() if self._talk is not None and self._progress.step is not None:
+                self._talk.perform(instruction, self._progress.step)
             case ev.ReduceChunk(virtual_stage):
                 self._services.spawn(self._reduce(virtual_stage))
             case ev.FinishStep():
@@ -289,7 +341,10 @@ class StageRunner:
         self._progress.completed()
         self._recorder.ran(task, execution.started, execution.ended)
         held, output = bytes_after(self.program, self._mailbox, task)
-        self._tell(ev.Completed(task, held, execution.ended - execution.started, output))
+        completed = ev.Completed(task, held, execution.ended - execution.started, output)
+        if self._talk is not None and self._progress.step is not None:
+            self._talk.completed(completed, self._progress.step)
+        self._tell(completed)
 
     def _waiting(self, cause: WaitCause) -> None:
         if self._progress.step is not None:

@@ -26,8 +26,8 @@ async def started_pair(spec: TransportSpec, options: PairOptions) -> AsyncIterat
         create_transport(
             spec,
             TransportContext(
-                stage=stage,
-                peers=(1 - stage,),
+                rank=rank,
+                peers=(1 - rank,),
                 run_id=RUN_ID,
                 rendezvous=rendezvous,
                 queue_bytes=options.queue_bytes,
@@ -35,7 +35,7 @@ async def started_pair(spec: TransportSpec, options: PairOptions) -> AsyncIterat
                 connect_timeout_s=10.0,
             ),
         )
-        for stage in (0, 1)
+        for rank in (0, 1)
     )
     try:
         await asyncio.gather(left.start(), right.start())

@@ -26,6 +26,13 @@ from rrfp.core.tasks import Task
 _generators_in_use = threading.Lock()
 
 
+def replica_seed(seed: int, replica: int) -> int:
+    """The seed of a replica's run: its microbatches are other data, so their dropout masks are others too."""
+    if replica == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{replica}".encode(), digest_size=8).digest(), "big") >> 1
+
+
 def fork_seed(seed: int, step: int, task: Task) -> int:
     """The 64-bit seed of a task's generators: a fixed hash, the same in every process, version and platform."""
     text = f"{seed}:{step}:{task.kind}:{task.virtual_stage}:{task.microbatch}"

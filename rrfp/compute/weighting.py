@@ -38,6 +38,24 @@ def gradient_weights(
     return tuple(weight / normaliser * grad_scale for weight in checked)
 
 
+def shared_gradient_weights(
+    weights: Sequence[float], total: float, reduction: str = "mean", grad_scale: float = 1.0
+) -> tuple[float, ...]:
+    """The factors of one replica's microbatches, where several replicas share a step.
+
+    Args:
+        weights: of this replica's microbatches.
+        total: the sum of the weights of all replicas.
+        reduction: as in :func:`gradient_weights`.
+        grad_scale: as in :func:`gradient_weights`.
+
+    Raises:
+        ConfigError: if ``"mean"`` finds that all weights are 0.
+    """
+    normaliser = _normaliser((total,), reduction)
+    return tuple(weight / normaliser * grad_scale for weight in weights)
+
+
 def combine_losses(losses: Sequence[float], weights: Sequence[float] | None = None, reduction: str = "mean") -> float:
     """The loss of the step, summed in microbatch order.
 

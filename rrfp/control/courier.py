@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from rrfp.arbiter.words import Saying, Word
 from rrfp.compute.mailbox import Mailbox
 from rrfp.control.farewell import Departures
 from rrfp.control.progress import Progress
 from rrfp.control.services import Services
 from rrfp.core import events as ev
 from rrfp.core.tasks import Kind
+from rrfp.core.topology import Topology
 from rrfp.errors import FrameError, PeerLostError, ProtocolError
 from rrfp.log import get_logger
 from rrfp.trace.recorder import Recorder
@@ -26,11 +28,15 @@ LAST_WORDS_S = 1.0
 
 _CHANNELS = {Kind.F: Channel.FORWARD, Kind.B: Channel.BACKWARD}
 
+_KINDS = {saying: MessageKind(saying.value) for saying in Saying}
+_SAYINGS = {kind: saying for saying, kind in _KINDS.items()}
+
 
 class Courier:
     """Sends and receives for one rank.
 
     Args:
+        place: where the rank is.
         transport: the way to the peers.
         mailbox: holds the tensors that are sent, and files those that arrive.
         progress: told of every message of a step.
@@ -41,6 +47,7 @@ class Courier:
 
     def __init__(
         self,
+        place: Topology,
         transport: Transport,
         mailbox: Mailbox,
         progress: Progress,
@@ -50,6 +57,7 @@ class Courier:
     ) -> None:
         #: Peers that left in order; that they are gone is no error then.
         self.departures = Departures()
+        self._place = place
         self._transport = transport
         self._mailbox = mailbox
         self._progress = progress
@@ -80,7 +88,10 @@ class Courier:
     def credit(self, credit: ev.Credit) -> None:
         """Tell a peer that its output was used up."""
         self._progress.sent += 1
-        self.post(credit.peer, Message(Channel.CONTROL, MessageKind.CONSUMED, self._progress.step, credit.task))
+        self.post(
+            self._place.rank_of(credit.peer),
+            Message(Channel.CONTROL, MessageKind.CONSUMED, self._progress.step, credit.task),
+        )
 
     async def send(self, send: ev.Send) -> None:
         """Send a task's output, and report when its memory is free."""
@@ -90,7 +101,7 @@ class Courier:
         message = Message(_CHANNELS[task.kind], MessageKind.OUTPUT, self._progress.step, task, tensors, body)
         self._progress.sent += 1
         self._recorder.sent(send.peer, task, message.num_bytes)
-        await self._hand_over(send.peer, message)
+        await self._hand_over(self._place.rank_of(send.peer), message)
         self._tell(ev.SendReleased(task, send.peer))
 
     def file(self, message: Message) -> None:
@@ -101,15 +112,39 @@ class Courier:
         """
         task, step, sender = message.task, message.step, message.sender
         if task is None or step is None:
-            raise ProtocolError(f"stage {sender} sent a {message.kind} message without a task or a step")
+            raise ProtocolError(f"rank {sender} sent a {message.kind} message without a task or a step")
         self._progress.received += 1
+        stage = self._place.place_of(sender).stage
+        if self._place.rank_of(stage) != sender:
+            raise ProtocolError(f"rank {sender} sent {task}: a rank of another replica, or another member of its group")
         if message.kind is MessageKind.CONSUMED:
-            self._tell(ev.Consumed(step, sender, task))
+            self._tell(ev.Consumed(step, stage, task))
             return
         consumed = message.body.get("consumed")
         self._mailbox.unpack(task, message.tensors, message.body)
-        self._recorder.arrived(sender, task, message.num_bytes)
+        self._recorder.arrived(stage, task, message.num_bytes)
         self._tell(ev.Arrived(step, task, message.num_bytes, consumed if isinstance(consumed, int) else None))
+
+    def say(self, member: int, word: Word) -> None:
+        """Say ``word`` to ``member`` of this rank's group."""
+        self._progress.sent += 1
+        body = {"numbers": word.numbers}
+        message = Message(Channel.CONTROL, _KINDS[word.saying], word.step, word.task, body=body)
+        self.post(self._place.group[member], message)
+
+    def heard(self, message: Message) -> tuple[int, Word]:
+        """Which member of the group sent a message, and what it says.
+
+        Raises:
+            ProtocolError: if it makes no sense.
+        """
+        numbers, group = message.body.get("numbers"), self._place.group
+        self._progress.received += 1
+        if message.sender not in group or message.step is None or not isinstance(numbers, list | tuple):
+            raise ProtocolError(f"rank {message.sender} sent a {message.kind} message that cannot be read")
+        told = tuple(number for number in numbers if isinstance(number, int))
+        word = Word(_SAYINGS[message.kind], message.step, message.task, told)
+        return group.index(message.sender), word
 
     async def _post(self, peer: int, message: Message) -> None:
         try:

@@ -18,22 +18,22 @@ Key = tuple[str, int]
 
 
 class TreeExchange:
-    """Collects at stage 0 what every stage gives, and hands it to all.
+    """Collects at rank 0 what every rank gives, and hands it to all.
 
     Messages of an exchange that this rank has not joined yet are kept. Every rank joins each exchange once. Who waits
     when the pipeline ends is cancelled by whoever runs it.
 
     Args:
-        stage: this stage.
-        stages: N.
+        rank: this rank.
+        world: all ranks.
         post: queues a control message for a peer without waiting.
     """
 
-    def __init__(self, stage: int, stages: int, post: Callable[[int, Message], None]) -> None:
-        self._stage = stage
-        self._stages = stages
-        self._parent = parent(stage)
-        self._children = children(stage, stages)
+    def __init__(self, rank: int, world: int, post: Callable[[int, Message], None]) -> None:
+        self._rank = rank
+        self._world = world
+        self._parent = parent(rank)
+        self._children = children(rank, world)
         self._post = post
         self._gathered: dict[Key, dict[int, bytes]] = {}
         self._heard: dict[Key, set[int]] = {}
@@ -43,27 +43,27 @@ class TreeExchange:
         """Give ``own`` and wait for all.
 
         Returns:
-            What each stage gave, by stage.
+            What each rank gave, by rank.
         """
         key = (topic, number)
-        self._gathered.setdefault(key, {})[self._stage] = own
+        self._gathered.setdefault(key, {})[self._rank] = own
         future = self._results.setdefault(key, asyncio.get_running_loop().create_future())
         self._advance(key)
         try:
             result = await future
         finally:
             self._results.pop(key, None)
-        return [result[stage] for stage in range(self._stages)]
+        return [result[rank] for rank in range(self._world)]
 
     def take(self, message: Message) -> None:
         """A REPORT (from below) or RESULT (from above) arrived.
 
         Raises:
-            ProtocolError: if it makes no sense, or comes from a stage that has no say.
+            ProtocolError: if it makes no sense, or comes from a rank that has no say.
         """
         topic, number = message.body.get("topic"), message.body.get("number")
         if not isinstance(topic, str) or not isinstance(number, int):
-            raise ProtocolError(f"stage {message.sender} sent a {message.kind} without topic and number")
+            raise ProtocolError(f"rank {message.sender} sent a {message.kind} without topic and number")
         key = (topic, number)
         bundle = _unpack(message)
         if message.kind is MessageKind.REPORT and message.sender in self._children:
@@ -73,15 +73,15 @@ class TreeExchange:
         elif message.kind is MessageKind.RESULT and message.sender == self._parent and self._is_whole(bundle):
             self._finish(key, bundle)
         else:
-            raise ProtocolError(f"stage {message.sender} sent stage {self._stage} a {message.kind} of {topic} {number}")
+            raise ProtocolError(f"rank {message.sender} sent rank {self._rank} a {message.kind} of {topic} {number}")
 
     def _is_whole(self, bundle: Mapping[int, bytes]) -> bool:
-        return bundle.keys() == set(range(self._stages))
+        return bundle.keys() == set(range(self._world))
 
     def _advance(self, key: Key) -> None:
         """Pass the bundle on once this rank and everybody below it has given."""
         gathered = self._gathered[key]
-        if self._stage not in gathered or not self._heard.get(key, set()).issuperset(self._children):
+        if self._rank not in gathered or not self._heard.get(key, set()).issuperset(self._children):
             return
         del self._gathered[key]
         self._heard.pop(key, None)
@@ -115,7 +115,7 @@ def _unpack(message: Message) -> dict[int, bytes]:
         pairs = msgpack.unpackb(b"" if tensor is None else tensor.numpy().tobytes())
         bundle = dict(pairs)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"stage {message.sender} sent a {message.kind} that cannot be read: {error}") from None
-    if not all(type(stage) is int and isinstance(data, bytes) for stage, data in bundle.items()):
-        raise ProtocolError(f"stage {message.sender} sent a {message.kind} that is not bytes by stage")
+        raise ProtocolError(f"rank {message.sender} sent a {message.kind} that cannot be read: {error}") from None
+    if not all(type(rank) is int and isinstance(data, bytes) for rank, data in bundle.items()):
+        raise ProtocolError(f"rank {message.sender} sent a {message.kind} that is not bytes by rank")
     return bundle

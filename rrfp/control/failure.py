@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rrfp.core.tasks import Task
+from rrfp.core.topology import Topology
 from rrfp.errors import Origin, PeerLostError, PipelineAborted
 
 #: Longer causes are cut, in characters: an abort has to fit into a message's header.
@@ -31,13 +32,18 @@ class Failure:
         return error
 
 
-def failure_of(error: BaseException, stage: int, task: Task | None = None) -> Failure:
-    """What ``error``, seen on ``stage`` while it ran ``task``, means for the pipeline."""
+def failure_of(error: BaseException, place: Topology, task: Task | None = None) -> Failure:
+    """What ``error``, seen at ``place`` while it ran ``task``, means for the pipeline."""
     if isinstance(error, PipelineAborted):
         return Failure(error.origin, error.__cause__)
     if isinstance(error, PeerLostError):
-        return Failure(Origin(error.peer, None, f"{type(error).__name__}: {error.reason}"), error)
-    return Failure(Origin(stage, None if task is None else str(task), _describe(error)), error)
+        return Failure(_origin(place, error.peer, None, f"{type(error).__name__}: {error.reason}"), error)
+    return Failure(_origin(place, place.rank, None if task is None else str(task), _describe(error)), error)
+
+
+def _origin(place: Topology, rank: int, task: str | None, cause: str) -> Origin:
+    told = rank if place.world > place.stages else None
+    return Origin(place.place_of(rank).stage, task, cause, told)
 
 
 def _describe(error: BaseException) -> str:

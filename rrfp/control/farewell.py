@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from rrfp.errors import Origin, PeerLostError, ProtocolError
@@ -33,7 +34,7 @@ class Departures:
         """
         steps = message.body.get("steps")
         if not isinstance(steps, int):
-            raise ProtocolError(f"stage {message.sender} closed without saying after how many steps")
+            raise ProtocolError(f"rank {message.sender} closed without saying after how many steps")
         self._steps[message.sender] = steps
 
     def check(self, step: int) -> None:
@@ -60,10 +61,10 @@ def origin_of(body: Mapping[str, Any]) -> Origin:
     Raises:
         ProtocolError: if it names none.
     """
-    stage, task, cause = body.get("stage"), body.get("task"), body.get("cause")
-    if not isinstance(stage, int) or not isinstance(cause, str) or not isinstance(task, str | None):
-        raise ProtocolError("an abort arrived without stage, task and cause")
-    return Origin(stage, task, cause)
+    match body:
+        case {"stage": int(stage), "task": str() | None as task, "cause": str(cause), "rank": int() | None as rank}:
+            return Origin(stage, task, cause, rank)
+    raise ProtocolError("an abort arrived without stage, task and cause")
 
 
 async def spread_abort(transport: Transport, origin: Origin) -> None:
@@ -71,7 +72,7 @@ async def spread_abort(transport: Transport, origin: Origin) -> None:
 
     A peer that could not be told sees this rank's end as lost, because the transport is then not closed in order.
     """
-    body = {"stage": origin.stage, "task": origin.task, "cause": origin.cause}
+    body = asdict(origin)
     message = Message(Channel.CONTROL, MessageKind.ABORT, body=body)
     try:
         async with asyncio.timeout(ABORT_GRACE_S):

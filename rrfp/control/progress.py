@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from rrfp.control.status import RankStatus
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import StepId
+from rrfp.core.topology import Topology
 
 #: Absent credits that a status names.
 _MOST_CREDITS = 8
@@ -18,10 +19,11 @@ class Progress:
 
     Args:
         core: the rank's.
+        place: where the rank is.
         now: the clock, in seconds.
     """
 
-    def __init__(self, core: StageCore, now: Callable[[], float]) -> None:
+    def __init__(self, core: StageCore, place: Topology, now: Callable[[], float]) -> None:
         #: The step that this rank is in, None between steps.
         self.step: StepId | None = None
         self.steps_ended = 0
@@ -29,7 +31,10 @@ class Progress:
         self.sent = 0
         self.received = 0
         self._completed = 0
+        #: Why a task that is ready does not start: its group disagrees. None where nothing of the kind is the case.
+        self.dispute: Callable[[], str | None] = lambda: None
         self._core = core
+        self._place = place
         self._now = now
         self._chores: list[str] = []
         self._running_since = self._active_at = 0.0
@@ -84,11 +89,12 @@ class Progress:
             steps_ended=self.steps_ended,
             running=running,
             running_s=self._now() - self._running_since if running else 0.0,
-            can_run=not running and self.step is not None and self._core.decide() is not None,
+            can_run=not running and self.step is not None and self._can_run(),
             completed=self._completed,
             sent=self.sent,
             received=self.received,
             awaits=() if self.step is None else tuple(self._awaits()),
+            name=self._place.name,
         )
 
     def _running(self) -> str | None:
@@ -96,12 +102,19 @@ class Progress:
             return str(self._core.in_flight[0])
         return self._chores[0] if self._chores else None
 
+    def _can_run(self) -> bool:
+        return self.dispute() is None and self._core.decide() is not None
+
     def _awaits(self) -> Iterator[str]:
         place = self._core.graph.placement
+        if (dispute := self.dispute()) is not None:
+            yield dispute
         for task, missing in self._core.awaited():
             if missing:
                 owed = [f"{one} owed by stage {place.stage_of(one.virtual_stage)}" for one in missing]
                 yield f"{task} ({', '.join(owed)})"
+            elif self._core.awaits_group(task):
+                yield f"{task} ({'the order of' if self._place.member else 'reports to'} the leader of its group)"
             elif task in self._core.ready:
                 yield f"{task} (ready, but hint {type(self._core.hint).__name__} does not choose it)"
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rrfp.arbiter.words import Saying, Word
 from rrfp.control.courier import Courier
 from rrfp.control.exchange import TreeExchange
 from rrfp.control.failure import Failure
@@ -13,33 +14,38 @@ from rrfp.control.watchdog import Watchdog
 from rrfp.errors import ProtocolError
 from rrfp.transports.base import Message, MessageKind
 
+_GROUP_KINDS = frozenset(MessageKind(saying.value) for saying in Saying)
+
 
 class Reception:
     """Sorts the messages of one rank.
 
     Args:
-        stage: this stage.
+        rank: this rank.
         courier: files tensors and credits, and knows which peers left.
         exchange: takes what ranks give to each other.
         watchdog: takes the polls of idle ranks.
         progress: the step that runs, if one does.
+        hear: told what a member of this rank's group says; None where it is alone.
         abort: told a failure elsewhere.
     """
 
     def __init__(
         self,
-        stage: int,
+        rank: int,
         courier: Courier,
         exchange: TreeExchange,
         watchdog: Watchdog,
         progress: Progress,
+        hear: Callable[[int, Word], None] | None,
         abort: Callable[[Failure], None],
     ) -> None:
-        self._stage = stage
+        self._rank = rank
         self._courier = courier
         self._exchange = exchange
         self._watchdog = watchdog
         self._progress = progress
+        self._hear = hear
         self._abort = abort
 
     def take(self, message: Message) -> None:
@@ -56,6 +62,8 @@ class Reception:
                 self._exchange.take(message)
             case MessageKind.PROBE:
                 self._watchdog.take(message)
+            case kind if kind in _GROUP_KINDS and self._hear is not None:
+                self._hear(*self._courier.heard(message))
             case MessageKind.ABORT:
                 self._abort(Failure(origin_of(message.body)))
             case MessageKind.CLOSED:
@@ -63,4 +71,4 @@ class Reception:
                 if self._progress.step is not None:
                     self._courier.departures.check(self._progress.step.number)
             case kind:
-                raise ProtocolError(f"stage {message.sender} sent a {kind} message that stage {self._stage} cannot use")
+                raise ProtocolError(f"rank {message.sender} sent a {kind} message that rank {self._rank} cannot use")

@@ -28,6 +28,7 @@ class RankStatus:
         sent: messages of a step (tensors, credits) sent since the start.
         received: messages of a step received since the start.
         awaits: what it waits for, one line a task.
+        name: how people call it; empty where its stage tells.
     """
 
     stage: int
@@ -40,6 +41,7 @@ class RankStatus:
     sent: int
     received: int
     awaits: tuple[str, ...] = ()
+    name: str = ""
 
     def encode(self) -> bytes:
         """As msgpack."""
@@ -58,6 +60,11 @@ class RankStatus:
             return cls(**{**fields, "awaits": tuple(fields["awaits"])})
         except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
             raise ProtocolError(f"a status cannot be read: {error}") from None
+
+    @property
+    def who(self) -> str:
+        """How people call the rank."""
+        return self.name or f"stage {self.stage}"
 
     @property
     def progress(self) -> tuple[int, int, int, int]:
@@ -101,24 +108,24 @@ def judge(statuses: Sequence[RankStatus], before: Sequence[RankStatus] | None) -
         reasons.append(f"{in_flight} message(s) are in flight")
         if len(reasons) == 1:  # nobody is busy, so one of them is what these wait for
             waiting = [status for status in statuses if status.awaits][:_MOST_NAMED]
-            reasons += [f"stage {status.stage} waits for: {', '.join(status.awaits)}" for status in waiting]
+            reasons += [f"{status.who} waits for: {', '.join(status.awaits)}" for status in waiting]
     if reasons:
         return Verdict(False, True, "; ".join(reasons))
     if not any(status.awaits for status in statuses):
         return Verdict(False, True, "every task has run, and the ranks are ending the step")
     if before is None or [s.progress for s in before] != [s.progress for s in statuses]:
         return Verdict(False, False, "every rank is idle")
-    lines = [f"  stage {status.stage} waits for: {'; '.join(status.awaits) or 'nothing'}" for status in statuses]
+    lines = [f"  {status.who} waits for: {'; '.join(status.awaits) or 'nothing'}" for status in statuses]
     head = f"deadlock in step {current}: every rank is idle and nothing is in flight"
     return Verdict(True, True, "\n".join([head, *lines]))
 
 
 def _busy(status: RankStatus) -> str | None:
     if status.running is not None:
-        return f"stage {status.stage} has been running {status.running} for {status.running_s:.1f} s"
-    return f"stage {status.stage} is about to start a task" if status.can_run else None
+        return f"{status.who} has been running {status.running} for {status.running_s:.1f} s"
+    return f"{status.who} is about to start a task" if status.can_run else None
 
 
 def _elsewhere(status: RankStatus, current: int | None) -> str:
     where = "its program has not called step() yet" if status.step is None else f"it is still in step {status.step}"
-    return f"stage {status.stage} is not in step {current}: {where}"
+    return f"{status.who} is not in step {current}: {where}"

@@ -1,6 +1,6 @@
 """Finds out why a rank is idle, and ends a deadlock with a report on every rank.
 
-A rank that has been idle inside a step for `stall_after` seconds asks stage 0, which polls everybody over the control
+A rank that has been idle inside a step for `stall_after` seconds asks rank 0, which polls everybody over the control
 tree. All ranks get all answers and come to the same verdict: one log line that names the slow rank, or the end.
 """
 
@@ -28,8 +28,8 @@ class Watchdog:
 
     Args:
         progress: how its rank is doing.
-        stage: its stage.
-        stages: N.
+        rank: its rank.
+        world: all ranks.
         exchange: the all-gather for answers.
         post: queues a control message for a peer.
         fail: ends the pipeline.
@@ -39,16 +39,17 @@ class Watchdog:
     def __init__(
         self,
         progress: Progress,
-        stage: int,
-        stages: int,
+        rank: int,
+        world: int,
         exchange: TreeExchange,
         post: Callable[[int, Message], None],
         fail: Callable[[Exception], None],
         stall_after: float,
     ) -> None:
         self._progress = progress
-        self._parent = parent(stage)
-        self._children = children(stage, stages)
+        self._rank = rank
+        self._parent = parent(rank)
+        self._children = children(rank, world)
         self._exchange = exchange
         self._post = post
         self._fail = fail
@@ -86,11 +87,11 @@ class Watchdog:
                 self._fail(DeadlockError(verdict.text))
             elif not verdict.certain and self._parent is None:
                 self._start_poll()
-            elif verdict.certain and own.stage == _first_idle(statuses):
+            elif verdict.certain and self._rank == _first_idle(statuses):
                 idle = self._progress.idle_seconds()
                 logger.warning(
-                    "stage %d has been idle for %.0f s: %s",
-                    own.stage,
+                    "%s has been idle for %.0f s: %s",
+                    own.who,
                     idle,
                     verdict.text,
                     stage=own.stage,
@@ -125,6 +126,6 @@ class Watchdog:
 
 
 def _first_idle(statuses: Sequence[RankStatus]) -> int | None:
-    """The lowest stage that waits inside a step: the one that logs, so that there is one line for all."""
-    idle = (s.stage for s in statuses if s.step is not None and s.running is None and not s.can_run)
+    """The lowest rank that waits inside a step: the one that logs, so that there is one line for all."""
+    idle = (rank for rank, s in enumerate(statuses) if s.step is not None and s.running is None and not s.can_run)
     return next(idle, None)

@@ -128,11 +128,13 @@ class Admission:
         "_below_later",
         "_bytes_by_owner",
         "_chunks",
+        "_elsewhere",
         "_expected",
         "_holders",
         "_in_flight",
         "_max_bytes",
         "_outputs",
+        "_own",
         "held",
         "held_bytes",
         "is_serving",
@@ -156,6 +158,9 @@ class Admission:
         self.is_serving = False
         self._expected = expected_bytes
         self._bytes_by_owner: dict[tuple[int, int], int] = {}
+        # On the leader of a group with a limit on bytes: what this rank holds, and the most that another one does.
+        self._own: dict[tuple[int, int], int] = {}
+        self._elsewhere: dict[tuple[int, int], dict[int, int]] = {}
         # With a limit on bytes: microbatches that hold a slot, by chunk.
         self._holders: list[set[int]] = [set() for _ in range(num_chunks)]
         #: By chunk: a forward starts while D is below this; the same for those that the reserve rule holds back.
@@ -236,6 +241,13 @@ class Admission:
     def hold(self, chunk: int, microbatch: int, num_bytes: int) -> None:
         """``microbatch`` now holds ``num_bytes`` on ``chunk``."""
         owner = (chunk, microbatch)
+        if self._max_bytes is not None:
+            self._own[owner] = num_bytes
+            num_bytes = max(num_bytes, *self._elsewhere.get(owner, {}).values(), 0)
+        self._count(owner, num_bytes)
+
+    def _count(self, owner: tuple[int, int], num_bytes: int) -> None:
+        chunk = owner[0]
         before = self._bytes_by_owner.get(owner, 0)
         if num_bytes == before:
             return
@@ -245,6 +257,13 @@ class Admission:
             self._expected[chunk] = num_bytes
         if self.held_bytes > self.peak_bytes:
             self.peak_bytes = self.held_bytes
+
+    def hold_elsewhere(self, rank: int, chunk: int, microbatch: int, num_bytes: int) -> None:
+        """``microbatch`` now holds ``num_bytes`` on ``chunk`` on another rank of the group: the worst rank counts."""
+        owner = (chunk, microbatch)
+        self._elsewhere.setdefault(owner, {})[rank] = num_bytes
+        if owner in self._own:  # or it is not held here yet, or not any longer
+            self.hold(chunk, microbatch, self._own[owner])
 
     def keep_output(self, task: Task, num_bytes: int) -> None:
         """The output of ``task`` takes ``num_bytes`` until `drop_output`."""
@@ -265,4 +284,5 @@ class Admission:
             self._holders[chunk].discard(microbatch)
         if self.serves_in_order:
             self.is_serving = self.slots is not None and self.held >= self.slots
+        self._own.pop((chunk, microbatch), None)
         self.held_bytes -= self._bytes_by_owner.pop((chunk, microbatch), 0)

@@ -108,6 +108,17 @@ class Ordered:
 
 
 @value
+class HeldReported:
+    """Leader only: after ``task`` completed on follower ``rank``, so many bytes stay there; see `Completed`."""
+
+    step: StepId
+    rank: int
+    task: Task
+    held: int
+    output: int = 0
+
+
+@value
 class ChunkReduced:
     """The gradients of ``virtual_stage`` are final on this rank."""
 
@@ -130,6 +141,7 @@ Event = (
     | Consumed
     | ReadyReported
     | Ordered
+    | HeldReported
     | ChunkReduced
     | Aborted
 )

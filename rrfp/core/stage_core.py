@@ -146,6 +146,10 @@ class StageCore:
         """Tasks that were not enqueued, each with its absent inputs; at most ``most``, lowest microbatch first."""
         return [] if self._step is None else self._step.awaited(most)
 
+    def awaits_group(self, task: Task) -> bool:
+        """Whether ``task`` lacks nothing but what another rank of the group has to say: a report, or the order."""
+        return self._step is not None and self._step.awaits_group(task)
+
     def unconsumed(self) -> list[tuple[Task, tuple[int, ...]]]:
         """Forward only: sent outputs, each with the peers whose `Consumed` is missing, lowest microbatch first."""
         owed = [] if self._step is None else self._step.outputs.unconsumed()
@@ -173,6 +177,12 @@ class StageCore:
         if self._observe is not None:
             self._observe(event)
         return instructions
+
+    def _on_held_reported(self, event: ev.HeldReported) -> Instructions:
+        # Nothing waits for it: the leader may have finished the step meanwhile.
+        if self._step is not None and not self._step.finished and event.step == self._step.id:
+            return HANDLERS[ev.HeldReported](self._step, event)
+        return ()
 
     def _on_opened(self, event: ev.StepOpened) -> Instructions:
         self._open(event)
@@ -255,6 +265,7 @@ _TAKE_IN: dict[type, Callable[[StageCore, Any], Instructions]] = {
     ev.ReadyReported: StageCore._on_peer,
     ev.Ordered: StageCore._on_peer,
     ev.Consumed: StageCore._on_peer,
+    ev.HeldReported: StageCore._on_held_reported,
     ev.Enqueued: StageCore._on_own,
     ev.Completed: StageCore._on_own,
     ev.SendReleased: StageCore._on_own,

@@ -119,8 +119,12 @@ class Step:
         """Leader: a follower's report is all that some task lacks. Follower: the leader's word is."""
         if self.log.head() is not None:
             return False
-        has_all, absent = self.readiness.has_all, self.readiness.absent_inputs
-        return any(not absent(task) and has_all(task) is self._follows for task in self._unstarted())
+        return any(map(self.awaits_group, self._unstarted()))
+
+    def awaits_group(self, task: Task) -> bool:
+        """Whether ``task`` lacks nothing but a follower's report, or on a follower the leader's word."""
+        alone = self._group.size == 1 or self.readiness.absent_inputs(task)
+        return not alone and self.readiness.has_all(task) is self._follows
 
     def _on_arrived(self, event: ev.Arrived) -> Instructions:
         kind, m, virtual_stage = event.task
@@ -254,6 +258,15 @@ class Step:
         self.readiness.enqueue(self.rows.own[task.kind][task.virtual_stage], task.microbatch)
         return ()
 
+    def _on_held_reported(self, event: ev.HeldReported) -> Instructions:
+        row = self.rows.own[event.task.kind].get(event.task.virtual_stage)
+        if row is None or not 0 < event.rank <= self._group.num_followers:
+            raise ProtocolError(
+                f"rank {event.rank} reports bytes of {event.task}, which stage {self._stage} awaits not"
+            )
+        self.admission.hold_elsewhere(event.rank, row.chunk, event.task.microbatch, event.held + event.output)
+        return ()
+
     def _on_chunk_reduced(self, event: ev.ChunkReduced) -> Instructions:
         virtual_stage = event.virtual_stage
         if virtual_stage not in self.unreduced or self.unfinished[virtual_stage]:
@@ -278,5 +291,6 @@ HANDLERS: dict[type, Callable[[Step, Any], Instructions]] = {
     ev.Consumed: Step._on_consumed,
     ev.ReadyReported: Step._on_ready_reported,
     ev.Ordered: Step._on_ordered,
+    ev.HeldReported: Step._on_held_reported,
     ev.ChunkReduced: Step._on_chunk_reduced,
 }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
+from rrfp.core.mesh import PIPELINE, Mesh, Place
 from rrfp.errors import ConfigError
 
 Layout = Literal["looped", "v"]
@@ -70,10 +72,13 @@ class Topology:
         stages: N.
         run_id: identifies the job; endpoints are published under it.
         restart: how often the launcher restarted the job; a restarted job never talks to its predecessor.
-        local_world_size: ranks on this host; equal to ``stages`` when the whole pipeline is on one host.
+        local_world_size: ranks on this host; equal to all of them when the whole job is on one host.
+        replica: which copy of the pipeline this process belongs to.
+        member: which rank of its group it is; 0 leads.
+        layout: how all ranks are laid out; by default one rank a stage.
 
     Raises:
-        ConfigError: if ``stage`` lies outside ``0..stages-1``.
+        ConfigError: if ``stage``, ``replica`` or ``member`` lies outside the layout.
     """
 
     stage: int
@@ -81,39 +86,183 @@ class Topology:
     run_id: str = "local"
     restart: int = 0
     local_world_size: int | None = None
+    replica: int = 0
+    member: int = 0
+    layout: Mesh | None = None
 
     def __post_init__(self) -> None:
         if self.stages < 1:
             raise ConfigError(f"stages is {self.stages}, must be at least 1")
-        if not 0 <= self.stage < self.stages:
-            raise ConfigError(f"stage is {self.stage}, must be 0..{self.stages - 1}")
+        if self.layout is not None and self.layout.stages != self.stages:
+            raise ConfigError(f"stages is {self.stages}, must be the layout's: {self.layout.stages}")
+        for field, size in (("stage", self.stages), ("replica", self.replicas), ("member", self.members)):
+            if not 0 <= getattr(self, field) < size:
+                raise ConfigError(f"{field} is {getattr(self, field)}, must be 0..{size - 1}")
+
+    @property
+    def mesh(self) -> Mesh:
+        """How all ranks are laid out."""
+        return self.layout if self.layout is not None else Mesh(((PIPELINE, self.stages),))
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the pipeline, which compute on other data."""
+        return 1 if self.layout is None else self.layout.replicas
+
+    @property
+    def members(self) -> int:
+        """Ranks of this process's group."""
+        return 1 if self.layout is None else self.layout.members
+
+    @property
+    def world(self) -> int:
+        """All ranks of the job."""
+        return self.stages if self.layout is None else self.layout.size
+
+    @property
+    def rank(self) -> int:
+        """This process among all ranks of the job."""
+        return self.rank_of(self.stage)
+
+    @property
+    def leader(self) -> int:
+        """The rank that leads this process's group."""
+        return self.group[0]
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """The ranks of this process's group, by member."""
+        places = (Place(self.stage, self.replica, member) for member in range(self.members))
+        return tuple(map(self.mesh.rank, places))
+
+    def rank_of(self, stage: int) -> int:
+        """The rank of ``stage`` that this process exchanges tensors with: of the same replica, and the same member."""
+        return stage if self.layout is None else self.layout.rank(Place(stage, self.replica, self.member))
+
+    def place_of(self, rank: int) -> Place:
+        """Where ``rank`` is."""
+        return Place(rank, 0, 0) if self.layout is None else self.layout.place(rank)
+
+    def name_of(self, rank: int) -> str:
+        """How people call ``rank``."""
+        return f"stage {rank}" if self.layout is None else self.layout.name(rank)
+
+    @property
+    def name(self) -> str:
+        """How people call this rank."""
+        return self.name_of(self.rank)
 
     @property
     def single_host(self) -> bool:
         """True when every rank runs on this host, as far as the launcher told."""
-        return self.local_world_size is None or self.local_world_size == self.stages
+        return self.local_world_size is None or self.local_world_size == self.world
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] | None = None) -> Topology:
-        """Read torchrun's environment: one stage a rank, stage = RANK.
+    def at(cls, rank: int, mesh: Mesh, run_id: str = "local") -> Topology:
+        """The place of ``rank`` in a job of one host that is laid out as ``mesh``."""
+        stage, replica, member = mesh.place(rank)
+        return cls(stage, mesh.stages, run_id, replica=replica, member=member, layout=mesh)
+
+    @classmethod
+    def from_env(
+        cls,
+        environ: Mapping[str, str] | None = None,
+        *,
+        dims: Mapping[str, int] | None = None,
+        coordinate: Sequence[str] = ("tp",),
+    ) -> Topology:
+        """Read torchrun's environment.
 
         Args:
             environ: the environment to read; the process's own by default.
+            dims: how ranks are laid out, slowest first, as in ``{"pp": 2, "dp": 2, "tp": 2}``. Without ``pp`` that is
+                the slowest, and has what is left. None: one rank a stage, stage = RANK.
+            coordinate: the dims whose collectives run inside a task.
 
         Raises:
-            ConfigError: if a variable is missing or not a number; the message says how to launch.
+            ConfigError: if a variable is missing or not a number (the message says how to launch), or the number of
+                ranks is not that of the layout (it shows the arithmetic).
         """
         if environ is None:
             import os
 
             environ = os.environ
-        return cls(
-            stage=_number(environ, "RANK"),
-            stages=_number(environ, "WORLD_SIZE"),
-            run_id=environ.get("TORCHELASTIC_RUN_ID", "local"),
-            restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", "0"),
-            local_world_size=_number(environ, "LOCAL_WORLD_SIZE", environ.get("WORLD_SIZE")),
+        rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+        told = _Launch(
+            environ.get("TORCHELASTIC_RUN_ID", "local"),
+            _number(environ, "TORCHELASTIC_RESTART_COUNT", "0"),
+            _number(environ, "LOCAL_WORLD_SIZE", environ.get("WORLD_SIZE")),
         )
+        if dims is None:
+            return cls(rank, world, *told)
+        mesh = _mesh_of(dims, tuple(coordinate), world)
+        if not 0 <= rank < world:
+            raise ConfigError(f"environment variable RANK is {rank}, must be 0..{world - 1}")
+        stage, replica, member = mesh.place(rank)
+        return cls(stage, mesh.stages, *told, replica, member, mesh)
+
+    @classmethod
+    def from_mesh(cls, device_mesh: Any, coordinate: Sequence[str] = ("tp",)) -> Topology:
+        """The place of this process in a ``torch.distributed.DeviceMesh`` with named dims, one of them ``pp``.
+
+        Args:
+            device_mesh: such as ``init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))``.
+            coordinate: the dims whose collectives run inside a task.
+
+        Raises:
+            ConfigError: if the dims have no names or do not fit, or this process is not in the mesh.
+        """
+        import os
+
+        names, at = device_mesh.mesh_dim_names, device_mesh.get_coordinate()
+        if names is None:
+            raise ConfigError("mesh has no mesh_dim_names, must name its dims: pp, dp, tp, ...")
+        if at is None:
+            raise ConfigError("this process is in no place of the mesh")
+        mesh = Mesh(tuple(zip(names, map(int, device_mesh.shape), strict=True)), tuple(coordinate))
+        rank = 0
+        for (_, size), index in zip(mesh.dims, at, strict=True):
+            rank = rank * size + index
+        stage, replica, member = mesh.place(rank)
+        environ = os.environ
+        local = _number(environ, "LOCAL_WORLD_SIZE", str(mesh.size))
+        # Of a job's ranks some may be in another mesh: then one host has more ranks than this mesh.
+        told = _Launch(
+            environ.get("TORCHELASTIC_RUN_ID", "local"),
+            _number(environ, "TORCHELASTIC_RESTART_COUNT", "0"),
+            mesh.size if local >= _number(environ, "WORLD_SIZE", str(mesh.size)) else local,
+        )
+        return cls(stage, mesh.stages, *told, replica, member, mesh)
+
+
+class _Launch(NamedTuple):
+    """What a launcher tells about the job."""
+
+    run_id: str
+    restart: int
+    local_world_size: int
+
+
+def _mesh_of(dims: Mapping[str, int], coordinate: tuple[str, ...], world: int) -> Mesh:
+    """The layout of ``world`` ranks.
+
+    Raises:
+        ConfigError: if their number is another.
+    """
+    told = dict(dims)
+    if PIPELINE not in told:
+        rest = math.prod(told.values())
+        if rest < 1 or world % rest:
+            raise ConfigError(f"WORLD_SIZE is {world}, must be a multiple of {_product(told)}")
+        told = {PIPELINE: world // rest, **told}
+    mesh = Mesh(tuple(told.items()), coordinate)
+    if mesh.size != world:
+        raise ConfigError(f"WORLD_SIZE is {world}, must be {_product(told)}")
+    return mesh
+
+
+def _product(dims: Mapping[str, int]) -> str:
+    return f"{' x '.join(f'{name} {size}' for name, size in dims.items())} = {math.prod(dims.values())}"
 
 
 def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:

@@ -110,7 +110,7 @@ class FaultyTransport(SimulatedTransport):
 
     def _deliver(self, peer: int, message: Message, window: Window, cost: int) -> None:
         arrive = partial(super()._deliver, peer, message, window, cost)
-        self._links.send(self.context.stage, peer, message, arrive)
+        self._links.send(self.context.rank, peer, message, arrive)
 
 
 def _identity(stage: int, peer: int, message: Message) -> MessageId | None:

@@ -22,6 +22,7 @@ from rrfp.core.progress import WaitCause
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Mode
+from rrfp.core.topology import Topology
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError, PipelineAborted, RrfpError
 from rrfp.options import PipelineOptions
@@ -142,7 +143,9 @@ class _Shell:
 
     def _runner(self, stage: int, met: LocalRendezvous) -> StageRunner:
         # Queues without bound: a cost file knows of none, and the engine's messages wait for nobody.
-        context = TransportContext(stage, peers(self._graph, stage), "virtual", met, queue_bytes=sys.maxsize)
+        context = TransportContext(
+            stage, peers(self._graph, Topology(stage, len(self._cores))), "virtual", met, queue_bytes=sys.maxsize
+        )
         return StageRunner(
             self._cores[stage],
             self._programs[stage],

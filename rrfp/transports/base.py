@@ -59,8 +59,12 @@ class MessageKind(StrEnum):
     CONSUMED = "consumed"  # forward only: done with `task`'s output
     READY = "ready"  # tensor parallelism: `task` may run on this rank
     ORDER = "order"  # tensor parallelism: log entry `sequence` is `task`
-    REPORT = "report"  # what a rank and those below it in the control tree give to an exchange, towards stage 0
-    RESULT = "result"  # what all gave, from stage 0 to all
+    HELD = "held"  # tensor parallelism: bytes that `task` left behind on this rank
+    PROPOSE = "propose"  # agreement instead of a leader: this rank would run `task`
+    OUTCOME = "outcome"  # ... all would, or (no task) they differ
+    PROMPT = "prompt"  # ... propose again
+    REPORT = "report"  # what a rank and those below it in the control tree give to an exchange, towards rank 0
+    RESULT = "result"  # what all gave, from rank 0 to all
     PROBE = "probe"  # why is a rank idle? upwards the question, downwards (body: poll) the call to answer
     CLOSED = "closed"  # body: the sender's caller left in order, after so many steps
     ABORT = "abort"  # body: origin of a failure
@@ -80,7 +84,7 @@ class Message:
         body: further plain data, small.
         sequence: counts the messages of a (sender, channel); set by the sending transport, checked by the receiving
             one.
-        sender: stage index of the sender; set by the receiving transport.
+        sender: rank of the sender; set by the receiving transport.
     """
 
     channel: Channel
@@ -117,8 +121,8 @@ class TransportContext:
     """Everything that a transport is built from.
 
     Attributes:
-        stage: this rank's stage.
-        peers: the stages it exchanges messages with.
+        rank: this rank.
+        peers: the ranks it exchanges messages with.
         run_id: the job; frames of another run are refused.
         restart: the job's restart count; frames of an earlier life are refused.
         rendezvous: where endpoints are published.
@@ -129,7 +133,7 @@ class TransportContext:
         connect_timeout_s: how long ``start`` waits for the peers, in seconds.
     """
 
-    stage: int
+    rank: int
     peers: tuple[int, ...]
     run_id: str
     rendezvous: Rendezvous

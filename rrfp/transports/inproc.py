@@ -40,7 +40,7 @@ class PeerEnd:
     """What the peers of a rank may touch of it, from their own threads."""
 
     def __init__(self, context: TransportContext) -> None:
-        self.stage = context.stage
+        self.rank = context.rank
         self.gone = False  # written and read by the hub only
         self.parted: set[int] = set()  # peers that left while this end was there; likewise
         self.home = HomeLoop()
@@ -63,26 +63,26 @@ class PeerEnd:
 
     def fail(self, error: RrfpError, peer: int | None = None) -> None:
         """Sends to ``peer``, or to all, raise ``error``."""
-        for (stage, _), outbound in self.outbound.items():
-            if peer in (None, stage):
+        for (rank, _), outbound in self.outbound.items():
+            if peer in (None, rank):
                 outbound.window.fail(error)
 
 
 class _Hub:
-    """The ends that share one rendezvous object, by (run id, restart, stage)."""
+    """The ends that share one rendezvous object, by (run id, restart, rank)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ends: dict[tuple[str, int, int], PeerEnd] = {}
 
     def join(self, context: TransportContext, end: PeerEnd) -> None:
-        key = (context.run_id, context.restart, context.stage)
+        key = (context.run_id, context.restart, context.rank)
         with self._lock:
             if key in self._ends:
-                raise ConfigError(f"stage {context.stage} of run {context.run_id!r} has a transport already")
+                raise ConfigError(f"rank {context.rank} of run {context.run_id!r} has a transport already")
             self._ends[key] = end
 
-    def find(self, context: TransportContext, stage: int, name: str) -> PeerEnd:
+    def find(self, context: TransportContext, rank: int, name: str) -> PeerEnd:
         """The end of a peer that has joined.
 
         Raises:
@@ -90,22 +90,22 @@ class _Hub:
             TransportError: if it left before this rank joined. One that left later is found in what `receive` says.
         """
         with self._lock:
-            end = self._ends.get((context.run_id, context.restart, stage))
+            end = self._ends.get((context.run_id, context.restart, rank))
             if end is None:
-                raise ConfigError(f"stage {stage} is in another process; {name} joins the ranks of one: use zmq")
-            own = self._ends[context.run_id, context.restart, context.stage]
-            if end.gone and stage not in own.parted:
-                raise TransportError(f"stage {stage} came and went away")
+                raise ConfigError(f"rank {rank} is in another process; {name} joins the ranks of one: use zmq")
+            own = self._ends[context.run_id, context.restart, context.rank]
+            if end.gone and rank not in own.parted:
+                raise TransportError(f"rank {rank} came and went away")
             return end
 
     def leave(self, context: TransportContext, end: PeerEnd) -> list[PeerEnd]:
         """Mark ``end`` as gone; returns the peers to tell, that is those that have joined."""
         with self._lock:
             end.gone = True
-            keys = ((context.run_id, context.restart, stage) for stage in context.peers)
+            keys = ((context.run_id, context.restart, rank) for rank in context.peers)
             peers = [self._ends[key] for key in keys if key in self._ends]
             for peer in peers:
-                peer.parted.add(end.stage)
+                peer.parted.add(end.rank)
             return peers
 
 
@@ -148,8 +148,8 @@ class InprocTransport(Transport):
         self._hub.join(context, end)
         self._end = end
         try:
-            self._guard = asyncio.create_task(self._abort_with_loop(), name=f"rrfp-inproc-{context.stage}")
-            await context.rendezvous.publish(self._key(context.stage), b"")
+            self._guard = asyncio.create_task(self._abort_with_loop(), name=f"rrfp-inproc-{context.rank}")
+            await context.rendezvous.publish(self._key(context.rank), b"")
             deadline_s = end.home.loop.time() + context.connect_timeout_s
             for peer in context.peers:
                 self._peers[peer] = await self._find(peer, deadline_s - end.home.loop.time())
@@ -157,14 +157,14 @@ class InprocTransport(Transport):
             self.abort()
             raise
 
-    def _key(self, stage: int) -> str:
-        return f"{self.name}/{self.context.run_id}/{self.context.restart}/{stage}"
+    def _key(self, rank: int) -> str:
+        return f"{self.name}/{self.context.run_id}/{self.context.restart}/{rank}"
 
     async def _find(self, peer: int, timeout_s: float) -> PeerEnd:
         try:
             await self.context.rendezvous.lookup(self._key(peer), max(timeout_s, 0.0))
         except TransportError as error:
-            raise TransportError(f"stage {peer} did not come: {error}") from error
+            raise TransportError(f"rank {peer} did not come: {error}") from error
         if self._closed:
             raise TransportClosedError(CLOSED)
         return self._hub.find(self.context, peer, self.name)
@@ -208,7 +208,7 @@ class InprocTransport(Transport):
                 tensors,
                 body,
                 sequence=outbound.sequence,
-                sender=end.stage,
+                sender=end.rank,
             )
             outbound.sequence += 1
             self._sent += 1
@@ -266,7 +266,7 @@ class InprocTransport(Transport):
         end.inbox.close()
         end.fail(TransportClosedError(CLOSED))
         for peer in self._hub.leave(self.context, end):
-            peer.part(end.stage, reason, lost=lost)
+            peer.part(end.rank, reason, lost=lost)
         if self._guard is not None and not end.home.loop.is_closed():
             self._guard.cancel()
 

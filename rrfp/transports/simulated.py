@@ -24,11 +24,11 @@ from rrfp.transports.base import Message, MessageKind, TransportContext
 from rrfp.transports.flow import Window
 from rrfp.transports.inproc import InprocTransport, PeerEnd
 
-#: Seconds that a message takes from one stage to another: (sender, receiver, message) -> finite, >= 0.
+#: Seconds that a message takes from one rank to another: (sender, receiver, message) -> finite, >= 0.
 Latency = Callable[[int, int, Message], float]
 
 
-def no_latency(stage: int, peer: int, message: Message) -> float:
+def no_latency(rank: int, peer: int, message: Message) -> float:
     """Every message arrives at the instant at which it is sent."""
     return 0.0
 
@@ -41,7 +41,7 @@ def table_latency(costs: CostTable) -> Latency:
     """
     rows = {Kind.F: costs.latency_forward.tolist(), Kind.B: costs.latency_backward.tolist()}
 
-    def latency(stage: int, peer: int, message: Message) -> float:
+    def latency(rank: int, peer: int, message: Message) -> float:
         if message.kind is not MessageKind.OUTPUT or message.task is None:
             return 0.0
         kind, m, v = message.task
@@ -81,13 +81,13 @@ class SimulatedTransport(InprocTransport):
     async def _find(self, peer: int, timeout_s: float) -> PeerEnd:
         end = await super()._find(peer, timeout_s)
         if end.home.loop is not asyncio.get_running_loop():
-            raise ConfigError(f"stage {peer} is on another event loop; simulated joins the ranks of one: use inproc")
+            raise ConfigError(f"rank {peer} is on another event loop; simulated joins the ranks of one: use inproc")
         return end
 
     def _deliver(self, peer: int, message: Message, window: Window, cost: int) -> None:
-        seconds = self._latency(self.context.stage, peer, message)
+        seconds = self._latency(self.context.rank, peer, message)
         if not 0 <= seconds < math.inf:
-            raise ConfigError(f"latency is {seconds} s for {message.task} to stage {peer}, must be finite and >= 0")
+            raise ConfigError(f"latency is {seconds} s for {message.task} to rank {peer}, must be finite and >= 0")
         arrive = partial(super()._deliver, peer, message, window, cost)
         if seconds == 0:
             arrive()

@@ -44,7 +44,7 @@ class Announcement:
     """A checked message header.
 
     Attributes:
-        sender: the stage that sent it.
+        sender: the rank that sent it.
         channel: the FIFO that it is for.
         sequence: its number there.
         kind: what the message says.
@@ -99,7 +99,7 @@ class Codec:
     def __init__(self, context: TransportContext) -> None:
         self._run_id = context.run_id
         self._restart = context.restart
-        self._stage = context.stage
+        self._rank = context.rank
         self._peers = frozenset(context.peers)
         self._max_bytes = context.max_message_bytes
 
@@ -109,7 +109,7 @@ class Codec:
         Raises:
             ConfigError: if it is too large, or a field is not plain data.
         """
-        return _pack([VERSION, self._run_id, self._restart, self._stage, kind, *fields])
+        return _pack([VERSION, self._run_id, self._restart, self._rank, kind, *fields])
 
     def open(self, header: bytes | memoryview) -> Sealed:
         """Check the seal of ``header``.

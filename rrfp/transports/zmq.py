@@ -80,20 +80,20 @@ class ZmqTransport(Transport):
         self._check_open()
         self._zmq = zmq.Context()
         self._inlet = Inlet(self._zmq, self._codec, context.peers, self)
-        endpoint = self._inlet.bind(address, context.stage)
-        await context.rendezvous.publish(_key(context.stage), endpoint.encode())
+        endpoint = self._inlet.bind(address, context.rank)
+        await context.rendezvous.publish(_key(context.rank), endpoint.encode())
         for peer in context.peers:
             try:
                 found = await context.rendezvous.lookup(_key(peer), max(0.0, deadline_s - home.loop.time()))
             except TransportError as error:
-                raise TransportError(f"stage {peer} did not come: {error}") from error
+                raise TransportError(f"rank {peer} did not come: {error}") from error
             self._check_open()
             self._links[peer].connect({channel: self._outlet(found.decode(), channel, home) for channel in Channel})
         await self._wait_for_peers(deadline_s - home.loop.time())
 
     def _outlet(self, endpoint: str, channel: Channel, home: HomeLoop) -> Outlet:
         assert self._zmq is not None
-        socket = open_socket(self._zmq, endpoint, identity_of(self.context.stage, channel), channel)
+        socket = open_socket(self._zmq, endpoint, identity_of(self.context.rank, channel), channel)
         return Outlet(socket, self._codec, self.context.queue_bytes, home)
 
     async def _wait_for_peers(self, timeout_s: float) -> None:
@@ -104,11 +104,11 @@ class ZmqTransport(Transport):
         except TimeoutError:
             missing = [str(peer) for peer, link in self._links.items() if not link.opened.is_set()]
             limit_s = self.context.connect_timeout_s
-            raise TransportError(f"no connection with stage {', '.join(missing)} within {limit_s:g} s") from None
+            raise TransportError(f"no connection with rank {', '.join(missing)} within {limit_s:g} s") from None
         self._check_open()
         # A peer that was here and left already is found in what `receive` and `send` say.
         if gone := [str(peer) for peer, link in self._links.items() if not link.is_connected]:
-            raise TransportError(f"stage {', '.join(gone)} came and went away")
+            raise TransportError(f"rank {', '.join(gone)} came and went away")
 
     def _check_open(self) -> Inbox:
         if self._inbox is None or self._closing or self._is_closed:
@@ -211,5 +211,5 @@ class ZmqTransport(Transport):
         self._links[peer].on_disconnected(channel)
 
 
-def _key(stage: int) -> str:
-    return f"zmq/{stage}"
+def _key(rank: int) -> str:
+    return f"zmq/{rank}"

@@ -47,7 +47,7 @@ async def choose_address(context: TransportContext, address: str | None) -> str:
     return chosen
 
 
-def bind(listener: zmq.Socket[bytes], address: str, stage: int) -> str:
+def bind(listener: zmq.Socket[bytes], address: str, rank: int) -> str:
     """Bind ``listener`` to ``address``; returns the endpoint to connect to.
 
     Raises:
@@ -55,7 +55,7 @@ def bind(listener: zmq.Socket[bytes], address: str, stage: int) -> str:
     """
     if address == "ipc":
         _admit_own_user_only(listener)
-        wanted = f"ipc://@rrfp-{stage}-{secrets.token_hex(16)}"
+        wanted = f"ipc://@rrfp-{rank}-{secrets.token_hex(16)}"
     elif ":" in address:
         listener.setsockopt(zmq.IPV6, 1)
         wanted = f"tcp://[{address}]:*"

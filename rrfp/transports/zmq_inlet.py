@@ -45,7 +45,7 @@ class Route:
     """One inbound connection: a channel of a peer.
 
     Attributes:
-        peer: the stage at its other end.
+        peer: the rank at its other end.
         channel: what it carries.
         assembly: the message that is arriving, if its end is still missing.
         sequence: of the next message.
@@ -75,9 +75,9 @@ class Receiver(Protocol):
         """A greeted connection ended; everything that came by it was reported."""
 
 
-def identity_of(stage: int, channel: Channel) -> bytes:
+def identity_of(rank: int, channel: Channel) -> bytes:
     """The routing id of a connection."""
-    return f"{stage}/{channel}".encode()
+    return f"{rank}/{channel}".encode()
 
 
 class Inlet:
@@ -86,7 +86,7 @@ class Inlet:
     Args:
         context: makes the socket.
         codec: checks headers.
-        peers: the stages that may connect.
+        peers: the ranks that may connect.
         receiver: gets what arrives.
     """
 
@@ -111,13 +111,13 @@ class Inlet:
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_EVENTS)
         self._readers = [int(self._socket.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD))]
 
-    def bind(self, address: str, stage: int) -> str:
+    def bind(self, address: str, rank: int) -> str:
         """Listen; returns the endpoint.
 
         Raises:
             TransportError: if the address cannot be bound.
         """
-        endpoint = bind(self._socket, address, stage)
+        endpoint = bind(self._socket, address, rank)
         self._loop.add_reader(self._readers[0], self._drain)
         self._loop.add_reader(self._readers[1], self._on_monitor)
         return endpoint
@@ -200,7 +200,7 @@ class Inlet:
     def _on_start(self, route: Route | None, parts: list[zmq.Frame]) -> None:
         sealed = self._codec.open(parts[0].buffer)
         if route is None or sealed.sender != route.peer:
-            raise FrameError(None, "sender", f"is {sealed.sender}, but the connection is not that stage's")
+            raise FrameError(None, "sender", f"is {sealed.sender}, but the connection is not that rank's")
         if sealed.kind in LINK_KINDS:
             if sealed.kind == HELLO:
                 self._greet(route, parts[0])

@@ -39,7 +39,7 @@ class Link:
     """The connection to one peer. Used on one loop only.
 
     Args:
-        peer: its stage.
+        peer: its rank.
         codec: writes headers.
         queue_bytes: the window of each channel.
         on_lost: called once when the peer is lost, after its last message.

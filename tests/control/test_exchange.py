@@ -12,6 +12,8 @@ import pytest
 from rrfp.control.exchange import TreeExchange, to_tensor
 from rrfp.control.tree import children, parent, peers
 from rrfp.core.graph import Graph
+from rrfp.core.mesh import Mesh
+from rrfp.core.topology import Topology
 from rrfp.errors import ProtocolError
 from rrfp.transports.base import Channel, Message, MessageKind, Plain
 
@@ -56,22 +58,33 @@ async def test_every_rank_gets_what_all_gave_whatever_comes_first(stages: int) -
             assert task.result() == [f"{topic}{number}@{stage}".encode() for stage in range(stages)]
 
 
-@pytest.mark.parametrize("stages", range(1, 34))
-def test_the_tree_joins_all_and_a_rank_has_few_peers(stages: int) -> None:
-    graph = Graph.chain(stages)
+def meshes() -> list[Mesh]:
+    """Pipelines alone, and with groups and replicas."""
+    sizes = [(pp, dp, tp) for pp in (1, 2, 3, 5) for dp in (1, 2, 3, 4) for tp in (1, 2, 4, 8)]
+    names = ("pp", "dp", "tp")
+    grids = [Mesh(tuple(zip(names, size, strict=True))) for size in sizes]
+    turned = [Mesh((*grid.dims[turn:], *grid.dims[:turn])) for grid in grids for turn in range(3)]
+    return [Mesh((("pp", stages),)) for stages in range(1, 34)] + turned
+
+
+@pytest.mark.parametrize("mesh", meshes(), ids=lambda mesh: " ".join(f"{name}{size}" for name, size in mesh.dims))
+def test_the_tree_joins_all_and_a_rank_has_few_peers(mesh: Mesh) -> None:
+    graph, ranks = Graph.chain(mesh.stages), range(mesh.size)
+    linked = [set(peers(graph, Topology.at(rank, mesh))) for rank in ranks]
     assert parent(0) is None
-    for stage in range(stages):
-        assert all(parent(child) == stage for child in children(stage, stages))
-        assert len(peers(graph, stage)) <= 5
-        assert all(stage in peers(graph, peer) for peer in peers(graph, stage))
-    for dead in range(stages):
-        reached, todo = set(), [stage for stage in range(stages) if stage != dead][:1]
+    for rank in ranks:
+        assert all(parent(child) == rank for child in children(rank, mesh.size))
+        in_group = mesh.members - 1 if mesh.place(rank).member == 0 else 1
+        assert len(linked[rank]) <= (5 if mesh.size == mesh.stages else 7) + in_group
+        assert all(rank in linked[peer] for peer in linked[rank])
+    for dead in ranks:
+        reached, todo = set(), [rank for rank in ranks if rank != dead][:1]
         while todo:
-            stage = todo.pop()
-            if stage not in reached and stage != dead:
-                reached.add(stage)
-                todo += peers(graph, stage)
-        assert len(reached) == stages - 1, "one dead rank must not cut the others off"
+            rank = todo.pop()
+            if rank not in reached and rank != dead:
+                reached.add(rank)
+                todo += linked[rank]
+        assert len(reached) == mesh.size - 1, f"with {dead} dead the others must reach each other"
 
 
 BAD: list[tuple[dict[str, Plain], bytes, MessageKind, int, str]] = [
@@ -79,9 +92,9 @@ BAD: list[tuple[dict[str, Plain], bytes, MessageKind, int, str]] = [
     ({"topic": "step"}, b"\x90", MessageKind.REPORT, 1, "without topic and number"),
     ({"topic": "step", "number": 0}, b"\xc1", MessageKind.REPORT, 1, "cannot be read"),
     ({"topic": "step", "number": 0}, b"", MessageKind.REPORT, 1, "cannot be read"),
-    ({"topic": "step", "number": 0}, b"\x91\x92\x00\x01", MessageKind.REPORT, 1, "not bytes by stage"),
-    ({"topic": "step", "number": 0}, b"\x90", MessageKind.REPORT, 3, "stage 3 sent stage 0"),
-    ({"topic": "step", "number": 0}, b"\x90", MessageKind.RESULT, 1, "stage 1 sent stage 0"),
+    ({"topic": "step", "number": 0}, b"\x91\x92\x00\x01", MessageKind.REPORT, 1, "not bytes by rank"),
+    ({"topic": "step", "number": 0}, b"\x90", MessageKind.REPORT, 3, "rank 3 sent rank 0"),
+    ({"topic": "step", "number": 0}, b"\x90", MessageKind.RESULT, 1, "rank 1 sent rank 0"),
 ]
 
 

@@ -9,6 +9,7 @@ import msgpack
 import pytest
 
 from rrfp.control.handshake import Handshake, Terms, differences
+from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError, ProtocolError, RrfpError, TransportError
 from rrfp.transports.base import TransportContext
 from rrfp.transports.rendezvous import LocalRendezvous
@@ -21,7 +22,7 @@ async def outcomes(
 ) -> list[BaseException | None]:
     """What the handshake of each stage in ``terms`` ends with."""
     hands = [
-        Handshake(own, stages, TransportContext(stage, (), "run", met, connect_timeout_s=timeout_s))
+        Handshake(own, Topology(stage, stages), TransportContext(stage, (), "run", met, connect_timeout_s=timeout_s))
         for stage, own in terms.items()
     ]
     return list(await asyncio.gather(*(each.shake() for each in hands), return_exceptions=True))
@@ -69,8 +70,9 @@ async def test_what_cannot_be_read_is_named_on_all(said: bytes) -> None:
 
 def test_every_field_that_differs_is_in_one_line() -> None:
     theirs = {**SAME, "chunks": 1, "split": False, "later": 5}
-    assert differences(SAME, theirs, 7) == (
+    assert differences("stage 0", SAME, "stage 7", theirs) == (
         "chunks is 2 on stage 0 and 1 on stage 7; split is True on stage 0 and False on stage 7; "
-        "later is None on stage 0 and 5 on stage 7: must be the same on all ranks"
+        "later is None on stage 0 and 5 on stage 7"
     )
-    assert differences(SAME, {field: SAME[field] for field in reversed(list(SAME))}, 7) == ""
+    same = {field: SAME[field] for field in reversed(list(SAME))}
+    assert differences("stage 0", SAME, "stage 7", same) == ""

@@ -15,7 +15,7 @@ from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, StepId, Task
-from rrfp.core.topology import Layout
+from rrfp.core.topology import Layout, Topology
 from rrfp.hints.registry import create_hint
 from rrfp.options import PipelineOptions
 from rrfp.pipeline import PipelineHandle
@@ -80,7 +80,9 @@ async def run(graph: Graph, microbatches: int, modes: list[Mode]) -> list[Number
                 StageCore(graph, stage, create_hint("bfw"), Limit(1)),
                 programs[stage],
                 lanes[stage],
-                SimulatedTransport(TransportContext(stage, peers(graph, stage), "chunks", met)),
+                SimulatedTransport(
+                    TransportContext(stage, peers(graph, Topology(stage, graph.placement.stages)), "chunks", met)
+                ),
             )
             for stage in stages
         ]

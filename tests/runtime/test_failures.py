@@ -15,6 +15,7 @@ from torch import nn
 
 from rrfp.blocking import BlockingPipeline
 from rrfp.control.failure import MAX_CAUSE, failure_of
+from rrfp.core.topology import Topology
 from rrfp.errors import Origin, PipelineAborted, TransportError
 from rrfp.transports.base import Message, MessageKind
 from rrfp.transports.inproc import InprocTransport
@@ -205,7 +206,7 @@ class Unspeakable(Exception):
     ],
 )
 def test_any_exception_becomes_a_cause_that_travels(error: BaseException, cause: str) -> None:
-    failure = failure_of(error, 3)
+    failure = failure_of(error, Topology(3, 4))
     assert failure.origin == Origin(3, None, cause)
     assert failure.error().__cause__ is error
 

@@ -13,6 +13,7 @@ from rrfp.batching import plan_step
 from rrfp.control.farewell import Departures, closed_message, origin_of
 from rrfp.core.progress import Peaks, WaitCause
 from rrfp.core.tasks import Kind, Mode, StepId, Task
+from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError, Origin, PeerLostError, ProtocolError
 from rrfp.result import StageReport, StepResult
 from rrfp.trace.breakdown import Breakdown, breakdown
@@ -66,7 +67,7 @@ def test_a_result_fills_every_breakdown_up_to_the_slowest_rank() -> None:
         StageReport(0, 3.0, Breakdown(3.0, 3.0), Peaks(held=2)),
         StageReport(1, 2.0, Breakdown(2.0, 1.5, drained=0.5), Peaks(held=1), {1: 4.0, 0: 2.0}, 3.0),
     ]
-    result = StepResult.of(StepId(0, Mode.TRAIN, 2), reports, trace, {})
+    result = StepResult.of(StepId(0, Mode.TRAIN, 2), reports, trace, Topology(0, 2))
     assert (result.loss, result.losses, result.seconds, result.peak_held) == (3.0, (2.0, 4.0), 3.0, (2, 1))
     assert result.breakdown[1] == Breakdown(3.0, 1.5, drained=1.5)
 
@@ -90,7 +91,7 @@ def test_a_plan_names_all_lists_when_they_disagree() -> None:
     "body", [{}, {"stage": "1", "task": None, "cause": "x"}, {"stage": 1, "task": 2, "cause": "x"}]
 )
 def test_an_abort_without_an_origin_is_refused(body: dict[str, Any]) -> None:
-    assert origin_of({"stage": 1, "task": "F0@1", "cause": "x"}) == Origin(1, "F0@1", "x")
+    assert origin_of({"stage": 1, "task": "F0@1", "cause": "x", "rank": None}) == Origin(1, "F0@1", "x")
     with pytest.raises(ProtocolError):
         origin_of(body)
 

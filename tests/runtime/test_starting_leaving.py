@@ -32,7 +32,7 @@ class LateResult(InprocTransport):
         if self._next:
             return self._next.pop(0)
         message = await super().receive()
-        if self.context.stage == 1 and message.kind is MessageKind.RESULT and self._late is None:
+        if self.context.rank == 1 and message.kind is MessageKind.RESULT and self._late is None:
             self._late = message
             overtaking = await super().receive()
             assert overtaking.kind is MessageKind.OUTPUT
@@ -50,7 +50,7 @@ class NoStart(InprocTransport):
     """On stage 1 it does not start."""
 
     async def start(self) -> None:
-        if self.context.stage == 1:
+        if self.context.rank == 1:
             raise TransportError("no network here")
         await super().start()
 

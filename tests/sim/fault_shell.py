@@ -17,6 +17,7 @@ from rrfp.control.tree import peers
 from rrfp.core.graph import Graph
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, StepId, Task
+from rrfp.core.topology import Topology
 from rrfp.errors import PipelineAborted
 from rrfp.result import StepResult
 from rrfp.sim.clock import run_virtual
@@ -107,7 +108,9 @@ class _Shell:
         met = LocalRendezvous()
         graph, scenario = self._scenario.graph, self._scenario
         contexts = [
-            TransportContext(stage, peers(graph, stage), "faults", met, queue_bytes=sys.maxsize)
+            TransportContext(
+                stage, peers(graph, Topology(stage, graph.placement.stages)), "faults", met, queue_bytes=sys.maxsize
+            )
             for stage in range(graph.placement.stages)
         ]
         transports = [FaultyTransport(context, self._links) for context in contexts]

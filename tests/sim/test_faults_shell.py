@@ -125,7 +125,7 @@ def test_the_watchdog_names_a_lost_credit_and_who_owes_it() -> None:
 @pytest.mark.parametrize(
     ("checks", "cause"),
     [
-        (True, "FrameError: bad frame from stage 0: sequence: is 1, must be 2"),
+        (True, "FrameError: bad frame from rank 0: sequence: is 1, must be 2"),
         (False, "ProtocolError: F1@0 arrived twice on stage 1 in step 0 (train, 3 microbatches)"),
     ],
 )

@@ -34,7 +34,7 @@ def contexts(options: PairOptions | None = None, **changes: Any) -> tuple[Transp
         "max_message_bytes": options.max_message_bytes,
         "connect_timeout_s": 10.0,
     }
-    left, right = (TransportContext(stage=stage, peers=(1 - stage,), **(fields | changes)) for stage in (0, 1))
+    left, right = (TransportContext(rank=stage, peers=(1 - stage,), **(fields | changes)) for stage in (0, 1))
     return left, right
 
 

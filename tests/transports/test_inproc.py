@@ -40,7 +40,7 @@ async def test_a_peer_whose_loop_ends_is_lost() -> None:
 
 async def test_a_rank_that_never_comes_is_named() -> None:
     left, _ = makers.contexts(connect_timeout_s=0.05)
-    with pytest.raises(TransportError, match="stage 1 did not come"):
+    with pytest.raises(TransportError, match="rank 1 did not come"):
         await InprocTransport(left).start()
 
 

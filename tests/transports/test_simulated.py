@@ -132,7 +132,7 @@ def test_aborting_loses_what_is_on_its_way_and_nothing_that_has_arrived() -> Non
 def test_a_latency_that_is_no_duration_is_refused(seconds: float) -> None:
     async def main() -> None:
         async with makers.simulated(by_index(seconds))(PairOptions()) as pair:
-            with pytest.raises(ConfigError, match=r"latency is .* s for F0@0 to stage 1, must be finite and >= 0"):
+            with pytest.raises(ConfigError, match=r"latency is .* s for F0@0 to rank 1, must be finite and >= 0"):
                 await pair.left.send(1, data(index=0))
 
     run_virtual(main())
@@ -150,7 +150,7 @@ async def test_ends_on_two_loops_are_refused() -> None:
 
     thread = threading.Thread(target=lambda: asyncio.run(elsewhere()))
     thread.start()
-    with pytest.raises(ConfigError, match="stage 1 is on another event loop; simulated joins the ranks of one"):
+    with pytest.raises(ConfigError, match="rank 1 is on another event loop; simulated joins the ranks of one"):
         await left.start()
     await asyncio.to_thread(thread.join)
     assert len(failed) == 1

@@ -27,7 +27,7 @@ NUMBERS = st.integers(0, 2**63 - 1)
 
 def codec(stage: int, **changes: Any) -> Codec:
     fields: dict[str, Any] = {"run_id": "run", "rendezvous": LocalRendezvous(), "max_message_bytes": CAP_BYTES}
-    return Codec(TransportContext(stage=stage, peers=(1 - stage,), **(fields | changes)))
+    return Codec(TransportContext(rank=stage, peers=(1 - stage,), **(fields | changes)))
 
 
 @st.composite

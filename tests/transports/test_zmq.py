@@ -54,9 +54,9 @@ def header_of(pair: Pair, **changes: object) -> bytes:
         (b"stranger", {}, "sender"),
         (b"stranger", {"run_id": "other"}, "run_id"),
         (b"stranger", {"restart": 4}, "restart"),
-        (b"stranger", {"stage": 5}, "sender"),
+        (b"stranger", {"rank": 5}, "sender"),
     ],
-    ids=["not its connection", "another run", "another restart", "unknown stage"],
+    ids=["not its connection", "another run", "another restart", "unknown rank"],
 )
 async def test_strangers_are_refused_and_peers_go_on(identity: bytes, changes: dict[str, object], field: str) -> None:
     async with makers.MAKERS["zmq-ipc"](PairOptions()) as pair, stranger(pair, identity) as socket:
@@ -123,7 +123,7 @@ async def test_a_lost_message_shows_in_the_sequence() -> None:
 async def test_a_peer_that_never_comes_is_named() -> None:
     left, _ = makers.contexts(connect_timeout_s=0.05)
     transport = ZmqTransport(left)
-    with pytest.raises(TransportError, match="stage 1 did not come"):
+    with pytest.raises(TransportError, match="rank 1 did not come"):
         await transport.start()
     with pytest.raises(TransportClosedError):
         await transport.receive()
@@ -133,7 +133,7 @@ async def test_a_peer_that_never_comes_is_named() -> None:
 async def test_a_peer_that_published_but_does_not_answer_is_named() -> None:
     left, _ = makers.contexts(connect_timeout_s=0.2)
     await left.rendezvous.publish("zmq/1", b"ipc://@rrfp-nobody-listens-here")
-    with pytest.raises(TransportError, match="no connection with stage 1"):
+    with pytest.raises(TransportError, match="no connection with rank 1"):
         await ZmqTransport(left).start()
 
 

@@ -1,0 +1,145 @@
+"""How the ranks of a job are laid out: named dimensions, and which of them have collectives inside a task.
+
+One dimension, ``pp``, is the pipeline. Of the others, the *coordinated* ones (tensor parallelism, and whatever else
+exchanges data in the middle of a forward or backward) together make a *group*: ranks that must run the same tasks in
+the same order, or their collectives would not match. What is left makes *replicas*: copies of the pipeline that compute
+on other data and meet only when gradients are reduced. Collectives over several dimensions chain ranks together, so a
+group is the connected component over all coordinated dimensions; in a mesh that is their product.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rrfp.errors import ConfigError
+
+#: The pipeline's dimension.
+PIPELINE = "pp"
+#: Dimensions whose collectives run inside a task, whatever the model.
+IN_TASK = ("tp", "cp", "ep", "sp")
+#: Names of dimensions over which gradients are summed after their last task begin like this.
+_REPLICATED = "dp"
+
+
+class Place(NamedTuple):
+    """Where a rank is.
+
+    Attributes:
+        stage: its stage.
+        replica: which copy of the pipeline it belongs to.
+        member: which rank of its group it is; 0 leads.
+    """
+
+    stage: int
+    replica: int
+    member: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """See the module's docstring.
+
+    Attributes:
+        dims: name and size of each dimension, the slowest first: a rank is the row-major index of its coordinates.
+        coordinate: the coordinated dimensions; those that the mesh does not have count for nothing.
+
+    Raises:
+        ConfigError: for a size below 1, a name twice, no ``pp``, or a dimension that needs coordination and lacks it.
+    """
+
+    dims: tuple[tuple[str, int], ...]
+    coordinate: tuple[str, ...] = ("tp",)
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.dims]
+        if len(set(names)) < len(names) or PIPELINE not in names:
+            raise ConfigError(f"mesh has the dims {', '.join(names)}, must have each once, and {PIPELINE!r}")
+        for name, size in self.dims:
+            if type(size) is not int or size < 1:
+                raise ConfigError(f"mesh dim {name!r} is {size!r}, must be a whole number from 1 on")
+            if size > 1 and name not in self.coordinate:
+                self._check_uncoordinated(name, size)
+        if PIPELINE in self.coordinate:
+            raise ConfigError(f"coordinate is {self.coordinate!r}, must not have {PIPELINE!r}")
+
+    def _check_uncoordinated(self, name: str, size: int) -> None:
+        wanted = (*self.coordinate, name)
+        if name in IN_TASK:
+            raise ConfigError(
+                f"mesh dim {name!r} has size {size} and its collectives run inside a task, in the order of the tasks: "
+                f"coordinate is {self.coordinate!r}, must be {wanted!r}"
+            )
+        if name != PIPELINE and not name.startswith(_REPLICATED):
+            raise ConfigError(
+                f"mesh dim {name!r} is neither {PIPELINE}, a replicated one ({_REPLICATED}...) nor coordinated: if "
+                f"collectives over it run inside a task, coordinate must be {wanted!r}"
+            )
+
+    @property
+    def stages(self) -> int:
+        """N."""
+        return dict(self.dims)[PIPELINE]
+
+    @property
+    def members(self) -> int:
+        """Ranks in a group."""
+        return math.prod(size for name, size in self.dims if name in self.coordinate)
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the pipeline."""
+        return self.size // (self.stages * self.members)
+
+    @property
+    def size(self) -> int:
+        """All ranks."""
+        return math.prod(size for _, size in self.dims)
+
+    @property
+    def replicated(self) -> tuple[str, ...]:
+        """The dimensions that make replicas."""
+        return tuple(name for name, _ in self.dims if name != PIPELINE and name not in self.coordinate)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The coordinates of ``rank``."""
+        found = {}
+        for name, size in reversed(self.dims):
+            rank, found[name] = divmod(rank, size)
+        return found
+
+    def place(self, rank: int) -> Place:
+        """Where ``rank`` is."""
+        at = self.coordinates(rank)
+        return Place(at[PIPELINE], self._index(at, self.replicated), self._index(at, self._coordinated))
+
+    def rank(self, place: Place) -> int:
+        """Who is at ``place``."""
+        at = {PIPELINE: place.stage}
+        for index, names in ((place.replica, self.replicated), (place.member, self._coordinated)):
+            for name in reversed(names):
+                index, at[name] = divmod(index, self._size(name))
+        return self._index(at, [name for name, _ in self.dims])
+
+    def name(self, rank: int) -> str:
+        """How people call ``rank``: ``stage 1``, or ``stage 1, dp 0, tp 1 (rank 5)`` where a stage has several."""
+        if self.size == self.stages:
+            return f"stage {self.place(rank).stage}"
+        at = self.coordinates(rank)
+        others = "".join(f", {name} {at[name]}" for name, size in self.dims if name != PIPELINE and size > 1)
+        return f"stage {at[PIPELINE]}{others} (rank {rank})"
+
+    @property
+    def _coordinated(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.dims if name in self.coordinate)
+
+    def _size(self, name: str) -> int:
+        return dict(self.dims)[name]
+
+    def _index(self, at: dict[str, int], names: Collection[str] | Sequence[str]) -> int:
+        index = 0
+        for name in names:
+            index = index * self._size(name) + at[name]
+        return index
