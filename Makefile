@@ -27,7 +27,7 @@ demo: $(READY)
 	$(BIN)/rrfp demo $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
 
 # Without the tests marked slow; for use while editing.
 test-fast: $(READY)

@@ -83,3 +83,17 @@ def test_tp_simulated_compares_every_way_at_every_number_of_ranks() -> None:
     free, slow = told["control"]
     assert free["over_free_leader"]["leader"] == {"mean": 1, "deviation": 0}
     assert slow["over_free_leader"]["leader"]["mean"] > 1
+
+
+def test_tp_coordination_reports_every_way_to_one_order() -> None:
+    told = quick("tp_coordination.py")
+
+    methods = told["figures"]["2"]
+    assert set(methods) == {"leader, depth 2", "leader, depth 1", "agreement"}
+    assert methods["leader, depth 2"]["iteration"] == 1.0
+    for figures in methods.values():
+        assert 0 <= figures["coordination"] < 1
+        assert 0 <= figures["to_start"]["p50"] <= figures["to_start"]["p99"]
+        assert figures["to_start"]["samples"] == 2 * 7  # of two stages with 8 tasks each, from the second task on
+        assert figures["words_per_task"] > 1
+    check_aims(told["aims"])

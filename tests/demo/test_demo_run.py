@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -54,19 +55,26 @@ PIPELINES = len(METHODS)
 CONNECTED = 5 * 2 * 3 * PIPELINES + 4 * PIPELINES
 
 
-def num_addresses() -> int:
-    """How many ends of connections carry an address of ours."""
-    return sum("@rrfp-" in line for line in Path("/proc/net/unix").read_text().splitlines())
+def num_addresses(out: Path) -> int:
+    """How many ends of connections of the workers that write to ``out`` carry an address of ours."""
+    own = set()
+    for pid in workers(out):
+        with contextlib.suppress(OSError):
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    own.add(descriptor.readlink().name)
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return sum("@rrfp-" in line and f"socket:[{line.split()[6]}]" in own for line in lines)
 
 
 def wait_until_connected(out: Path) -> list[int]:
     """Wait until all workers are connected, so that steps begin; returns their process ids."""
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
-        if num_addresses() >= CONNECTED:
+        if num_addresses(out) >= CONNECTED:
             return workers(out)
         time.sleep(0.05)
-    raise AssertionError(f"the workers did not connect: {num_addresses()} of {CONNECTED} ends")
+    raise AssertionError(f"the workers did not connect: {num_addresses(out)} of {CONNECTED} ends")
 
 
 def test_a_run_leaves_its_figures_its_timeline_and_its_traces(tmp_path: Path) -> None:
