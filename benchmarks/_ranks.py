@@ -15,6 +15,7 @@ from typing import Unpack
 
 import torch
 
+from rrfp.assembly import Assembly
 from rrfp.batching import Plan
 from rrfp.compute.base import Batch, StageProgram
 from rrfp.compute.payload import Payload
@@ -137,8 +138,8 @@ class Rank:
         async def start() -> StageRunner:
             place = Topology(stage, _STAGES)
             settings = pipeline_options({"limit": 1 << 20, **options})
-            shape = settings.shape(_STAGES, [program])
-            runner = settings.runner(place, shape, program, program, run_id, rendezvous())
+            assembly = Assembly(settings, settings.shape(_STAGES, [program]))
+            runner = await assembly.runner(place, program, program, run_id, rendezvous())
             await runner.start()
             return runner
 

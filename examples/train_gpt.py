@@ -1,18 +1,25 @@
-"""Train a byte-level GPT across pipeline stages, one process each.
+"""Train a byte-level GPT across pipeline stages, alone or together with data and tensor parallelism.
 
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py
+    torchrun --standalone --nproc-per-node 8 examples/train_gpt.py --pp 2 --tp 2 --dp 2 --steps 3
 
-Everything but the four lines that mention ``pipe`` is what any PyTorch training script has.
+Everything but the five lines that mention ``pipe`` is what any PyTorch training script has.
 """
 
 import argparse
+import os
 import time
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import rrfp
 
@@ -25,17 +32,25 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        normed = self.attention_norm(x)
+        query, key, value = (
+            # -1: with tensor parallelism, the heads of this rank
+            product(normed).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for product in (self.query, self.key, self.value)
+        )
         mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
-        y: Tensor = x + self.mlp(self.mlp_norm(x))
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        y: Tensor = x + self.down(nn.functional.gelu(self.up(self.mlp_norm(x))))
         return y
+
+    def shard(self, mesh: DeviceMesh) -> None:
+        """Leave each rank of ``mesh`` some heads and some hidden units."""
+        columns = {name: ColwiseParallel() for name in ("query", "key", "value", "up")}
+        parallelize_module(self, mesh, {**columns, "out": RowwiseParallel(), "down": RowwiseParallel()})
 
 
 class Embedding(nn.Module):
@@ -51,7 +66,7 @@ class Embedding(nn.Module):
 
 
 def build_stage(stage: int, stages: int) -> nn.Module:
-    """This rank's part of the model."""
+    """A stage's part of the model, the same on all its ranks."""
     torch.manual_seed(stage)
     parts: list[nn.Module] = [Embedding()] if stage == 0 else []
     parts += [Block() for layer in range(LAYERS) if layer * stages // LAYERS == stage]
@@ -66,59 +81,87 @@ def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def batch(data: Tensor, microbatches: int, size: int, generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
-    """Inputs and targets, lists by microbatch; the same on every rank, because the generator is."""
+    """Inputs and targets, lists by microbatch; the same on all ranks of a replica, because their generator is."""
     starts = torch.randint(len(data) - LENGTH - 1, (microbatches, size, 1), generator=generator)
     tokens = data[starts + torch.arange(LENGTH + 1)].long()
     return list(tokens[..., :-1].unbind()), list(tokens[..., 1:].unbind())
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
+def arguments() -> tuple[argparse.Namespace, rrfp.Topology]:
+    """The command line, and this rank's place in the job."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pp", type=int, help="pipeline stages; by default as many as the other two leave")
+    parser.add_argument("--dp", type=int, default=1, help="replicas, each with data of its own")
+    parser.add_argument("--tp", type=int, default=1, choices=(1, 2, 4), help="ranks that share a stage's heads")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--microbatches", type=int, default=24)
     parser.add_argument("--microbatch-size", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of all gradients together")
     parser.add_argument("--hint", default="bf")
     parser.add_argument("--limit", default="2n", help="microbatches that a stage may hold: a number, 1f1b or 2n")
     parser.add_argument("--transport", default="zmq")
     parser.add_argument("--evaluate-every", type=int, default=50)
     parser.add_argument("--text", type=Path, help="a file to learn instead of Python's language reference")
-    return parser.parse_args()
+    args = parser.parse_args()
+    pp = {} if args.pp is None else {"pp": args.pp}
+    try:
+        return args, rrfp.Topology.from_env(dims={**pp, "dp": args.dp, "tp": args.tp})
+    except rrfp.ConfigError as error:  # the same on all ranks: the first one tells, and torchrun ends the others
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(5)
+            parser.exit(2)
+        parser.exit(2, f"{parser.prog}: {error}\n")
+
+
+def join(topology: rrfp.Topology) -> None:
+    """Set torch.distributed up; on keys of this attempt, or gloo would find addresses from before a restart."""
+    store, rank, world = next(rendezvous("env://"))
+    store = PrefixStore(f"attempt {topology.restart}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
 
 
 def main() -> None:
     """Train."""
-    args = arguments()
+    args, topology = arguments()
     torch.set_num_threads(1)
-    topology = rrfp.Topology.from_env()
+    join(topology)
+    mesh = init_device_mesh("cpu", (topology.stages, args.dp, args.tp), mesh_dim_names=("pp", "dp", "tp"))
     module = build_stage(topology.stage, topology.stages)
+    for part in module.children() if args.tp > 1 else ():
+        if isinstance(part, Block):
+            part.shard(mesh["tp"])
     optimizer = torch.optim.AdamW(module.parameters(), lr=args.lr)
     text = args.text.read_bytes() if args.text else "\n\n".join(topics[name] for name in sorted(topics)).encode()
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     training, held_out = data[: len(data) * 9 // 10], data[len(data) * 9 // 10 :]
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(topology.replica)
 
     def draw(part: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         return batch(part, args.microbatches, args.microbatch_size, generator)
 
     pipeline = rrfp.Pipeline(
-        module, topology=topology, transport=args.transport, hint=args.hint, limit=args.limit, loss_fn=loss_fn
+        module, mesh=mesh, transport=args.transport, hint=args.hint, limit=args.limit, loss_fn=loss_fn
     )
     with pipeline.blocking() as pipe:
         for step in range(1, args.steps + 1):
             started = time.perf_counter()
             result = pipe.step(*draw(training))
+            norm = pipe.clip_grad_norm_(args.clip)
             optimizer.step()
             optimizer.zero_grad()
-            if topology.stage == 0 and (step <= 3 or step % 10 == 0):
+            if topology.rank == 0 and (step <= 3 or step % 10 == 0):
                 idle = sum(part.blocking_share for part in result.breakdown) / topology.stages
                 took = (time.perf_counter() - started) * 1e3
-                print(f"step {step:4d}  loss {result.loss:.3f}  {took:5.0f} ms  idle {idle:4.0%}", flush=True)
+                print(
+                    f"step {step:4d}  loss {result.loss:.3f}  norm {norm:.2f}  {took:5.0f} ms  idle {idle:4.0%}",
+                    flush=True,
+                )
             if step % args.evaluate_every == 0:
                 score = pipe.evaluate(*draw(held_out))
-                if topology.stage == 0:
+                if topology.rank == 0:
                     print(f"step {step:4d}  held-out loss {score.loss:.3f}", flush=True)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rrfp.errors import ConfigError, PipelineAborted, RrfpError
     from rrfp.pipeline import Pipeline, local
     from rrfp.result import StepResult
+    from rrfp.statistics import RankStatistics
     from rrfp.transports.base import Message, Transport
     from rrfp.version import __version__
 
@@ -35,6 +36,7 @@ _HOMES = {
     "Payload": "rrfp.compute.payload",
     "Pipeline": "rrfp.pipeline",
     "PipelineAborted": "rrfp.errors",
+    "RankStatistics": "rrfp.statistics",
     "ReadySet": "rrfp.core.ready_set",
     "RrfpError": "rrfp.errors",
     "StageProgram": "rrfp.compute.base",
@@ -59,6 +61,7 @@ __all__ = [
     "Payload",
     "Pipeline",
     "PipelineAborted",
+    "RankStatistics",
     "ReadySet",
     "RrfpError",
     "StageProgram",

@@ -54,7 +54,7 @@ class Plan:
     @property
     def total_weight(self) -> float:
         """The sum of the weights of this replica's microbatches."""
-        return float(self.step.microbatches) if self.weights is None else sum(self.weights)
+        return float(self.step.microbatches if self.weights is None else sum(self.weights))
 
     def normalise(self, total: float) -> None:
         """The weights of all replicas sum to ``total``: say so to whoever was given the batch.

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
-from rrfp.batching import EvaluateArguments, Plan, StepArguments
+from rrfp.batching import EvaluateArguments, StepArguments
 from rrfp.core.tasks import Mode
 from rrfp.result import StepResult
 from rrfp.session import LEAVE_TIMEOUT_S, Session
+from rrfp.statistics import RankStatistics
+
+T = TypeVar("T")
 
 
 class BlockingPipeline:
@@ -53,7 +56,8 @@ class BlockingPipeline:
         **arguments: Unpack[StepArguments],
     ) -> StepResult:
         """As `rrfp.Pipeline.step`."""
-        return self._run(self._session.plan(Mode.TRAIN, inputs, targets, arguments))
+        plan = self._session.plan(Mode.TRAIN, inputs, targets, arguments)
+        return self._run(self._session.ranks.step(plan))
 
     def evaluate(
         self,
@@ -62,17 +66,27 @@ class BlockingPipeline:
         **arguments: Unpack[EvaluateArguments],
     ) -> StepResult:
         """As `rrfp.Pipeline.evaluate`."""
-        return self._run(self._session.plan(Mode.FORWARD, inputs, targets, arguments))
+        plan = self._session.plan(Mode.FORWARD, inputs, targets, arguments)
+        return self._run(self._session.ranks.step(plan))
 
-    def _run(self, plan: Plan) -> StepResult:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """As `rrfp.Pipeline.clip_grad_norm_`."""
+        clipping = self._session.clip(max_norm, norm_type)
+        return clipping.settle(self._run(self._session.ranks.share(clipping)))
+
+    def statistics(self) -> tuple[RankStatistics, ...]:
+        """As `rrfp.Pipeline.statistics`. While a step blocks this thread, another one may call it."""
+        return self._session.ranks.statistics()
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         session = self._session
         try:
-            return session.submit(session.ranks.step(plan)).result()
+            return session.submit(coroutine).result()
         except BaseException as error:  # Ctrl-C ended the wait; if the step itself failed, this is no news
             session.fail_soon(error)
             raise
         finally:
-            session.end_step()
+            session.end()
 
 
 def _settle(leaving: Future[None], timeout_s: float) -> None:

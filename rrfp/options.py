@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict, get_args
 
 from rrfp.compute.base import Lane, StageProgram
-from rrfp.compute.rng import replica_seed
 from rrfp.compute.split_backward import Unsplittable
 from rrfp.compute.thread_lane import LOWEST_NICE, ThreadLane
-from rrfp.compute.torch_stage import TorchStage
 from rrfp.compute.weighting import Reduction
-from rrfp.control.handshake import Handshake, Terms
-from rrfp.control.tree import peers
 from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint
-from rrfp.core.order_log import Group
-from rrfp.core.stage_core import StageCore
 from rrfp.core.topology import Layout, Topology
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict
 from rrfp.schedules.registry import schedule_names, schedule_needs
 from rrfp.shape import Shape, StagePart, chunks_of
-from rrfp.stage import Coordination, StageRunner
-from rrfp.transports.base import DEFAULT_MAX_MESSAGE_BYTES, DEFAULT_QUEUE_BYTES, Rendezvous, TransportContext
-from rrfp.transports.registry import TransportSpec, create_transport, transport_names
-from rrfp.version import __version__
+from rrfp.stage import Coordination
+from rrfp.transports.base import DEFAULT_MAX_MESSAGE_BYTES, DEFAULT_QUEUE_BYTES, Rendezvous
+from rrfp.transports.registry import TransportSpec, transport_names
 
 #: Makes the lane of a stage.
 LaneFactory = Callable[[int], Lane]
@@ -65,7 +58,8 @@ class PipelineOptions:
         unsplittable: what to do with a module that differentiates only as a whole where backward is split: ``"whole"``
             or ``"refuse"``; see `TorchStage`.
         deterministic: gradients are added in microbatch order and buffers written in order, so that a step's result is
-            bitwise the same whatever the timing, and equal to `rrfp.testing.reference`'s.
+            bitwise the same whatever the timing, and equal to `rrfp.testing.reference`'s. The sums of replicas are
+            added in the order of replicas.
         coordination: how the ranks of a group (tensor parallelism) come to one order: ``"leader"``, or
             ``"agreement"``, the paper's all-gather with retries.
         depth: tasks that a rank has enqueued and not completed, at most; by default 1 on a CPU, and 2 where a group has
@@ -101,8 +95,8 @@ class PipelineOptions:
         self._check_values()
         if self.strict is not None and (self.hint is not None or self.limit is not None):
             raise ConfigError("strict runs a schedule to the letter: it goes with neither hint nor limit")
-        self._new_hint()
-        self._limit(Topology(0, 1))
+        self.new_hint()
+        self.limit_of(Topology(0, 1))
 
     def _check_values(self) -> None:
         for field, choices in (
@@ -175,114 +169,36 @@ class PipelineOptions:
         if (schedule := self._schedule()) is not None:
             return schedule_needs(schedule).split
         # Between B and W a microbatch holds memory: nobody gets that who asked for no hint.
-        wanted = self.hint is not None and self._new_hint().wants_split
+        wanted = self.hint is not None and self.new_hint().wants_split
         return wanted and any(not isinstance(part, StageProgram) for part in parts)
 
-    def runner(
-        self,
-        place: Topology,
-        shape: Shape,
-        part: StagePart,
-        program: StageProgram,
-        run_id: str,
-        rendezvous: Rendezvous,
-        reduce: Callable[[int], Awaitable[None]] | None = None,
-    ) -> StageRunner:
-        """The runner of one rank.
-
-        Args:
-            place: the rank's.
-            shape: the whole pipeline's.
-            part: the rank's part of the model.
-            program: what the rank computes.
-            run_id: identifies this pipeline.
-            rendezvous: where its ranks meet.
-            reduce: sums the gradients of a virtual stage over the replicas.
-        """
-        graph = shape.graph
-        context = TransportContext(
-            rank=place.rank,
-            peers=peers(graph, place),
-            run_id=run_id,
-            rendezvous=rendezvous,
-            restart=place.restart,
-            single_host=place.single_host,
-            queue_bytes=self.queue_bytes,
-            max_message_bytes=self.max_message_bytes,
-            allow_insecure=self.allow_insecure,
-            connect_timeout_s=self.connect_timeout,
-        )
-        in_order = shape.in_order(shape.modules(part, place.stage))
-        hint, limit = self._new_hint(), self._limit(place)
-        group = Group(place.member, place.members) if self.coordination == "leader" else Group()
-        core = StageCore(graph, place.stage, hint, limit, group=group, in_order=in_order)
-        return StageRunner(
-            core,
-            program,
-            self._new_lane(place.stage),
-            create_transport(self.transport, context),
-            place=place,
-            coordination=self.coordination,
-            depth=self.depth,
-            reduce=reduce,
-            stall_after=self.stall_after,
-            handshake=Handshake(self._terms(shape, place), place, context, self._group_terms(hint, limit)),
-        )
-
-    def _terms(self, shape: Shape, place: Topology) -> Terms:
-        """What all ranks must have in common."""
-        return {
-            **shape.terms(),
-            "mesh": "" if place.layout is None else ", ".join(f"{name} {size}" for name, size in place.layout.dims),
-            "coordinate": "" if place.layout is None else ", ".join(place.layout.coordinate),
-            "coordination": self.coordination,
-            "strict": self.strict,
-            "seed": self.seed,
-            "reduction": self.reduction,
-            "version": __version__,
-        }
-
-    def _group_terms(self, hint: Hint, limit: Limit) -> Terms:
-        """What the ranks of a group must have in common."""
-        return {
-            "hint": f"{type(hint).__module__}.{type(hint).__qualname__}",
-            "limit": str(limit),
-            "depth": self.depth,
-        }
-
-    def _new_lane(self, stage: int) -> Lane:
+    def new_lane(self, stage: int) -> Lane:
+        """The lane of ``stage``."""
         if self.lane is not None:
             return self.lane(stage)
         return ThreadLane(f"rrfp-lane-{stage}", nice=self.lane_nice)
 
-    def _new_hint(self) -> Hint:
+    def new_hint(self) -> Hint:
+        """A fresh hint, or the strict schedule."""
         if self.strict is not None:
             return create_strict(self.strict)
         return create_hint(DEFAULT_HINT if self.hint is None else self.hint)
 
-    def _limit(self, place: Topology) -> Limit:
-        if self.strict is not None:
-            return Limit()
-        return Limit.resolve(DEFAULT_LIMIT if self.limit is None else self.limit, place.stage, place.stages)
-
-    def program(self, part: StagePart, place: Topology, shape: Shape) -> StageProgram:
-        """What the rank at ``place`` computes: its modules' tasks, or the caller's own program.
+    def limit_of(self, place: Topology) -> Limit:
+        """What the rank at ``place`` may hold; a strict schedule needs no limit.
 
         Raises:
-            ConfigError: if ``part`` is neither, or does not fit the shape.
+            ConfigError: if it is a limit on bytes, which keeps the ranks of a group from agreeing without a leader.
         """
-        if isinstance(part, StageProgram):
-            shape.check_program(part)
-            return part
-        modules = shape.modules(part, place.stage)
-        return TorchStage(
-            modules,
-            shape.graph,
-            loss_fn=self.loss_fn,
-            seed=replica_seed(self.seed, place.replica),
-            unsplittable=self.unsplittable,
-            in_order=shape.in_order(modules),
-        )
+        if self.strict is not None:
+            return Limit()
+        limit = Limit.resolve(DEFAULT_LIMIT if self.limit is None else self.limit, place.stage, place.stages)
+        if limit.bytes is not None and place.members > 1 and self.coordination == "agreement":
+            raise ConfigError(
+                f"limit: bytes is {limit.bytes}, must be None with coordination 'agreement': ranks of a group that "
+                "hold different amounts would never agree; the leader (coordination 'leader') counts the worst of them"
+            )
+        return limit
 
 
 class Options(TypedDict, total=False):

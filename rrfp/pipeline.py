@@ -1,159 +1,37 @@
-"""`Pipeline`: what a trainer holds.
-
-The runtime owns its loop: a thread with one loop serves the ranks of this process, so an optimizer step, data loading
-or a checkpoint in the caller's code never stalls receiving, heartbeats or an abort. The async API awaits that loop from
-the caller's, the blocking API waits for the same future.
-"""
+"""`Pipeline`, what a trainer holds, and `local`, all of one in one process."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import uuid
-from collections.abc import Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, TypeVar, Unpack, get_args
+from typing import TYPE_CHECKING, Unpack
 
-from rrfp.batching import EvaluateArguments, Plan, StepArguments
-from rrfp.blocking import BlockingPipeline
-from rrfp.core.tasks import Mode
+from torch import nn
+
+from rrfp.assembly import Assembly
+from rrfp.compute.gradient_reduction import GradientReducer
+from rrfp.compute.process_groups import check_sharded, global_ranks, replica_group
+from rrfp.compute.tied_gradients import ProcessTies
+from rrfp.compute.ties import Ties
+from rrfp.control.clipping import GradientHolder
 from rrfp.core.topology import Topology
-from rrfp.errors import ConfigError, RrfpError
+from rrfp.errors import ConfigError
+from rrfp.handle import LoopChoice, PipelineHandle
 from rrfp.options import Options, check_rendezvous, pipeline_options
-from rrfp.ranks import Ranks
-from rrfp.result import StepResult
-from rrfp.session import LEAVE_TIMEOUT_S, Session
+from rrfp.ranks import Ranks, together
 from rrfp.shape import StagePart
 from rrfp.stage import StageRunner
 from rrfp.transports.base import Rendezvous
 from rrfp.transports.rendezvous import LocalRendezvous, StoreRendezvous
 
-T = TypeVar("T")
-
-#: ``"own"``: a thread with a loop of its own. ``"caller"``: the loop that enters the pipeline (async only).
-LoopChoice = Literal["own", "caller"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 #: Pipelines of one process are numbered in the order in which they are made, which every rank of a job shares, as it
 #: does for process groups: a rank's third pipeline talks to the others' third.
 _numbers = itertools.count()
-
-
-class PipelineHandle:
-    """What `Pipeline` and `rrfp.local` have in common: entering, leaving, and steps.
-
-    Use it as ``async with pipeline as pipe``, or ``with pipeline.blocking() as pipe``. An exception that leaves the
-    block aborts the pipeline on every rank, and so does leaving it while a step runs. If another rank failed and no
-    step told, leaving raises `PipelineAborted`.
-
-    Args:
-        ranks: the ranks of this process.
-        loop: where they run.
-        name: of the loop's thread.
-    """
-
-    def __init__(self, ranks: Ranks, loop: LoopChoice, name: str) -> None:
-        if loop not in get_args(LoopChoice):
-            raise ConfigError(f"loop is {loop!r}, must be one of: {', '.join(get_args(LoopChoice))}")
-        self._session = Session(ranks, name if loop == "own" else None)
-
-    def __enter__(self) -> NoReturn:
-        raise TypeError("a pipeline is entered with 'async with', or with 'with pipeline.blocking() as pipe'")
-
-    def __exit__(self, *_: object) -> None:
-        """Never reached: see ``__enter__``."""
-
-    async def __aenter__(self) -> Self:
-        self._session.enter()
-        try:
-            await self._on_loop(self._session.ranks.start())
-        except BaseException:
-            await asyncio.shield(self._leave())
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(LEAVE_TIMEOUT_S):
-                    await asyncio.shield(self._on_loop(self._session.close(error)))
-        finally:
-            await asyncio.shield(self._leave())
-
-    async def step(
-        self,
-        inputs: Sequence[Any] | None = None,
-        targets: Sequence[Any] | None = None,
-        **arguments: Unpack[StepArguments],
-    ) -> StepResult:
-        """Train on one batch: gradients are added to ``.grad``; the optimizer's step is the caller's.
-
-        Lists are by microbatch; shapes may differ. A rank that is given none of them passes ``microbatches``.
-
-        Args:
-            inputs: for the first virtual stage: a tensor, a tuple (positional arguments) or a dict (keywords) each.
-            targets: second argument of ``loss_fn`` on the last virtual stage.
-            arguments: ``kwargs``: further keyword arguments of every module on this rank. ``weights``: of the
-                microbatches' losses, such as token counts, 1 by default; needed on the last virtual stage.
-                ``sizes``: how large each microbatch is, in any unit, for hints that ask. ``microbatches``: M, where no
-                list tells it. ``grad_scale``: a factor on every gradient, 1.0 by default; the reported loss is without
-                it. ``reduce_gradients``: False leaves gradients unreduced over data-parallel replicas, for all but the
-                last of several steps that accumulate.
-
-        Returns:
-            The result, on every rank.
-
-        Raises:
-            ConfigError: if the arguments do not fit; nothing was sent then.
-            PipelineAborted: if any rank failed. Gradients are undefined.
-        """
-        return await self._run(self._session.plan(Mode.TRAIN, inputs, targets, arguments))
-
-    async def evaluate(
-        self,
-        inputs: Sequence[Any] | None = None,
-        targets: Sequence[Any] | None = None,
-        **arguments: Unpack[EvaluateArguments],
-    ) -> StepResult:
-        """Forward only, without gradients. Arguments and errors as in `step`.
-
-        Modules are used in the mode that they are in: call ``module.eval()`` where that matters. Without targets or
-        ``loss_fn``, the result's ``outputs`` hold what the last virtual stage put out.
-        """
-        return await self._run(self._session.plan(Mode.FORWARD, inputs, targets, arguments))
-
-    def blocking(self) -> BlockingPipeline:
-        """The same pipeline for ordinary loops: ``with pipeline.blocking() as pipe: pipe.step(...)``.
-
-        Raises:
-            ConfigError: if it runs on the caller's loop.
-        """
-        if self._session.thread_name is None:
-            raise ConfigError("loop is 'caller', must be 'own' for the blocking API")
-        return BlockingPipeline(self._session)
-
-    async def _run(self, plan: Plan) -> StepResult:
-        try:
-            return await self._on_loop(self._session.ranks.step(plan))
-        except asyncio.CancelledError:
-            self._session.fail_soon(RrfpError("the step was cancelled by its caller"))
-            raise
-        finally:
-            self._session.end_step()
-
-    async def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        if self._session.thread is None:
-            return await coroutine
-        return await asyncio.wrap_future(self._session.submit(coroutine))
-
-    async def _leave(self) -> None:
-        if self._session.thread is None:
-            self._session.leave()
-        else:  # joining a thread blocks, and the caller's loop has other things to do
-            await asyncio.to_thread(self._session.leave)
 
 
 class Pipeline(PipelineHandle):
@@ -162,11 +40,22 @@ class Pipeline(PipelineHandle):
     It owns neither model nor optimizer. Every rank makes the same calls in the same order. After `PipelineAborted` it
     is of no further use.
 
+    Where the layout has several replicas, ``torch.distributed`` sums their gradients: it must be initialised then, and
+    making the pipeline waits for this rank's likes in the other replicas. Gradients that are summed in every step and
+    not zeroed count once all the same; what is done to them between steps has to be the same on all replicas. A
+    `StageProgram` sums its own in `finish`.
+
     Args:
         module: this rank's part of the model: a module, a list with one module for each chunk, or a `StageProgram`.
         topology: this rank's place; from torchrun's environment by default.
+        mesh: instead of ``topology``: a mesh with named dims, one of them ``pp``; see `Topology.from_mesh`.
+        coordinate: with ``mesh``: the dims whose collectives run inside a task, by default ``("tp",)``.
         rendezvous: where ranks find each other; torchrun's store by default.
         loop: where the runtime lives.
+        ties: parameters of which other virtual stages have copies too, such as an embedding that is the head's weight:
+            this rank's copy (or copies, where several of its chunks have one) by a name that all ranks use. Their
+            values must be equal when the pipeline is entered. At the end of a step each copy's ``.grad`` is the sum of
+            all copies' gradients, so optimizers that do the same keep them equal.
         options: see `PipelineOptions`.
 
     Raises:
@@ -178,30 +67,49 @@ class Pipeline(PipelineHandle):
         module: StagePart,
         *,
         topology: Topology | None = None,
+        mesh: DeviceMesh | None = None,
+        coordinate: Sequence[str] | None = None,
         rendezvous: Rendezvous | None = None,
         loop: LoopChoice = "own",
+        ties: Ties | None = None,
         **options: Unpack[Options],
     ) -> None:
         settings = pipeline_options(options)
         check_rendezvous(rendezvous)
-        place = Topology.from_env() if topology is None else topology
+        place = _place(topology, mesh, coordinate)
+        ranks = global_ranks(place, mesh)
         shape = settings.shape(place.stages, [module])
         modules = shape.modules(module, place.stage)
         shape.check_shared(modules)
-        program = settings.program(module, place, shape)
+        check_sharded(modules, place, ranks)
+        tied = ProcessTies(ties, [modules])
+        assembly = Assembly(settings, shape)
+        program = assembly.program(module, place, tied.shared)
         run_id = f"{place.run_id}/{next(_numbers)}"
+        reducer = _reducer(modules, place, ranks, deterministic=settings.deterministic)
+        reduce = None if reducer is None else reducer.reduce
 
         async def build() -> Sequence[StageRunner]:
             met = rendezvous if rendezvous is not None else await _meet(place, run_id, settings.connect_timeout)
-            return [settings.runner(place, shape, module, program, run_id, met)]
+            return [await assembly.runner(place, module, program, run_id, met, reduce, *tied.ranks)]
 
-        super().__init__(Ranks([program], settings, build, list(modules.values())), loop, f"rrfp-{place.rank}")
+        reducers = () if reducer is None else (reducer,)
+        holder = GradientHolder(modules, place, ranks, tied.repeated)
+        ranks_here = Ranks([program], settings, build, holder, place.replicas, reducers, tied.ranks)
+        super().__init__(ranks_here, loop, f"rrfp-{place.rank}")
 
 
 class LocalPipeline(PipelineHandle):
     """All stages in this process; see `local`."""
 
-    def __init__(self, modules: Sequence[StagePart], *, loop: LoopChoice = "own", **options: Unpack[Options]) -> None:
+    def __init__(
+        self,
+        modules: Sequence[StagePart],
+        *,
+        loop: LoopChoice = "own",
+        ties: Ties | Sequence[Ties] | None = None,
+        **options: Unpack[Options],
+    ) -> None:
         settings = pipeline_options({"transport": "inproc", **options})
         if not modules:
             raise ConfigError("modules is empty, must hold one module a stage")
@@ -209,20 +117,29 @@ class LocalPipeline(PipelineHandle):
         by_virtual_stage = shape.all_modules(modules)
         shape.check_shared(by_virtual_stage)
         places = [Topology(stage, len(modules)) for stage in range(len(modules))]
-        programs = [settings.program(module, place, shape) for place, module in zip(places, modules, strict=True)]
+        tied = ProcessTies(ties, [shape.modules(module, stage) for stage, module in enumerate(modules)])
+        assembly = Assembly(settings, shape)
+        programs = [assembly.program(module, place, tied.shared) for place, module in zip(places, modules, strict=True)]
         run_id = f"local-{uuid.uuid4().hex}"
         met = LocalRendezvous()
 
         async def build() -> Sequence[StageRunner]:
-            return [
-                settings.runner(place, shape, module, program, run_id, met)
-                for place, module, program in zip(places, modules, programs, strict=True)
-            ]
+            stages = zip(places, modules, programs, tied.ranks, strict=True)
+            return await together(
+                assembly.runner(place, module, program, run_id, met, ties=own) for place, module, program, own in stages
+            )
 
-        super().__init__(Ranks(programs, settings, build, list(by_virtual_stage.values())), loop, "rrfp-local")
+        holder = GradientHolder(by_virtual_stage, skip=tied.repeated)
+        super().__init__(Ranks(programs, settings, build, holder, ties=tied.ranks), loop, "rrfp-local")
 
 
-def local(modules: Sequence[StagePart], *, loop: LoopChoice = "own", **options: Unpack[Options]) -> LocalPipeline:
+def local(
+    modules: Sequence[StagePart],
+    *,
+    loop: LoopChoice = "own",
+    ties: Ties | Sequence[Ties] | None = None,
+    **options: Unpack[Options],
+) -> LocalPipeline:
     """All stages of a pipeline in one process, over the ``inproc`` transport: for tests, debugging and small models.
 
     The CPU tasks of all stages share torch's one random generator, so they take one lock: nothing runs in parallel, but
@@ -231,9 +148,32 @@ def local(modules: Sequence[StagePart], *, loop: LoopChoice = "own", **options: 
     Args:
         modules: one a stage, in order; with chunks, a list of modules for each stage.
         loop: where the runtime lives.
+        ties: as in `Pipeline`, with all copies by name, or a list with one such dict for each stage. A parameter object
+            that several modules share is tied by itself.
         options: see `PipelineOptions`.
     """
-    return LocalPipeline(modules, loop=loop, **options)
+    return LocalPipeline(modules, loop=loop, ties=ties, **options)
+
+
+def _place(topology: Topology | None, mesh: DeviceMesh | None, coordinate: Sequence[str] | None) -> Topology:
+    """This rank's place, as the caller tells it."""
+    if mesh is None:
+        if coordinate is not None:
+            raise ConfigError("coordinate goes with mesh; with topology, give it to Topology.from_env or from_mesh")
+        return Topology.from_env() if topology is None else topology
+    if topology is not None:
+        raise ConfigError("topology and mesh both tell the place of this rank: must be one of them")
+    return Topology.from_mesh(mesh) if coordinate is None else Topology.from_mesh(mesh, coordinate)
+
+
+def _reducer(
+    modules: Mapping[int, nn.Module], place: Topology, ranks: Sequence[int], *, deterministic: bool
+) -> GradientReducer | None:
+    """What sums the gradients of ``modules`` over replicas, where there are several."""
+    if place.replicas == 1 or not modules:
+        return None
+    group = replica_group(place, ranks)
+    return GradientReducer(modules, group, replica=place.replica, deterministic=deterministic)
 
 
 async def _meet(place: Topology, run_id: str, timeout_s: float) -> Rendezvous:

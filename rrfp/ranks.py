@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from torch import nn
-
 from rrfp.batching import Plan, plan_step
 from rrfp.compute.base import StageProgram
+from rrfp.compute.gradient_reduction import GradientReducer
 from rrfp.compute.nondeterminism import warn_of_torch
+from rrfp.compute.tied_gradients import TiedGradients
+from rrfp.control.clipping import Clipping, GradientHolder
 from rrfp.core.tasks import Mode
 from rrfp.errors import PipelineAborted
 from rrfp.options import PipelineOptions
 from rrfp.result import StepResult
 from rrfp.stage import StageRunner
+from rrfp.statistics import RankStatistics
 from rrfp.trace.spans import merge
 
 T = TypeVar("T")
@@ -27,14 +29,16 @@ Build = Callable[[], Awaitable[Sequence[StageRunner]]]
 
 
 class Ranks:
-    """The runners of one process. All methods but `announce` and `plan` are called on the runtime's loop.
+    """The runners of one process. Methods are called on the runtime's loop, except where said otherwise.
 
     Args:
         programs: what each rank computes.
         options: how.
         build: makes the runners.
-        modules: those that the programs run.
+        holder: the gradients that the programs form.
         replicas: copies of the pipeline in the job.
+        reducers: what sums their gradients.
+        ties: the tied gradients of each rank.
     """
 
     def __init__(
@@ -42,20 +46,29 @@ class Ranks:
         programs: Sequence[StageProgram],
         options: PipelineOptions,
         build: Build,
-        modules: Sequence[nn.Module] = (),
+        holder: GradientHolder | None = None,
         replicas: int = 1,
+        reducers: Sequence[GradientReducer] = (),
+        ties: Sequence[TiedGradients] = (),
     ) -> None:
         self._programs = programs
         self._options = options
         self._build = build
-        self._modules = modules
+        self._holder = GradientHolder({}) if holder is None else holder
         self._replicas = replicas
+        self._reducers = reducers
+        self._ties = ties
         self._runners: Sequence[StageRunner] = ()
 
     def announce(self) -> None:
-        """Say what cannot be kept of what was promised. Called on the caller's thread, whose settings apply."""
+        """Say what cannot be kept of what was promised, and read what ranks compare.
+
+        Called on the caller's thread, whose settings apply.
+        """
+        for tied in self._ties:
+            tied.read()
         if self._options.deterministic:
-            warn_of_torch(self._modules)
+            warn_of_torch(list(self._holder.modules.values()))
 
     def plan(self, number: int, mode: Mode, **arguments: Any) -> Plan:
         """Check a step's arguments and hand them to the programs. Called on the caller's thread, whose modes apply.
@@ -72,18 +85,21 @@ class Ranks:
         plan = plan_step(number, mode, self._options.reduction, **arguments, is_shared=is_shared)
         for program in self._programs:
             program.open(plan.step, plan.batch)
+        if mode is Mode.TRAIN:
+            for tied in self._ties:
+                tied.open()
+            for reducer in self._reducers:
+                reducer.open(plan.reduce_gradients)
         return plan
 
     async def start(self) -> None:
         """Connect and begin to serve; when one rank cannot, free what the others have."""
-        self._runners = await self._build()
-        starting = [asyncio.create_task(runner.start()) for runner in self._runners]
+        for reducer in self._reducers:
+            reducer.start()
         try:
-            await asyncio.gather(*starting)
+            self._runners = await self._build()
+            await together(runner.start() for runner in self._runners)
         except BaseException as error:
-            for start in starting:
-                start.cancel()
-            await asyncio.gather(*starting, return_exceptions=True)
             self.fail(error)
             await self.close(quiet=True)
             raise
@@ -93,6 +109,20 @@ class Ranks:
         results = await _all(runner.step(plan, self._options.reduction) for runner in self._runners)
         outputs = {m: output for result in results for m, output in result.outputs.items()}
         return replace(results[0], trace=merge(result.trace for result in results), outputs=outputs)
+
+    def clipping(self, max_norm: float, norm_type: float) -> Clipping:
+        """Begin to clip gradients. Called on the caller's thread; errors as in `Clipping`."""
+        return Clipping(self._holder, max_norm, norm_type)
+
+    async def share(self, clipping: Clipping) -> list[bytes]:
+        """Tell all ranks the share of this process, and hear those of all. The first rank here speaks for it."""
+        first, *others = self._runners
+        given = [first.gather(clipping.told()), *(runner.gather(clipping.nothing()) for runner in others)]
+        return (await _all(given))[0]
+
+    def statistics(self) -> tuple[RankStatistics, ...]:
+        """What each rank holds and has moved; none before the start. May be called on any thread."""
+        return tuple(runner.statistics() for runner in self._runners)
 
     def fail(self, error: BaseException) -> None:
         """End the pipeline because of ``error`` in the caller's code; no news to a rank that has failed already."""
@@ -108,8 +138,24 @@ class Ranks:
         Raises:
             PipelineAborted: if the pipeline failed and no call has told the caller, unless ``quiet``.
         """
-        with suppress(PipelineAborted) if quiet else nullcontext():
-            await _all(runner.close() for runner in self._runners)
+        try:
+            with suppress(PipelineAborted) if quiet else nullcontext():
+                await _all(runner.close() for runner in self._runners)
+        finally:
+            for reducer in self._reducers:
+                reducer.close()
+
+
+async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Wait for all; when one fails, or this is cancelled, end the others first."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 async def _all(awaitables: Iterable[Awaitable[T]]) -> list[T]:

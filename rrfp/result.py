@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import msgpack
@@ -122,7 +122,7 @@ class StepResult:
             losses=tuple(losses[m] for m in sorted(losses)),
             seconds=seconds,
             breakdown=tuple(_filled_up(group[0].breakdown, seconds) for group in groups),
-            peaks=tuple(_worst([report.peaks for report in group]) for group in groups),
+            peaks=tuple(Peaks.worst(report.peaks for report in group) for group in groups),
             trace=trace,
         )
 
@@ -136,10 +136,6 @@ def _shared_loss(reports: Sequence[StageReport], place: Topology, reduction: Red
     if reduction == "sum":
         return sum(loss for loss, _ in parts)
     return sum(loss * weight for loss, weight in parts) / sum(weight for _, weight in parts)
-
-
-def _worst(peaks: Sequence[Peaks]) -> Peaks:
-    return Peaks(*(max(getattr(peak, field.name) for peak in peaks) for field in fields(Peaks)))
 
 
 def _filled_up(breakdown: Breakdown, seconds: float) -> Breakdown:

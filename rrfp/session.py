@@ -7,6 +7,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from rrfp.batching import EvaluateArguments, Plan, StepArguments
+from rrfp.control.clipping import Clipping
 from rrfp.core.tasks import Mode
 from rrfp.errors import ConfigError, RrfpError
 from rrfp.loop_thread import LoopThread
@@ -37,7 +38,7 @@ class Session:
         self.thread: LoopThread | None = None
         self.thread_name = thread_name
         self._next_step = 0
-        self._state: Literal["new", "open", "in a step", "closed"] = "new"
+        self._state: Literal["new", "open", "in a step", "clipping gradients", "closed"] = "new"
 
     def enter(self) -> None:
         """Begin.
@@ -59,15 +60,13 @@ class Session:
         targets: Sequence[Any] | None,
         arguments: StepArguments | EvaluateArguments,
     ) -> Plan:
-        """Begin a step; `end_step` ends it.
+        """Begin a step; `end` ends it.
 
         Raises:
             ConfigError: if the arguments do not fit; nothing has happened then.
             RrfpError: if it is not the time for a step.
         """
-        if self._state != "open":
-            how = {"new": "; enter it first (async with, or with .blocking())", "in a step": "; await that first"}
-            raise RrfpError(f"this pipeline is {self._state}{how.get(self._state, '')}")
+        self._check_open()
         for name in arguments:
             if name not in _ARGUMENTS[mode]:
                 allowed = ", ".join(["inputs", "targets", *sorted(_ARGUMENTS[mode])])
@@ -77,9 +76,22 @@ class Session:
         self._next_step += 1
         return plan
 
-    def end_step(self) -> None:
-        """The step has ended, one way or another."""
-        if self._state == "in a step":  # and not closed meanwhile
+    def clip(self, max_norm: float, norm_type: float) -> Clipping:
+        """Begin to clip gradients; `end` ends it.
+
+        Raises:
+            ConfigError: as in `Clipping`.
+            RrfpError: if it is not the time for it.
+            StageError: as in `Clipping`.
+        """
+        self._check_open()
+        clipping = self.ranks.clipping(max_norm, norm_type)
+        self._state = "clipping gradients"
+        return clipping
+
+    def end(self) -> None:
+        """The step, or clipping, has ended, one way or another."""
+        if self._state in ("in a step", "clipping gradients"):  # and not closed meanwhile
             self._state = "open"
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
@@ -93,6 +105,12 @@ class Session:
             self.ranks.fail(error)
         else:
             self.thread.loop.call_soon_threadsafe(self.ranks.fail, error)
+
+    def _check_open(self) -> None:
+        if self._state == "new":
+            raise RrfpError("this pipeline is new; enter it first (async with, or with .blocking())")
+        if self._state != "open":
+            raise RrfpError(f"this pipeline is {self._state}{'' if self._state == 'closed' else '; await that first'}")
 
     async def close(self, error: BaseException | None) -> None:
         """Leave, because of ``error`` or in order. On the runtime's loop.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from rrfp.compute.base import StageProgram
 from rrfp.compute.buffers import writes_buffers_in_forward
@@ -50,20 +50,21 @@ class Shape:
         return {v: module for stage, part in enumerate(parts) for v, module in self.modules(part, stage).items()}
 
     def check_shared(self, modules: Mapping[int, nn.Module]) -> None:
-        """Refuse what two virtual stages of one process share, where gradients are added in order.
+        """Refuse written buffers that two virtual stages of one process share, where such are written in order.
 
-        That order is kept within a virtual stage; between two it is a matter of timing.
+        That order is kept within a virtual stage; between two it is a matter of timing. (Parameters may be shared: each
+        virtual stage has a gradient of its own, see `rrfp.compute.shared_gradients`.)
 
         Args:
             modules: by virtual stage.
 
         Raises:
-            ConfigError: naming the parameter, or the buffer that forwards write.
+            ConfigError: naming the buffer.
         """
         owners: dict[int, int] = {}
         for v, module in sorted(modules.items()) if self.deterministic else ():
-            for name, tensor in _written(module):
-                if (other := owners.setdefault(id(tensor), v)) != v:
+            for name, buffer in module.named_buffers() if writes_buffers_in_forward(module) else ():
+                if (other := owners.setdefault(id(buffer), v)) != v:
                     raise ConfigError(
                         f"deterministic is True, but virtual stages {other} and {v} share {name!r}: must be False, or "
                         "each virtual stage must have its own"
@@ -127,10 +128,3 @@ def chunks_of(part: StagePart) -> tuple[nn.Module, ...]:
     if not chunks:
         raise ConfigError(f"module is an empty {type(part).__name__}, must be {_ALLOWED}")
     return chunks
-
-
-def _written(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What tasks of ``module`` write: parameters that get gradients, and buffers that its forward is known to write."""
-    yield from ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
-    if writes_buffers_in_forward(module):
-        yield from module.named_buffers()

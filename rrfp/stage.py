@@ -7,45 +7,47 @@ format in here. Everything runs on one loop, but for what is handed to the lane.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 from rrfp.arbiter.agreement import AgreementArbiter
 from rrfp.arbiter.leader import GroupTalk
 from rrfp.arbiter.loop import Arbiter, SettlingLoop
 from rrfp.arbiter.words import Word
 from rrfp.batching import Plan
-from rrfp.compute.base import Execution, Lane, StageProgram
-from rrfp.compute.mailbox import Mailbox, bytes_after, run_task
+from rrfp.compute.base import Lane, StageProgram
+from rrfp.compute.mailbox import Mailbox
+from rrfp.compute.tied_gradients import TiedGradients
 from rrfp.compute.weighting import Reduction
 from rrfp.control.accounts import Accounts
 from rrfp.control.courier import Courier
 from rrfp.control.exchange import TreeExchange
-from rrfp.control.failure import Failure, failure_of
-from rrfp.control.farewell import closed_message, spread_abort
-from rrfp.control.handshake import Handshake
+from rrfp.control.failure import Failure
+from rrfp.control.farewell import closed_message
+from rrfp.control.gathering import Gathering
+from rrfp.control.gradient_end import GradientEnd, Reduce
+from rrfp.control.lane_work import LaneWork
+from rrfp.control.lifeline import Lifeline
 from rrfp.control.progress import Progress
 from rrfp.control.reception import Reception
 from rrfp.control.services import Services
 from rrfp.control.watchdog import Watchdog
 from rrfp.core import events as ev
 from rrfp.core.order_log import Group
-from rrfp.core.progress import WaitCause
+from rrfp.core.progress import Peaks, WaitCause
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Mode, Task
 from rrfp.core.topology import Topology
 from rrfp.errors import ProtocolError, RrfpError
 from rrfp.log import get_logger
 from rrfp.result import StepResult
+from rrfp.statistics import RankStatistics
 from rrfp.trace.recorder import Recorder
 from rrfp.transports.base import Transport
 
 logger = get_logger(__name__)
-
-T = TypeVar("T")
 
 #: How the ranks of a group come to one order: a leader's, or by proposing until they agree (the paper's way).
 Coordination = Literal["leader", "agreement"]
@@ -68,7 +70,7 @@ class StageRunner:
             leader at least 2, so that its word travels while the task before is running.
         reduce: sums the gradients of a virtual stage over the replicas.
         stall_after: seconds of idleness inside a step after which all ranks are asked why.
-        handshake: compares what all ranks must have in common.
+        ties: the rank's copies of tied parameters, if it may have any; all ranks agree on them.
     """
 
     def __init__(
@@ -81,9 +83,9 @@ class StageRunner:
         place: Topology | None = None,
         coordination: Coordination = "leader",
         depth: int | None = None,
-        reduce: Callable[[int], Awaitable[None]] | None = None,
+        reduce: Reduce | None = None,
         stall_after: float = 10.0,
-        handshake: Handshake | None = None,
+        ties: TiedGradients | None = None,
     ) -> None:
         self.place = place = Topology(core.stage, core.graph.placement.stages) if place is None else place
         self.stage = core.stage
@@ -91,11 +93,12 @@ class StageRunner:
         self._core = core
         self._lane = lane
         self._transport = transport
-        self._handshake = handshake
         self._mailbox = Mailbox(core.graph, core.stage)
         self._recorder = Recorder(core.stage, lane.now)
         self._progress = Progress(core, place, lane.now)
+        self._life = Lifeline(place, transport, self._stop)
         self._services = Services(self.fail)
+        self._work = LaneWork(program, lane, self._mailbox, self._progress, self._recorder, self._completed, self.fail)
         self._courier = Courier(
             place, transport, self._mailbox, self._progress, self._recorder, self._services, self._tell
         )
@@ -103,18 +106,18 @@ class StageRunner:
         self._watchdog = Watchdog(
             self._progress, place.rank, place.world, self._exchange, self._courier.post, self.fail, stall_after
         )
+        self._gathering = Gathering(self._exchange, self._courier.departures, self._progress)
         self._accounts = Accounts(place, core.graph, self._exchange)
-        self._reduce_over_replicas = reduce
-        hear = self._join_group(coordination, depth)
-        self._inbox = Reception(
-            place.rank, self._courier, self._exchange, self._watchdog, self._progress, hear, self._abort
+        self._gradients = GradientEnd(
+            core.graph.placement, place, program, self._work, self._progress, self._courier.send_to, reduce, ties
         )
-        #: What the caller waits for: the start, or a step.
-        self._current: asyncio.Task[Any] | None = None
+        hear, tie = self._join_group(coordination, depth), self._gradients.hear
+        self._inbox = Reception(
+            place, self._courier, self._exchange, self._watchdog, self._progress, hear, self._life.abort, tie
+        )
         self._finished = asyncio.Event()
-        self._reduces = True
-        self._failure: Failure | None = None
-        self._spreading: asyncio.Task[None] | None = None
+        #: The most that was held in the steps before this one.
+        self._earlier = Peaks()
 
     def _join_group(self, coordination: Coordination, depth: int | None) -> Callable[[int, Word], None] | None:
         """Make the arbiter, and what this rank has to say in its group."""
@@ -142,16 +145,13 @@ class StageRunner:
         """Connect to the peers, begin to serve, and wait until every rank does, so that any failure can reach all.
 
         Raises:
-            ConfigError: if the ranks do not have in common what they must; the same on all.
             TransportError: if a peer does not come.
             PipelineAborted: if another rank failed to start.
         """
-        self._check_failure()
+        self._life.check()
         self._lane.start()
         settled = loop.settled if isinstance(loop := asyncio.get_running_loop(), SettlingLoop) else None
         try:
-            if self._handshake is not None:
-                await self._handshake.shake()
             await self._transport.start()
             await self._services.start(
                 self._courier.pump(self._inbox.take),
@@ -161,9 +161,9 @@ class StageRunner:
             )
         except BaseException:
             self._transport.abort()
-            self._lane.close()
+            self._work.close()
             raise
-        await self._unless_aborted(self._exchange.exchange("start", 0, b""), "the start")
+        await self._life.unless_aborted(self._exchange.exchange("start", 0, b""), "the start")
 
     async def step(self, plan: Plan, reduction: Reduction = "mean") -> StepResult:
         """Run one step whose batch the program was given. Cancelling it ends the pipeline.
@@ -175,8 +175,11 @@ class StageRunner:
         Raises:
             PipelineAborted: if any rank failed.
         """
-        self._check_failure()
-        return await self._unless_aborted(self._run_step(plan, reduction), "the step")
+        return await self._life.unless_aborted(self._run_step(plan, reduction), "the step")
+
+    async def gather(self, own: bytes) -> list[bytes]:
+        """Give ``own`` to all ranks between two steps, and hear what each of them gives, by rank; all equally often."""
+        return await self._life.unless_aborted(self._gathering.gather(own), "an exchange between steps")
 
     async def close(self) -> None:
         """Leave in order: tell the peers, deliver what was accepted, free everything. Takes `CLOSE_GRACE_S` at most.
@@ -184,11 +187,16 @@ class StageRunner:
         Raises:
             PipelineAborted: if the pipeline failed and no call has told the caller.
         """
-        if self._current is not None:  # or the step would wait for ever, and without a word
+        if self._life.is_awaited:  # or the step would wait for ever, and without a word
             self.fail(RrfpError("the pipeline was left while a step was running"))
         try:
             async with asyncio.timeout(CLOSE_GRACE_S):
-                await self._leave()
+                if self._life.failure is None:
+                    closed = closed_message(self._progress.steps_ended, self._progress.gatherings_ended)
+                    for peer in self._transport.context.peers:
+                        self._courier.post(peer, closed)
+                await self._services.stop()
+                await self._life.end()
         except TimeoutError:
             logger.warning(
                 "%s: the peers took more than %g s to let it go", self.place.name, CLOSE_GRACE_S, stage=self.stage
@@ -196,56 +204,22 @@ class StageRunner:
         finally:
             self._services.cancel()
             self._transport.abort()
-            self._lane.close()
-        if self._failure is not None and not self._failure.told:
-            raise self._failure.error()
+            self._work.close()
+        self._life.tell()
 
     def fail(self, error: BaseException, task: Task | None = None) -> None:
         """End the pipeline on every rank because of ``error`` on this one. Only the first failure counts."""
-        self._abort(failure_of(error, self.place, task))
+        self._life.fail(error, task)
 
-    async def _leave(self) -> None:
-        if self._failure is None:
-            for peer in self._transport.context.peers:
-                self._courier.post(peer, closed_message(self._progress.steps_ended))
-        await self._services.stop()
-        if self._spreading is None:
-            await self._transport.close()
-        else:
-            await self._spreading  # frees the transport
+    def statistics(self) -> RankStatistics:
+        """What it holds and has moved. May be called on any thread, at any time."""
+        return RankStatistics.of(self.place, self._core, self._earlier, self._transport)
 
-    async def _unless_aborted(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
-        """Wait for ``coroutine``, in a task of its own so that a failure can end it wherever it waits."""
-        self._current = waiting = asyncio.create_task(coroutine, name=f"rrfp-rank-{self.place.rank}")
-        try:
-            return await waiting
-        except asyncio.CancelledError:
-            if self._failure is None:
-                self.fail(RrfpError(f"{what} was cancelled by its caller"))
-                raise
-        except Exception as error:
-            self.fail(error)
-        finally:
-            self._current = None
-        assert self._failure is not None
-        raise self._failure.error()
-
-    def _check_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure.error()
-
-    def _abort(self, failure: Failure) -> None:
-        """Stop everything here, without waiting for the lane, and tell the peers."""
-        if self._failure is not None:
-            return
-        self._failure = failure
-        if self._current is not None:
-            self._current.cancel()
+    def _stop(self, failure: Failure) -> None:
         self._services.cancel()
-        self._lane.close()
+        self._work.close()
         with suppress(Exception):  # a hint that observes events may raise; it is never asked again
             self._core.apply(ev.Aborted(failure.origin))
-        self._spreading = asyncio.create_task(spread_abort(self._transport, failure.origin))
 
     # A step.
 
@@ -255,37 +229,29 @@ class StageRunner:
         self._finished.clear()
         self._progress.open(step)
         self._recorder.open()
+        self._earlier = Peaks.worst([self._earlier, self._core.peaks])
         if self.place.replicas > 1 and step.mode is Mode.TRAIN:
             sharing = self._accounts.share_weights(plan)
             if self._accounts.has_losses:
                 await sharing
             else:
                 self._services.spawn(sharing)
-        self._reduces = plan.reduce_gradients
+        self._gradients.open(step, plan.reduce_gradients)
         if self._agreement is not None:
             self._agreement.open(step)
         self._tell(ev.StepOpened(step.number, step.mode, step.microbatches, plan.sizes))
         await self._finished.wait()
         # Before the others can hear that this rank is done, and send what belongs to the next step.
         self._mailbox.clear()
-        trace = self._recorder.close(step.number)
+        trace = self._recorder.close(step.number, self._core.peaks)
         # On the lane's thread, because reading a loss may wait for the device.
-        losses = await self._on_lane("the losses of the step", self.program.losses)
+        losses = await self._work.chore("the losses of the step", self.program.losses)
         result = await self._accounts.settle(plan, reduction, trace, self._core.peaks, losses)
         self._progress.end()
         return replace(result, outputs=self.program.outputs())
 
-    async def _on_lane(self, name: str, call: Callable[[], T]) -> T:
-        with self._progress.chore(name):
-            return (await self._lane.enqueue(call)).result
-
     async def _reduce(self, virtual_stage: int) -> None:
-        await self._on_lane(
-            f"the gradients of virtual stage {virtual_stage}", partial(self.program.finish, virtual_stage)
-        )
-        if self._reduce_over_replicas is not None and self._reduces:
-            with self._progress.chore(f"the sum over replicas of the gradients of virtual stage {virtual_stage}"):
-                await self._reduce_over_replicas(virtual_stage)
+        await self._gradients.settle(virtual_stage)
         self._tell(ev.ChunkReduced(virtual_stage))
 
     # Events to the core, its instructions to I/O.
@@ -319,29 +285,11 @@ class StageRunner:
     # Tasks on the lane.
 
     def _dispatch(self, task: Task) -> None:
-        # First to the lane: its thread takes some time to wake up.
-        done = self._lane.enqueue(partial(run_task, self.program, self._mailbox, task))
-        done.add_done_callback(partial(self._on_done, task))
+        self._work.enqueue(task)  # first, because the lane's thread takes some time to wake up
         self._apply(ev.Enqueued(task))  # and no kick: the arbiter, which called this, goes on deciding
         self._progress.enqueued()
 
-    def _on_done(self, task: Task, done: asyncio.Future[Execution[None]]) -> None:
-        error = done.exception()  # asked for in any case, or asyncio would complain that nobody did
-        if self._failure is not None:
-            return
-        if error is not None:
-            self.fail(error, task)
-            return
-        try:
-            self._complete(task, done.result())
-        except Exception as broken:
-            self.fail(broken, task)
-
-    def _complete(self, task: Task, execution: Execution[None]) -> None:
-        self._progress.completed()
-        self._recorder.ran(task, execution.started, execution.ended)
-        held, output = bytes_after(self.program, self._mailbox, task)
-        completed = ev.Completed(task, held, execution.ended - execution.started, output)
+    def _completed(self, completed: ev.Completed) -> None:
         if self._talk is not None and self._progress.step is not None:
             self._talk.completed(completed, self._progress.step)
         self._tell(completed)

@@ -138,7 +138,8 @@ def parts(modules: Sequence[nn.Module], layout: str) -> list[list[nn.Module]]:
 
 
 def sgd(modules: Sequence[nn.Module]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.5, momentum=0.9)
+    parameters = dict.fromkeys(p for module in modules for p in module.parameters())
+    return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
 
 
 def tensors(modules: Sequence[nn.Module]) -> list[Tensor]:

@@ -150,17 +150,30 @@ def test_a_module_that_cannot_be_split_is_refused_where_gradients_are_added_in_w
 
 
 @pytest.mark.parametrize("layout", ["looped", "v"])
-def test_what_two_virtual_stages_share_is_refused_by_name(layout: Any) -> None:
+def test_statistics_that_two_virtual_stages_share_are_refused_by_name(layout: Any) -> None:
     """Microbatches are in order within each of them, and not between the two."""
     modules = model(4)
-    modules[3] = modules[1]
-    message = r"virtual stages 1 and 3 share '0.norm.weight': must be False, or each virtual stage must have its own"
+    modules[1] = modules[3] = nn.Sequential(modules[1], Normed())
+    message = r"virtual stages 1 and 3 share '1.norm.running_mean': must be False, or each virtual stage must have its"
     with pytest.raises(ConfigError, match=message):
         rrfp.local(parts(modules, layout), placement=layout, deterministic=True)
     rrfp.local(parts(modules, layout), placement=layout)
-    for parameter in modules[1].parameters():
-        parameter.requires_grad_(False)
-    rrfp.local(parts(modules, layout), placement=layout, deterministic=True)
+
+
+@pytest.mark.parametrize("hint", ["bfw", AnyReady])
+@pytest.mark.parametrize("layout", ["looped", "v"])
+def test_a_whole_module_that_two_virtual_stages_share_is_bitwise_that_of_one_process(layout: str, hint: Any) -> None:
+    def build() -> list[nn.Module]:
+        modules = model(4)
+        modules[3] = modules[1]
+        return modules
+
+    expected = build()
+    losses = train_in_one_process(expected)
+    for seed in range(2):
+        modules = build()
+        assert train_in_a_pipeline(modules, layout, seed, hint=hint) == losses
+        assert_bitwise(modules, expected)
 
 
 def test_wrong_values_are_refused() -> None:

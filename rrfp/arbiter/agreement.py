@@ -5,7 +5,8 @@ equal all run the task, otherwise nobody does, and they propose again once any o
 hint whose choice is no pure function of the ready set (measured durations, order of arrival) may never come to an
 agreement: that is found like any other deadlock, and reported with the proposals.
 
-The all-gather goes through rank 0 of the group, which collects proposals and announces what came of a round.
+The all-gather goes through rank 0 of the group, which collects proposals and announces what came of a round. So a round
+ends on rank 0 before any rank can propose in the next one, and nothing of a step is said after its last round.
 """
 
 from __future__ import annotations
@@ -57,22 +58,28 @@ class AgreementArbiter(Arbiter):
         #: What this rank proposed when the last round failed: proposing it again alone would change nothing.
         self._refused: Task | None = None
         self._prompted = False
-        #: Rank 0 of the group: proposals of rounds not yet decided, by (step, round) and member.
-        self._proposals: dict[tuple[StepId, int], dict[int, Task]] = {}
-        #: What others said of a step that this rank has not opened yet.
+        #: Rank 0 of the group: the proposals of this round, by member.
+        self._proposals: dict[int, Task] = {}
+        #: What others said of the next step, which this rank has not opened yet.
         self._early: list[tuple[int, Word]] = []
 
     @property
-    def dispute(self) -> str | None:
-        """What this rank proposes in vain, for a report; None where it waits for nobody's proposal."""
-        task = self._proposed or self._refused
-        return None if task is None else f"{task} (proposed to its group, which does not agree)"
+    def dispute(self) -> tuple[Task, str] | None:
+        """What this rank proposes and cannot run, and why, for a report; None where it proposes nothing."""
+        if self._proposed is not None:
+            return self._proposed, "proposed to its group, where some rank has nothing to propose"
+        return None if self._refused is None else (self._refused, "proposed to its group, which does not agree")
 
     def open(self, step: StepId) -> None:
-        """The core has opened ``step``."""
+        """The core has opened ``step``.
+
+        Raises:
+            ProtocolError: if what was said of it does not fit.
+        """
         self._step, self._round = step, 0
         self._proposed = self._refused = None
         self._prompted = False
+        self._proposals.clear()
         early, self._early = self._early, []
         for member, word in early:
             self.take(member, word)
@@ -83,59 +90,76 @@ class AgreementArbiter(Arbiter):
         Raises:
             ProtocolError: if it makes no sense.
         """
-        if self._step is None or word.step.number > self._step.number:
+        step = self._step
+        if word.step.number == (0 if step is None else step.number + 1):
             self._early.append((member, word))
             return
+        if word.step != step:
+            here = "before its first step" if step is None else f"in {step}"
+            raise ProtocolError(f"member {member} of the group says {word.saying} in {word.step}, this rank is {here}")
         match word:
-            case Word(Saying.PROPOSE, step, task, (number,)) if task is not None and self._group.rank == 0:
-                self._collect(step, number, member, task)
-            case Word(Saying.OUTCOME, step, task, (number,)) if step == self._step and member == 0:
-                self._conclude(number, task)
-            case Word(Saying.PROMPT, step, None, (number,)) if step == self._step and member == 0:
-                if number == self._round and self._proposed is None:
-                    self._prompted = True
-                    self.kick()
+            case Word(Saying.PROPOSE, _, Task() as task, (number,)) if self._group.rank == 0 and number == self._round:
+                self._collect(member, task)
+            case Word(Saying.OUTCOME, _, task, (number,)) if self._is_heard_from(member) and number == self._round:
+                self._conclude(task)
+            case Word(Saying.PROMPT, _, None, (number,)) if self._is_heard_from(member) and number == self._round:
+                self._prompted = self._proposed is None
+                self.kick()
             case _:
-                raise ProtocolError(f"member {member} of the group says {word}, which makes no sense here")
+                raise ProtocolError(
+                    f"member {member} of the group says {word.saying} {word.task} {word.numbers} in round "
+                    f"{self._round} of {step}, which makes no sense here"
+                )
+
+    def _is_heard_from(self, member: int) -> bool:
+        """Whether it is ``member`` that announces, and this rank that hears it."""
+        return member == 0 < self._group.rank
 
     def _dispatch_ready(self) -> None:
         if len(self._core.in_flight) < self._depth and self._proposed is None and self._step is not None:
             decision = self._core.decide()
             if decision is not None and (decision.task != self._refused or self._prompted):
-                self._propose(decision.task)
+                self._propose(self._step, decision.task)
         if not self._core.in_flight:
             self._waiting(WaitCause.ORDER if self._proposed or self._refused else self._core.wait_cause())
 
-    def _propose(self, task: Task) -> None:
-        assert self._step is not None
+    def _propose(self, step: StepId, task: Task) -> None:
         self._proposed, self._prompted = task, False
-        word = Word(Saying.PROPOSE, self._step, task, (self._round,))
         if self._group.rank == 0:
-            self._collect(self._step, self._round, 0, task)
+            self._collect(0, task)
         else:
-            self._say(0, word)
+            self._say(0, Word(Saying.PROPOSE, step, task, (self._round,)))
 
-    def _collect(self, step: StepId, number: int, member: int, task: Task) -> None:
+    def _collect(self, member: int, task: Task) -> None:
         """Rank 0: one more proposal; the first of a round that follows a failed one asks for all others."""
-        proposals = self._proposals.setdefault((step, number), {})
-        if member in proposals:
-            raise ProtocolError(f"member {member} of the group proposes twice in round {number} of {step}")
-        if not proposals and self._refused is not None:
-            self._broadcast(Word(Saying.PROMPT, step, None, (number,)))
-        proposals[member] = task
-        if len(proposals) == self._group.size:
-            del self._proposals[step, number]
-            agreed = task if len(set(proposals.values())) == 1 else None
-            self._broadcast(Word(Saying.OUTCOME, step, agreed, (number,)))
+        if member in self._proposals:
+            raise ProtocolError(f"member {member} of the group proposes twice in round {self._round} of {self._step}")
+        if not self._proposals and self._refused is not None:
+            self._announce(Saying.PROMPT, None)
+            self._prompted = self._proposed is None
+            self.kick()
+        self._proposals[member] = task
+        if len(self._proposals) == self._group.size:
+            agreed = task if len(set(self._proposals.values())) == 1 else None
+            self._proposals.clear()
+            self._announce(Saying.OUTCOME, agreed)
+            self._conclude(agreed)
 
-    def _broadcast(self, word: Word) -> None:
+    def _announce(self, saying: Saying, task: Task | None) -> None:
+        assert self._step is not None
         for member in range(1, self._group.size):
-            self._say(member, word)
-        self.take(0, word)
+            self._say(member, Word(saying, self._step, task, (self._round,)))
 
-    def _conclude(self, number: int, task: Task | None) -> None:
-        if number != self._round or self._proposed is None:
-            raise ProtocolError(f"round {number} of the group ended; this rank is in round {self._round}")
+    def _conclude(self, task: Task | None) -> None:
+        """The round has ended, with a task to run or without.
+
+        Raises:
+            ProtocolError: if this rank proposed nothing, or something else.
+        """
+        if self._proposed is None or task not in (None, self._proposed):
+            raise ProtocolError(
+                f"the group agrees on {task} in round {self._round}; this rank proposed {self._proposed}"
+            )
         self.rounds += 1
         proposed, self._proposed = self._proposed, None
         self._round += 1

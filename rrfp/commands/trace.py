@@ -38,17 +38,21 @@ def trace(
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """One step: the breakdown and the peak D (chunk tasks) of every stage."""
+    """One step: of every stage the breakdown, the peak D (chunk tasks), and the peak bytes where the trace has them."""
 
     step: int
     stages: tuple[Breakdown, ...]
     peak_held: list[int]
+    peak_bytes: list[int] | None
 
     @classmethod
     def of(cls, trace: StepTrace, num_stages: int) -> _Report:
         from rrfp.trace.breakdown import by_stage
 
-        return cls(trace.step, by_stage(trace, num_stages), [_peak_held(trace, stage) for stage in range(num_stages)])
+        peak_held = [_peak_held(trace, stage) for stage in range(num_stages)]
+        told = {one.stage: one.peaks.num_bytes for one in trace.peaks}
+        peak_bytes = [told[stage] for stage in range(num_stages)] if set(told) == set(range(num_stages)) else None
+        return cls(trace.step, by_stage(trace, num_stages), peak_held, peak_bytes)
 
 
 def _peak_held(trace: StepTrace, stage: int) -> int:
@@ -74,7 +78,12 @@ def _document(path: Path, run: TracedRun, reports: list[_Report]) -> dict[str, A
         "file": str(path),
         "run": run.name,
         "steps": [
-            {"step": one.step, "stages": [part.to_json() for part in one.stages], "peak_held": one.peak_held}
+            {
+                "step": one.step,
+                "stages": [part.to_json() for part in one.stages],
+                "peak_held": one.peak_held,
+                "peak_bytes": one.peak_bytes,
+            }
             for one in reports
         ],
     }
@@ -89,7 +98,7 @@ def _show(path: Path, run: TracedRun, reports: list[_Report]) -> None:
     console = Console(highlight=False, markup=False)
     for one in reports:
         console.print(f"{path}: {run.name}, step {one.step}", soft_wrap=True)
-        console.print(breakdown_table(one.stages, peak_held=one.peak_held))
+        console.print(breakdown_table(one.stages, peak_held=one.peak_held, peak_bytes=one.peak_bytes))
     total = mean(part for one in reports for part in one.stages)
     console.print(
         f"{run.name}: {len(reports)} step(s) of {total.step * 1e3:.1f} ms, computing {total.compute_share:.1%},"

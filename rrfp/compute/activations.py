@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from rrfp.compute.wrapped import parts
+
 T = TypeVar("T")
 
 #: Signatures remembered for a module; beyond that all are forgotten and measured again.
@@ -36,9 +38,9 @@ class Kept:
 class ActivationMeter:
     """Measures what forwards of one module keep.
 
-    Every storage counts once; the module's own parameters and buffers do not count. Tensors that a checkpoint will
-    recompute are not kept and so not counted. Where the module keeps more for some *values* than for others of the same
-    shape (routing), the number is that of the first.
+    Every storage counts once, of sharded tensors this rank's part; the module's own parameters and buffers do not
+    count. Tensors that a checkpoint will recompute are not kept and so not counted. Where the module keeps more for
+    some *values* than for others of the same shape (routing), the number is that of the first.
 
     Args:
         module: the module; its parameters are excluded as they are when a measurement is made.
@@ -63,7 +65,7 @@ class ActivationMeter:
         if known is not None:
             return call(), known
         own = (*self._module.parameters(), *self._module.buffers())
-        storages = _Storages(excluded={storage_pointer(tensor) for tensor in own})
+        storages = Storages(excluded={storage_pointer(part) for tensor in own for part in parts(tensor)})
         with saved_tensors_hooks(storages.pack, unpack_measured):
             result = call()
         for tensor in kept:
@@ -106,28 +108,39 @@ def storage_pointer(tensor: Tensor) -> int | None:
         return None
 
 
-class _Storages:
-    """Sums storages, each once."""
+class Storages:
+    """Sums storages, each once.
 
-    def __init__(self, excluded: set[int | None]) -> None:
-        self._seen = excluded
+    Args:
+        excluded: addresses of storages that do not count.
+
+    Attributes:
+        num_bytes: the sum.
+    """
+
+    def __init__(self, excluded: Iterable[int | None] = ()) -> None:
+        self._seen = set(excluded)
         self._added: set[int] = set()
         self.num_bytes = 0
 
     def add(self, tensor: Tensor) -> None:
-        pointer = storage_pointer(tensor)
-        if pointer is None:
-            self.num_bytes += tensor.numel() * tensor.element_size()
-        elif pointer not in self._seen:
-            self._seen.add(pointer)
-            self._added.add(pointer)
-            self.num_bytes += tensor.untyped_storage().nbytes()
+        """Count what ``tensor`` keeps alive."""
+        for part in parts(tensor):
+            pointer = storage_pointer(part)
+            if pointer is None:
+                self.num_bytes += part.numel() * part.element_size()
+            elif pointer not in self._seen:
+                self._seen.add(pointer)
+                self._added.add(pointer)
+                self.num_bytes += part.untyped_storage().nbytes()
 
     def sum_of_seen(self, tensors: Iterable[Tensor]) -> int:
         """Bytes of those tensors whose storage was added."""
-        return sum(t.numel() * t.element_size() for t in tensors if storage_pointer(t) in self._added)
+        seen = (part for tensor in tensors for part in parts(tensor) if storage_pointer(part) in self._added)
+        return sum(part.numel() * part.element_size() for part in seen)
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, int]:
+        """Count a tensor that autograd saves; what it is to save is undone by `unpack_measured`."""
         self.add(tensor)
         # A node that holds its own output would never be freed, so what has a history is held without it.
         return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version

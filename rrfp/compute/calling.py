@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from rrfp.compute.base import Batch
+from rrfp.core.graph import Graph
 from rrfp.core.tasks import Mode, StepId
 from rrfp.errors import ConfigError, StageError
 
@@ -99,3 +100,21 @@ def requires_grad(value: Any) -> bool:
         return value.requires_grad
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
     return any(map(requires_grad, items))
+
+
+def check_placement(modules: Mapping[int, nn.Module], graph: Graph) -> None:
+    """Refuse modules that are not those of one stage.
+
+    Args:
+        modules: by virtual stage.
+        graph: where virtual stages live.
+
+    Raises:
+        ConfigError: naming what they are and what they may be.
+    """
+    stages = [graph.placement.virtual_stages(stage) for stage in range(graph.placement.stages)]
+    if tuple(sorted(modules)) not in stages:
+        choices = " or ".join(map(str, stages))
+        raise ConfigError(
+            f"modules has the virtual stages {tuple(sorted(modules))}, must have those of one stage: {choices}"
+        )

@@ -127,7 +127,7 @@ def run_task(program: StageProgram, mailbox: Mailbox, task: Task) -> None:
 
 
 def bytes_after(program: StageProgram, mailbox: Mailbox, task: Task) -> tuple[int, int]:
-    """What ``task``, which has completed, leaves in memory.
+    """What ``task``, which has just run, leaves in memory. Called on the lane's thread.
 
     Returns:
         Bytes that its microbatch holds on its virtual stage, and those of its output that these do not count.

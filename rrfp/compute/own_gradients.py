@@ -12,6 +12,7 @@ from torch import nn
 
 from rrfp.compute.activations import storage_pointer
 from rrfp.compute.payload import Payload
+from rrfp.compute.wrapped import parts
 
 
 class OwnGradients:
@@ -35,6 +36,6 @@ class OwnGradients:
     def settle(self, foreign: frozenset[int]) -> None:
         """Copy what lies in ``foreign`` memory."""
         for parameter in self._gradless:
-            if parameter.grad is not None and storage_pointer(parameter.grad) in foreign:
+            if parameter.grad is not None and any(storage_pointer(part) in foreign for part in parts(parameter.grad)):
                 parameter.grad = parameter.grad.clone()
         self._gradless = [parameter for parameter in self._gradless if parameter.grad is None]

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rrfp.compute.wrapped import is_sharded, landed
 from rrfp.errors import StageError
 
 #: The nesting as plain data: ["t", i] is tensor i; ["v", x] the plain value x; ["(", ...] a tuple; ["[", ...] a list;
@@ -37,7 +38,8 @@ class Payload:
         """Flatten ``value``.
 
         Raises:
-            StageError: if a leaf is neither a tensor nor None, bool, int, float or str, or a dict key is not a string.
+            StageError: if a leaf is neither a tensor nor None, bool, int, float or str, or is a DTensor, or a dict key
+                is not a string.
         """
         leaves: list[Tensor | None] = []
         structure = _describe(value, leaves, "output")
@@ -57,8 +59,10 @@ def canonical(tensor: Tensor) -> Tensor:
     """The same values in row-major memory, itself where that is so already.
 
     Between virtual stages every tensor has this form, whether it travels or is handed over: products over other strides
-    round differently, so a result would depend on where a stage lives.
+    round differently, so a result would depend on where a stage lives. The result of an asynchronous collective is
+    waited for.
     """
+    tensor = landed(tensor)
     expected = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if stride != expected:
@@ -69,6 +73,11 @@ def canonical(tensor: Tensor) -> Tensor:
 
 def _describe(value: Any, leaves: list[Tensor | None], path: str) -> list[Any]:
     if isinstance(value, Tensor):
+        if is_sharded(value):
+            raise StageError(
+                f"{path} is a DTensor; between stages travel ordinary tensors: return {path}.to_local(), which reaches "
+                "the same member of the next stage's group, or its full_tensor()"
+            )
         leaves.append(value)
         return ["t", len(leaves) - 1]
     if value is None or isinstance(value, bool | int | float | str):

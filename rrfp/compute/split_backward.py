@@ -11,7 +11,8 @@ Deferred are only operators worth it: below `MIN_FLOPS` the walk and the later c
 is then formed in B and held.
 
 Hooks: tensor hooks of a parameter make it held, so they run in B, once; post-accumulate hooks run in W. Hooks on
-AccumulateGrad nodes, as DistributedDataParallel sets, do not run.
+AccumulateGrad nodes do not run. Modules that reduce their own gradients (DistributedDataParallel, ``fully_shard``) need
+those, and are not split.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from rrfp.compute.activations import storage_pointer
+from rrfp.compute.activations import Storages
 from rrfp.compute.autograd_graph import AutogradGraph, Node, is_leaf
 from rrfp.compute.received import Received
 from rrfp.compute.weight_rules import PASSED_ON, RULES, Saved, rules_work
@@ -82,6 +83,7 @@ class SplitBackward:
             raise ConfigError(f"unsplittable is {unsplittable!r}, must be one of: {', '.join(get_args(Unsplittable))}")
         self._name = f"{type(module).__name__} on virtual stage {virtual_stage}"
         self._unsplittable = unsplittable
+        self._obstacle = _reduction_of_its_own(module)
         self._told = False
 
     def run(self, roots: Sequence[Root], gradients: Sequence[Tensor], received: Received) -> PendingWeights:
@@ -93,7 +95,7 @@ class SplitBackward:
         if not roots:
             return PendingWeights()
         graph = AutogradGraph.walk(nodes_of(roots))
-        if (obstacle := graph.obstacle()) is not None:
+        if (obstacle := self._obstacle or graph.obstacle()) is not None:
             self._tell(obstacle)
             torch.autograd.backward(list(roots), list(gradients))  # type: ignore[arg-type]
             return PendingWeights()
@@ -109,6 +111,16 @@ class SplitBackward:
         if not self._told:
             logger.warning("the backward of %s is not split: %s", self._name, obstacle)
             self._told = True
+
+
+def _reduction_of_its_own(module: nn.Module) -> str | None:
+    """Why the whole backward of a module is needed by what reduces its gradients, or None."""
+    for part in module.modules():
+        if isinstance(part, nn.parallel.DistributedDataParallel):
+            return "DistributedDataParallel reduces its gradients, by hooks on a whole backward"
+        if hasattr(part, "set_requires_gradient_sync"):  # what fully_shard makes of a module
+            return "fully_shard reduces its gradients, by hooks on a whole backward"
+    return None
 
 
 def input_gradients(
@@ -275,7 +287,10 @@ def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
 
 def _num_bytes(pending: PendingWeights) -> int:
     """Bytes of all storages kept, each once, without those of parameters."""
+    storages = Storages()
     kept = [gradient for _, gradient in pending.held]
     for _, saved, outer, _ in pending.deferred:
         kept += [tensor for tensor in (*saved.tensors, outer) if not isinstance(tensor, nn.Parameter)]
-    return sum({storage_pointer(tensor): tensor.untyped_storage().nbytes() for tensor in kept}.values())
+    for tensor in kept:
+        storages.add(tensor)
+    return storages.num_bytes

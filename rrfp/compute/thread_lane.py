@@ -7,11 +7,13 @@ ending.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import queue
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -22,6 +24,12 @@ T = TypeVar("T")
 
 #: The lowest priority that Linux knows.
 LOWEST_NICE = 19
+
+#: How long the end of the process waits for calls that still run, in seconds.
+EXIT_GRACE_S = 3.0
+
+#: Threads of closed lanes.
+_closed: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class ThreadLane(Lane):
@@ -50,13 +58,15 @@ class ThreadLane(Lane):
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Start the thread. Called once, on the loop that futures will belong to."""
         if self._loop is not None:
             raise RuntimeError("the lane was started before")
         self._loop = asyncio.get_running_loop()
-        threading.Thread(target=self._serve, args=(self._loop,), name=self._name, daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, args=(self._loop,), name=self._name, daemon=True)
+        self._thread.start()
 
     def enqueue(self, call: Callable[[], T]) -> asyncio.Future[Execution[T]]:
         """See :meth:`Lane.enqueue`.
@@ -79,6 +89,8 @@ class ThreadLane(Lane):
         """Serve nothing more, without waiting. May be called twice, and from any thread."""
         self._closed = True
         self._calls.put(None)
+        if self._thread is not None:
+            _closed.add(self._thread)
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
         _lower_priority(self._nice)
@@ -114,6 +126,17 @@ def _settle(future: asyncio.Future[Execution[T]], execution: Execution[T] | None
     else:
         assert execution is not None
         future.set_result(execution)
+
+
+@atexit.register
+def _let_calls_end() -> None:
+    """Let calls return that a failure has left behind, such as a collective whose other ranks are about to end.
+
+    One that returned into an interpreter which is being taken down would end the process by SIGABRT.
+    """
+    deadline = time.monotonic() + EXIT_GRACE_S
+    for thread in list(_closed):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _lower_priority(nice: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from rrfp.compute.base import Execution, Lane, as_exception
@@ -89,8 +90,13 @@ class TimerLane(Lane):
         except BaseException as error:
             failure = as_exception(error)
         ended, self._until = self._until, None
-        self._loop.call_at(ended, self._complete, future, result, failure, started)
+        self._end_at(ended, partial(self._complete, future, result, failure, started))
         del call, future, result, failure  # a failure's traceback holds this frame, so the frame must not hold it
+
+    def _end_at(self, ended: float, complete: Callable[[], None]) -> None:
+        """The call that was made ends at ``ended``: let it be complete then."""
+        assert self._loop is not None
+        self._loop.call_at(ended, complete)
 
     def _complete(self, future: asyncio.Future[Any], result: Any, failure: Exception | None, started: float) -> None:
         assert self._loop is not None

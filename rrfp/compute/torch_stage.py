@@ -15,20 +15,21 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from rrfp.compute.activations import ActivationMeter, describe
+from rrfp.compute.activations import ActivationMeter, describe, tensors_in
 from rrfp.compute.base import Batch, StageProgram
 from rrfp.compute.buffers import BufferWatch
-from rrfp.compute.calling import Arguments, check_batch, check_loss, requires_grad
+from rrfp.compute.calling import Arguments, check_batch, check_loss, check_placement, requires_grad
 from rrfp.compute.modes import CallerModes
 from rrfp.compute.own_gradients import OwnGradients
 from rrfp.compute.payload import Payload, canonical
 from rrfp.compute.received import ReadOnly, Received
 from rrfp.compute.rng import RandomForks, devices_of
+from rrfp.compute.shared_gradients import SharedGradients
 from rrfp.compute.split_backward import PendingWeights, Root, SplitBackward, Unsplittable
+from rrfp.compute.wrapped import landed, whole
 from rrfp.core.graph import Graph
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.tasks import Kind, Mode, StepId, Task
-from rrfp.errors import ConfigError
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -74,6 +75,7 @@ class TorchStage(StageProgram):
             runs its backward in B and nothing in W, ``"refuse"`` raises a StageError that names it.
         in_order: (kind, virtual stage) pairs that run in microbatch order. Where any order is kept, a forward that
             writes a buffer out of order, and a whole backward in an unordered B, raise a StageError.
+        shared: keeps gradients of parameters apart that several virtual stages of the process share.
 
     Raises:
         ConfigError: if ``modules`` is not what one stage holds.
@@ -88,9 +90,11 @@ class TorchStage(StageProgram):
         seed: int | None = 0,
         unsplittable: Unsplittable = "whole",
         in_order: Collection[ForcedOrder] = (),
+        shared: SharedGradients | None = None,
     ) -> None:
-        _check_placement(modules, graph)
+        check_placement(modules, graph)
         self._modules = dict(modules)
+        self._shared = SharedGradients({}) if shared is None else shared
         self._graph = graph
         self._loss_fn = loss_fn
         self._seed = seed
@@ -118,7 +122,8 @@ class TorchStage(StageProgram):
         self._step, self._batch = step, batch
         self._clear()
         for v, module in self._modules.items():
-            self._own[v] = OwnGradients(module)
+            with self._shared.lent(v):
+                self._own[v] = OwnGradients(module)
 
     def forward(self, task: Task, inputs: tuple[Payload, ...]) -> Payload:
         """See :meth:`StageProgram.forward`.
@@ -143,12 +148,14 @@ class TorchStage(StageProgram):
         module = self._modules[v]
         kept.received.check(module, v, "after its forward")
         watch = ReadOnly(grads, [f"of the output gradients from virtual stage {w}" for w in self._graph.successors[v]])
-        with self._forks.fork(self._step.number, task):
-            pending = self._modes.backward(self._differentiate, kept, task, grads)
+        with self._shared.lent(v):
+            with self._forks.fork(self._step.number, task):
+                pending = self._modes.backward(self._differentiate, kept, task, grads)
+            foreign = self._own[v].foreign(grads)
+            if pending is None:
+                self._own[v].settle(foreign)
         watch.check(module, v, "in its backward")
-        foreign = self._own[v].foreign(grads)
         if pending is None:
-            self._own[v].settle(foreign)
             self._held.pop((m, v), None)
         else:
             self._pending[m, v] = (pending, foreign)
@@ -159,8 +166,9 @@ class TorchStage(StageProgram):
         """See :meth:`StageProgram.weight`."""
         _, m, v = task
         pending, foreign = self._pending.pop((m, v))
-        self._modes.backward(pending.add_to_gradients)
-        self._own[v].settle(foreign)
+        with self._shared.lent(v):
+            self._modes.backward(pending.add_to_gradients)
+            self._own[v].settle(foreign)
         self._held.pop((m, v), None)
 
     def held_bytes(self, microbatch: int, virtual_stage: int) -> int:
@@ -198,7 +206,7 @@ class TorchStage(StageProgram):
         module, training = self._modules[v], self._modes.mode is Mode.TRAIN
         received = Received(inputs, self._graph.predecessors[v], training=training)
         arguments = self._arguments(m, v, received)
-        buffers = BufferWatch(module, v) if training and v in self._unordered else None
+        buffers = BufferWatch(module, v) if v in self._unordered else None
 
         def call() -> tuple[Any, Tensor | None]:
             output = module(*arguments.args, **arguments.kwargs)
@@ -226,8 +234,10 @@ class TorchStage(StageProgram):
         if not self._graph.successors[v]:
             if loss is None:
                 self._outputs[m] = output
+                for tensor in tensors_in(output):
+                    landed(tensor)
             else:
-                self._losses[m] = loss.detach()
+                self._losses[m] = landed(loss.detach())
             if training:
                 self._kept[m, v] = _Kept(received, (), loss)
             return Payload()
@@ -261,6 +271,8 @@ class TorchStage(StageProgram):
         if self._graph.successors[v] or self._loss_fn is None or self._batch.targets is None:
             return None
         loss = self._loss_fn(output, self._batch.targets[m])
+        if isinstance(loss, Tensor):
+            loss = whole(loss)
         learns = requires_grad(output) or any(parameter.requires_grad for parameter in self._modules[v].parameters())
         return check_loss(loss, m, differentiable=self._modes.mode is Mode.TRAIN and learns)
 
@@ -277,15 +289,6 @@ class TorchStage(StageProgram):
         target = None if self._batch.targets is None or self._graph.successors[v] else self._batch.targets[m]
         module = self._modules[v]
         return describe((arguments.args, arguments.kwargs, target)), module.training, self._modes.autocast
-
-
-def _check_placement(modules: Mapping[int, nn.Module], graph: Graph) -> None:
-    stages = [graph.placement.virtual_stages(stage) for stage in range(graph.placement.stages)]
-    if tuple(sorted(modules)) not in stages:
-        choices = " or ".join(map(str, stages))
-        raise ConfigError(
-            f"modules has the virtual stages {tuple(sorted(modules))}, must have those of one stage: {choices}"
-        )
 
 
 def _detached(tensor: Tensor | None) -> Tensor | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from rrfp.arbiter.words import Saying, Word
 from rrfp.compute.mailbox import Mailbox
@@ -57,7 +58,10 @@ class Courier:
     ) -> None:
         #: Peers that left in order; that they are gone is no error then.
         self.departures = Departures()
-        self._place = place
+        #: Where tensors go, by stage, and where they come from; and the ranks of the group.
+        self._ranks = [place.rank_of(stage) for stage in range(place.stages)]
+        self._stages = {rank: stage for stage, rank in enumerate(self._ranks)}
+        self._group = place.group
         self._transport = transport
         self._mailbox = mailbox
         self._progress = progress
@@ -89,7 +93,7 @@ class Courier:
         """Tell a peer that its output was used up."""
         self._progress.sent += 1
         self.post(
-            self._place.rank_of(credit.peer),
+            self._ranks[credit.peer],
             Message(Channel.CONTROL, MessageKind.CONSUMED, self._progress.step, credit.task),
         )
 
@@ -101,8 +105,13 @@ class Courier:
         message = Message(_CHANNELS[task.kind], MessageKind.OUTPUT, self._progress.step, task, tensors, body)
         self._progress.sent += 1
         self._recorder.sent(send.peer, task, message.num_bytes)
-        await self._hand_over(self._place.rank_of(send.peer), message)
+        await self._hand_over(self._ranks[send.peer], message)
         self._tell(ev.SendReleased(task, send.peer))
+
+    async def send_to(self, stage: int, message: Message) -> None:
+        """Send a message of the step to the rank of ``stage``; returns when its memory is no longer read."""
+        self._progress.sent += 1
+        await self._hand_over(self._ranks[stage], message)
 
     def file(self, message: Message) -> None:
         """An OUTPUT or CONSUMED arrived.
@@ -114,8 +123,8 @@ class Courier:
         if task is None or step is None:
             raise ProtocolError(f"rank {sender} sent a {message.kind} message without a task or a step")
         self._progress.received += 1
-        stage = self._place.place_of(sender).stage
-        if self._place.rank_of(stage) != sender:
+        stage = self._stages.get(sender)
+        if stage is None:
             raise ProtocolError(f"rank {sender} sent {task}: a rank of another replica, or another member of its group")
         if message.kind is MessageKind.CONSUMED:
             self._tell(ev.Consumed(step, stage, task))
@@ -130,7 +139,7 @@ class Courier:
         self._progress.sent += 1
         body = {"numbers": word.numbers}
         message = Message(Channel.CONTROL, _KINDS[word.saying], word.step, word.task, body=body)
-        self.post(self._place.group[member], message)
+        self.post(self._group[member], message)
 
     def heard(self, message: Message) -> tuple[int, Word]:
         """Which member of the group sent a message, and what it says.
@@ -138,13 +147,16 @@ class Courier:
         Raises:
             ProtocolError: if it makes no sense.
         """
-        numbers, group = message.body.get("numbers"), self._place.group
+        numbers: Any = message.body.get("numbers")
         self._progress.received += 1
-        if message.sender not in group or message.step is None or not isinstance(numbers, list | tuple):
-            raise ProtocolError(f"rank {message.sender} sent a {message.kind} message that cannot be read")
-        told = tuple(number for number in numbers if isinstance(number, int))
-        word = Word(_SAYINGS[message.kind], message.step, message.task, told)
-        return group.index(message.sender), word
+        if message.sender not in self._group:
+            raise ProtocolError(f"rank {message.sender} sent {message.kind.value!r}, but is not of this rank's group")
+        can_be_read = isinstance(numbers, list | tuple) and all(type(number) is int for number in numbers)
+        if message.step is None or not can_be_read:
+            raise ProtocolError(f"rank {message.sender} sent {message.kind.value!r} with what cannot be read")
+        return self._group.index(message.sender), Word(
+            _SAYINGS[message.kind], message.step, message.task, tuple(numbers)
+        )
 
     async def _post(self, peer: int, message: Message) -> None:
         try:

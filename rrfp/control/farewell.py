@@ -18,10 +18,11 @@ ABORT_GRACE_S = 1.0
 
 
 class Departures:
-    """Which peers left in order, and after how many steps."""
+    """Which peers left in order, and after how many steps and gatherings."""
 
     def __init__(self) -> None:
         self._steps: dict[int, int] = {}
+        self._gatherings: dict[int, int] = {}
 
     def __contains__(self, peer: int) -> bool:
         return peer in self._steps
@@ -30,12 +31,13 @@ class Departures:
         """A CLOSED message arrived.
 
         Raises:
-            ProtocolError: if it does not say after how many steps.
+            ProtocolError: if it does not say after how much.
         """
-        steps = message.body.get("steps")
-        if not isinstance(steps, int):
-            raise ProtocolError(f"rank {message.sender} closed without saying after how many steps")
+        steps, gatherings = message.body.get("steps"), message.body.get("gatherings")
+        if not isinstance(steps, int) or not isinstance(gatherings, int):
+            raise ProtocolError(f"rank {message.sender} closed without saying after how many steps and gatherings")
         self._steps[message.sender] = steps
+        self._gatherings[message.sender] = gatherings
 
     def check(self, step: int) -> None:
         """This rank begins, or is in, ``step``.
@@ -49,10 +51,20 @@ class Departures:
                     peer, f"its program left after {steps} step(s), but step {step} was begun elsewhere"
                 )
 
+    def check_gathering(self, number: int) -> None:
+        """This rank begins, or is in, gathering ``number``.
 
-def closed_message(steps: int) -> Message:
-    """This rank's caller left in order after ``steps`` steps."""
-    return Message(Channel.CONTROL, MessageKind.CLOSED, body={"steps": steps})
+        Raises:
+            PeerLostError: if a peer left before it.
+        """
+        for peer, gatherings in self._gatherings.items():
+            if gatherings <= number:
+                raise PeerLostError(peer, "its program left, but gradients are being clipped elsewhere")
+
+
+def closed_message(steps: int, gatherings: int = 0) -> Message:
+    """This rank's caller left in order after ``steps`` steps and ``gatherings`` of values between them."""
+    return Message(Channel.CONTROL, MessageKind.CLOSED, body={"steps": steps, "gatherings": gatherings})
 
 
 def origin_of(body: Mapping[str, Any]) -> Origin:

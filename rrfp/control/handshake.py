@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgpack
 
+from rrfp.compute.ties import CopyTerms, Tie
+from rrfp.control import tie_terms
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError, ProtocolError, RrfpError, TransportError
 from rrfp.transports.base import TransportContext
@@ -38,21 +40,30 @@ class Handshake:
         place: where this rank is, as it sees it.
         context: where the ranks meet.
         group_terms: what only the ranks of one group must have in common.
+        copies: this rank's copies of tied parameters.
     """
 
     def __init__(
-        self, terms: Terms, place: Topology, context: TransportContext, group_terms: Terms | None = None
+        self,
+        terms: Terms,
+        place: Topology,
+        context: TransportContext,
+        group_terms: Terms | None = None,
+        copies: Sequence[CopyTerms] = (),
     ) -> None:
+        #: The ties of the job, once all ranks agree.
+        self.ties: tuple[Tie, ...] = ()
         self._terms = terms
         self._group_terms = {} if group_terms is None else group_terms
         self._place = place
         self._context = context
+        self._copies = copies
 
     async def shake(self) -> None:
         """Wait for all ranks, and compare. The outcome is the same on every rank.
 
         Raises:
-            ConfigError: if two ranks differ; names the fields, the ranks and their values.
+            ConfigError: if two ranks differ; names the fields, the ranks and their values. Or if ties do not fit.
             TransportError: if a rank does not come within ``connect_timeout_s``; names it.
             ProtocolError: if what a rank published cannot be read.
         """
@@ -61,10 +72,12 @@ class Handshake:
             verdict = await self._judge()
             await self._publish("verdict", verdict)
         else:
-            await self._publish(str(context.rank), {"all": self._terms, "group": self._group_terms})
+            copies = [copy.encode() for copy in self._copies]
+            await self._publish(str(context.rank), {"all": self._terms, "group": self._group_terms, "copies": copies})
             verdict = await self._lookup("verdict", 0, context.connect_timeout_s + VERDICT_GRACE_S)
         if (error := _ERRORS.get(verdict.get("error", ""))) is not None:
             raise error(verdict.get("text"))
+        self.ties = tie_terms.decode(verdict.get("ties", ()))
 
     async def _judge(self) -> Mapping[str, Any]:
         """Rank 0: what to raise, if anything; as soon as a rank differs or time is up."""
@@ -72,6 +85,7 @@ class Handshake:
         deadline = loop.time() + self._context.connect_timeout_s
         try:
             leaders: dict[int, Terms] = {0: self._group_terms}
+            copies: dict[int, Sequence[CopyTerms]] = {0: self._copies}
             for rank in range(1, self._place.world):
                 left_s = math.ceil(10 * max(deadline - loop.time(), 0.0)) / 10  # people read it
                 theirs = await self._lookup(str(rank), rank, left_s)
@@ -80,9 +94,10 @@ class Handshake:
                 leader = self._leader_of(rank)
                 own = leaders.setdefault(leader, theirs.get("group", {}))
                 self._compare(leader, own, rank, theirs.get("group", {}), "the ranks of a group")
+                copies[rank] = [CopyTerms.decode(copy) for copy in theirs.get("copies", ())]
+            return {"ties": tie_terms.encode(tie_terms.agree(copies, self._place))}
         except RrfpError as error:
             return {"error": type(error).__name__, "text": str(error)}
-        return {}
 
     def _leader_of(self, rank: int) -> int:
         place = self._place.place_of(rank)

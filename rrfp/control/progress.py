@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rrfp.control.status import RankStatus
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import StepId
+from rrfp.core.tasks import StepId, Task
 from rrfp.core.topology import Topology
 
 #: Absent credits that a status names.
@@ -27,12 +27,17 @@ class Progress:
         #: The step that this rank is in, None between steps.
         self.step: StepId | None = None
         self.steps_ended = 0
+        #: Whether this rank is gathering something from all ranks between two steps, and how often it has.
+        self.is_gathering = False
+        self.gatherings_ended = 0
         #: Messages of a step, tensors and credits, since the start.
         self.sent = 0
         self.received = 0
         self._completed = 0
-        #: Why a task that is ready does not start: its group disagrees. None where nothing of the kind is the case.
-        self.dispute: Callable[[], str | None] = lambda: None
+        #: A task that is ready and does not start, and why: its group disagrees. None where nothing of the kind is so.
+        self.dispute: Callable[[], tuple[Task, str] | None] = lambda: None
+        #: What the rank waits for beside inputs of tasks and credits.
+        self.also_awaits: Callable[[], Iterable[str]] = tuple
         self._core = core
         self._place = place
         self._now = now
@@ -106,18 +111,31 @@ class Progress:
         return self.dispute() is None and self._core.decide() is not None
 
     def _awaits(self) -> Iterator[str]:
-        place = self._core.graph.placement
-        if (dispute := self.dispute()) is not None:
-            yield dispute
+        dispute = self.dispute()
+        if dispute is not None:
+            yield f"{dispute[0]} ({dispute[1]})"
         for task, missing in self._core.awaited():
-            if missing:
-                owed = [f"{one} owed by stage {place.stage_of(one.virtual_stage)}" for one in missing]
-                yield f"{task} ({', '.join(owed)})"
-            elif self._core.awaits_group(task):
-                yield f"{task} ({'the order of' if self._place.member else 'reports to'} the leader of its group)"
-            elif task in self._core.ready:
-                yield f"{task} (ready, but hint {type(self._core.hint).__name__} does not choose it)"
-            else:
-                yield f"{task} (kept out by the memory limit)"
+            if dispute is None or task != dispute[0]:
+                yield f"{task} ({self._lack(task, missing)})"
         for output, peers in self._core.unconsumed()[:_MOST_CREDITS]:
-            yield f"the credit for {output} (owed by stage {' and '.join(map(str, peers))})"
+            yield f"the credit for {output} (owed by {' and '.join(map(self._owner, peers))})"
+        yield from self.also_awaits()
+
+    def _lack(self, task: Task, missing: Sequence[Task]) -> str:
+        """Why ``task`` does not run."""
+        core, place = self._core, self._place
+        if missing:
+            stage_of = core.graph.placement.stage_of
+            return ", ".join(f"{one} owed by {self._owner(stage_of(one.virtual_stage))}" for one in missing)
+        if core.group.follows and not core.is_ordered(task):
+            return f"not ordered by {place.name_of(place.leader)}, which leads the group"
+        if late := core.unreported(task):
+            return f"not reported by {' and '.join(place.name_of(place.group[member]) for member in late)}"
+        if task not in core.ready:
+            return "kept out by the memory limit"
+        if core.group.follows:
+            return "ordered, after others"
+        return f"ready, but hint {type(core.hint).__name__} does not choose it"
+
+    def _owner(self, stage: int) -> str:
+        return self._place.name_of(self._place.rank_of(stage))

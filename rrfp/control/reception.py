@@ -11,6 +11,7 @@ from rrfp.control.failure import Failure
 from rrfp.control.farewell import origin_of
 from rrfp.control.progress import Progress
 from rrfp.control.watchdog import Watchdog
+from rrfp.core.topology import Topology
 from rrfp.errors import ProtocolError
 from rrfp.transports.base import Message, MessageKind
 
@@ -21,43 +22,56 @@ class Reception:
     """Sorts the messages of one rank.
 
     Args:
-        rank: this rank.
+        place: where this rank is.
         courier: files tensors and credits, and knows which peers left.
         exchange: takes what ranks give to each other.
         watchdog: takes the polls of idle ranks.
         progress: the step that runs, if one does.
         hear: told what a member of this rank's group says; None where it is alone.
         abort: told a failure elsewhere.
+        tie: takes gradients of tied parameters.
     """
 
     def __init__(
         self,
-        rank: int,
+        place: Topology,
         courier: Courier,
         exchange: TreeExchange,
         watchdog: Watchdog,
         progress: Progress,
         hear: Callable[[int, Word], None] | None,
         abort: Callable[[Failure], None],
+        tie: Callable[[Message], None],
     ) -> None:
-        self._rank = rank
+        self._place = place
         self._courier = courier
         self._exchange = exchange
         self._watchdog = watchdog
         self._progress = progress
         self._hear = hear
         self._abort = abort
+        self._tie = tie
 
     def take(self, message: Message) -> None:
         """A message arrived.
 
         Raises:
-            ProtocolError: if it makes no sense.
-            PeerLostError: if it says that a peer left before the step that runs here.
+            ProtocolError: if it makes no sense; where a stage has several ranks, the text names the sender.
+            PeerLostError: if it says that a peer left before the step, or the gathering, that runs here.
         """
+        try:
+            self._sort(message)
+        except ProtocolError as error:
+            if self._place.world == self._place.stages:
+                raise
+            raise ProtocolError(f"{error} (told by {self._place.name_of(message.sender)})") from error
+
+    def _sort(self, message: Message) -> None:
         match message.kind:
             case MessageKind.OUTPUT | MessageKind.CONSUMED:
                 self._courier.file(message)
+            case MessageKind.TIE:
+                self._tie(message)
             case MessageKind.REPORT | MessageKind.RESULT:
                 self._exchange.take(message)
             case MessageKind.PROBE:
@@ -70,5 +84,9 @@ class Reception:
                 self._courier.departures.note(message)
                 if self._progress.step is not None:
                     self._courier.departures.check(self._progress.step.number)
+                if self._progress.is_gathering:
+                    self._courier.departures.check_gathering(self._progress.gatherings_ended)
             case kind:
-                raise ProtocolError(f"rank {message.sender} sent a {kind} message that rank {self._rank} cannot use")
+                raise ProtocolError(
+                    f"rank {message.sender} sent a {kind} message that rank {self._place.rank} cannot use"
+                )

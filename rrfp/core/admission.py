@@ -18,9 +18,13 @@ Rules, model-checked by `rrfp.sim.explore` (docs/memory-rules.md has the bounds,
   has not been forwarded on its chunk. Without it later microbatches fill the memory while the one that everybody waits
   for stays outside. One slot is enough for C = 1, and not for more.
 - **Bytes**: a forward of chunk c starts only while the bytes held fit together with those that one forward of each
-  chunk from c on is expected to hold (and, under the reserve rule, a whole lowest microbatch). The expectation is the
-  largest amount seen for that chunk in this run. Sizes differ, so it can be wrong, and one forward is always admitted
-  when no chunk from c on holds anything (under the reserve rule: the lowest one, when they hold later ones only).
+  chunk from c on is expected to hold (and, under the reserve rule, a whole lowest microbatch), and with what backwards
+  are expected to add. `rrfp.core.byte_limit` says how much is expected; that can be wrong, so one forward is always
+  admitted when no chunk from c on holds anything (under the reserve rule: the lowest one, when they hold later ones
+  only).
+- **Groups**: the leader decides for all, so its byte rule counts the rank that holds the most. A follower starts a
+  forward that was ordered once a slot is free on itself, so that D keeps its bound on every rank. The slots that the
+  leader saw free become so there too: by tasks that are in the log before it, and by successors that run those.
 
 Why nothing starves, where every virtual stage reads, directly or not, the one before it. *No order forced*: suppose
 nothing runs, and of the forwards that wait for memory take one on the deepest virtual stage; its chunk is c. What was
@@ -41,7 +45,10 @@ import operator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from rrfp.core.tasks import Task
+from rrfp.core.byte_limit import ByteLimit, Owner
+from rrfp.core.events import HeldReported
+from rrfp.core.seen_sizes import SeenSizes
+from rrfp.core.tasks import Kind, Task
 from rrfp.errors import ConfigError
 
 LIMIT_PRESETS = ("1f1b", "n", "2n")
@@ -119,22 +126,17 @@ class Admission:
         limit: the stage's limit.
         num_chunks: C.
         reserve: apply the reserve rule.
-        expected_bytes: largest bytes seen to be held by one microbatch, by chunk; shared between steps and updated
-            here.
+        seen: sizes of microbatches so far, for a limit on bytes; updated here.
+        followers: ranks of the group that tell what they hold, beside this one.
     """
 
     __slots__ = (
         "_below",
         "_below_later",
+        "_bytes",
         "_bytes_by_owner",
         "_chunks",
-        "_elsewhere",
-        "_expected",
-        "_holders",
-        "_in_flight",
-        "_max_bytes",
         "_outputs",
-        "_own",
         "held",
         "held_bytes",
         "is_serving",
@@ -146,37 +148,30 @@ class Admission:
         "slots",
     )
 
-    def __init__(self, limit: Limit, num_chunks: int, *, reserve: bool, expected_bytes: list[int]) -> None:
+    def __init__(self, limit: Limit, num_chunks: int, *, reserve: bool, seen: SeenSizes, followers: int = 0) -> None:
         #: K * C, or None: unlimited.
         self.slots = None if limit.microbatches is None else limit.microbatches * num_chunks
-        self._max_bytes = limit.bytes
         self._chunks = num_chunks
         #: Whether the reserve rule applies, and whether the paper's rule does.
         self.reserve = reserve
         self.serves_in_order = limit.rule == "paper" and num_chunks > 1
         #: Paper's rule: the stage is full, and runs the tasks of its lowest unfinished microbatch only, in order.
         self.is_serving = False
-        self._expected = expected_bytes
-        self._bytes_by_owner: dict[tuple[int, int], int] = {}
-        # On the leader of a group with a limit on bytes: what this rank holds, and the most that another one does.
-        self._own: dict[tuple[int, int], int] = {}
-        self._elsewhere: dict[tuple[int, int], dict[int, int]] = {}
-        # With a limit on bytes: microbatches that hold a slot, by chunk.
-        self._holders: list[set[int]] = [set() for _ in range(num_chunks)]
         #: By chunk: a forward starts while D is below this; the same for those that the reserve rule holds back.
         self._below = [self._bound(chunk, is_lowest=True) for chunk in range(num_chunks)]
         self._below_later = [self._bound(chunk, is_lowest=False) for chunk in range(num_chunks)]
         #: While D is below this `allows` is true of every forward.
         self.roomy_below = math.inf if self.slots is None else min(*self._below, *self._below_later)
+        self._bytes: ByteLimit | None = None
         if limit.bytes is not None:
             self.roomy_below = 0
-        # Likewise: forwards enqueued and not complete, by chunk: what they will hold is only expected yet.
-        self._in_flight = [0] * num_chunks
-        # Bytes of outputs that are still read or sent here.
+            self._bytes = ByteLimit(limit.bytes, seen, reserve=reserve, ranks=1 + followers)
+        # Bytes of microbatches in work, and of outputs that are still read or sent here.
+        self._bytes_by_owner: dict[Owner, int] = {}
         self._outputs: dict[Task, int] = {}
         #: D: chunk tasks that hold a slot.
         self.held = 0
-        #: Bytes held after the last completed task of each microbatch and chunk, and by outputs.
+        #: Bytes held on this rank after the last completed task of each microbatch and chunk, and by outputs.
         self.held_bytes = 0
         self.peak_held = 0
         self.peak_bytes = 0
@@ -206,21 +201,9 @@ class Admission:
         is_lowest = microbatch == lowest_unforwarded or not self.reserve
         if self.slots is not None and self.held >= (self._below if is_lowest else self._below_later)[chunk]:
             return False
-        if self._max_bytes is None or self._fits(chunk, is_lowest, self._max_bytes):
+        if self._bytes is None or self._bytes.fits(chunk, is_lowest=is_lowest):
             return True
-        return is_lowest and self._must_go_on(chunk, microbatch)
-
-    def _fits(self, chunk: int, is_lowest: bool, max_bytes: int) -> bool:
-        if self._in_flight[chunk] and not self._expected[chunk]:
-            return False  # the first of its chunk is still running: its size is about to be known
-        expected = sum(count * size for count, size in zip(self._in_flight, self._expected, strict=True))
-        needed = sum(self._expected[chunk:]) + (0 if is_lowest else sum(self._expected))
-        return self.held_bytes + expected + needed <= max_bytes
-
-    def _must_go_on(self, chunk: int, microbatch: int) -> bool:
-        """Whether no memory held here will be freed before this forward has run."""
-        holders = set[int]().union(*self._holders[chunk:])
-        return not holders or (self.reserve and microbatch < min(holders))
+        return is_lowest and self._bytes.must_go_on(chunk, microbatch)
 
     def take(self, chunk: int, microbatch: int) -> None:
         """The forward of ``microbatch`` on ``chunk`` was enqueued."""
@@ -229,60 +212,60 @@ class Admission:
             self.peak_held = self.held
         if self.serves_in_order:
             self.is_serving = self.slots is not None and self.held >= self.slots
-        if self._max_bytes is not None:
-            self._holders[chunk].add(microbatch)
-            self._in_flight[chunk] += 1
+        if self._bytes is not None:
+            self._bytes.take((chunk, microbatch))
 
-    def forwarded(self, chunk: int) -> None:
-        """A forward of ``chunk`` completed: what it holds is reported next, through ``hold``."""
-        if self._max_bytes is not None:
-            self._in_flight[chunk] -= 1
+    def complete(self, kind: Kind, chunk: int, microbatch: int, held: int, output: int) -> None:
+        """A task completed and left ``held`` bytes, and ``output`` for a while: what later ones are expected to leave.
+
+        `hold` (or `free`) and `keep_output` count them.
+        """
+        if self._bytes is not None:
+            self._bytes.complete(0, kind, (chunk, microbatch), held, output)
 
     def hold(self, chunk: int, microbatch: int, num_bytes: int) -> None:
         """``microbatch`` now holds ``num_bytes`` on ``chunk``."""
         owner = (chunk, microbatch)
-        if self._max_bytes is not None:
-            self._own[owner] = num_bytes
-            num_bytes = max(num_bytes, *self._elsewhere.get(owner, {}).values(), 0)
-        self._count(owner, num_bytes)
-
-    def _count(self, owner: tuple[int, int], num_bytes: int) -> None:
-        chunk = owner[0]
+        if self._bytes is not None:
+            self._bytes.hold(0, owner, num_bytes)
         before = self._bytes_by_owner.get(owner, 0)
-        if num_bytes == before:
-            return
-        self.held_bytes += num_bytes - before
-        self._bytes_by_owner[owner] = num_bytes
-        if num_bytes > self._expected[chunk]:
-            self._expected[chunk] = num_bytes
-        if self.held_bytes > self.peak_bytes:
-            self.peak_bytes = self.held_bytes
-
-    def hold_elsewhere(self, rank: int, chunk: int, microbatch: int, num_bytes: int) -> None:
-        """``microbatch`` now holds ``num_bytes`` on ``chunk`` on another rank of the group: the worst rank counts."""
-        owner = (chunk, microbatch)
-        self._elsewhere.setdefault(owner, {})[rank] = num_bytes
-        if owner in self._own:  # or it is not held here yet, or not any longer
-            self.hold(chunk, microbatch, self._own[owner])
+        if num_bytes != before:
+            self._bytes_by_owner[owner] = num_bytes
+            self._add(num_bytes - before)
 
     def keep_output(self, task: Task, num_bytes: int) -> None:
         """The output of ``task`` takes ``num_bytes`` until `drop_output`."""
         self._outputs[task] = num_bytes
-        self.held_bytes += num_bytes
-        if self.held_bytes > self.peak_bytes:
-            self.peak_bytes = self.held_bytes
+        self._add(num_bytes)
+        if self._bytes is not None:
+            self._bytes.keep_output(0, task, num_bytes, is_own=True)
 
     def drop_output(self, task: Task) -> None:
         """Nobody reads or sends the output of ``task`` any longer."""
         if self._outputs:
             self.held_bytes -= self._outputs.pop(task, 0)
+            if self._bytes is not None:
+                self._bytes.drop_output(task)
 
     def free(self, chunk: int, microbatch: int) -> None:
         """``microbatch`` is done on ``chunk``."""
         self.held -= 1
-        if self._max_bytes is not None:
-            self._holders[chunk].discard(microbatch)
         if self.serves_in_order:
             self.is_serving = self.slots is not None and self.held >= self.slots
-        self._own.pop((chunk, microbatch), None)
         self.held_bytes -= self._bytes_by_owner.pop((chunk, microbatch), 0)
+        if self._bytes is not None:
+            self._bytes.free((chunk, microbatch))
+
+    def complete_elsewhere(self, rank: int, chunk: int, event: HeldReported) -> None:
+        """A task completed on follower ``rank``: what stays there counts as well, where bytes are limited."""
+        if self._bytes is None:
+            return
+        task, owner = event.task, (chunk, event.task.microbatch)
+        self._bytes.complete(rank, task.kind, owner, event.held, event.output)
+        self._bytes.hold(rank, owner, event.held)
+        self._bytes.keep_output(rank, task, event.output, is_own=False)
+
+    def _add(self, num_bytes: int) -> None:
+        self.held_bytes += num_bytes
+        if self.held_bytes > self.peak_bytes:
+            self.peak_bytes = self.held_bytes

@@ -10,9 +10,9 @@ group is the connected component over all coordinated dimensions; in a mesh that
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rrfp.errors import ConfigError
 
@@ -47,7 +47,8 @@ class Mesh:
         coordinate: the coordinated dimensions; those that the mesh does not have count for nothing.
 
     Raises:
-        ConfigError: for a size below 1, a name twice, no ``pp``, or a dimension that needs coordination and lacks it.
+        ConfigError: for a size below 1, a name twice, no ``pp``, or a dimension that needs coordination and lacks it;
+            the message says what would be right.
     """
 
     dims: tuple[tuple[str, int], ...]
@@ -56,14 +57,13 @@ class Mesh:
     def __post_init__(self) -> None:
         names = [name for name, _ in self.dims]
         if len(set(names)) < len(names) or PIPELINE not in names:
-            raise ConfigError(f"mesh has the dims {', '.join(names)}, must have each once, and {PIPELINE!r}")
-        for name, size in self.dims:
-            if type(size) is not int or size < 1:
-                raise ConfigError(f"mesh dim {name!r} is {size!r}, must be a whole number from 1 on")
-            if size > 1 and name not in self.coordinate:
-                self._check_uncoordinated(name, size)
+            raise ConfigError(f"mesh has the dims {', '.join(names) or 'none'}, must have each once, and {PIPELINE!r}")
         if PIPELINE in self.coordinate:
             raise ConfigError(f"coordinate is {self.coordinate!r}, must not have {PIPELINE!r}")
+        check_sizes(self.dims)
+        for name, size in self.dims:
+            if size > 1 and name not in self.coordinate:
+                self._check_uncoordinated(name, size)
 
     def _check_uncoordinated(self, name: str, size: int) -> None:
         wanted = (*self.coordinate, name)
@@ -105,7 +105,7 @@ class Mesh:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The coordinates of ``rank``."""
-        found = {}
+        found: dict[str, int] = {}
         for name, size in reversed(self.dims):
             rank, found[name] = divmod(rank, size)
         return found
@@ -138,8 +138,19 @@ class Mesh:
     def _size(self, name: str) -> int:
         return dict(self.dims)[name]
 
-    def _index(self, at: dict[str, int], names: Collection[str] | Sequence[str]) -> int:
+    def _index(self, at: Mapping[str, int], names: Iterable[str]) -> int:
         index = 0
         for name in names:
             index = index * self._size(name) + at[name]
         return index
+
+
+def check_sizes(dims: Iterable[tuple[str, Any]]) -> None:
+    """Refuse a dimension whose size is no size.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    for name, size in dims:
+        if type(size) is not int or size < 1:
+            raise ConfigError(f"mesh dim {name!r} is {size!r}, must be a whole number from 1 on")

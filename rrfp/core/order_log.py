@@ -1,10 +1,11 @@
-"""The numbered log of one tensor-parallel group: the leader appends, every rank runs exactly what it says.
+"""The numbered log of one group: the leader appends, every rank runs exactly what it says.
 
 Collectives inside tasks then happen in one order on all ranks of the group, whatever each of them saw first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rrfp.core.tasks import Task
@@ -48,12 +49,12 @@ class OrderLog:
         self._entries: list[Task] = []
         self._known: set[Task] = set()
         self._next = 0
-        self._reported: set[tuple[int, Task]] = set()
 
     def append(self, task: Task) -> int:
-        """Leader: the next entry is ``task``; returns its sequence number."""
+        """Leader: the next entry is ``task``, which it enqueues; returns its sequence number."""
         self._entries.append(task)
-        return len(self._entries) - 1
+        self._next = len(self._entries)
+        return self._next - 1
 
     def receive(self, sequence: int, task: Task) -> None:
         """Follower: entry ``sequence`` is ``task``.
@@ -74,6 +75,10 @@ class OrderLog:
         """Follower: the next entry to run, or None."""
         return self._entries[self._next] if self._next < len(self._entries) else None
 
+    def pending(self) -> Sequence[Task]:
+        """Follower: the entries that were not enqueued, in order."""
+        return self._entries[self._next :]
+
     def advance(self, task: Task) -> None:
         """Follower: ``task`` was enqueued.
 
@@ -83,13 +88,3 @@ class OrderLog:
         if task != self.head():
             raise ProtocolError(f"{task} was enqueued, but the leader's log says {self.head()}")
         self._next += 1
-
-    def note_report(self, rank: int, task: Task) -> None:
-        """Leader: follower ``rank`` reported ``task``.
-
-        Raises:
-            ProtocolError: if it did so before.
-        """
-        if (rank, task) in self._reported:
-            raise ProtocolError(f"rank {rank} of the group reported {task} as ready twice")
-        self._reported.add((rank, task))

@@ -29,9 +29,10 @@ class Outputs:
         self._num_sending = 0
         #: Forward only: stages (one entry a use) that are not done with a forward of this stage.
         self._consumers: dict[Task, list[int]] = {}
-        #: Received outputs that have a reader here that was not enqueued; the most of them.
-        self._num_unread = 0
-        self.peak_received = 0
+        #: Received outputs that have a reader here that was not enqueued, and their bytes; the most of both.
+        self.received = self.received_bytes = 0
+        self.peak_received = self.peak_received_bytes = 0
+        self._bytes_of: dict[tuple[Uses, int], int] = {}
         #: By peer: its forward outputs that this stage has started to use.
         self.consumed_of: dict[int, int] = {}
 
@@ -45,13 +46,17 @@ class Outputs:
         owed = ((task, tuple(peer for peer in uses if peer != self._stage)) for task, uses in self._consumers.items())
         return [(task, peers) for task, peers in owed if peers]
 
-    def receive(self, source: Row, microbatch: int) -> None:
+    def receive(self, source: Row, microbatch: int, num_bytes: int = 0) -> None:
         """An output of another stage is here."""
         uses = source.uses
         uses.left[microbatch] = uses.unread[microbatch] = source.num_readers
-        self._num_unread += 1
-        if self._num_unread > self.peak_received:
-            self.peak_received = self._num_unread
+        self.received += 1
+        if self.received > self.peak_received:
+            self.peak_received = self.received
+        if num_bytes:
+            self._bytes_of[uses, microbatch] = num_bytes
+            self.received_bytes += num_bytes
+            self.peak_received_bytes = max(self.peak_received_bytes, self.received_bytes)
 
     def start_reading(self, row: Row, microbatch: int) -> None:
         """A task was enqueued: what it reads is used from now on."""
@@ -60,7 +65,9 @@ class Outputs:
             if left:
                 source.unread[microbatch] = left - 1
             if left == 1:
-                self._num_unread -= 1
+                self.received -= 1
+                if self._bytes_of:
+                    self.received_bytes -= self._bytes_of.pop((source, microbatch), 0)
                 if source.kind is F:
                     self.consumed_of[source.stage] = self.consumed_of.get(source.stage, 0) + 1
 

@@ -1,8 +1,9 @@
-"""What a stage tells about its own step: why it waits, and the most that it held."""
+"""What a stage tells about its own step: why it waits, what it holds, and the most that it held."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 
@@ -16,15 +17,28 @@ class WaitCause(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Peaks:
-    """The most that a stage held in one step.
+class Holding:
+    """What a stage holds.
 
     Attributes:
-        held: largest D, chunk tasks.
-        num_bytes: largest sum of bytes held by microbatches in work.
-        received: most outputs of other stages that had arrived and whose task had not started.
+        held: D, chunk tasks.
+        num_bytes: bytes of microbatches in work and of outputs on their way out.
+        received: outputs of other stages that have arrived and whose task has not started.
+        received_bytes: their bytes, which no limit counts.
     """
 
     held: int = 0
     num_bytes: int = 0
     received: int = 0
+    received_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks(Holding):
+    """The most of each that a stage held in one step; not necessarily at one time."""
+
+    @classmethod
+    def worst(cls, told: Iterable[Peaks]) -> Peaks:
+        """The most of each, over several ranks or steps; zeros for none."""
+        by_field = zip(*([getattr(peaks, field.name) for field in fields(cls)] for peaks in told), strict=True)
+        return cls(*map(max, by_field))

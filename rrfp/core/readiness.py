@@ -4,7 +4,8 @@ Only counts are kept. For each task, inputs still missing; for each input, which
 inputs of the dependency graph there are two further kinds, treated the same way:
 
 - *forced order*: the same kind of the microbatch before on the same virtual stage (backwards in microbatch order);
-- *reports*: on a tensor-parallel leader, one from each follower for a task that needs something from another stage.
+- *reports*: on the leader of a group, one from each follower for a task that needs something from another stage. They
+  are counted apart, so that a task which lacks nothing else can be told from one that lacks inputs.
 """
 
 from __future__ import annotations
@@ -45,13 +46,17 @@ class Readiness:
         self._graph = graph
         self._rows = rows
         self._ready = ready
+        #: Tasks that lack nothing but reports.
+        self.num_unreported = 0
         for row in rows:
             row.is_ordered = (row.kind, row.virtual_stage) in in_order
-            inputs = len(graph.inputs(row.task(0))) + (followers if row.num_remote else 0)
+            inputs = len(graph.inputs(row.task(0)))
             most = inputs + row.is_ordered
             row.missing = counters(microbatches, most, most=most)
             row.missing[0] = inputs
             row.missing_remote = counters(microbatches, row.num_remote, most=row.num_remote)
+            if followers and row.num_remote:
+                row.unreported = counters(microbatches, followers, most=followers)
             for microbatch, count in enumerate(row.missing):
                 if count == 0:
                     ready.add(row, microbatch)
@@ -79,14 +84,18 @@ class Readiness:
 
     def report(self, task: Task) -> None:
         """A follower has everything that ``task`` needs from other stages."""
-        self._supply((self._rows.own[task.kind][task.virtual_stage],), task.microbatch)
+        row, m = self._rows.own[task.kind][task.virtual_stage], task.microbatch
+        row.unreported[m] -= 1
+        if not row.unreported[m] and not row.missing[m]:
+            self.num_unreported -= 1
+            self._ready.add(row, m)
 
     def expects_reports(self, task: Task) -> bool:
         """Whether followers report on ``task``."""
         return self._rows.knows(task) and self._rows.own[task.kind][task.virtual_stage].num_remote > 0
 
-    def has_all(self, task: Task) -> bool:
-        """Whether nothing is missing for ``task``."""
+    def has_inputs(self, task: Task) -> bool:
+        """Whether no input of ``task`` is missing; reports may be."""
         return self._rows.own[task.kind][task.virtual_stage].missing[task.microbatch] == 0
 
     def is_present(self, task: Task) -> bool:
@@ -107,5 +116,9 @@ class Readiness:
         for row in rows:
             left = row.missing[microbatch] - 1
             row.missing[microbatch] = left
-            if left == 0:
+            if left:
+                continue
+            if row.unreported and row.unreported[microbatch]:
+                self.num_unreported += 1
+            else:
                 self._ready.add(row, microbatch)

@@ -70,6 +70,7 @@ class Row:
         "readers",
         "sending",
         "sources",
+        "unreported",
         "uses",
         "virtual_stage",
     )
@@ -96,9 +97,11 @@ class Row:
         self.frees_memory = False
         #: Whether its tasks are enqueued in microbatch order.
         self.is_ordered = False
-        #: Readiness, by microbatch: inputs missing; those of them from other stages.
+        #: Readiness, by microbatch: inputs missing; those of them from other stages; on the leader of a group,
+        #: followers that have not reported theirs (empty where nobody has to).
         self.missing: Counters = bytearray()
         self.missing_remote: Counters = bytearray()
+        self.unreported: Counters = bytearray()
         #: Ready set: its tasks whose inputs are all there, each behind its rank, the best rank first.
         self.queue: list[tuple[int, Task]] = []
 

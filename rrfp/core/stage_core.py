@@ -24,9 +24,10 @@ from rrfp.core.durations import MeanDurations
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint
 from rrfp.core.order_log import Group
-from rrfp.core.progress import Peaks, WaitCause
+from rrfp.core.progress import Holding, Peaks, WaitCause
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.ready_set import ReadySet
+from rrfp.core.seen_sizes import SeenSizes
 from rrfp.core.step import HANDLERS, Instructions, Step
 from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.core.view import StageView
@@ -45,7 +46,7 @@ class StageCore:
     Args:
         graph: the dependency graph of the whole pipeline.
         stage: this stage.
-        hint: ranks ready tasks; one instance a stage. Not asked on a follower.
+        hint: ranks ready tasks; one instance a stage. A follower's is neither asked nor told anything.
         limit: how much this stage may hold.
         group: this rank's tensor-parallel group.
         in_order: (kind, virtual stage) pairs that run in microbatch order, those of all stages.
@@ -68,12 +69,13 @@ class StageCore:
         self.hint = hint
         self.limit = limit if limit is not None else Limit()
         self.group = group if group is not None else Group()
-        self._follows = self.group.follows
         self._in_order = frozenset(in_order)
         self._make_admission = admission
-        self._expected_bytes = [0] * graph.placement.chunks
+        #: For a limit on bytes: by mode, since forward only a microbatch holds much less.
+        self._seen_sizes = {mode: SeenSizes(graph.placement.chunks) for mode in Mode}
         self._durations = MeanDurations()
-        self._observe = hint.observe if type(hint).observe is not Hint.observe else None
+        is_told = type(hint).observe is not Hint.observe and not self.group.follows
+        self._observe = hint.observe if is_told else None
         self._early: list[_Early] = []
         self._next_step = 0
         self._step: Step | None = None
@@ -100,9 +102,9 @@ class StageCore:
         step = self._step
         if step is None or self._is_aborted:
             return None
-        if self._follows:
-            head = step.log.head()
-            return ev.Run(head) if head is not None and step.readiness.has_all(head) else None
+        if self.group.follows:
+            entry = step.group.next()
+            return None if entry is None else ev.Run(entry)
         ready = step.ready
         if not ready:
             return None
@@ -129,6 +131,11 @@ class StageCore:
         return self._step.ready
 
     @property
+    def holding(self) -> Holding:
+        """What is held now; nothing between two steps."""
+        return Holding() if self._step is None else self._step.holding
+
+    @property
     def peaks(self) -> Peaks:
         """The peaks of the current, or last, step."""
         return Peaks() if self._step is None else self._step.peaks
@@ -143,12 +150,16 @@ class StageCore:
         return WaitCause.DRAINED if self._step is None else self._step.wait_cause()
 
     def awaited(self, most: int = 8) -> list[tuple[Task, tuple[Task, ...]]]:
-        """Tasks that were not enqueued, each with its absent inputs; at most ``most``, lowest microbatch first."""
+        """Tasks that were not enqueued, each with its absent inputs; see `rrfp.core.step.Step.awaited`."""
         return [] if self._step is None else self._step.awaited(most)
 
-    def awaits_group(self, task: Task) -> bool:
-        """Whether ``task`` lacks nothing but what another rank of the group has to say: a report, or the order."""
-        return self._step is not None and self._step.awaits_group(task)
+    def unreported(self, task: Task) -> tuple[int, ...]:
+        """Leader of a group: its followers that have not reported what ``task`` needs from other stages."""
+        return () if self._step is None else self._step.group.unreported(task)
+
+    def is_ordered(self, task: Task) -> bool:
+        """Follower: whether ``task`` is in the log and was not enqueued."""
+        return self._step is not None and task in self._step.group.pending()
 
     def unconsumed(self) -> list[tuple[Task, tuple[int, ...]]]:
         """Forward only: sent outputs, each with the peers whose `Consumed` is missing, lowest microbatch first."""
@@ -179,10 +190,14 @@ class StageCore:
         return instructions
 
     def _on_held_reported(self, event: ev.HeldReported) -> Instructions:
-        # Nothing waits for it: the leader may have finished the step meanwhile.
-        if self._step is not None and not self._step.finished and event.step == self._step.id:
-            return HANDLERS[ev.HeldReported](self._step, event)
-        return ()
+        step = self._step
+        if step is not None and not step.finished and event.step == step.id:
+            return HANDLERS[ev.HeldReported](step, event)
+        # No task waits for the last reports of a step, so the leader may have finished it meanwhile.
+        ended = self._next_step - (step is not None and not step.finished)
+        if event.step.number < ended:
+            return ()
+        raise self._misplaced(event)
 
     def _on_opened(self, event: ev.StepOpened) -> Instructions:
         self._open(event)
@@ -207,10 +222,12 @@ class StageCore:
         if event.sizes is not None and len(event.sizes) != event.microbatches:
             raise ConfigError(f"sizes has {len(event.sizes)} entries, must have {event.microbatches}, one a microbatch")
         step_id = StepId(event.step, event.mode, event.microbatches)
-        # Serving bounds D only where what is served frees memory; forward only, that is up to the successors.
-        limit = self.limit if event.mode is Mode.TRAIN else replace(self.limit, rule="staircase")
         admission = self._make_admission(
-            limit, len(self._expected_bytes), reserve=bool(self._in_order), expected_bytes=self._expected_bytes
+            self._limit_in(event.mode),
+            self.graph.placement.chunks,
+            reserve=bool(self._in_order),
+            seen=self._seen_sizes[event.mode].open_step(),
+            followers=self.group.num_followers,
         )
         step = Step(
             step_id,
@@ -223,10 +240,18 @@ class StageCore:
             sizes=event.sizes,
         )
         view = StageView(self.graph, self.stage, step, self._durations)
-        self.hint.open_step(view)
-        self._rank_microbatches(step, view)
+        if not self.group.follows:
+            self.hint.open_step(view)
+            self._rank_microbatches(step, view)
         # Only now: in a step that its hint refused nothing is decided.
         self._step, self._view, self._next_step = step, view, self._next_step + 1
+
+    def _limit_in(self, mode: Mode) -> Limit:
+        """What bounds a step of ``mode`` on this rank."""
+        # Serving bounds D only where what is served frees memory; forward only, that is up to the successors.
+        limit = replace(self.limit, rule="staircase") if mode is Mode.FORWARD else self.limit
+        # A follower's bytes count on its leader.
+        return replace(limit, bytes=None) if self.group.follows else limit
 
     def _rank_microbatches(self, step: Step, view: StageView) -> None:
         order = self.hint.microbatch_order(view)
@@ -238,7 +263,7 @@ class StageCore:
         except (TypeError, ValueError) as error:
             raise HintError(f"hint {type(self.hint).__name__} orders microbatches wrongly: {error}") from None
 
-    def _misplaced(self, event: _FromPeer) -> ProtocolError:
+    def _misplaced(self, event: _FromPeer | ev.HeldReported) -> ProtocolError:
         """What is wrong with a peer's event that does not belong to the running step."""
         step, sent = self._step, event.step
         if step is not None and sent.number == step.id.number and not step.finished:
@@ -251,12 +276,12 @@ class StageCore:
         what = f"{event.task} from {self._sender(event)}"
         return ProtocolError(f"{what}, a message of {sent}, reached stage {self.stage} {here}")
 
-    def _sender(self, event: _FromPeer) -> str:
+    def _sender(self, event: _FromPeer | ev.HeldReported) -> str:
         if isinstance(event, ev.Arrived):
             return f"stage {self.graph.placement.stage_of(event.task.virtual_stage)}"
         if isinstance(event, ev.Consumed):
             return f"stage {event.peer}"
-        return f"rank {event.rank} of the group" if isinstance(event, ev.ReadyReported) else "the group's leader"
+        return "the group's leader" if isinstance(event, ev.Ordered) else f"rank {event.rank} of the group"
 
 
 _TAKE_IN: dict[type, Callable[[StageCore, Any], Instructions]] = {

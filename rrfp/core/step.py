@@ -5,16 +5,18 @@ An event that contradicts the state raises `ProtocolError`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
+from itertools import chain, islice
 from typing import Any
 
 from rrfp.core import events as ev
 from rrfp.core.admission import Admission
 from rrfp.core.durations import MeanDurations
 from rrfp.core.graph import Graph
-from rrfp.core.order_log import Group, OrderLog
+from rrfp.core.group_step import GroupStep
+from rrfp.core.order_log import Group
 from rrfp.core.outputs import Outputs
-from rrfp.core.progress import Peaks, WaitCause
+from rrfp.core.progress import Holding, Peaks, WaitCause
 from rrfp.core.readiness import ForcedOrder, Readiness
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.rows import Row, Rows, Uses
@@ -65,7 +67,15 @@ class Step:
             graph, self.rows, self.ready, count, in_order=in_order, followers=group.num_followers
         )
         self.outputs = Outputs(self.rows, stage, mode)
-        self.log = OrderLog()
+        self.group = GroupStep(
+            group,
+            step_id,
+            stage,
+            rows=self.rows,
+            readiness=self.readiness,
+            ready=self.ready,
+            admission=admission,
+        )
         #: Tasks not complete, by virtual stage.
         self.unfinished = {v: len(graph.kinds(v, mode)) * count for v in virtual_stages}
         #: Tasks of this stage in the step, and how many were enqueued.
@@ -86,45 +96,45 @@ class Step:
         self._graph = graph
         self._stage = stage
         self._is_training = mode is Mode.TRAIN
-        self._group = group
         self._follows = group.follows
+        self._leads = group.num_followers > 0
         self._durations = durations
 
     @property
     def peaks(self) -> Peaks:
         """The peaks so far."""
-        return Peaks(self.admission.peak_held, self.admission.peak_bytes, self.outputs.peak_received)
+        outputs = self.outputs
+        return Peaks(
+            self.admission.peak_held, self.admission.peak_bytes, outputs.peak_received, outputs.peak_received_bytes
+        )
+
+    @property
+    def holding(self) -> Holding:
+        """What is held now."""
+        outputs = self.outputs
+        return Holding(self.admission.held, self.admission.held_bytes, outputs.received, outputs.received_bytes)
 
     def wait_cause(self) -> WaitCause:
         """Why there is nothing to decide."""
         if self.num_enqueued == self.num_tasks:
             return WaitCause.DRAINED
-        if self._group.size > 1 and self._lacks_only_order():
-            return WaitCause.ORDER
+        if (cause := self.group.wait_cause()) is not None:
+            return cause
         return WaitCause.MEMORY if self.ready.holds_any and not self.ready else WaitCause.INPUT
 
     def awaited(self, most: int = 8) -> list[tuple[Task, tuple[Task, ...]]]:
-        """Tasks that were not enqueued, each with its absent inputs; at most ``most``, lowest microbatch first."""
+        """Tasks that were not enqueued, each with its absent inputs: at most ``most``, lowest microbatch first.
+
+        On a follower those come first that were ordered, in that order.
+        """
         if self.num_enqueued == self.num_tasks:
             return []
-        waiting = sorted(self._unstarted(), key=lambda task: (task.microbatch, task.kind is not Kind.F))
-        return [(task, self.readiness.absent_inputs(task)) for task in waiting[:most]]
-
-    def _unstarted(self) -> Iterator[Task]:
-        """Tasks that were not enqueued (on a follower: that the log does not have)."""
         tasks = self._graph.tasks(self._stage, self.id.microbatches, self.id.mode)
-        return (task for task in tasks if not self.readiness.is_present(task))
-
-    def _lacks_only_order(self) -> bool:
-        """Leader: a follower's report is all that some task lacks. Follower: the leader's word is."""
-        if self.log.head() is not None:
-            return False
-        return any(map(self.awaits_group, self._unstarted()))
-
-    def awaits_group(self, task: Task) -> bool:
-        """Whether ``task`` lacks nothing but a follower's report, or on a follower the leader's word."""
-        alone = self._group.size == 1 or self.readiness.absent_inputs(task)
-        return not alone and self.readiness.has_all(task) is self._follows
+        unstarted = (task for task in tasks if not self.readiness.is_present(task))
+        waiting = sorted(unstarted, key=lambda task: (task.microbatch, task.kind is not Kind.F))
+        return [
+            (task, self.readiness.absent_inputs(task)) for task in islice(chain(self.group.pending(), waiting), most)
+        ]
 
     def _on_arrived(self, event: ev.Arrived) -> Instructions:
         kind, m, virtual_stage = event.task
@@ -137,7 +147,7 @@ class Step:
             peer = source.uses.stage
             before = self.consumed_by.get(peer, 0)
             self.consumed_by[peer] = event.consumed if event.consumed > before else before
-        self.outputs.receive(source, m)
+        self.outputs.receive(source, m, event.num_bytes)
         self.readiness.arrive(source, m)
         return tuple(map(ev.ReportReady, self.readiness.supplied_by(source, m))) if self._follows else ()
 
@@ -159,8 +169,7 @@ class Step:
 
     def _on_enqueued(self, event: ev.Enqueued) -> Instructions:
         task = event.task
-        if self._follows:
-            self.log.advance(task)
+        instructions = self.group.enqueue(task)
         kind, m, virtual_stage = task
         row = self.rows.own[kind].get(virtual_stage)
         if row is None or not self.ready.remove(row, task):
@@ -172,10 +181,9 @@ class Step:
         if kind is F:
             self.admission.take(row.chunk, m)
         self.outputs.start_reading(row, m)
-        if self._follows:
-            return ()  # what depends on it was released when it was ordered
-        self.readiness.enqueue(row, m)
-        return (ev.Order(self.log.append(task), task),) if self._group.size > 1 else ()
+        if not self._follows:  # or what depends on it was released when it was ordered
+            self.readiness.enqueue(row, m)
+        return instructions
 
     def _on_completed(self, event: ev.Completed) -> Instructions:
         task = event.task
@@ -189,8 +197,8 @@ class Step:
         outputs.produce(row, task)
         consumed_of = outputs.consumed_of
         instructions: list[ev.Instruction] = [ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in row.peers]
-        self._settle_memory(row, task, event.held)
-        if event.output and (row.peers or row.num_readers):
+        self._settle_memory(row, task, event.held, event.output)
+        if (event.output or self._leads) and (row.peers or row.num_readers):
             self.admission.keep_output(task, event.output)
         for source in row.sources:
             was_last = outputs.end_use(source, m)
@@ -212,9 +220,8 @@ class Step:
             return (ev.Credit(source.stage, producer),)
         return ()
 
-    def _settle_memory(self, row: Row, task: Task, held: int) -> None:
-        if row.kind is F:
-            self.admission.forwarded(row.chunk)
+    def _settle_memory(self, row: Row, task: Task, held: int, output: int) -> None:
+        self.admission.complete(row.kind, row.chunk, task.microbatch, held, output)
         if self._is_training and row.frees_memory:
             self.admission.free(row.chunk, task.microbatch)
             return
@@ -240,31 +247,15 @@ class Step:
             self.admission.free(self.rows.own[F][producer.virtual_stage].chunk, producer.microbatch)
 
     def _on_ready_reported(self, event: ev.ReadyReported) -> Instructions:
-        task = event.task
-        is_follower = 0 < event.rank <= self._group.num_followers
-        if not is_follower or not self.readiness.expects_reports(task):
-            raise ProtocolError(f"rank {event.rank} reports {task} as ready, which stage {self._stage} does not await")
-        self.log.note_report(event.rank, task)
-        self.readiness.report(task)
+        self.group.report(event)
         return ()
 
     def _on_ordered(self, event: ev.Ordered) -> Instructions:
-        task = event.task
-        if not self._follows:
-            raise ProtocolError(f"{task} was ordered on stage {self._stage}, where rank {self._group.rank} leads")
-        if not self.rows.knows(task):
-            raise ProtocolError(f"{task} was ordered, which does not run on stage {self._stage} in {self.id}")
-        self.log.receive(event.sequence, task)
-        self.readiness.enqueue(self.rows.own[task.kind][task.virtual_stage], task.microbatch)
+        self.group.order(event)
         return ()
 
     def _on_held_reported(self, event: ev.HeldReported) -> Instructions:
-        row = self.rows.own[event.task.kind].get(event.task.virtual_stage)
-        if row is None or not 0 < event.rank <= self._group.num_followers:
-            raise ProtocolError(
-                f"rank {event.rank} reports bytes of {event.task}, which stage {self._stage} awaits not"
-            )
-        self.admission.hold_elsewhere(event.rank, row.chunk, event.task.microbatch, event.held + event.output)
+        self.group.hold(event)
         return ()
 
     def _on_chunk_reduced(self, event: ev.ChunkReduced) -> Instructions:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-from rrfp.core.mesh import PIPELINE, Mesh, Place
+from rrfp.core.mesh import PIPELINE, Mesh, Place, check_sizes
 from rrfp.errors import ConfigError
 
 Layout = Literal["looped", "v"]
@@ -195,7 +195,7 @@ class Topology:
         )
         if dims is None:
             return cls(rank, world, *told)
-        mesh = _mesh_of(dims, tuple(coordinate), world)
+        mesh = _mesh_of(dims, _names(coordinate), world)
         if not 0 <= rank < world:
             raise ConfigError(f"environment variable RANK is {rank}, must be 0..{world - 1}")
         stage, replica, member = mesh.place(rank)
@@ -204,6 +204,8 @@ class Topology:
     @classmethod
     def from_mesh(cls, device_mesh: Any, coordinate: Sequence[str] = ("tp",)) -> Topology:
         """The place of this process in a ``torch.distributed.DeviceMesh`` with named dims, one of them ``pp``.
+
+        Of a mesh's part (``mesh["pp", "tp"]``) each is a pipeline of its own, with its own run id.
 
         Args:
             device_mesh: such as ``init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))``.
@@ -219,19 +221,12 @@ class Topology:
             raise ConfigError("mesh has no mesh_dim_names, must name its dims: pp, dp, tp, ...")
         if at is None:
             raise ConfigError("this process is in no place of the mesh")
-        mesh = Mesh(tuple(zip(names, map(int, device_mesh.shape), strict=True)), tuple(coordinate))
+        mesh = Mesh(tuple(zip(names, map(int, device_mesh.shape), strict=True)), _names(coordinate))
         rank = 0
         for (_, size), index in zip(mesh.dims, at, strict=True):
             rank = rank * size + index
         stage, replica, member = mesh.place(rank)
-        environ = os.environ
-        local = _number(environ, "LOCAL_WORLD_SIZE", str(mesh.size))
-        # Of a job's ranks some may be in another mesh: then one host has more ranks than this mesh.
-        told = _Launch(
-            environ.get("TORCHELASTIC_RUN_ID", "local"),
-            _number(environ, "TORCHELASTIC_RESTART_COUNT", "0"),
-            mesh.size if local >= _number(environ, "WORLD_SIZE", str(mesh.size)) else local,
-        )
+        told = _launch_of_part(os.environ, mesh.size, int(device_mesh.mesh.min()))
         return cls(stage, mesh.stages, *told, replica, member, mesh)
 
 
@@ -243,6 +238,30 @@ class _Launch(NamedTuple):
     local_world_size: int
 
 
+def _launch_of_part(environ: Mapping[str, str], size: int, first: int) -> _Launch:
+    """What a launcher tells about those of a job's ranks that make one mesh.
+
+    Args:
+        environ: the environment.
+        size: how many they are.
+        first: the lowest of their numbers in the job. Meshes without a common rank have different ones.
+    """
+    world = _number(environ, "WORLD_SIZE", str(size))
+    local = _number(environ, "LOCAL_WORLD_SIZE", str(world))
+    run_id = environ.get("TORCHELASTIC_RUN_ID", "local")
+    return _Launch(
+        f"{run_id}/from-{first}" if first else run_id,
+        _number(environ, "TORCHELASTIC_RESTART_COUNT", "0"),
+        # Where the job has several hosts, nothing tells that all of these ranks are on one.
+        size if local >= world else min(local, size - 1) or size,
+    )
+
+
+def _names(coordinate: Sequence[str]) -> tuple[str, ...]:
+    """The dims to coordinate; one name alone is meant as such, and not as its letters."""
+    return (coordinate,) if isinstance(coordinate, str) else tuple(coordinate)
+
+
 def _mesh_of(dims: Mapping[str, int], coordinate: tuple[str, ...], world: int) -> Mesh:
     """The layout of ``world`` ranks.
 
@@ -250,9 +269,10 @@ def _mesh_of(dims: Mapping[str, int], coordinate: tuple[str, ...], world: int) -
         ConfigError: if their number is another.
     """
     told = dict(dims)
+    check_sizes(told.items())
     if PIPELINE not in told:
         rest = math.prod(told.values())
-        if rest < 1 or world % rest:
+        if world % rest:
             raise ConfigError(f"WORLD_SIZE is {world}, must be a multiple of {_product(told)}")
         told = {PIPELINE: world // rest, **told}
     mesh = Mesh(tuple(told.items()), coordinate)

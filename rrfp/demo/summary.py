@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
@@ -25,6 +25,7 @@ class MethodFigures:
         blocking: share of the step in which a stage was idle, mean over stages and steps.
         blocking_by_cause: the same by cause.
         peak_held: for each stage the most microbatches that it held in any step.
+        peak_bytes: for each stage the most bytes that it held in any step.
         ratio: median over the steps of time over lower bound; None with real compute, which has no table.
         losses: of all steps, the warm-up's too.
     """
@@ -35,6 +36,7 @@ class MethodFigures:
     blocking: float
     blocking_by_cause: Mapping[str, float]
     peak_held: tuple[int, ...]
+    peak_bytes: tuple[int, ...]
     ratio: float | None
     losses: tuple[float, ...]
 
@@ -90,7 +92,13 @@ class Steps:
             speedup=median(base / own for base, own in zip(self.seconds(BASELINE), seconds, strict=True)),
             blocking=fmean(part.blocking_share for part in parts),
             blocking_by_cause={cause.value: fmean(p.share(p.by_cause[cause]) for p in parts) for cause in WaitCause},
-            peak_held=tuple(max(held) for held in zip(*(line["peak_held"] for line in measured), strict=True)),
+            peak_held=_largest(line["peak_held"] for line in measured),
+            peak_bytes=_largest(line["peak_bytes"] for line in measured),
             ratio=None if ratios is None else median(ratios),
             losses=tuple(line["loss"] for line in lines),
         )
+
+
+def _largest(peaks: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """For each stage the largest of all steps."""
+    return tuple(map(max, zip(*peaks, strict=True)))

@@ -128,6 +128,7 @@ def report(method: str, number: int, result: StepResult) -> None:
         "seconds": result.seconds,
         "loss": result.loss,
         "peak_held": result.peak_held,
+        "peak_bytes": result.peak_bytes,
         "breakdown": [asdict(part) for part in result.breakdown],
     }
     say(line)

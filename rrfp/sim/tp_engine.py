@@ -146,15 +146,18 @@ class TensorParallelEngine:
         group.complete(event)
         for rank in range(len(group.cores)):
             self.tell(group, rank, event)
+        self._start_next(group)
 
     def _decide(self, group: RankGroup) -> None:
         self._coordinator.decide(group)
-        task = group.startable()
-        if task is not None:
-            self._start(group, task)
+        self._start_next(group)
         self._wait(group.stage, group.wait_cause())
 
-    def _start(self, group: RankGroup, task: Task) -> None:
+    def _start_next(self, group: RankGroup) -> None:
+        """Free lanes go on at once with what they have; if it takes no time, it ends before any group decides."""
+        task = group.startable()
+        if task is None:
+            return
         group.start(task)
         end = self.now + self._durations[task.kind][task.virtual_stage][task.microbatch]
         self._spans[group.stage].append(TaskSpan(group.stage, task, self.now, end))

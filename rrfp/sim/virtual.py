@@ -25,8 +25,8 @@ from rrfp.core.tasks import Mode
 from rrfp.core.topology import Topology
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError, PipelineAborted, RrfpError
+from rrfp.handle import PipelineHandle
 from rrfp.options import PipelineOptions
-from rrfp.pipeline import PipelineHandle
 from rrfp.ranks import Ranks
 from rrfp.result import StepResult
 from rrfp.sim.clock import run_virtual
@@ -85,7 +85,7 @@ def run_shell_steps(
     Returns:
         One result a step. Times of a later step count from its beginning, so they are differences and rounded as such.
     """
-    shell = _Shell(costs, hints, limits, in_order, _patience(costs) if stall_after is None else stall_after)
+    shell = _Shell(costs, hints, limits, in_order, patience(costs) if stall_after is None else stall_after)
     try:
         return run_virtual(shell.run(modes, sizes))
     except PipelineAborted as aborted:
@@ -155,7 +155,7 @@ class _Shell:
         )
 
 
-def _patience(costs: CostTable) -> float:
+def patience(costs: CostTable) -> float:
     """More than any step takes, in seconds: all that it consists of, one after the other."""
     matrices = (costs.forward, costs.backward, costs.weight, costs.latency_forward, costs.latency_backward)
     return 1.0 + sum(float(matrix.sum()) for matrix in matrices if matrix is not None)

@@ -3,6 +3,11 @@
 The modules of all virtual stages are chained in one process and differentiated by ordinary autograd, microbatches in
 order. It shares with the pipeline the random forks, the arithmetic of weights and the memory format between virtual
 stages, and nothing else.
+
+A parameter that several modules share is one of which every module has a copy: each copy's gradient is formed in
+microbatch order, and then they are added in the order of the modules. That is what a pipeline does with copies on
+several stages, which differs in the last bits from autograd's own order: both modules' shares, microbatch by
+microbatch.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from rrfp.compute.modes import autocast_device_types
 from rrfp.compute.payload import canonical
@@ -53,6 +59,8 @@ def reference(
 ) -> ReferenceResult:
     """Run one step and add its gradients to the ``.grad`` of the modules' parameters.
 
+    What several modules share, they share as the same parameter object.
+
     Under ``torch.no_grad()``, or without ``loss_fn``, it is a forward-only step. The caller's autocast acts on
     forwards, and not on backwards, as in a pipeline. Random numbers agree with a pipeline's wherever they are drawn in
     ``forward`` or in ``loss_fn``.
@@ -76,6 +84,7 @@ def reference(
     factors = gradient_weights(weights, len(inputs), reduction, grad_scale)
     _check_lengths(len(inputs), targets, kwargs, needs_targets=loss_fn is not None)
     forks = RandomForks(seed, frozenset().union(*map(devices_of, modules)))
+    copies = _Copies(modules)
     last = len(modules) - 1
     losses: list[float] = []
     outputs: list[Any] = []
@@ -84,7 +93,7 @@ def reference(
         with torch.set_grad_enabled(torch.is_grad_enabled() and loss_fn is not None):
             for v, module in enumerate(modules):
                 with forks.fork(step, Task(Kind.F, m, v)):
-                    value = _call(module, value, kwargs[m] if kwargs is not None else {})
+                    value = _call(module, copies.of(v), value, kwargs[m] if kwargs is not None else {})
                     if loss_fn is not None and targets is not None and v == last:
                         loss = loss_fn(value, targets[m])
                 if v != last:
@@ -94,6 +103,7 @@ def reference(
             losses.append(loss.item())
             with forks.fork(step, Task(Kind.B, m, last)):
                 _differentiate(loss, factors[m])
+    copies.add_up()
     return ReferenceResult(
         tuple(losses), combine_losses(losses, weights, reduction) if losses else None, tuple(outputs)
     )
@@ -109,10 +119,43 @@ def _check_lengths(
         raise ConfigError("targets is missing: loss_fn needs one for each microbatch")
 
 
-def _call(module: nn.Module, value: Any, kwargs: Mapping[str, Any]) -> Any:
+def _call(module: nn.Module, parameters: dict[str, Tensor], value: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Call ``module``, with ``parameters`` in place of its own."""
+    args: tuple[Any, ...] = ()
     if isinstance(value, Mapping):
-        return module(**value, **kwargs)
-    return module(*value, **kwargs) if isinstance(value, tuple) else module(value, **kwargs)
+        kwargs = {**value, **kwargs}
+    else:
+        args = value if isinstance(value, tuple) else (value,)
+    if parameters:
+        return functional_call(module, parameters, args, dict(kwargs))
+    return module(*args, **kwargs)
+
+
+class _Copies:
+    """Stand-ins for shared parameters: the same memory, and a gradient for each module but the first that has one."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        first: dict[int, int] = {}
+        self._of: list[dict[str, Tensor]] = []
+        #: Each shared parameter with its stand-ins, in the order of modules.
+        self._all: list[tuple[nn.Parameter, nn.Parameter]] = []
+        for v, module in enumerate(modules):
+            copies: dict[str, Tensor] = {}
+            for name, parameter in module.named_parameters():
+                if first.setdefault(id(parameter), v) != v:
+                    copies[name] = copy = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+                    self._all.append((parameter, copy))
+            self._of.append(copies)
+
+    def of(self, index: int) -> dict[str, Tensor]:
+        """What module ``index`` is to use in place of its own parameters, by name."""
+        return self._of[index]
+
+    def add_up(self) -> None:
+        """Add the stand-ins' gradients to those of the parameters."""
+        for parameter, copy in self._all:
+            if copy.grad is not None:
+                parameter.grad = copy.grad if parameter.grad is None else parameter.grad.add_(copy.grad)
 
 
 def _differentiate(loss: Tensor, factor: float) -> None:

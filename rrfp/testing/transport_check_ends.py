@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import threading
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import torch
@@ -23,9 +24,10 @@ from rrfp.testing.transport_pair import (
     soon,
     stays_pending,
 )
-from rrfp.transports.base import Channel, Transport
+from rrfp.transports.base import Channel, Transport, TransportStatistics
 
 _MIB = 1 << 20
+_PATIENCE_S = 5.0
 
 
 _Error = TypeVar("_Error", bound=RrfpError)
@@ -40,6 +42,15 @@ async def raises(awaitable: Awaitable[object], error: type[_Error], what: str) -
     except RrfpError as raised:
         raise AssertionError(f"{what} raised {raised!r}, must raise {error.__name__}") from raised
     raise AssertionError(f"{what} raised nothing, must raise {error.__name__}")
+
+
+def _on_a_thread(statistics: Callable[[], TransportStatistics]) -> TransportStatistics:
+    told: list[TransportStatistics] = []
+    thread = threading.Thread(target=lambda: told.append(statistics()), daemon=True)
+    thread.start()
+    thread.join(_PATIENCE_S)  # the loop stands still: only counters are read
+    assert told, "statistics on another thread waits for the loop, must not"
+    return told[0]
 
 
 async def check_refused_calls(make_pair: MakePair) -> None:
@@ -59,7 +70,7 @@ async def check_statistics(make_pair: MakePair) -> None:
     async with make_pair(PairOptions()) as pair:
         for index in range(5):
             await pass_on(pair, data(torch.zeros(1000, dtype=torch.uint8), None, index=index))
-        left, right = pair.left.statistics(), pair.right.statistics()
+        left, right = (_on_a_thread(each.statistics) for each in (pair.left, pair.right))
         sent, received = (left.messages_sent, left.bytes_sent), (right.messages_received, right.bytes_received)
         assert sent == (5, 5000), f"messages and bytes sent: {sent}, must be (5, 5000)"
         assert received == (5, 5000), f"messages and bytes received: {received}, must be (5, 5000)"

@@ -12,6 +12,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,10 @@ class _Step:
     def events(self, stages: Iterable[int], first_arrow: int) -> Iterator[Event]:
         """Slices before arrows: viewers read events of one instant in the order of the file."""
         trace = self._trace
-        yield self._slice("step", f"step {trace.step}", STEPS_THREAD, trace.start, self._until, {"step": trace.step})
+        told: dict[str, object] = {"step": trace.step}
+        if trace.peaks:
+            told["peaks"] = {str(one.stage): asdict(one.peaks) for one in trace.peaks}
+        yield self._slice("step", f"step {trace.step}", STEPS_THREAD, trace.start, self._until, told)
         for span in trace.tasks:
             yield self._task(span)
         for stage in stages:

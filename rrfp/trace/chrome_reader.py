@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rrfp.core.progress import WaitCause
+from rrfp.core.progress import Peaks, WaitCause
 from rrfp.core.tasks import Task
 from rrfp.errors import ConfigError
 from rrfp.trace.breakdown import CAUSE_LABELS
 from rrfp.trace.chrome import STEPS_THREAD
-from rrfp.trace.spans import StepTrace, TaskSpan, WaitSpan
+from rrfp.trace.spans import StagePeaks, StepTrace, TaskSpan, WaitSpan
 
 _CAUSES = {f"wait: {label}": cause for cause, label in CAUSE_LABELS.items()}
 
@@ -75,6 +75,7 @@ class _Reader:
         self._steps: dict[int, tuple[float, float]] = {}
         self._tasks: dict[int, list[TaskSpan]] = defaultdict(list)
         self._waits: dict[int, list[WaitSpan]] = defaultdict(list)
+        self._peaks: dict[int, tuple[StagePeaks, ...]] = {}
 
     def read(self, events: Sequence[tuple[int, dict[str, Any]]]) -> TracedRun:
         for index, event in events:
@@ -97,6 +98,7 @@ class _Reader:
                 raise ValueError(f"ts and dur are {event['ts']} and {event['dur']}, must be finite")
             if event["cat"] == "step":
                 self._steps[step] = (start, end)
+                self._peaks[step] = _peaks(event["args"].get("peaks", {}))
             elif stage < 0:
                 raise ValueError(f"tid is {event['tid']}, must be 1 or more for a stage")
             elif event["cat"] == "computation":
@@ -106,13 +108,24 @@ class _Reader:
 
     def _trace(self, step: int) -> StepTrace:
         start, end = self._steps[step]
-        return StepTrace(step, start, end, _by_start(self._tasks[step]), _by_start(self._waits[step]))
+        tasks, waits = _by_start(self._tasks[step]), _by_start(self._waits[step])
+        return StepTrace(step, start, end, tasks, waits, peaks=self._peaks[step])
 
 
 def _cause(name: str) -> WaitCause:
     if name not in _CAUSES:
         raise ValueError(f"name is {name!r}, must be one of: {', '.join(_CAUSES)}")
     return _CAUSES[name]
+
+
+def _peaks(told: Any) -> tuple[StagePeaks, ...]:
+    try:
+        return tuple(
+            StagePeaks(int(stage), Peaks(**{name: int(value) for name, value in peaks.items()}))
+            for stage, peaks in told.items()
+        )
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(f"peaks are {told!r}, must be numbers by name, by stage") from None
 
 
 def _by_start(spans: Iterable[Any]) -> tuple[Any, ...]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any
 
-from rrfp.core.progress import WaitCause
+from rrfp.core.progress import Peaks, WaitCause
 from rrfp.core.tasks import Task
-from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan, WaitSpan
+from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
 
 
 def to_plain(trace: StepTrace) -> dict[str, Any]:
@@ -22,6 +23,7 @@ def to_plain(trace: StepTrace) -> dict[str, Any]:
             for span in trace.messages
         ],
         "dropped": trace.dropped,
+        "peaks": [[told.stage, *astuple(told.peaks)] for told in trace.peaks],
     }
 
 
@@ -41,4 +43,5 @@ def from_plain(data: dict[str, Any]) -> StepTrace:
             MessageSpan(source, target, Task.parse(task), *rest) for source, target, task, *rest in data["messages"]
         ),
         dropped=data["dropped"],
+        peaks=tuple(StagePeaks(stage, Peaks(*peaks)) for stage, *peaks in data["peaks"]),
     )

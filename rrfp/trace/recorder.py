@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rrfp.core.progress import WaitCause
+from rrfp.core.progress import Peaks, WaitCause
 from rrfp.core.tasks import Task
-from rrfp.trace.spans import DEFAULT_CAPACITY, MessageSpan, SpanRing, StepTrace, TaskSpan, WaitSpan
+from rrfp.trace.spans import DEFAULT_CAPACITY, MessageSpan, SpanRing, StagePeaks, StepTrace, TaskSpan, WaitSpan
 
 
 class Recorder:
@@ -63,13 +63,13 @@ class Recorder:
         """The output of ``task`` came from stage ``peer``."""
         self._ring.record(MessageSpan(peer, self._stage, task, None, self._now(), num_bytes))
 
-    def close(self, step: int) -> StepTrace:
-        """The step has ended."""
+    def close(self, step: int, peaks: Peaks | None = None) -> StepTrace:
+        """The step has ended, in which the stage held ``peaks`` at most, if that is known."""
         now = self._now()
         if self._cause is not None:
             self._end_wait(now)
             self._cause = None
-        return self._ring.cut(step, self._opened, now)
+        return self._ring.cut(step, self._opened, now, () if peaks is None else (StagePeaks(self._stage, peaks),))
 
     def _end_wait(self, end: float) -> None:
         if self._cause is not None and end > self._cause_since:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from rrfp.core.progress import WaitCause
+from rrfp.core.progress import Peaks, WaitCause
 from rrfp.core.tasks import Task
 from rrfp.core.values import value
 
@@ -55,6 +55,14 @@ Span = TaskSpan | WaitSpan | MessageSpan
 
 
 @value
+class StagePeaks:
+    """The most that ``stage`` held in a step."""
+
+    stage: int
+    peaks: Peaks
+
+
+@value
 class StepTrace:
     """The spans of one step, of one rank or (merged) of all.
 
@@ -66,6 +74,7 @@ class StepTrace:
         waits: waiting spans, by start.
         messages: messages between stages.
         dropped: spans lost because the ring was full.
+        peaks: the most that each stage held, by stage; merged, the most of any rank. Empty where nobody told.
     """
 
     step: int
@@ -75,6 +84,7 @@ class StepTrace:
     waits: tuple[WaitSpan, ...] = ()
     messages: tuple[MessageSpan, ...] = ()
     dropped: int = 0
+    peaks: tuple[StagePeaks, ...] = ()
 
 
 class SpanRing:
@@ -89,7 +99,7 @@ class SpanRing:
         self._spans.append(span)
         self._recorded += 1
 
-    def cut(self, step: int, start: float, end: float) -> StepTrace:
+    def cut(self, step: int, start: float, end: float, peaks: tuple[StagePeaks, ...] = ()) -> StepTrace:
         """Take everything recorded since the last cut, as the trace of ``step``."""
         spans, self._spans = list(self._spans), deque(maxlen=self._spans.maxlen)
         dropped, self._recorded = self._recorded - len(spans), 0
@@ -101,6 +111,7 @@ class SpanRing:
             waits=tuple(span for span in spans if isinstance(span, WaitSpan)),
             messages=tuple(span for span in spans if isinstance(span, MessageSpan)),
             dropped=dropped,
+            peaks=peaks,
         )
 
 
@@ -121,7 +132,15 @@ def merge(traces: Iterable[StepTrace]) -> StepTrace:
         waits=tuple(sorted((s for p in parts for s in p.waits), key=lambda s: (s.start, s.stage))),
         messages=_join(m for p in parts for m in p.messages),
         dropped=sum(part.dropped for part in parts),
+        peaks=_worst(peak for part in parts for peak in part.peaks),
     )
+
+
+def _worst(told: Iterable[StagePeaks]) -> tuple[StagePeaks, ...]:
+    by_stage: dict[int, Peaks] = {}
+    for peak in told:
+        by_stage[peak.stage] = Peaks.worst([peak.peaks, by_stage.get(peak.stage, Peaks())])
+    return tuple(StagePeaks(stage, by_stage[stage]) for stage in sorted(by_stage))
 
 
 def _join(messages: Iterable[MessageSpan]) -> tuple[MessageSpan, ...]:

@@ -1,4 +1,4 @@
-"""The breakdown of a step as a table for the terminal. Nothing is printed here."""
+"""The breakdown of a step as a table for the terminal: where time went, and what was held. Nothing is printed here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.table import Table
 
 from rrfp.trace.breakdown import Breakdown, mean
 
-#: Heading and value of the columns between the stage and the peak; times in seconds.
+#: Heading and value of the columns between the stage and the peaks; times in seconds.
 _TIMES: tuple[tuple[str, Callable[[Breakdown], float]], ...] = (
     ("compute", lambda part: part.compute),
     ("input", lambda part: part.input),
@@ -22,40 +22,62 @@ _OPTIONAL = ("memory", "TP order")
 
 
 def breakdown_table(
-    stages: Sequence[Breakdown], *, peak_held: Sequence[int] | None = None, title: str | None = None
+    stages: Sequence[Breakdown],
+    *,
+    peak_held: Sequence[int] | None = None,
+    peak_bytes: Sequence[int] | None = None,
+    title: str | None = None,
 ) -> Table:
-    """One row a stage, stage 0 first, and their mean; milliseconds.
+    """One row a stage, stage 0 first, and their mean; milliseconds, and MiB where bytes were held.
 
     Args:
         stages: the breakdown of every stage, at least one.
-        peak_held: for each stage the most microbatches it held; without it the column is left out.
+        peak_held: for each stage the most chunk tasks it held; without it the column is left out.
+        peak_bytes: for each stage the most bytes it held; without it, or where all are 0, the column is left out.
         title: the table's title.
 
     Raises:
-        ValueError: if there is no stage, or ``peak_held`` has not one entry a stage.
+        ValueError: if there is no stage, or a list of peaks has not one entry a stage.
     """
-    if peak_held is not None and len(peak_held) != len(stages):
-        raise ValueError(f"peak_held has {len(peak_held)} entries, must have {len(stages)} (one a stage)")
+    peaks = _peaks(len(stages), peak_held, peak_bytes)
     average = mean(stages)
     columns = [(name, value) for name, value in _TIMES if name not in _OPTIONAL or value(average) > 0]
     table = Table(title=title, caption=f"milliseconds; the step took {average.step * 1e3:.1f}", title_justify="left")
     table.add_column("stage")
-    for name, _ in columns:
+    for name in (*(name for name, _ in columns), "blocked", *peaks):
         table.add_column(name, justify="right")
-    table.add_column("blocked", justify="right")
-    if peak_held is not None:
-        table.add_column("peak held", justify="right")
     for stage, part in enumerate(stages):
-        peak = [] if peak_held is None else [str(peak_held[stage])]
-        table.add_row(str(stage), *(_milliseconds(value(part)) for _, value in columns), _blocked(part), *peak)
+        most = [cells[stage] for cells, _ in peaks.values()]
+        table.add_row(str(stage), *(_milliseconds(value(part)) for _, value in columns), _blocked(part), *most)
     table.add_section()
-    peak = [] if peak_held is None else [f"max {max(peak_held)}"]
-    table.add_row("mean", *(_milliseconds(value(average)) for _, value in columns), _blocked(average), *peak)
+    most = [f"max {worst}" for _, worst in peaks.values()]
+    table.add_row("mean", *(_milliseconds(value(average)) for _, value in columns), _blocked(average), *most)
     return table
+
+
+def _peaks(
+    num_stages: int, peak_held: Sequence[int] | None, peak_bytes: Sequence[int] | None
+) -> dict[str, tuple[list[str], str]]:
+    """By heading: the cell of every stage, and the largest."""
+    peaks: dict[str, tuple[list[str], str]] = {}
+    for name, told, heading, text in (
+        ("peak_held", peak_held, "peak held", str),
+        ("peak_bytes", peak_bytes if peak_bytes and any(peak_bytes) else None, "peak MiB", _mebibytes),
+    ):
+        if told is None:
+            continue
+        if len(told) != num_stages:
+            raise ValueError(f"{name} has {len(told)} entries, must have {num_stages} (one a stage)")
+        peaks[heading] = ([text(value) for value in told], text(max(told)))
+    return peaks
 
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}"
+
+
+def _mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):.1f}"
 
 
 def _blocked(part: Breakdown) -> str:

@@ -22,7 +22,8 @@ The contract, which `rrfp.testing.transport_checks` verifies for any implementat
 - ``close`` delivers what was accepted, tells the peers, and frees everything; ``abort`` frees everything at once. Both
   may be called twice and while other calls wait: those then raise :class:`TransportClosedError`.
 
-All methods are called on the loop that called ``start``. Nothing is ever unpickled.
+All methods are called on the loop that called ``start``, except ``statistics``, which any thread may call at any time.
+Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class MessageKind(StrEnum):
     """What a message says."""
 
     OUTPUT = "output"  # tensors: what `task` put out
+    TIE = "tie"  # tensors: a piece of the gradient of a tied parameter, or of the sum of all its copies
     CONSUMED = "consumed"  # forward only: done with `task`'s output
     READY = "ready"  # tensor parallelism: `task` may run on this rank
     ORDER = "order"  # tensor parallelism: log entry `sequence` is `task`
@@ -215,4 +217,4 @@ class Transport(ABC):
 
     @abstractmethod
     def statistics(self) -> TransportStatistics:
-        """What moved so far."""
+        """What moved so far; before ``start`` nothing. Only reads counters."""

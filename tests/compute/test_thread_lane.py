@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -192,3 +193,30 @@ async def test_the_loop_stays_free_while_the_lane_is_busy(lane: ThreadLane) -> N
         await asyncio.sleep(0.001)
         turns += 1
     assert turns >= 5
+
+
+LEFT_BEHIND = """
+import asyncio, sys, time
+from rrfp.compute.thread_lane import ThreadLane
+
+def call(seconds):
+    time.sleep(seconds)
+    print("returned", flush=True)
+
+async def main():
+    lane = ThreadLane()
+    lane.start()
+    lane.enqueue(lambda: call(float(sys.argv[1])))
+    await asyncio.sleep(0.1)
+    lane.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(("seconds", "printed"), [(0.5, "returned\n"), (600.0, "")])
+def test_the_end_of_the_process_waits_for_a_call_left_behind_but_not_for_ever(seconds: float, printed: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_BEHIND, str(seconds)], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert (done.stdout, done.stderr) == (printed, "")

@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from core_script import Script, T
+from group_scripts import CHAIN, follower, leader, ordered, refusal, reported
 
-from rrfp.core.events import Order, Ordered, ReadyReported, ReportReady, Run, Send
-from rrfp.core.graph import Graph
+from rrfp.core.events import (
+    Order,
+    Ordered,
+    ReadyReported,
+    ReportReady,
+    Run,
+    Send,
+)
+from rrfp.core.hint import Hint, View
 from rrfp.core.order_log import Group
-from rrfp.core.tasks import Mode, StepId
-from rrfp.errors import ConfigError, ProtocolError
-
-CHAIN = Graph.chain(2)
-
-
-def leader(stage: int = 1, size: int = 2, graph: Graph = CHAIN) -> Script:
-    return Script(graph, stage, group=Group(0, size))
-
-
-def follower(stage: int = 1, graph: Graph = CHAIN) -> Script:
-    return Script(graph, stage, group=Group(1, 2))
-
-
-def reported(script: Script, task: str, rank: int = 1) -> list[object]:
-    return [*script.told(ReadyReported(script.step, rank, T(task)))]
-
-
-def ordered(script: Script, *entries: tuple[int, str]) -> list[object]:
-    return [*script.told(*(Ordered(script.step, sequence, T(task)) for sequence, task in entries))]
-
-
-def refusal(act: Callable[[], object]) -> str:
-    with pytest.raises(ProtocolError) as caught:
-        act()
-    return str(caught.value)
+from rrfp.core.progress import WaitCause
+from rrfp.core.ready_set import ReadySet
+from rrfp.core.tasks import Mode, StepId, Task
+from rrfp.errors import ConfigError
 
 
 def test_the_leader_runs_what_has_arrived_everywhere() -> None:
@@ -176,6 +160,77 @@ def test_reports_and_orders_run_one_step_ahead() -> None:
     second.arrived("F0@0", step=step)
     assert second.opened(step) == [ReportReady(T("F0@1"))]
     assert second.core.decide() == Run(T("F0@1"))
+
+
+# What is waited for.
+
+
+def test_a_leader_waits_for_the_order_while_a_report_is_all_that_a_task_lacks() -> None:
+    script = leader()
+    assert script.core.wait_cause() is WaitCause.INPUT
+    script.arrived("F0@0", "F1@0")
+    assert script.core.wait_cause() is WaitCause.ORDER
+    assert script.core.unreported(T("F0@1")) == (1,)
+    reported(script, "F0@1")
+    assert script.core.unreported(T("F0@1")) == ()
+    script.ran("F0@1", "B0@1")
+    assert script.core.wait_cause() is WaitCause.ORDER  # F1 still
+    reported(script, "F1@1")
+    script.ran("F1@1", "B1@1")
+    assert script.core.wait_cause() is WaitCause.DRAINED
+
+
+def test_a_report_without_the_leaders_own_message_is_no_wait_for_the_order() -> None:
+    script = leader()
+    reported(script, "F0@1")
+    assert script.core.wait_cause() is WaitCause.INPUT
+    assert script.core.awaited(1) == [(T("F0@1"), (T("F0@0"),))]
+
+
+def test_a_follower_waits_for_the_order_of_what_it_has_and_for_inputs_of_what_is_ordered() -> None:
+    script = follower()
+    assert script.core.wait_cause() is WaitCause.INPUT
+    script.arrived("F1@0")
+    assert script.core.wait_cause() is WaitCause.ORDER
+    ordered(script, (0, "F0@1"))
+    assert script.core.wait_cause() is WaitCause.INPUT
+    assert script.core.is_ordered(T("F0@1"))
+    # What is ordered comes first; B0 is not ordered, and its forward counts as run.
+    assert script.core.awaited(2) == [(T("F0@1"), (T("F0@0"),)), (T("B0@1"), ())]
+    script.arrived("F0@0")
+    assert script.core.decide() == Run(T("F0@1"))
+
+
+def test_a_followers_hint_is_neither_asked_nor_told_anything() -> None:
+    class Untold(Hint):
+        def choose(self, ready: ReadySet, view: View) -> Task | None:
+            raise AssertionError
+
+        def open_step(self, view: View) -> None:
+            raise AssertionError
+
+        def microbatch_order(self, view: View) -> None:
+            raise AssertionError
+
+        def observe(self, event: object) -> None:
+            raise AssertionError
+
+    script = Script(CHAIN, 1, hint=Untold(), group=Group(1, 2))
+    script.arrived("F0@0")
+    ordered(script, (0, "F0@1"))
+    script.ran("F0@1")
+    assert script.core.decide() is None
+
+
+@pytest.mark.parametrize("step", [StepId(2, Mode.TRAIN, 2), StepId(0, Mode.FORWARD, 2), StepId(0, Mode.TRAIN, 3)])
+def test_reports_and_orders_of_another_step_are_refused(step: StepId) -> None:
+    for script, event, who in (
+        (leader(), ReadyReported(step, 1, T("F0@1")), "rank 1 of the group"),
+        (follower(), Ordered(step, 0, T("F0@1")), "the group's leader"),
+    ):
+        message = refusal(lambda script=script, event=event: script.told(event))  # type: ignore[misc]
+        assert who in message
+        assert str(step) in message
 
 
 def test_a_group_of_one_agrees_with_nobody() -> None:

@@ -26,6 +26,7 @@ FIGURES = {
     "blocking",
     "blocking_by_cause",
     "peak_held",
+    "peak_bytes",
     "ratio",
     "losses",
 }
@@ -89,6 +90,8 @@ def test_a_run_leaves_its_figures_its_timeline_and_its_traces(tmp_path: Path) ->
         assert abs(figures["losses"][0] - told["methods"]["1f1b"]["losses"][0]) < 1e-5  # one seed, one batch
         assert figures["ratio"] >= 1
     assert told["methods"]["1f1b"]["peak_held"] == [4, 3, 2, 1]
+    held = told["methods"]["1f1b"]["peak_bytes"]
+    assert held[0] > held[1] > held[2] > 0
     assert told["lower_bound_s"] > 0
     written = {path.name for path in tmp_path.iterdir()}
     traces = {f"trace-{method}.json" for method in told["methods"]}

@@ -27,7 +27,12 @@ def line(method: str, step: int, seconds: float, blocked: tuple[float, float], h
         Breakdown(seconds, seconds * (1 - blocked[1]), input=seconds * blocked[1]),
     ]
     told = {"event": "step", "method": method, "step": step, "seconds": seconds, "loss": 5.0 - step}
-    return {**told, "peak_held": held, "breakdown": [asdict(part) for part in parts]}
+    return {
+        **told,
+        "peak_held": held,
+        "peak_bytes": [10 * each for each in held],
+        "breakdown": [asdict(part) for part in parts],
+    }
 
 
 def steps_of(settings: DemoSettings) -> Steps:
@@ -86,6 +91,7 @@ def test_blocking_is_the_mean_share_over_stages_and_steps_and_the_sum_of_its_cau
 
 def test_peaks_are_the_most_of_any_measured_step_and_losses_are_all(figures: dict[str, MethodFigures]) -> None:
     assert (figures["bf"].peak_held, figures["bf"].losses) == ((2, 2), (5.0, 4.0, 3.0, 2.0))
+    assert figures["bf"].peak_bytes == (20, 20)
 
 
 def test_real_compute_has_no_table_and_no_bound() -> None:

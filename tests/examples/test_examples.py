@@ -47,14 +47,3 @@ def test_the_deadlock_is_reported_stage_by_stage() -> None:
     head, *lines = run(str(EXAMPLES / "deadlock.py")).splitlines()
     assert head.endswith("deadlock in step 0: every rank is idle and nothing is in flight")
     assert [line.split(" waits for")[0] for line in lines] == ["  stage 0", "  stage 1"]
-
-
-def test_the_training_script_trains_and_evaluates_under_torchrun() -> None:
-    script = EXAMPLES / "train_gpt.py"
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
-    output = run(*launcher, str(script), "--steps", "3", "--microbatches", "6", "--evaluate-every", "3")
-    losses = [float(loss) for loss in re.findall(r"step +\d+  loss (\S+)", output)]
-    assert len(losses) == 3
-    assert losses[-1] < losses[0]
-    assert "held-out loss" in output
-    assert len(script.read_text().splitlines()) < 150

@@ -20,6 +20,9 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 import rrfp
 from rrfp.blocking import BlockingPipeline
+from rrfp.compute.emulated import EmulatedStage
+from rrfp.core.graph import Graph
+from rrfp.core.mesh import Mesh
 from rrfp.errors import PipelineAborted
 from rrfp.transports.rendezvous import StoreRendezvous
 
@@ -31,7 +34,10 @@ Program = Callable[[int, BlockingPipeline, Connection], Any]
 
 @dataclass
 class End:
-    """How a rank's program ended: the exception and its text, an abort's origin, and when, by ``time.monotonic()``."""
+    """How a rank's program ended: the exception and its text, an abort's origin, and when, by ``time.monotonic()``.
+
+    Where a stage has several ranks, ``culprit`` is the abort's.
+    """
 
     error: str
     text: str
@@ -39,6 +45,7 @@ class End:
     at: float
     value: Any = None
     logged: list[str] = field(default_factory=list)
+    culprit: int | None = None
 
 
 class Slow(nn.Module):
@@ -71,10 +78,17 @@ class Processes:
         program: what each rank does; importable.
         seconds: what a forward takes.
         chunks: how many chunks each rank has.
+        mesh: how the ranks are laid out; they have emulated stages then, whose tasks all take ``seconds``.
     """
 
     def __init__(
-        self, folder: Path, count: int, program: Program, seconds: float = 0.01, chunks: Sequence[int] = ()
+        self,
+        folder: Path,
+        count: int,
+        program: Program,
+        seconds: float = 0.01,
+        chunks: Sequence[int] = (),
+        mesh: Mesh | None = None,
     ) -> None:
         context = preload()
         self.connections: list[Connection] = []
@@ -82,7 +96,7 @@ class Processes:
         for stage in range(count):
             here, there = context.Pipe()
             own = chunks[stage] if chunks else 1
-            arguments = (str(folder / "store"), stage, count, program, seconds, own, there)
+            arguments = (str(folder / "store"), stage, count, program, seconds, own, mesh, there)
             process = context.Process(target=_run, args=arguments, name=f"rank-{stage}")
             process.start()
             there.close()
@@ -120,7 +134,14 @@ class Processes:
 
 
 def _run(
-    store: str, stage: int, count: int, program: Program, seconds: float, chunks: int, connection: Connection
+    store: str,
+    rank: int,
+    count: int,
+    program: Program,
+    seconds: float,
+    chunks: int,
+    mesh: Mesh | None,
+    connection: Connection,
 ) -> None:
     torch.set_num_threads(1)
     logged: list[str] = []
@@ -128,21 +149,23 @@ def _run(
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger().addHandler(handler)
     rendezvous = StoreRendezvous(FileStore(store, count), run_id="test")
-    modules = [Slow(seconds) for _ in range(chunks)]
-    pipeline = rrfp.Pipeline(
-        modules, topology=rrfp.Topology(stage, count), rendezvous=rendezvous, loss_fn=loss_fn, stall_after=1.0
-    )
+    place = rrfp.Topology(rank, count) if mesh is None else rrfp.Topology.at(rank, mesh)
+    modules: Any = [Slow(seconds) for _ in range(chunks)]
+    if mesh is not None:
+        modules = EmulatedStage(Graph.chain(place.stages), lambda task: seconds, num_bytes=64)
+    pipeline = rrfp.Pipeline(modules, topology=place, rendezvous=rendezvous, loss_fn=loss_fn, stall_after=1.0)
     value, error, text = None, "", ""
-    origin = None
+    origin = culprit = None
     try:
         with pipeline.blocking() as pipe:
-            value = program(stage, pipe, connection)
+            value = program(rank, pipe, connection)
     except PipelineAborted as aborted:
         error, text = "PipelineAborted", str(aborted)
         origin = (aborted.origin.stage, aborted.origin.task, aborted.origin.cause)
+        culprit = aborted.origin.rank
     except BaseException as other:
         error, text = type(other).__name__, str(other)
-    connection.send(End(error, text, origin, time.monotonic(), value, logged))
+    connection.send(End(error, text, origin, time.monotonic(), value, logged, culprit))
     connection.close()
 
 
@@ -151,6 +174,18 @@ def steps_for_ever(stage: int, pipe: BlockingPipeline, connection: Connection) -
         pipe.step(BATCH.inputs, BATCH.targets)
         if number == 2:
             connection.send("stepping")
+
+
+def emulated_steps_for_ever(rank: int, pipe: BlockingPipeline, connection: Connection) -> None:
+    for number in range(10**6):
+        pipe.step(microbatches=4)
+        if number == 2:
+            connection.send("stepping")
+
+
+def emulated_steps(rank: int, pipe: BlockingPipeline, connection: Connection) -> Any:
+    results = [pipe.step(microbatches=4) for _ in range(3)]
+    return [(result.step.number, result.peak_held, result.seconds) for result in results]
 
 
 def die_between_steps(stage: int, pipe: BlockingPipeline, connection: Connection) -> None:

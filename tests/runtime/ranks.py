@@ -1,4 +1,4 @@
-"""Runs the ranks of one pipeline in threads of this process, each with a user's program of its own."""
+"""Runs the ranks of one job in threads of this process, each with a user's program of its own."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from runtime.toys import data, loss_fn
 
 import rrfp
 from rrfp.blocking import BlockingPipeline
+from rrfp.core.mesh import Mesh
 from rrfp.errors import PipelineAborted
 from rrfp.shape import StagePart
 from rrfp.transports.rendezvous import LocalRendezvous
@@ -53,12 +54,13 @@ class Outcome:
 
 
 class ThreadedRanks:
-    """One pipeline, a thread a rank.
+    """One job, a thread a rank.
 
     Args:
         modules: one a rank, or a list of chunks.
-        body: what each rank's user does.
-        own: options of some ranks, by stage.
+        body: what each rank's user does; told the rank.
+        own: options of some ranks, by rank.
+        mesh: how the ranks are laid out; a rank a stage by default.
         options: of every other `rrfp.Pipeline`.
     """
 
@@ -67,36 +69,36 @@ class ThreadedRanks:
         modules: Sequence[StagePart],
         body: Body,
         own: Mapping[int, Mapping[str, Any]] | None = None,
+        mesh: Mesh | None = None,
         **options: Any,
     ) -> None:
         met, count = LocalRendezvous(), len(modules)
+        places = [rrfp.Topology(r, count) if mesh is None else rrfp.Topology.at(r, mesh) for r in range(count)]
         settings: Any = {"transport": "inproc", "loss_fn": loss_fn, "rendezvous": met, **options}
         with patch("rrfp.pipeline._numbers", itertools.repeat(0)):  # as in processes of their own
             self.pipelines = [
-                rrfp.Pipeline(
-                    module, **{"topology": rrfp.Topology(stage, count), **settings, **(own or {}).get(stage, {})}
-                )
-                for stage, module in enumerate(modules)
+                rrfp.Pipeline(module, **{"topology": places[rank], **settings, **(own or {}).get(rank, {})})
+                for rank, module in enumerate(modules)
             ]
         self.outcomes = [Outcome() for _ in modules]
         self._body = body
-        self._threads = [threading.Thread(target=self._run, args=(stage,), daemon=True) for stage in range(count)]
+        self._threads = [threading.Thread(target=self._run, args=(rank,), daemon=True) for rank in range(count)]
         for thread in self._threads:
             thread.start()
 
     def join(self, timeout_s: float = 20.0) -> list[Outcome]:
         """Wait for every rank's program."""
         deadline = time.monotonic() + timeout_s
-        for stage, thread in enumerate(self._threads):
-            thread.join(deadline - time.monotonic())
-            assert not thread.is_alive(), f"rank {stage} hangs"
+        for rank, thread in enumerate(self._threads):
+            thread.join(max(deadline - time.monotonic(), 0.0))
+            assert not thread.is_alive(), f"rank {rank} hangs"
         return self.outcomes
 
-    def _run(self, stage: int) -> None:
-        outcome = self.outcomes[stage]
+    def _run(self, rank: int) -> None:
+        outcome = self.outcomes[rank]
         try:
-            with self.pipelines[stage].blocking() as pipe:
-                outcome.value = self._body(stage, pipe)
+            with self.pipelines[rank].blocking() as pipe:
+                outcome.value = self._body(rank, pipe)
         except BaseException as error:
             outcome.error = error
         outcome.ended = time.monotonic()

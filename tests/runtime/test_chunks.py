@@ -16,9 +16,9 @@ from rrfp.core.graph import Graph
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.core.topology import Layout, Topology
+from rrfp.handle import PipelineHandle
 from rrfp.hints.registry import create_hint
 from rrfp.options import PipelineOptions
-from rrfp.pipeline import PipelineHandle
 from rrfp.ranks import Ranks
 from rrfp.stage import StageRunner
 from rrfp.testing.clock import SimulatedTransport, TimerLane, run_virtual

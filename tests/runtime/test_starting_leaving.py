@@ -122,7 +122,7 @@ RELEASE = threading.Event()
 
 @pytest.mark.allow_blocking(reason="the hint under test does")
 async def test_leaving_is_bounded_when_a_hint_blocks_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rrfp.pipeline.LEAVE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("rrfp.handle.LEAVE_TIMEOUT_S", 0.1)
     monkeypatch.setattr("rrfp.loop_thread.JOIN_TIMEOUT_S", 0.1)
     began = time.monotonic()
     try:

@@ -17,9 +17,9 @@ STAGES = (
 )
 
 
-def render(table: Table) -> list[list[str]]:
+def render(table: Table, width: int = 80) -> list[list[str]]:
     """The cells of every line that has some."""
-    console = Console(file=io.StringIO(), width=80)
+    console = Console(file=io.StringIO(), width=width)
     console.print(table)
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().replace("┃", "│").splitlines()
@@ -42,6 +42,14 @@ def test_memory_and_tp_order_have_a_column_where_they_happened() -> None:
     ]  # fmt: skip
 
 
+def test_peak_bytes_are_shown_in_mebibytes_where_there_are_any() -> None:
+    rows = render(breakdown_table(STAGES, peak_held=[4, 3], peak_bytes=[3 << 20, 1 << 19]), width=100)
+    assert [row[-2:] for row in rows] == [["peak held", "peak MiB"], ["4", "3.0"], ["3", "0.5"], ["max 4", "max 3.0"]]
+    assert render(breakdown_table(STAGES, peak_bytes=[0, 0])) == render(breakdown_table(STAGES))
+
+
 def test_one_peak_a_stage() -> None:
     with pytest.raises(ValueError, match="peak_held has 1 entries, must have 2"):
         breakdown_table(STAGES, peak_held=[1])
+    with pytest.raises(ValueError, match="peak_bytes has 3 entries, must have 2"):
+        breakdown_table(STAGES, peak_bytes=[1, 2, 3])

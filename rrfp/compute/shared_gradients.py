@@ -1,0 +1,89 @@
+"""One parameter object on several virtual stages of a process: a gradient for each of them.
+
+autograd knows one ``.grad`` for an object. Virtual stages would add to it in an order that depends on timing, and, from
+the lanes of several stages, at the same moment. So while a task of a virtual stage forms gradients, ``.grad`` is that
+virtual stage's own. At all other times it is that of the *home*: the lowest virtual stage that has the object.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class SharedGradients:
+    """See the module's docstring.
+
+    Args:
+        modules: all of the process, by virtual stage.
+    """
+
+    def __init__(self, modules: Mapping[int, nn.Module]) -> None:
+        holders: dict[int, tuple[nn.Parameter, list[int]]] = {}
+        for v, module in sorted(modules.items()):
+            for parameter in module.parameters():
+                holders.setdefault(id(parameter), (parameter, []))[1].append(v)
+        #: Each shared parameter with its virtual stages, ascending; the first is its home.
+        self.holders = [(parameter, tuple(stages)) for parameter, stages in holders.values() if len(stages) > 1]
+        #: For each virtual stage that shares anything the parameters that are not at home there, and their gradients.
+        self._guests: dict[int, dict[nn.Parameter, Tensor | None]] = {
+            v: {} for _, stages in self.holders for v in stages
+        }
+        for parameter, (_, *others) in self.holders:
+            for v in others:
+                self._guests[v][parameter] = None
+        self._turn = threading.Lock()
+
+    def is_home(self, parameter: nn.Parameter, virtual_stage: int) -> bool:
+        """Whether ``.grad`` is this virtual stage's outside of `lent`."""
+        return parameter not in self._guests.get(virtual_stage, ())
+
+    @contextmanager
+    def lent(self, virtual_stage: int) -> Iterator[None]:
+        """Within, ``.grad`` of every parameter of ``virtual_stage`` is its own there. Not reentrant.
+
+        On any thread; virtual stages that share something take turns.
+        """
+        guests = self._guests.get(virtual_stage)
+        if guests is None:
+            yield
+            return
+        with self._turn:
+            at_home = {parameter: parameter.grad for parameter in guests}
+            for parameter, gradient in guests.items():
+                parameter.grad = gradient
+            try:
+                yield
+            finally:
+                for parameter, gradient in at_home.items():
+                    guests[parameter] = parameter.grad
+                    parameter.grad = gradient
+
+    def guests_of(self, home: int) -> tuple[int, ...]:
+        """The virtual stages with a parameter whose home is ``home``."""
+        found = {v for _, stages in self.holders if stages[0] == home for v in stages[1:]}
+        return tuple(sorted(found))
+
+    @torch.no_grad()
+    def gather(self, home: int) -> None:
+        """Add to each gradient at ``home`` those of the other virtual stages, in their order; these begin anew."""
+        for parameter, (first, *others) in self.holders:
+            if first != home:
+                continue
+            for v in others:
+                with self.lent(v):
+                    gradient = _taken(parameter)
+                with self.lent(home):
+                    if gradient is None:
+                        continue
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+def _taken(parameter: nn.Parameter) -> Tensor | None:
+    gradient = parameter.grad
+    parameter.grad = None
+    return gradient

@@ -1,0 +1,142 @@
+"""One rank's part of one step in its group: what is ordered, what is reported, and what one waits for of the other.
+
+The leader appends to the log what it enqueues; followers report to it what has arrived and what tasks left behind. What
+contradicts the state (a report that nobody awaits, an entry out of order) raises `ProtocolError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rrfp.core import events as ev
+from rrfp.core.admission import Admission
+from rrfp.core.order_log import Group, OrderLog
+from rrfp.core.progress import WaitCause
+from rrfp.core.readiness import Readiness
+from rrfp.core.ready_set import ReadySet
+from rrfp.core.rows import Rows
+from rrfp.core.tasks import StepId, Task
+from rrfp.errors import ProtocolError
+
+
+class GroupStep:
+    """See the module's docstring. Owned by `rrfp.core.step.Step`.
+
+    Args:
+        group: which.
+        step_id: which step.
+        stage: the group's stage.
+        rows: the rows of this stage.
+        readiness: what has all its inputs.
+        ready: what moreover has all reports.
+        admission: what the ranks hold.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        step_id: StepId,
+        stage: int,
+        *,
+        rows: Rows,
+        readiness: Readiness,
+        ready: ReadySet,
+        admission: Admission,
+    ) -> None:
+        self.log = OrderLog()
+        self._group = group
+        self._step_id = step_id
+        self._stage = stage
+        self._rows = rows
+        self._readiness = readiness
+        self._ready = ready
+        self._admission = admission
+        #: Leader: what each follower has reported: a task as ready, and the bytes after it.
+        self._reported: set[tuple[int, Task]] = set()
+        self._told: set[tuple[int, Task]] = set()
+
+    # What is told.
+
+    def enqueue(self, task: Task) -> tuple[ev.Instruction, ...]:
+        """This rank enqueued ``task``. Outside groups nothing comes of it.
+
+        Raises:
+            ProtocolError: if it follows, and that is not what the log has next.
+        """
+        if self._group.follows:
+            self.log.advance(task)
+            return ()
+        return (ev.Order(self.log.append(task), task),) if self._group.size > 1 else ()
+
+    def order(self, event: ev.Ordered) -> None:
+        """Follower: the leader's log has one entry more. What depends on it may be ordered next.
+
+        Raises:
+            ProtocolError: if it makes no sense.
+        """
+        task = event.task
+        if not self._group.follows:
+            raise ProtocolError(f"{task} was ordered on stage {self._stage}, where rank {self._group.rank} leads")
+        if not self._rows.knows(task):
+            raise ProtocolError(f"{task} was ordered, which does not run on stage {self._stage} in {self._step_id}")
+        self.log.receive(event.sequence, task)
+        self._readiness.enqueue(self._rows.own[task.kind][task.virtual_stage], task.microbatch)
+
+    def report(self, event: ev.ReadyReported) -> None:
+        """Leader: a follower has what a task needs from other stages.
+
+        Raises:
+            ProtocolError: if nobody awaits that, or the follower said so before.
+        """
+        rank, task = event.rank, event.task
+        if not 0 < rank <= self._group.num_followers or not self._readiness.expects_reports(task):
+            raise ProtocolError(f"rank {rank} reports {task} as ready, which stage {self._stage} does not await")
+        if (rank, task) in self._reported:
+            raise ProtocolError(f"rank {rank} of the group reported {task} as ready twice")
+        self._reported.add((rank, task))
+        self._readiness.report(task)
+
+    def hold(self, event: ev.HeldReported) -> None:
+        """Leader: a follower has completed a task.
+
+        Raises:
+            ProtocolError: if that was not ordered, or the follower said so before.
+        """
+        rank, task = event.rank, event.task
+        is_follower = 0 < rank <= self._group.num_followers
+        if not is_follower or not self._rows.knows(task) or not self._readiness.is_present(task):
+            raise ProtocolError(f"rank {rank} reports bytes of {task}, which stage {self._stage} does not await")
+        if (rank, task) in self._told:
+            raise ProtocolError(f"rank {rank} of the group reported the bytes of {task} twice")
+        self._told.add((rank, task))
+        self._admission.complete_elsewhere(rank, self._rows.own[task.kind][task.virtual_stage].chunk, event)
+
+    # What may run, and what is awaited.
+
+    def next(self) -> Task | None:
+        """Follower: the log's next entry, once its inputs are here and a slot is free."""
+        head = self.log.head()
+        return head if head is not None and head in self._ready else None
+
+    def wait_cause(self) -> WaitCause | None:
+        """Why there is nothing to run, as far as the group tells; None where the rank's own state does.
+
+        For the leader: ORDER while a report is all that some task lacks. A follower waits for what its log's next entry
+        lacks, and with the log run up for its next entry, if some task here has its inputs.
+        """
+        if not self._group.follows:
+            return WaitCause.ORDER if self._readiness.num_unreported else None
+        head = self.log.head()
+        if head is None:
+            return WaitCause.ORDER if self._ready.holds_any else WaitCause.INPUT
+        return WaitCause.MEMORY if self._readiness.has_inputs(head) else WaitCause.INPUT
+
+    def unreported(self, task: Task) -> tuple[int, ...]:
+        """Leader: the followers without whose report ``task`` cannot run."""
+        if not self._group.num_followers or not self._readiness.expects_reports(task):
+            return ()
+        return tuple(rank for rank in range(1, self._group.size) if (rank, task) not in self._reported)
+
+    def pending(self) -> Sequence[Task]:
+        """Follower: what was ordered and not enqueued, in order."""
+        return self.log.pending() if self._group.follows else ()

@@ -1,0 +1,80 @@
+"""Runs functions on a few real processes with a gloo group over them all."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from runtime.processes import preload
+
+#: What is run on each rank: an assertion that fails, or any other error, is the outcome.
+Case = Callable[[int], None]
+
+#: What a rank says of a case that went well.
+GOOD = "as expected"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server() -> None:
+    """The server outlives tests; it is started outside of them, or each would seem to leave it behind."""
+    preload()
+    resource_tracker.ensure_running()
+    forkserver.ensure_running()
+
+
+def cases_of(module: object) -> list[str]:
+    """The names of the cases in ``module``: its public functions that take a rank."""
+    functions = inspect.getmembers(module, inspect.isfunction)
+    return [name for name, case in functions if list(inspect.signature(case).parameters) == ["rank"]]
+
+
+def outcomes(module: str, cases: list[str], count: int, folder: Path) -> dict[str, list[str]]:
+    """Run all cases, one after the other, on ``count`` ranks.
+
+    Returns:
+        By case what each rank says of it.
+    """
+    context = preload()
+    connections, processes = [], []
+    for rank in range(count):
+        here, there = context.Pipe()
+        arguments = (module, cases, rank, count, str(folder / "store"), there)
+        process = context.Process(target=_run, args=arguments, name=f"gloo-{rank}")
+        process.start()
+        there.close()
+        connections.append(here)
+        processes.append(process)
+    try:
+        told = [connection.recv() if connection.poll(50) else {} for connection in connections]
+        for process in processes:
+            process.join(10)
+        ended = [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(10)
+    assert ended == [0] * count
+    return {case: [each.get(case, "not run") for each in told] for case in cases}
+
+
+def _run(module: str, cases: list[str], rank: int, count: int, store: str, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
+    functions = vars(__import__(module, fromlist=["cases"]))
+    told = {}
+    for case in cases:
+        try:
+            functions[case](rank)
+            told[case] = GOOD
+        except BaseException:
+            told[case] = traceback.format_exc()
+            break  # the others may wait for this rank
+    connection.send(told)
+    connection.close()

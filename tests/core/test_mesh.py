@@ -1,0 +1,157 @@
+"""A mesh of named dims: every rank has one place, in whatever order the dims are, and what cannot work is refused."""
+
+from __future__ import annotations
+
+from itertools import permutations, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rrfp.core.mesh import Mesh, Place
+from rrfp.core.topology import Topology
+from rrfp.errors import ConfigError
+
+NAMES = ("pp", "dp", "tp", "cp")
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> Mesh:
+    """Up to five dims in any order; of what is coordinated some must be and some need not."""
+    others = draw(st.lists(st.sampled_from(["dp", "dp_shard", "tp", "cp"]), unique=True))
+    names = draw(st.permutations(["pp", *others]))
+    coordinate = draw(st.sampled_from([("tp", "cp"), ("cp", "tp", "dp_shard"), ("tp", "cp", "ep")]))
+    sizes = [draw(st.integers(1, 3 if place == 0 else 2)) for place in range(len(names))]
+    return Mesh(tuple(zip(names, sizes, strict=True)), coordinate)
+
+
+@pytest.mark.parametrize("order", list(permutations(NAMES)), ids=" ".join)
+@pytest.mark.parametrize("coordinate", [("tp", "cp"), ("cp", "tp", "dp")])
+def test_ranks_and_places_are_one_to_one_in_any_order_of_dims(
+    order: tuple[str, ...], coordinate: tuple[str, ...]
+) -> None:
+    for sizes in product((1, 2, 3), (1, 2), (1, 2), (1, 2)):
+        mesh = Mesh(tuple(zip(order, sizes, strict=True)), coordinate)
+        places = [mesh.place(rank) for rank in range(mesh.size)]
+        assert [mesh.rank(place) for place in places] == list(range(mesh.size))
+        assert set(places) == {
+            Place(*at) for at in product(range(mesh.stages), range(mesh.replicas), range(mesh.members))
+        }
+        assert mesh.stages * mesh.replicas * mesh.members == mesh.size
+
+
+@settings(deadline=None)
+@given(meshes())
+def test_a_place_is_what_the_coordinates_say(mesh: Mesh) -> None:
+    for rank in range(mesh.size):
+        at = mesh.coordinates(rank)
+        index = 0
+        for name, size in mesh.dims:
+            assert 0 <= at[name] < size
+            index = index * size + at[name]
+        assert index == rank
+        assert mesh.place(rank).stage == at["pp"]
+
+
+@settings(deadline=None)
+@given(meshes())
+def test_a_group_differs_in_coordinated_dims_only_and_a_replica_in_the_others(mesh: Mesh) -> None:
+    places = [mesh.place(rank) for rank in range(mesh.size)]
+    coordinates = [mesh.coordinates(rank).items() for rank in range(mesh.size)]
+    for one, other in product(range(mesh.size), repeat=2):
+        here, there = places[one], places[other]
+        differ = {name for name, _ in coordinates[one] - coordinates[other]}
+        assert (here[:2] == there[:2]) == (not differ - set(mesh.coordinate))
+        assert (here[::2] == there[::2]) == (not differ - set(mesh.replicated))
+
+
+@settings(deadline=None)
+@given(meshes())
+def test_a_leader_has_the_lowest_rank_of_its_group_and_all_members_see_the_same_group(mesh: Mesh) -> None:
+    for rank in range(mesh.size):
+        place = Topology.at(rank, mesh)
+        assert place.rank == rank
+        assert place.leader == min(place.group)
+        assert list(place.group) == sorted(place.group)
+        assert place.group[place.member] == rank
+        assert Topology.at(place.group[-1], mesh).group == place.group
+
+
+@settings(deadline=None)
+@given(meshes())
+def test_tensors_travel_between_ranks_that_differ_in_the_stage_only(mesh: Mesh) -> None:
+    for rank in range(mesh.size):
+        place = Topology.at(rank, mesh)
+        for stage in range(mesh.stages):
+            other = mesh.coordinates(place.rank_of(stage))
+            assert other == {**mesh.coordinates(rank), "pp": stage}
+
+
+def test_coordinated_dims_make_one_group_and_the_rest_replicas() -> None:
+    mesh = Mesh((("dp_replicate", 2), ("pp", 3), ("dp_shard", 2), ("tp", 4)), ("tp", "dp_shard"))
+    assert (mesh.stages, mesh.members, mesh.replicas, mesh.size) == (3, 8, 2, 48)
+    assert mesh.replicated == ("dp_replicate",)
+    assert Mesh(mesh.dims, ("tp",)).replicated == ("dp_replicate", "dp_shard")
+    # The second dp_shard, third tp of stage 1: rank 24 begins the second replica, 8 a stage.
+    assert mesh.place(24 + 8 + 4 + 2) == Place(1, 1, 6)
+
+
+@pytest.mark.parametrize(
+    ("dims", "coordinate", "rank", "name"),
+    [
+        ((("pp", 4),), ("tp",), 2, "stage 2"),
+        ((("pp", 2), ("tp", 1), ("dp", 1)), ("tp",), 1, "stage 1"),
+        ((("pp", 2), ("dp", 2), ("tp", 2)), ("tp",), 5, "stage 1, dp 0, tp 1 (rank 5)"),
+        ((("tp", 2), ("pp", 2), ("cp", 1)), ("tp",), 3, "stage 1, tp 1 (rank 3)"),
+    ],
+)
+def test_a_rank_is_called_by_its_stage_and_where_that_has_several_by_its_coordinates(
+    dims: tuple[tuple[str, int], ...], coordinate: tuple[str, ...], rank: int, name: str
+) -> None:
+    mesh = Mesh(dims, coordinate)
+    assert mesh.name(rank) == name
+    place = Topology.at(rank, mesh)
+    assert (place.name, place.name_of(rank)) == (name, name)
+
+
+@pytest.mark.parametrize(
+    ("dims", "coordinate", "message"),
+    [
+        (
+            (("pp", 2), ("cp", 2), ("tp", 2)),
+            ("tp",),
+            "mesh dim 'cp' has size 2 and its collectives run inside a task, in the order of the tasks: coordinate is "
+            "('tp',), must be ('tp', 'cp')",
+        ),
+        (
+            (("pp", 2), ("tp", 2)),
+            (),
+            "mesh dim 'tp' has size 2 and its collectives run inside a task, in the order of the tasks: coordinate is "
+            "(), must be ('tp',)",
+        ),
+        (
+            (("pp", 2), ("x", 2)),
+            ("tp",),
+            "mesh dim 'x' is neither pp, a replicated one (dp...) nor coordinated: if collectives over it run inside a "
+            "task, coordinate must be ('tp', 'x')",
+        ),
+        ((("tp", 2),), ("tp",), "mesh has the dims tp, must have each once, and 'pp'"),
+        ((), ("tp",), "mesh has the dims none, must have each once, and 'pp'"),
+        ((("pp", 2), ("pp", 2)), ("tp",), "mesh has the dims pp, pp, must have each once, and 'pp'"),
+        ((("pp", 2), ("tp", 0)), ("tp",), "mesh dim 'tp' is 0, must be a whole number from 1 on"),
+        ((("pp", 2), ("tp", 2.0)), ("tp",), "mesh dim 'tp' is 2.0, must be a whole number from 1 on"),
+        ((("pp", True),), ("tp",), "mesh dim 'pp' is True, must be a whole number from 1 on"),
+        ((("pp", 2),), ("tp", "pp"), "coordinate is ('tp', 'pp'), must not have 'pp'"),
+    ],
+)
+def test_a_mesh_that_cannot_work_is_refused_with_the_reason(
+    dims: tuple[tuple[str, int], ...], coordinate: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Mesh(dims, coordinate)
+    assert str(caught.value) == message
+
+
+def test_a_dim_of_size_one_needs_no_coordination() -> None:
+    mesh = Mesh((("pp", 2), ("cp", 1), ("x", 1)), ())
+    assert (mesh.members, mesh.replicas) == (1, 1)

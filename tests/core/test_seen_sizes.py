@@ -1,0 +1,183 @@
+"""What a limit on bytes expects, from sizes that were seen; and how far it can be passed when they turn out larger."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core_script import Script, T
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rrfp.core import events as ev
+from rrfp.core.admission import Limit
+from rrfp.core.events import ChunkReduced
+from rrfp.core.graph import Graph
+from rrfp.core.seen_sizes import REMEMBERED_STEPS, SeenSizes
+from rrfp.core.tasks import Kind, Mode, StepId
+
+ONE, SPLIT = Graph.chain(1), Graph.chain(1, split=True)
+
+
+def forward(script: Script, task: str, held: int, output: int = 0) -> None:
+    script.told(ev.Enqueued(T(task)), ev.Completed(T(task), held=held, output=output))
+
+
+def step(script: Script, number: int, sizes: list[int], mode: Mode = Mode.TRAIN) -> None:
+    """A whole step of one unsplit stage, one microbatch after the other."""
+    script.opened(StepId(number, mode, len(sizes)))
+    for m, size in enumerate(sizes):
+        script.ran(f"F{m}@0", held=size)
+        if mode is Mode.TRAIN:
+            script.ran(f"B{m}@0")
+    if mode is Mode.TRAIN:
+        script.told(ChunkReduced(0))
+
+
+def test_an_output_on_its_way_is_part_of_what_a_forward_is_expected_to_leave() -> None:
+    script = Script(Graph.chain(2), microbatches=4, limit=Limit(bytes=100))
+    forward(script, "F0@0", held=30, output=20)
+    assert script.ready == "F1@0 F2@0 F3@0"  # 50 + 50
+    forward(script, "F1@0", held=30, output=20)
+    script.released(1, "F0@0", "F1@0")
+    assert script.ready == ""  # 60 + 50
+
+
+def test_what_a_backward_will_add_is_kept_free_for_every_microbatch_before_its_backward() -> None:
+    script = Script(SPLIT, microbatches=5, limit=Limit(bytes=100))
+    script.ran("F0@0", held=10)
+    script.ran("B0@0", held=25)
+    script.ran("W0@0")
+    script.ran("F1@0", "F2@0", held=10)
+    assert script.ready == "F3@0 F4@0 B1@0 B2@0"  # 20 + 2 * 15 + 25
+    script.ran("F3@0", held=10)
+    assert script.ready == "F4@0 B1@0 B2@0 B3@0"  # 30 + 3 * 15 + 25 = 100
+    script.ran("F4@0", held=10)
+    script.ran("B1@0", "B2@0", "B3@0", "B4@0", held=25)
+    assert script.core.peaks.num_bytes == 100
+
+
+def test_growth_is_expected_in_bytes_or_in_proportion_whichever_is_less() -> None:
+    script = Script(SPLIT, microbatches=5, limit=Limit(bytes=250))
+    script.ran("F0@0", held=100)
+    script.ran("B0@0", held=200)
+    script.ran("W0@0")
+    script.ran("F1@0", held=10)
+    assert script.ready == "F2@0 F3@0 F4@0 B1@0"  # 10 + 10 + 200: in bytes it would be 100 more
+    script.ran("F2@0", held=2)
+    script.ran("B2@0", held=102)  # a share of 50: in proportion that would be 500 more for F1@0
+    script.ran("W2@0")
+    assert script.ready == "B1@0"  # 10 + 100 + 200
+
+
+def test_a_large_step_is_forgotten_in_time() -> None:
+    script = Script(ONE, microbatches=0, limit=Limit(bytes=100))
+    step(script, 0, [80])
+    for number in range(1, REMEMBERED_STEPS + 1):
+        step(script, number, [20])
+    script.opened(StepId(REMEMBERED_STEPS + 1, Mode.TRAIN, 5))
+    script.ran("F0@0", "F1@0", "F2@0", "F3@0", held=20)
+    assert "F4@0" in script.ready  # 80 + 20
+    assert script.core.peaks.num_bytes == 80
+
+
+def test_a_large_step_is_remembered_until_then() -> None:
+    script = Script(ONE, microbatches=0, limit=Limit(bytes=100))
+    step(script, 0, [80])
+    for number in range(1, REMEMBERED_STEPS):
+        step(script, number, [20])
+    script.opened(StepId(REMEMBERED_STEPS, Mode.TRAIN, 5))
+    script.ran("F0@0", held=20)
+    assert "F1@0" in script.ready  # 20 + 80
+    script.ran("F1@0", held=20)
+    assert "F2@0" not in script.ready  # 40 + 80
+
+
+def test_training_says_nothing_of_a_forward_only_step() -> None:
+    script = Script(Graph.chain(2), microbatches=0, limit=Limit(bytes=100))
+    script.opened(StepId(0, Mode.TRAIN, 1))
+    forward(script, "F0@0", held=90)
+    script.arrived("B0@1")
+    script.ran("B0@0")
+    script.released(1, "F0@0")
+    script.told(ChunkReduced(0))
+    script.opened(StepId(1, Mode.FORWARD, 3))
+    forward(script, "F0@0", held=0, output=20)
+    assert script.ready == "F1@0 F2@0"
+
+
+def test_steps_are_forgotten_one_by_one() -> None:
+    seen = SeenSizes(1)
+    for size in range(REMEMBERED_STEPS + 3, 0, -1):
+        seen.open_step()
+        seen.saw(0, size)
+    assert seen.expected[0].held == REMEMBERED_STEPS + 1
+    seen.saw_growth(0, before=10, after=5)
+    assert (seen.expected[0].growth, seen.expected[0].growth_share) == (0, 0.0)
+    seen.saw_growth(0, before=10, after=15)
+    assert (seen.expected[0].growth, seen.expected[0].growth_share) == (5, 0.5)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of microbatches after F, by step; what B makes of each, in percent; the limit; and who runs first."""
+
+    steps: list[list[int]]
+    percent: int
+    limit: int
+    choices: list[int]
+
+
+cases = st.builds(
+    Case,
+    steps=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=8), min_size=1, max_size=4),
+    percent=st.integers(50, 250),
+    limit=st.integers(1, 200),
+    choices=st.lists(st.integers(0, 99), min_size=1, max_size=12),
+)
+
+
+@settings(max_examples=200)
+@given(cases)
+def test_the_limit_is_passed_by_one_surprise_at_most(case: Case) -> None:
+    """Whatever the sizes and the order: by what one microbatch turned out larger than all before it, or needs alone."""
+    script = Script(SPLIT, microbatches=0, limit=Limit(bytes=case.limit))
+    turn = 0
+    largest = surprise = 0
+    for number, sizes in enumerate(case.steps):
+        script.opened(StepId(number, Mode.TRAIN, len(sizes)))
+        grown = [size * case.percent // 100 for size in sizes]
+        left = 3 * len(sizes)
+        while left:
+            ready = list(script.core.ready)
+            assert ready, "nothing is ever stuck"
+            task = ready[case.choices[turn % len(case.choices)] % len(ready)]
+            turn, left = turn + 1, left - 1
+            m = task.microbatch
+            if task.kind is Kind.F:
+                surprise = max(surprise, max(sizes[m], grown[m]) - largest)
+            held = {Kind.F: sizes[m], Kind.B: grown[m], Kind.W: 0}[task.kind]
+            script.told(ev.Enqueued(task), ev.Completed(task, held=held))
+            largest = max(largest, held)
+            # What a B adds is seen with the first one only: it may surprise for all microbatches before theirs.
+            if case.percent <= 100:
+                assert script.core.view.held_bytes <= max(case.limit + surprise, *sizes)
+        script.told(ChunkReduced(0))
+
+
+@settings(max_examples=200)
+@given(cases)
+def test_once_sizes_are_known_the_limit_is_kept(case: Case) -> None:
+    """A step like the one before it, in any order: forwards first as well as weight gradients last."""
+    script = Script(SPLIT, microbatches=0, limit=Limit(bytes=case.limit))
+    sizes = case.steps[0]
+    grown = [size * case.percent // 100 for size in sizes]
+    for number in range(2):
+        script.opened(StepId(number, Mode.TRAIN, len(sizes)))
+        for turn in range(3 * len(sizes)):
+            ready = list(script.core.ready)
+            task = ready[case.choices[turn % len(case.choices)] % len(ready)]
+            held = {Kind.F: sizes[task.microbatch], Kind.B: grown[task.microbatch], Kind.W: 0}[task.kind]
+            script.told(ev.Enqueued(task), ev.Completed(task, held=held))
+        if number:
+            assert script.core.peaks.num_bytes <= max(case.limit, max(sizes), max(grown))
+        script.told(ChunkReduced(0))

@@ -1,0 +1,82 @@
+"""The training example under torchrun: pipelines alone and with the other dims, several jobs, restarts, wrong sizes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+SMALL = ("--microbatches", "2", "--microbatch-size", "1")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
+
+
+def start(ranks: int, *arguments: str, script: Path = SCRIPT, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """A job of its own."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *launcher]
+    return subprocess.Popen(
+        [*command, str(script), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def end(job: subprocess.Popen[str]) -> str:
+    """What a job that must succeed prints."""
+    output, errors = job.communicate(timeout=80)
+    assert job.returncode == 0, errors
+    return output
+
+
+def steps(output: str) -> list[tuple[int, float]]:
+    """Number and loss of each step that was printed."""
+    return [(int(step), float(loss)) for step, loss in re.findall(r"^step +(\d+)  loss (\S+)", output, re.MULTILINE)]
+
+
+def test_a_pipeline_of_four_trains_and_evaluates() -> None:
+    output = end(start(4, "--steps", "3", "--microbatches", "6", "--evaluate-every", "3"))
+    numbers, losses = zip(*steps(output), strict=True)
+    assert numbers == (1, 2, 3)
+    assert losses[-1] < losses[0]
+    assert "held-out loss" in output
+    assert len(SCRIPT.read_text().splitlines()) < 170
+
+
+def test_pipeline_tensor_and_data_parallelism_train_together() -> None:
+    output = end(start(8, "--pp", "2", "--tp", "2", "--dp", "2", "--steps", "3", *SMALL))
+    numbers, losses = zip(*steps(output), strict=True)
+    assert numbers == (1, 2, 3)
+    assert losses[-1] < losses[0]
+    assert len(output.splitlines()) == 3
+
+
+def test_a_wrong_number_of_ranks_is_one_line_with_the_arithmetic() -> None:
+    job = start(2, "--pp", "2", "--tp", "2", "--dp", "2")
+    output, errors = job.communicate(timeout=80)
+    assert job.returncode != 0
+    assert output == ""
+    told = [line for line in errors.splitlines() if line.startswith("train_gpt.py: ")]
+    assert told == ["train_gpt.py: WORLD_SIZE is 2, must be pp 2 x dp 2 x tp 2 = 8"]
+    assert "exitcode  : 2 " in errors
+
+
+def test_two_jobs_on_one_host_do_not_meet() -> None:
+    jobs = [start(2, "--steps", "2", *SMALL) for _ in range(2)]
+    first, second = (steps(end(job)) for job in jobs)
+    assert [number for number, _ in first] == [1, 2]
+    assert first == second
+
+
+def test_a_restarted_job_goes_through_without_meeting_its_first_attempt() -> None:
+    script = Path(__file__).parent / "fails_once.py"
+    output = end(start(2, "--steps", "2", *SMALL, script=script, launcher=("--max-restarts", "1")))
+    (first, loss), (again, same), (last, _) = steps(output)
+    assert (first, again, last) == (1, 1, 2)
+    assert loss == same

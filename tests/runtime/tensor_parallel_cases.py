@@ -1,0 +1,59 @@
+"""What is run on which mesh, with sharded models: hints, schedules, limits, chunks and ways of sharding."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import rrfp
+
+
+class RandomHint(rrfp.Hint):
+    """Any ready task, and on every rank another one."""
+
+    def __init__(self) -> None:
+        self._draws = random.Random(int(os.environ["RANK"]))
+
+    def choose(self, ready: rrfp.ReadySet, view: rrfp.View) -> rrfp.Task | None:
+        return self._draws.choice(list(ready))
+
+
+LOOPED: dict[str, Any] = {"chunks": 2}
+V: dict[str, Any] = {"chunks": 2, "placement": "v"}
+
+#: pp, dp, tp: what is run on it.
+CASES: dict[tuple[int, int, int], list[dict[str, Any]]] = {
+    (2, 1, 2): [
+        {"hint": "bf", "evaluate": True},
+        {"hint": "bfw", "limit": "1f1b", "tokens": True},
+        {"hint": "bfw", "deterministic": True},
+        {"hint": "slot-aware", "limit": rrfp.Limit(bytes=12_000)},
+        {"hint": RandomHint, "split": True, "limit": "1f1b", "depth": 3},
+        {"strict": "1f1b"},
+        {"hint": "bf", "coordination": "agreement"},
+        {**LOOPED, "hint": RandomHint, "limit": "1f1b", "evaluate": True},
+        {**LOOPED, "strict": "interleaved-1f1b"},
+        {**V, "hint": "bfw", "limit": "1f1b"},
+        {**V, "hint": "slot-aware", "tokens": True},
+        {"model": "sharded loss", "hint": "bfw", "evaluate": True},
+        {"model": "bare", "hint": "bfw", "evaluate": True},
+        {"model": "sequence", "hint": "bfw", "evaluate": True},
+    ],
+    (1, 2, 2): [
+        {"hint": "bf", "tokens": True, "evaluate": True},
+        {**LOOPED, "hint": RandomHint, "split": True},
+        {"hint": "bf", "fully_shard": True},
+    ],
+    (2, 2, 1): [
+        {"hint": "bf", "limit": "1f1b", "tokens": True, "evaluate": True},
+        {"strict": "1f1b", "reduction": "sum"},
+        {**LOOPED, "hint": RandomHint, "deterministic": True},
+        {"hint": "bfw", "fully_shard": True},
+    ],
+    (2, 2, 2): [
+        {"hint": "bf", "tokens": True, "evaluate": True},
+        {"hint": RandomHint, "limit": "1f1b", "reduction": "sum"},
+        {**V, "hint": "bfw", "deterministic": True, "tokens": True},
+    ],
+}

@@ -1,0 +1,110 @@
+"""Stages by replicas: gradients are those of one process over all microbatches, and a failure reaches every rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compute.gloo_ranks import fork_server
+from runtime import replica_processes as griefs
+from runtime.replica_processes import Grief, Replicas
+from runtime.toys import TOLERANCE
+from torch import nn
+
+import rrfp
+from rrfp.core.mesh import Mesh
+from rrfp.errors import ConfigError
+
+__all__ = ["fork_server"]
+
+TESTS = Path(__file__).parent.parent
+
+#: Seconds from the begin of a step to the error on every rank: told by a live rank, and found out about a dead one.
+TOLD_S, DEAD_S = 2.5, 5.5
+
+
+@pytest.mark.slow
+def test_gradients_of_two_replicas_are_the_references() -> None:
+    """Ragged microbatches, weights, chunks, accumulation, clipping, evaluation; where it is promised, bitwise."""
+    paths = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    done = subprocess.run(
+        [*command, str(TESTS / "runtime" / "torchrun_data_parallel.py")],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    reports = {report["rank"]: report["gaps"] for report in map(json.loads, done.stdout.splitlines())}
+    assert sorted(reports) == [0, 1, 2, 3]
+    for gaps in reports.values():
+        assert len(gaps) == 11
+        assert {name: gap for name, gap in gaps.items() if not gap < TOLERANCE} == {}
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Any]:
+    running: list[Replicas] = []
+
+    def start(victim: int, grief: Grief) -> Replicas:
+        running.append(Replicas(tmp_path, victim, grief))
+        return running[-1]
+
+    yield start
+    for replicas in running:
+        replicas.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_rank_that_dies_while_its_like_waits_in_a_collective_is_named_on_all(launch: Any, victim: int) -> None:
+    replicas = launch(victim, griefs.die)
+    survivors = {0, 1, 2, 3} - {victim}
+    ends = {rank: replicas.end(rank) for rank in survivors}
+    for end in ends.values():
+        assert end.error == "PipelineAborted", end.text
+        assert end.origin[0] == victim, end.text
+        assert end.origin[2].startswith("PeerLostError: ")
+        assert end.value < DEAD_S
+    _join(replicas, survivors)
+
+
+@pytest.mark.slow
+def test_an_error_reaches_a_rank_that_waits_in_a_collective(launch: Any) -> None:
+    replicas = launch(1, griefs.fail)
+    ends = {rank: replicas.end(rank) for rank in range(4)}
+    for end in ends.values():
+        assert end.origin == (1, "F1@0", "ValueError: enough")
+        assert end.value < TOLD_S
+    _join(replicas, {0, 1, 2, 3})
+
+
+def _join(replicas: Replicas, ranks: set[int]) -> None:
+    """Every process ends, although a thread of it may still be in a collective."""
+    deadline = time.monotonic() + 10
+    for rank in ranks:
+        replicas.processes[rank].join(max(0.0, deadline - time.monotonic()))
+        assert replicas.processes[rank].exitcode == 0
+
+
+def test_several_replicas_without_torch_distributed_are_one_line_that_says_what_to_call() -> None:
+    place = rrfp.Topology.at(1, Mesh((("pp", 1), ("dp", 2))))
+    with pytest.raises(ConfigError, match=r"topology has 2 replicas.*call torch\.distributed\.init_process_group\(\)"):
+        rrfp.Pipeline(nn.Linear(1, 1), topology=place)
+
+
+def test_a_place_is_told_once() -> None:
+    place: Any = rrfp.Topology(0, 1)
+    with pytest.raises(ConfigError, match="topology and mesh both tell the place"):
+        rrfp.Pipeline(nn.Linear(1, 1), topology=place, mesh=place)
+    with pytest.raises(ConfigError, match="coordinate goes with mesh"):
+        rrfp.Pipeline(nn.Linear(1, 1), topology=place, coordinate=("tp",))

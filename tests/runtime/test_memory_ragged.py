@@ -1,0 +1,126 @@
+"""A limit on bytes with real modules whose microbatches differ in size, within a step and between steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from runtime.toys import placed
+from torch import Tensor, nn
+
+import rrfp
+from rrfp.blocking import BlockingPipeline
+from rrfp.compute import split_backward
+from rrfp.core.seen_sizes import REMEMBERED_STEPS
+from rrfp.result import StepResult
+
+WIDTH = 32
+#: What a row of a microbatch keeps on a stage alone: its input, the Tanh's output, and the target, in float32.
+ROW = 3 * WIDTH * 4
+SMALL, LARGE = 16, 64
+
+
+def stage() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+
+def pipeline(parts: Sequence[Any], **options: Any) -> BlockingPipeline:
+    return rrfp.local(parts, loss_fn=nn.functional.mse_loss, **options).blocking()
+
+
+def step(pipe: BlockingPipeline, rows: Sequence[int]) -> StepResult:
+    return pipe.step([torch.randn(n, WIDTH) for n in rows], [torch.zeros(n, WIDTH) for n in rows])
+
+
+def test_microbatches_that_grow_within_a_step_pass_the_limit_once_by_less_than_one_of_them() -> None:
+    rows, limit = [SMALL] * 6 + [LARGE] * 6, 6 * SMALL * ROW
+    with pipeline([stage()], hint="f-priority", limit=rrfp.Limit(bytes=limit)) as pipe:
+        first, second = step(pipe, rows), step(pipe, rows)
+    (most,) = first.peak_bytes
+    assert limit < most <= limit + (LARGE - SMALL) * ROW
+    assert second.peak_bytes[0] <= limit
+    assert second.peak_bytes[0] >= LARGE * ROW
+
+
+def test_microbatches_that_grow_between_steps_pass_the_limit_once_by_less_than_one_of_them() -> None:
+    limit = 6 * SMALL * ROW
+    with pipeline([stage()], hint="f-priority", limit=rrfp.Limit(bytes=limit)) as pipe:
+        small = [step(pipe, [SMALL] * 8) for _ in range(2)]
+        first, second = step(pipe, [LARGE] * 4), step(pipe, [LARGE] * 4)
+    assert [result.peak_held for result in small] == [(6,), (6,)], "all that fits"
+    assert first.peak_bytes[0] <= limit + (LARGE - SMALL) * ROW
+    assert second.peak_held == (1,), "two would not fit"
+
+
+def test_after_larger_steps_the_limit_is_used_in_full_again() -> None:
+    limit = 6 * SMALL * ROW
+    with pipeline([stage()], hint="f-priority", limit=rrfp.Limit(bytes=limit)) as pipe:
+        step(pipe, [LARGE] * 4)
+        held = [step(pipe, [SMALL] * 8).peak_held[0] for _ in range(REMEMBERED_STEPS + 1)]
+    # While a large one is expected there is room for it: 6 - 4 = 2 small ones, and one of them in its place.
+    assert held == [3] * REMEMBERED_STEPS + [6]
+
+
+def test_an_evaluation_is_not_held_back_by_what_training_kept() -> None:
+    limit = LARGE * ROW + 1
+    modules = [stage(), stage()]
+    with pipeline(modules, hint="f-priority", limit=rrfp.Limit(bytes=limit)) as pipe:
+        step(pipe, [LARGE] * 4)
+        with torch.no_grad():
+            outcome = pipe.evaluate([torch.randn(LARGE, WIDTH) for _ in range(8)], [torch.zeros(LARGE, WIDTH)] * 8)
+    assert len(outcome.losses) == 8
+    assert outcome.peak_bytes[0] <= limit
+
+
+def test_a_microbatch_larger_than_the_limit_runs_alone() -> None:
+    with pipeline([stage()], hint="f-priority", limit=rrfp.Limit(bytes=100)) as pipe:
+        results = [step(pipe, rows) for rows in ([SMALL] * 3, [LARGE] * 3)]
+    assert [result.peak_held for result in results] == [(1,), (1,)]
+    assert [result.peak_bytes for result in results] == [(SMALL * ROW,), (LARGE * ROW,)]
+
+
+def test_what_a_split_backward_adds_is_kept_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards first, weight gradients last: between, a microbatch keeps an output gradient a layer as well."""
+    monkeypatch.setattr(split_backward, "MIN_FLOPS", 0.0)
+    module = nn.Sequential(*[stage() for _ in range(4)])
+    after_forward = LARGE * WIDTH * 4 * (1 + 4 + 1)  # input, outputs of four layers, target
+    after_backward = LARGE * WIDTH * 4 * (4 + 4)  # inputs and output gradients of four layers
+    limit = 6 * after_forward
+    with pipeline([module], hint="f-priority", split=True, limit=rrfp.Limit(bytes=limit)) as pipe:
+        first, second = (step(pipe, [LARGE] * 12) for _ in range(2))
+    assert first.peak_bytes == (6 * after_backward,), "nobody knew in the first step"
+    assert second.peak_held == (limit // after_backward,)
+    assert second.peak_bytes == (limit // after_backward * after_backward,)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("layout", "hint"), [("looped", "bfw"), ("v", "bfw"), ("v", "f-priority"), ("looped", "bf")])
+def test_ragged_microbatches_in_chunks_end_and_stay_near_the_limit(
+    layout: Any, hint: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two stages of two chunks, ten steps of random sizes: nothing is stuck, and each chunk surprises at most once."""
+    monkeypatch.setattr(split_backward, "MIN_FLOPS", 0.0)
+    draw = random.Random(3)
+    modules = [stage() for _ in range(4)]
+    # A split backward of these keeps inputs and output gradients, and sends an input gradient.
+    most_of_one = 4 * LARGE * WIDTH * 4
+    limit = 5 * most_of_one
+    options = {"placement": layout, "hint": hint, "limit": rrfp.Limit(bytes=limit), "deterministic": deterministic}
+    with pipeline(placed(modules, 2, layout), **options) as pipe:
+        for number in range(10):
+            factor = 4 if number in (3, 7) else 1
+            rows = [draw.randrange(1, SMALL) * factor for _ in range(8)]
+            result = step(pipe, rows)
+            assert len(result.losses) == len(rows)
+            assert all(most <= limit + 2 * most_of_one for most in result.peak_bytes)
+
+
+def test_the_rows_of_these_tests_are_what_a_stage_keeps() -> None:
+    module, x = stage(), torch.randn(SMALL, WIDTH)
+    with pipeline([module], limit=1) as pipe:
+        assert step(pipe, [SMALL]).peak_bytes == (SMALL * ROW,)
+    output: Tensor = module(x)
+    assert output.shape == x.shape

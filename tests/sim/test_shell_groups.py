@@ -1,0 +1,299 @@
+"""The real shell with groups, in virtual time: what the simulator tells of leaders, to the last bit; and agreement.
+
+Results are compared with ``==``: spans are frozen dataclasses of floats, so nothing here is approximate.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from sim.tables import table, tables
+from sim.tp_cases import FirstCome, any_makers, latencies, latencies_of, limits_of, settled_makers
+
+from rrfp.core.admission import Limit
+from rrfp.core.hint import Hint, View
+from rrfp.core.readiness import ForcedOrder
+from rrfp.core.ready_set import ReadySet
+from rrfp.core.tasks import Kind, Mode, Task
+from rrfp.costs import CostTable, make_costs, with_jitter
+from rrfp.costs.rank_latency import Cube, RankLatencies, rank_latencies
+from rrfp.errors import ConfigError, DeadlockError, HintError, ProtocolError
+from rrfp.hints.registry import create_hint
+from rrfp.sim.engine import graph_of
+from rrfp.sim.group_lane import Meetings
+from rrfp.sim.tensor_parallel import Agreement, Leader, run_tensor_parallel
+from rrfp.sim.tp_result import TensorParallelResult
+from rrfp.sim.virtual_groups import GroupRun, Replica, run_shell_groups
+
+
+def bf() -> Hint:
+    return create_hint("bf")
+
+
+def same(shell: GroupRun, simulated: TensorParallelResult, replica: int = 0) -> None:
+    """Every order, start, end, message and peak."""
+    stages = range(len(simulated.spans))
+    assert tuple(shell.spans(stage, replica=replica) for stage in stages) == simulated.spans
+    assert tuple(shell.orders(stage, replica=replica) for stage in stages) == simulated.orders
+    by_edge = sorted(simulated.messages, key=lambda message: (message.source, message.target, message.task))
+    assert shell.messages(replica=replica) == tuple(by_edge)
+    if shell.mesh.replicas == 1:
+        assert shell.peaks == tuple(peaks for of_stage in simulated.peaks for peaks in of_stage)
+
+
+@st.composite
+def forced(draw: st.DrawFn, costs: CostTable) -> list[ForcedOrder]:
+    kinds = [Kind.F, Kind.B, Kind.W] if costs.split else [Kind.F, Kind.B]
+    pairs = [(kind, v) for kind in kinds for v in range(costs.num_virtual_stages)]
+    return draw(st.just([]) | st.lists(st.sampled_from(pairs), max_size=4))
+
+
+@st.composite
+def delays_of(draw: st.DrawFn, costs: CostTable, ranks: int) -> dict[Kind, Cube]:
+    if draw(st.integers(0, 2)):
+        return {}
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    shape = (*costs.forward.shape, ranks)
+    return {Kind.F: random.choice([0.0, 0.5, 1.0], shape), Kind.B: random.exponential(1.0, shape)}
+
+
+# A leader.
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), costs=tables(), make=any_makers())
+def test_a_leader_at_depth_one_whose_words_take_no_time_does_what_the_simulator_says(
+    data: st.DataObject, costs: CostTable, make: Callable[[], Hint]
+) -> None:
+    limits, ranks, in_order = data.draw(limits_of(costs)), data.draw(latencies_of(costs)), data.draw(forced(costs))
+    delays = data.draw(delays_of(costs, ranks.ranks))
+    leader = Leader(depth=1, control_seconds=0)
+    shell = run_shell_groups([Replica(costs, ranks, delays)], make, limits, leader, in_order=in_order)
+    same(shell, run_tensor_parallel(costs, ranks, make, limits, leader, delays=delays, in_order=in_order))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    data=st.data(),
+    costs=tables(),
+    make=any_makers(),
+    depth=st.integers(1, 3),
+    control=st.sampled_from([0.0, 1e-3, 0.5, 10.0]),
+)
+def test_a_leader_ahead_of_its_slow_words_does_what_the_simulator_says(
+    data: st.DataObject, costs: CostTable, make: Callable[[], Hint], depth: int, control: float
+) -> None:
+    limits, ranks, in_order = data.draw(limits_of(costs)), data.draw(latencies_of(costs)), data.draw(forced(costs))
+    delays, leader = data.draw(delays_of(costs, ranks.ranks)), Leader(depth, control)
+    shell = run_shell_groups([Replica(costs, ranks, delays)], make, limits, leader, in_order=in_order)
+    same(shell, run_tensor_parallel(costs, ranks, make, limits, leader, delays=delays, in_order=in_order))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("leader", [Leader(), Leader(depth=2)])
+def test_they_agree_on_a_realistic_step(tp: int, leader: Leader) -> None:
+    costs = with_jitter(make_costs("mllm", 4, 12, seed=3, latency="spike"), "J2", seed=5)
+    ranks, limits = rank_latencies(costs, "spike", tp, seed=1), [Limit(8)] * 4
+    same(
+        run_shell_groups([Replica(costs, ranks)], bf, limits, leader),
+        run_tensor_parallel(costs, ranks, bf, limits, leader),
+    )
+
+
+def test_training_and_forward_only_steps_follow_each_other() -> None:
+    costs = table([[1, 1], [2, 2]], [[1, 1], [2, 2]])
+    ranks = latencies([[[0, 1], [1, 0]]], [[[0, 2], [0, 0]]])
+    modes = [Mode.TRAIN, Mode.FORWARD, Mode.TRAIN, Mode.FORWARD]
+    run = run_shell_groups([Replica(costs, ranks)], bf, [Limit(1), Limit(1)], Leader(2, 0.25), modes=modes)
+    for stage in range(2):
+        train, forward, again, last = (
+            [replace(span, start=span.start, end=span.end) for span in run.spans(stage, step=step)] for step in range(4)
+        )
+        assert (train, forward) == (again, last)
+        assert {span.task.kind for span in forward} == {Kind.F}
+    assert all(peaks.held <= 1 for peaks in run.peaks)
+
+
+# Agreement.
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), costs=tables(), make=settled_makers(), gather=st.sampled_from([0.0, 1e-3, 0.5]))
+def test_agreement_ends_in_one_order_on_all_ranks(
+    data: st.DataObject, costs: CostTable, make: Callable[[], Hint], gather: float
+) -> None:
+    limits, ranks, in_order = data.draw(limits_of(costs)), data.draw(latencies_of(costs)), data.draw(forced(costs))
+    event(f"{ranks.ranks} ranks")
+    run = run_shell_groups([Replica(costs, ranks)], make, limits, Agreement(gather), in_order=in_order)
+    graph = graph_of(costs)
+    for stage in range(costs.stages):
+        (order,) = set(run.orders(stage))
+        assert sorted(order) == sorted(graph.tasks(stage, costs.microbatches))
+        most = limits[stage].microbatches
+        assert most is None or all(
+            run.peaks[rank].held <= most * costs.chunks
+            for rank in range(run.mesh.size)
+            if run.mesh.place(rank)[0] == stage
+        )
+
+
+#: Rank 0 of stage 1 sees F0 before F1, rank 1 sees them the other way round.
+CROSSED = latencies([[[1, 9], [9, 1]]], [[[0, 0], [0, 0]]])
+COSTS = table([[1, 1], [1, 1]], [[2, 2], [2, 2]])
+
+
+def test_ranks_that_never_agree_end_in_a_deadlock_that_names_both_proposals() -> None:
+    began = time.monotonic()
+    with pytest.raises(DeadlockError) as caught:
+        run_shell_groups([Replica(COSTS, CROSSED)], FirstCome, [Limit(), Limit()], Agreement(0.001), stall_after=30)
+    assert time.monotonic() - began < 5
+    head, *lines = str(caught.value).splitlines()
+    assert head == "deadlock in step 0: every rank is idle and nothing is in flight"
+    assert [line.split(";")[0] for line in lines] == [
+        "  stage 0, tp 0 (rank 0) waits for: B0@0 (B0@1 owed by stage 1, tp 0 (rank 2))",
+        "  stage 0, tp 1 (rank 1) waits for: B0@0 (B0@1 owed by stage 1, tp 1 (rank 3))",
+        "  stage 1, tp 0 (rank 2) waits for: F0@1 (proposed to its group, which does not agree)",
+        "  stage 1, tp 1 (rank 3) waits for: F1@1 (proposed to its group, which does not agree)",
+    ]
+    assert lines[2].count("F0@1 (") == lines[3].count("F1@1 (") == 1
+
+
+def test_a_leader_has_no_such_trouble() -> None:
+    run = run_shell_groups([Replica(COSTS, CROSSED)], FirstCome, [Limit(), Limit()], Leader(1, 0.001))
+    assert len(set(run.orders(1))) == 1
+
+
+def test_a_rank_without_a_proposal_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    slow = latencies([[[1, 99], [1, 99]]], [[[0, 0], [0, 0]]])
+    run_shell_groups([Replica(COSTS, slow)], bf, [Limit(), Limit()], Agreement(0.0), stall_after=10)
+    line = next(line for line in caplog.messages if "rank 2) waits for" in line)
+    assert (
+        "stage 1, tp 0 (rank 2) waits for: F0@1 (proposed to its group, where some rank has nothing to propose)" in line
+    )
+    assert "stage 1, tp 1 (rank 3) waits for: F0@1 (F0@0 owed by stage 0, tp 1 (rank 1))" in line
+
+
+# What ranks of a group say that they wait for.
+
+
+def test_a_slow_message_to_a_follower_is_told_with_the_report_that_the_leader_awaits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    slow = latencies([[[1, 1, 99], [1, 1, 99]]], [[[0, 0, 0], [0, 0, 0]]])
+    run_shell_groups([Replica(COSTS, slow)], bf, [Limit(), Limit()], Leader(2, 0.001), stall_after=10)
+    line = next(line for line in caplog.messages if "in flight" in line)
+    assert "2 message(s) are in flight" in line
+    assert "stage 1, tp 0 (rank 3) waits for: F0@1 (not reported by stage 1, tp 2 (rank 5))" in line
+    assert (
+        "stage 1, tp 1 (rank 4) waits for: F0@1 (not ordered by stage 1, tp 0 (rank 3), which leads the group)" in line
+    )
+    assert "stage 1, tp 2 (rank 5) waits for: F0@1 (F0@0 owed by stage 0, tp 2 (rank 2))" in line
+
+
+class Deaf(Hint):
+    """Answers on stage 0 only."""
+
+    may_wait = True
+
+    def choose(self, ready: ReadySet, view: View) -> Task | None:
+        return next(iter(ready)) if view.stage == 0 else None
+
+
+def test_a_leader_that_orders_nothing_is_named_by_its_followers() -> None:
+    ranks = RankLatencies.same_on_all(COSTS, 2)
+    with pytest.raises(DeadlockError) as caught:
+        run_shell_groups([Replica(COSTS, ranks)], Deaf, [Limit(), Limit()], Leader(), stall_after=10)
+    _, *lines = str(caught.value).splitlines()
+    assert lines[2].startswith("  stage 1, tp 0 (rank 2) waits for: F0@1 (ready, but hint Deaf does not choose it); ")
+    ordered = "F0@1 (not ordered by stage 1, tp 0 (rank 2), which leads the group); B0@1 (F0@1 owed by stage 1, tp 1"
+    assert lines[3].startswith(f"  stage 1, tp 1 (rank 3) waits for: {ordered} (rank 3)); ")
+
+
+def test_a_hint_that_lies_is_the_same_error_as_without_a_group() -> None:
+    class Wrong(Hint):
+        def choose(self, ready: ReadySet, view: View) -> Task | None:
+            return Task(Kind.B, 1, view.stage)
+
+    ranks = RankLatencies.same_on_all(COSTS, 2)
+    with pytest.raises(HintError, match=r"hint Wrong chose B1@0 on stage 0; ready are: ReadySet\(F0@0 F1@0\)"):
+        run_shell_groups([Replica(COSTS, ranks)], Wrong, [Limit(), Limit()], Leader())
+
+
+# Replicas.
+
+
+@pytest.mark.parametrize("coordination", [Leader(2, 0.01), Agreement(0.01)])
+def test_replicas_of_groups_run_side_by_side(coordination: Leader | Agreement) -> None:
+    """Two replicas with different numbers of microbatches: each does what it does alone, and all tell one result."""
+    tables = [make_costs("mllm", 2, count, seed=count, latency="spike") for count in (3, 5)]
+    replicas = [Replica(costs, rank_latencies(costs, "spike", 2, seed=7)) for costs in tables]
+    limits = [Limit(2), Limit(2)]
+    run = run_shell_groups(replicas, bf, limits, coordination, modes=[Mode.TRAIN, Mode.FORWARD, Mode.TRAIN])
+    alone = [run_shell_groups([one], bf, limits, coordination) for one in replicas]
+    for replica in range(2):
+        for stage in range(2):
+            assert run.spans(stage, replica=replica) == alone[replica].spans(stage)
+            assert run.orders(stage, replica=replica) == alone[replica].orders(stage)
+    for step, mode in enumerate((Mode.TRAIN, Mode.FORWARD, Mode.TRAIN)):
+        results = [results[step] for results in run.results]
+        assert len({result.seconds for result in results}) == 1
+        assert {result.loss for result in results} == {0.0}
+        for rank, result in enumerate(results):
+            replica = run.mesh.place(rank).replica
+            assert result.step == (step, mode, tables[replica].microbatches)
+            assert len(result.losses) == tables[replica].microbatches
+            for parts in result.breakdown:
+                assert sum(parts.by_cause.values()) + parts.compute + parts.other == pytest.approx(result.seconds)
+            assert result.peak_held == alone[replica].results[0][0].peak_held or mode is Mode.FORWARD
+
+
+def test_the_breakdown_of_a_stage_is_its_leaders() -> None:
+    slow = latencies([[[1, 5], [1, 1]]], [[[0, 0], [0, 0]]])
+    run = run_shell_groups([Replica(COSTS, slow)], bf, [Limit(2), Limit(1)], Leader(1, 0))
+    assert [(str(span.task), span.start) for span in run.spans(1)] == [
+        ("F1@1", 3),
+        ("B1@1", 4),
+        ("F0@1", 6),
+        ("B0@1", 7),
+    ]
+    for rank in range(4):
+        parts = run.results[rank][0].breakdown[1]
+        # F0 is there at 2, the follower reports it at 6: by then F1 was run, and B1 until 6.
+        assert (parts.input, parts.order, parts.compute) == (2, 1, 6)
+
+
+def test_the_peaks_of_a_stage_are_those_of_its_worst_rank() -> None:
+    slow = latencies([[[0, 5], [0, 5]]], [[[0, 0], [0, 0]]])
+    run = run_shell_groups([Replica(COSTS, slow)], bf, [Limit(2), Limit(2)], Leader(1, 0))
+    received = [peaks.received for peaks in run.peaks]
+    assert received[2] > received[3]
+    assert run.results[3][0].peaks[1].received == received[2]
+
+
+# The lanes.
+
+
+def test_ranks_that_come_together_for_different_tasks_are_refused() -> None:
+    meetings, one, other = Meetings(2), Task(Kind.F, 0, 0), Task(Kind.F, 1, 0)
+    meetings.reach(0, 1, one, 1.0)
+    with pytest.raises(ProtocolError) as caught:
+        meetings.reach(0, 0, other, 1.0)
+    assert str(caught.value) == (
+        "collective mismatch: member 0 of the group runs F1@0 as number 0, where member 1 runs F0@0"
+    )
+
+
+def test_tables_of_different_shape_are_refused() -> None:
+    ranks = RankLatencies.same_on_all(COSTS, 2)
+    other = table([[1, 1, 1], [1, 1, 1]], [[1, 1, 1], [1, 1, 1]])
+    with pytest.raises(ConfigError, match="latencies have shape"):
+        run_shell_groups([Replica(other, ranks)], bf, [Limit(), Limit()], Leader())
