@@ -77,19 +77,14 @@ def measure(graph: Graph, stage: int, limit: Limit, microbatches: int, traces: S
 
 
 def _ready_at(core: StageCore, happenings: list[_Happening], start: float, free_at: float | None) -> float:
-    """When, after ``free_at`` and before ``start``, a task was ready on all ranks."""
-    if free_at is not None and core.decide() is not None:
-        return min(free_at, start)
+    """When, after ``free_at`` and before ``start``, a task was ready on all ranks; all until ``start`` is taken in."""
+    ready_at = start if core.decide() is None or free_at is None else min(free_at, start)
     while happenings and happenings[0][0] <= start:
         time, _, event = happenings.pop(0)
-        was_ready = core.decide() is not None
         core.apply(event)
-        if not was_ready and core.decide() is not None:
-            ready = time
-            while happenings and happenings[0][0] <= start:
-                core.apply(happenings.pop(0)[2])
-            return max(ready, free_at) if free_at is not None else ready
-    return start
+        if ready_at >= start and core.decide() is not None:
+            ready_at = time if free_at is None else max(time, free_at)
+    return min(ready_at, start)
 
 
 def _run(core: StageCore, task: Task) -> None:

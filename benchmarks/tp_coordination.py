@@ -11,7 +11,7 @@ and steps. For a leader at depth 2 that is what its word is late although it is 
 to start: from the moment when a task could run (the one before it has ended on all ranks, and it is ready on all) until
 it has begun on all ranks.
 words: messages between the ranks of a group, a task of the group.
-iteration: a step's time, relative to "leader, depth 2" in the same round; median.
+step: its time, relative to "leader, depth 2" in the same round; median.
 
 With TP 8 sixteen processes share the machine's cores: what they cost each other is in the figures. `--quick` only shows
 that everything runs: its figures mean nothing.
@@ -128,7 +128,7 @@ def aims_of(figures: Mapping[int, Mapping[str, Figures]]) -> list[Aim]:
 def print_tables(figures: Mapping[int, Mapping[str, Figures]], aims: Sequence[Aim]) -> None:
     """For people."""
     console = Console()
-    table = table_of("to start: us", "TP, method", "coordination", "to start p50", "p99", "words", "iteration")
+    table = table_of("to start: us", "TP, method", "coordination", "to start p50", "p99", "words", "step")
     for tp, methods in figures.items():
         for method, each in methods.items():
             start = (us(each.to_start.p50), us(each.to_start.p99))

@@ -1,9 +1,9 @@
 """Admission: the hard memory limit of a stage, which no hint can break.
 
-A forward takes a slot when it is enqueued; the slot is free again when the microbatch's last task on that virtual stage
-has completed (B, or W where backward is split), or, forward only, when every successor has consumed the output. D
-counts taken slots, in chunk tasks; there are K * C. Backwards and weight tasks free memory: only the paper's
-rule ever gates them.
+A forward takes a slot when it is enqueued; the microbatch's last task on that virtual stage (B, or W where backward is
+split) gives it back when it is enqueued: a lane runs its tasks in order, so whatever is enqueued behind it starts when
+it has completed. Forward only, the slot is free when every successor has consumed the output. D counts taken slots, in
+chunk tasks; there are K * C. Backwards and weight tasks free memory: only the paper's rule ever gates them.
 
 Rules, model-checked by `rrfp.sim.explore` (docs/memory-rules.md has the bounds, the cases and the wrong rules):
 
@@ -11,9 +11,8 @@ Rules, model-checked by `rrfp.sim.explore` (docs/memory-rules.md has the bounds,
   use the last slot, so the chain that frees memory never starves. With C = 1 it is plainly D < K.
 - **Paper** (Appendix C, instead of the staircase): while D < K*C any task may start. At D = K*C or above the stage
   serves: it runs nothing but the tasks of its lowest unfinished microbatch, F from the shallowest chunk to the deepest
-  and then B (each with its W) back, and waits for the next one. D passes K*C by C at most, or by as many tasks as the
-  lane has enqueued and not complete if that is more. In forward-only steps, where serving frees nothing, the staircase
-  holds instead.
+  and then B (each with its W) back, and waits for the next one. D passes K*C by C at most. In forward-only
+  steps, where serving frees nothing, the staircase holds instead.
 - **Reserve** (beside the staircase, when any order is forced): the last C slots admit only the lowest microbatch that
   has not been forwarded on its chunk. Without it later microbatches fill the memory while the one that everybody waits
   for stays outside. One slot is enough for C = 1, and not for more.
@@ -247,11 +246,14 @@ class Admission:
             if self._bytes is not None:
                 self._bytes.drop_output(task)
 
-    def free(self, chunk: int, microbatch: int) -> None:
-        """``microbatch`` is done on ``chunk``."""
+    def give_back(self) -> None:
+        """A slot is free for what the lane runs next."""
         self.held -= 1
         if self.serves_in_order:
             self.is_serving = self.slots is not None and self.held >= self.slots
+
+    def free(self, chunk: int, microbatch: int) -> None:
+        """``microbatch`` holds nothing more on ``chunk``. Its slot is given back apart."""
         self.held_bytes -= self._bytes_by_owner.pop((chunk, microbatch), 0)
         if self._bytes is not None:
             self._bytes.free((chunk, microbatch))

@@ -110,9 +110,11 @@ class Step:
 
     @property
     def holding(self) -> Holding:
-        """What is held now."""
-        outputs = self.outputs
-        return Holding(self.admission.held, self.admission.held_bytes, outputs.received, outputs.received_bytes)
+        """What is held now; of a forward that the lane has not come to, nothing is."""
+        outputs, held = self.outputs, self.admission.held
+        if self.in_flight:
+            held += sum(map(self._gives_back, self.in_flight)) - sum(task.kind is F for task in self.in_flight[1:])
+        return Holding(held, self.admission.held_bytes, outputs.received, outputs.received_bytes)
 
     def wait_cause(self) -> WaitCause:
         """Why there is nothing to decide."""
@@ -180,10 +182,16 @@ class Step:
         self.in_flight.append(task)
         if kind is F:
             self.admission.take(row.chunk, m)
+        if row.frees_memory and self._is_training:
+            self.admission.give_back()
         self.outputs.start_reading(row, m)
         if not self._follows:  # or what depends on it was released when it was ordered
             self.readiness.enqueue(row, m)
         return instructions
+
+    def _gives_back(self, task: Task) -> bool:
+        """Whether ``task`` gives its microbatch's slot back."""
+        return self._is_training and self.rows.own[task.kind][task.virtual_stage].frees_memory
 
     def _on_completed(self, event: ev.Completed) -> Instructions:
         task = event.task
@@ -222,12 +230,12 @@ class Step:
 
     def _settle_memory(self, row: Row, task: Task, held: int, output: int) -> None:
         self.admission.complete(row.kind, row.chunk, task.microbatch, held, output)
-        if self._is_training and row.frees_memory:
+        if row.frees_memory and self._is_training:
             self.admission.free(row.chunk, task.microbatch)
             return
         self.admission.hold(row.chunk, task.microbatch, held)
         if not self._is_training and not self.outputs.is_awaited(task):
-            self.admission.free(row.chunk, task.microbatch)
+            self._free(row, task.microbatch)
 
     def _on_send_released(self, event: ev.SendReleased) -> Instructions:
         was_last = self.outputs.release_send(event.task, event.peer)
@@ -244,7 +252,11 @@ class Step:
     def _consume(self, producer: Task, peer: int) -> None:
         """Forward only: ``peer`` is done with ``producer``'s output; the last to say so frees the slot."""
         if self.outputs.consume(producer, peer):
-            self.admission.free(self.rows.own[F][producer.virtual_stage].chunk, producer.microbatch)
+            self._free(self.rows.own[F][producer.virtual_stage], producer.microbatch)
+
+    def _free(self, row: Row, microbatch: int) -> None:
+        self.admission.give_back()
+        self.admission.free(row.chunk, microbatch)
 
     def _on_ready_reported(self, event: ev.ReadyReported) -> Instructions:
         self.group.report(event)

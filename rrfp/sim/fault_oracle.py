@@ -147,13 +147,13 @@ class Witness:
         if task in self._enqueued:
             self._object(f"started {task} twice")
         self._enqueued.add(task)
-        if task.kind is Kind.F:
-            self._held += 1
-        if self._slots is None:
-            return
-        most = self._slots + (self._excess if self.step.mode is Mode.TRAIN else 0)
-        if self._held > most:
+        # A lane runs its tasks in order: D as it is when the lane comes to this one.
+        is_training = self.step.mode is Mode.TRAIN
+        self._held += task.kind is Kind.F
+        most = None if self._slots is None else self._slots + (self._excess if is_training else 0)
+        if most is not None and self._held > most:
             self._object(f"holds {self._held} chunk tasks after starting {task}, the most allowed is {most}")
+        self._held -= is_training and task.kind is self._graph.last_kind(task.virtual_stage, Mode.TRAIN)
 
     def completed(self, task: Task, value: int) -> None:
         """``task`` has computed ``value``."""
@@ -163,7 +163,6 @@ class Witness:
             self._object(f"computed a wrong value in {task}: it read a wrong or stale input")
         self._completed.add(task)
         if self.step.mode is Mode.TRAIN:
-            self._held -= task.kind is self._graph.last_kind(task.virtual_stage, Mode.TRAIN)
             return
         where = self._graph.placement.stage_of
         for source in self._graph.inputs(task):

@@ -80,7 +80,6 @@ class CoreNetwork:
         self._nodes = [
             CoreNode(
                 StageCore(graph, stage, hint, limit, group=Group(member, members), in_order=in_order),
-                depth,
                 lambda task, member=member: num_bytes(task) + more_bytes(member, task),  # type: ignore[misc]
                 self._follow,
             )

@@ -17,7 +17,6 @@ class CoreNode:
 
     Args:
         core: the rank's.
-        depth: tasks enqueued and not complete, at most.
         num_bytes: what a microbatch holds after a task.
         follow: does what the rank asks for.
 
@@ -33,7 +32,6 @@ class CoreNode:
     def __init__(
         self,
         core: StageCore,
-        depth: int,
         num_bytes: Callable[[Task], int],
         follow: Callable[[CoreNode, StepId, Followed], None],
     ) -> None:
@@ -44,7 +42,6 @@ class CoreNode:
         self.num_bytes = num_bytes
         group = core.group
         self.name = f"stage {core.stage}" + (f" member {group.rank}" if group.size > 1 else "")
-        self._depth = depth
         self._follow = follow
         self._steps: Sequence[StepId] = ()
         self._num_completed = 0
@@ -87,10 +84,13 @@ class CoreNode:
         self._at_hand.add((step.number, task))
         self.orders[-1].append(task)
         self.num_running += 1
+        # What is held once the lane, which runs its tasks in order, has come to this one and begun it.
         self._held += task.kind is Kind.F and step.mode is Mode.TRAIN
         self.tell(ev.Enqueued(task))
         held, most = max(self._held, core.view.held), self._most_held(step)
         assert most is None or held <= most, f"{self.name} holds {held} in {step}, the limit is {most}"
+        # And before the next one begins, this one has completed.
+        self._held -= self._is_last(task, step) and step.mode is Mode.TRAIN
         return task
 
     def complete(self) -> None:
@@ -98,12 +98,11 @@ class CoreNode:
         step, task = self._step, self.core.in_flight[0]
         self._num_completed += 1
         self.num_running -= 1
-        is_last = task.kind is self.core.graph.last_kind(task.virtual_stage, step.mode)
+        is_last = self._is_last(task, step)
         held, owner = self.num_bytes(task), (task.microbatch, task.virtual_stage)
         self._bytes[owner] = 0 if is_last else held
         if held:
             self.most_bytes = max(self.most_bytes, sum(self._bytes.values()))
-        self._held -= is_last and step.mode is Mode.TRAIN
         completed = ev.Completed(task, held)
         self._follow(self, step, completed)
         self.tell(completed)
@@ -126,6 +125,9 @@ class CoreNode:
                 case _:
                     self._follow(self, step, instruction)
 
+    def _is_last(self, task: Task, step: StepId) -> bool:
+        return task.kind is self.core.graph.last_kind(task.virtual_stage, step.mode)
+
     def _remote_inputs(self, task: Task) -> list[Task]:
         place = self.core.graph.placement
         return [one for one in self.core.graph.inputs(task) if place.stage_of(one.virtual_stage) != self.core.stage]
@@ -135,7 +137,7 @@ class CoreNode:
         chunks, slots = self.core.graph.placement.chunks, self.core.view.slots
         if slots is None or self.core.limit.rule != "paper" or chunks == 1 or step.mode is Mode.FORWARD:
             return slots
-        return slots + max(chunks, self._depth)
+        return slots + chunks
 
     def _finish(self, step: StepId, finished: StepId) -> None:
         expected = sorted(self.core.graph.tasks(self.core.stage, step.microbatches, step.mode))

@@ -57,7 +57,7 @@ def test_a_byte_limit_is_at_least_one_byte() -> None:
         Limit(bytes=0)
 
 
-def test_a_slot_is_taken_at_enqueue_and_freed_when_backward_completes() -> None:
+def test_slots_are_taken_and_given_back_in_the_order_of_the_lane() -> None:
     script = Script(ONE, microbatches=3, limit=2)
     script.enqueued("F0@0")
     assert script.ready == "F1@0 F2@0 B0@0"
@@ -65,9 +65,23 @@ def test_a_slot_is_taken_at_enqueue_and_freed_when_backward_completes() -> None:
     assert script.ready == "B0@0 B1@0"
     script.completed("F0@0", "F1@0")
     script.enqueued("B0@0")
-    assert script.ready == "B1@0"
+    assert script.ready == "F2@0 B1@0"  # behind B0@0 on the lane
+
+
+def test_what_is_held_now_is_what_the_lane_has_come_to() -> None:
+    script = Script(ONE, microbatches=3, limit=2)
+    script.enqueued("F0@0", "F1@0")
+    assert script.core.holding.held == 1
+    script.completed("F0@0")
+    script.enqueued("B0@0", "F2@0")
+    assert (script.core.holding.held, script.core.view.held) == (2, 2)
+    script.completed("F1@0")
+    assert script.core.holding.held == 2  # B0@0 runs
     script.completed("B0@0")
-    assert script.ready == "F2@0 B1@0"
+    assert script.core.holding.held == 2  # F2@0 runs
+    script.completed("F2@0")
+    script.ran("B1@0", "B2@0")
+    assert (script.core.holding.held, script.core.peaks.held) == (0, 2)
 
 
 def test_split_backward_holds_the_slot_until_the_weight_task_completes() -> None:

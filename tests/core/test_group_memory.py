@@ -15,24 +15,33 @@ from rrfp.core.events import (
     Enqueued,
     FinishStep,
     HeldReported,
+    Order,
     Run,
 )
 from rrfp.core.graph import Graph
 from rrfp.core.order_log import Group
-from rrfp.core.progress import WaitCause
 from rrfp.core.tasks import Mode, StepId
 
 
-def test_a_follower_starts_what_is_ordered_once_a_slot_is_free_on_itself() -> None:
-    """The leader two ahead: its B0 has completed and F1 is ordered, while B0 still runs here."""
+def test_a_forward_is_ordered_and_enqueued_behind_the_backward_that_gives_its_slot_back() -> None:
+    """So the leader's word travels while the backward runs."""
+    script = Script(CHAIN, 1, limit=1, group=Group(0, 2))
+    script.arrived("F0@0", "F1@0")
+    reported(script, "F0@1")
+    reported(script, "F1@1")
+    script.ran("F0@1")
+    assert script.ready == "B0@1"
+    script.enqueued("B0@1")
+    assert script.core.decide() == Run(T("F1@1"))
+    assert script.enqueued("F1@1") == [Order(2, T("F1@1"))]
+
+
+def test_a_follower_enqueues_what_is_ordered_behind_a_backward_that_still_runs_here() -> None:
     script = Script(CHAIN, 1, limit=1, group=Group(1, 2))
     script.arrived("F0@0", "F1@0")
     ordered(script, (0, "F0@1"), (1, "B0@1"), (2, "F1@1"))
     script.ran("F0@1")
     script.enqueued("B0@1")
-    assert script.core.decide() is None
-    assert script.core.wait_cause() is WaitCause.MEMORY
-    script.completed("B0@1")
     assert script.core.decide() == Run(T("F1@1"))
 
 
