@@ -1,248 +1,183 @@
-"""A split backward beside the ordinary one and torch.distributed.pipelining's, in one run: time and bytes.
+"""A split backward beside the ordinary one and torch.distributed.pipelining's: time and bytes. About three minutes.
 
     python benchmarks/split_backward.py [--rounds N] [--quick] [--json]
 
-A stack of GPT blocks on one thread, sequence 256, a microbatch of one sequence. The three ways alternate in every
-round; times are CPU times of the thread, figures are medians of ratios to the ordinary backward in the same round.
+A stack of GPT blocks on one thread, sequence 256, a microbatch of one sequence. All ways alternate in every round;
+times are CPU times of the thread, figures are medians of ratios to the ordinary backward in the same round.
 
-F+B+W: the whole of a microbatch over F + ordinary backward. The aim is at most 1.03 from hidden size 512 on.
+F+B+W: the whole of a microbatch over F + ordinary backward. The aim is at most 1.03 from hidden size 512 on. malloc is
+told to keep freed memory, as an accelerator's allocator does. "by default" it gives much of it back to the kernel, and
+what waits for W then costs page faults too.
 B+W, B: over the ordinary backward alone.
 kept: bytes that stay allocated between B and W for a microbatch, measured by the process's memory over several
 microbatches, over what has to stay: the inputs of the linear layers and the gradients of their outputs. The aim is at
 most 1.10 from hidden size 512 on.
+rrfp defers the weight gradients of layers that are worth it; "all" and "none" are what it could do instead.
+
+The second table is why: what deferring one linear layer costs, beside its weight gradient itself; 256 rows.
 `--quick` only shows that everything runs: its figures mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 from _figures import Aim, aims_table, table_of
 from _load import OtherLoad
+from _split_ways import BLOCKS, ORDINARY, SEQUENCE, WAYS, ideal_bytes
 from rich.console import Console
-from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from torch.nn import functional
 
-from rrfp.compute.split_backward import input_gradients
+from rrfp.compute.split_backward import MIN_FLOPS
 
-SEQUENCE, BLOCKS, HEADS = 256, 4, 8
-HIDDEN = (64, 128, 256, 512, 768)
+HIDDEN: Sequence[int] = (64, 128, 256, 512, 768)
+LAYER_HIDDEN: Sequence[int] = (32, 64, 128, 192, 256, 384, 512, 768)
 #: From this hidden size on the aims hold.
 LARGE = 512
 MOST_TIME, MOST_KEPT = 1.03, 1.10
-#: Microbatches between B and W when memory is measured.
-PENDING = 8
 
-Weight = Callable[[], None]
+RRFP = "rrfp"
+#: Those measured under malloc's default, too.
+WITH_FAULTS = (ORDINARY, RRFP, "torch pipelining")
 
+#: Freed memory stays in the process; large tensors come from the kernel one by one, and go back.
+KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
+RETURNING = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
-class Block(nn.Module):
-    """A GPT block."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.mix, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.wide, self.narrow = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """One block."""
-        batch, length, hidden = x.shape
-        mixed = self.mix(self.first(x)).view(batch, length, 3, HEADS, hidden // HEADS).permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(mixed[0], mixed[1], mixed[2], is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).reshape(batch, length, hidden))
-        result: Tensor = x + self.narrow(functional.gelu(self.wide(self.second(x))))
-        return result
-
-
-def ordinary(module: nn.Module, x: Tensor, output: Tensor, gradient: Tensor) -> Weight:
-    """One backward."""
-    torch.autograd.backward(output, gradient)
-    return _nothing
-
-
-def ours(module: nn.Module, x: Tensor, output: Tensor, gradient: Tensor) -> Weight:
-    """RRFP's."""
-    edge = get_gradient_edge(output)
-    _, pending = input_gradients([edge], [gradient], [x])
-    return pending.add_to_gradients
-
-
-def torchs(module: nn.Module, x: Tensor, output: Tensor, gradient: Tensor) -> Weight:
-    """torch.distributed.pipelining's."""
-    parameters: Any = module.parameters
-    _, groups = stage_backward_input([output], [gradient], [x], parameters())
-
-    def weight() -> None:
-        stage_backward_weight(parameters(), groups)
-
-    return weight
-
-
-def _nothing() -> None:
-    """Nothing is left for W."""
-
-
-WAYS = {"ordinary": ordinary, "rrfp": ours, "torch pipelining": torchs}
+#: By way, the seconds of F, B and W in each round.
+Times = Mapping[str, Sequence[Sequence[float]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One way at one hidden size; see the head of this file."""
+    """One way at one hidden size; see the head of this file. None: not measured."""
 
     total: float
+    total_by_default: float | None
     backward: float
     input_part: float
-    kept_bytes: float
-    kept: float
+    kept_bytes: float | None
+    kept: float | None
 
 
-def timed(way: str, module: nn.Module, x: Tensor, gradient: Tensor) -> tuple[float, float, float]:
-    """Seconds of F, B and W."""
-    leaf = x.detach().requires_grad_()
-    times = [time.thread_time()]
-    output = module(leaf)
-    times.append(time.thread_time())
-    weight = WAYS[way](module, leaf, output, gradient)
-    times.append(time.thread_time())
-    weight()
-    times.append(time.thread_time())
-    module.zero_grad(set_to_none=True)
-    return times[1] - times[0], times[2] - times[1], times[3] - times[2]
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One linear layer."""
+
+    hidden: int
+    flops: float
+    cost_s: float
+    product_s: float
 
 
-def kept_bytes(way: str, hidden: int) -> float:
-    """Bytes of one microbatch between B and W, measured in a process of its own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [sys.executable, __file__, "--kept", way, "--hidden", str(hidden)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    return float(done.stdout)
+def run(what: str, hidden: int, rounds: int, ways: Sequence[str], malloc: Mapping[str, str]) -> Any:
+    """Measure in a process of its own.
 
-
-def measure_kept(way: str, hidden: int) -> float:
-    """In the process of `kept_bytes`."""
-    module, x, gradient = _workload(hidden)
-    for parameter in module.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-
-    def backward() -> Weight:
-        leaf = x.detach().clone().requires_grad_()
-        return WAYS[way](module, leaf, module(leaf), gradient.clone())
-
-    backward()()
-    gc.collect()
-    before = _resident()
-    waiting = [backward() for _ in range(PENDING)]
-    gc.collect()
-    grown = _resident() - before
-    for weight in waiting:
-        weight()
-    return grown / PENDING
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _workload(hidden: int) -> tuple[nn.Module, Tensor, Tensor]:
-    torch.manual_seed(0)
-    module = nn.Sequential(*[Block(hidden) for _ in range(BLOCKS)])
-    return module, torch.randn(1, SEQUENCE, hidden), torch.randn(1, SEQUENCE, hidden)
-
-
-def ideal_bytes(hidden: int) -> int:
-    """What W cannot do without: inputs and output gradients of four linear layers a block, float32."""
-    inputs, gradients = hidden * (1 + 1 + 1 + 4), hidden * (3 + 1 + 4 + 1)
-    return BLOCKS * SEQUENCE * (inputs + gradients) * 4
+    Raises:
+        subprocess.CalledProcessError: if it failed.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **malloc}
+    command = [sys.executable, str(Path(__file__).with_name("_split_process.py")), what, str(hidden), str(rounds)]
+    done = subprocess.run([*command, *ways], stdout=subprocess.PIPE, text=True, env=environment, check=True)
+    return json.loads(done.stdout)
 
 
 def measure(hidden: int, rounds: int) -> dict[str, Figures]:
     """All ways at one hidden size."""
-    module, x, gradient = _workload(hidden)
-    for way in WAYS:
-        timed(way, module, x, gradient)
-    rows: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
-    for _ in range(rounds):
-        for way, times in rows.items():
-            times.append(timed(way, module, x, gradient))
-    base = rows["ordinary"]
-    found = {}
-    for way, times in rows.items():
-        kept = 0.0 if way == "ordinary" else kept_bytes(way, hidden)
-        found[way] = Figures(
-            median(sum(own) / sum(one) for own, one in zip(times, base, strict=True)),
-            median((own[1] + own[2]) / one[1] for own, one in zip(times, base, strict=True)),
-            median(own[1] / one[1] for own, one in zip(times, base, strict=True)),
-            kept,
-            kept / ideal_bytes(hidden),
+    times: Times = run("times", hidden, rounds, list(WAYS), KEEPING)
+    by_default: Times = run("times", hidden, rounds, WITH_FAULTS, {}) if hidden >= LARGE else {}
+    kept: dict[str, float] = run("kept", hidden, 1, [way for way in WAYS if way != ORDINARY], RETURNING)
+    return {
+        way: Figures(
+            _ratio(times, way, (0, 1, 2), (0, 1, 2)),
+            _ratio(by_default, way, (0, 1, 2), (0, 1, 2)) if way in by_default else None,
+            _ratio(times, way, (1, 2), (1,)),
+            _ratio(times, way, (1,), (1,)),
+            kept.get(way),
+            kept[way] / ideal_bytes(hidden) if way in kept else None,
         )
-    return found
+        for way in WAYS
+    }
 
 
-def aims_of(figures: dict[int, dict[str, Figures]]) -> list[Aim]:
+def _ratio(times: Times, way: str, own: Sequence[int], base: Sequence[int]) -> float:
+    """The median over the rounds of some parts of ``way`` over some of the ordinary backward."""
+    pairs = zip(times[way], times[ORDINARY], strict=True)
+    return median(sum(mine[part] for part in own) / sum(other[part] for part in base) for mine, other in pairs)
+
+
+def measure_layer(hidden: int, rounds: int) -> Layer:
+    """One linear layer, deferred whatever its size."""
+    told = run("layer", hidden, rounds, ["rrfp, all deferred"], KEEPING)
+    return Layer(hidden, 2.0 * SEQUENCE * hidden**2, told["cost"], told["product"])
+
+
+def aims_of(figures: Mapping[int, Mapping[str, Figures]]) -> list[Aim]:
     """Ours at the large sizes, in percent."""
-    return [
-        aim
-        for hidden, ways in figures.items()
-        if hidden >= LARGE
-        for aim in (
-            Aim(f"F+B+W, hidden {hidden}", 100 * ways["rrfp"].total, 100 * MOST_TIME, unit="%"),
-            Aim(f"kept, hidden {hidden}", 100 * ways["rrfp"].kept, 100 * MOST_KEPT, unit="%"),
-        )
-    ]
+    aims = []
+    for hidden, ways in figures.items():
+        if hidden >= LARGE:
+            own = ways[RRFP]
+            assert own.kept is not None
+            aims.append(Aim(f"F+B+W, hidden {hidden}", 100 * own.total, 100 * MOST_TIME, unit="%"))
+            aims.append(Aim(f"kept, hidden {hidden}", 100 * own.kept, 100 * MOST_KEPT, unit="%"))
+    return aims
 
 
-def print_tables(figures: dict[int, dict[str, Figures]], aims: Sequence[Aim]) -> None:
+def print_tables(figures: Mapping[int, Mapping[str, Figures]], layers: Sequence[Layer], aims: Sequence[Aim]) -> None:
     """For people."""
-    console = Console()
+    console = Console(width=max(Console().width, 100))
     title = f"{BLOCKS} GPT blocks, sequence {SEQUENCE}, one thread"
-    table = table_of(title, "hidden", "way", "F+B+W", "B+W", "B", "kept MiB", "kept / ideal")
+    table = table_of(title, "hidden", "way", "F+B+W", "by default", "B+W", "B", "kept MiB", "kept / ideal")
     for hidden, ways in figures.items():
         for way, one in ways.items():
-            ratios = (f"{one.total:.3f}", f"{one.backward:.3f}", f"{one.input_part:.3f}")
-            table.add_row(str(hidden), way, *ratios, f"{one.kept_bytes / 2**20:.1f}", f"{one.kept:.2f}")
+            ratios = map(_figure, (one.total, one.total_by_default, one.backward, one.input_part))
+            kept = "-" if one.kept_bytes is None else f"{one.kept_bytes / 2**20:.1f}"
+            table.add_row(str(hidden), way, *ratios, kept, _figure(one.kept, 2))
+    console.print(table)
+    title = f"one linear layer; deferred from {MIN_FLOPS / 1e6:g} million operations on"
+    table = table_of(title, "hidden", "million operations", "weight gradient us", "deferring it us", "of it")
+    for layer in layers:
+        seconds = (f"{layer.product_s * 1e6:.0f}", f"{layer.cost_s * 1e6:.0f}", f"{layer.cost_s / layer.product_s:.0%}")
+        table.add_row(str(layer.hidden), f"{layer.flops / 1e6:.1f}", *seconds)
     console.print(table)
     console.print(aims_table(aims))
+
+
+def _figure(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="Split backward, ordinary backward and torch's split.")
-    parser.add_argument("--rounds", type=int, default=25, help="measured rounds, at least 1")
+    parser.add_argument("--rounds", type=int, default=15, help="measured rounds, at least 1")
     parser.add_argument("--quick", action="store_true", help="a smoke run: its figures mean nothing")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--kept", choices=list(WAYS), help=argparse.SUPPRESS)
-    parser.add_argument("--hidden", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rounds < 1:
         parser.error(f"--rounds is {arguments.rounds}, must be at least 1")
-    torch.set_num_threads(1)
-    if arguments.kept:
-        print(measure_kept(arguments.kept, arguments.hidden))
-        return
     load = OtherLoad()
-    sizes, rounds = (HIDDEN[:2], 1) if arguments.quick else (HIDDEN, arguments.rounds)
+    sizes, layer_sizes, rounds = HIDDEN, LAYER_HIDDEN, arguments.rounds
+    if arguments.quick:
+        sizes, layer_sizes, rounds = HIDDEN[:1], LAYER_HIDDEN[:1], 1
     figures = {hidden: measure(hidden, rounds) for hidden in sizes}
+    layers = [measure_layer(hidden, rounds) for hidden in layer_sizes]
     aims = aims_of(figures)
     if arguments.json:
         plain = {hidden: {way: asdict(one) for way, one in ways.items()} for hidden, ways in figures.items()}
-        print(json.dumps({"figures": plain, "aims": [aim.to_json() for aim in aims], "other_load": load.share()}))
+        told = {"figures": plain, "layers": [asdict(layer) for layer in layers]}
+        print(json.dumps({**told, "aims": [aim.to_json() for aim in aims], "other_load": load.share()}))
     else:
-        print_tables(figures, aims)
+        print_tables(figures, layers, aims)
         print(load.sentence())
 
 
