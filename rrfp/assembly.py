@@ -144,7 +144,11 @@ class Assembly:
         """What the ranks of a group must have in common."""
         return {
             "in_order": " ".join(sorted(f"{kind}@{v}" for kind, v in in_order)),
-            "hint": f"{type(hint).__module__}.{type(hint).__qualname__}",
+            "hint": named if isinstance(named := self._settings.hint, str) else _class_of(hint),
             "limit": str(limit),
             "depth": self._settings.depth,
         }
+
+
+def _class_of(hint: Hint) -> str:
+    return f"{type(hint).__module__}.{type(hint).__qualname__}"

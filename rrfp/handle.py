@@ -119,7 +119,8 @@ class PipelineHandle:
         """Clip the gradients of the whole model by their norm: over all stages, shards and replicas.
 
         What ``torch.nn.utils.clip_grad_norm_`` does for a model in one process. Called between steps, on every rank,
-        with reduced gradients; it needs no process group. A factor that is in the gradients (``grad_scale``) is in
+        with reduced gradients; it needs no process group. Shards have to be DTensors: of a plain tensor the ranks of a
+        group are taken to have the same. A factor that is in the gradients (``grad_scale``) is in
         their norm too.
 
         Args:

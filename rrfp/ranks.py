@@ -81,8 +81,7 @@ class Ranks:
         Raises:
             ConfigError: if they do not fit; nothing has happened then.
         """
-        is_shared = mode is Mode.TRAIN and self._replicas > 1
-        plan = plan_step(number, mode, self._options.reduction, **arguments, is_shared=is_shared)
+        plan = plan_step(number, mode, self._options.reduction, **arguments, is_shared=self._replicas > 1)
         for program in self._programs:
             program.open(plan.step, plan.batch)
         if mode is Mode.TRAIN:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -128,14 +129,15 @@ class StepResult:
 
 
 def _shared_loss(reports: Sequence[StageReport], place: Topology, reduction: Reduction) -> float | None:
-    """The loss over all replicas, added in their order."""
+    """The loss over all replicas, added in their order; nan where all weights of an evaluation are 0."""
     leaders = (report for rank, report in enumerate(reports) if place.place_of(rank).member == 0)
     parts = [(report.loss, report.weight) for report in leaders if report.loss is not None]
     if len(parts) < 2:
         return parts[0][0] if parts else None
     if reduction == "sum":
         return sum(loss for loss, _ in parts)
-    return sum(loss * weight for loss, weight in parts) / sum(weight for _, weight in parts)
+    total = sum(weight for _, weight in parts)
+    return sum(loss * weight for loss, weight in parts) / total if total else math.nan
 
 
 def _filled_up(breakdown: Breakdown, seconds: float) -> Breakdown:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,28 @@ from torch import Tensor
 BUCKET_BYTES = 25 * 2**20
 
 
+class CollectiveError(Exception):
+    """A collective raised; the cause says what."""
+
+
+@contextmanager
+def collective() -> Iterator[None]:
+    """What a call of torch.distributed raises in here is told from errors of this rank alone.
+
+    Raises:
+        CollectiveError: if it raises.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveError from error
+
+
 def sum_over(tensors: Iterable[Tensor], group: dist.ProcessGroup, *, in_order: bool = False) -> None:
     """Replace each tensor by its sum over the ranks of ``group``.
+
+    Raises:
+        CollectiveError: if a rank is gone, or a backend does not know a dtype.
 
     Args:
         tensors: dense; alike on all ranks in number, order, shapes and dtypes.
@@ -30,7 +51,8 @@ def sum_over(tensors: Iterable[Tensor], group: dist.ProcessGroup, *, in_order: b
         if in_order:
             _sum_in_order(flat, group)
         else:
-            dist.all_reduce(flat, group=group)
+            with collective():
+                dist.all_reduce(flat, group=group)
         _spread(flat, bucket)
 
 
@@ -74,7 +96,8 @@ def _sum_in_order(flat: Tensor, group: dist.ProcessGroup) -> None:
     # In pieces, or a large tensor would need room for as many copies of itself as there are ranks.
     for piece in torch.split(flat, max(1, BUCKET_BYTES // flat.element_size())):
         of_all = [torch.empty_like(piece) for _ in range(group.size())]
-        dist.all_gather(of_all, piece, group=group)
+        with collective():
+            dist.all_gather(of_all, piece, group=group)
         piece.copy_(of_all[0])
         for other in of_all[1:]:
             piece.add_(other)

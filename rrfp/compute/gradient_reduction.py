@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from rrfp.compute.gradient_buckets import sum_over
+from rrfp.compute.gradient_buckets import CollectiveError, collective, sum_over
 from rrfp.compute.gradient_layout import ABSENT, TOO_LARGE, as_dtensor, encode, local_part, zeros
 from rrfp.compute.thread_lane import ThreadLane
 from rrfp.errors import StageError
@@ -88,7 +88,7 @@ class GradientReducer:
 
         Raises:
             StageError: if a gradient cannot be summed, or the replicas' models differ.
-            Exception: whatever the collective raised; a connection's error only after `PATIENCE_S`.
+            Exception: whatever a collective raised, after `PATIENCE_S`.
         """
         await self._turns[virtual_stage].wait()
         summing = self._lane.enqueue(partial(self._sum, virtual_stage))
@@ -96,9 +96,9 @@ class GradientReducer:
         self._next_turn()
         try:
             await summing
-        except RuntimeError:  # what torch's collectives raise
+        except CollectiveError as error:
             await asyncio.sleep(PATIENCE_S)
-            raise
+            raise error.__cause__ or error from None
 
     def close(self) -> None:
         """Sum nothing more. Never waits for a running collective. May be called twice."""
@@ -170,7 +170,8 @@ class GradientReducer:
         import torch.distributed as dist
 
         tensor = torch.tensor(numbers, dtype=torch.int64, device=self._device())
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+        with collective():
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
         largest: list[int] = tensor.tolist()
         return largest
 

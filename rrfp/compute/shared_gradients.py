@@ -68,6 +68,10 @@ class SharedGradients:
         found = {v for _, stages in self.holders if stages[0] == home for v in stages[1:]}
         return tuple(sorted(found))
 
+    def homes_of(self, guest: int) -> tuple[int, ...]:
+        """The virtual stages at which a parameter of ``guest`` is at home, other than itself."""
+        return tuple(sorted({stages[0] for _, stages in self.holders if guest in stages[1:]}))
+
     @torch.no_grad()
     def gather(self, home: int) -> None:
         """Add to each gradient at ``home`` those of the other virtual stages, in their order; these begin anew."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgpack
 
@@ -38,15 +38,24 @@ class Accounts:
 
         Raises:
             ConfigError: if the sum is 0, where a mean is asked for.
-            ProtocolError: if another rank gives something else than a weight.
+            ProtocolError: if another rank gives something else than a weight, or does not reduce as this one does.
         """
         gives = self.has_losses and self._place.member == 0
-        own = msgpack.packb(plan.total_weight if gives else 0.0)
+        own = msgpack.packb((plan.total_weight if gives else 0.0, plan.reduce_gradients))
         told = [msgpack.unpackb(data) for data in await self._exchange.exchange("weights", plan.step.number, own)]
-        if not all(isinstance(weight, float) for weight in told):
+        if not all(isinstance(one, list) and [*map(type, one)] == [float, bool] for one in told):
             raise ProtocolError(f"the weights of the replicas are {told}, must be numbers")
+        self._check_reduces([reduces for _, reduces in told], plan)
         if self.has_losses:
-            plan.normalise(sum(told))
+            plan.normalise(sum(weight for weight, _ in told))
+
+    def _check_reduces(self, reduces: Sequence[bool], plan: Plan) -> None:
+        """A rank that sums gradients would wait in a collective for one that does not."""
+        if len(set(reduces)) > 1:
+            does, does_not = (self._place.name_of(reduces.index(wanted)) for wanted in (True, False))
+            raise ProtocolError(
+                f"reduce_gradients is True on {does} and False on {does_not} in {plan.step}: must be the same on all"
+            )
 
     async def settle(
         self, plan: Plan, reduction: Reduction, trace: StepTrace, peaks: Peaks, losses: Mapping[int, float]

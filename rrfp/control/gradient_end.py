@@ -57,7 +57,9 @@ class GradientEnd:
             self._ties = TieSum(ties, placement, place, work, progress, send)
         self._step: StepId | None = None
         self._reduces = True
+        #: By virtual stage: its gradients are formed; and, over replicas, summed.
         self._final: dict[int, asyncio.Event] = {}
+        self._summed: dict[int, asyncio.Event] = {}
 
     def open(self, step: StepId, reduces: bool) -> None:
         """A step begins.
@@ -68,6 +70,7 @@ class GradientEnd:
         """
         self._step, self._reduces = step, reduces
         self._final = {v: asyncio.Event() for v in self._virtual_stages}
+        self._summed = {v: asyncio.Event() for v in self._virtual_stages}
         if self._ties is not None:
             self._ties.open()
 
@@ -93,6 +96,10 @@ class GradientEnd:
             await self._gather(virtual_stage)
             with self._progress.chore(f"the sum over replicas of {name}"):
                 await self._reduce(virtual_stage)
+            self._summed[virtual_stage].set()
+            # What this one lent to those went with their sums, and is no copy's own gradient any more.
+            for home in self._shared.homes_of(virtual_stage):
+                await self._summed[home].wait()
         if self._ties is not None:
             assert self._step is not None
             await self._ties.settle(virtual_stage, self._step, self._reduces)

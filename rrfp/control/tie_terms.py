@@ -76,7 +76,6 @@ def _check_copies(name: str, copies: _Copies, place: Topology) -> None:
             f"tie {name!r} is on virtual stage {v} ({place.name_of(rank)}) alone, must be on two at least: every rank "
             "with a copy passes it by the same name"
         )
-    values = {rank: first.values}
     for _, (other, copy) in others:
         here, there = place.name_of(rank), place.name_of(other)
         if copy.kind != first.kind:
@@ -84,7 +83,7 @@ def _check_copies(name: str, copies: _Copies, place: Topology) -> None:
         if copy.learns != first.learns:
             learns, frozen = (here, there) if first.learns else (there, here)
             raise ConfigError(f"tie {name!r} requires grad on {learns} and not on {frozen}: must be the same")
-        if not copy.is_guest and copy.values != values.setdefault(rank, first.values):
+        if not copy.is_guest and copy.values != first.values:
             raise ConfigError(
                 f"tie {name!r} has other values on {there} than on {here}: must start equal, from one checkpoint or "
                 "one seed"

@@ -7,8 +7,8 @@ than all that are remembered (`rrfp.core.seen_sizes`), times the forwards that r
 what these showed.
 
 On the leader of a group the worst rank counts. For each microbatch and chunk that is the most that any rank told, and
-the same for each output; so what is counted is never less than what any one rank holds. A forward is in flight until
-all ranks have told what it left behind: until then it counts with what is expected.
+the same for each output while the leader keeps its own: when a follower lets go of one, nobody tells. A forward is in
+flight until all ranks have told what it left behind: until then it counts with what is expected.
 """
 
 from __future__ import annotations

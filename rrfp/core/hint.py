@@ -50,7 +50,7 @@ class View(Protocol):
 
     @property
     def held(self) -> int:
-        """D, the chunk tasks held now."""
+        """D, the chunk tasks held when the lane has run what is enqueued."""
 
     @property
     def held_bytes(self) -> int:

@@ -16,6 +16,7 @@ from runtime.toys import Hold, Trap
 
 import rrfp
 from rrfp.blocking import BlockingPipeline
+from rrfp.core.mesh import Mesh
 from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.errors import Origin, PipelineAborted
 from rrfp.transports.base import Message, MessageKind
@@ -76,6 +77,19 @@ def test_members_that_disagree_on_the_step_are_told_both_values(coordination: st
         cause = outcome.abort.origin.cause
         assert "3 microbatches" in cause
         assert "4 microbatches" in cause
+
+
+def test_replicas_of_which_only_some_reduce_are_told_who_does() -> None:
+    mesh = Mesh((("dp", 2), ("pp", 2)))
+
+    def body(rank: int, pipe: BlockingPipeline) -> Any:
+        return pipe.step(microbatches=2, reduce_gradients=mesh.place(rank).replica == 0)
+
+    for outcome in ThreadedRanks(programs(mesh), body, mesh=mesh).join():
+        assert outcome.abort.origin.cause == (
+            f"ProtocolError: reduce_gradients is True on {mesh.name(0)} and False on {mesh.name(2)} in step 0 "
+            "(train, 2 microbatches): must be the same on all"
+        )
 
 
 # A slow rank is no fault.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -60,6 +61,20 @@ def test_a_sum_of_losses_is_over_all_replicas_and_no_members() -> None:
         programs(mesh), lambda rank, pipe: pipe.step(weights=[1, 2]), mesh=mesh, reduction="sum"
     ).join()
     assert {outcome.value.loss for outcome in outcomes} == {(1 + 2 * 2) + (3 + 2 * 4)}
+
+
+def test_replicas_may_evaluate_other_numbers_of_microbatches_or_nothing_that_counts() -> None:
+    """As at the padded end of a data set."""
+    mesh = Mesh((("pp", 1), ("dp", 2)))
+
+    def body(rank: int, pipe: BlockingPipeline) -> Any:
+        return [pipe.evaluate(weights=[1, 1] if rank == 0 else [0]), pipe.evaluate(weights=[0])]
+
+    for outcome in ThreadedRanks(programs(mesh), body, mesh=mesh).join():
+        assert outcome.error is None
+        counted, nothing = outcome.value
+        assert counted.loss == 1.5
+        assert math.isnan(nothing.loss)
 
 
 @pytest.mark.parametrize("coordination", ["leader", "agreement"])

@@ -54,7 +54,11 @@ def test_copies_train_bit_by_bit_as_one_parameter_in_one_process(
     assert ends[0].value[2] == ends[-1].value[2]
 
 
-@pytest.mark.parametrize("options", [{}, {"placement": "v", "hint": "bfw"}], ids=["copies", "one object"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"placement": "v", "hint": "bfw"}, {"placement": "looped", "hint": "bfw"}, {"placement": "looped"}],
+    ids=["copies", "one object", "a copy and one object, split", "a copy and one object"],
+)
 def test_with_replicas_the_sum_over_both_counts_everything_once(launch: Any, options: dict[str, Any]) -> None:
     """Two replicas of two stages; the total of two accumulated steps is on all ranks with a copy."""
     ranks = launch(2, programs.three_steps, replicas=2, deterministic=True, **options)

@@ -25,6 +25,9 @@ from rrfp.transports.rendezvous import StoreRendezvous
 
 MICROBATCHES = 5
 
+#: The virtual stages of two looped chunks, beside the first, that use the tied weight: both are of the second stage.
+LOOPED_HEADS = (1, 3)
+
 
 @dataclass
 class Rank:
@@ -58,7 +61,8 @@ class TiedProcesses:
     Args:
         folder: where the ranks meet.
         stages: N. The first and the last virtual stage share a weight: with a V of two chunks, which are both on the
-            first stage, as one object.
+            first stage, as one object. With two stages of two looped chunks it is the first one, and the two of the
+            second stage, which are one object.
         program: importable.
         replicas: copies of the pipeline.
         options: of the pipelines.
@@ -99,10 +103,12 @@ def _run(
         world = stages * replicas
         dist.init_process_group("gloo", rank=rank, world_size=world, init_method=f"file://{folder}/gloo")
     store = dist.FileStore(f"{folder}/store", stages * replicas)  # type: ignore[attr-defined]
-    is_v = options.get("placement") == "v"
-    parts, (first, last) = tied(stages * (2 if is_v else 1), objects=is_v)
+    is_v, is_looped = (options.get("placement") == layout for layout in ("v", "looped"))
+    parts, weights = tied(stages * (1 + (is_v or is_looped)), LOOPED_HEADS if is_looped else (), objects=is_v)
     own = placed(parts, stages, "v" if is_v else "looped")[place.stage]
-    mine = [weight for weight in (first, last) if any(weight is p for part in own for p in part.parameters())]
+    if is_looped and place.stage == 1:
+        own[1][1].weight = own[0][1].weight  # type: ignore[index]
+    mine = [weight for weight in weights if any(weight is p for part in own for p in part.parameters())]
     value, error = None, None
     try:
         with rrfp.Pipeline(
@@ -128,8 +134,9 @@ def three_steps(pipe: BlockingPipeline, rank: Rank) -> tuple[bool, float, list[l
         tied weight after all steps.
     """
     stage, stages, replicas = rank.place.stage, rank.place.stages, rank.place.replicas
-    theirs, _ = tied(stages * len(rank.modules), objects=True)
-    likes = placed(theirs, stages, "v" if len(rank.modules) == 2 else "looped")[stage]
+    is_looped = len(rank.modules) == 2 and len(rank.weights) == 1
+    theirs, _ = tied(stages * len(rank.modules), LOOPED_HEADS if is_looped else (), objects=True)
+    likes = placed(theirs, stages, "looped" if is_looped or len(rank.modules) == 1 else "v")[stage]
     optimizers = [_optimizer(rank.modules), _optimizer(theirs)]
     exact, worst = True, 0.0
     for number in range(3):
