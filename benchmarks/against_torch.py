@@ -24,19 +24,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import median
 
 from _comparison import BASELINE, JITTERS, METHODS, RRFP_METHODS, Settings
 from _figures import Aim, table_of
 from _load import OtherLoad
 from _overhead import Line, Overhead, transfer_of
+from _workers import run_workers
 from rich.console import Console
 from rich.progress import Progress
 
@@ -59,31 +56,6 @@ class Figures:
     held: tuple[int, ...]
     transfer_s: float | None
     overhead: Overhead
-
-
-def run_workers(settings: Settings) -> Iterator[Line]:
-    """Run the workers, and yield what rank 0 tells of each step.
-
-    Raises:
-        SystemExit: if a worker failed.
-    """
-    worker = Path(__file__).with_name("_comparison_worker.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings.stages)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [*command, str(worker), settings.to_json()], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    assert process.stdout is not None
-    try:
-        for text in process.stdout:
-            if text.startswith("{"):
-                yield json.loads(text)
-        if process.wait() != 0:
-            raise SystemExit(f"a worker ended with exit code {process.returncode}")
-    finally:
-        process.terminate()  # torchrun ends its workers
-        process.wait()
-        process.stdout.close()
 
 
 def figures_of(settings: Settings, lines: Sequence[Line]) -> dict[str, dict[str, Figures]]:
@@ -193,7 +165,7 @@ def main() -> None:
     lines, load = [], OtherLoad()
     with Progress(console=Console(stderr=True), transient=True) as progress:
         steps = progress.add_task("steps", total=len(METHODS) * (1 + settings.rounds * len(JITTERS)))
-        for line in run_workers(settings):
+        for line in run_workers("_comparison_worker.py", settings.stages, settings.to_json()):
             lines.append(line)
             progress.advance(steps)
     figures = figures_of(settings, lines)

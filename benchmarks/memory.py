@@ -21,25 +21,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from _figures import table_of
 from _load import OtherLoad
 from _memory_settings import BASELINE, Settings
+from _workers import run_workers
 from rich.console import Console
 from rich.progress import Progress
 
 Line = Mapping[str, Any]
 
 MIB = 1 << 20
+
+#: With a fixed threshold large tensors come from the kernel one by one, and go back to it.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,32 +55,6 @@ class Figures:
     received_bytes: tuple[int, ...]
     grown_bytes: tuple[int, ...]
     overrun: float
-
-
-def run_workers(settings: Settings) -> Iterator[Line]:
-    """Run the workers, and yield what they tell.
-
-    Raises:
-        SystemExit: if a worker failed.
-    """
-    worker = Path(__file__).with_name("_memory_worker.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings.stages)]
-    # With a fixed threshold large tensors come from the kernel one by one, and go back to it.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "2"}
-    process = subprocess.Popen(
-        [*command, str(worker), settings.to_json()], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    assert process.stdout is not None
-    try:
-        for text in process.stdout:
-            if text.startswith("{"):
-                yield json.loads(text)
-        if process.wait() != 0:
-            raise SystemExit(f"a worker ended with exit code {process.returncode}")
-    finally:
-        process.terminate()  # torchrun ends its workers
-        process.wait()
-        process.stdout.close()
 
 
 def figures_of(settings: Settings, lines: Sequence[Line]) -> list[Figures]:
@@ -147,7 +121,7 @@ def main() -> None:
     lines, load = [], OtherLoad()
     with Progress(console=Console(stderr=True), transient=True) as progress:
         steps = progress.add_task("steps", total=len(settings.methods) * settings.rounds * settings.stages)
-        for line in run_workers(settings):
+        for line in run_workers("_memory_worker.py", settings.stages, settings.to_json(), **MALLOC):
             lines.append(line)
             progress.advance(steps)
     figures = figures_of(settings, lines)

@@ -21,13 +21,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -35,6 +31,7 @@ from _figures import Aim, Spread, table_of, us
 from _load import OtherLoad
 from _tp_oracle import GroupStep, measure
 from _tp_settings import METHODS, Settings
+from _workers import run_workers
 from rich.console import Console
 from rich.progress import track
 
@@ -57,24 +54,6 @@ class Figures:
     to_start: Spread
     words_per_task: float
     iteration: float
-
-
-def run_workers(settings: Settings) -> list[Line]:
-    """What rank 0 tells of each step.
-
-    Raises:
-        SystemExit: if a worker failed.
-    """
-    worker = Path(__file__).with_name("_tp_worker.py")
-    count = settings.stages * settings.tp
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(worker), settings.to_json()], stdout=subprocess.PIPE, text=True, env=environment, check=False
-    )
-    if done.returncode:
-        raise SystemExit(f"a worker ended with exit code {done.returncode}")
-    return [json.loads(text) for text in done.stdout.splitlines() if text.startswith("{")]
 
 
 def groups_of(settings: Settings, line: Line) -> list[GroupStep]:
@@ -165,7 +144,9 @@ def main() -> None:
     figures = {}
     for tp in track(given.sizes, "TP", disable=given.json, transient=True):
         settings = Settings(tp, microbatches=4, rounds=1) if given.quick else Settings(tp)
-        figures[tp] = figures_of(settings, run_workers(settings))
+        figures[tp] = figures_of(
+            settings, list(run_workers("_tp_worker.py", settings.stages * settings.tp, settings.to_json()))
+        )
     aims = aims_of(figures)
     if given.json:
         told = {tp: {method: asdict(each) for method, each in methods.items()} for tp, methods in figures.items()}

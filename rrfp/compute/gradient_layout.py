@@ -121,3 +121,16 @@ def _digit(placement: Any, name: str) -> int:
     raise StageError(
         f"{name} has a gradient placed as {placement!r}, must be as the parameter, Replicate, Shard or Partial('sum')"
     )
+
+
+@torch.no_grad()
+def empty_totals(totals: dict[int, nn.Parameter]) -> None:
+    """Put zeros in place of gradients that are totals which another rank, or copy, holds too, and forget them.
+
+    A frozen parameter's waits until it thaws.
+    """
+    for key, parameter in list(totals.items()):
+        if parameter.requires_grad:
+            del totals[key]
+            if parameter.grad is not None:
+                local_part(parameter.grad).zero_()

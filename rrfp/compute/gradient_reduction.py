@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from rrfp.compute.gradient_buckets import CollectiveError, collective, sum_over
-from rrfp.compute.gradient_layout import ABSENT, TOO_LARGE, as_dtensor, encode, local_part, zeros
+from rrfp.compute.gradient_layout import ABSENT, TOO_LARGE, as_dtensor, empty_totals, encode, local_part, zeros
 from rrfp.compute.thread_lane import ThreadLane
 from rrfp.errors import StageError
 
@@ -75,7 +75,7 @@ class GradientReducer:
             reduces: whether `reduce` will be called for every chunk, or, the same on all replicas, for none.
         """
         if self._replica != 0:
-            self._empty_totals()
+            empty_totals(self._totals)  # replica 0 has them too
         else:
             self._totals.clear()
         if reduces:
@@ -107,15 +107,6 @@ class GradientReducer:
     def _next_turn(self) -> None:
         if (first := next(iter(self._turns.values()), None)) is not None:
             first.set()
-
-    @torch.no_grad()
-    def _empty_totals(self) -> None:
-        """Put zeros in place of totals: replica 0 holds them too. A frozen parameter's waits until it thaws."""
-        for key, parameter in list(self._totals.items()):
-            if parameter.requires_grad:
-                del self._totals[key]
-                if parameter.grad is not None:
-                    local_part(parameter.grad).zero_()
 
     # On the thread.
 

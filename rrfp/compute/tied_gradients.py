@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rrfp.compute.gradient_layout import ABSENT, encode, local_part, zeros
+from rrfp.compute.gradient_layout import ABSENT, empty_totals, encode, local_part, zeros
 from rrfp.compute.shared_gradients import SharedGradients
 from rrfp.compute.ties import CopyTerms, Tie, TiedCopy, Ties, find_copies
 from rrfp.errors import StageError
@@ -86,17 +86,9 @@ class TiedGradients:
             if not copy.is_guest and copy.virtual_stage != self._ties[copy.tie].virtual_stages[0]:
                 self._repeated.append(copy.parameter)
 
-    @torch.no_grad()
     def open(self) -> None:
-        """A training step is about to begin: totals that the first copies hold become zeros elsewhere.
-
-        A frozen parameter's waits until it thaws.
-        """
-        for key, parameter in list(self._totals.items()):
-            if parameter.requires_grad:
-                del self._totals[key]
-                if parameter.grad is not None:
-                    local_part(parameter.grad).zero_()
+        """A training step is about to begin: totals that the first copies hold become zeros elsewhere."""
+        empty_totals(self._totals)
 
     # On the lane's thread.
 

@@ -6,28 +6,18 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
 import pytest
 import runtime.tied_processes as programs
-from runtime.processes import preload
+from runtime.test_processes import DEAD_S, fork_server
 from runtime.tied_processes import Program, TiedProcesses
 from runtime.toys import TOLERANCE
 
 import rrfp
 
-#: Seconds from a rank's death to the error on every other.
-DEAD_S = 3.0
-
-
-@pytest.fixture(scope="session", autouse=True)
-def fork_server() -> None:
-    """The server outlives tests; it is started outside of them, or each would seem to leave it behind."""
-    preload()
-    resource_tracker.ensure_running()
-    forkserver.ensure_running()
+__all__ = ["fork_server"]
 
 
 @pytest.fixture
