@@ -130,7 +130,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     given = parser.parse_args()
     try:
-        given.sizes = [2] if given.quick else [int(text) for text in given.tp.split(",")]
+        given.sizes = [int(text) for text in given.tp.split(",")]
     except ValueError:
         parser.error(f"--tp is {given.tp!r}, must be whole numbers from 1 on, comma-separated")
     if min(given.sizes) < 1:

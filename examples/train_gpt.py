@@ -9,7 +9,6 @@ Everything but the five lines that mention ``pipe`` is what any PyTorch training
 import argparse
 import os
 import time
-from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
@@ -99,14 +98,17 @@ def arguments() -> tuple[argparse.Namespace, rrfp.Topology]:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of all gradients together")
     parser.add_argument("--hint", default="bf")
-    parser.add_argument("--limit", default="2n", help="microbatches that a stage may hold: a number, 1f1b or 2n")
+    parser.add_argument("--limit", default="2n", help="microbatches that a stage may hold: a number, 1f1b, n or 2n")
     parser.add_argument("--transport", default="zmq")
-    parser.add_argument("--evaluate-every", type=int, default=50)
-    parser.add_argument("--text", type=Path, help="a file to learn instead of Python's language reference")
+    parser.add_argument("--evaluate-every", type=int, default=50, help="steps; 0: never")
+    parser.add_argument("--text", type=argparse.FileType("rb"), help="what to learn; default: Python's reference")
     args = parser.parse_args()
     pp = {} if args.pp is None else {"pp": args.pp}
     try:
-        return args, rrfp.Topology.from_env(dims={**pp, "dp": args.dp, "tp": args.tp})
+        topology = rrfp.Topology.from_env(dims={**pp, "dp": args.dp, "tp": args.tp})
+        if topology.stages > LAYERS:
+            raise rrfp.ConfigError(f"--pp is {topology.stages}, must be at most {LAYERS}, one for each layer")
+        return args, topology
     except rrfp.ConfigError as error:  # the same on all ranks: the first one tells, and torchrun ends the others
         if os.environ.get("RANK", "0") != "0":
             time.sleep(5)
@@ -132,7 +134,7 @@ def main() -> None:
         if isinstance(part, Block):
             part.shard(mesh["tp"])
     optimizer = torch.optim.AdamW(module.parameters(), lr=args.lr)
-    text = args.text.read_bytes() if args.text else "\n\n".join(topics[name] for name in sorted(topics)).encode()
+    text = args.text.read() if args.text else "\n\n".join(topics[name] for name in sorted(topics)).encode()
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     training, held_out = data[: len(data) * 9 // 10], data[len(data) * 9 // 10 :]
     generator = torch.Generator().manual_seed(topology.replica)
@@ -157,7 +159,7 @@ def main() -> None:
                     f"step {step:4d}  loss {result.loss:.3f}  norm {norm:.2f}  {took:5.0f} ms  idle {idle:4.0%}",
                     flush=True,
                 )
-            if step % args.evaluate_every == 0:
+            if args.evaluate_every and step % args.evaluate_every == 0:
                 score = pipe.evaluate(*draw(held_out))
                 if topology.rank == 0:
                     print(f"step {step:4d}  held-out loss {score.loss:.3f}", flush=True)

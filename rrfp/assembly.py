@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+import asyncio
+from collections.abc import Iterable
 from dataclasses import replace
 
 from rrfp.compute.base import StageProgram
+from rrfp.compute.gradient_reduction import GradientReducer
 from rrfp.compute.rng import replica_seed
 from rrfp.compute.shared_gradients import SharedGradients
 from rrfp.compute.tied_gradients import TiedGradients
@@ -18,6 +20,7 @@ from rrfp.core.order_log import Group
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.topology import Topology
+from rrfp.errors import TransportError
 from rrfp.options import PipelineOptions
 from rrfp.shape import Shape, StagePart
 from rrfp.stage import StageRunner
@@ -71,7 +74,7 @@ class Assembly:
         program: StageProgram,
         run_id: str,
         rendezvous: Rendezvous,
-        reduce: Callable[[int], Awaitable[None]] | None = None,
+        reducer: GradientReducer | None = None,
         ties: TiedGradients | None = None,
     ) -> StageRunner:
         """Meet the other ranks, and make the runner of one.
@@ -82,7 +85,7 @@ class Assembly:
             program: what the rank computes.
             run_id: identifies this pipeline.
             rendezvous: where its ranks meet.
-            reduce: sums the gradients of a virtual stage over the replicas.
+            reducer: sums gradients over the replicas; started, joins its group here.
             ties: the rank's copies of tied parameters, if it may have any.
 
         Raises:
@@ -110,6 +113,8 @@ class Assembly:
         copies = () if ties is None else ties.terms
         handshake = Handshake(self._terms(place), place, context, self._group_terms(hint, limit, in_order), copies)
         await handshake.shake()
+        if reducer is not None:
+            await _joined(reducer, settings.connect_timeout)
         if ties is not None:
             ties.agree(handshake.ties, settings.max_message_bytes)
         context = replace(context, peers=peers(graph, place, handshake.ties))
@@ -121,7 +126,7 @@ class Assembly:
             place=place,
             coordination=settings.coordination,
             depth=settings.depth,
-            reduce=reduce,
+            reduce=None if reducer is None else reducer.reduce,
             stall_after=settings.stall_after,
             ties=ties,
         )
@@ -152,3 +157,13 @@ class Assembly:
 
 def _class_of(hint: Hint) -> str:
     return f"{type(hint).__module__}.{type(hint).__qualname__}"
+
+
+async def _joined(reducer: GradientReducer, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await reducer.join()
+    except TimeoutError:
+        raise TransportError(
+            f"the other replicas of this stage did not join its group within {timeout_s:g} s"
+        ) from None

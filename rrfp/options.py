@@ -236,7 +236,8 @@ def pipeline_options(options: Options) -> PipelineOptions:
     names = [field.name for field in fields(PipelineOptions)]
     for name in options:
         if name not in names:
-            raise ConfigError(f"unknown option {name!r}, must be one of: {', '.join(names)}")
+            others = "topology, mesh, coordinate, rendezvous, loop, ties"
+            raise ConfigError(f"unknown option {name!r}, must be one of: {', '.join(names)}; or an argument: {others}")
     return PipelineOptions(**options)
 
 

@@ -6,13 +6,14 @@ import itertools
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
 from torch import nn
 
 from rrfp.assembly import Assembly
 from rrfp.compute.gradient_reduction import GradientReducer
-from rrfp.compute.process_groups import check_sharded, global_ranks, replica_group
+from rrfp.compute.process_groups import check_replicas, check_sharded, global_ranks, replica_group, warn_of_unreduced
 from rrfp.compute.tied_gradients import ProcessTies
 from rrfp.compute.ties import Ties
 from rrfp.control.clipping import GradientHolder
@@ -82,16 +83,16 @@ class Pipeline(PipelineHandle):
         modules = shape.modules(module, place.stage)
         shape.check_shared(modules)
         check_sharded(modules, place, ranks)
+        warn_of_unreduced(modules, place, ranks)
         tied = ProcessTies(ties, [modules])
         assembly = Assembly(settings, shape)
         program = assembly.program(module, place, tied.shared)
         run_id = f"{place.run_id}/{next(_numbers)}"
         reducer = _reducer(modules, place, ranks, deterministic=settings.deterministic)
-        reduce = None if reducer is None else reducer.reduce
 
         async def build() -> Sequence[StageRunner]:
             met = rendezvous if rendezvous is not None else await _meet(place, run_id, settings.connect_timeout)
-            return [await assembly.runner(place, module, program, run_id, met, reduce, *tied.ranks)]
+            return [await assembly.runner(place, module, program, run_id, met, reducer, *tied.ranks)]
 
         reducers = () if reducer is None else (reducer,)
         holder = GradientHolder(modules, place, ranks, tied.repeated)
@@ -163,6 +164,8 @@ def _place(topology: Topology | None, mesh: DeviceMesh | None, coordinate: Seque
         return Topology.from_env() if topology is None else topology
     if topology is not None:
         raise ConfigError("topology and mesh both tell the place of this rank: must be one of them")
+    if not hasattr(mesh, "mesh_dim_names"):
+        raise ConfigError(f"mesh is a {type(mesh).__name__}, must be a torch.distributed DeviceMesh")
     return Topology.from_mesh(mesh) if coordinate is None else Topology.from_mesh(mesh, coordinate)
 
 
@@ -172,8 +175,9 @@ def _reducer(
     """What sums the gradients of ``modules`` over replicas, where there are several."""
     if place.replicas == 1 or not modules:
         return None
-    group = replica_group(place, ranks)
-    return GradientReducer(modules, group, replica=place.replica, deterministic=deterministic)
+    check_replicas(place, ranks)
+    make_group = partial(replica_group, place, ranks)
+    return GradientReducer(modules, make_group, replica=place.replica, deterministic=deterministic)
 
 
 async def _meet(place: Topology, run_id: str, timeout_s: float) -> Rendezvous:

@@ -81,6 +81,10 @@ def check_dense(gradient: Tensor, name: str) -> None:
         raise StageError(f"{name} has a gradient of layout {found}, must be dense (for an embedding: sparse=False)")
 
 
+#: Integers by their size in bytes.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def zeros(parameter: nn.Parameter, number: int) -> Tensor:
     """A gradient of zeros for ``parameter``, laid out as `encode` told on another replica."""
     mask = (1 << _BITS) - 1
@@ -134,3 +138,14 @@ def empty_totals(totals: dict[int, nn.Parameter]) -> None:
             del totals[key]
             if parameter.grad is not None:
                 local_part(parameter.grad).zero_()
+
+
+@torch.no_grad()
+def checksum(parameter: nn.Parameter) -> int:
+    """A number of 48 bits that this rank's values of ``parameter`` decide; equal values have equal ones."""
+    part = local_part(parameter).contiguous().view(-1)
+    whole = torch.view_as_real(part).view(-1) if part.is_complex() else part
+    bits = whole.view(_INTEGERS[whole.element_size()])
+    # The product spreads every bit of the sum over the upper ones, which are kept.
+    mixed = int(bits.sum(dtype=torch.int64)) * 0x9E3779B97F4A7C15 & ((1 << 64) - 1)
+    return mixed >> 16

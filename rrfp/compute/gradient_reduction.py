@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,16 @@ import torch
 from torch import nn
 
 from rrfp.compute.gradient_buckets import CollectiveError, collective, sum_over
-from rrfp.compute.gradient_layout import ABSENT, TOO_LARGE, as_dtensor, empty_totals, encode, local_part, zeros
+from rrfp.compute.gradient_layout import (
+    ABSENT,
+    TOO_LARGE,
+    as_dtensor,
+    checksum,
+    empty_totals,
+    encode,
+    local_part,
+    zeros,
+)
 from rrfp.compute.thread_lane import ThreadLane
 from rrfp.errors import StageError
 
@@ -44,16 +53,23 @@ class GradientReducer:
 
     Args:
         modules: the chunks of the rank, by virtual stage.
-        group: the rank and its likes in the other replicas, in the order of replicas. Nobody else may use it.
+        make_group: makes the group of the rank and its likes in the other replicas, in the order of replicas; may
+            block. Nobody else may use it.
         replica: which replica this rank belongs to.
         deterministic: add in the order of replicas, so that the result's bits do not depend on the backend.
     """
 
     def __init__(
-        self, modules: Mapping[int, nn.Module], group: ProcessGroup, *, replica: int, deterministic: bool = False
+        self,
+        modules: Mapping[int, nn.Module],
+        make_group: Callable[[], ProcessGroup],
+        *,
+        replica: int,
+        deterministic: bool = False,
     ) -> None:
         self._modules = dict(sorted(modules.items(), reverse=True))
-        self._group = group
+        self._make_group = make_group
+        self._group: ProcessGroup | None = None
         self._replica = replica
         self._deterministic = deterministic
         self._lane = ThreadLane("rrfp-gradients")
@@ -67,6 +83,10 @@ class GradientReducer:
     def start(self) -> None:
         """Start the thread. Called on the loop of `reduce`."""
         self._lane.start()
+
+    async def join(self) -> None:
+        """Make the group; returns when all its ranks are here. Once, before the first step."""
+        self._group = (await self._lane.enqueue(self._make_group)).result
 
     def open(self, reduces: bool) -> None:
         """A training step is about to begin. Called on the caller's thread, between steps.
@@ -112,6 +132,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def _sum(self, virtual_stage: int) -> None:
+        assert self._group is not None
         share = self._shares[virtual_stage]
         if not self._compared:
             self._compare_models()
@@ -147,13 +168,22 @@ class GradientReducer:
         """Make sure that the replicas have the same parameters, or sums of this and that would be formed.
 
         Raises:
-            StageError: if not.
+            StageError: if not, or if a parameter has other values.
         """
-        text = "\n".join(f"{v} {_describe(*named)}" for v, share in self._shares.items() for named in share)
+        named = [each for share in self._shares.values() for each in share]
+        text = "\n".join(_describe(*each) for each in named)
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
         high, low = self._largest([digest, -digest])
         if high != -low:
             raise StageError("the replicas of this stage differ in the names, shapes or dtypes of their parameters")
+        values = [checksum(parameter) for _, parameter in named]
+        found = self._largest([*values, *(-value for value in values)])
+        for (name, _), high, low in zip(named, found, found[len(values) :], strict=False):
+            if high != -low:
+                raise StageError(
+                    f"{name} has other values on this rank or another replica's: must start equal, from one checkpoint "
+                    "or one seed"
+                )
         self._compared = True
 
     def _largest(self, numbers: list[int]) -> list[int]:

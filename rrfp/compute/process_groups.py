@@ -14,13 +14,17 @@ from torch import nn
 
 from rrfp.compute.gradient_layout import as_dtensor
 from rrfp.compute.gradient_reduction import named_parameters
-from rrfp.core.mesh import PIPELINE, Place
+from rrfp.core.mesh import PIPELINE, REPLICATED, Place
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError
+from rrfp.log import get_logger
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+
+logger = get_logger(__name__)
 
 
 def global_ranks(place: Topology, mesh: DeviceMesh | None = None) -> tuple[int, ...]:
@@ -42,8 +46,21 @@ def replica_group(place: Topology, ranks: Sequence[int]) -> ProcessGroup:
     thread than the caller's. It lives until ``torch.distributed`` ends.
 
     Blocks until all its ranks are here. That cannot go round in a circle: these groups do not overlap, a rank waits for
-    its own only, and every rank of a job makes its pipelines in the same order (which is why it is made with the
-    pipeline, on the caller's thread, and not in the midst of whatever else the job does).
+    its own only, and every rank of a job enters its pipelines in the same order (the caller waits meanwhile, so it is
+    not in the midst of whatever else the job does).
+
+    Args:
+        place: where this process is.
+        ranks: those of `global_ranks`.
+    """
+    places = (Place(place.stage, replica, place.member) for replica in range(place.replicas))
+    like = [ranks[place.mesh.rank(each)] for each in places]
+    group: ProcessGroup = dist.new_group(like, use_local_synchronization=True)
+    return group
+
+
+def check_replicas(place: Topology, ranks: Sequence[int]) -> None:
+    """Refuse a place with replicas whose gradients cannot be summed.
 
     Args:
         place: where this process is.
@@ -62,10 +79,6 @@ def replica_group(place: Topology, ranks: Sequence[int]) -> ProcessGroup:
             f"topology says that this is rank {place.rank} of {place.world}, torch.distributed says rank "
             f"{dist.get_rank()} of {dist.get_world_size()}: must be the same, or give mesh= instead of topology="
         )
-    places = (Place(place.stage, replica, place.member) for replica in range(place.replicas))
-    like = [ranks[place.mesh.rank(each)] for each in places]
-    group: ProcessGroup = dist.new_group(like, use_local_synchronization=True)
-    return group
 
 
 def check_sharded(modules: Mapping[int, nn.Module], place: Topology, ranks: Sequence[int]) -> None:
@@ -90,6 +103,34 @@ def check_sharded(modules: Mapping[int, nn.Module], place: Topology, ranks: Sequ
             met = sharded.device_mesh.mesh.flatten().tolist()
             if len(met) > 1 and not group.issuperset(met):
                 raise ConfigError(f"{name} {_why_refused(met, place, ranks)}")
+
+
+def warn_of_unreduced(modules: Mapping[int, nn.Module], place: Topology, ranks: Sequence[int]) -> None:
+    """Say where the gradients of coordinated ``dp`` dims are summed by nobody, as far as can be told.
+
+    Args:
+        modules: by virtual stage.
+        place: where this process is.
+        ranks: those of `global_ranks`.
+    """
+    mesh = place.mesh
+    here, sizes = mesh.coordinates(place.rank), dict(mesh.dims)
+    parameters = [parameter for module in modules.values() for parameter in module.parameters()]
+    met = {
+        rank
+        for one in map(as_dtensor, parameters)
+        if one is not None
+        for rank in one.device_mesh.mesh.flatten().tolist()
+    }
+    spread = [mesh.coordinates(ranks.index(rank)) for rank in met if rank in ranks]
+    for name in mesh.coordinate:
+        is_met = any(at[name] != here[name] for at in spread if name in at)
+        if parameters and name.startswith(REPLICATED) and sizes.get(name, 1) > 1 and not is_met:
+            logger.warning(
+                "mesh dim %r is coordinated and no parameter is sharded over it: nobody sums gradients over it, unless "
+                "the module does",
+                name,
+            )
 
 
 def _why_refused(met: Iterable[int], place: Topology, ranks: Sequence[int]) -> str:

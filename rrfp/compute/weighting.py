@@ -79,7 +79,10 @@ def _checked(weights: Sequence[float] | None, microbatches: int) -> tuple[float,
         return (1.0,) * microbatches
     if len(weights) != microbatches:
         raise ConfigError(f"weights has {len(weights)} entries, must have {microbatches}, one for each microbatch")
-    checked = tuple(float(weight) for weight in weights)
+    try:
+        checked = tuple(float(weight) for weight in weights)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"weights must be numbers: {error}") from None
     for m, weight in enumerate(checked):
         if not (math.isfinite(weight) and weight >= 0):
             raise ConfigError(f"weights[{m}] is {weight}, must be finite and not negative")

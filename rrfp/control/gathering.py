@@ -29,6 +29,7 @@ class Gathering:
         """
         number = self._progress.gatherings_ended
         self._departures.check_gathering(number)
+        self._progress.touch()
         self._progress.is_gathering = True
         told = await self._exchange.exchange("gather", number, own)
         self._progress.is_gathering = False

@@ -80,8 +80,8 @@ class Progress:
             self.touch()
 
     def idle_seconds(self) -> float:
-        """For how long nothing has happened inside a step; 0 outside steps and while the lane is busy."""
-        if self.step is None or self._running():
+        """For how long nothing has happened while all ranks are waited for; 0 otherwise, and while the lane is busy."""
+        if (self.step is None and not self.is_gathering) or self._running():
             return 0.0
         return self._now() - self._active_at
 
@@ -99,6 +99,8 @@ class Progress:
             sent=self.sent,
             received=self.received,
             awaits=() if self.step is None else tuple(self._awaits()),
+            gathering=self.is_gathering,
+            gatherings_ended=self.gatherings_ended,
             name=self._place.name,
         )
 

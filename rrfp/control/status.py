@@ -28,6 +28,8 @@ class RankStatus:
         sent: messages of a step (tensors, credits) sent since the start.
         received: messages of a step received since the start.
         awaits: what it waits for, one line a task.
+        gathering: it waits for all ranks between two steps, as `clip_grad_norm_` does.
+        gatherings_ended: how often all ranks have done so.
         name: how people call it; empty where its stage tells.
     """
 
@@ -41,6 +43,8 @@ class RankStatus:
     sent: int
     received: int
     awaits: tuple[str, ...] = ()
+    gathering: bool = False
+    gatherings_ended: int = 0
     name: str = ""
 
     def encode(self) -> bytes:
@@ -98,8 +102,12 @@ def judge(statuses: Sequence[RankStatus], before: Sequence[RankStatus] | None) -
         statuses: the answers of all ranks.
         before: those of the poll before, if there was one.
     """
+    if (crossed := _crossed(statuses)) is not None:
+        return Verdict(True, True, crossed)
     if all(status.step is None for status in statuses):
-        return Verdict(False, True, "every rank is between two steps")
+        absent = [s.who for s in statuses if not s.gathering] if any(s.gathering for s in statuses) else []
+        text = f"clip_grad_norm_ was not called yet on {', '.join(absent)}" if absent else "no rank is in a step"
+        return Verdict(False, True, text)
     reasons = [reason for status in statuses if (reason := _busy(status))]
     current = max((status.step for status in statuses if status.step is not None), default=None)
     reasons += [_elsewhere(status, current) for status in statuses if status.step != current]
@@ -120,6 +128,22 @@ def judge(statuses: Sequence[RankStatus], before: Sequence[RankStatus] | None) -
     return Verdict(True, True, "\n".join([head, *lines]))
 
 
+def _crossed(statuses: Sequence[RankStatus]) -> str | None:
+    """A rank in a step waits for one that waits, before that step, for all ranks between two steps: both for ever.
+
+    Who is in the step has not taken part: it would have been counted.
+    """
+    for one in statuses:
+        for other in statuses:
+            is_before = one.gathering and one.steps_ended == other.step
+            if is_before and one.gatherings_ended == other.gatherings_ended:
+                return (
+                    f"deadlock: {other.who} is in step {other.step}, {one.who} is in clip_grad_norm_ before that step: "
+                    "every rank must make the same calls in the same order"
+                )
+    return None
+
+
 def _busy(status: RankStatus) -> str | None:
     if status.running is not None:
         return f"{status.who} has been running {status.running} for {status.running_s:.1f} s"
@@ -128,4 +152,5 @@ def _busy(status: RankStatus) -> str | None:
 
 def _elsewhere(status: RankStatus, current: int | None) -> str:
     where = "its program has not called step() yet" if status.step is None else f"it is still in step {status.step}"
+    where = "it is in clip_grad_norm_" if status.gathering else where
     return f"{status.who} is not in step {current}: {where}"

@@ -1,7 +1,8 @@
 """Finds out why a rank is idle, and ends a deadlock with a report on every rank.
 
-A rank that has been idle inside a step for `stall_after` seconds asks rank 0, which polls everybody over the control
-tree. All ranks get all answers and come to the same verdict: one log line that names the slow rank, or the end.
+A rank that has been idle inside a step, or waiting for all between two steps, for `stall_after` seconds asks rank 0,
+which polls everybody over the control tree. All ranks get all answers and come to the same verdict: one log line that
+names the slow rank, or the end.
 """
 
 from __future__ import annotations
@@ -126,6 +127,8 @@ class Watchdog:
 
 
 def _first_idle(statuses: Sequence[RankStatus]) -> int | None:
-    """The lowest rank that waits inside a step: the one that logs, so that there is one line for all."""
-    idle = (rank for rank, s in enumerate(statuses) if s.step is not None and s.running is None and not s.can_run)
-    return next(idle, None)
+    """The lowest rank that waits: the one that logs, so that there is one line for all."""
+    for rank, status in enumerate(statuses):
+        if status.gathering or (status.step is not None and status.running is None and not status.can_run):
+            return rank
+    return None

@@ -21,7 +21,7 @@ PIPELINE = "pp"
 #: Dimensions whose collectives run inside a task, whatever the model.
 IN_TASK = ("tp", "cp", "ep", "sp")
 #: Names of dimensions over which gradients are summed after their last task begin like this.
-_REPLICATED = "dp"
+REPLICATED = "dp"
 
 
 class Place(NamedTuple):
@@ -44,7 +44,7 @@ class Mesh:
 
     Attributes:
         dims: name and size of each dimension, the slowest first: a rank is the row-major index of its coordinates.
-        coordinate: the coordinated dimensions; those that the mesh does not have count for nothing.
+        coordinate: the coordinated dimensions; of those with a known name the mesh need not have all.
 
     Raises:
         ConfigError: for a size below 1, a name twice, no ``pp``, or a dimension that needs coordination and lacks it;
@@ -57,9 +57,13 @@ class Mesh:
     def __post_init__(self) -> None:
         names = [name for name, _ in self.dims]
         if len(set(names)) < len(names) or PIPELINE not in names:
-            raise ConfigError(f"mesh has the dims {', '.join(names) or 'none'}, must have each once, and {PIPELINE!r}")
+            what = "each once" if PIPELINE in names else f"one named {PIPELINE!r}"
+            raise ConfigError(f"mesh has the dims {', '.join(names) or 'none'}, must have {what}")
         if PIPELINE in self.coordinate:
             raise ConfigError(f"coordinate is {self.coordinate!r}, must not have {PIPELINE!r}")
+        for name in self.coordinate:
+            if name not in names and name not in IN_TASK and not name.startswith(REPLICATED):
+                raise ConfigError(f"coordinate has {name!r}, must be dims of the mesh: {', '.join(names)}")
         check_sizes(self.dims)
         for name, size in self.dims:
             if size > 1 and name not in self.coordinate:
@@ -72,9 +76,9 @@ class Mesh:
                 f"mesh dim {name!r} has size {size} and its collectives run inside a task, in the order of the tasks: "
                 f"coordinate is {self.coordinate!r}, must be {wanted!r}"
             )
-        if name != PIPELINE and not name.startswith(_REPLICATED):
+        if name != PIPELINE and not name.startswith(REPLICATED):
             raise ConfigError(
-                f"mesh dim {name!r} is neither {PIPELINE}, a replicated one ({_REPLICATED}...) nor coordinated: if "
+                f"mesh dim {name!r} is neither {PIPELINE}, a replicated one ({REPLICATED}...) nor coordinated: if "
                 f"collectives over it run inside a task, coordinate must be {wanted!r}"
             )
 

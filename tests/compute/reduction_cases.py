@@ -69,9 +69,9 @@ class Replica:
         self._rank = rank
         group = dist.group.WORLD if group is None else group
         assert group is not None
-        self._reducer = GradientReducer(self.modules, group, replica=rank, **options)
+        self._reducer = GradientReducer(self.modules, lambda: group, replica=rank, **options)
         self._runner = asyncio.Runner()
-        self._runner.get_loop().call_soon(self._reducer.start)
+        self._runner.run(self._start())
 
     def step(self, number: int = 0, *, reduces: bool = True) -> None:
         """A step in which every parameter that learns gets its gradient, and all chunks end as numbered."""
@@ -100,6 +100,10 @@ class Replica:
         """Give up on a sum that has begun, and end."""
         self._runner.run(self._leave(virtual_stage))
         self._runner.close()
+
+    async def _start(self) -> None:
+        self._reducer.start()
+        await self._reducer.join()
 
     async def _sum(self, finished: Sequence[int]) -> None:
         summing = []
@@ -256,6 +260,10 @@ def a_sparse_gradient_is_refused_by_name(rank: int) -> None:
 def models_that_differ_are_refused(rank: int) -> None:
     module = Weights((2, 3) if rank else (3, 2))
     with pytest.raises(StageError, match="replicas of this stage differ in the names, shapes or dtypes"):
+        reduce_once(module, rank)
+    module = Weights((3, 2), (2,))
+    module.w1.data.fill_(rank)
+    with pytest.raises(StageError, match="parameter 'w1' of virtual stage 0 has other values on this rank or another"):
         reduce_once(module, rank)
 
 

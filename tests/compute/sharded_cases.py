@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import rrfp
 from rrfp.compute.gradient_norm import combined_norm, local_norm
 from rrfp.compute.gradient_reduction import GradientReducer
-from rrfp.compute.process_groups import check_sharded, global_ranks, replica_group
+from rrfp.compute.process_groups import check_replicas, check_sharded, global_ranks, replica_group
 from rrfp.core.mesh import Mesh
 from rrfp.errors import ConfigError, StageError
 
@@ -78,11 +78,12 @@ def reduce_once(module: nn.Module) -> None:
 
     async def run() -> None:
         reducer.start()
+        await reducer.join()
         reducer.open(True)
         await reducer.reduce(0)
         reducer.close()
 
-    reducer = GradientReducer({0: module}, like(), replica=place().replica)
+    reducer = GradientReducer({0: module}, like, replica=place().replica)
     asyncio.run(run())
 
 
@@ -221,6 +222,6 @@ def a_mesh_that_is_not_coordinated_is_refused(rank: int) -> None:
 def groups_of_replicas_need_ranks_that_fit(rank: int) -> None:
     turned = rrfp.Topology.at(RANKS - 1 - rank, Mesh((("dp", 2), ("pp", 2))))
     with pytest.raises(ConfigError, match=rf"this is rank {3 - rank} of 4, torch.distributed says rank {rank} of 4"):
-        replica_group(turned, range(RANKS))
+        check_replicas(turned, range(RANKS))
     group = replica_group(rrfp.Topology.at(rank, Mesh((("pp", 2), ("dp", 2)))), range(RANKS))
     assert dist.get_process_group_ranks(group) == [rank - rank % 2, rank - rank % 2 + 1]

@@ -83,6 +83,35 @@ def test_between_steps_nobody_is_late() -> None:
     assert not judge(outside, outside).deadlock
 
 
+CLIPPING = replace(OTHER, step=None, gathering=True, gatherings_ended=4)
+
+
+def test_a_step_on_one_rank_and_clipping_before_it_on_another_never_end() -> None:
+    verdict = judge([replace(IDLE, gatherings_ended=4), CLIPPING], None)
+    assert verdict.deadlock
+    assert verdict.text == (
+        "deadlock: stage 0 is in step 2, stage 1 is in clip_grad_norm_ before that step: every rank must make the same "
+        "calls in the same order"
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "text"),
+    [
+        (replace(IDLE, gatherings_ended=5), "stage 1 is not in step 2: it is in clip_grad_norm_"),  # about to hear
+        (replace(IDLE, step=None, gatherings_ended=4), "clip_grad_norm_ was not called yet on stage 0"),
+        (
+            replace(IDLE, step=1, steps_ended=1, gatherings_ended=4),
+            "stage 1 is not in step 1: it is in clip_grad_norm_",
+        ),
+        (replace(CLIPPING, stage=0), "no rank is in a step"),
+    ],
+)
+def test_clipping_that_may_end_is_no_deadlock(first: RankStatus, text: str) -> None:
+    verdict = judge([first, CLIPPING], None)
+    assert (verdict.deadlock, verdict.certain, verdict.text) == (False, True, text)
+
+
 def test_ranks_that_only_exchange_results_are_no_deadlock() -> None:
     ending = [replace(IDLE, awaits=()), OTHER]
     assert not judge(ending, ending).deadlock

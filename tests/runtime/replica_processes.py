@@ -22,6 +22,7 @@ from rrfp.errors import PipelineAborted
 from rrfp.transports.rendezvous import StoreRendezvous
 
 MESH = Mesh((("pp", 2), ("dp", 2)))
+OTHER_MESH = Mesh((("pp", 2), ("tp", 2)))
 BATCH = data(2)
 
 #: What the victim does in its second step, in its last forward; by then its like has nothing else to wait for.
@@ -38,6 +39,10 @@ def fail() -> None:
     """Raise."""
     time.sleep(0.5)
     raise ValueError("enough")
+
+
+def elsewhere() -> None:
+    """Not called: the victim takes the ranks to be laid out in another way."""
 
 
 class Replicas:
@@ -87,7 +92,7 @@ def _run(folder: str, rank: int, grief: Grief | None, connection: Connection) ->
 
     pipeline = rrfp.Pipeline(
         Bomb(on_forward),
-        topology=rrfp.Topology.at(rank, MESH),
+        topology=rrfp.Topology.at(rank, OTHER_MESH if grief is elsewhere else MESH),
         rendezvous=StoreRendezvous(FileStore(f"{folder}/store", MESH.size), run_id="test"),
         loss_fn=loss_fn,
     )

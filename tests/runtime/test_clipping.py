@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
+import threading
 import time
 from typing import Any
 
 import pytest
 import torch
 from runtime.ranks import BATCH, SOON_S, ThreadedRanks
+from runtime.test_watchdog import wait_for_log
 from runtime.toys import Bomb, Hold, Ones, expect, loss_fn, placed, stages
 from torch import nn
 
@@ -46,6 +49,35 @@ def test_ranks_get_one_norm_and_scale_by_it(norm_type: float) -> None:
     assert len(norms) == 1
     assert norms.pop() == pytest.approx(norm, rel=1e-12)
     assert_same_gradients(modules, expected)
+
+
+def test_a_rank_that_forgets_to_clip_ends_all_by_name() -> None:
+    def body(stage: int, pipe: BlockingPipeline) -> None:
+        pipe.step(BATCH.inputs, BATCH.targets)
+        if stage != 2:
+            pipe.clip_grad_norm_(1.0)
+        pipe.step(BATCH.inputs, BATCH.targets)
+
+    for outcome in ThreadedRanks(stages(3), body, stall_after=0.2).join():
+        assert "stage 2 is in step 1, stage 0 is in clip_grad_norm_ before that step" in outcome.abort.origin.cause
+
+
+def test_a_rank_that_clips_late_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    told = threading.Event()
+
+    def body(stage: int, pipe: BlockingPipeline) -> None:
+        pipe.step(BATCH.inputs, BATCH.targets)
+        if stage == 2:
+            told.wait(10)
+        pipe.clip_grad_norm_(1.0)
+
+    caplog.set_level(logging.WARNING)
+    ranks = ThreadedRanks(stages(3), body, stall_after=0.1)
+    try:
+        wait_for_log(caplog, "clip_grad_norm_ was not called yet on stage 2")
+    finally:
+        told.set()
+    assert [outcome.error for outcome in ranks.join()] == [None] * 3
 
 
 async def test_a_local_pipeline_clips_between_steps() -> None:

@@ -88,6 +88,16 @@ def test_an_error_reaches_a_rank_that_waits_in_a_collective(launch: Any) -> None
     _join(replicas, {0, 1, 2, 3})
 
 
+@pytest.mark.slow
+def test_a_rank_with_another_mesh_is_named_before_its_replicas_wait_for_it(launch: Any) -> None:
+    replicas = launch(3, griefs.elsewhere)
+    for rank in range(4):
+        end = replicas.end(rank)
+        assert end.error == "ConfigError"
+        assert end.text.startswith("mesh is 'pp 2, dp 2' on stage 0, dp 0 (rank 0) and 'pp 2, tp 2' on stage 1, dp 1")
+    _join(replicas, {0, 1, 2, 3})
+
+
 def _join(replicas: Replicas, ranks: set[int]) -> None:
     """Every process ends, although a thread of it may still be in a collective."""
     deadline = time.monotonic() + 10
