@@ -119,8 +119,7 @@ def arguments() -> tuple[argparse.Namespace, rrfp.Topology]:
 def join(topology: rrfp.Topology) -> None:
     """Set torch.distributed up; on keys of this attempt, or gloo would find addresses from before a restart."""
     store, rank, world = next(rendezvous("env://"))
-    store = PrefixStore(f"attempt {topology.restart}", store)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    dist.init_process_group("gloo", store=PrefixStore(str(topology.restart), store), rank=rank, world_size=world)
 
 
 def main() -> None:
