@@ -11,6 +11,7 @@ Every error survives pickling, because launchers carry exceptions between proces
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 __all__ = [
     "ConfigError",
@@ -28,6 +29,10 @@ __all__ = [
     "TransportClosedError",
     "TransportError",
 ]
+
+
+#: Who sent something: another stage, or a member of the rank's own group.
+ToldBy = tuple[Literal["stage", "member"], int]
 
 
 class RrfpError(Exception):
@@ -55,7 +60,13 @@ class PeerError(RrfpError):
 
 
 class ProtocolError(PeerError):
-    """A peer's message contradicts this rank's state: duplicate, out of step, unknown task, other step size or mode."""
+    """A peer's message contradicts this rank's state: duplicate, out of step, unknown task, other step size or mode.
+
+    Attributes:
+        told_by: who sent the message, if it was kept for a while and only now taken in.
+    """
+
+    told_by: ToldBy | None = None
 
 
 class PeerLostError(PeerError):

@@ -237,9 +237,10 @@ class StageRunner:
             else:
                 self._services.spawn(sharing)
         self._gradients.open(step, plan.reduce_gradients)
-        if self._agreement is not None:
-            self._agreement.open(step)
-        self._tell(ev.StepOpened(step.number, step.mode, step.microbatches, plan.sizes))
+        with self._inbox.opening():
+            if self._agreement is not None:
+                self._agreement.open(step)
+            self._tell(ev.StepOpened(step.number, step.mode, step.microbatches, plan.sizes))
         await self._finished.wait()
         # Before the others can hear that this rank is done, and send what belongs to the next step.
         self._mailbox.clear()

@@ -82,7 +82,11 @@ class AgreementArbiter(Arbiter):
         self._proposals.clear()
         early, self._early = self._early, []
         for member, word in early:
-            self.take(member, word)
+            try:
+                self.take(member, word)
+            except ProtocolError as error:
+                error.told_by = ("member", member)
+                raise
 
     def take(self, member: int, word: Word) -> None:
         """``member`` of the group said ``word``.

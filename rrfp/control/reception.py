@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
 
 from rrfp.arbiter.words import Saying, Word
 from rrfp.control.courier import Courier
@@ -62,9 +64,27 @@ class Reception:
         try:
             self._sort(message)
         except ProtocolError as error:
-            if self._place.world == self._place.stages:
+            self._name(message.sender, error)
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """In here a step opens, and messages that came before it are taken in.
+
+        Raises:
+            ProtocolError: as `take`.
+        """
+        try:
+            yield
+        except ProtocolError as error:
+            if error.told_by is None:
                 raise
-            raise ProtocolError(f"{error} (told by {self._place.name_of(message.sender)})") from error
+            kind, index = error.told_by
+            self._name(self._place.rank_of(index) if kind == "stage" else self._place.group[index], error)
+
+    def _name(self, sender: int, error: ProtocolError) -> NoReturn:
+        if self._place.world == self._place.stages:
+            raise error
+        raise ProtocolError(f"{error} (told by {self._place.name_of(sender)})") from error
 
     def _sort(self, message: Message) -> None:
         match message.kind:

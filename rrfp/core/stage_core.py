@@ -28,6 +28,7 @@ from rrfp.core.progress import Holding, Peaks, WaitCause
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.seen_sizes import SeenSizes
+from rrfp.core.senders import misplaced, sender_of
 from rrfp.core.step import HANDLERS, Instructions, Step
 from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.core.view import StageView
@@ -183,7 +184,7 @@ class StageCore:
             if event.step.number == self._next_step and not isinstance(event, ev.Consumed):
                 self._early.append(event)
                 return ()
-            raise self._misplaced(event)
+            raise misplaced(event, self.graph, self.stage, step)
         instructions = HANDLERS[type(event)](step, event)
         if self._observe is not None:
             self._observe(event)
@@ -197,14 +198,21 @@ class StageCore:
         ended = self._next_step - (step is not None and not step.finished)
         if event.step.number < ended:
             return ()
-        raise self._misplaced(event)
+        raise misplaced(event, self.graph, self.stage, step)
 
     def _on_opened(self, event: ev.StepOpened) -> Instructions:
         self._open(event)
         if self._observe is not None:
             self._observe(event)
         early, self._early = self._early, []
-        return tuple(instruction for message in early for instruction in self._on_peer(message))
+        return tuple(instruction for message in early for instruction in self._on_early(message))
+
+    def _on_early(self, message: _Early) -> Instructions:
+        try:
+            return self._on_peer(message)
+        except ProtocolError as error:
+            error.told_by = sender_of(message, self.graph)
+            raise
 
     def _on_aborted(self, event: ev.Aborted) -> Instructions:
         self._is_aborted = True
@@ -262,26 +270,6 @@ class StageCore:
             step.ready.rank_by(order)
         except (TypeError, ValueError) as error:
             raise HintError(f"hint {type(self.hint).__name__} orders microbatches wrongly: {error}") from None
-
-    def _misplaced(self, event: _FromPeer | ev.HeldReported) -> ProtocolError:
-        """What is wrong with a peer's event that does not belong to the running step."""
-        step, sent = self._step, event.step
-        if step is not None and sent.number == step.id.number and not step.finished:
-            return ProtocolError(
-                f"stages disagree on the step: {self._sender(event)} is in {sent}, stage {self.stage} in {step.id}"
-            )
-        here = "before its first step"
-        if step is not None:
-            here = f"in step {step.id.number}" + (" (ended)" if step.finished else "")
-        what = f"{event.task} from {self._sender(event)}"
-        return ProtocolError(f"{what}, a message of {sent}, reached stage {self.stage} {here}")
-
-    def _sender(self, event: _FromPeer | ev.HeldReported) -> str:
-        if isinstance(event, ev.Arrived):
-            return f"stage {self.graph.placement.stage_of(event.task.virtual_stage)}"
-        if isinstance(event, ev.Consumed):
-            return f"stage {event.peer}"
-        return "the group's leader" if isinstance(event, ev.Ordered) else f"rank {event.rank} of the group"
 
 
 _TAKE_IN: dict[type, Callable[[StageCore, Any], Instructions]] = {

@@ -8,9 +8,10 @@ of the two checks the other. The engine is several times as fast.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any, TypeVar
 
 from rrfp.compute.emulated import EmulatedStage, table_durations
 from rrfp.compute.timer_lane import TimerLane
@@ -36,6 +37,8 @@ from rrfp.trace.spans import WaitSpan
 from rrfp.transports.base import TransportContext
 from rrfp.transports.rendezvous import LocalRendezvous
 from rrfp.transports.simulated import SimulatedTransport, table_latency
+
+T = TypeVar("T")
 
 
 def run_shell(
@@ -86,8 +89,13 @@ def run_shell_steps(
         One result a step. Times of a later step count from its beginning, so they are differences and rounded as such.
     """
     shell = _Shell(costs, hints, limits, in_order, patience(costs) if stall_after is None else stall_after)
+    return run_ranks(shell.run(modes, sizes))
+
+
+def run_ranks(job: Coroutine[Any, Any, T]) -> T:
+    """Run all ranks of a job in virtual time; a failure is raised as what caused it."""
     try:
-        return run_virtual(shell.run(modes, sizes))
+        return run_virtual(job)
     except PipelineAborted as aborted:
         cause = aborted.__cause__
         if isinstance(cause, RrfpError):

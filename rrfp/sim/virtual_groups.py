@@ -26,16 +26,14 @@ from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.core.topology import Topology
 from rrfp.costs.rank_latency import Cube, RankLatencies
 from rrfp.costs.table import CostTable
-from rrfp.errors import PipelineAborted, RrfpError
 from rrfp.handle import PipelineHandle
 from rrfp.options import PipelineOptions
 from rrfp.ranks import Ranks
 from rrfp.result import StepResult
-from rrfp.sim.clock import run_virtual
 from rrfp.sim.engine import graph_of
 from rrfp.sim.group_lane import GroupLane, Meetings, MeetingStage
 from rrfp.sim.tensor_parallel import Agreement, Leader, slowest_durations
-from rrfp.sim.virtual import patience
+from rrfp.sim.virtual import patience, run_ranks
 from rrfp.stage import StageRunner
 from rrfp.trace.spans import MessageSpan, TaskSpan
 from rrfp.transports.base import Message, MessageKind, TransportContext
@@ -152,13 +150,7 @@ def run_shell_groups(
         ProtocolError: if the ranks of a group come together for different tasks.
     """
     job = _Job(replicas, hint, limits, coordination, in_order, stall_after)
-    try:
-        return run_virtual(job.run(modes, sizes))
-    except PipelineAborted as aborted:
-        cause = aborted.__cause__
-        if isinstance(cause, RrfpError):
-            raise cause from None
-        raise
+    return run_ranks(job.run(modes, sizes))
 
 
 class _Job:

@@ -95,22 +95,17 @@ class Job:
         result = self._run(pipe.step, batches, **arguments)
         total = self._total(batches)
         losses = [
-            reference(
-                self.expected,
-                batch.inputs,
-                batch.targets,
-                loss_fn=loss_fn,
-                weights=batch.lengths if self.tokens else None,
-                reduction="sum",
-                grad_scale=1 / total,
-                seed=replica_seed(0, replica),
-                step=self._number,
-            ).loss
+            self._reference(batch, grad_scale=1 / total, seed=replica_seed(0, replica), step=self._number)
             for replica, batch in enumerate(batches)
         ]
         self._compare(result.loss, sum(loss for loss in losses if loss is not None) / total)
         self._number += 1
         return result
+
+    def _reference(self, batch: Data, **options: Any) -> float | None:
+        weights = batch.lengths if self.tokens else None
+        options |= {"loss_fn": loss_fn, "weights": weights, "reduction": "sum"}
+        return reference(self.expected, batch.inputs, batch.targets, **options).loss
 
     def evaluate(self, pipe: BlockingPipeline, seed: int = 0) -> None:
         """Forward only, without dropout."""
@@ -119,17 +114,7 @@ class Job:
             module.eval()
         with torch.no_grad():
             result = self._run(pipe.evaluate, batches)
-            losses = [
-                reference(
-                    self.expected,
-                    batch.inputs,
-                    batch.targets,
-                    loss_fn=loss_fn,
-                    weights=batch.lengths if self.tokens else None,
-                    reduction="sum",
-                ).loss
-                for batch in batches
-            ]
+            losses = [self._reference(batch) for batch in batches]
         self._compare(result.loss, sum(loss for loss in losses if loss is not None) / self._total(batches))
         self._number += 1
 
