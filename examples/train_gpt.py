@@ -98,6 +98,7 @@ def arguments() -> tuple[argparse.Namespace, rrfp.Topology]:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of all gradients together")
     parser.add_argument("--hint", default="bf")
+    parser.add_argument("--split", action="store_true", help="input gradients at once, weight gradients later")
     parser.add_argument("--limit", default="2n", help="microbatches that a stage may hold: a number, 1f1b, n or 2n")
     parser.add_argument("--transport", default="zmq")
     parser.add_argument("--evaluate-every", type=int, default=50, help="steps; 0: never")
@@ -141,9 +142,8 @@ def main() -> None:
     def draw(part: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         return batch(part, args.microbatches, args.microbatch_size, generator)
 
-    pipeline = rrfp.Pipeline(
-        module, mesh=mesh, transport=args.transport, hint=args.hint, limit=args.limit, loss_fn=loss_fn
-    )
+    how = {"hint": args.hint, "split": args.split, "limit": args.limit, "transport": args.transport}
+    pipeline = rrfp.Pipeline(module, mesh=mesh, loss_fn=loss_fn, **how)
     with pipeline.blocking() as pipe:
         for step in range(1, args.steps + 1):
             started = time.perf_counter()

@@ -15,7 +15,6 @@ from rrfp.compute.torch_stage import TorchStage
 from rrfp.control.handshake import Handshake, Terms
 from rrfp.control.tree import peers
 from rrfp.core.admission import Limit
-from rrfp.core.hint import Hint
 from rrfp.core.order_log import Group
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.stage_core import StageCore
@@ -94,6 +93,8 @@ class Assembly:
         """
         settings, shape = self._settings, self._shape
         graph = shape.graph
+        if place.rank == 0:
+            settings.tell_unsplit()
         context = TransportContext(
             rank=place.rank,
             peers=peers(graph, place),
@@ -111,7 +112,7 @@ class Assembly:
         group = Group(place.member, place.members) if settings.coordination == "leader" else Group()
         core = StageCore(graph, place.stage, hint, limit, group=group, in_order=in_order)
         copies = () if ties is None else ties.terms
-        handshake = Handshake(self._terms(place), place, context, self._group_terms(hint, limit, in_order), copies)
+        handshake = Handshake(self._terms(place), place, context, self._group_terms(limit, in_order), copies)
         await handshake.shake()
         if reducer is not None:
             await _joined(reducer, settings.connect_timeout)
@@ -138,25 +139,17 @@ class Assembly:
             **self._shape.terms(),
             "mesh": "" if place.layout is None else ", ".join(f"{name} {size}" for name, size in place.layout.dims),
             "coordinate": "" if place.layout is None else ", ".join(place.layout.coordinate),
-            "coordination": settings.coordination,
-            "strict": settings.strict,
-            "seed": settings.seed,
-            "reduction": settings.reduction,
+            **settings.terms(),
             "version": __version__,
         }
 
-    def _group_terms(self, hint: Hint, limit: Limit, in_order: Iterable[ForcedOrder]) -> Terms:
+    def _group_terms(self, limit: Limit, in_order: Iterable[ForcedOrder]) -> Terms:
         """What the ranks of a group must have in common."""
         return {
             "in_order": " ".join(sorted(f"{kind}@{v}" for kind, v in in_order)),
-            "hint": named if isinstance(named := self._settings.hint, str) else _class_of(hint),
             "limit": str(limit),
             "depth": self._settings.depth,
         }
-
-
-def _class_of(hint: Hint) -> str:
-    return f"{type(hint).__module__}.{type(hint).__qualname__}"
 
 
 async def _joined(reducer: GradientReducer, timeout_s: float) -> None:

@@ -35,7 +35,7 @@ class Plan:
 
     Attributes:
         step: its number, mode and M.
-        batch: the caller's data.
+        batch: the caller's data, and the number of the training step.
         weights: of the microbatches' losses, None for all 1.
         sizes: how large each microbatch is, for hints; None where the caller did not tell.
         reduction: how losses combine.
@@ -81,11 +81,16 @@ def plan_step(
     grad_scale: float = 1.0,
     reduce_gradients: bool = True,
     *,
+    training_step: int = 0,
     is_shared: bool = False,
 ) -> Plan:
     """Check the arguments of a step; see `rrfp.Pipeline.step`.
 
     Args:
+        number: of the step, evaluations counted.
+        mode: training or forward only.
+        reduction: how losses combine.
+        training_step: see `rrfp.Batch`.
         is_shared: whether several replicas share the step, so that the weights' sum is known only later.
 
     Raises:
@@ -98,7 +103,7 @@ def plan_step(
     if type(reduce_gradients) is not bool:
         raise ConfigError(f"reduce_gradients is {reduce_gradients!r}, must be True or False")
     gradient: Sequence[float] = gradient_weights(weights, count, "sum" if is_shared else reduction, grad_scale)
-    batch = Batch(inputs, targets, kwargs, list(gradient) if is_shared else gradient)
+    batch = Batch(inputs, targets, kwargs, list(gradient) if is_shared else gradient, training_step)
     return Plan(
         StepId(number, mode, count),
         batch,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict, get_args
@@ -10,17 +11,20 @@ from rrfp.compute.base import Lane, StageProgram
 from rrfp.compute.split_backward import Unsplittable
 from rrfp.compute.thread_lane import LOWEST_NICE, ThreadLane
 from rrfp.compute.weighting import Reduction
-from rrfp.core.admission import Limit
+from rrfp.core.admission import LIMIT_PRESETS, Limit
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint
 from rrfp.core.topology import Layout, Topology
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict
+from rrfp.log import get_logger
 from rrfp.schedules.registry import schedule_names, schedule_needs
 from rrfp.shape import Shape, StagePart, chunks_of
 from rrfp.stage import Coordination
 from rrfp.transports.base import DEFAULT_MAX_MESSAGE_BYTES, DEFAULT_QUEUE_BYTES, Rendezvous
 from rrfp.transports.registry import TransportSpec, transport_names
+
+logger = get_logger(__name__)
 
 #: Makes the lane of a stage.
 LaneFactory = Callable[[int], Lane]
@@ -43,6 +47,8 @@ class PipelineOptions:
         loss_fn: ``loss_fn(output, target)``, the mean over a microbatch.
         reduction: how microbatches' losses combine: ``"mean"`` (weighted) or ``"sum"``.
         seed: of the random forks, one for each task; the same on all ranks.
+        first_step: the number of the first training step, for a run that resumes after as many. Random numbers depend
+            on the number of the training step, and never on evaluations between.
         stall_after: seconds of idleness in a step after which all ranks are asked why.
         connect_timeout: seconds to wait for the peers at the start.
         queue_bytes: most bytes queued for one peer and channel before a send waits.
@@ -53,8 +59,8 @@ class PipelineOptions:
         lane: makes the lane of a stage, such as a `TimerLane` for virtual time; a compute thread by default.
         placement: where a rank's chunks are in the model: ``"looped"`` or ``"v"``.
         chunks: how many chunks a rank has; needed only for a `StageProgram`, a list of modules tells it.
-        split: whether backward is split into input gradients (B) and weight gradients (W). None: for modules, if
-            ``hint`` or ``strict`` names one that ranks weight tasks.
+        split: whether backward is split into input gradients (B) and weight gradients (W). No hint turns it on: one
+            that ranks weight tasks works by its other rules where there are none. A schedule that places them needs it.
         unsplittable: what to do with a module that differentiates only as a whole where backward is split: ``"whole"``
             or ``"refuse"``; see `TorchStage`.
         deterministic: gradients are added in microbatch order and buffers written in order, so that a step's result is
@@ -76,6 +82,7 @@ class PipelineOptions:
     loss_fn: Callable[[Any, Any], Any] | None = None
     reduction: Reduction = "mean"
     seed: int = 0
+    first_step: int = 0
     stall_after: float = 10.0
     connect_timeout: float = 60.0
     queue_bytes: int = DEFAULT_QUEUE_BYTES
@@ -85,7 +92,7 @@ class PipelineOptions:
     lane: LaneFactory | None = None
     placement: Layout = "looped"
     chunks: int | None = None
-    split: bool | None = None
+    split: bool = False
     unsplittable: Unsplittable = "whole"
     deterministic: bool = False
     coordination: Coordination = "leader"
@@ -115,6 +122,7 @@ class PipelineOptions:
             ("lane_nice", self.lane_nice in range(LOWEST_NICE + 1), f"0..{LOWEST_NICE}"),
             ("lane", self.lane is None or callable(self.lane), "callable: lane(stage)"),
             ("seed", type(self.seed) is int, "a whole number"),
+            ("first_step", type(self.first_step) is int and self.first_step >= 0, "a whole number from 0 on"),
             (
                 "chunks",
                 self.chunks is None or (type(self.chunks) is int and self.chunks >= 1),
@@ -125,7 +133,7 @@ class PipelineOptions:
                 self.depth is None or (type(self.depth) is int and self.depth >= 1),
                 "a whole number from 1 on",
             ),
-            ("split", self.split is None or type(self.split) is bool, "True, False or None"),
+            ("split", type(self.split) is bool, "True or False"),
             ("deterministic", type(self.deterministic) is bool, "True or False"),
             (
                 "transport",
@@ -153,11 +161,24 @@ class PipelineOptions:
             told = " and ".join(map(str, sorted(counts)))
             raise ConfigError(f"modules have {told} chunks a stage, must have the same number on all")
         chunks = counts.pop() if counts else 1
-        split = self._wants_split(parts) if self.split is None else self.split
-        graph = Graph.chain(stages, chunks=chunks, layout=self.placement, split=split)
+        graph = Graph.chain(stages, chunks=chunks, layout=self.placement, split=self.split)
         if (schedule := self._schedule()) is not None:
-            schedule_needs(schedule).check(schedule, graph)
+            self._check_schedule(schedule, graph)
+        if self.limit == "1f1b" and chunks > 1:
+            raise ConfigError(
+                f"limit is '1f1b' with {chunks} chunks a stage, must be 'n', '2n' (the default), a number or a "
+                "rrfp.Limit: '1f1b' leaves the last stage one microbatch for all its chunks, which then run one after "
+                "the other"
+            )
         return Shape(graph, self.deterministic)
+
+    def _check_schedule(self, schedule: str, graph: Graph) -> None:
+        needs = schedule_needs(schedule)
+        if needs.split and not self.split:
+            raise ConfigError(
+                f"split is False, must be True for the schedule {schedule!r}, which places weight tasks: add split=True"
+            )
+        needs.check(schedule, graph)
 
     def _schedule(self) -> str | None:
         """The schedule that orders tasks, to the letter or as a hint."""
@@ -165,24 +186,28 @@ class PipelineOptions:
             return self.strict
         return self.hint if isinstance(self.hint, str) and self.hint in schedule_names() else None
 
-    def _wants_split(self, parts: Sequence[StagePart]) -> bool:
-        if (schedule := self._schedule()) is not None:
-            return schedule_needs(schedule).split
-        # Between B and W a microbatch holds memory: nobody gets that who asked for no hint.
-        wanted = self.hint is not None and self.new_hint().wants_split
-        return wanted and any(not isinstance(part, StageProgram) for part in parts)
-
     def new_lane(self, stage: int) -> Lane:
         """The lane of ``stage``."""
         if self.lane is not None:
             return self.lane(stage)
         return ThreadLane(f"rrfp-lane-{stage}", nice=self.lane_nice)
 
+    @property
+    def hint_spec(self) -> HintSpec:
+        """The hint that the caller asked for, or the default."""
+        return DEFAULT_HINT if self.hint is None else self.hint
+
     def new_hint(self) -> Hint:
         """A fresh hint, or the strict schedule."""
-        if self.strict is not None:
-            return create_strict(self.strict)
-        return create_hint(DEFAULT_HINT if self.hint is None else self.hint)
+        return create_hint(self.hint_spec) if self.strict is None else create_strict(self.strict)
+
+    def tell_unsplit(self) -> None:
+        """Log that the hint ranks weight tasks, and there are none. The default hint is meant for both ways."""
+        if self.split or self.strict is not None or not self.new_hint().wants_split:
+            return
+        level = logging.INFO if self.hint_spec == DEFAULT_HINT else logging.WARNING
+        text = "the hint %s ranks weight tasks, and without split=True there are none: it works by its other rules"
+        logger.log(level, text, self._hint_term())
 
     def limit_of(self, place: Topology) -> Limit:
         """What the rank at ``place`` may hold; a strict schedule needs no limit.
@@ -200,6 +225,34 @@ class PipelineOptions:
             )
         return limit
 
+    def terms(self) -> dict[str, str | int | None]:
+        """The options that must be the same on all ranks, beside those that decide the shape.
+
+        A limit is compared if it is a preset: ranks may hold different amounts of their own.
+        """
+        return {
+            "strict": self.strict,
+            "hint": self._hint_term(),
+            "limit": self._limit_term(),
+            "seed": self.seed,
+            "first_step": self.first_step,
+            "reduction": self.reduction,
+            "coordination": self.coordination,
+            "unsplittable": self.unsplittable,
+            "transport": self.transport if isinstance(self.transport, str) else _name_of(self.transport),
+        }
+
+    def _hint_term(self) -> str | None:
+        if self.strict is not None:
+            return None
+        return self.hint_spec if isinstance(self.hint_spec, str) else _name_of(self.new_hint())
+
+    def _limit_term(self) -> str | None:
+        if self.strict is not None:
+            return None
+        limit = DEFAULT_LIMIT if self.limit is None else self.limit
+        return limit if isinstance(limit, str) and limit in LIMIT_PRESETS else "the rank's own"
+
 
 class Options(TypedDict, total=False):
     """The keyword arguments that `rrfp.Pipeline` and `rrfp.local` pass on to `PipelineOptions`."""
@@ -211,6 +264,7 @@ class Options(TypedDict, total=False):
     loss_fn: Callable[[Any, Any], Any] | None
     reduction: Reduction
     seed: int
+    first_step: int
     stall_after: float
     connect_timeout: float
     queue_bytes: int
@@ -220,7 +274,7 @@ class Options(TypedDict, total=False):
     lane: LaneFactory | None
     placement: Layout
     chunks: int | None
-    split: bool | None
+    split: bool
     unsplittable: Unsplittable
     deterministic: bool
     coordination: Coordination
@@ -236,9 +290,15 @@ def pipeline_options(options: Options) -> PipelineOptions:
     names = [field.name for field in fields(PipelineOptions)]
     for name in options:
         if name not in names:
-            others = "topology, mesh, coordinate, rendezvous, loop, ties"
+            others = "topology, mesh, coordinate, rendezvous, name, loop, ties"
             raise ConfigError(f"unknown option {name!r}, must be one of: {', '.join(names)}; or an argument: {others}")
     return PipelineOptions(**options)
+
+
+def _name_of(plugged_in: object) -> str:
+    """A class or function by its full name, anything else by that of its class."""
+    named = plugged_in if hasattr(plugged_in, "__qualname__") else type(plugged_in)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def check_rendezvous(rendezvous: Rendezvous | None) -> None:

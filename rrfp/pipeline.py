@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
@@ -30,9 +30,11 @@ from rrfp.transports.rendezvous import LocalRendezvous, StoreRendezvous
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-#: Pipelines of one process are numbered in the order in which they are made, which every rank of a job shares, as it
-#: does for process groups: a rank's third pipeline talks to the others' third.
-_numbers = itertools.count()
+#: Names travel in the headers of all messages.
+MAX_NAME_LENGTH = 64
+
+#: Counts the pipelines of this process by name; those without a name count together.
+_numbers: defaultdict[str | None, Iterator[int]] = defaultdict(itertools.count)
 
 
 class Pipeline(PipelineHandle):
@@ -40,6 +42,10 @@ class Pipeline(PipelineHandle):
 
     It owns neither model nor optimizer. Every rank makes the same calls in the same order. After `PipelineAborted` it
     is of no further use.
+
+    A rank's third pipeline talks to the third of the other ranks, unless a ``name`` says which belong together. Where
+    one rank may skip a pipeline that the others make (a sweep that goes on after an error), give each a name. Ranks
+    compare their options and topology when they enter.
 
     Where the layout has several replicas, ``torch.distributed`` sums their gradients: it must be initialised then, and
     making the pipeline waits for this rank's likes in the other replicas. Gradients that are summed in every step and
@@ -52,6 +58,8 @@ class Pipeline(PipelineHandle):
         mesh: instead of ``topology``: a mesh with named dims, one of them ``pp``; see `Topology.from_mesh`.
         coordinate: with ``mesh``: the dims whose collectives run inside a task, by default ``("tp",)``.
         rendezvous: where ranks find each other; torchrun's store by default.
+        name: pairs this pipeline with those of the same name on the other ranks, the first of a name with the first.
+            Up to 64 characters, no slash. By default pipelines pair in the order in which they are made.
         loop: where the runtime lives.
         ties: parameters of which other virtual stages have copies too, such as an embedding that is the head's weight:
             this rank's copy (or copies, where several of its chunks have one) by a name that all ranks use. Their
@@ -71,10 +79,12 @@ class Pipeline(PipelineHandle):
         mesh: DeviceMesh | None = None,
         coordinate: Sequence[str] | None = None,
         rendezvous: Rendezvous | None = None,
+        name: str | None = None,
         loop: LoopChoice = "own",
         ties: Ties | None = None,
         **options: Unpack[Options],
     ) -> None:
+        label = _label(name)  # first, so that a pipeline that is refused here still counts
         settings = pipeline_options(options)
         check_rendezvous(rendezvous)
         place = _place(topology, mesh, coordinate)
@@ -87,11 +97,11 @@ class Pipeline(PipelineHandle):
         tied = ProcessTies(ties, [modules])
         assembly = Assembly(settings, shape)
         program = assembly.program(module, place, tied.shared)
-        run_id = f"{place.run_id}/{next(_numbers)}"
+        run_id = f"{place.run_id}/{label}"
         reducer = _reducer(modules, place, ranks, deterministic=settings.deterministic)
 
         async def build() -> Sequence[StageRunner]:
-            met = rendezvous if rendezvous is not None else await _meet(place, run_id, settings.connect_timeout)
+            met = rendezvous if rendezvous is not None else await _meet(place, settings.connect_timeout)
             return [await assembly.runner(place, module, program, run_id, met, reducer, *tied.ranks)]
 
         reducers = () if reducer is None else (reducer,)
@@ -180,7 +190,16 @@ def _reducer(
     return GradientReducer(modules, make_group, replica=place.replica, deterministic=deterministic)
 
 
-async def _meet(place: Topology, run_id: str, timeout_s: float) -> Rendezvous:
+def _label(name: str | None) -> str:
+    """Under which the ranks of a pipeline find each other; of another form with a name than without."""
+    if name is None:
+        return str(next(_numbers[None]))
+    if type(name) is not str or not 0 < len(name) <= MAX_NAME_LENGTH or "/" in name:
+        raise ConfigError(f"name is {name!r:.100}, must be a text of 1..{MAX_NAME_LENGTH} characters without '/'")
+    return f"{name}.{next(_numbers[name])}"
+
+
+async def _meet(place: Topology, timeout_s: float) -> Rendezvous:
     if place.world == 1:
         return LocalRendezvous()
-    return await StoreRendezvous.from_env(replace(place, run_id=run_id), timeout_s=timeout_s)
+    return await StoreRendezvous.from_env(place, timeout_s=timeout_s)

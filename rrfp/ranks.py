@@ -60,6 +60,11 @@ class Ranks:
         self._ties = ties
         self._runners: Sequence[StageRunner] = ()
 
+    @property
+    def first_step(self) -> int:
+        """The number of the first training step."""
+        return self._options.first_step
+
     def announce(self) -> None:
         """Say what cannot be kept of what was promised, and read what ranks compare.
 
@@ -70,18 +75,20 @@ class Ranks:
         if self._options.deterministic:
             warn_of_torch(list(self._holder.modules.values()))
 
-    def plan(self, number: int, mode: Mode, **arguments: Any) -> Plan:
+    def plan(self, number: int, training_step: int, mode: Mode, **arguments: Any) -> Plan:
         """Check a step's arguments and hand them to the programs. Called on the caller's thread, whose modes apply.
 
         Args:
-            number: the step's.
+            number: the step's, evaluations counted.
+            training_step: training steps before it, those before ``first_step`` counted.
             mode: training or forward only.
             arguments: those of `rrfp.batching.plan_step`.
 
         Raises:
             ConfigError: if they do not fit; nothing has happened then.
         """
-        plan = plan_step(number, mode, self._options.reduction, **arguments, is_shared=self._replicas > 1)
+        reduction, is_shared = self._options.reduction, self._replicas > 1
+        plan = plan_step(number, mode, reduction, training_step=training_step, is_shared=is_shared, **arguments)
         for program in self._programs:
             program.open(plan.step, plan.batch)
         if mode is Mode.TRAIN:

@@ -11,7 +11,7 @@ import msgpack
 
 from rrfp.compute.weighting import Reduction
 from rrfp.core.progress import Peaks
-from rrfp.core.tasks import StepId
+from rrfp.core.tasks import Mode, StepId
 from rrfp.core.topology import Topology
 from rrfp.errors import ProtocolError
 from rrfp.trace.breakdown import Breakdown
@@ -71,7 +71,10 @@ class StepResult:
     With several replicas, ``losses``, ``breakdown`` and ``peaks`` are those of this rank's replica.
 
     Attributes:
-        step: which step, counted from 0.
+        step: the number of the training step, counted from the pipeline's ``first_step`` on (0 by default); of an
+            evaluation, that of the training step after it.
+        mode: training or forward only.
+        microbatches: M, on this rank's replica.
         loss: the weighted loss of the step, over all replicas; None where no loss was computed.
         losses: the loss of every microbatch, in microbatch order.
         seconds: the longest time that any rank took.
@@ -81,7 +84,9 @@ class StepResult:
         outputs: forward only, on the rank of the last virtual stage and without a loss: outputs by microbatch.
     """
 
-    step: StepId
+    step: int
+    mode: Mode
+    microbatches: int
     loss: float | None
     losses: tuple[float, ...]
     seconds: float
@@ -104,6 +109,7 @@ class StepResult:
     def of(
         cls,
         step: StepId,
+        training_step: int,
         reports: Sequence[StageReport],
         trace: StepTrace,
         place: Topology,
@@ -118,7 +124,9 @@ class StepResult:
         groups = [[reports[rank] for rank in replace(place, stage=s, member=0).group] for s in range(place.stages)]
         losses = {m: loss for group in groups for m, loss in group[0].losses.items()}
         return cls(
-            step=step,
+            step=training_step,
+            mode=step.mode,
+            microbatches=step.microbatches,
             loss=_shared_loss(reports, place, reduction),
             losses=tuple(losses[m] for m in sorted(losses)),
             seconds=seconds,

@@ -37,7 +37,8 @@ class Session:
         self.ranks = ranks
         self.thread: LoopThread | None = None
         self.thread_name = thread_name
-        self._next_step = 0
+        #: Steps begun, evaluations counted, as all ranks count them; and the number of the next training step.
+        self._next_step, self._training_step = 0, ranks.first_step
         self._state: Literal["new", "open", "in a step", "clipping gradients", "closed"] = "new"
 
     def enter(self) -> None:
@@ -71,9 +72,11 @@ class Session:
             if name not in _ARGUMENTS[mode]:
                 allowed = ", ".join(["inputs", "targets", *sorted(_ARGUMENTS[mode])])
                 raise ConfigError(f"unknown argument {name!r}, must be one of: {allowed}")
-        plan = self.ranks.plan(self._next_step, mode, inputs=inputs, targets=targets, **arguments)
+        given = {"inputs": inputs, "targets": targets, **arguments}
+        plan = self.ranks.plan(self._next_step, self._training_step, mode, **given)
         self._state = "in a step"
         self._next_step += 1
+        self._training_step += mode is Mode.TRAIN
         return plan
 
     def clip(self, max_norm: float, norm_type: float) -> Clipping:

@@ -78,8 +78,8 @@ class Shape:
         """
         if any(self.graph.split) and type(program).weight is StageProgram.weight:
             raise ConfigError(
-                f"{type(program).__name__} has no weight(), needed where backward is split: implement it, or choose "
-                "split=False and a hint or schedule without weight tasks"
+                f"{type(program).__name__} has no weight(), needed where backward is split: implement it, or leave "
+                "split=False"
             )
 
     def in_order(self, modules: Mapping[int, nn.Module]) -> frozenset[ForcedOrder]:

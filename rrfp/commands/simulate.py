@@ -66,6 +66,7 @@ def simulate(
         raise ConfigError("--sizes goes with --costs; a profile tells hints its own")
     else:
         cells = options.cells_of(workload, methods)
+        _warn_of_serial_chunks(any(_is_serial(cell.method, cell.workload.chunks) for cell in cells))
         if groups is not None:
             check_cells(cells, {"csv": csv, "png": png})
         if len(cells) == 1:
@@ -121,6 +122,7 @@ def _simulate_file(path: Path, methods: options.Texts, sizes: str | None, groups
     costs = read_costs(path)
     wanted.check(costs)
     told_sizes = options.sizes_for(costs, sizes)
+    _warn_of_serial_chunks(_is_serial(method, costs.chunks))
     if groups is None:
         wanted.show(_title(method), method.simulate(costs, told_sizes))
     else:
@@ -159,6 +161,19 @@ def _simulate_cells(cells: list[Cell], jobs: int | None, csv: Path | None, png: 
     if png is not None:
         plot_sweep(result.rows, png)
     show_sweep(result, json=json)
+
+
+def _is_serial(method: Method, chunks: int) -> bool:
+    return chunks > 1 and method.limit == "1f1b"
+
+
+def _warn_of_serial_chunks(is_needed: bool) -> None:
+    if is_needed:
+        typer.echo(
+            "warning: with several chunks --limit 1f1b leaves the last stage one microbatch for all of them: they run "
+            "one after the other; n holds what 1F1B holds on its first stage (rrfp.Pipeline refuses 1f1b here)",
+            err=True,
+        )
 
 
 def _title(method: Method) -> str:

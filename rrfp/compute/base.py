@@ -31,12 +31,15 @@ class Batch:
         kwargs: further keyword arguments for every module of this rank.
         gradient_weights: for each microbatch the factor that its loss is differentiated with (weight over normaliser,
             times ``grad_scale``); known before the first backward.
+        training_step: the number of the training step, from the pipeline's ``first_step`` on; of an evaluation, that of
+            the training step after it. Random numbers depend on this number.
     """
 
     inputs: Sequence[Any] | None = None
     targets: Sequence[Any] | None = None
     kwargs: Sequence[Mapping[str, Any]] | None = None
     gradient_weights: Sequence[float] = field(default=())
+    training_step: int = 0
 
 
 class StageProgram(ABC):

@@ -1,7 +1,8 @@
 """Random numbers that depend on what is computed, never on when.
 
-Every task draws from generators seeded by (seed, step, kind, virtual stage, microbatch), so dropout masks are the same
-in any order of tasks, on any placement of the stages, and in the one-process reference.
+Every task draws from generators seeded by (seed, training step, kind, virtual stage, microbatch), so dropout masks are
+the same in any order of tasks, on any placement of the stages, after a resume with ``first_step``, with or without
+evaluations between training steps, and in the one-process reference.
 
 torch's CPU generator, and each CUDA device's, is one object for the whole process. A fork therefore swaps the state of
 the *global* generators, and one lock, shared by every stage of the process, is held from the swap until the caller's
@@ -64,7 +65,7 @@ class RandomForks:
         """Give the global generators to ``task`` of ``step``; afterwards they are as they were before. Not reentrant.
 
         Args:
-            step: the step's number.
+            step: the number of the training step.
             task: what is going to run.
         """
         if self.seed is None:

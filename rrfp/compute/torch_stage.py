@@ -133,7 +133,7 @@ class TorchStage(StageProgram):
                 scalar.
         """
         assert self._step is not None
-        with self._forks.fork(self._step.number, task):
+        with self._forks.fork(self._batch.training_step, task):
             return self._modes.forward(self._forward, task, inputs)
 
     def backward(self, task: Task, grads: tuple[Payload, ...]) -> tuple[Payload, ...]:
@@ -149,7 +149,7 @@ class TorchStage(StageProgram):
         kept.received.check(module, v, "after its forward")
         watch = ReadOnly(grads, [f"of the output gradients from virtual stage {w}" for w in self._graph.successors[v]])
         with self._shared.lent(v):
-            with self._forks.fork(self._step.number, task):
+            with self._forks.fork(self._batch.training_step, task):
                 pending = self._modes.backward(self._differentiate, kept, task, grads)
             foreign = self._own[v].foreign(grads)
             if pending is None:

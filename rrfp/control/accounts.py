@@ -70,4 +70,5 @@ class Accounts:
         parts = breakdown(trace, place.stage)
         report = StageReport(place.stage, trace.end - trace.start, parts, peaks, losses, loss, weight)
         answers = await self._exchange.exchange("step", plan.step.number, report.encode())
-        return StepResult.of(plan.step, [StageReport.decode(data) for data in answers], trace, place, reduction)
+        reports = [StageReport.decode(data) for data in answers]
+        return StepResult.of(plan.step, plan.batch.training_step, reports, trace, place, reduction)

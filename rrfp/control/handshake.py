@@ -2,7 +2,8 @@
 
 Who connects to whom follows from the model's shape. Ranks that differ in it would wait for peers that never come, so
 terms travel through the rendezvous and not through the transport: rank 0 reads what every rank says and publishes one
-verdict, which all raise alike. That takes as many keys as there are ranks.
+verdict, which all raise alike. That takes as many keys as there are ranks. One more key a rank names the pipeline that
+the rank entered last: so a rank that does not come can be found.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ Terms = Mapping[str, str | int | bool | None]
 
 #: How much longer than rank 0 the others wait for its verdict, in seconds.
 VERDICT_GRACE_S = 2.0
+
+#: How long a look at a key that is there, or not, may take, in seconds.
+LOOK_S = 0.5
 
 #: What a verdict may raise, by the name under which it travels; none: all agree.
 _ERRORS: Mapping[str, type[RrfpError]] = {
@@ -68,6 +72,7 @@ class Handshake:
             ProtocolError: if what a rank published cannot be read.
         """
         context = self._context
+        await context.rendezvous.publish(self._whereabouts(context.rank), self._label.encode())
         if context.rank == 0:
             verdict = await self._judge()
             await self._publish("verdict", verdict)
@@ -115,11 +120,28 @@ class Handshake:
         try:
             data = await self._context.rendezvous.lookup(self._key(key), timeout_s)
         except TransportError as error:
-            raise TransportError(f"{self._place.name_of(rank)} did not come: {error}") from error
+            elsewhere = await self._elsewhere(rank)
+            raise TransportError(f"{self._place.name_of(rank)} did not come{elsewhere}: {error}") from error
         try:
             return dict(msgpack.unpackb(data))
         except (TypeError, ValueError, msgpack.UnpackException) as error:
             raise ProtocolError(f"what {self._place.name_of(rank)} said at the start cannot be read: {error}") from None
+
+    async def _elsewhere(self, rank: int) -> str:
+        """Which other pipeline ``rank`` has entered instead of this one, if any."""
+        try:
+            data = await self._context.rendezvous.lookup(self._whereabouts(rank), LOOK_S)
+        except TransportError:
+            return ""
+        found = data.decode(errors="replace")
+        return "" if found == self._label else f" to pipeline {self._label!r}, it is at pipeline {found!r}"
+
+    @property
+    def _label(self) -> str:
+        return self._context.run_id.removeprefix(f"{self._place.run_id}/")
+
+    def _whereabouts(self, rank: int) -> str:
+        return f"entered/{self._place.run_id}/{self._context.restart}/{rank}"
 
     def _key(self, key: str) -> str:
         return f"terms/{self._context.run_id}/{self._context.restart}/{key}"

@@ -80,7 +80,8 @@ class Hint(Protocol):
 
     Attributes:
         may_wait: True lets ``choose`` return None although tasks are ready. Only strict baselines want that.
-        wants_split: the hint ranks weight tasks, so backward is split for it where modules can be.
+        wants_split: the hint ranks weight tasks, so it is at its best with ``split=True``. Without, it works by its
+            other rules.
     """
 
     may_wait: bool = False

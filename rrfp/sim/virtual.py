@@ -174,7 +174,7 @@ def _as_simulated(result: StepResult, graph: Graph) -> EngineResult:
     trace = result.trace
     if trace.dropped:
         raise ConfigError(
-            f"microbatches is {result.step.microbatches}: {trace.dropped} spans did not fit into the ranks' traces"
+            f"microbatches is {result.microbatches}: {trace.dropped} spans did not fit into the ranks' traces"
         )
     origin = trace.start
     spans = tuple(

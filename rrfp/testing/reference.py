@@ -75,7 +75,8 @@ def reference(
         weights: as in :func:`gradient_weights`.
         reduction: as in :func:`gradient_weights`.
         seed: seed of the random forks; None draws from torch's generators as they are.
-        step: the step's number, 0 for a pipeline's first.
+        step: the number of the training step, a pipeline's ``first_step`` (0) for its first. For an evaluation, that of
+            the training step after it.
         grad_scale: as in :func:`gradient_weights`.
 
     Raises:

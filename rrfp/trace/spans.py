@@ -67,7 +67,7 @@ class StepTrace:
     """The spans of one step, of one rank or (merged) of all.
 
     Attributes:
-        step: the step's number.
+        step: the step's number, counted from 0 and with evaluations.
         start: when it began: for one rank, when its caller called ``step``; merged, the earliest of those.
         end: when its last task, send and reduction were done; merged, the latest of those.
         tasks: compute spans, by start.

@@ -108,6 +108,7 @@ def test_split_costs_and_chunks(tmp_path: Path, chunks: int, placement: str) -> 
     for limit in ("1", "1f1b", "2n"):
         result = rrfp("simulate", "--costs", path, "--hint", "bfw", "--limit", limit, "--json")
         assert result.exit_code == 0
+        assert result.stderr.startswith("warning: with several chunks --limit 1f1b") == (limit == "1f1b" and chunks > 1)
         answer = json.loads(result.stdout)
         assert all(peak <= k * chunks for peak, k in zip(answer["peak"], answer["limit"], strict=True))
         assert "W5@" in " ".join(answer["order"][0])

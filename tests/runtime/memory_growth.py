@@ -49,7 +49,7 @@ def main(stages: int, hint: str, limit: str) -> None:
     inputs = [torch.randn(ROWS, WIDTH) for _ in range(MICROBATCHES)]
     targets = [torch.zeros(ROWS, WIDTH)] * MICROBATCHES
     bound = rrfp.Limit(bytes=int(limit)) if int(limit) > 1000 else int(limit)
-    pipeline = rrfp.local(modules, hint=hint, limit=bound, loss_fn=nn.functional.mse_loss)
+    pipeline = rrfp.local(modules, hint=hint, split=hint == "bfw", limit=bound, loss_fn=nn.functional.mse_loss)
     with pipeline.blocking() as pipe:
         pipe.step(inputs, targets)
         before, peak = resident(), Peak()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +76,7 @@ class ThreadedRanks:
         met, count = LocalRendezvous(), len(modules)
         places = [rrfp.Topology(r, count) if mesh is None else rrfp.Topology.at(r, mesh) for r in range(count)]
         settings: Any = {"transport": "inproc", "loss_fn": loss_fn, "rendezvous": met, **options}
-        with patch("rrfp.pipeline._numbers", itertools.repeat(0)):  # as in processes of their own
+        with patch("rrfp.pipeline._numbers", defaultdict(lambda: itertools.repeat(0))):  # as in processes of their own
             self.pipelines = [
                 rrfp.Pipeline(module, **{"topology": places[rank], **settings, **(own or {}).get(rank, {})})
                 for rank, module in enumerate(modules)

@@ -14,7 +14,7 @@ from runtime.toys import TOLERANCE, Bomb, Hold, data, expect, largest_difference
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.core.tasks import Kind
+from rrfp.core.tasks import Kind, Mode
 from rrfp.errors import ConfigError, PipelineAborted, RrfpError
 from rrfp.options import Options, PipelineOptions
 from rrfp.trace.spans import StepTrace
@@ -27,11 +27,12 @@ async def test_async_steps_evaluations_and_steps_again(loop: Any) -> None:
         first = await pipe.step(batch.inputs, batch.targets)
         scored = await pipe.evaluate(batch.inputs, batch.targets)
         last = await pipe.step(batch.inputs, batch.targets)
-    for number, result in ((0, first), (2, last)):
+    for number, result in ((0, first), (1, last)):
         wanted = expect(expected, batch, step=number)
         assert result.losses == pytest.approx(wanted.losses, rel=TOLERANCE)
         assert result.loss == pytest.approx(wanted.loss, rel=TOLERANCE)
-        assert result.step.number == number
+        assert (result.step, result.mode, result.microbatches) == (number, Mode.TRAIN, 4)
+    assert (scored.step, scored.mode) == (1, Mode.FORWARD)
     with torch.no_grad():
         assert scored.losses == pytest.approx(expect(expected, batch, step=1).losses, rel=TOLERANCE)
     assert largest_difference(actual, expected) < TOLERANCE
@@ -126,7 +127,7 @@ def test_bad_arguments_are_refused_and_the_pipeline_goes_on() -> None:
             pipe.step()
         with torch.no_grad(), pytest.raises(ConfigError, match="use evaluate"):
             pipe.step(batch.inputs, batch.targets)
-        assert pipe.step(batch.inputs, batch.targets).step.number == 0
+        assert pipe.step(batch.inputs, batch.targets).step == 0
     expect(expected, batch)
     assert largest_difference(actual, expected) < TOLERANCE
 
@@ -149,14 +150,21 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"queue_bytes": -1}, "queue_bytes is -1"),
     ({"lane_nice": 40}, "lane_nice is 40, must be 0..19"),
     ({"seed": None}, "seed is None"),
-    ({"split": 1}, "split is 1, must be True, False or None"),
+    ({"split": 1}, "split is 1, must be True or False"),
     ({"unsplittable": "half"}, "unsplittable is 'half', must be one of: whole, refuse"),
     ({"chunks": 0}, "chunks is 0, must be a whole number from 1 on"),
     ({"chunks": True}, "chunks is True, must be a whole number from 1 on"),
     ({"chunks": 2}, "modules have 1 and 2 chunks a stage, must have the same number on all"),
     ({"placement": None}, "placement is None, must be one of: looped, v"),
-    ({"hint": "zb-v"}, "schedule zb-v takes 2 chunks a stage, v placement, split backward; the graph has 1 chunk"),
-    ({"hint": "zb-h1", "split": False}, "schedule zb-h1 takes 1 chunk a stage, split backward; the graph has unsplit"),
+    ({"split": None}, "split is None, must be True or False"),
+    ({"hint": "zb-v", "split": True}, "schedule zb-v takes 2 chunks a stage, v placement, split backward; the graph"),
+    (
+        {"hint": "zb-h1"},
+        "split is False, must be True for the schedule 'zb-h1', which places weight tasks: add split=T",
+    ),
+    ({"strict": "zb-h1", "split": False}, "split is False, must be True for the schedule 'zb-h1'"),
+    ({"first_step": -1}, "first_step is -1, must be a whole number from 0 on"),
+    ({"first_step": True}, "first_step is True, must be a whole number from 0 on"),
     ({"loop": "mine"}, "loop is 'mine', must be one of: own, caller"),
 ]
 

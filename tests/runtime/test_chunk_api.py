@@ -51,10 +51,10 @@ def test_a_module_list_is_a_list_of_chunks() -> None:
     assert largest_difference(actual, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("options", [{"split": True}, {"strict": "zb-h1"}, {"hint": "zb-h1"}])
+@pytest.mark.parametrize("options", [{}, {"strict": "zb-h1"}, {"hint": "zb-h1"}])
 def test_a_stage_program_without_weight_tasks_is_refused_where_backward_is_split(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"Ones has no weight\(\), needed where backward is split"):
-        rrfp.local([Ones(), Ones()], **options)
+        rrfp.local([Ones(), Ones()], split=True, **options)
 
 
 def test_a_stage_program_runs_all_chunks_of_its_stage() -> None:
@@ -63,7 +63,7 @@ def test_a_stage_program_runs_all_chunks_of_its_stage() -> None:
     assert sorted({span.task.virtual_stage for span in result.trace.tasks if span.stage == 0}) == [0, 3]
     with rrfp.local([Ones(), Ones()], hint="bfw").blocking() as pipe:
         result = pipe.step(microbatches=3)
-    assert {span.task.kind for span in result.trace.tasks} == {Kind.F, Kind.B}, "it cannot split, so nothing is split"
+    assert {span.task.kind for span in result.trace.tasks} == {Kind.F, Kind.B}
 
 
 @pytest.mark.parametrize("kind", ["F", "B"])
@@ -73,14 +73,14 @@ def test_a_failure_in_a_chunk_names_its_virtual_stage(kind: str) -> None:
     batch = data(4)
     with (
         pytest.raises(PipelineAborted, match=rf"aborted by stage 0, task {kind}\d@3: Trap: out of luck"),
-        rrfp.local(placed(modules, 2, "v"), loss_fn=loss_fn, placement="v", hint="bfw").blocking() as pipe,
+        rrfp.local(placed(modules, 2, "v"), loss_fn=loss_fn, placement="v", split=True).blocking() as pipe,
     ):
         pipe.step(batch.inputs, batch.targets)
 
 
 def test_every_task_of_every_chunk_is_in_the_trace_and_in_the_breakdown() -> None:
     batch = data(5)
-    with rrfp.local(placed(stages(6), 3, "v"), loss_fn=loss_fn, placement="v", hint="bfw").blocking() as pipe:
+    with rrfp.local(placed(stages(6), 3, "v"), loss_fn=loss_fn, placement="v", split=True).blocking() as pipe:
         pipe.step(batch.inputs, batch.targets)
         result = pipe.step(batch.inputs, batch.targets)
     trace = result.trace

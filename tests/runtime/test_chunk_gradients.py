@@ -15,22 +15,22 @@ from rrfp.core.topology import Layout
 #: Chunks, placement, and how they are run.
 WAYS: list[tuple[int, Layout, dict[str, Any]]] = [
     (1, "looped", {"hint": "bf", "split": True}),
-    (1, "looped", {"hint": "bfw", "limit": "1f1b"}),
-    (1, "looped", {"hint": "slot-aware"}),
+    (1, "looped", {"hint": "bfw", "split": True, "limit": "1f1b"}),
+    (1, "looped", {"hint": "slot-aware", "split": True}),
     (1, "looped", {"hint": "1f1b", "split": True}),
     (1, "looped", {"strict": "1f1b", "split": True}),
-    (1, "looped", {"hint": "zb-h1"}),
-    (1, "looped", {"strict": "zb-h1"}),
+    (1, "looped", {"hint": "zb-h1", "split": True}),
+    (1, "looped", {"strict": "zb-h1", "split": True}),
     (2, "looped", {"hint": "bf"}),
     (2, "looped", {"hint": "fb", "limit": 1}),
-    (2, "looped", {"hint": "bfw"}),
+    (2, "looped", {"hint": "bfw", "split": True}),
     (2, "looped", {"hint": "interleaved-1f1b"}),
     (2, "looped", {"strict": "interleaved-1f1b"}),
-    (2, "v", {"hint": "b-priority", "limit": "1f1b"}),
-    (2, "v", {"hint": "slot-aware", "limit": 1}),
-    (2, "v", {"hint": "zb-v"}),
-    (2, "v", {"strict": "zb-v"}),
-    (3, "v", {"hint": "bfw-pyramid"}),
+    (2, "v", {"hint": "b-priority", "limit": "n"}),
+    (2, "v", {"hint": "slot-aware", "split": True, "limit": 1}),
+    (2, "v", {"hint": "zb-v", "split": True}),
+    (2, "v", {"strict": "zb-v", "split": True}),
+    (3, "v", {"hint": "bfw-pyramid", "split": True}),
     (3, "looped", {"hint": "f-priority", "split": True, "limit": rrfp.Limit(2, rule="paper")}),
 ]
 
@@ -76,7 +76,7 @@ def test_an_evaluation_of_chunks_holds_no_more_than_the_limit_and_changes_no_gra
 ) -> None:
     actual, expected, batch = stages(6), stages(6), data(7)
     with rrfp.local(
-        placed(actual, 3, layout), loss_fn=loss_fn, placement=layout, hint=hint, limit=2
+        placed(actual, 3, layout), loss_fn=loss_fn, placement=layout, hint=hint, split=True, limit=2
     ).blocking() as pipe:
         scored = pipe.evaluate(batch.inputs, batch.targets)
         put_out = pipe.evaluate(batch.inputs)
@@ -85,6 +85,6 @@ def test_an_evaluation_of_chunks_holds_no_more_than_the_limit_and_changes_no_gra
     assert {span.task.kind for span in scored.trace.tasks} == {Kind.F}
     assert len(scored.trace.tasks) == 6 * 7
     assert sorted(put_out.outputs) == list(range(7))
-    wanted = expect(expected, batch, step=2)
+    wanted = expect(expected, batch)
     assert result.losses == pytest.approx(wanted.losses, rel=TOLERANCE)
     assert largest_difference(actual, expected) < TOLERANCE

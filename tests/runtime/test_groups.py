@@ -146,7 +146,7 @@ class Other(rrfp.Hint):
     [
         ("limit", 3, "on {2} and \"Limit(microbatches=7, bytes=None, rule='staircase')\" on {3}: must be the same on"),
         ("depth", 1, "depth is None on {0} and 3 on {1}"),
-        ("hint", 3, "on {2} and '{other}' on {3}: must be the same on the ranks of a group"),
+        ("hint", 3, "on {0} and '{other}' on {3}: must be the same on all ranks"),
         ("coordination", 2, "coordination is 'leader' on {0} and 'agreement' on {2}: must be the same on all ranks"),
         ("seed", 3, "seed is 0 on {0} and 3 on {3}: must be the same on all ranks"),
         ("topology", 1, "mesh is 'pp 2, tp 2' on {0} and 'tp 2, pp 2' on {1}: must be the same on all ranks"),
@@ -161,9 +161,7 @@ def test_a_rank_that_differs_is_one_error_on_all_that_names_both(field: str, odd
         "seed": 3,
         "topology": rrfp.Topology.at(odd, Mesh((("tp", 2), ("pp", 2)))),
     }
-    ranks = ThreadedRanks(
-        programs(), steps(1), {odd: {field: values[field]}}, MESH, limit=None if field == "limit" else 2
-    )
+    ranks = ThreadedRanks(programs(), steps(1), {odd: {field: values[field]}}, MESH, limit=2)
     errors = [outcome.error for outcome in ranks.join()]
     assert {type(error) for error in errors} == {ConfigError}
     (told,) = {str(error) for error in errors}
@@ -186,5 +184,5 @@ def test_members_whose_modules_force_different_orders_are_refused() -> None:
 
 
 def test_groups_may_differ_in_what_only_a_group_has_in_common() -> None:
-    own = {rank: {"limit": 3, "hint": "fb", "depth": 2} for rank in (2, 3)}
-    assert [o.error for o in ThreadedRanks(programs(), steps(2), own, MESH).join()] == [None] * 4
+    own = {rank: {"limit": 3, "depth": 2} for rank in (2, 3)}
+    assert [o.error for o in ThreadedRanks(programs(), steps(2), own, MESH, limit=4).join()] == [None] * 4

@@ -109,6 +109,7 @@ def test_ragged_microbatches_in_chunks_end_and_stay_near_the_limit(
     most_of_one = 4 * LARGE * WIDTH * 4
     limit = 5 * most_of_one
     options = {"placement": layout, "hint": hint, "limit": rrfp.Limit(bytes=limit), "deterministic": deterministic}
+    options["split"] = hint == "bfw"
     with pipeline(placed(modules, 2, layout), **options) as pipe:
         for number in range(10):
             factor = 4 if number in (3, 7) else 1

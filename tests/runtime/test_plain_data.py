@@ -67,7 +67,7 @@ def test_a_result_fills_every_breakdown_up_to_the_slowest_rank() -> None:
         StageReport(0, 3.0, Breakdown(3.0, 3.0), Peaks(held=2)),
         StageReport(1, 2.0, Breakdown(2.0, 1.5, drained=0.5), Peaks(held=1), {1: 4.0, 0: 2.0}, 3.0),
     ]
-    result = StepResult.of(StepId(0, Mode.TRAIN, 2), reports, trace, Topology(0, 2))
+    result = StepResult.of(StepId(0, Mode.TRAIN, 2), 5, reports, trace, Topology(0, 2))
     assert (result.loss, result.losses, result.seconds, result.peak_held) == (3.0, (2.0, 4.0), 3.0, (2, 1))
     assert result.breakdown[1] == Breakdown(3.0, 1.5, drained=1.5)
 

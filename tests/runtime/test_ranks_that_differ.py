@@ -11,18 +11,31 @@ from runtime.toys import stages
 
 import rrfp
 from rrfp.errors import ConfigError
+from rrfp.hints.slot_aware import SlotAware
 from rrfp.shape import StagePart
 
 #: What stage 2 of 4 is given, what all others are, and what all are told.
 DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "placement": ({"placement": "v"}, {}, "placement is 'looped' on stage 0 and 'v' on stage 2"),
     "split": ({"split": True}, {}, "split is False on stage 0 and True on stage 2"),
-    "hint": ({"hint": "bfw"}, {"hint": "bf"}, "split is False on stage 0 and True on stage 2"),
+    "hint": ({"hint": "bfw"}, {"hint": "bf"}, "hint is 'bf' on stage 0 and 'bfw' on stage 2"),
+    "hint's class": (
+        {"hint": SlotAware},
+        {},
+        "hint is 'slot-aware-pyramid' on stage 0 and 'rrfp.hints.slot_aware.SlotAware' on stage 2",
+    ),
+    "limit": ({"limit": "n"}, {}, "limit is '2n' on stage 0 and 'n' on stage 2"),
+    "first step": ({"first_step": 10}, {}, "first_step is 0 on stage 0 and 10 on stage 2"),
     "deterministic": ({}, {"deterministic": True}, "deterministic is True on stage 0 and False on stage 2"),
     "seed": ({"seed": 7}, {}, "seed is 0 on stage 0 and 7 on stage 2"),
     "reduction": ({"reduction": "sum"}, {}, "reduction is 'mean' on stage 0 and 'sum' on stage 2"),
     "strict": ({"strict": "1f1b"}, {"strict": "gpipe"}, "strict is 'gpipe' on stage 0 and '1f1b' on stage 2"),
-    "strict on one": ({"strict": "1f1b"}, {}, "strict is None on stage 0 and '1f1b' on stage 2"),
+    "strict on one": (
+        {"strict": "1f1b"},
+        {},
+        "strict is None on stage 0 and '1f1b' on stage 2; hint is 'slot-aware-pyramid' on stage 0 and None on stage 2; "
+        "limit is '2n' on stage 0 and None on stage 2",
+    ),
     "stages": (
         {"topology": rrfp.Topology(2, 5)},
         {},

@@ -8,14 +8,13 @@ from runtime.toys import TOLERANCE, data, expect, largest_difference, loss_fn, s
 import rrfp
 from rrfp.core.tasks import Kind
 from rrfp.hints.pyramid import pyramids
-from rrfp.options import DEFAULT_HINT, PipelineOptions
 
 
 @pytest.mark.parametrize("hint", ["slot-aware-pyramid", "bfw-pyramid"])
 def test_pyramids_change_the_order_and_neither_gradients_nor_losses(hint: str) -> None:
     actual, expected, batch = stages(3), stages(3), data(7)
     sizes = [3.0, 1.0, 4.0, 1.5, 5.0, 9.0, 2.0]
-    with rrfp.local(actual, loss_fn=loss_fn, hint=hint, limit="1f1b").blocking() as pipe:
+    with rrfp.local(actual, loss_fn=loss_fn, hint=hint, split=True, limit="1f1b").blocking() as pipe:
         result = pipe.step(batch.inputs, batch.targets, sizes=sizes)
     wanted = expect(expected, batch)
     assert largest_difference(actual, expected) < TOLERANCE
@@ -23,13 +22,6 @@ def test_pyramids_change_the_order_and_neither_gradients_nor_losses(hint: str) -
     assert all(held <= most for held, most in zip(result.peak_held, (3, 2, 1), strict=True))
     forwards = [span.task for span in result.trace.tasks if span.stage == 0 and span.task.kind is Kind.F]
     assert [task.microbatch for task in forwards] == pyramids(sizes, 12)
-
-
-def test_the_default_hint_does_not_split_backward_and_naming_it_does() -> None:
-    """Memory between B and W is for those who ask for it."""
-    default = PipelineOptions(loss_fn=loss_fn)
-    named = PipelineOptions(loss_fn=loss_fn, hint=DEFAULT_HINT)
-    assert [options.shape(2, stages(2)).graph.split for options in (default, named)] == [(False, False), (True, True)]
 
 
 def test_the_defaults_run_a_step_without_sizes() -> None:

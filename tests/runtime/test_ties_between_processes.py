@@ -37,7 +37,8 @@ def launch(tmp_path: Path) -> Iterator[Any]:
 def test_copies_train_bit_by_bit_as_one_parameter_in_one_process(
     launch: Any, stages: int, hint: str, transport_bytes: int
 ) -> None:
-    ranks = launch(stages, programs.three_steps, hint=hint, deterministic=True, max_message_bytes=transport_bytes)
+    how = {"hint": hint, "split": hint == "bfw", "max_message_bytes": transport_bytes}
+    ranks = launch(stages, programs.three_steps, deterministic=True, **how)
     ends = [ranks.hear(rank) for rank in range(stages)]
     assert [end.error for end in ends] == [None] * stages
     assert all(end.value[0] for end in ends)
@@ -46,8 +47,8 @@ def test_copies_train_bit_by_bit_as_one_parameter_in_one_process(
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"placement": "v", "hint": "bfw"}, {"placement": "looped", "hint": "bfw"}, {"placement": "looped"}],
-    ids=["copies", "one object", "a copy and one object, split", "a copy and one object"],
+    [{}, {"placement": "v", "split": True}, {"placement": "looped", "split": True}, {"placement": "looped"}],
+    ids=["copies", "one object, split", "a copy and one object, split", "a copy and one object"],
 )
 def test_with_replicas_the_sum_over_both_counts_everything_once(launch: Any, options: dict[str, Any]) -> None:
     """Two replicas of two stages; the total of two accumulated steps is on all ranks with a copy."""
