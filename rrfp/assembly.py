@@ -64,6 +64,7 @@ class Assembly:
             unsplittable=settings.unsplittable,
             in_order=shape.in_order(modules),
             shared=shared,
+            grouped=place.members > 1,
         )
 
     async def runner(

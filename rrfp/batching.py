@@ -52,6 +52,12 @@ class Plan:
     reduce_gradients: bool = True
 
     @property
+    def name(self) -> str:
+        """The step as people count: training steps, from ``first_step`` on."""
+        number = self.batch.training_step
+        return f"training step {number}" if self.step.mode is Mode.TRAIN else f"an evaluation before step {number}"
+
+    @property
     def total_weight(self) -> float:
         """The sum of the weights of this replica's microbatches."""
         return float(self.step.microbatches if self.weights is None else sum(self.weights))

@@ -85,7 +85,8 @@ class PipelineHandle:
             inputs: for the first virtual stage: a tensor, a tuple (positional arguments) or a dict (keywords) each.
             targets: second argument of ``loss_fn`` on the last virtual stage.
             arguments: ``kwargs``: further keyword arguments of every module on this rank. ``weights``: of the
-                microbatches' losses, such as token counts, 1 by default; needed on the last virtual stage.
+                microbatches' losses, such as token counts, 1 by default; needed on the last virtual stage. A microbatch
+                of weight 0 is in neither loss nor gradients.
                 ``sizes``: how large each microbatch is, in any unit, for hints that ask. ``microbatches``: M, where no
                 list tells it. ``grad_scale``: a factor on every gradient, 1.0 by default; the reported loss is without
                 it. ``reduce_gradients``: False leaves gradients unreduced over data-parallel replicas, for all but the

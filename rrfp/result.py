@@ -75,7 +75,8 @@ class StepResult:
             evaluation, that of the training step after it.
         mode: training or forward only.
         microbatches: M, on this rank's replica.
-        loss: the weighted loss of the step, over all replicas; None where no loss was computed.
+        loss: the weighted loss of the step, over all replicas and without microbatches of weight 0; None where no loss
+            was computed.
         losses: the loss of every microbatch, in microbatch order.
         seconds: the longest time that any rank took.
         breakdown: for each stage, where the time of its group's leader went; each sums to ``seconds``.
@@ -145,7 +146,7 @@ def _shared_loss(reports: Sequence[StageReport], place: Topology, reduction: Red
     if reduction == "sum":
         return sum(loss for loss, _ in parts)
     total = sum(weight for _, weight in parts)
-    return sum(loss * weight for loss, weight in parts) / total if total else math.nan
+    return sum(loss * weight for loss, weight in parts if weight) / total if total else math.nan
 
 
 def _filled_up(breakdown: Breakdown, seconds: float) -> Breakdown:

@@ -76,6 +76,8 @@ class TorchStage(StageProgram):
         in_order: (kind, virtual stage) pairs that run in microbatch order. Where any order is kept, a forward that
             writes a buffer out of order, and a whole backward in an unordered B, raise a StageError.
         shared: keeps gradients of parameters apart that several virtual stages of the process share.
+        grouped: other ranks may join in collectives inside tasks, so every backward runs. Otherwise a loss whose factor
+            is 0 is not differentiated: nothing of that microbatch is in any gradient.
 
     Raises:
         ConfigError: if ``modules`` is not what one stage holds.
@@ -91,6 +93,7 @@ class TorchStage(StageProgram):
         unsplittable: Unsplittable = "whole",
         in_order: Collection[ForcedOrder] = (),
         shared: SharedGradients | None = None,
+        grouped: bool = False,
     ) -> None:
         check_placement(modules, graph)
         self._modules = dict(modules)
@@ -98,6 +101,7 @@ class TorchStage(StageProgram):
         self._graph = graph
         self._loss_fn = loss_fn
         self._seed = seed
+        self._grouped = grouped
         self._meters = {v: ActivationMeter(module) for v, module in self._modules.items()}
         keeps = frozenset(in_order)
         # Where gradients are added in order, a whole backward in B would add them out of it.
@@ -253,7 +257,9 @@ class TorchStage(StageProgram):
         roots: list[Root] = []
         gradients: list[Tensor] = []
         if kept.loss is not None and kept.loss.requires_grad:
-            roots, gradients = [kept.loss], [torch.full_like(kept.loss, self._batch.gradient_weights[m])]
+            factor = self._batch.gradient_weights[m]
+            if factor or self._grouped:
+                roots, gradients = [kept.loss], [torch.full_like(kept.loss, factor)]
         elif kept.loss is None:
             for payload in grads:
                 for root, gradient in zip(kept.roots, payload.tensors, strict=True):

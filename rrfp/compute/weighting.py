@@ -2,6 +2,9 @@
 
 A step differentiates ``sum(w_i * loss_i) / sum(w_i)`` for ``"mean"`` and ``sum(w_i * loss_i)`` for ``"sum"``. No loss
 is known when the first backward starts, so the weights alone say what each microbatch's loss is differentiated with.
+
+A microbatch of weight 0, such as one without tokens, is no part of these sums, whatever its own loss is: a mean over
+nothing is nan, and 0 * nan would be nan too. Nor is it differentiated (see `TorchStage` for the exception).
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ def shared_gradient_weights(
 
 
 def combine_losses(losses: Sequence[float], weights: Sequence[float] | None = None, reduction: str = "mean") -> float:
-    """The loss of the step, summed in microbatch order.
+    """The loss of the step, summed in microbatch order over the microbatches whose weight is not 0.
 
     Args:
         losses: the loss of each microbatch, in microbatch order.
@@ -69,7 +72,7 @@ def combine_losses(losses: Sequence[float], weights: Sequence[float] | None = No
     """
     checked = _checked(weights, len(losses))
     normaliser = _normaliser(checked, reduction)
-    return sum(weight * loss for weight, loss in zip(checked, losses, strict=True)) / normaliser
+    return sum(weight * loss for weight, loss in zip(checked, losses, strict=True) if weight) / normaliser
 
 
 def _checked(weights: Sequence[float] | None, microbatches: int) -> tuple[float, ...]:

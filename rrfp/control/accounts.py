@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import msgpack
@@ -13,9 +14,12 @@ from rrfp.core.graph import Graph
 from rrfp.core.progress import Peaks
 from rrfp.core.topology import Topology
 from rrfp.errors import ProtocolError
+from rrfp.log import get_logger
 from rrfp.result import StageReport, StepResult
 from rrfp.trace.breakdown import breakdown
 from rrfp.trace.spans import StepTrace
+
+logger = get_logger(__name__)
 
 
 class Accounts:
@@ -32,6 +36,7 @@ class Accounts:
         self._exchange = exchange
         #: Whether this rank computes losses: it has to know the sum of all weights before its first backward.
         self.has_losses = any(not graph.successors[v] for v in graph.placement.virtual_stages(place.stage))
+        self._warned = False
 
     async def share_weights(self, plan: Plan) -> None:
         """Sum the weights of the microbatches of all replicas, and normalise the plan by it where that matters.
@@ -64,6 +69,7 @@ class Accounts:
         place, weight = self._place, plan.total_weight if losses else 0.0
         loss = None
         if losses:
+            self._check_finite(plan, losses)
             ordered = [losses[m] for m in sorted(losses)]
             # A replica all of whose weights are 0 adds nothing to the others' mean.
             loss = combine_losses(ordered, plan.weights, reduction) if weight or place.replicas == 1 else 0.0
@@ -72,3 +78,20 @@ class Accounts:
         answers = await self._exchange.exchange("step", plan.step.number, report.encode())
         reports = [StageReport.decode(data) for data in answers]
         return StepResult.of(plan.step, plan.batch.training_step, reports, trace, place, reduction)
+
+    def _check_finite(self, plan: Plan, losses: Mapping[int, float]) -> None:
+        """Log the first loss that counts and is no finite number, once; members of a group have the same losses."""
+        if self._warned or self._place.member != 0:
+            return
+        for m, loss in sorted(losses.items()):
+            if not math.isfinite(loss) and (plan.weights is None or plan.weights[m]):
+                self._warned = True
+                logger.warning(
+                    "%s: the loss of microbatch %d is %s in %s; later losses are not checked",
+                    self._place.name,
+                    m,
+                    loss,
+                    plan.name,
+                    stage=self._place.stage,
+                )
+                return

@@ -72,7 +72,7 @@ def reference(
         targets: second argument of ``loss_fn``, a list by microbatch.
         loss_fn: ``loss_fn(output, target)``, a scalar tensor.
         kwargs: further keyword arguments for every module, a list by microbatch.
-        weights: as in :func:`gradient_weights`.
+        weights: as in :func:`gradient_weights`. A microbatch of weight 0 is not differentiated.
         reduction: as in :func:`gradient_weights`.
         seed: seed of the random forks; None draws from torch's generators as they are.
         step: the number of the training step, a pipeline's ``first_step`` (0) for its first. For an evaluation, that of
@@ -160,7 +160,7 @@ class _Copies:
 
 
 def _differentiate(loss: Tensor, factor: float) -> None:
-    if not (torch.is_grad_enabled() and loss.requires_grad):
+    if not (factor and torch.is_grad_enabled() and loss.requires_grad):
         return
     with ExitStack() as stack:
         for device_type in autocast_device_types():

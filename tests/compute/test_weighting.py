@@ -25,6 +25,13 @@ def test_loss() -> None:
     assert math.isnan(combine_losses([math.nan, 2.0]))
 
 
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_of_weight_0_is_left_out(loss: float) -> None:
+    assert combine_losses([loss, 2.0, 4.0], [0, 1, 3]) == 3.5
+    assert combine_losses([2.0, loss], [2, 0.0], "sum") == 4.0
+    assert combine_losses([loss], [0.0], "sum") == 0.0
+
+
 @pytest.mark.parametrize(
     ("weights", "count", "reduction", "scale", "message"),
     [
