@@ -55,14 +55,13 @@ class Assembly:
         if isinstance(part, StageProgram):
             shape.check_program(part)
             return part
-        modules = shape.modules(part, place.stage)
         return TorchStage(
-            modules,
+            shape.chunks(part, place.stage),
             shape.graph,
             loss_fn=settings.loss_fn,
             seed=replica_seed(settings.seed, place.replica),
             unsplittable=settings.unsplittable,
-            in_order=shape.in_order(modules),
+            in_order=shape.in_order(shape.modules(part, place.stage)),
             shared=shared,
             grouped=place.members > 1,
         )

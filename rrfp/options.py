@@ -44,7 +44,8 @@ class PipelineOptions:
         strict: a schedule's name, to run it to the letter: the fixed-order baseline. Excludes ``hint`` and ``limit``.
         limit: microbatches that a stage may hold: a number, ``"1f1b"``, ``"n"``, ``"2n"`` (the default) or a
             `rrfp.Limit`.
-        loss_fn: ``loss_fn(output, target)``, the mean over a microbatch.
+        loss_fn: ``loss_fn(output, target)``, the mean over a microbatch. The parameters of one that is a module belong
+            to the last virtual stage; the other ranks do not use theirs.
         reduction: how microbatches' losses combine: ``"mean"`` (weighted) or ``"sum"``.
         seed: of the random forks, one for each task; the same on all ranks.
         first_step: the number of the first training step, for a run that resumes after as many. Random numbers depend
@@ -170,7 +171,7 @@ class PipelineOptions:
                 "rrfp.Limit: '1f1b' leaves the last stage one microbatch for all its chunks, which then run one after "
                 "the other"
             )
-        return Shape(graph, self.deterministic)
+        return Shape(graph, self.deterministic, self.loss_fn)
 
     def _check_schedule(self, schedule: str, graph: Graph) -> None:
         needs = schedule_needs(schedule)

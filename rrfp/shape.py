@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from rrfp.compute.base import StageProgram
 from rrfp.compute.buffers import writes_buffers_in_forward
+from rrfp.compute.loss_module import with_loss
 from rrfp.core.graph import Graph
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.tasks import Kind
@@ -27,12 +29,21 @@ class Shape:
     Attributes:
         graph: virtual stages, where they live, and which of them are split.
         deterministic: whether gradients are added in microbatch order.
+        loss_fn: the loss; one that is a module belongs to the last virtual stage.
     """
 
     graph: Graph
     deterministic: bool = False
+    loss_fn: Callable[[Any, Any], Any] | None = None
 
     def modules(self, part: StagePart, stage: int) -> dict[int, nn.Module]:
+        """All that ``stage`` differentiates, by virtual stage: its modules, and the loss if it is one (`with_loss`).
+
+        Errors as in `chunks`.
+        """
+        return with_loss(self.chunks(part, stage), self.graph, self.loss_fn)
+
+    def chunks(self, part: StagePart, stage: int) -> dict[int, nn.Module]:
         """The modules of ``stage`` by virtual stage; none for a program, which knows its own.
 
         Raises:
@@ -46,7 +57,7 @@ class Shape:
         return dict(zip(self.graph.placement.virtual_stages(stage), chunks, strict=True))
 
     def all_modules(self, parts: Sequence[StagePart]) -> dict[int, nn.Module]:
-        """The modules of all stages by virtual stage. Errors as in `modules`."""
+        """All that all stages differentiate, by virtual stage. Errors as in `chunks`."""
         return {v: module for stage, part in enumerate(parts) for v, module in self.modules(part, stage).items()}
 
     def check_shared(self, modules: Mapping[int, nn.Module]) -> None:

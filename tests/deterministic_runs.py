@@ -86,13 +86,13 @@ def batch(step: int) -> tuple[list[Tensor], list[Tensor], list[float]]:
     return inputs, targets, [float(length) for length in lengths]
 
 
-def train_in_one_process(modules: Sequence[nn.Module]) -> list[float | None]:
-    optimizer = sgd(modules)
+def train_in_one_process(modules: Sequence[nn.Module], loss_fn: Any = nn.functional.mse_loss) -> list[float | None]:
+    optimizer = sgd([*modules, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])])
     losses = []
     for step in range(STEPS):
         inputs, targets, lengths = batch(step)
         optimizer.zero_grad()
-        result = reference(modules, inputs, targets, loss_fn=nn.functional.mse_loss, weights=lengths, step=step)
+        result = reference(modules, inputs, targets, loss_fn=loss_fn, weights=lengths, step=step)
         losses.append(result.loss)
         optimizer.step()
     return losses
@@ -106,13 +106,13 @@ def train_in_a_pipeline(modules: Sequence[nn.Module], layout: str, seed: int, **
         return jitter.expovariate(0.5) if message.kind is MessageKind.OUTPUT else 0.0
 
     async def main() -> list[float | None]:
-        optimizer = sgd(modules)
+        options.setdefault("loss_fn", nn.functional.mse_loss)
+        optimizer = sgd([*modules, *([options["loss_fn"]] if isinstance(options["loss_fn"], nn.Module) else [])])
         pipeline = rrfp.local(
             parts(modules, layout),
             loop="caller",
             transport=partial(SimulatedTransport, latency=latency),
             lane=lambda stage: JitterLane(1000 * seed + stage),
-            loss_fn=nn.functional.mse_loss,
             placement=layout,  # type: ignore[arg-type]
             stall_after=1e6,
             **{"deterministic": True, **options},

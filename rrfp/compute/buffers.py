@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from rrfp.compute.loss_module import class_name
 from rrfp.errors import StageError
 
 
@@ -37,7 +38,7 @@ class BufferWatch:
         """
         for name, version in self._read().items():
             if self._versions.get(name) != version:
-                where = f"{type(self._module).__name__} on virtual stage {self._virtual_stage}"
+                where = f"{class_name(self._module)} on virtual stage {self._virtual_stage}"
                 raise StageError(
                     f"{where} writes its buffer {name!r} in forward, so its result depends on the order of "
                     "microbatches: deterministic=True cannot run it"

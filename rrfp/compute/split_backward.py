@@ -28,6 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rrfp.compute.activations import Storages
 from rrfp.compute.autograd_graph import AutogradGraph, Node, is_leaf
+from rrfp.compute.loss_module import class_name
 from rrfp.compute.received import Received
 from rrfp.compute.weight_rules import PASSED_ON, RULES, Saved, rules_work
 from rrfp.errors import ConfigError, StageError
@@ -81,7 +82,7 @@ class SplitBackward:
     def __init__(self, module: nn.Module, virtual_stage: int, unsplittable: Unsplittable = "whole") -> None:
         if unsplittable not in get_args(Unsplittable):
             raise ConfigError(f"unsplittable is {unsplittable!r}, must be one of: {', '.join(get_args(Unsplittable))}")
-        self._name = f"{type(module).__name__} on virtual stage {virtual_stage}"
+        self._name = f"{class_name(module)} on virtual stage {virtual_stage}"
         self._unsplittable = unsplittable
         self._obstacle = _reduction_of_its_own(module)
         self._told = False

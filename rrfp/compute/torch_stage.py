@@ -19,6 +19,7 @@ from rrfp.compute.activations import ActivationMeter, describe, tensors_in
 from rrfp.compute.base import Batch, StageProgram
 from rrfp.compute.buffers import BufferWatch
 from rrfp.compute.calling import Arguments, check_batch, check_loss, check_placement, requires_grad
+from rrfp.compute.loss_module import with_loss
 from rrfp.compute.modes import CallerModes
 from rrfp.compute.own_gradients import OwnGradients
 from rrfp.compute.payload import Payload, canonical
@@ -69,7 +70,7 @@ class TorchStage(StageProgram):
         modules: by virtual stage; exactly those that one stage of ``graph`` holds.
         graph: who feeds whom.
         loss_fn: ``loss_fn(output, target)``, a scalar floating tensor: the mean over the microbatch. Needed on the last
-            virtual stage in training.
+            virtual stage in training. If it is a module, its parameters are treated as those of the last one's.
         seed: seed of the random forks, the same on all ranks. None: draw from torch's generators as they are.
         unsplittable: what to do with a split virtual stage whose module differentiates only as a whole: ``"whole"``
             runs its backward in B and nothing in W, ``"refuse"`` raises a StageError that names it.
@@ -97,16 +98,18 @@ class TorchStage(StageProgram):
     ) -> None:
         check_placement(modules, graph)
         self._modules = dict(modules)
+        #: What has the parameters, buffers and submodules of each virtual stage.
+        self._units = with_loss(modules, graph, loss_fn)
         self._shared = SharedGradients({}) if shared is None else shared
         self._graph = graph
         self._loss_fn = loss_fn
         self._seed = seed
         self._grouped = grouped
-        self._meters = {v: ActivationMeter(module) for v, module in self._modules.items()}
+        self._meters = {v: ActivationMeter(unit) for v, unit in self._units.items()}
         keeps = frozenset(in_order)
         # Where gradients are added in order, a whole backward in B would add them out of it.
         whole = "refuse" if any(kind is Kind.W for kind, _ in keeps) else unsplittable
-        self._split = {v: SplitBackward(m, v, whole) for v, m in self._modules.items() if graph.split[v]}
+        self._split = {v: SplitBackward(unit, v, whole) for v, unit in self._units.items() if graph.split[v]}
         self._unordered = frozenset(v for v in self._modules if keeps and (Kind.F, v) not in keeps)
         self._is_first = any(not graph.predecessors[v] for v in self._modules)
         self._is_last = any(not graph.successors[v] for v in self._modules)
@@ -122,12 +125,12 @@ class TorchStage(StageProgram):
         """
         check_batch(batch, step, first=self._is_first, last=self._is_last, has_loss=self._loss_fn is not None)
         self._modes = CallerModes.capture(step.mode)
-        self._forks = RandomForks(self._seed, frozenset().union(*map(devices_of, self._modules.values())))
+        self._forks = RandomForks(self._seed, frozenset().union(*map(devices_of, self._units.values())))
         self._step, self._batch = step, batch
         self._clear()
-        for v, module in self._modules.items():
+        for v, unit in self._units.items():
             with self._shared.lent(v):
-                self._own[v] = OwnGradients(module)
+                self._own[v] = OwnGradients(unit)
 
     def forward(self, task: Task, inputs: tuple[Payload, ...]) -> Payload:
         """See :meth:`StageProgram.forward`.
@@ -210,7 +213,7 @@ class TorchStage(StageProgram):
         module, training = self._modules[v], self._modes.mode is Mode.TRAIN
         received = Received(inputs, self._graph.predecessors[v], training=training)
         arguments = self._arguments(m, v, received)
-        buffers = BufferWatch(module, v) if v in self._unordered else None
+        buffers = BufferWatch(self._units[v], v) if v in self._unordered else None
 
         def call() -> tuple[Any, Tensor | None]:
             output = module(*arguments.args, **arguments.kwargs)
@@ -279,7 +282,7 @@ class TorchStage(StageProgram):
         loss = self._loss_fn(output, self._batch.targets[m])
         if isinstance(loss, Tensor):
             loss = whole(loss)
-        learns = requires_grad(output) or any(parameter.requires_grad for parameter in self._modules[v].parameters())
+        learns = requires_grad(output) or any(parameter.requires_grad for parameter in self._units[v].parameters())
         return check_loss(loss, m, differentiable=self._modes.mode is Mode.TRAIN and learns)
 
     def _arguments(self, m: int, v: int, received: Received) -> Arguments:

@@ -21,10 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from rrfp.compute.loss_module import with_loss
 from rrfp.compute.modes import autocast_device_types
 from rrfp.compute.payload import canonical
 from rrfp.compute.rng import RandomForks, devices_of
 from rrfp.compute.weighting import combine_losses, gradient_weights
+from rrfp.core.graph import Graph
 from rrfp.core.tasks import Kind, Task
 from rrfp.errors import ConfigError
 
@@ -59,7 +61,8 @@ def reference(
 ) -> ReferenceResult:
     """Run one step and add its gradients to the ``.grad`` of the modules' parameters.
 
-    What several modules share, they share as the same parameter object.
+    What several modules share, they share as the same parameter object. A ``loss_fn`` that is a module counts as a part
+    of the last one.
 
     Under ``torch.no_grad()``, or without ``loss_fn``, it is a forward-only step. The caller's autocast acts on
     forwards, and not on backwards, as in a pipeline. Random numbers agree with a pipeline's wherever they are drawn in
@@ -84,8 +87,9 @@ def reference(
     """
     factors = gradient_weights(weights, len(inputs), reduction, grad_scale)
     _check_lengths(len(inputs), targets, kwargs, needs_targets=loss_fn is not None)
-    forks = RandomForks(seed, frozenset().union(*map(devices_of, modules)))
-    copies = _Copies(modules)
+    units = [*with_loss(dict(enumerate(modules)), Graph.chain(len(modules)), loss_fn).values()]
+    forks = RandomForks(seed, frozenset().union(*map(devices_of, units)))
+    copies = _Copies(units)
     last = len(modules) - 1
     losses: list[float] = []
     outputs: list[Any] = []
@@ -94,9 +98,9 @@ def reference(
         with torch.set_grad_enabled(torch.is_grad_enabled() and loss_fn is not None):
             for v, module in enumerate(modules):
                 with forks.fork(step, Task(Kind.F, m, v)):
-                    value = _call(module, copies.of(v), value, kwargs[m] if kwargs is not None else {})
+                    value = _call(module, copies.of(v, module), value, kwargs[m] if kwargs is not None else {})
                     if loss_fn is not None and targets is not None and v == last:
-                        loss = loss_fn(value, targets[m])
+                        loss = _loss(loss_fn, copies, last, (value, targets[m]))
                 if v != last:
                     value = _handed_over(value)
         outputs.append(_detached(value))
@@ -132,25 +136,34 @@ def _call(module: nn.Module, parameters: dict[str, Tensor], value: Any, kwargs: 
     return module(*args, **kwargs)
 
 
+def _loss(loss_fn: Callable[[Any, Any], Tensor], copies: _Copies, last: int, args: tuple[Any, Any]) -> Tensor:
+    if isinstance(loss_fn, nn.Module) and (parameters := copies.of(last, loss_fn)):
+        loss: Tensor = functional_call(loss_fn, parameters, args)
+        return loss
+    return loss_fn(*args)
+
+
 class _Copies:
     """Stand-ins for shared parameters: the same memory, and a gradient for each module but the first that has one."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         first: dict[int, int] = {}
-        self._of: list[dict[str, Tensor]] = []
+        #: For each module the stand-ins of its parameters.
+        self._of: list[dict[nn.Parameter, nn.Parameter]] = []
         #: Each shared parameter with its stand-ins, in the order of modules.
         self._all: list[tuple[nn.Parameter, nn.Parameter]] = []
         for v, module in enumerate(modules):
-            copies: dict[str, Tensor] = {}
-            for name, parameter in module.named_parameters():
+            copies: dict[nn.Parameter, nn.Parameter] = {}
+            for parameter in module.parameters():
                 if first.setdefault(id(parameter), v) != v:
-                    copies[name] = copy = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+                    copies[parameter] = copy = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
                     self._all.append((parameter, copy))
             self._of.append(copies)
 
-    def of(self, index: int) -> dict[str, Tensor]:
-        """What module ``index`` is to use in place of its own parameters, by name."""
-        return self._of[index]
+    def of(self, index: int, part: nn.Module) -> dict[str, Tensor]:
+        """What ``part`` of module ``index`` is to use in place of its own parameters, by name."""
+        copies = self._of[index]
+        return {name: copies[parameter] for name, parameter in part.named_parameters() if parameter in copies}
 
     def add_up(self) -> None:
         """Add the stand-ins' gradients to those of the parameters."""

@@ -32,7 +32,7 @@ TOLD_S, DEAD_S = 2.5, 5.5
 
 @pytest.mark.slow
 def test_gradients_of_two_replicas_are_the_references() -> None:
-    """Ragged microbatches, weights, chunks, accumulation, clipping, evaluation; where it is promised, bitwise."""
+    """Ragged microbatches, weights, chunks, accumulation, clipping, a learned loss; where it is promised, bitwise."""
     paths = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     done = subprocess.run(

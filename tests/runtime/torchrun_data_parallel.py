@@ -41,9 +41,9 @@ CONFIGURATIONS: list[tuple[str, dict[str, Any]]] = [
     ("accumulates", {**V, "strict": "zb-v", "split": True, "tokens": True}),
     ("accumulates", {"deterministic": True, "hint": "bf", "tokens": True}),
     ("repeats bitwise", {**V, "split": True, "deterministic": True, "hint": "bfw", "tokens": True}),
-    ("trains", {"chunks": 2, "tokens": True}),
+    ("trains", {"chunks": 2, "split": True, "tokens": True, "learned": True}),
     ("scales", {"hint": "bf", "tokens": True}),
-    ("evaluates", {"hint": "bf", "tokens": True}),
+    ("evaluates", {"hint": "bf", "tokens": True, "padded": True}),
 ]
 
 
@@ -60,16 +60,29 @@ class Uneven(nn.Module):
         return output
 
 
+class Learned(nn.Module):
+    """A loss with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((6,), 1.5, dtype=torch.float64))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return loss_fn(output * self.scale, target)
+
+
 class Job:
     """One pipeline of four ranks, and the same model in one process.
 
     Args:
-        options: of the pipeline, ``tokens`` (whether losses have weights) and ``layout`` (how ranks are laid out).
+        options: of the pipeline, ``tokens`` (whether losses have weights), ``padded`` (some of them are 0, and the data
+            no numbers), ``learned`` (the loss has parameters) and ``layout`` (how ranks are laid out).
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
         options = dict(options)
         self.tokens = options.pop("tokens", False)
+        self.padded, learned = options.pop("padded", False), options.pop("learned", False)
         layout = options.pop("layout", "pp first")
         self.reduction = options.get("reduction", "mean")
         count = STAGES * options.get("chunks", 1)
@@ -81,11 +94,17 @@ class Job:
             dims = {"dp": REPLICAS, "pp": STAGES} if layout == "dp first" else {"pp": STAGES, "dp": REPLICAS}
             where["topology"] = self.place = rrfp.Topology.from_env(dims=dims)
         self.is_v = options.get("placement") == "v"
-        self.expected = build(count)
+        self._model = self.expected = build(count)
         pieces = placed(build(count), STAGES, "v" if self.is_v else "looped")
         self.own = pieces[self.place.stage]
         self.theirs = placed(self.expected, STAGES, "v" if self.is_v else "looped")[self.place.stage]
-        self.pipeline = rrfp.Pipeline(self.own, loss_fn=loss_fn, **where, **options)
+        self._loss = Learned() if learned else loss_fn
+        loss = Learned() if learned else loss_fn
+        self.pipeline = rrfp.Pipeline(self.own, loss_fn=loss, **where, **options)
+        if isinstance(self._loss, nn.Module) and isinstance(loss, nn.Module):
+            self.expected = [*self._model, self._loss]
+            if self._is_last:
+                self.own, self.theirs = [*self.own, loss], [*self.theirs, self._loss]
         self.gap = 0.0
         self._number = 0
 
@@ -104,8 +123,8 @@ class Job:
 
     def _reference(self, batch: Data, **options: Any) -> float | None:
         weights = batch.lengths if self.tokens else None
-        options |= {"loss_fn": loss_fn, "weights": weights, "reduction": "sum"}
-        return reference(self.expected, batch.inputs, batch.targets, **options).loss
+        options |= {"loss_fn": self._loss, "weights": weights, "reduction": "sum"}
+        return reference(self._model, batch.inputs, batch.targets, **options).loss
 
     def evaluate(self, pipe: BlockingPipeline, seed: int = 0) -> None:
         """Forward only, without dropout."""
@@ -122,18 +141,26 @@ class Job:
         self.gap = max(self.gap, difference(self.own, self.theirs))
 
     def _run(self, call: Callable[..., StepResult], batches: Sequence[Data], **arguments: Any) -> StepResult:
-        mine, stage = batches[self.place.replica], self.place.stage
-        is_last = stage == (0 if self.is_v else STAGES - 1)
+        mine = batches[self.place.replica]
         return call(
-            mine.inputs if stage == 0 else None,
-            mine.targets if is_last else None,
-            weights=mine.lengths if is_last and self.tokens else None,
+            mine.inputs if self.place.stage == 0 else None,
+            mine.targets if self._is_last else None,
+            weights=mine.lengths if self._is_last and self.tokens else None,
             microbatches=len(mine.inputs),
             **arguments,
         )
 
+    @property
+    def _is_last(self) -> bool:
+        return self.place.stage == (0 if self.is_v else STAGES - 1)
+
     def _batches(self, seed: int) -> list[Data]:
-        return [data(3, seed=2 * seed), data(5, seed=2 * seed + 1)]
+        batches = [data(3, seed=2 * seed), data(5, seed=2 * seed + 1)]
+        for batch, empty in zip(batches, ([0, 1, 2], [3]), strict=True):
+            for m in empty if self.padded else ():
+                batch.lengths[m] = 0.0
+                batch.inputs[m].fill_(math.nan)
+        return batches
 
     def _total(self, batches: Sequence[Data]) -> float:
         """What the weighted losses are divided by."""
