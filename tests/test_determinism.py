@@ -95,6 +95,14 @@ class Counting(nn.Module):
         return x
 
 
+class Averaging(Counting):
+    """Assigns it instead."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = 0.9 * self.get_buffer("seen") + x.mean().detach()
+        return x
+
+
 class Normed(nn.Module):
     """BatchNorm over a microbatch's tokens."""
 
@@ -122,11 +130,42 @@ def test_batch_statistics_are_those_of_microbatches_in_order() -> None:
             assert all(torch.equal(a, b) for a, b in zip(ours.buffers(), theirs.buffers(), strict=True))
 
 
-def test_another_written_buffer_is_refused_by_name() -> None:
+@pytest.mark.parametrize(("kind", "verb"), [(Counting, "writes"), (Averaging, "replaces")])
+def test_another_written_buffer_is_refused_by_name(kind: type[Counting], verb: str) -> None:
     modules = model(STAGES)
-    modules[1] = nn.Sequential(modules[1], Counting())
-    with pytest.raises(PipelineAborted, match=r"virtual stage 1 writes its buffer '1.seen' in forward"):
+    modules[1] = nn.Sequential(modules[1], kind())
+    message = rf"virtual stage 1 {verb} its buffer '1.seen' \(of {kind.__name__}\) in forward"
+    with pytest.raises(PipelineAborted, match=message):
         train_in_a_pipeline(modules, "looped", 0, hint="bf")
+
+
+def test_batch_statistics_inside_activation_checkpointing_are_refused_by_name() -> None:
+    class Checkpointed(Normed):
+        def forward(self, x: Tensor) -> Tensor:
+            normed: Tensor = torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+            return normed
+
+    modules = model(STAGES)
+    modules[1] = nn.Sequential(modules[1], Checkpointed())
+    message = r"virtual stage 1 writes its buffer '1.norm.running_mean' \(of BatchNorm1d\) in backward"
+    with pytest.raises(PipelineAborted, match=message):
+        train_in_a_pipeline(modules, "looped", 0, hint="bf")
+
+
+def test_a_mask_that_is_made_when_it_is_first_needed_is_a_constant() -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "mask"):
+                self.register_buffer("mask", torch.ones(8, 8).tril() / torch.arange(1.0, 9.0)[:, None])
+            return self.get_buffer("mask")[: x.shape[1], : x.shape[1]] @ x
+
+    def build() -> list[nn.Module]:
+        return [nn.Sequential(module, Masked()) for module in model(STAGES)]
+
+    expected, modules = build(), build()
+    losses = train_in_one_process(expected)
+    assert train_in_a_pipeline(modules, "looped", 1, hint=AnyReady, split=True) == losses
+    assert_bitwise(modules, expected)
 
 
 def test_a_module_that_cannot_be_split_is_refused_where_gradients_are_added_in_w() -> None:

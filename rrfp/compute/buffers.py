@@ -1,12 +1,33 @@
-"""Modules that write their buffers in forward, such as running statistics: their result depends on the order of Fs."""
+"""State that tasks write, such as running statistics: results would depend on the order of tasks.
+
+Forwards of modules that are known to write buffers run in microbatch order (`rrfp.shape`). Any other write that is
+noticed is refused: of a buffer in a forward without an order, of a buffer in backward, whose place among the forwards
+is open, and of a parameter anywhere. What cannot be noticed is in docs/determinism.md.
+"""
 
 from __future__ import annotations
 
-from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
 
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+
+from rrfp.compute.gradient_layout import checksum
 from rrfp.compute.loss_module import class_name
+from rrfp.compute.wrapped import parts
+from rrfp.core.readiness import ForcedOrder
+from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import StageError
+from rrfp.log import get_logger
+
+logger = get_logger(__name__)
+
+#: A submodule and the name of its parameter or buffer.
+_Key = tuple[nn.Module, str]
 
 
 def writes_buffers_in_forward(module: nn.Module) -> bool:
@@ -14,32 +35,206 @@ def writes_buffers_in_forward(module: nn.Module) -> bool:
     return any(isinstance(one, _NormBase) and one.track_running_stats for one in module.modules())
 
 
-class BufferWatch:
-    """Finds out whether a forward wrote a buffer.
+class _Seen(NamedTuple):
+    """A parameter or buffer as it was when last looked at.
 
-    Args:
-        module: the module.
-        virtual_stage: its index, for messages.
+    Attributes:
+        tensor: the object.
+        version: of the writes that torch counted.
     """
 
-    def __init__(self, module: nn.Module, virtual_stage: int) -> None:
-        self._module = module
-        self._virtual_stage = virtual_stage
-        self._versions = self._read()
+    tensor: Tensor
+    version: int
 
-    def _read(self) -> dict[str, int]:
-        return {name: buffer._version for name, buffer in self._module.named_buffers()}
+    @property
+    def is_parameter(self) -> bool:
+        return isinstance(self.tensor, nn.Parameter)
 
-    def check(self) -> None:
-        """Call after a forward whose place among the others is not fixed.
+
+class StateWatch:
+    """Finds out whether tasks of one virtual stage write state that they must not. One task runs at a time.
+
+    With a single microbatch there is only one order, and any write is fine.
+
+    A buffer that a task registers is taken for a constant, such as a mask that is made when it is first needed. Unless
+    all forwards so far ran in microbatch order, a warning says so.
+
+    Writes past torch's counter (``.data``, some kernels) are found by a checksum of all buffers around the first F, B
+    and W of training and of evaluation, and again after ``train()`` or ``eval()`` of any submodule.
+
+    Args:
+        unit: what has the virtual stage's parameters and buffers.
+        virtual_stage: its index, for messages.
+        ordered: whether its forwards run in microbatch order, and so may write buffers.
+    """
+
+    def __init__(self, unit: nn.Module, virtual_stage: int, *, ordered: bool) -> None:
+        self._unit = unit
+        self._name = f"{class_name(unit)} on virtual stage {virtual_stage}"
+        self._ordered = ordered
+        self._checked: set[tuple[Kind, Mode, bytes]] = set()
+
+    def open(self, step: StepId) -> None:
+        """A step begins: what was written before it was the caller's to write."""
+        self._is_open = step.microbatches > 1
+        # FSDP exchanges parameters for their shards in the middle of tasks.
+        self._with_parameters = not any(_exchanges_parameters(part) for part in self._unit.modules())
+        self._seen = self._look()
+        self._case = (step.mode, bytes(part.training for part in self._unit.modules()))
+        #: Forwards so far, while they ran in microbatch order; then None.
+        self._in_order: int | None = 0
+
+    @contextmanager
+    def over(self, task: Task) -> Iterator[None]:
+        """Around ``task``.
 
         Raises:
-            StageError: naming the buffer that was written.
+            StageError: naming what it wrote, and the remedy; an error of the task comes first.
         """
-        for name, version in self._read().items():
-            if self._versions.get(name) != version:
-                where = f"{class_name(self._module)} on virtual stage {self._virtual_stage}"
-                raise StageError(
-                    f"{where} writes its buffer {name!r} in forward, so its result depends on the order of "
-                    "microbatches: deterministic=True cannot run it"
-                )
+        if not self._is_open:
+            yield
+            return
+        case = (task.kind, *self._case)
+        watched = [] if case in self._checked else [key for key in self._seen if self._is_fingerprinted(key, task)]
+        before = [_fingerprint(self._seen[key].tensor) for key in watched]
+        yield
+        after = [_fingerprint(self._seen[key].tensor) for key in watched]
+        self._checked.add(case)
+        slipped = {key for key, old, new in zip(watched, before, after, strict=True) if old != new}
+        self._compare(task, slipped)
+
+    def _is_fingerprinted(self, key: _Key, task: Task) -> bool:
+        return not self._seen[key].is_parameter and not self._may_write(self._seen[key], task)
+
+    def _may_write(self, seen: _Seen, task: Task) -> bool:
+        return task.kind is Kind.F and self._ordered and not seen.is_parameter
+
+    def _look(self) -> dict[_Key, _Seen]:
+        """Everything now. The dicts themselves are read: torch's iterators would take several times as long."""
+        found: dict[_Key, _Seen] = {}
+        visited: set[nn.Module] = set()
+        waiting: list[nn.Module | None] = [self._unit]
+        while waiting:
+            part = waiting.pop()
+            if part is None or part in visited:
+                continue
+            visited.add(part)
+            waiting.extend(part._modules.values())
+            for tensors in (part._buffers, part._parameters) if self._with_parameters else (part._buffers,):
+                for name, tensor in list(tensors.items()):  # a module may be shared with another lane
+                    if tensor is not None:
+                        found[part, name] = _Seen(tensor, _version(tensor))
+        return found
+
+    def _name_of(self, key: _Key) -> str:
+        prefix = next((name for name, part in self._unit.named_modules() if part is key[0]), "")
+        return repr(".".join(filter(None, (prefix, key[1]))))
+
+    def _compare(self, task: Task, slipped: set[_Key]) -> None:
+        now = self._look()
+        for key, old in self._seen.items():
+            new = now.get(key)
+            if new is None:
+                verb = "drops"
+            elif new.tensor is not old.tensor:
+                verb = "replaces" if _version(old.tensor) != old.version or not _equal(new.tensor, old.tensor) else ""
+            else:
+                verb = "writes" if new.version != old.version or key in slipped else ""
+            if verb and not self._may_write(old, task):
+                raise StageError(self._refusal(verb, key, old, task))
+        self._note_order(task)
+        if created := now.keys() - self._seen.keys():
+            self._tell_of(created, task)
+        self._seen = now
+
+    def _refusal(self, verb: str, key: _Key, old: _Seen, task: Task) -> str:
+        what, where = "parameter" if old.is_parameter else "buffer", "forward" if task.kind is Kind.F else "backward"
+        if old.is_parameter:
+            remedy = "write parameters between steps"
+        elif task.kind is not Kind.F:
+            remedy = (
+                "activation checkpointing runs a forward again in backward: keep this submodule out of it, or its "
+                "buffers as they are (eval mode)"
+            )
+        elif verb == "writes":
+            remedy = "keep its buffers as they are (eval mode), or write them between steps"
+        else:
+            remedy = "a constant must be made before the first step, as large as it will be needed"
+        return (
+            f"{self._name} {verb} its {what} {self._name_of(key)} (of {type(key[0]).__name__}) in {where}, so its "
+            f"result depends on the order of microbatches: deterministic=True cannot run it; {remedy}"
+        )
+
+    def _note_order(self, task: Task) -> None:
+        if task.kind is Kind.F and self._in_order is not None:
+            self._in_order = self._in_order + 1 if task.microbatch == self._in_order else None
+
+    def _tell_of(self, created: set[_Key], task: Task) -> None:
+        if self._in_order is not None and task.kind is Kind.F:  # whatever it is, it is what one process would have
+            return
+        for name in sorted(map(self._name_of, created)):
+            logger.warning(
+                "%s made its buffer %s in %s, out of microbatch order: deterministic=True takes it for a constant; if "
+                "it depends on the microbatch, make it before the first step",
+                self._name,
+                name,
+                task,
+            )
+
+
+class StateWatches:
+    """The watches of the virtual stages of a rank; none where no order is kept.
+
+    Args:
+        units: what has parameters and buffers, by virtual stage.
+        in_order: (kind, virtual stage) pairs that run in microbatch order.
+    """
+
+    def __init__(self, units: Mapping[int, nn.Module], in_order: Collection[ForcedOrder]) -> None:
+        watched = units if in_order else {}
+        self._watches = {v: StateWatch(unit, v, ordered=(Kind.F, v) in in_order) for v, unit in watched.items()}
+
+    def open(self, step: StepId) -> None:
+        """See `StateWatch.open`."""
+        for watch in self._watches.values():
+            watch.open(step)
+
+    def over(self, task: Task) -> AbstractContextManager[None]:
+        """See `StateWatch.over`."""
+        watch = self._watches.get(task.virtual_stage)
+        return nullcontext() if watch is None else watch.over(task)
+
+
+def _exchanges_parameters(part: nn.Module) -> bool:
+    """Whether it is what ``fully_shard`` or FullyShardedDataParallel make of a module."""
+    return hasattr(part, "set_requires_gradient_sync") or hasattr(part, "_fsdp_wrapped_module")
+
+
+def _version(tensor: Tensor) -> int:
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0  # an inference tensor, to which nobody may write
+
+
+def _fingerprint(tensor: Tensor) -> list[int]:
+    return [checksum(part) for part in parts(tensor) if _is_readable(part)]
+
+
+@torch.no_grad()
+def _equal(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors are the same in every way that can be compared."""
+    pairs = list(zip(parts(left), parts(right), strict=False))
+    return type(left) is type(right) and all(
+        (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+        and _is_readable(a)
+        and _is_readable(b)
+        and torch.equal(a, b)
+        for a, b in pairs
+    )
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    if is_lazy(tensor) or tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return False
+    return not (tensor.is_quantized or tensor.is_conj())

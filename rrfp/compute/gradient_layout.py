@@ -141,9 +141,9 @@ def empty_totals(totals: dict[int, nn.Parameter]) -> None:
 
 
 @torch.no_grad()
-def checksum(parameter: nn.Parameter) -> int:
-    """A number of 48 bits that this rank's values of ``parameter`` decide; equal values have equal ones."""
-    part = local_part(parameter).contiguous().view(-1)
+def checksum(tensor: Tensor) -> int:
+    """A number of 48 bits that this rank's values of ``tensor`` decide; equal values have equal ones."""
+    part = local_part(tensor).contiguous().view(-1)
     whole = torch.view_as_real(part).view(-1) if part.is_complex() else part
     bits = whole.view(_INTEGERS[whole.element_size()])
     # The product spreads every bit of the sum over the upper ones, which are kept.

@@ -19,8 +19,9 @@ LOSS = "loss_fn"
 class WithLoss(nn.Module):
     """The module of the last virtual stage and the loss, as one.
 
-    The module's parts keep their names, those of the loss follow with the prefix ``loss_fn``; what both have counts
-    once, with the module. For parameters, buffers and submodules only: it cannot be called.
+    The module's parts keep their names; those of the loss follow with the prefix ``loss_fn``, and an underscore more
+    where the module has that name itself. What both have counts once, with the module. For parameters, buffers and
+    submodules only: it cannot be called.
 
     Args:
         module: the module.
@@ -31,6 +32,9 @@ class WithLoss(nn.Module):
         super().__init__()
         self.module = module
         self.loss = loss
+        self._prefix = LOSS
+        while hasattr(module, self._prefix):
+            self._prefix += "_"
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -38,7 +42,7 @@ class WithLoss(nn.Module):
         """Those of the module, then those of the loss; ``parameters``, ``buffers`` and ``modules`` follow from them."""
         memo = set() if memo is None else memo
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
-        yield from self.loss.named_modules(memo, f"{prefix}.{LOSS}" if prefix else LOSS, remove_duplicate)
+        yield from self.loss.named_modules(memo, ".".join(filter(None, (prefix, self._prefix))), remove_duplicate)
 
 
 def with_loss(modules: Mapping[int, nn.Module], graph: Graph, loss_fn: Any) -> dict[int, nn.Module]:

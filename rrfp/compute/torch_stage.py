@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rrfp.compute.activations import ActivationMeter, describe, tensors_in
 from rrfp.compute.base import Batch, StageProgram
-from rrfp.compute.buffers import BufferWatch
+from rrfp.compute.buffers import StateWatches
 from rrfp.compute.calling import Arguments, check_batch, check_loss, check_placement, requires_grad
 from rrfp.compute.loss_module import with_loss
 from rrfp.compute.modes import CallerModes
@@ -74,8 +74,9 @@ class TorchStage(StageProgram):
         seed: seed of the random forks, the same on all ranks. None: draw from torch's generators as they are.
         unsplittable: what to do with a split virtual stage whose module differentiates only as a whole: ``"whole"``
             runs its backward in B and nothing in W, ``"refuse"`` raises a StageError that names it.
-        in_order: (kind, virtual stage) pairs that run in microbatch order. Where any order is kept, a forward that
-            writes a buffer out of order, and a whole backward in an unordered B, raise a StageError.
+        in_order: (kind, virtual stage) pairs that run in microbatch order. Where any order is kept, a task that writes
+            state which depends on another order (`StateWatches`), and a whole backward in an unordered B, raise a
+            StageError.
         shared: keeps gradients of parameters apart that several virtual stages of the process share.
         grouped: other ranks may join in collectives inside tasks, so every backward runs. Otherwise a loss whose factor
             is 0 is not differentiated: nothing of that microbatch is in any gradient.
@@ -110,7 +111,7 @@ class TorchStage(StageProgram):
         # Where gradients are added in order, a whole backward in B would add them out of it.
         whole = "refuse" if any(kind is Kind.W for kind, _ in keeps) else unsplittable
         self._split = {v: SplitBackward(unit, v, whole) for v, unit in self._units.items() if graph.split[v]}
-        self._unordered = frozenset(v for v in self._modules if keeps and (Kind.F, v) not in keeps)
+        self._state = StateWatches(self._units, keeps)
         self._is_first = any(not graph.predecessors[v] for v in self._modules)
         self._is_last = any(not graph.successors[v] for v in self._modules)
         self._step: StepId | None = None
@@ -131,6 +132,7 @@ class TorchStage(StageProgram):
         for v, unit in self._units.items():
             with self._shared.lent(v):
                 self._own[v] = OwnGradients(unit)
+        self._state.open(step)
 
     def forward(self, task: Task, inputs: tuple[Payload, ...]) -> Payload:
         """See :meth:`StageProgram.forward`.
@@ -140,7 +142,7 @@ class TorchStage(StageProgram):
                 scalar.
         """
         assert self._step is not None
-        with self._forks.fork(self._batch.training_step, task):
+        with self._forks.fork(self._batch.training_step, task), self._state.over(task):
             return self._modes.forward(self._forward, task, inputs)
 
     def backward(self, task: Task, grads: tuple[Payload, ...]) -> tuple[Payload, ...]:
@@ -156,7 +158,7 @@ class TorchStage(StageProgram):
         kept.received.check(module, v, "after its forward")
         watch = ReadOnly(grads, [f"of the output gradients from virtual stage {w}" for w in self._graph.successors[v]])
         with self._shared.lent(v):
-            with self._forks.fork(self._batch.training_step, task):
+            with self._forks.fork(self._batch.training_step, task), self._state.over(task):
                 pending = self._modes.backward(self._differentiate, kept, task, grads)
             foreign = self._own[v].foreign(grads)
             if pending is None:
@@ -173,7 +175,7 @@ class TorchStage(StageProgram):
         """See :meth:`StageProgram.weight`."""
         _, m, v = task
         pending, foreign = self._pending.pop((m, v))
-        with self._shared.lent(v):
+        with self._shared.lent(v), self._state.over(task):
             self._modes.backward(pending.add_to_gradients)
             self._own[v].settle(foreign)
         self._held.pop((m, v), None)
@@ -213,7 +215,6 @@ class TorchStage(StageProgram):
         module, training = self._modules[v], self._modes.mode is Mode.TRAIN
         received = Received(inputs, self._graph.predecessors[v], training=training)
         arguments = self._arguments(m, v, received)
-        buffers = BufferWatch(self._units[v], v) if v in self._unordered else None
 
         def call() -> tuple[Any, Tensor | None]:
             output = module(*arguments.args, **arguments.kwargs)
@@ -231,8 +232,6 @@ class TorchStage(StageProgram):
                 raise explained from error
             raise
         received.check(module, v, "in its forward")
-        if buffers is not None:
-            buffers.check()
         return self._keep(task, received, output, loss)
 
     def _keep(self, task: Task, received: Received, output: Any, loss: Tensor | None) -> Payload:

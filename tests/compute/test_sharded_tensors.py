@@ -6,15 +6,17 @@ Collectives are those of torch's own stand-in for a backend, which return at onc
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from compute.stage_driver import TRAIN_2, total
+from compute.written_state import Stage, assign, run
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -83,6 +85,20 @@ def test_a_module_that_reduces_its_own_gradients_is_not_split(mesh: DeviceMesh) 
     output = module(payload.unpack())
     with pytest.raises(StageError, match="cannot be split: fully_shard reduces its gradients"):
         SplitBackward(module, 1, "refuse").run([output], [torch.ones(ROWS, WIDTH)], received)
+
+
+@pytest.mark.parametrize("shard", ["fully_shard", "FullyShardedDataParallel"])
+def test_parameters_that_are_gathered_within_tasks_are_not_written_state(mesh: DeviceMesh, shard: str) -> None:
+    """Such a module exchanges them for their shards, in forward and in backward; its buffers stay in place."""
+
+    def sharded(module: nn.Module) -> Any:
+        if shard == "fully_shard":
+            return fully_shard(module, mesh=mesh)
+        return FullyShardedDataParallel(module, device_mesh=mesh, device_id=torch.device("cpu"))
+
+    run(sharded(Stage(lambda *_: None)))
+    with pytest.raises(StageError, match=r"replaces its buffer '[\w.]*state'"):
+        run(sharded(Stage(assign)))
 
 
 def test_the_result_of_a_collective_is_waited_for_before_it_leaves(mesh: DeviceMesh) -> None:
