@@ -12,15 +12,19 @@ from rrfp.batching import Plan, plan_step
 from rrfp.compute.base import StageProgram
 from rrfp.compute.gradient_reduction import GradientReducer
 from rrfp.compute.nondeterminism import warn_of_torch
+from rrfp.compute.thread_modes import out_of_reach
 from rrfp.compute.tied_gradients import TiedGradients
 from rrfp.control.clipping import Clipping, GradientHolder
 from rrfp.core.tasks import Mode
 from rrfp.errors import PipelineAborted
+from rrfp.log import get_logger
 from rrfp.options import PipelineOptions
 from rrfp.result import StepResult
 from rrfp.stage import StageRunner
 from rrfp.statistics import RankStatistics
 from rrfp.trace.spans import merge
+
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -59,6 +63,7 @@ class Ranks:
         self._reducers = reducers
         self._ties = ties
         self._runners: Sequence[StageRunner] = ()
+        self._has_warned = False
 
     @property
     def first_step(self) -> int:
@@ -89,6 +94,7 @@ class Ranks:
         """
         reduction, is_shared = self._options.reduction, self._replicas > 1
         plan = plan_step(number, mode, reduction, training_step=training_step, is_shared=is_shared, **arguments)
+        self._warn_of_what_stays()
         for program in self._programs:
             program.open(plan.step, plan.batch)
         if mode is Mode.TRAIN:
@@ -97,6 +103,12 @@ class Ranks:
             for reducer in self._reducers:
                 reducer.open(plan.reduce_gradients)
         return plan
+
+    def _warn_of_what_stays(self) -> None:
+        """Say once what of the caller's thread does not act on tasks."""
+        if not self._has_warned and (found := out_of_reach()) is not None:
+            logger.warning("around step or evaluate, %s (docs/profiling.md)", found)
+            self._has_warned = True
 
     async def start(self) -> None:
         """Connect and begin to serve; when one rank cannot, free what the others have."""

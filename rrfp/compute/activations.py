@@ -2,7 +2,8 @@
 
 autograd does not tell. Saved-tensor hooks see every tensor it keeps, but cost about 1 us a tensor and switch off
 torch's own check that none was overwritten. So they are set only for the first microbatch of each input signature, with
-the check done here, and later microbatches of that signature are taken to keep as much.
+the check done here, and later microbatches of that signature are taken to keep as much. Where the caller has hooks of
+its own, torch would call only the innermost: there every microbatch is measured, around the caller's hooks.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from rrfp.compute.thread_modes import saved_tensor_hooks
 from rrfp.compute.wrapped import parts
 
 T = TypeVar("T")
@@ -61,19 +63,24 @@ class ActivationMeter:
         Returns:
             What ``call`` returned, and what it keeps.
         """
+        callers = saved_tensor_hooks()
         known = self._known.get(signature)
-        if known is not None:
+        if known is not None and callers is None:
             return call(), known
         own = (*self._module.parameters(), *self._module.buffers())
         storages = Storages(excluded={storage_pointer(part) for tensor in own for part in parts(tensor)})
-        with saved_tensors_hooks(storages.pack, unpack_measured):
+        pack, unpack = (
+            (storages.pack, unpack_measured) if callers is None else (storages.around(callers[0]), callers[1])
+        )
+        with saved_tensors_hooks(pack, unpack):
             result = call()
         for tensor in kept:
             storages.add(tensor)
         if len(self._known) >= _MAX_SIGNATURES:
             self._known.clear()
         known = Kept(storages.num_bytes, storages.sum_of_seen(tensors_in(result)))
-        self._known[signature] = known
+        if callers is None:  # else another step's hooks may keep more, or less
+            self._known[signature] = known
         return result, known
 
 
@@ -144,6 +151,18 @@ class Storages:
         self.add(tensor)
         # A node that holds its own output would never be freed, so what has a history is held without it.
         return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
+
+    def around(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """A hook that packs as ``pack`` does and counts what is kept of it in the memory where the tensor was."""
+
+        def counted(tensor: Tensor) -> Any:
+            packed = pack(tensor)
+            for kept in tensors_in(packed):
+                if kept.device == tensor.device:
+                    self.add(kept)
+            return packed
+
+        return counted
 
 
 def unpack_measured(packed: tuple[Tensor, int]) -> Tensor:

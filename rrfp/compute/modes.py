@@ -1,9 +1,8 @@
 """The caller's thread-local torch state, carried to the thread that computes.
 
-torch keeps autocast, the grad mode, the default device, the current CUDA device and the number of threads per thread;
-the lane's thread would see none of what the caller set around ``step``. Not carried, because torch offers no public
-way: saved-tensor hooks and torch-function or dispatch modes other than the default device. Enter those inside the
-module's ``forward``.
+torch keeps autocast, the grad mode, the default device, the current CUDA device, the number of threads, its stacks of
+modes and the hooks for saved tensors per thread; the lane's thread would see none of what the caller set around
+``step``. The profiler stays behind: torch attaches it to no other thread; see `rrfp.compute.thread_modes.out_of_reach`.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from rrfp.compute.thread_modes import ThreadModes
 from rrfp.core.tasks import Mode
 from rrfp.errors import ConfigError
 
@@ -35,6 +35,7 @@ class CallerModes:
         cuda_device: index of the current CUDA device, None where CUDA is not in use.
         num_threads: threads that one operator may use on the CPU.
         context: the context variables.
+        carried: torch-function and dispatch modes and saved-tensor hooks, None where there are none.
     """
 
     mode: Mode
@@ -44,6 +45,7 @@ class CallerModes:
     cuda_device: int | None
     num_threads: int
     context: contextvars.Context
+    carried: ThreadModes | None = None
 
     @classmethod
     def capture(cls, mode: Mode) -> CallerModes:
@@ -66,6 +68,7 @@ class CallerModes:
             cuda_device=_cuda_device(),
             num_threads=torch.get_num_threads(),
             context=contextvars.copy_context(),
+            carried=ThreadModes.read(),
         )
 
     def forward(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -75,6 +78,7 @@ class CallerModes:
             stack.enter_context(torch.set_grad_enabled(self.mode is Mode.TRAIN))
             for device_type, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=self.autocast_cache))
+            self._enter_carried(stack)
             return self.context.run(function, *args, **kwargs)
 
     def backward(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -85,6 +89,7 @@ class CallerModes:
         """
         with ExitStack() as stack:
             self._enter(stack)
+            self._enter_carried(stack)
             return self.context.run(function, *args, **kwargs)
 
     def _enter(self, stack: ExitStack) -> None:
@@ -94,6 +99,11 @@ class CallerModes:
             stack.enter_context(torch.cuda.device(self.cuda_device))
         if self.device is not None:  # a default device costs every call from Python about a microsecond
             stack.enter_context(self.device)
+
+    def _enter_carried(self, stack: ExitStack) -> None:
+        """Last, so that the caller's modes see none of the other settings being made."""
+        if self.carried is not None:
+            stack.enter_context(self.carried.entered())
 
 
 def autocast_device_types() -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from types import TracebackType
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -78,6 +79,19 @@ class Received:
         )
         self._watch = ReadOnly(self.payloads, [f"received from virtual stage {u}" for u in predecessors])
 
+    def values(self, *, hidden: bool = False) -> list[Any]:
+        """For each predecessor the value that it sent, with the leaves in it.
+
+        Args:
+            hidden: with views of the leaves in their place. A hook for the gradients of several tensors at once, as
+                ``torch.utils.flop_counter`` registers on the inputs of modules, fails on a leaf whose gradient is
+                asked for by ``torch.autograd.grad``, as a split backward does.
+        """
+        payloads = self.payloads
+        if hidden:
+            payloads = tuple(Payload(tuple(map(_view, payload.tensors)), payload.structure) for payload in payloads)
+        return [payload.unpack() for payload in payloads]
+
     def tensors(self) -> Iterator[Tensor]:
         """All leaves."""
         return (tensor for payload in self.payloads for tensor in payload.tensors if tensor is not None)
@@ -113,6 +127,10 @@ def _leaf(tensor: Tensor | None, training: bool) -> Tensor | None:
         return None
     # detach shares the version with its source, so a write through either is seen
     return tensor.detach().requires_grad_(training and tensor.requires_grad)
+
+
+def _view(leaf: Tensor | None) -> Tensor | None:
+    return leaf.view_as(leaf) if leaf is not None and leaf.requires_grad else leaf
 
 
 def _version(tensor: Tensor | None) -> int:

@@ -86,6 +86,7 @@ class SplitBackward:
         self._unsplittable = unsplittable
         self._obstacle = _reduction_of_its_own(module)
         self._told = False
+        rules_work()  # tried out here, not in the first task, where a caller's modes would see it
 
     def run(self, roots: Sequence[Root], gradients: Sequence[Tensor], received: Received) -> PendingWeights:
         """Give the received leaves their gradients; see `input_gradients`.
@@ -233,8 +234,9 @@ class _Search:
         if rule is None or edge not in rule.edges:
             return False
         if node not in self._is_worth:
-            is_large = rule.flops(node) >= self._min_flops
-            self._is_worth[node] = is_large and rule.keeps(node) and rule.save(node) is not None
+            # First whether it keeps them: reading a saved tensor runs the hook that it is behind.
+            is_worth = rule.keeps(node) and rule.flops(node) >= self._min_flops
+            self._is_worth[node] = is_worth and rule.save(node) is not None
         return self._is_worth[node]
 
 

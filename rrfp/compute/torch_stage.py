@@ -287,7 +287,7 @@ class TorchStage(StageProgram):
     def _arguments(self, m: int, v: int, received: Received) -> Arguments:
         batch = self._batch
         if self._graph.predecessors[v]:
-            values = [payload.unpack() for payload in received.payloads]
+            values = received.values(hidden=v in self._split)
         else:
             assert batch.inputs is not None
             values = [batch.inputs[m]]
