@@ -82,7 +82,8 @@ class PipelineHandle:
         Lists are by microbatch; shapes may differ. A rank that is given none of them passes ``microbatches``.
 
         Args:
-            inputs: for the first virtual stage: a tensor, a tuple (positional arguments) or a dict (keywords) each.
+            inputs: for the first virtual stage: a tensor or named tuple (one argument), a tuple (positional arguments)
+                or a dict (keywords) each.
             targets: second argument of ``loss_fn`` on the last virtual stage.
             arguments: ``kwargs``: further keyword arguments of every module on this rank. ``weights``: of the
                 microbatches' losses, such as token counts, 1 by default; needed on the last virtual stage. A microbatch

@@ -26,7 +26,8 @@ class Batch:
     """What the caller handed to one step on this rank; lists by microbatch, None where this rank has no use for them.
 
     Attributes:
-        inputs: arguments of the first virtual stage: a tensor, a tuple (positional) or a dict (keywords).
+        inputs: arguments of the first virtual stage: a tensor or a named tuple, a tuple (positional) or a dict
+            (keywords).
         targets: second argument of ``loss_fn`` on the last virtual stage.
         kwargs: further keyword arguments for every module of this rank.
         gradient_weights: for each microbatch the factor that its loss is differentiated with (weight over normaliser,

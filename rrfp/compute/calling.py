@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rrfp.compute.base import Batch
+from rrfp.compute.named_tuples import is_named
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Mode, StepId
 from rrfp.errors import ConfigError, StageError
@@ -23,7 +24,7 @@ class Arguments:
 
     @classmethod
     def spread(cls, values: Iterable[Any]) -> Arguments:
-        """Tuples become positional arguments, dicts keywords, anything else one positional argument each.
+        """Tuples become positional arguments, dicts keywords, all else, named tuples too, one positional argument each.
 
         Raises:
             StageError: if two dicts name the same keyword.
@@ -35,7 +36,7 @@ class Arguments:
                 if twice := sorted(kwargs.keys() & value.keys()):
                     raise StageError(f"the keyword argument {twice[0]!r} is given twice")
                 kwargs.update(value)
-            elif isinstance(value, tuple):
+            elif isinstance(value, tuple) and not is_named(value):
                 args.extend(value)
             else:
                 args.append(value)

@@ -1,7 +1,8 @@
 """What flows between virtual stages: tensors and the nesting that they came in.
 
-A module may return a tensor, or tuples, lists and dicts of tensors and plain numbers. On the wire there is only a flat
-list of tensors beside a small description of the nesting, so nothing ever has to be unpickled.
+A module may return a tensor, or tuples, named tuples, lists and dicts of tensors and plain numbers. On the wire there
+is only a flat list of tensors beside a small description of the nesting, so nothing ever has to be unpickled. Other
+classes derived from tuple, list and dict, such as the outputs of transformers, arrive as plain ones.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from rrfp.compute.named_tuples import is_named, name_of, rebuilt
 from rrfp.compute.wrapped import is_sharded, landed
 from rrfp.errors import StageError
 
 #: The nesting as plain data: ["t", i] is tensor i; ["v", x] the plain value x; ["(", ...] a tuple; ["[", ...] a list;
-#: ["{", [key, ...], ...] a dict with string keys.
+#: ["{", [key, ...], ...] a dict with string keys; ["n", class, [field, ...], ...] a named tuple.
 Structure = Sequence[Any]
 
 
@@ -38,15 +41,19 @@ class Payload:
         """Flatten ``value``.
 
         Raises:
-            StageError: if a leaf is neither a tensor nor None, bool, int, float or str, or is a DTensor, or a dict key
-                is not a string.
+            StageError: if a leaf is neither a dense tensor nor None, bool, int, float or str, or is a DTensor, a dict
+                key is not a string, or other ranks could not find the class of a named tuple.
         """
         leaves: list[Tensor | None] = []
         structure = _describe(value, leaves, "output")
         return cls(tuple(leaves), structure)
 
     def unpack(self) -> Any:
-        """The value that was packed, with this payload's tensors."""
+        """The value that was packed, with this payload's tensors.
+
+        Raises:
+            StageError: if this rank does not know the class of a named tuple.
+        """
         return _rebuild(self.structure, self.tensors)
 
     @property
@@ -78,6 +85,7 @@ def _describe(value: Any, leaves: list[Tensor | None], path: str) -> list[Any]:
                 f"{path} is a DTensor; between stages travel ordinary tensors: return {path}.to_local(), which reaches "
                 "the same member of the next stage's group, or its full_tensor()"
             )
+        _check_dense(value, path)
         leaves.append(value)
         return ["t", len(leaves) - 1]
     if value is None or isinstance(value, bool | int | float | str):
@@ -87,13 +95,31 @@ def _describe(value: Any, leaves: list[Tensor | None], path: str) -> list[Any]:
             if not isinstance(key, str):
                 raise StageError(f"{path} has the dict key {key!r}; keys between stages must be strings")
         return ["{", list(value), *(_describe(item, leaves, f"{path}[{key!r}]") for key, item in value.items())]
+    if is_named(value):
+        fields = type(value)._fields
+        items = (_describe(item, leaves, f"{path}.{field}") for field, item in zip(fields, value, strict=True))
+        return ["n", name_of(value, path), list(fields), *items]
     if isinstance(value, tuple | list):
         mark = "(" if isinstance(value, tuple) else "["
         return [mark, *(_describe(item, leaves, f"{path}[{i}]") for i, item in enumerate(value))]
     raise StageError(
         f"{path} is a {type(value).__name__}; between stages may travel tensors, None, bool, int, float, str, "
-        "and tuples, lists and string-keyed dicts of them"
+        "and tuples, named tuples, lists and string-keyed dicts of them"
     )
+
+
+def _check_dense(tensor: Tensor, path: str) -> None:
+    """Refuse a tensor that is not one block of numbers."""
+    if tensor.is_nested:
+        what, remedy = "nested", f"list({path}.unbind()), or {path}.to_padded_tensor(0.0)"
+    elif tensor.layout is not torch.strided:
+        parts = "" if tensor.is_mkldnn else ", or its indices and values"
+        what, remedy = f"{tensor.layout}", f"{path}.to_dense(){parts}"
+    elif tensor.is_quantized:
+        what, remedy = "quantized", f"{path}.dequantize(), or its int_repr() and its scale"
+    else:
+        return
+    raise StageError(f"{path} is a {what} tensor; between stages travel dense ones: return {remedy}")
 
 
 def _rebuild(structure: Structure, tensors: Sequence[Tensor | None]) -> Any:
@@ -104,5 +130,7 @@ def _rebuild(structure: Structure, tensors: Sequence[Tensor | None]) -> Any:
         return rest[0]
     if mark == "{":
         return {key: _rebuild(item, tensors) for key, item in zip(rest[0], rest[1:], strict=True)}
+    if mark == "n":
+        return rebuilt(rest[0], rest[1], (_rebuild(item, tensors) for item in rest[2:]))
     items = (_rebuild(item, tensors) for item in rest)
     return tuple(items) if mark == "(" else list(items)

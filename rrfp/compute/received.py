@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rrfp.compute.payload import Payload, Structure, canonical
@@ -103,7 +104,7 @@ class Received:
     def gradients(self) -> tuple[Payload, ...]:
         """The gradients that the leaves collected, one payload for each predecessor; None where there is none."""
         return tuple(
-            Payload(tuple(None if t is None or t.grad is None else canonical(t.grad) for t in payload.tensors))
+            Payload(tuple(None if t is None or t.grad is None else canonical(_dense(t.grad)) for t in payload.tensors))
             for payload in self.payloads
         )
 
@@ -130,7 +131,15 @@ def _leaf(tensor: Tensor | None, training: bool) -> Tensor | None:
 
 
 def _view(leaf: Tensor | None) -> Tensor | None:
-    return leaf.view_as(leaf) if leaf is not None and leaf.requires_grad else leaf
+    if leaf is None or not leaf.requires_grad:
+        return leaf
+    view: Tensor = torch.ops.aten.alias(leaf)  # the one view whose gradient may be sparse
+    return view
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """What travels of a gradient; that of a received table of embeddings may be sparse."""
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
 def _version(tensor: Tensor | None) -> int:
@@ -151,6 +160,9 @@ def _paths(structure: Structure, prefix: str) -> Iterator[tuple[int, str]]:
     elif mark == "{":
         for key, item in zip(rest[0], rest[1:], strict=True):
             yield from _paths(item, f"{prefix}[{key!r}]")
+    elif mark == "n":
+        for field, item in zip(rest[1], rest[2:], strict=True):
+            yield from _paths(item, f"{prefix}.{field}")
     elif mark != "v":
         for position, item in enumerate(rest):
             yield from _paths(item, f"{prefix}[{position}]")

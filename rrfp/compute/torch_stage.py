@@ -55,10 +55,10 @@ class TorchStage(StageProgram):
     """Runs the modules of one rank.
 
     How a module is called: the first virtual stage gets ``inputs[m]``, every other one what its predecessor returned. A
-    tuple is spread over positional arguments, a dict over keywords, anything else is one argument; several predecessors
-    are spread one after the other, in graph order. ``kwargs[m]`` is added on every virtual stage of the rank. A module
-    returns a tensor, or a nesting that :class:`Payload` can carry. Received tensors must not be written to; that is
-    checked.
+    tuple is spread over positional arguments, a dict over keywords, anything else is one argument, a named tuple too;
+    several predecessors are spread one after the other, in graph order. ``kwargs[m]`` is added on every virtual stage
+    of the rank. A module returns a tensor, or a nesting that :class:`Payload` can carry. Received tensors must not be
+    written to; that is checked.
 
     Gradients are added to ``.grad``, over microbatches and over steps; zeroing them is the caller's. Parameters may be
     frozen or unused. Modules are used in the train or eval mode that they are in: ``evaluate`` does not switch it.

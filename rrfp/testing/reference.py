@@ -23,6 +23,7 @@ from torch.func import functional_call
 
 from rrfp.compute.loss_module import with_loss
 from rrfp.compute.modes import autocast_device_types
+from rrfp.compute.named_tuples import is_named, with_items
 from rrfp.compute.payload import canonical
 from rrfp.compute.rng import RandomForks, devices_of
 from rrfp.compute.weighting import combine_losses, gradient_weights
@@ -70,8 +71,8 @@ def reference(
 
     Args:
         modules: one for each virtual stage, each reading the output of the one before (the chain).
-        inputs: arguments of the first module, a list by microbatch: a tensor, a tuple (positional) or a dict
-            (keywords).
+        inputs: arguments of the first module, a list by microbatch: a tensor or named tuple, a tuple (positional) or a
+            dict (keywords).
         targets: second argument of ``loss_fn``, a list by microbatch.
         loss_fn: ``loss_fn(output, target)``, a scalar tensor.
         kwargs: further keyword arguments for every module, a list by microbatch.
@@ -130,7 +131,7 @@ def _call(module: nn.Module, parameters: dict[str, Tensor], value: Any, kwargs: 
     if isinstance(value, Mapping):
         kwargs = {**value, **kwargs}
     else:
-        args = value if isinstance(value, tuple) else (value,)
+        args = value if isinstance(value, tuple) and not is_named(value) else (value,)
     if parameters:
         return functional_call(module, parameters, args, dict(kwargs))
     return module(*args, **kwargs)
@@ -212,5 +213,7 @@ def _each(function: Callable[[Tensor], Any], value: Any) -> Any:
         return {key: _each(function, item) for key, item in value.items()}
     if isinstance(value, tuple | list):
         items = [_each(function, item) for item in value]
+        if is_named(value):
+            return with_items(value, items)
         return tuple(items) if isinstance(value, tuple) else items
     return value

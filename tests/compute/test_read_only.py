@@ -19,11 +19,12 @@ class Bump(nn.Module):
         return x.add_(1)
 
 
-def test_a_write_into_a_received_tensor_that_requires_grad_names_the_submodule() -> None:
+@pytest.mark.parametrize("split", [False, True])
+def test_a_write_into_a_received_tensor_that_requires_grad_names_the_submodule(split: bool) -> None:
     first = nn.Linear(4, 4)
     second = nn.Sequential(nn.Identity(), nn.Sequential(nn.ReLU(inplace=True)), nn.Linear(4, 4))
     with pytest.raises(StageError) as raised:
-        train([first, second], rows(), rows(), total)
+        train([first, second], rows(), rows(), total, split=split)
     assert str(raised.value).startswith(
         "Sequential on virtual stage 1 wrote in place into a received tensor, in its submodule '1.0' (ReLU); "
     )
