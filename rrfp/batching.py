@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
+from torch import Tensor
+
 from rrfp.compute.base import Batch
+from rrfp.compute.named_tuples import is_named
 from rrfp.compute.weighting import Reduction, gradient_weights, shared_gradient_weights
 from rrfp.core.tasks import Mode, StepId
 from rrfp.errors import ConfigError
 
+#: Keyword arguments by microbatch: those of the stages of this process, or a list for each stage that has any.
+Kwargs = Sequence[Mapping[str, Any]] | Mapping[int, Sequence[Mapping[str, Any]]]
 
-class EvaluateArguments(TypedDict, total=False):
-    """The keyword arguments of an evaluation; `rrfp.Pipeline.step` says what they mean."""
 
-    kwargs: Sequence[Mapping[str, Any]] | None
+class CommonArguments(TypedDict, total=False):
+    """The keyword arguments of any step; `rrfp.Pipeline.step` says what they mean."""
+
+    kwargs: Kwargs | None
     weights: Sequence[float] | None
     sizes: Sequence[float] | None
     microbatches: int | None
 
 
-class StepArguments(EvaluateArguments, total=False):
+class EvaluateArguments(CommonArguments, total=False):
+    """The keyword arguments of an evaluation."""
+
+    return_outputs: bool | None
+
+
+class StepArguments(CommonArguments, total=False):
     """The keyword arguments of a training step."""
 
     grad_scale: float
@@ -35,12 +47,13 @@ class Plan:
 
     Attributes:
         step: its number, mode and M.
-        batch: the caller's data, and the number of the training step.
+        batch: the caller's data, and the number of the training step; see `batch_of`.
         weights: of the microbatches' losses, None for all 1.
         sizes: how large each microbatch is, for hints; None where the caller did not tell.
         reduction: how losses combine.
         grad_scale: a further factor on every gradient.
         reduce_gradients: whether gradients are summed over replicas at the end.
+        kwargs: by stage, where the caller tells them apart.
     """
 
     step: StepId
@@ -50,6 +63,11 @@ class Plan:
     reduction: Reduction = "mean"
     grad_scale: float = 1.0
     reduce_gradients: bool = True
+    kwargs: Mapping[int, Sequence[Mapping[str, Any]]] | None = None
+
+    def batch_of(self, stage: int) -> Batch:
+        """The caller's data for one stage of this process."""
+        return self.batch if self.kwargs is None else replace(self.batch, kwargs=self.kwargs.get(stage))
 
     @property
     def name(self) -> str:
@@ -80,14 +98,16 @@ def plan_step(
     reduction: Reduction,
     inputs: Sequence[Any] | None = None,
     targets: Sequence[Any] | None = None,
-    kwargs: Sequence[Mapping[str, Any]] | None = None,
+    kwargs: Kwargs | None = None,
     weights: Sequence[float] | None = None,
     sizes: Sequence[float] | None = None,
     microbatches: int | None = None,
     grad_scale: float = 1.0,
     reduce_gradients: bool = True,
+    return_outputs: bool | None = None,
     *,
     training_step: int = 0,
+    stages: int = 1,
     is_shared: bool = False,
 ) -> Plan:
     """Check the arguments of a step; see `rrfp.Pipeline.step`.
@@ -97,19 +117,28 @@ def plan_step(
         mode: training or forward only.
         reduction: how losses combine.
         training_step: see `rrfp.Batch`.
+        stages: of the pipeline; ``kwargs`` may be given by stage.
         is_shared: whether several replicas share the step, so that the weights' sum is known only later.
 
     Raises:
-        ConfigError: if they are no lists, disagree on M, ``kwargs`` are no dicts, or a weight or size is impossible.
+        ConfigError: if they are no lists, disagree on M, ``kwargs`` are no dicts or for a stage that does not exist, or
+            a weight or size is impossible.
     """
-    lists = {"inputs": inputs, "targets": targets, "kwargs": kwargs, "weights": weights, "sizes": sizes}
+    named_kwargs = _named_kwargs(kwargs, stages)
+    lists = {"inputs": inputs, "targets": targets, **named_kwargs, "weights": weights, "sizes": sizes}
     count = _microbatches(lists, microbatches)
-    if not all(isinstance(each, Mapping) for each in kwargs or ()):  # anything else would become a positional argument
-        raise ConfigError("kwargs must hold a dict for each microbatch")
+    for name, dicts in named_kwargs.items():
+        if not all(isinstance(each, Mapping) for each in dicts or ()):  # all else would become a positional argument
+            raise ConfigError(f"{name} must hold a dict for each microbatch")
     if type(reduce_gradients) is not bool:
         raise ConfigError(f"reduce_gradients is {reduce_gradients!r}, must be True or False")
+    if return_outputs is not None and type(return_outputs) is not bool:
+        raise ConfigError(f"return_outputs is {return_outputs!r}, must be True, False or None")
+    by_stage = kwargs if isinstance(kwargs, Mapping) else None
+    shared_kwargs = None if isinstance(kwargs, Mapping) else kwargs
     gradient: Sequence[float] = gradient_weights(weights, count, "sum" if is_shared else reduction, grad_scale)
-    batch = Batch(inputs, targets, kwargs, list(gradient) if is_shared else gradient, training_step)
+    factors = list(gradient) if is_shared else gradient
+    batch = Batch(inputs, targets, shared_kwargs, factors, return_outputs, training_step)
     return Plan(
         StepId(number, mode, count),
         batch,
@@ -118,7 +147,18 @@ def plan_step(
         reduction,
         grad_scale,
         reduce_gradients,
+        by_stage,
     )
+
+
+def _named_kwargs(kwargs: Any, stages: int) -> dict[str, Any]:
+    """The lists in ``kwargs``, by the names that errors call them."""
+    if not isinstance(kwargs, Mapping):
+        return {"kwargs": kwargs}
+    for stage in kwargs:
+        if type(stage) is not int or not 0 <= stage < stages:
+            raise ConfigError(f"kwargs names the stage {stage!r}, must be one of: {', '.join(map(str, range(stages)))}")
+    return {f"kwargs[{stage}]": dicts for stage, dicts in kwargs.items()}
 
 
 def _sizes(sizes: Sequence[Any] | None) -> tuple[float, ...] | None:
@@ -136,15 +176,37 @@ def _microbatches(lists: Mapping[str, Any], microbatches: Any) -> int:
     for name, values in lists.items():
         if values is None:
             continue
-        if not isinstance(values, Sequence) or isinstance(values, str | bytes):
-            raise ConfigError(f"{name} is a {type(values).__name__}, must be a list with one entry a microbatch")
+        if not isinstance(values, Sequence) or isinstance(values, str | bytes) or is_named(values):
+            line = _cut(": write", name, values)
+            raise ConfigError(f"{name} is a {type(values).__name__}, must be a list with one entry a microbatch{line}")
         lengths[name] = len(values)
     if not lengths:
         raise ConfigError("microbatches is needed on a rank that is given no inputs, targets, kwargs or weights")
     if len(set(lengths.values())) > 1:
         told = ", ".join(f"{name}: {length}" for name, length in lengths.items())
-        raise ConfigError(f"the number of microbatches differs between arguments ({told})")
+        tuples = (name for name, values in lists.items() if type(values) is tuple and _holds_tensors(values))
+        hints = [_cut(f"; if {name} is one whole batch, write", name, lists[name]) for name in tuples]
+        raise ConfigError(f"the number of microbatches differs between arguments ({told}){''.join(hints)}")
     name, count = next(iter(lengths.items()))
     if count < 1:
         raise ConfigError(f"{name} tells {count} microbatches, must be at least 1")
     return count
+
+
+def _cut(before: str, name: str, batch: Any) -> str:
+    """The end of an error: the line that cuts a whole batch into microbatches, after ``before``; else nothing."""
+    if isinstance(batch, Tensor):
+        line = f"list({name}.chunk(8))"
+    elif isinstance(batch, Mapping) and _holds_tensors(batch.values()):
+        line = f"[dict(zip({name}, parts)) for parts in zip(*(x.chunk(8) for x in {name}.values()))]"
+    elif is_named(batch) and _holds_tensors(batch):
+        line = f"[{type(batch).__name__}(*parts) for parts in zip(*(x.chunk(8) for x in {name}))]"
+    elif isinstance(batch, tuple):
+        line = f"list(zip(*(x.chunk(8) for x in {name})))"
+    else:
+        return ""
+    return f"{before} {line} for 8 microbatches"
+
+
+def _holds_tensors(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, Tensor) for value in values)

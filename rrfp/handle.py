@@ -85,9 +85,10 @@ class PipelineHandle:
             inputs: for the first virtual stage: a tensor or named tuple (one argument), a tuple (positional arguments)
                 or a dict (keywords) each.
             targets: second argument of ``loss_fn`` on the last virtual stage.
-            arguments: ``kwargs``: further keyword arguments of every module on this rank. ``weights``: of the
-                microbatches' losses, such as token counts, 1 by default; needed on the last virtual stage. A microbatch
-                of weight 0 is in neither loss nor gradients.
+            arguments: ``kwargs``: further keyword arguments: a list for every module of this process, or a dict with a
+                list for each stage that has any, ``{stage: [{...}, ...]}``, of which every rank takes its own stage's.
+                ``weights``: of the microbatches' losses, such as token counts, 1 by default; needed on the last
+                virtual stage. A microbatch of weight 0 is in neither loss nor gradients.
                 ``sizes``: how large each microbatch is, in any unit, for hints that ask. ``microbatches``: M, where no
                 list tells it. ``grad_scale``: a factor on every gradient, 1.0 by default; the reported loss is without
                 it. ``reduce_gradients``: False leaves gradients unreduced over data-parallel replicas, for all but the
@@ -109,10 +110,16 @@ class PipelineHandle:
         targets: Sequence[Any] | None = None,
         **arguments: Unpack[EvaluateArguments],
     ) -> StepResult:
-        """Forward only, without gradients. Arguments and errors as in `step`.
+        """Forward only, without gradients. Errors as in `step`.
 
-        Modules are used in the mode that they are in: call ``module.eval()`` where that matters. Without targets or
-        ``loss_fn``, the result's ``outputs`` hold what the last virtual stage put out.
+        Modules are used in the mode that they are in: call ``module.eval()`` where that matters.
+
+        Args:
+            inputs: as in `step`.
+            targets: as in `step`; without them there are no losses.
+            arguments: ``kwargs``, ``weights``, ``sizes`` and ``microbatches`` as in `step`. ``return_outputs``: whether
+                the result's ``outputs`` hold what the last virtual stage put out, detached, on its rank: True, False,
+                or None: where no loss is computed.
         """
         plan = self._session.plan(Mode.FORWARD, inputs, targets, arguments)
         return await self._run(self._session.ranks.step(plan), "the step")

@@ -22,7 +22,7 @@ from rrfp.errors import ConfigError
 from rrfp.handle import LoopChoice, PipelineHandle
 from rrfp.options import Options, check_rendezvous, pipeline_options
 from rrfp.ranks import Ranks, together
-from rrfp.shape import StagePart
+from rrfp.shape import StagePart, check_initialised, check_modules
 from rrfp.stage import StageRunner
 from rrfp.transports.base import Rendezvous
 from rrfp.transports.rendezvous import LocalRendezvous, StoreRendezvous
@@ -91,6 +91,7 @@ class Pipeline(PipelineHandle):
         ranks = global_ranks(place, mesh)
         shape = settings.shape(place.stages, [module])
         modules = shape.modules(module, place.stage)
+        check_initialised(modules)
         shape.check_shared(modules)
         check_sharded(modules, place, ranks)
         warn_of_unreduced(modules, place, ranks)
@@ -106,7 +107,7 @@ class Pipeline(PipelineHandle):
 
         reducers = () if reducer is None else (reducer,)
         holder = GradientHolder(modules, place, ranks, tied.repeated)
-        ranks_here = Ranks([program], settings, build, holder, place.replicas, reducers, tied.ranks)
+        ranks_here = Ranks([program], settings, build, holder, place.replicas, reducers, tied.ranks, [place])
         super().__init__(ranks_here, loop, f"rrfp-{place.rank}")
 
 
@@ -122,10 +123,10 @@ class LocalPipeline(PipelineHandle):
         **options: Unpack[Options],
     ) -> None:
         settings = pipeline_options({"transport": "inproc", **options})
-        if not modules:
-            raise ConfigError("modules is empty, must hold one module a stage")
+        check_modules(modules)
         shape = settings.shape(len(modules), modules)
         by_virtual_stage = shape.all_modules(modules)
+        check_initialised(by_virtual_stage)
         shape.check_shared(by_virtual_stage)
         places = [Topology(stage, len(modules)) for stage in range(len(modules))]
         tied = ProcessTies(ties, [shape.modules(module, stage) for stage, module in enumerate(modules)])

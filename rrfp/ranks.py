@@ -16,6 +16,7 @@ from rrfp.compute.thread_modes import out_of_reach
 from rrfp.compute.tied_gradients import TiedGradients
 from rrfp.control.clipping import Clipping, GradientHolder
 from rrfp.core.tasks import Mode
+from rrfp.core.topology import Topology
 from rrfp.errors import PipelineAborted
 from rrfp.log import get_logger
 from rrfp.options import PipelineOptions
@@ -43,6 +44,7 @@ class Ranks:
         replicas: copies of the pipeline in the job.
         reducers: what sums their gradients.
         ties: the tied gradients of each rank.
+        places: where each rank is; by default one stage after the other.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class Ranks:
         replicas: int = 1,
         reducers: Sequence[GradientReducer] = (),
         ties: Sequence[TiedGradients] = (),
+        places: Sequence[Topology] | None = None,
     ) -> None:
         self._programs = programs
+        self._places = [Topology(s, len(programs)) for s in range(len(programs))] if places is None else places
         self._options = options
         self._build = build
         self._holder = GradientHolder({}) if holder is None else holder
@@ -92,11 +96,11 @@ class Ranks:
         Raises:
             ConfigError: if they do not fit; nothing has happened then.
         """
-        reduction, is_shared = self._options.reduction, self._replicas > 1
-        plan = plan_step(number, mode, reduction, training_step=training_step, is_shared=is_shared, **arguments)
+        told = {"training_step": training_step, "stages": self._places[0].stages, "is_shared": self._replicas > 1}
+        plan = plan_step(number, mode, self._options.reduction, **arguments, **told)
         self._warn_of_what_stays()
-        for program in self._programs:
-            program.open(plan.step, plan.batch)
+        for program, place in zip(self._programs, self._places, strict=True):
+            program.open(plan.step, plan.batch_of(place.stage))
         if mode is Mode.TRAIN:
             for tied in self._ties:
                 tied.open()

@@ -82,7 +82,8 @@ class StepResult:
         breakdown: for each stage, where the time of its group's leader went; each sums to ``seconds``.
         peaks: for each stage, the most that any rank of its group held.
         trace: the spans of this rank (with `rrfp.local`: of all).
-        outputs: forward only, on the rank of the last virtual stage and without a loss: outputs by microbatch.
+        outputs: of an evaluation, on the rank of the last virtual stage: outputs by microbatch, where
+            ``return_outputs`` asks for them, by default where there is no loss.
     """
 
     step: int

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from rrfp.compute.base import StageProgram
 from rrfp.compute.buffers import writes_buffers_in_forward
@@ -139,3 +140,34 @@ def chunks_of(part: StagePart) -> tuple[nn.Module, ...]:
     if not chunks:
         raise ConfigError(f"module is an empty {type(part).__name__}, must be {_ALLOWED}")
     return chunks
+
+
+def check_modules(modules: object) -> None:
+    """Refuse what is no list of stages.
+
+    Raises:
+        ConfigError: if it is something else, or empty.
+    """
+    if not isinstance(modules, list | tuple | nn.ModuleList | nn.Sequential):
+        remedy = ": write [module] for a pipeline of one stage" if isinstance(modules, nn.Module | StageProgram) else ""
+        raise ConfigError(f"modules is a {type(modules).__name__}, must be a list with one module a stage{remedy}")
+    if not modules:
+        raise ConfigError("modules is empty, must hold one module a stage")
+
+
+def check_initialised(modules: Mapping[int, nn.Module]) -> None:
+    """Refuse parameters and buffers that torch has yet to make, at the first forward of a lazy module.
+
+    Args:
+        modules: by virtual stage.
+
+    Raises:
+        ConfigError: naming the first.
+    """
+    for v, module in sorted(modules.items()):
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if is_lazy(tensor):
+                raise ConfigError(
+                    f"{name!r} of {type(module).__name__} on virtual stage {v} is lazy, must have a shape: run one "
+                    "forward of the module before the pipeline and the optimizer are made"
+                )

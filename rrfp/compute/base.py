@@ -32,6 +32,7 @@ class Batch:
         kwargs: further keyword arguments for every module of this rank.
         gradient_weights: for each microbatch the factor that its loss is differentiated with (weight over normaliser,
             times ``grad_scale``); known before the first backward.
+        return_outputs: whether `StageProgram.outputs` holds the outputs of an evaluation; None: where it has no loss.
         training_step: the number of the training step, from the pipeline's ``first_step`` on; of an evaluation, that of
             the training step after it. Random numbers depend on this number.
     """
@@ -40,6 +41,7 @@ class Batch:
     targets: Sequence[Any] | None = None
     kwargs: Sequence[Mapping[str, Any]] | None = None
     gradient_weights: Sequence[float] = field(default=())
+    return_outputs: bool | None = None
     training_step: int = 0
 
 
@@ -104,7 +106,7 @@ class StageProgram(ABC):
         return {}
 
     def outputs(self) -> Mapping[int, Any]:
-        """Outputs of the last virtual stage by microbatch, where a forward-only step has no loss.
+        """Outputs of the last virtual stage by microbatch, detached, where the batch of a forward-only step wants them.
 
         Called after the last task.
         """

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rrfp.compute.base import Batch
-from rrfp.compute.named_tuples import is_named
+from rrfp.compute.named_tuples import is_named, with_items
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Mode, StepId
 from rrfp.errors import ConfigError, StageError
@@ -101,6 +101,20 @@ def requires_grad(value: Any) -> bool:
         return value.requires_grad
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
     return any(map(requires_grad, items))
+
+
+def detached(value: Any) -> Any:
+    """``value`` without histories: itself where no tensor in its tuples, lists and dicts has one."""
+    if isinstance(value, Tensor):
+        return value.detach() if value.requires_grad else value
+    if not requires_grad(value):
+        return value
+    if isinstance(value, Mapping):
+        return {key: detached(item) for key, item in value.items()}
+    items = [detached(item) for item in value]
+    if is_named(value):
+        return with_items(value, items)
+    return tuple(items) if isinstance(value, tuple) else items
 
 
 def check_placement(modules: Mapping[int, nn.Module], graph: Graph) -> None:

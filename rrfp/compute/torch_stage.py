@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from rrfp.compute.activations import ActivationMeter, describe, tensors_in
 from rrfp.compute.base import Batch, StageProgram
 from rrfp.compute.buffers import StateWatches
-from rrfp.compute.calling import Arguments, check_batch, check_loss, check_placement, requires_grad
+from rrfp.compute.calling import Arguments, check_batch, check_loss, check_placement, detached, requires_grad
 from rrfp.compute.loss_module import with_loss
 from rrfp.compute.modes import CallerModes
 from rrfp.compute.own_gradients import OwnGradients
@@ -197,7 +197,7 @@ class TorchStage(StageProgram):
         return {m: float(self._losses[m]) for m in sorted(self._losses)}
 
     def outputs(self) -> Mapping[int, Any]:
-        """See :meth:`StageProgram.outputs`: kept in a forward-only step without targets or ``loss_fn``."""
+        """See :meth:`StageProgram.outputs`: by default kept in a forward-only step without targets or ``loss_fn``."""
         return {m: self._outputs[m] for m in sorted(self._outputs)}
 
     def _clear(self) -> None:
@@ -236,13 +236,13 @@ class TorchStage(StageProgram):
 
     def _keep(self, task: Task, received: Received, output: Any, loss: Tensor | None) -> Payload:
         _, m, v = task
-        training = self._modes.mode is Mode.TRAIN
+        batch, training = self._batch, self._modes.mode is Mode.TRAIN
         if not self._graph.successors[v]:
-            if loss is None:
-                self._outputs[m] = output
-                for tensor in tensors_in(output):
+            if not training and (loss is None if batch.return_outputs is None else batch.return_outputs):
+                self._outputs[m] = detached(output)
+                for tensor in tensors_in(self._outputs[m]):
                     landed(tensor)
-            else:
+            if loss is not None:
                 self._losses[m] = landed(loss.detach())
             if training:
                 self._kept[m, v] = _Kept(received, (), loss)

@@ -182,6 +182,11 @@ def test_what_is_no_module_or_no_rendezvous_is_refused() -> None:
         rrfp.local([bad])
     with pytest.raises(ConfigError, match="modules is empty"):
         rrfp.local([])
+    whole: Any = stages(1)[0][0]  # type: ignore[index]
+    with pytest.raises(ConfigError, match=r"modules is a Linear, must be a list .*: write \[module\] for"):
+        rrfp.local(whole)
+    with pytest.raises(ConfigError, match=r"modules is a int, must be a list with one module a stage$"):
+        rrfp.local(bad)
     with pytest.raises(ConfigError, match=r"has no method publish\(\)"):
         rrfp.Pipeline(stages(1)[0], topology=rrfp.Topology(0, 1), rendezvous=bad)
     with pytest.raises(ConfigError, match="'own' for the blocking API"):
