@@ -96,7 +96,7 @@ class Ranks:
         Raises:
             ConfigError: if they do not fit; nothing has happened then.
         """
-        told = {"training_step": training_step, "stages": self._places[0].stages, "is_shared": self._replicas > 1}
+        told: Any = {"training_step": training_step, "stages": self._places[0].stages, "is_shared": self._replicas > 1}
         plan = plan_step(number, mode, self._options.reduction, **arguments, **told)
         self._warn_of_what_stays()
         for program, place in zip(self._programs, self._places, strict=True):
