@@ -6,6 +6,7 @@ import loop_guard
 
 loop_guard.install()  # before anything that is tested is imported
 
+import os  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 
 import pytest  # noqa: E402
@@ -13,6 +14,12 @@ import torch  # noqa: E402
 from leak_guard import LeakGuard  # noqa: E402
 
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """One for each core that this process may use; where psutil is installed, xdist would count the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
