@@ -2,6 +2,7 @@
 #   PYTHON=python3.12        the interpreter .venv is made from (3.11 or newer)
 #   INDEX_URL=https://...    the package index to install from; default: pip's own configuration
 #   ARGS="..."               passed on by `make demo` (to rrfp demo) and by `make test` (to pytest)
+# `make test` leaves out what is exhaustive (the tests marked long, minutes of them); `make test-long` runs that alone.
 PYTHON ?= python3
 INDEX_URL ?=
 ARGS ?=
@@ -16,10 +17,10 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-fast lint fmt bench clean
+.PHONY: help setup demo test test-fast test-long lint fmt bench clean
 
 help:
-	@echo "make demo | test | test-fast | lint | fmt | bench | setup | clean      (options: see the head of the Makefile)"
+	@echo "make demo | test | test-fast | test-long | lint | fmt | bench | setup | clean      (options: see the head of the Makefile)"
 
 setup: $(READY)
 
@@ -31,7 +32,11 @@ test: lint
 
 # Without the tests marked slow; for use while editing.
 test-fast: $(READY)
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not long" $(ARGS)
+
+# Only the tests marked long: every real model in every configuration (docs/models.md).
+test-long: $(READY)
+	$(BIN)/python -m pytest -m long -o faulthandler_timeout=600 --numprocesses auto --dist worksteal $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check $(CODE)
