@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from rrfp.compute.base import StageProgram
 from rrfp.compute.buffers import writes_buffers_in_forward
-from rrfp.compute.loss_module import with_loss
+from rrfp.compute.loss_module import class_name, with_loss
 from rrfp.core.graph import Graph
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.tasks import Kind
@@ -168,6 +168,6 @@ def check_initialised(modules: Mapping[int, nn.Module]) -> None:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if is_lazy(tensor):
                 raise ConfigError(
-                    f"{name!r} of {type(module).__name__} on virtual stage {v} is lazy, must have a shape: run one "
+                    f"{name!r} of {class_name(module)} on virtual stage {v} is lazy, must have a shape: run one "
                     "forward of the module before the pipeline and the optimizer are made"
                 )
