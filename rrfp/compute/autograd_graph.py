@@ -1,15 +1,17 @@
 """The autograd graph of one forward pass, as far as a split backward has to know it.
 
-Reads public attributes of graph nodes (`next_functions`, `name`, `variable`); knows no formulas.
+Reads public attributes of graph nodes (`next_functions`, `name`, `variable`) and their hooks; knows no formulas.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
 
 #: A node of the graph. torch types them loosely: their attributes depend on the operator.
 Node = Any
@@ -64,7 +66,63 @@ class AutogradGraph:
             return "it uses reentrant checkpointing, which differentiates only as a whole (use_reentrant=False splits)"
         if any(name.startswith(COMPILED) for name in names):
             return "it is compiled by torch.compile, whose backward is one piece"
+        if any(_counts_leaves(tensor) for _, tensor in self.leaves()):
+            return "a hook of several tensors (register_multi_grad_hook) counts a leaf, as only a whole backward allows"
         return None
+
+
+def has_hooks(node: Node) -> bool:
+    """Whether Python code hooked the node itself (``register_hook``, ``register_prehook``), not a tensor.
+
+    torch tells nobody which hooks a node has, but the handle of a further hook refers to all of its kind.
+    """
+    for register in (node.register_prehook, node.register_hook):
+        handle = register(_nothing)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks is None or hooks:
+            return True
+    return False
+
+
+class OuterGradients:
+    """Within, takes the gradients that the engine gives to some nodes, after all hooks in front of them.
+
+    Whom the engine is asked for the gradient of, it answers before the hooks of a node that it then runs. So each node
+    gets a hook, which is its last. A node that the engine does not run calls no hooks; there its answer is right.
+
+    Args:
+        nodes: which; of one output each.
+
+    Attributes:
+        found: by node, if the engine ran it.
+    """
+
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        self._nodes = tuple(nodes)
+        self._handles: list[Any] = []
+        self.found: dict[Node, Tensor | None] = {}
+
+    def __enter__(self) -> OuterGradients:
+        self._handles = [node.register_prehook(partial(self._take, node)) for node in self._nodes]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _take(self, node: Node, gradients: tuple[Tensor | None, ...]) -> None:
+        (self.found[node],) = gradients
+
+
+def _counts_leaves(leaf: Tensor) -> bool:
+    """Whether a hook of several tensors is on this leaf: it refuses to run in ``autograd.grad``."""
+    hooks = (leaf._backward_hooks or {}).values()
+    return any(getattr(hook, "__module__", None) == register_multi_grad_hook.__module__ for hook in hooks)
+
+
+def _nothing(*_: object) -> None:
+    """A hook that changes nothing."""
 
 
 def is_leaf(node: Node) -> bool:

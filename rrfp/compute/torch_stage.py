@@ -23,10 +23,11 @@ from rrfp.compute.loss_module import with_loss
 from rrfp.compute.modes import CallerModes
 from rrfp.compute.own_gradients import OwnGradients
 from rrfp.compute.payload import Payload, canonical
+from rrfp.compute.pending_weights import PendingWeights
 from rrfp.compute.received import ReadOnly, Received
 from rrfp.compute.rng import RandomForks, devices_of
 from rrfp.compute.shared_gradients import SharedGradients
-from rrfp.compute.split_backward import PendingWeights, Root, SplitBackward, Unsplittable
+from rrfp.compute.split_backward import Root, SplitBackward, Unsplittable
 from rrfp.compute.wrapped import landed, whole
 from rrfp.core.graph import Graph
 from rrfp.core.readiness import ForcedOrder

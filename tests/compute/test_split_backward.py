@@ -14,7 +14,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from rrfp.compute.autograd_graph import AutogradGraph
-from rrfp.compute.split_backward import PendingWeights, input_gradients, nodes_of
+from rrfp.compute.pending_weights import PendingWeights
+from rrfp.compute.split_backward import input_gradients, nodes_of
 
 MICROBATCHES = 3
 
@@ -87,6 +88,30 @@ class LowPrecision(nn.Module):
             return self.twice(x)  # type: ignore[no-any-return]
 
 
+class Sum(nn.Module):
+    """The gradient of both parameters, and of the input, is one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.randn(2, 3, 8)), nn.Parameter(torch.randn(2, 3, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.left + self.right)
+
+
+class ManyUses(nn.Module):
+    """A weight used as it is and through views: more than two terms, whose order decides the bits of their sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        looked = self.table(_integers(x) % 8).mean(-1) + x
+        looked = functional.linear(looked, self.table.weight)
+        return functional.linear(looked + self.table(_integers(x + 1) % 8).mean(-1), self.table.weight)
+
+
 class Views(nn.Module):
     """Outputs are views of one product."""
 
@@ -123,12 +148,27 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], int | None]] = {
     "checkpointed": (Checkpointed, 1),
     "low precision": (LowPrecision, 2),
     "views": (Views, 1),
+    "one gradient for two parameters": (Sum, 0),
+    "many uses": (ManyUses, 0),
+    "sparse": (lambda: _Indices(nn.Embedding(11, 8, sparse=True)), 1),
+    "sparse bag": (lambda: _Indices(nn.EmbeddingBag(11, 8, sparse=True)), 1),
     "convolution": (lambda: nn.Sequential(nn.Conv1d(3, 4, 3), nn.Conv1d(4, 2, 2, bias=False)), 2),
     "transposed": (lambda: nn.ConvTranspose1d(3, 4, 3, groups=1), 1),
     "recurrent": (lambda: nn.Sequential(nn.GRU(8, 8), _First()), None),
     "transformer layer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), None),
     "no parameters": (nn.ReLU, 0),
 }
+
+
+class _Indices(nn.Module):
+    """A sparse table, and a layer behind it."""
+
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.table, self.linear = table, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[0] * self.linear(self.table(_integers(x[0]))).mean()  # type: ignore[no-any-return]
 
 
 class _First(nn.Module):
@@ -158,9 +198,15 @@ def gradients(module: nn.Module) -> list[Tensor | None]:
     return [parameter.grad for parameter in module.parameters()]
 
 
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if a.is_sparse and b.is_sparse:  # entry by entry: indices may repeat
+        return torch.equal(a._indices(), b._indices()) and torch.equal(a._values(), b._values())
+    return torch.equal(a, b)
+
+
 def same(ours: list[Tensor | None], theirs: list[Tensor | None]) -> bool:
     return all(
-        (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+        (a is None and b is None) or (a is not None and b is not None and _equal(a, b))
         for a, b in zip(ours, theirs, strict=True)
     )
 
@@ -224,7 +270,7 @@ def test_small_products_are_formed_at_once_and_held() -> None:
     roots = outputs(module, torch.randn(2, 8))
     _, pending = input_gradients(roots, upstream(roots, 0), [], min_flops=10_000)
     assert len(pending.deferred) == 1
-    assert {id(parameter) for parameter, _ in pending.held} == {id(p) for p in module[0].parameters()}
+    assert {id(node.variable) for node, _ in pending.held} == {id(p) for p in module[0].parameters()}
 
 
 def test_what_waits_for_w_is_inputs_and_output_gradients_and_no_copy() -> None:
