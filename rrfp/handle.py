@@ -142,7 +142,7 @@ class PipelineHandle:
         Raises:
             ConfigError: for an impossible argument, arguments that differ between ranks, or a `StageProgram`.
             PipelineAborted: if any rank failed.
-            StageError: if a gradient is sparse.
+            StageError: if a gradient has a layout whose norm cannot be formed.
         """
         clipping = self._session.clip(max_norm, norm_type)
         return clipping.settle(await self._run(self._session.ranks.share(clipping), "clipping gradients"))

@@ -64,7 +64,7 @@ def local_norm(
         skip: parameters that another rank answers for, such as those that two stages share.
 
     Raises:
-        StageError: if a gradient is sparse; names the parameter.
+        StageError: if a gradient is neither dense nor of the layout ``torch.sparse_coo``; names the parameter.
     """
     skipped = {id(tensor) for tensor in skip}
     place = Topology(0, 1) if place is None else place
@@ -73,10 +73,13 @@ def local_norm(
     for name, parameter in parameters_once(modules):
         if parameter.grad is None:
             continue
-        check_dense(parameter.grad, name)
+        if parameter.grad.layout is not torch.sparse_coo:
+            check_dense(parameter.grad, name)
         parameter.grad = gradient = _without_partial_sums(parameter.grad)
         if id(parameter) not in skipped and _answers_for(gradient, place, numbers):
             part = local_part(gradient)
+            if part.is_sparse:  # entries of one index are one element
+                part = part.coalesce().values()
             if part.numel():
                 part = part.abs() if part.is_complex() else part
                 norms.append(float(torch.linalg.vector_norm(part, norm_type, dtype=torch.float64)))
@@ -102,7 +105,8 @@ def clip(modules: Mapping[int, nn.Module], max_norm: float, norm: float) -> None
         return
     for _, parameter in parameters_once(modules):
         if parameter.grad is not None:
-            local_part(parameter.grad).mul_(factor)
+            part = local_part(parameter.grad)
+            (part._values() if part.is_sparse else part).mul_(factor)
 
 
 def parameters_once(modules: Mapping[int, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:

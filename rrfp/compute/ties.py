@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rrfp.compute.gradient_layout import as_dtensor, local_part
 from rrfp.compute.shared_gradients import SharedGradients
+from rrfp.compute.sparse_gradients import check_ties_not_sparse
 from rrfp.errors import ConfigError, ProtocolError
 
 #: By the tie's name: this rank's copy, or its copies where several of its chunks have one.
@@ -124,6 +125,10 @@ def find_copies(
         if id(parameter) not in named:
             name = f"{_qualified(parameter, modules, stages[0])}@{stages[0]}"
             copies += [TiedCopy(name, v, parameter, v != stages[0]) for v in stages]
+    tied: dict[str, list[Tensor]] = {}
+    for copy in copies:
+        tied.setdefault(copy.tie, []).append(copy.parameter)
+    check_ties_not_sparse({v: module for own in modules for v, module in own.items()}, tied)
     return sorted(copies, key=lambda copy: (copy.tie, copy.virtual_stage))
 
 

@@ -40,7 +40,7 @@ class Clipping:
 
     Raises:
         ConfigError: if an argument is impossible, or the program of this rank has no modules.
-        StageError: if a gradient is sparse.
+        StageError: if a gradient has a layout whose norm cannot be formed.
     """
 
     def __init__(self, holder: GradientHolder, max_norm: float, norm_type: float = 2.0) -> None:

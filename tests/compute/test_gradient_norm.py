@@ -115,10 +115,18 @@ def test_no_gradients_have_the_norm_zero() -> None:
     assert Clipping(GradientHolder({0: nn.Linear(1, 1)}), 1.0).settle([]) == 0.0
 
 
-def test_a_sparse_gradient_is_refused_by_name() -> None:
+def test_entries_of_a_sparse_gradient_for_one_index_count_as_one() -> None:
     module = nn.Sequential(nn.Embedding(4, 2, sparse=True))
-    module(torch.tensor([1])).sum().backward()
-    with pytest.raises(StageError, match=r"parameter '0\.weight' of virtual stage 7 has a gradient of layout .*sparse"):
+    module(torch.tensor([1, 1, 3])).sum().backward()
+    assert local_norm({7: module}) == pytest.approx(10**0.5)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_a_gradient_in_another_layout_is_refused_by_name() -> None:
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(torch.eye(2).to_sparse_csr())
+    module.weight.grad = torch.eye(2).to_sparse_csr()
+    with pytest.raises(StageError, match=r"parameter 'weight' of virtual stage 7 has a gradient of layout .*csr"):
         local_norm({7: module})
 
 
