@@ -87,7 +87,9 @@ def test_statistics_that_an_evaluation_writes_are_those_of_microbatches_in_order
 
 def test_an_evaluation_that_writes_another_buffer_is_refused_by_name() -> None:
     modules = [stages()[0], nn.Sequential(nn.Linear(WIDTH, WIDTH), Counting())]
-    with pytest.raises(PipelineAborted, match=r"Sequential on virtual stage 1 writes its buffer '1.seen' in forward"):
+    with pytest.raises(
+        PipelineAborted, match=r"Sequential on virtual stage 1 writes its buffer '1.seen' \(of Counting\) in forward"
+    ):
         evaluated(modules, inputs(), 0, deterministic=True)
     evaluated(modules, inputs(), 0, deterministic=False)
 
