@@ -125,7 +125,8 @@ def train(
 ) -> dict[int, float]:
     """One training step over fresh stages; returns the losses by microbatch."""
     programs, graph = build(modules, loss_fn, stages=stages, split=split)
-    batch = Batch(inputs, targets, kwargs, gradient_weights(weights, len(inputs), reduction))
+    factors = gradient_weights(weights, len(inputs), reduction)
+    batch = Batch(inputs, targets, kwargs, factors, training_step=step)
     run = Run(programs, graph, StepId(step, Mode.TRAIN, len(inputs)), batch, wire=wire)
     run.finish(choose)
     return dict(programs[len(modules) - 1].losses())
