@@ -106,6 +106,8 @@ class Assembly:
             max_message_bytes=settings.max_message_bytes,
             allow_insecure=settings.allow_insecure,
             connect_timeout_s=settings.connect_timeout,
+            heartbeat_s=settings.heartbeat,
+            patience_s=settings.patience,
         )
         in_order = shape.in_order(shape.modules(part, place.stage))
         hint, limit = settings.new_hint(), settings.limit_of(place)

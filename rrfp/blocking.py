@@ -9,10 +9,11 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
+from rrfp import timeouts
 from rrfp.batching import EvaluateArguments, StepArguments
 from rrfp.core.tasks import Mode
 from rrfp.result import StepResult
-from rrfp.session import LEAVE_TIMEOUT_S, Session
+from rrfp.session import Session
 from rrfp.statistics import RankStatistics
 
 T = TypeVar("T")
@@ -45,7 +46,7 @@ class BlockingPipeline:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            _settle(self._session.submit(self._session.close(error)), LEAVE_TIMEOUT_S)
+            _settle(self._session.submit(self._session.close(error)), timeouts.LEAVE_S)
         finally:
             self._session.leave()
 

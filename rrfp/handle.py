@@ -13,13 +13,14 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, TypeVar, Unpack, get_args
 
+from rrfp import timeouts
 from rrfp.batching import EvaluateArguments, StepArguments
 from rrfp.blocking import BlockingPipeline
 from rrfp.core.tasks import Mode
 from rrfp.errors import ConfigError, RrfpError
 from rrfp.ranks import Ranks
 from rrfp.result import StepResult
-from rrfp.session import LEAVE_TIMEOUT_S, Session
+from rrfp.session import Session
 from rrfp.statistics import RankStatistics
 
 T = TypeVar("T")
@@ -66,7 +67,7 @@ class PipelineHandle:
     ) -> None:
         try:
             with suppress(TimeoutError):
-                async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                async with asyncio.timeout(timeouts.LEAVE_S):
                     await asyncio.shield(self._on_loop(self._session.close(error)))
         finally:
             await asyncio.shield(self._leave())

@@ -8,14 +8,12 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from rrfp import timeouts
 from rrfp.log import get_logger
 
 logger = get_logger(__name__)
 
 T = TypeVar("T")
-
-#: How long closing waits for the thread, in seconds.
-JOIN_TIMEOUT_S = 2.0
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -46,12 +44,12 @@ class LoopThread:
     def close(self) -> None:
         """Stop the loop and join the thread; whatever still ran on it is cancelled.
 
-        A callback that never ends (a hint in an endless loop) is left behind after `JOIN_TIMEOUT_S`: the thread is a
+        A callback that never ends (a hint in an endless loop) is left behind after `JOIN_S`: the thread is a
         daemon and does not keep the process from ending.
         """
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join(JOIN_TIMEOUT_S)
+            self._thread.join(timeouts.JOIN_S)
             if self._thread.is_alive():
                 logger.warning("thread %s does not end: something blocks its loop", self._thread.name)
 

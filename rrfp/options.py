@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict, get_args
 
+from rrfp import timeouts
 from rrfp.compute.base import Lane, StageProgram
 from rrfp.compute.split_backward import Unsplittable
 from rrfp.compute.thread_lane import LOWEST_NICE, ThreadLane
@@ -52,6 +54,9 @@ class PipelineOptions:
             on the number of the training step, and never on evaluations between.
         stall_after: seconds of idleness in a step after which all ranks are asked why.
         connect_timeout: seconds to wait for the peers at the start.
+        heartbeat: seconds of silence after which a peer is asked for a sign of life.
+        patience: seconds for which a connected peer may be silent, stopped by a debugger or a migration, before it is
+            given up; at least three heartbeats. A process that has ended is noticed at once.
         queue_bytes: most bytes queued for one peer and channel before a send waits.
         max_message_bytes: larger messages are refused before anything is allocated.
         allow_insecure: permit connections beyond this host without authentication.
@@ -84,8 +89,10 @@ class PipelineOptions:
     reduction: Reduction = "mean"
     seed: int = 0
     first_step: int = 0
-    stall_after: float = 10.0
-    connect_timeout: float = 60.0
+    stall_after: float = timeouts.STALL_AFTER_S
+    connect_timeout: float = timeouts.CONNECT_S
+    heartbeat: float = timeouts.HEARTBEAT_S
+    patience: float = timeouts.PATIENCE_S
     queue_bytes: int = DEFAULT_QUEUE_BYTES
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
     allow_insecure: bool = False
@@ -114,10 +121,13 @@ class PipelineOptions:
         ):
             if getattr(self, field) not in choices:
                 raise ConfigError(f"{field} is {getattr(self, field)!r}, must be one of: {', '.join(choices)}")
-        for field in ("stall_after", "connect_timeout", "queue_bytes", "max_message_bytes"):
+        for field in ("stall_after", "connect_timeout", "heartbeat", "patience", "queue_bytes", "max_message_bytes"):
             value = getattr(self, field)
             if not isinstance(value, int | float) or not value > 0:
                 raise ConfigError(f"{field} is {value!r}, must be a number above 0")
+        if not 3 * self.heartbeat <= self.patience < math.inf:
+            least = f"at least three times heartbeat, which is {self.heartbeat:g}"
+            raise ConfigError(f"patience is {self.patience:g}, must be finite and {least}")
         for field, fits, wanted in (
             ("loss_fn", self.loss_fn is None or callable(self.loss_fn), "callable: loss_fn(output, target)"),
             ("lane_nice", self.lane_nice in range(LOWEST_NICE + 1), f"0..{LOWEST_NICE}"),
@@ -268,6 +278,8 @@ class Options(TypedDict, total=False):
     first_step: int
     stall_after: float
     connect_timeout: float
+    heartbeat: float
+    patience: float
     queue_bytes: int
     max_message_bytes: int
     allow_insecure: bool

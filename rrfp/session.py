@@ -15,9 +15,6 @@ from rrfp.ranks import Ranks
 
 T = TypeVar("T")
 
-#: How long leaving waits for the runtime's loop, in seconds. It answers sooner, unless plugged-in code blocks it.
-LEAVE_TIMEOUT_S = 8.0
-
 #: What a step takes beside inputs and targets.
 _ARGUMENTS: Mapping[Mode, frozenset[str]] = {
     Mode.TRAIN: StepArguments.__required_keys__ | StepArguments.__optional_keys__,

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
 
+from rrfp import timeouts
 from rrfp.arbiter.agreement import AgreementArbiter
 from rrfp.arbiter.leader import GroupTalk
 from rrfp.arbiter.loop import Arbiter, SettlingLoop
@@ -30,6 +31,7 @@ from rrfp.control.gathering import Gathering
 from rrfp.control.gradient_end import GradientEnd, Reduce
 from rrfp.control.lane_work import LaneWork
 from rrfp.control.lifeline import Lifeline
+from rrfp.control.processes import ProcessIdentity, ProcessWatch
 from rrfp.control.progress import Progress
 from rrfp.control.reception import Reception
 from rrfp.control.services import Services
@@ -40,7 +42,7 @@ from rrfp.core.progress import Peaks, WaitCause
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Mode, Task
 from rrfp.core.topology import Topology
-from rrfp.errors import ProtocolError, RrfpError
+from rrfp.errors import PeerLostError, ProtocolError, RrfpError
 from rrfp.log import get_logger
 from rrfp.result import StepResult
 from rrfp.statistics import RankStatistics
@@ -51,9 +53,6 @@ logger = get_logger(__name__)
 
 #: How the ranks of a group come to one order: a leader's, or by proposing until they agree (the paper's way).
 Coordination = Literal["leader", "agreement"]
-
-#: How long leaving in order may take, in seconds; then the peers are left anyway.
-CLOSE_GRACE_S = 6.0
 
 
 class StageRunner:
@@ -84,7 +83,7 @@ class StageRunner:
         coordination: Coordination = "leader",
         depth: int | None = None,
         reduce: Reduce | None = None,
-        stall_after: float = 10.0,
+        stall_after: float = timeouts.STALL_AFTER_S,
         ties: TiedGradients | None = None,
     ) -> None:
         self.place = place = Topology(core.stage, core.graph.placement.stages) if place is None else place
@@ -115,6 +114,7 @@ class StageRunner:
         self._inbox = Reception(
             place, self._courier, self._exchange, self._watchdog, self._progress, hear, self._life.abort, tie
         )
+        self._processes = ProcessWatch(self._process_ended)
         self._finished = asyncio.Event()
         #: The most that was held in the steps before this one.
         self._earlier = Peaks()
@@ -163,7 +163,14 @@ class StageRunner:
             self._transport.abort()
             self._work.close()
             raise
-        await self._life.unless_aborted(self._exchange.exchange("start", 0, b""), "the start")
+        await self._life.unless_aborted(self._meet(), "the start")
+
+    async def _meet(self) -> None:
+        """Wait for all ranks; each tells which process it is."""
+        own = ProcessIdentity.own()
+        told = await self._exchange.exchange("start", 0, own.encode())
+        processes = {rank: ProcessIdentity.decode(data) for rank, data in enumerate(told)}
+        self._processes.start(self._transport.context.peers, processes, own)
 
     async def step(self, plan: Plan, reduction: Reduction = "mean") -> StepResult:
         """Run one step whose batch the program was given. Cancelling it ends the pipeline.
@@ -182,7 +189,7 @@ class StageRunner:
         return await self._life.unless_aborted(self._gathering.gather(own), "an exchange between steps")
 
     async def close(self) -> None:
-        """Leave in order: tell the peers, deliver what was accepted, free everything. Takes `CLOSE_GRACE_S` at most.
+        """Leave in order: tell the peers, deliver what was accepted, free everything. Takes `RUNNER_CLOSE_S` at most.
 
         Raises:
             PipelineAborted: if the pipeline failed and no call has told the caller.
@@ -190,7 +197,7 @@ class StageRunner:
         if self._life.is_awaited:  # or the step would wait for ever, and without a word
             self.fail(RrfpError("the pipeline was left while a step was running"))
         try:
-            async with asyncio.timeout(CLOSE_GRACE_S):
+            async with asyncio.timeout(timeouts.RUNNER_CLOSE_S):
                 if self._life.failure is None:
                     closed = closed_message(self._progress.steps_ended, self._progress.gatherings_ended)
                     for peer in self._transport.context.peers:
@@ -199,9 +206,13 @@ class StageRunner:
                 await self._life.end()
         except TimeoutError:
             logger.warning(
-                "%s: the peers took more than %g s to let it go", self.place.name, CLOSE_GRACE_S, stage=self.stage
+                "%s: the peers took more than %g s to let it go",
+                self.place.name,
+                timeouts.RUNNER_CLOSE_S,
+                stage=self.stage,
             )
         finally:
+            self._processes.close()
             self._services.cancel()
             self._transport.abort()
             self._work.close()
@@ -215,7 +226,12 @@ class StageRunner:
         """What it holds and has moved. May be called on any thread, at any time."""
         return RankStatistics.of(self.place, self._core, self._earlier, self._transport)
 
+    def _process_ended(self, peer: int) -> None:
+        if peer not in self._courier.departures:
+            self.fail(PeerLostError(peer, "its process ended"))
+
     def _stop(self, failure: Failure) -> None:
+        self._processes.close()
         self._services.cancel()
         self._work.close()
         with suppress(Exception):  # a hint that observes events may raise; it is never asked again

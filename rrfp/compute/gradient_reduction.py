@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from rrfp import timeouts
 from rrfp.compute.gradient_buckets import CollectiveError, collective, sum_over
 from rrfp.compute.gradient_layout import (
     ABSENT,
@@ -37,10 +38,6 @@ from rrfp.errors import StageError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-#: How long a collective's error is kept back, in seconds. When a rank dies, the collectives of others fail at once and
-#: say which connection broke; within this time the control plane knows who it was, and that ends the wait.
-PATIENCE_S = 4.0
 
 #: Parameters with their names.
 _Named = list[tuple[str, nn.Parameter]]
@@ -108,7 +105,7 @@ class GradientReducer:
 
         Raises:
             StageError: if a gradient cannot be summed, or the replicas' models differ.
-            Exception: whatever a collective raised, after `PATIENCE_S`.
+            Exception: whatever a collective raised, after `COLLECTIVE_ERROR_S`.
         """
         await self._turns[virtual_stage].wait()
         summing = self._lane.enqueue(partial(self._sum, virtual_stage))
@@ -117,7 +114,7 @@ class GradientReducer:
         try:
             await summing
         except CollectiveError as error:
-            await asyncio.sleep(PATIENCE_S)
+            await asyncio.sleep(timeouts.COLLECTIVE_ERROR_S)
             raise error.__cause__ or error from None
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from rrfp import timeouts
 from rrfp.compute.base import Execution, Lane, as_exception
 from rrfp.errors import ConfigError
 
@@ -24,9 +25,6 @@ T = TypeVar("T")
 
 #: The lowest priority that Linux knows.
 LOWEST_NICE = 19
-
-#: How long the end of the process waits for calls that still run, in seconds.
-EXIT_GRACE_S = 3.0
 
 #: Threads of closed lanes.
 _closed: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -134,7 +132,7 @@ def _let_calls_end() -> None:
 
     One that returned into an interpreter which is being taken down would end the process by SIGABRT.
     """
-    deadline = time.monotonic() + EXIT_GRACE_S
+    deadline = time.monotonic() + timeouts.EXIT_GRACE_S
     for thread in list(_closed):
         thread.join(max(0.0, deadline - time.monotonic()))
 

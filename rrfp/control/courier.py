@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from rrfp import timeouts
 from rrfp.arbiter.words import Saying, Word
 from rrfp.compute.mailbox import Mailbox
 from rrfp.control.farewell import Departures
@@ -23,9 +24,6 @@ from rrfp.trace.recorder import Recorder
 from rrfp.transports.base import Channel, Message, MessageKind, Transport
 
 logger = get_logger(__name__)
-
-#: How long a failed send waits for what the peer said last, in seconds.
-LAST_WORDS_S = 1.0
 
 _CHANNELS = {Kind.F: Channel.FORWARD, Kind.B: Channel.BACKWARD}
 
@@ -175,5 +173,5 @@ class Courier:
             await self._transport.send(peer, message)
         except PeerLostError:
             if peer not in self.departures and not self._services.stopping:
-                await asyncio.sleep(LAST_WORDS_S)
+                await asyncio.sleep(timeouts.LAST_WORDS_S)
             raise

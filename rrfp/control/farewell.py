@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from rrfp import timeouts
 from rrfp.errors import Origin, PeerLostError, ProtocolError
 from rrfp.log import get_logger
 from rrfp.transports.base import Channel, Message, MessageKind, Transport
 
 logger = get_logger(__name__)
-
-#: How long an abort tries to reach the peers, in seconds.
-ABORT_GRACE_S = 1.0
 
 
 class Departures:
@@ -87,7 +85,7 @@ async def spread_abort(transport: Transport, origin: Origin) -> None:
     body = asdict(origin)
     message = Message(Channel.CONTROL, MessageKind.ABORT, body=body)
     try:
-        async with asyncio.timeout(ABORT_GRACE_S):
+        async with asyncio.timeout(timeouts.ABORT_GRACE_S):
             sends = (transport.send(peer, message) for peer in transport.context.peers)
             outcomes = await asyncio.gather(*sends, return_exceptions=True)
             if all(outcome is None or isinstance(outcome, PeerLostError) for outcome in outcomes):

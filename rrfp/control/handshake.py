@@ -15,6 +15,7 @@ from typing import Any
 
 import msgpack
 
+from rrfp import timeouts
 from rrfp.compute.ties import CopyTerms, Tie
 from rrfp.control import tie_terms
 from rrfp.core.topology import Topology
@@ -23,12 +24,6 @@ from rrfp.transports.base import TransportContext
 
 #: Field by field, plain values that must be the same on every rank.
 Terms = Mapping[str, str | int | bool | None]
-
-#: How much longer than rank 0 the others wait for its verdict, in seconds.
-VERDICT_GRACE_S = 2.0
-
-#: How long a look at a key that is there, or not, may take, in seconds.
-LOOK_S = 0.5
 
 #: What a verdict may raise, by the name under which it travels; none: all agree.
 _ERRORS: Mapping[str, type[RrfpError]] = {
@@ -79,7 +74,7 @@ class Handshake:
         else:
             copies = [copy.encode() for copy in self._copies]
             await self._publish(str(context.rank), {"all": self._terms, "group": self._group_terms, "copies": copies})
-            verdict = await self._lookup("verdict", 0, context.connect_timeout_s + VERDICT_GRACE_S)
+            verdict = await self._lookup("verdict", 0, context.connect_timeout_s + timeouts.VERDICT_GRACE_S)
         if (error := _ERRORS.get(verdict.get("error", ""))) is not None:
             raise error(verdict.get("text"))
         self.ties = tie_terms.decode(verdict.get("ties", ()))
@@ -130,7 +125,7 @@ class Handshake:
     async def _elsewhere(self, rank: int) -> str:
         """Which other pipeline ``rank`` has entered instead of this one, if any."""
         try:
-            data = await self._context.rendezvous.lookup(self._whereabouts(rank), LOOK_S)
+            data = await self._context.rendezvous.lookup(self._whereabouts(rank), timeouts.LOOK_S)
         except TransportError:
             return ""
         found = data.decode(errors="replace")

@@ -13,16 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rrfp import timeouts
 from rrfp.demo.settings import DemoSettings
 from rrfp.errors import RrfpError
-
-#: How long workers have to end after a failure, or after they were asked to, in seconds.
-END_GRACE_S = 3.0
-
-_WATCH_S = 0.1
-#: How often torchrun looks for a dead worker, in seconds. By its default of 0.1 s it may end the others before they
-#: have told which stage was lost.
-_MONITOR_S = 1.0
 
 
 class DemoFailedError(RrfpError):
@@ -40,7 +33,7 @@ def run_workers(settings: DemoSettings, log: Path) -> Iterator[Mapping[str, Any]
         DemoFailedError: if a worker failed; names the origin where it is known, and the log.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings.stages)]
-    command += ["--monitor-interval", str(_MONITOR_S)]
+    command += ["--monitor-interval", str(timeouts.MONITOR_S)]
     command += ["-m", "rrfp.demo.worker", settings.to_json()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     aborted = None
@@ -95,14 +88,14 @@ class _Reaper:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_GRACE_S)
+                self._process.wait(timeouts.WORKERS_END_S)
             self._kill()
             self._process.wait()
 
     def _watch(self) -> None:
-        while not self._done.wait(_WATCH_S):
+        while not self._done.wait(timeouts.WATCH_S):
             if self.failed.is_set() or self._process.poll() is not None:
-                if not self._done.wait(END_GRACE_S):
+                if not self._done.wait(timeouts.WORKERS_END_S):
                     self._kill()
                 return
 

@@ -15,8 +15,9 @@ The contract, which `rrfp.testing.transport_checks` verifies for any implementat
 - ``receive`` returns messages of all peers; which peer comes first is free, the order inside a channel is not.
   Cancelling it loses nothing. Received tensors are read-only by contract: whoever computes with them must not write
   into them.
-- **Peer death**: after everything that a dead or silent peer had delivered, ``receive`` raises :class:`PeerLostError`
-  once for it, and ``send`` to it raises the same from then on. A peer that closed in order is no error to ``receive``.
+- **Peer death**: after everything that a dead peer, or one that was silent for ``patience_s``, had delivered,
+  ``receive`` raises :class:`PeerLostError` once for it, and ``send`` to it raises the same from then on. A peer that
+  closed in order is no error to ``receive``.
 - **Bad input** from the network is dropped and raised by ``receive`` as one :class:`FrameError` that names peer and
   field. The next call goes on with the next message.
 - ``close`` delivers what was accepted, tells the peers, and frees everything; ``abort`` frees everything at once. Both
@@ -36,6 +37,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from rrfp import timeouts
 from rrfp.core.tasks import StepId, Task
 
 #: Plain data that msgpack carries: what a control message says.
@@ -133,6 +135,8 @@ class TransportContext:
         max_message_bytes: larger announced messages are refused before anything is allocated.
         allow_insecure: permit a bind beyond loopback without authentication.
         connect_timeout_s: how long ``start`` waits for the peers, in seconds.
+        heartbeat_s: how often a silent connection is asked for a sign of life, in seconds.
+        patience_s: how long a connected peer may be silent before it is lost, in seconds.
     """
 
     rank: int
@@ -144,7 +148,9 @@ class TransportContext:
     queue_bytes: int = DEFAULT_QUEUE_BYTES
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
     allow_insecure: bool = False
-    connect_timeout_s: float = 60.0
+    connect_timeout_s: float = timeouts.CONNECT_S
+    heartbeat_s: float = timeouts.HEARTBEAT_S
+    patience_s: float = timeouts.PATIENCE_S
 
 
 @dataclass(frozen=True, slots=True)

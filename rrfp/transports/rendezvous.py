@@ -13,16 +13,11 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from rrfp import timeouts
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError, TransportError
 
 _Result = TypeVar("_Result")
-
-#: How long the store itself may take to answer, in seconds.
-STORE_TIMEOUT_S = 60.0
-
-#: Pauses between two looks at the store, in seconds: short at first, since ranks start together.
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.002, 0.05
 
 
 class LocalRendezvous:
@@ -82,7 +77,7 @@ class StoreRendezvous:
 
     @classmethod
     async def from_env(
-        cls, topology: Topology, environ: Mapping[str, str] | None = None, timeout_s: float = STORE_TIMEOUT_S
+        cls, topology: Topology, environ: Mapping[str, str] | None = None, timeout_s: float = timeouts.CONNECT_S
     ) -> StoreRendezvous:
         """Find the store that torchrun's environment names.
 
@@ -114,12 +109,12 @@ class StoreRendezvous:
             TransportError: if nobody published it within ``timeout_s`` seconds, or the store fails.
         """
         # A blocking wait cannot be cancelled and holds the connection; short questions can and do not.
-        pause_s = _FIRST_PAUSE_S
+        pause_s = timeouts.FIRST_PAUSE_S
         try:
             async with asyncio.timeout(timeout_s):
                 while not await self._call(key, lambda: self._store.check([key])):
                     await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+                    pause_s = min(2 * pause_s, timeouts.LAST_PAUSE_S)
                 return bytes(await self._call(key, lambda: self._store.get(key)))
         except TimeoutError:
             raise _absent(key, timeout_s) from None

@@ -14,6 +14,7 @@ from functools import partial
 
 import zmq
 
+from rrfp import timeouts
 from rrfp.errors import ConfigError, FrameError, TransportClosedError, TransportError
 from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
 from rrfp.transports.flow import CLOSED, HomeLoop, Inbox
@@ -22,9 +23,6 @@ from rrfp.transports.zmq_endpoint import choose_address
 from rrfp.transports.zmq_inlet import Inlet, Route, identity_of
 from rrfp.transports.zmq_link import Link
 from rrfp.transports.zmq_outlet import Outlet, open_socket
-
-#: How long `close` waits for peers that do not answer, in seconds.
-CLOSE_TIMEOUT_S = 5.0
 
 #: Bad frames that wait to be raised; further ones are only counted, so that a stranger cannot fill the memory.
 MAX_PENDING_FRAME_ERRORS = 64
@@ -79,7 +77,7 @@ class ZmqTransport(Transport):
         assert home is not None
         self._check_open()
         self._zmq = zmq.Context()
-        self._inlet = Inlet(self._zmq, self._codec, context.peers, self)
+        self._inlet = Inlet(self._zmq, self._codec, context, self)
         endpoint = self._inlet.bind(address, context.rank)
         await context.rendezvous.publish(_key(context, context.rank), endpoint.encode())
         for peer in context.peers:
@@ -136,7 +134,9 @@ class ZmqTransport(Transport):
             raise
 
     async def close(self) -> None:
-        """Deliver what was accepted, tell the peers, free everything; peers that do not answer are given 5 s."""
+        """Deliver what was accepted, tell the peers, free everything; peers that do not answer are given
+        `TRANSPORT_CLOSE_S`.
+        """
         if self._is_closed or self._inbox is None or self._closed is None:
             self.abort()
             return
@@ -152,7 +152,7 @@ class ZmqTransport(Transport):
             # Whoever does not answer in time was told already or is silent: nothing more can be done for it.
             with suppress(TimeoutError):
                 leaves = asyncio.gather(*(link.leave() for link in self._links.values()))
-                await asyncio.wait_for(leaves, CLOSE_TIMEOUT_S)
+                await asyncio.wait_for(leaves, timeouts.TRANSPORT_CLOSE_S)
         finally:
             self.abort()
 

@@ -19,14 +19,11 @@ from typing import Any, Protocol
 import zmq
 
 from rrfp.errors import FrameError
-from rrfp.transports.base import Channel, Message
+from rrfp.transports.base import Channel, Message, TransportContext
 from rrfp.transports.pool import BufferPool
 from rrfp.transports.wire import Codec, Sealed
 from rrfp.transports.zmq_endpoint import bind
 from rrfp.transports.zmq_pieces import MAX_PART_BYTES, PIECE_BYTES, Assembly
-
-HEARTBEAT_INTERVAL_MS = 500
-HEARTBEAT_TIMEOUT_MS = 1500
 
 #: The kinds of frames that are the link's own; every other kind is a message's.
 HELLO, WELCOME, CREDIT, BYE, FAREWELL = LINK_KINDS = ("hello", "welcome", "credit", "bye", "farewell")
@@ -80,34 +77,39 @@ def identity_of(rank: int, channel: Channel) -> bytes:
     return f"{rank}/{channel}".encode()
 
 
+def _milliseconds(seconds: float) -> int:
+    """As libzmq wants them, which takes 0 for never."""
+    return max(1, round(1000 * seconds))
+
+
 class Inlet:
     """See the module's docstring. Used on one loop only.
 
     Args:
-        context: makes the socket.
+        sockets: makes the socket.
         codec: checks headers.
-        peers: the ranks that may connect.
+        context: names the ranks that may connect, and how long they may be silent.
         receiver: gets what arrives.
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], codec: Codec, peers: tuple[int, ...], receiver: Receiver
+        self, sockets: zmq.Context[zmq.Socket[bytes]], codec: Codec, context: TransportContext, receiver: Receiver
     ) -> None:
         self._codec = codec
         self._receiver = receiver
         self._pool = BufferPool()
-        self._routes = {identity_of(peer, channel): Route(peer, channel) for peer in peers for channel in Channel}
+        self._routes = {identity_of(peer, one): Route(peer, one) for peer in context.peers for one in Channel}
         self._open: set[int] = set()
         self._greeted: dict[int, Route] = {}
         self._ended: list[Route] = []
         self._closed = False
         self._again: asyncio.Handle | None = None
         self._loop = asyncio.get_running_loop()
-        self._socket = context.socket(zmq.ROUTER)
+        self._socket = sockets.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_PART_BYTES)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _milliseconds(context.heartbeat_s))
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _milliseconds(context.patience_s))
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_EVENTS)
         self._readers = [int(self._socket.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD))]
 

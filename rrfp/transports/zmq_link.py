@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
+from rrfp import timeouts
 from rrfp.errors import FrameError, PeerLostError, RrfpError
 from rrfp.transports.base import Channel
 from rrfp.transports.flow import cost_of
@@ -18,12 +19,8 @@ from rrfp.transports.wire import Codec, Sealed
 from rrfp.transports.zmq_inlet import BYE, CREDIT, FAREWELL, HELLO, WELCOME, Route
 from rrfp.transports.zmq_outlet import Outlet
 
-#: Consumed bytes are told to the sender when they are this part of its window, or after this many seconds.
+#: Consumed bytes are told to the sender when they are this part of its window, or after `CREDIT_DELAY_S`.
 CREDIT_SHARE = 8
-CREDIT_DELAY_S = 0.02
-
-#: How long the other channels of a peer may stay open after one broke, in seconds; then the peer is lost anyway.
-BREAK_GRACE_S = 0.5
 
 
 class _Debt:
@@ -127,7 +124,7 @@ class Link:
             self._pay(channel)
         elif debt.timer is None and not self._is_over:
             loop = asyncio.get_running_loop()
-            debt.timer = loop.call_later(CREDIT_DELAY_S, self._pay, channel)
+            debt.timer = loop.call_later(timeouts.CREDIT_DELAY_S, self._pay, channel)
 
     def _pay(self, channel: Channel) -> None:
         debt, self._debts[channel] = self._debts[channel], _Debt()
@@ -151,7 +148,7 @@ class Link:
             self._lose()
         elif self._grace is None:
             self._fail_sends(PeerLostError(self.peer, f"its {channel} connection ended"))
-            self._grace = asyncio.get_running_loop().call_later(BREAK_GRACE_S, self._lose)
+            self._grace = asyncio.get_running_loop().call_later(timeouts.BREAK_GRACE_S, self._lose)
 
     def _lose(self) -> None:
         if self._is_over:

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rrfp.compute import gradient_buckets, gradient_reduction
+from rrfp import timeouts
+from rrfp.compute import gradient_buckets
 from rrfp.compute.gradient_reduction import GradientReducer
 from rrfp.errors import StageError
 
@@ -284,7 +285,7 @@ def zy_the_error_of_a_broken_connection_is_kept_back_for_a_while(rank: int) -> N
         replica = Replica(rank, Weights((2,)), group)
         replica.open()
         began = time.monotonic()
-        with patch.object(gradient_reduction, "PATIENCE_S", 0.3), pytest.raises(RuntimeError, match="gloo"):
+        with patch.object(timeouts, "COLLECTIVE_ERROR_S", 0.3), pytest.raises(RuntimeError, match="gloo"):
             replica.sum(0)
         assert time.monotonic() - began > 0.3
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -27,6 +28,9 @@ from rrfp.errors import PipelineAborted
 from rrfp.transports.rendezvous import StoreRendezvous
 
 BATCH = data(4)
+
+#: For how long a peer may be silent here: tests do not wait for a user's 10 s.
+PATIENCE_S = 1.5
 
 #: What a rank's program does with its pipeline; it may say something to the test.
 Program = Callable[[int, BlockingPipeline, Connection], Any]
@@ -79,6 +83,7 @@ class Processes:
         seconds: what a forward takes.
         chunks: how many chunks each rank has.
         mesh: how the ranks are laid out; they have emulated stages then, whose tasks all take ``seconds``.
+        options: of every pipeline.
     """
 
     def __init__(
@@ -89,6 +94,7 @@ class Processes:
         seconds: float = 0.01,
         chunks: Sequence[int] = (),
         mesh: Mesh | None = None,
+        **options: Any,
     ) -> None:
         context = preload()
         self.connections: list[Connection] = []
@@ -96,7 +102,7 @@ class Processes:
         for stage in range(count):
             here, there = context.Pipe()
             own = chunks[stage] if chunks else 1
-            arguments = (str(folder / "store"), stage, count, program, seconds, own, mesh, there)
+            arguments = (str(folder / "store"), stage, count, program, seconds, own, mesh, options, there)
             process = context.Process(target=_run, args=arguments, name=f"rank-{stage}")
             process.start()
             there.close()
@@ -141,6 +147,7 @@ def _run(
     seconds: float,
     chunks: int,
     mesh: Mesh | None,
+    options: Mapping[str, Any],
     connection: Connection,
 ) -> None:
     torch.set_num_threads(1)
@@ -153,7 +160,8 @@ def _run(
     modules: Any = [Slow(seconds) for _ in range(chunks)]
     if mesh is not None:
         modules = EmulatedStage(Graph.chain(place.stages), lambda task: seconds, num_bytes=64)
-    pipeline = rrfp.Pipeline(modules, topology=place, rendezvous=rendezvous, loss_fn=loss_fn, stall_after=1.0)
+    settings: Any = {"loss_fn": loss_fn, "stall_after": 1.0, "patience": PATIENCE_S, **options}
+    pipeline = rrfp.Pipeline(modules, topology=place, rendezvous=rendezvous, **settings)
     value, error, text = None, "", ""
     origin = culprit = None
     try:
@@ -186,6 +194,23 @@ def emulated_steps_for_ever(rank: int, pipe: BlockingPipeline, connection: Conne
 def emulated_steps(rank: int, pipe: BlockingPipeline, connection: Connection) -> Any:
     results = [pipe.step(microbatches=4) for _ in range(3)]
     return [(result.step, result.peak_held, result.seconds) for result in results]
+
+
+def pause_between_steps(stage: int, pipe: BlockingPipeline, connection: Connection) -> None:
+    pipe.step(BATCH.inputs, BATCH.targets)
+    connection.send("stepping")
+    connection.recv()
+    pipe.step(BATCH.inputs, BATCH.targets)
+
+
+def fork_a_worker(stage: int, pipe: BlockingPipeline, connection: Connection) -> None:
+    """As a data loader does that starts its workers inside the block; they outlive a kill."""
+    if stage == 1:
+        worker = os.fork()
+        if worker == 0:
+            signal.pause()
+        connection.send(worker)
+    steps_for_ever(stage, pipe, connection)
 
 
 def die_between_steps(stage: int, pipe: BlockingPipeline, connection: Connection) -> None:

@@ -30,8 +30,10 @@ def fork_server() -> None:
 def launch(tmp_path: Path) -> Iterator[Any]:
     running: list[Processes] = []
 
-    def start(count: int, program: Program, seconds: float = 0.01, chunks: Sequence[int] = ()) -> Processes:
-        running.append(Processes(tmp_path, count, program, seconds, chunks))
+    def start(
+        count: int, program: Program, seconds: float = 0.01, chunks: Sequence[int] = (), **options: Any
+    ) -> Processes:
+        running.append(Processes(tmp_path, count, program, seconds, chunks, **options))
         return running[-1]
 
     yield start
@@ -73,6 +75,35 @@ def test_a_killed_rank_is_named_on_every_other(launch: Any, victim: int) -> None
         assert end.origin[2].startswith("PeerLostError: ")
         assert end.at - killed < DEAD_S
     ranks.join(killed)
+
+
+def test_a_killed_rank_is_named_at_once_while_its_children_keep_its_sockets(launch: Any) -> None:
+    ranks = launch(3, programs.fork_a_worker, patience=20.0)
+    worker = ranks.hear(1)
+    try:
+        for stage in range(3):
+            assert ranks.hear(stage) == "stepping"
+        killed = time.monotonic()
+        os.kill(ranks.pid(1), signal.SIGKILL)
+        for stage in (0, 2):
+            end = ranks.end(stage)
+            assert end.origin == (1, None, "PeerLostError: its process ended")
+            assert end.at - killed < TOLD_S
+    finally:
+        os.kill(worker, signal.SIGKILL)
+    ranks.join(killed)
+
+
+def test_a_rank_that_pauses_for_less_than_its_peers_patience_goes_on(launch: Any) -> None:
+    ranks = launch(3, programs.pause_between_steps, patience=6.0)
+    for stage in range(3):
+        assert ranks.hear(stage) == "stepping"
+    os.kill(ranks.pid(1), signal.SIGSTOP)
+    for stage in range(3):
+        ranks.connections[stage].send("go on")
+    time.sleep(2.5)  # the pause is the subject
+    os.kill(ranks.pid(1), signal.SIGCONT)
+    assert [ranks.end(stage).error for stage in range(3)] == [""] * 3
 
 
 def test_a_silent_rank_is_named_and_ends_once_it_wakes(launch: Any) -> None:

@@ -22,7 +22,7 @@ async def main(role: str) -> None:
     topology = Topology.from_env()
     rendezvous = await StoreRendezvous.from_env(topology)
     transport = ZmqTransport(
-        TransportContext(1, (0,), topology.run_id, rendezvous, topology.restart, connect_timeout_s=20)
+        TransportContext(1, (0,), topology.run_id, rendezvous, topology.restart, connect_timeout_s=20, patience_s=1.5)
     )
     await transport.start()
     if role == "stream":  # tensors without end

@@ -27,7 +27,7 @@ from rrfp.transports.zmq import ZmqTransport
 RUN_ID = "processes"
 SCRIPT = Path(__file__).with_name("peer_process.py")
 
-#: The contract's limit for a silent peer, in seconds.
+#: Twice the patience that the ranks here have, in seconds.
 SILENT_LIMIT_S = 3.0
 
 
@@ -52,7 +52,7 @@ async def connected(store: Any, role: str) -> AsyncIterator[tuple[ZmqTransport, 
         [sys.executable, str(SCRIPT), role], env=os.environ | environment, stdout=subprocess.PIPE
     )
     rendezvous = StoreRendezvous(store, run_id=RUN_ID)
-    transport = ZmqTransport(TransportContext(0, (1,), RUN_ID, rendezvous, connect_timeout_s=30))
+    transport = ZmqTransport(TransportContext(0, (1,), RUN_ID, rendezvous, connect_timeout_s=30, patience_s=1.5))
     try:
         await transport.start()
         yield transport, process

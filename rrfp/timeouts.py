@@ -1,0 +1,136 @@
+"""Every time limit of the runtime, in seconds, in one place: each outlasts those that it contains.
+
+The first ones are defaults of options of `rrfp.Pipeline`. The others bound what happens after a failure, where nobody
+wants to choose. Their order is checked when this is imported. The limits of the conformance suites are in
+`rrfp.testing`; they bound no training run.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+# Defaults of options.
+
+#: ``connect_timeout``: ranks of one job start minutes apart at worst, on hosts that load torch from a slow disk.
+CONNECT_S = 60.0
+
+#: ``heartbeat``: how often a silent connection is asked for a sign of life.
+HEARTBEAT_S = 0.5
+
+#: ``patience``: how long a peer may be silent while its connection stands. Suspended machines, live migrations and
+#: debuggers stop a process for seconds. A process that has *ended* is noticed without it.
+PATIENCE_S = 10.0
+
+#: ``stall_after``: idleness that is worth a question to all ranks; longer than any ordinary wait of a step.
+STALL_AFTER_S = 10.0
+
+# Between two ranks.
+
+#: Consumed bytes are acknowledged after this time at the latest: long beside a message, short beside a task.
+CREDIT_DELAY_S = 0.02
+
+#: The three connections of a peer that dies end together; after the first, the others have so long.
+BREAK_GRACE_S = 0.5
+
+#: The last messages of a process that has ended lie in this rank's sockets already: so long to read them.
+LAST_MESSAGES_S = 0.5
+
+#: A send failed: so long for ``receive`` to say why, which may take `BREAK_GRACE_S` and `LAST_MESSAGES_S`.
+LAST_WORDS_S = 1.0
+
+#: How long a rank's loop may take to answer another rank. A loop's callbacks last milliseconds.
+ANSWER_S = 1.0
+
+#: The most that may pass between the idleness that `STALL_AFTER_S` names and the name of the rank at fault on all
+#: others: one unanswered question on the way up, one on the way down.
+NAMED_S = 2.0
+
+# The end after a failure. What is told, then who tells it, then what waits for that.
+
+#: An abort tries to reach the peers for so long.
+ABORT_GRACE_S = 1.0
+
+#: An abort that a live rank reports is known everywhere: the promise.
+ABORTED_S = 2.0
+
+#: A look at a key of the store that is there, or not: at which pipeline a rank is that did not come.
+LOOK_S = 0.5
+
+#: The others wait for rank 0's verdict on the start, after its own time is up: the way through the store.
+VERDICT_GRACE_S = 2.0
+
+#: A rank that failed at no fault of its own lets the process at fault end first, so that a launcher which looks for
+#: the first process to end finds that one.
+CULPRIT_GRACE_S = 4.0
+
+#: After the process at fault has ended: so long until the launcher has surely looked (torchrun: every 0.1 s).
+LAUNCHER_LOOKS_S = 0.5
+
+#: A collective fails at once when a rank dies and names a connection; within this time the control plane, which may
+#: need `LAST_WORDS_S` and `ABORTED_S`, names the rank.
+COLLECTIVE_ERROR_S = 4.0
+
+#: Closing a transport in order waits for peers that do not answer.
+TRANSPORT_CLOSE_S = 5.0
+
+#: Leaving in order: the transport's close, and what was sent before it.
+RUNNER_CLOSE_S = 6.0
+
+#: Leaving, as the caller sees it: the runner's close on a loop that has other things to do too.
+LEAVE_S = 8.0
+
+#: Joining the loop's thread once it was told to stop.
+JOIN_S = 2.0
+
+#: The end of the process waits for calls on lanes: one that returned into an interpreter which is being taken down
+#: would end the process by SIGABRT.
+EXIT_GRACE_S = 3.0
+
+#: Every process has ended after a failure: the promise.
+ENDED_S = 15.0
+
+# The rendezvous. Pauses between two looks at the store: short at first, since ranks start together.
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.002, 0.05
+
+# Launchers of our own (the demo).
+
+#: How often a dead launcher is looked for.
+WATCH_S = 0.1
+
+#: How often torchrun looks for a dead worker. By its default of 0.1 s it may end the others before they have told
+#: which stage was lost.
+MONITOR_S = 1.0
+
+#: Workers have so long to end after a failure, or after they were asked to.
+WORKERS_END_S = 3.0
+
+
+def _check_order() -> None:
+    """Raise AssertionError unless each limit outlasts those that it contains; also under ``python -O``."""
+    ladders: tuple[tuple[tuple[str, float], ...], ...] = (
+        (("CREDIT_DELAY_S", CREDIT_DELAY_S), ("HEARTBEAT_S", HEARTBEAT_S), ("PATIENCE_S / 3", PATIENCE_S / 3)),
+        (("PATIENCE_S", PATIENCE_S), ("CONNECT_S", CONNECT_S)),
+        (("2 * ANSWER_S", 2 * ANSWER_S), ("NAMED_S", NAMED_S), ("STALL_AFTER_S", STALL_AFTER_S)),
+        (("BREAK_GRACE_S", BREAK_GRACE_S), ("LAST_WORDS_S", LAST_WORDS_S), ("ABORTED_S", ABORTED_S)),
+        (("LOOK_S", LOOK_S), ("VERDICT_GRACE_S", VERDICT_GRACE_S)),
+        (("LAST_MESSAGES_S", LAST_MESSAGES_S), ("LAST_WORDS_S", LAST_WORDS_S)),
+        (("ABORT_GRACE_S", ABORT_GRACE_S), ("ABORTED_S", ABORTED_S), ("TRANSPORT_CLOSE_S", TRANSPORT_CLOSE_S)),
+        (("LAST_WORDS_S + ABORTED_S", LAST_WORDS_S + ABORTED_S), ("COLLECTIVE_ERROR_S", COLLECTIVE_ERROR_S)),
+        (("ABORTED_S", ABORTED_S), ("CULPRIT_GRACE_S", CULPRIT_GRACE_S), ("RUNNER_CLOSE_S", RUNNER_CLOSE_S)),
+        (("MONITOR_S", MONITOR_S), ("WORKERS_END_S", WORKERS_END_S)),
+        (
+            ("TRANSPORT_CLOSE_S", TRANSPORT_CLOSE_S),
+            ("RUNNER_CLOSE_S", RUNNER_CLOSE_S),
+            ("LEAVE_S", LEAVE_S),
+            ("LEAVE_S + JOIN_S + EXIT_GRACE_S", LEAVE_S + JOIN_S + EXIT_GRACE_S),
+            ("ENDED_S", ENDED_S),
+        ),
+        (("CULPRIT_GRACE_S + LAUNCHER_LOOKS_S", CULPRIT_GRACE_S + LAUNCHER_LOOKS_S), ("LEAVE_S", LEAVE_S)),
+    )
+    for ladder in ladders:
+        for (inner, less), (outer, more) in pairwise(ladder):
+            if less > more:
+                raise AssertionError(f"{inner} is {less} s, must be at most {outer}, which is {more} s")
+
+
+_check_order()
