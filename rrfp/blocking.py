@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, NoReturn, Self, TypeVar, Unpack
 
 from rrfp import timeouts
 from rrfp.batching import EvaluateArguments, StepArguments
@@ -17,6 +17,9 @@ from rrfp.session import Session
 from rrfp.statistics import RankStatistics
 
 T = TypeVar("T")
+
+#: Why neither pickle nor deepcopy works.
+NO_COPY = "a pipeline can be neither pickled nor copied, as it holds threads and connections: build one there"
 
 
 class BlockingPipeline:
@@ -32,6 +35,9 @@ class BlockingPipeline:
     def __init__(self, session: Session) -> None:
         self._session = session
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(NO_COPY)
+
     def __enter__(self) -> Self:
         session = self._session
         session.enter()
@@ -45,6 +51,9 @@ class BlockingPipeline:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._session.is_foreign:
+            return
+        self._session.check_leaving()
         try:
             _settle(self._session.submit(self._session.close(error)), timeouts.LEAVE_S)
         finally:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn, Self, TypeVar, Unpack, get_args
 
 from rrfp import timeouts
 from rrfp.batching import EvaluateArguments, StepArguments
-from rrfp.blocking import BlockingPipeline
+from rrfp.blocking import NO_COPY, BlockingPipeline
 from rrfp.core.tasks import Mode
 from rrfp.errors import ConfigError, RrfpError
 from rrfp.ranks import Ranks
@@ -47,6 +47,9 @@ class PipelineHandle:
             raise ConfigError(f"loop is {loop!r}, must be one of: {', '.join(get_args(LoopChoice))}")
         self._session = Session(ranks, name if loop == "own" else None)
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(NO_COPY)
+
     def __enter__(self) -> NoReturn:
         raise TypeError("a pipeline is entered with 'async with', or with 'with pipeline.blocking() as pipe'")
 
@@ -65,6 +68,9 @@ class PipelineHandle:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._session.is_foreign:
+            return
+        self._session.check_leaving()
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeouts.LEAVE_S):

@@ -146,6 +146,10 @@ class Ranks:
         """What each rank holds and has moved; none before the start. May be called on any thread."""
         return tuple(runner.statistics() for runner in self._runners)
 
+    def computes_here(self) -> bool:
+        """Whether a task of one of the ranks is being computed on this thread. May be called on any thread."""
+        return any(runner.computes_here() for runner in self._runners)
+
     def fail(self, error: BaseException) -> None:
         """End the pipeline because of ``error`` in the caller's code; no news to a rank that has failed already."""
         for runner in self._runners:

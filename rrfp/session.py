@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
-from collections.abc import Coroutine, Mapping, Sequence
+import os
+import threading
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 from rrfp.batching import EvaluateArguments, Plan, StepArguments
@@ -14,6 +18,8 @@ from rrfp.loop_thread import LoopThread
 from rrfp.ranks import Ranks
 
 T = TypeVar("T")
+
+State = Literal["new", "open", "in a step", "clipping gradients", "closed"]
 
 #: What a step takes beside inputs and targets.
 _ARGUMENTS: Mapping[Mode, frozenset[str]] = {
@@ -36,7 +42,12 @@ class Session:
         self.thread_name = thread_name
         #: Steps begun, evaluations counted, as all ranks count them; and the number of the next training step.
         self._next_step, self._training_step = 0, ranks.first_step
-        self._state: Literal["new", "open", "in a step", "clipping gradients", "closed"] = "new"
+        self._state: State = "new"
+        #: Held while the state changes: a second caller on another thread must not pass where the first is.
+        self._lock = threading.Lock()
+        #: The process, and where the pipeline runs on the caller's loop that loop, which entered it.
+        self._pid: int | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def enter(self) -> None:
         """Begin.
@@ -44,9 +55,13 @@ class Session:
         Raises:
             RrfpError: the second time.
         """
-        if self._state != "new":
-            raise RrfpError("this pipeline was entered before; build a new one")
-        self._state = "open"
+        with self._lock:
+            if self._state != "new":
+                raise RrfpError("this pipeline was entered before; build a new one")
+            self._state = "open"
+        self._pid = os.getpid()
+        if self.thread_name is None:
+            self._loop = asyncio.get_running_loop()
         self.ranks.announce()
         if self.thread_name is not None:
             self.thread = LoopThread(self.thread_name)
@@ -64,17 +79,16 @@ class Session:
             ConfigError: if the arguments do not fit; nothing has happened then.
             RrfpError: if it is not the time for a step.
         """
-        self._check_open()
-        for name in arguments:
-            if name not in _ARGUMENTS[mode]:
-                allowed = ", ".join(["inputs", "targets", *sorted(_ARGUMENTS[mode])])
-                raise ConfigError(f"unknown argument {name!r}, must be one of: {allowed}")
-        given = {"inputs": inputs, "targets": targets, **arguments}
-        plan = self.ranks.plan(self._next_step, self._training_step, mode, **given)
-        self._state = "in a step"
-        self._next_step += 1
-        self._training_step += mode is Mode.TRAIN
-        return plan
+        with self._beginning("in a step"):
+            for name in arguments:
+                if name not in _ARGUMENTS[mode]:
+                    allowed = ", ".join(["inputs", "targets", *sorted(_ARGUMENTS[mode])])
+                    raise ConfigError(f"unknown argument {name!r}, must be one of: {allowed}")
+            given = {"inputs": inputs, "targets": targets, **arguments}
+            plan = self.ranks.plan(self._next_step, self._training_step, mode, **given)
+            self._next_step += 1
+            self._training_step += mode is Mode.TRAIN
+            return plan
 
     def clip(self, max_norm: float, norm_type: float) -> Clipping:
         """Begin to clip gradients; `end` ends it.
@@ -84,15 +98,14 @@ class Session:
             RrfpError: if it is not the time for it.
             StageError: as in `Clipping`.
         """
-        self._check_open()
-        clipping = self.ranks.clipping(max_norm, norm_type)
-        self._state = "clipping gradients"
-        return clipping
+        with self._beginning("clipping gradients"):
+            return self.ranks.clipping(max_norm, norm_type)
 
     def end(self) -> None:
         """The step, or clipping, has ended, one way or another."""
-        if self._state in ("in a step", "clipping gradients"):  # and not closed meanwhile
-            self._state = "open"
+        with self._lock:
+            if self._state in ("in a step", "clipping gradients"):  # and not closed meanwhile
+                self._state = "open"
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Run ``coroutine`` on the runtime's own loop."""
@@ -106,11 +119,53 @@ class Session:
         else:
             self.thread.loop.call_soon_threadsafe(self.ranks.fail, error)
 
-    def _check_open(self) -> None:
-        if self._state == "new":
-            raise RrfpError("this pipeline is new; enter it first (async with, or with .blocking())")
-        if self._state != "open":
-            raise RrfpError(f"this pipeline is {self._state}{'' if self._state == 'closed' else '; await that first'}")
+    @contextmanager
+    def _beginning(self, what: State) -> Iterator[None]:
+        """In here something begins, unless it raises.
+
+        Raises:
+            RrfpError: if it is not the time or the place for it.
+        """
+        if self.is_foreign:
+            raise RrfpError(
+                f"this pipeline belongs to process {self._pid}, of which this one ({os.getpid()}) was forked: build a "
+                "pipeline in the process that uses it"
+            )
+        self._check_loop()
+        with self._lock:
+            if self._state == "new":
+                raise RrfpError("this pipeline is new; enter it first (async with, or with .blocking())")
+            if self._state != "open":
+                then = "" if self._state == "closed" else "; await that first: it takes one call at a time"
+                raise RrfpError(f"this pipeline is {self._state}{then}")
+            self._state = what
+        try:
+            yield
+        except BaseException:
+            self.end()
+            raise
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this is a child, forked from the process that entered the pipeline: the loop's thread is not here."""
+        return self._pid is not None and self._pid != os.getpid()
+
+    def _check_loop(self) -> None:
+        if self._loop is not None and asyncio.get_running_loop() is not self._loop:
+            raise RrfpError("this pipeline runs on the loop that entered it (loop is 'caller'): await it there")
+
+    def check_leaving(self) -> None:
+        """Called where the pipeline is left.
+
+        Raises:
+            RrfpError: if it cannot be left from there.
+        """
+        self._check_loop()
+        if self.ranks.computes_here():
+            raise RrfpError(
+                "the pipeline cannot be left from inside a task of its own step, such as loss_fn or a module: leave it "
+                "where step() was called"
+            )
 
     async def close(self, error: BaseException | None) -> None:
         """Leave, because of ``error`` or in order. On the runtime's loop.
@@ -124,6 +179,7 @@ class Session:
 
     def leave(self) -> None:
         """Stop the thread, if there is one."""
-        self._state = "closed"
+        with self._lock:
+            self._state = "closed"
         if self.thread is not None:
             self.thread.close()

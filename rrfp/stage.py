@@ -7,6 +7,7 @@ format in here. Everything runs on one loop, but for what is handed to the lane.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -225,6 +226,10 @@ class StageRunner:
     def statistics(self) -> RankStatistics:
         """What it holds and has moved. May be called on any thread, at any time."""
         return RankStatistics.of(self.place, self._core, self._earlier, self._transport)
+
+    def computes_here(self) -> bool:
+        """Whether a task is being computed on this thread. May be called on any thread."""
+        return self._work.thread == threading.get_ident()
 
     def _process_ended(self, peer: int) -> None:
         if peer not in self._courier.departures:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -48,6 +49,8 @@ class LaneWork:
         self._completed = completed
         self._fail = fail
         self._closed = False
+        #: The thread on which a task is being computed, by its ident; None between tasks.
+        self.thread: int | None = None
 
     def enqueue(self, task: Task) -> None:
         """Run ``task`` after everything enqueued before it."""
@@ -66,8 +69,12 @@ class LaneWork:
 
     def _run(self, task: Task) -> tuple[int, int]:
         """Run ``task``, on the lane; returns what it leaves: once the next task has run, nobody could tell any more."""
-        run_task(self._program, self._mailbox, task)
-        return bytes_after(self._program, self._mailbox, task)
+        self.thread = threading.get_ident()
+        try:
+            run_task(self._program, self._mailbox, task)
+            return bytes_after(self._program, self._mailbox, task)
+        finally:
+            self.thread = None
 
     def _on_done(self, task: Task, done: asyncio.Future[Execution[tuple[int, int]]]) -> None:
         error = done.exception()  # asked for in any case, or asyncio would complain that nobody did

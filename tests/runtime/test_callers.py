@@ -1,0 +1,189 @@
+"""Who may call a pipeline, from where and when: everybody else gets an error at once that says what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from runtime.ranks import SOON_S
+from runtime.toys import Bomb, Hold, data, loss_fn, stages
+
+import rrfp
+from rrfp.blocking import BlockingPipeline
+from rrfp.errors import PipelineAborted, RrfpError
+from rrfp.ranks import Ranks
+
+BATCH = data(2)
+
+
+def pair() -> rrfp.pipeline.LocalPipeline:
+    return rrfp.local(stages(2), loss_fn=loss_fn)
+
+
+SECOND_CALLS: dict[str, Callable[[BlockingPipeline], Any]] = {
+    "step": lambda pipe: pipe.step(BATCH.inputs, BATCH.targets),
+    "evaluate": lambda pipe: pipe.evaluate(BATCH.inputs, BATCH.targets),
+    "clip_grad_norm_": lambda pipe: pipe.clip_grad_norm_(1.0),
+}
+
+
+@pytest.mark.parametrize("second", SECOND_CALLS)
+def test_of_two_threads_that_step_at_once_one_is_refused_and_the_other_goes_on(
+    monkeypatch: pytest.MonkeyPatch, second: str
+) -> None:
+    """The first is held between the check of its turn and the begin of its step, where the second used to pass."""
+    inside, release, planned = threading.Event(), threading.Event(), Ranks.plan
+
+    def slow_plan(self: Ranks, *arguments: Any, **keywords: Any) -> Any:
+        if not inside.is_set():
+            inside.set()
+            assert release.wait(20)
+        return planned(self, *arguments, **keywords)
+
+    monkeypatch.setattr(Ranks, "plan", slow_plan)
+    with pair().blocking() as pipe:
+        results: list[Any] = []
+        first = threading.Thread(target=lambda: results.append(pipe.step(BATCH.inputs, BATCH.targets)), daemon=True)
+        first.start()
+        assert inside.wait(20)
+        try:
+            with pytest.raises(RrfpError, match="in a step; await that first: it takes one call at a time"):
+                SECOND_CALLS[second](pipe)
+        finally:
+            release.set()
+        first.join(20)
+        assert len(results) == 1
+        pipe.step(BATCH.inputs, BATCH.targets)
+
+
+def test_a_call_that_is_refused_leaves_the_turn_free() -> None:
+    with pair().blocking() as pipe:
+        with pytest.raises(rrfp.ConfigError):
+            pipe.step(BATCH.inputs[:1], BATCH.targets)
+        with pytest.raises(rrfp.ConfigError):
+            pipe.clip_grad_norm_(-1.0)
+        pipe.step(BATCH.inputs, BATCH.targets)
+
+
+def in_a_forked_child(call: Any) -> str:
+    """What ``call`` raises in a child, and whether it took long."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        began, said = time.monotonic(), "nothing was raised"
+        try:
+            call()
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        if time.monotonic() - began > SOON_S:
+            said = f"late: {said}"
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_is_refused_and_leaves_without_touching_its_parents_pipeline() -> None:
+    with pair().blocking() as pipe:
+        pipe.step(BATCH.inputs, BATCH.targets)
+        for call in (lambda: pipe.step(BATCH.inputs, BATCH.targets), lambda: pipe.clip_grad_norm_(1.0)):
+            said = in_a_forked_child(call)
+            assert said.startswith(f"RrfpError: this pipeline belongs to process {os.getpid()}, of which this one (")
+            assert said.endswith("was forked: build a pipeline in the process that uses it")
+        assert in_a_forked_child(lambda: pipe.__exit__(None, None, None)) == "nothing was raised"
+        assert in_a_forked_child(lambda: leave_with_an_error(pipe)) == "ValueError: mine"
+        pipe.step(BATCH.inputs, BATCH.targets)
+
+
+def leave_with_an_error(pipe: BlockingPipeline) -> None:
+    """A worker that was forked inside the block fails: the exception passes through the block."""
+    try:
+        raise ValueError("mine")
+    except ValueError as error:
+        pipe.__exit__(type(error), error, None)
+        raise
+
+
+@pytest.mark.allow_blocking(reason="it waits for its child")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+async def test_a_forked_child_leaves_an_async_block_at_once() -> None:
+    async with pair() as pipe:
+        leaving = pipe.__aexit__(None, None, None)
+
+        def run() -> None:
+            with pytest.raises(StopIteration):
+                leaving.send(None)
+
+        assert in_a_forked_child(run) == "nothing was raised"
+        leaving.close()
+        await pipe.step(BATCH.inputs, BATCH.targets)
+
+
+def test_a_pipeline_on_its_callers_loop_is_refused_on_another() -> None:
+    async def program() -> None:
+        async with rrfp.local(stages(2), loss_fn=loss_fn, loop="caller") as pipe:
+            for call in (
+                lambda: pipe.step(BATCH.inputs, BATCH.targets),
+                lambda: pipe.evaluate(BATCH.inputs, BATCH.targets),
+                lambda: pipe.clip_grad_norm_(1.0),
+                lambda: pipe.__aexit__(None, None, None),
+            ):
+                with pytest.raises(RrfpError, match="runs on the loop that entered it"):
+                    await asyncio.to_thread(asyncio.run, call())
+            await pipe.step(BATCH.inputs, BATCH.targets)
+
+    asyncio.run(program())
+
+
+def test_leaving_inside_a_task_is_refused_by_name() -> None:
+    holder: list[BlockingPipeline] = []
+
+    def leave(number: int) -> None:
+        holder[0].__exit__(None, None, None)
+
+    began = time.monotonic()
+    with rrfp.local([*stages(1), Bomb(leave)], loss_fn=loss_fn).blocking() as pipe:
+        holder.append(pipe)
+        with pytest.raises(PipelineAborted, match="F0@1: RrfpError: the pipeline cannot be left from inside a task"):
+            pipe.step(BATCH.inputs, BATCH.targets)
+    assert time.monotonic() - began < SOON_S
+
+
+def test_another_thread_may_leave_while_a_step_runs() -> None:
+    hold = Hold()
+    pipe = rrfp.local([*stages(1), Bomb(hold)], loss_fn=loss_fn).blocking()
+    pipe.__enter__()
+    errors: list[BaseException] = []
+
+    def step() -> None:
+        try:
+            pipe.step(BATCH.inputs, BATCH.targets)
+        except BaseException as error:
+            errors.append(error)
+
+    stepping = threading.Thread(target=step, daemon=True)
+    stepping.start()
+    assert hold.begun.wait(20)
+    pipe.__exit__(None, None, None)
+    hold.release.set()
+    stepping.join(20)
+    assert "the pipeline was left while a step was running" in str(errors[0])
+
+
+@pytest.mark.parametrize("how", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_pipeline_is_neither_pickled_nor_copied(how: Any) -> None:
+    pipeline = pair()
+    for one in (pipeline, pipeline.blocking()):
+        with pytest.raises(TypeError, match="a pipeline can be neither pickled nor copied, as it holds threads"):
+            how(one)
