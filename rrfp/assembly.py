@@ -131,6 +131,7 @@ class Assembly:
             depth=settings.depth,
             reduce=None if reducer is None else reducer.reduce,
             stall_after=settings.stall_after,
+            abort_after=settings.abort_after,
             ties=ties,
         )
 

@@ -42,7 +42,7 @@ class BlockingPipeline:
         session = self._session
         session.enter()
         try:
-            session.submit(session.ranks.start()).result()
+            session.submit(session.start()).result()
         except BaseException:
             session.leave()
             raise
@@ -55,7 +55,8 @@ class BlockingPipeline:
             return
         self._session.check_leaving()
         try:
-            _settle(self._session.submit(self._session.close(error)), timeouts.LEAVE_S)
+            if not self._session.has_given_up:  # or there is nobody to wait for
+                _settle(self._session.submit(self._session.close(error)), timeouts.LEAVE_S)
         finally:
             self._session.leave()
 

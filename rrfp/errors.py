@@ -20,6 +20,7 @@ __all__ = [
     "HintError",
     "LocalError",
     "Origin",
+    "OverdueError",
     "PeerError",
     "PeerLostError",
     "PipelineAborted",
@@ -53,6 +54,10 @@ class HintError(LocalError):
 
 class StageError(LocalError):
     """A stage program broke a rule of the runtime, such as writing into a received tensor."""
+
+
+class OverdueError(LocalError):
+    """A task has run for longer than ``abort_after``. The message ends with the Python stack of its thread."""
 
 
 class PeerError(RrfpError):

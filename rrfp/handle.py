@@ -59,7 +59,7 @@ class PipelineHandle:
     async def __aenter__(self) -> Self:
         self._session.enter()
         try:
-            await self._on_loop(self._session.ranks.start())
+            await self._on_loop(self._session.start())
         except BaseException:
             await asyncio.shield(self._leave())
             raise
@@ -72,6 +72,8 @@ class PipelineHandle:
             return
         self._session.check_leaving()
         try:
+            if self._session.has_given_up:  # there is nobody to wait for
+                return
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeouts.LEAVE_S):
                     await asyncio.shield(self._on_loop(self._session.close(error)))

@@ -53,6 +53,10 @@ class PipelineOptions:
         first_step: the number of the first training step, for a run that resumes after as many. Random numbers depend
             on the number of the training step, and never on evaluations between.
         stall_after: seconds of idleness in a step after which all ranks are asked why.
+        abort_after: seconds after which a task that has not returned, or a rank whose event loop does not run, ends the
+            job; None (the default): never. Give it several times what the slowest task may take.
+        stack_timer: whether a process whose event loop does not run may print its stacks with `faulthandler`'s timer,
+            of which a process has one: False where the program uses that timer itself. `rrfp.local` never does.
         connect_timeout: seconds to wait for the peers at the start.
         heartbeat: seconds of silence after which a peer is asked for a sign of life.
         patience: seconds for which a connected peer may be silent, stopped by a debugger or a migration, before it is
@@ -90,6 +94,8 @@ class PipelineOptions:
     seed: int = 0
     first_step: int = 0
     stall_after: float = timeouts.STALL_AFTER_S
+    abort_after: float | None = None
+    stack_timer: bool = True
     connect_timeout: float = timeouts.CONNECT_S
     heartbeat: float = timeouts.HEARTBEAT_S
     patience: float = timeouts.PATIENCE_S
@@ -145,6 +151,13 @@ class PipelineOptions:
                 "a whole number from 1 on",
             ),
             ("split", type(self.split) is bool, "True or False"),
+            (
+                "abort_after",
+                self.abort_after is None
+                or (type(self.abort_after) in (int, float) and 0 < self.abort_after < math.inf),
+                "a number above 0, or None for never",
+            ),
+            ("stack_timer", type(self.stack_timer) is bool, "True or False"),
             ("deterministic", type(self.deterministic) is bool, "True or False"),
             (
                 "transport",
@@ -277,6 +290,8 @@ class Options(TypedDict, total=False):
     seed: int
     first_step: int
     stall_after: float
+    abort_after: float | None
+    stack_timer: bool
     connect_timeout: float
     heartbeat: float
     patience: float
@@ -292,6 +307,11 @@ class Options(TypedDict, total=False):
     deterministic: bool
     coordination: Coordination
     depth: int | None
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether ``value`` is a number above 0 and below infinity."""
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 def pipeline_options(options: Options) -> PipelineOptions:

@@ -125,7 +125,7 @@ class LocalPipeline(PipelineHandle):
         ties: Ties | Sequence[Ties] | None = None,
         **options: Unpack[Options],
     ) -> None:
-        settings = pipeline_options({"transport": "inproc", **options})
+        settings = pipeline_options({"transport": "inproc", "stack_timer": False, **options})
         check_modules(modules)
         shape = settings.shape(len(modules), modules)
         by_virtual_stage = shape.all_modules(modules)

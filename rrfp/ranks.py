@@ -8,6 +8,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from rrfp.arbiter.loop import SettlingLoop
 from rrfp.batching import Plan, plan_step
 from rrfp.compute.base import StageProgram
 from rrfp.compute.gradient_reduction import GradientReducer
@@ -15,6 +16,7 @@ from rrfp.compute.nondeterminism import warn_of_torch
 from rrfp.compute.thread_modes import out_of_reach
 from rrfp.compute.tied_gradients import TiedGradients
 from rrfp.control.clipping import Clipping, GradientHolder
+from rrfp.control.loop_watch import LoopWatch
 from rrfp.core.tasks import Mode
 from rrfp.core.topology import Topology
 from rrfp.errors import PipelineAborted
@@ -68,6 +70,7 @@ class Ranks:
         self._ties = ties
         self._runners: Sequence[StageRunner] = ()
         self._has_warned = False
+        self._loop_watch: LoopWatch | None = None
 
     @property
     def first_step(self) -> int:
@@ -114,13 +117,19 @@ class Ranks:
             logger.warning("around step or evaluate, %s (docs/profiling.md)", found)
             self._has_warned = True
 
-    async def start(self) -> None:
-        """Connect and begin to serve; when one rank cannot, free what the others have."""
+    async def start(self, give_up: Callable[[PipelineAborted], None] | None = None) -> None:
+        """Connect and begin to serve; when one rank cannot, free what the others have.
+
+        Args:
+            give_up: told, on another thread, the failure of a loop that is the runtime's own and has not run for
+                ``abort_after`` seconds; None on the caller's loop.
+        """
         for reducer in self._reducers:
             reducer.start()
         try:
             self._runners = await self._build()
             await together(runner.start() for runner in self._runners)
+            self._watch_loop(give_up)
         except BaseException as error:
             self.fail(error)
             await self.close(quiet=True)
@@ -168,8 +177,31 @@ class Ranks:
             with suppress(PipelineAborted) if quiet else nullcontext():
                 await _all(runner.close() for runner in self._runners)
         finally:
+            if self._loop_watch is not None:
+                self._loop_watch.close()
             for reducer in self._reducers:
                 reducer.close()
+
+    def _watch_loop(self, give_up: Callable[[PipelineAborted], None] | None) -> None:
+        """Print the stacks of this process when its loop stands still."""
+        if isinstance(asyncio.get_running_loop(), SettlingLoop):  # virtual time says nothing about real time
+            return
+        settings, first = self._options, self._runners[0]
+
+        def end(seconds: float) -> None:
+            assert give_up is not None
+            give_up(first.stuck(seconds))
+
+        self._loop_watch = LoopWatch(
+            ", ".join(runner.place.name for runner in self._runners),
+            settings.stall_after,
+            use_timer=settings.stack_timer and give_up is not None,
+            # On the caller's loop it is the caller's business how long a callback takes, unless a rank is waited for.
+            matters=lambda: give_up is not None or any(runner.is_awaited for runner in self._runners),
+            abort_after=None if give_up is None else settings.abort_after,
+            give_up=end,
+        )
+        self._loop_watch.start()
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -7,13 +7,14 @@ import concurrent.futures
 import os
 import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from rrfp.batching import EvaluateArguments, Plan, StepArguments
 from rrfp.control.clipping import Clipping
 from rrfp.core.tasks import Mode
-from rrfp.errors import ConfigError, RrfpError
+from rrfp.errors import ConfigError, PipelineAborted, RrfpError
 from rrfp.loop_thread import LoopThread
 from rrfp.ranks import Ranks
 
@@ -45,6 +46,9 @@ class Session:
         self._state: State = "new"
         #: Held while the state changes: a second caller on another thread must not pass where the first is.
         self._lock = threading.Lock()
+        #: The caller has been told that the loop does not run any more.
+        self.has_given_up = False
+        self._outcomes: set[concurrent.futures.Future[Any]] = set()
         #: The process, and where the pipeline runs on the caller's loop that loop, which entered it.
         self._pid: int | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -108,9 +112,38 @@ class Session:
                 self._state = "open"
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Run ``coroutine`` on the runtime's own loop."""
+        """Run ``coroutine`` on the runtime's own loop.
+
+        Returns:
+            Its outcome, or the failure of a loop that does not run any more. Cancelling it cancels the coroutine.
+        """
         assert self.thread is not None
-        return self.thread.submit(coroutine)
+        inner = self.thread.submit(coroutine)
+        outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+        with self._lock:
+            self._outcomes.add(outcome)
+        outcome.add_done_callback(partial(self._forget, inner))
+        inner.add_done_callback(partial(_settle, outcome))
+        return outcome
+
+    def _forget(self, inner: concurrent.futures.Future[T], outcome: concurrent.futures.Future[T]) -> None:
+        with self._lock:
+            self._outcomes.discard(outcome)
+        if outcome.cancelled():
+            inner.cancel()
+
+    def start(self) -> Coroutine[Any, Any, None]:
+        """Start the ranks. On the runtime's loop."""
+        return self.ranks.start(None if self.thread is None else self._give_up)
+
+    def _give_up(self, error: PipelineAborted) -> None:
+        """The loop has not run for too long: whoever waits for it is told, on the thread that noticed."""
+        with self._lock:
+            self.has_given_up = True
+            outcomes = list(self._outcomes)
+        for outcome in outcomes:
+            with suppress(concurrent.futures.InvalidStateError):  # it has just come
+                outcome.set_exception(error)
 
     def fail_soon(self, error: BaseException) -> None:
         """End the pipeline because the caller gave up waiting; before anything that is submitted later."""
@@ -183,3 +216,14 @@ class Session:
             self._state = "closed"
         if self.thread is not None:
             self.thread.close()
+
+
+def _settle(outcome: concurrent.futures.Future[T], inner: concurrent.futures.Future[T]) -> None:
+    """``inner`` has ended: so has ``outcome``, unless it did before."""
+    with suppress(concurrent.futures.InvalidStateError):
+        if inner.cancelled():
+            outcome.cancel()
+        elif (error := inner.exception()) is not None:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(inner.result())

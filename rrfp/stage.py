@@ -26,24 +26,23 @@ from rrfp.compute.weighting import Reduction
 from rrfp.control.accounts import Accounts
 from rrfp.control.courier import Courier
 from rrfp.control.exchange import TreeExchange
-from rrfp.control.failure import Failure
+from rrfp.control.failure import Failure, failure_of
 from rrfp.control.farewell import closed_message
 from rrfp.control.gathering import Gathering
 from rrfp.control.gradient_end import GradientEnd, Reduce
 from rrfp.control.lane_work import LaneWork
 from rrfp.control.lifeline import Lifeline
-from rrfp.control.processes import ProcessIdentity, ProcessWatch
 from rrfp.control.progress import Progress
 from rrfp.control.reception import Reception
 from rrfp.control.services import Services
-from rrfp.control.watchdog import Watchdog
+from rrfp.control.supervision import Supervision
 from rrfp.core import events as ev
 from rrfp.core.order_log import Group
 from rrfp.core.progress import Peaks, WaitCause
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Mode, Task
 from rrfp.core.topology import Topology
-from rrfp.errors import PeerLostError, ProtocolError, RrfpError
+from rrfp.errors import OverdueError, PipelineAborted, ProtocolError, RrfpError
 from rrfp.log import get_logger
 from rrfp.result import StepResult
 from rrfp.statistics import RankStatistics
@@ -70,6 +69,7 @@ class StageRunner:
             leader at least 2, so that its word travels while the task before is running.
         reduce: sums the gradients of a virtual stage over the replicas.
         stall_after: seconds of idleness inside a step after which all ranks are asked why.
+        abort_after: seconds that a task, or a turn of a rank's loop, may take before the pipeline ends; None: any.
         ties: the rank's copies of tied parameters, if it may have any; all ranks agree on them.
     """
 
@@ -85,6 +85,7 @@ class StageRunner:
         depth: int | None = None,
         reduce: Reduce | None = None,
         stall_after: float = timeouts.STALL_AFTER_S,
+        abort_after: float | None = None,
         ties: TiedGradients | None = None,
     ) -> None:
         self.place = place = Topology(core.stage, core.graph.placement.stages) if place is None else place
@@ -103,8 +104,16 @@ class StageRunner:
             place, transport, self._mailbox, self._progress, self._recorder, self._services, self._tell
         )
         self._exchange = TreeExchange(place.rank, place.world, self._courier.post)
-        self._watchdog = Watchdog(
-            self._progress, place.rank, place.world, self._exchange, self._courier.post, self.fail, stall_after
+        self._supervision = Supervision(
+            place,
+            transport.context.peers,
+            self._progress,
+            self._exchange,
+            self._courier,
+            lane.stack,
+            self.fail,
+            stall_after,
+            abort_after,
         )
         self._gathering = Gathering(self._exchange, self._courier.departures, self._progress)
         self._accounts = Accounts(place, core.graph, self._exchange)
@@ -112,10 +121,8 @@ class StageRunner:
             core.graph.placement, place, program, self._work, self._progress, self._courier.send_to, reduce, ties
         )
         hear, tie = self._join_group(coordination, depth), self._gradients.hear
-        self._inbox = Reception(
-            place, self._courier, self._exchange, self._watchdog, self._progress, hear, self._life.abort, tie
-        )
-        self._processes = ProcessWatch(self._process_ended)
+        watchdog, abort = self._supervision.watchdog, self._life.abort
+        self._inbox = Reception(place, self._courier, self._exchange, watchdog, self._progress, hear, abort, tie)
         self._finished = asyncio.Event()
         #: The most that was held in the steps before this one.
         self._earlier = Peaks()
@@ -157,21 +164,13 @@ class StageRunner:
             await self._services.start(
                 self._courier.pump(self._inbox.take),
                 self._arbiter.run(settled),
-                self._watchdog.watch(),
-                self._watchdog.answer(),
+                *self._supervision.services(),
             )
         except BaseException:
             self._transport.abort()
             self._work.close()
             raise
-        await self._life.unless_aborted(self._meet(), "the start")
-
-    async def _meet(self) -> None:
-        """Wait for all ranks; each tells which process it is."""
-        own = ProcessIdentity.own()
-        told = await self._exchange.exchange("start", 0, own.encode())
-        processes = {rank: ProcessIdentity.decode(data) for rank, data in enumerate(told)}
-        self._processes.start(self._transport.context.peers, processes, own)
+        await self._life.unless_aborted(self._supervision.meet(), "the start")
 
     async def step(self, plan: Plan, reduction: Reduction = "mean") -> StepResult:
         """Run one step whose batch the program was given. Cancelling it ends the pipeline.
@@ -213,7 +212,7 @@ class StageRunner:
                 stage=self.stage,
             )
         finally:
-            self._processes.close()
+            self._supervision.close()
             self._services.cancel()
             self._transport.abort()
             self._work.close()
@@ -227,16 +226,22 @@ class StageRunner:
         """What it holds and has moved. May be called on any thread, at any time."""
         return RankStatistics.of(self.place, self._core, self._earlier, self._transport)
 
+    def stuck(self, seconds: float) -> PipelineAborted:
+        """What the caller is told when the loop has not run for ``seconds``; the loop itself can do nothing."""
+        error = OverdueError(f"its event loop has not run for {seconds:.1f} s, longer than abort_after")
+        return failure_of(error, self.place).error()
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether its caller waits for it. May be asked on any thread."""
+        return self._life.is_awaited
+
     def computes_here(self) -> bool:
         """Whether a task is being computed on this thread. May be called on any thread."""
         return self._work.thread == threading.get_ident()
 
-    def _process_ended(self, peer: int) -> None:
-        if peer not in self._courier.departures:
-            self.fail(PeerLostError(peer, "its process ended"))
-
     def _stop(self, failure: Failure) -> None:
-        self._processes.close()
+        self._supervision.close()
         self._services.cancel()
         self._work.close()
         with suppress(Exception):  # a hint that observes events may raise; it is never asked again

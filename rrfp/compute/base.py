@@ -157,6 +157,10 @@ class Lane(ABC):
     def now(self) -> float:
         """The lane's clock, seconds; comparable between the ranks of one host."""
 
+    def stack(self) -> str:
+        """Where the call that is being made is, as a Python stack; empty where there is none. On any thread."""
+        return ""
+
     @abstractmethod
     def close(self) -> None:
         """Serve nothing more. Never waits for a running call; futures of calls not yet begun stay pending."""

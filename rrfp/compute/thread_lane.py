@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from rrfp import timeouts
 from rrfp.compute.base import Execution, Lane, as_exception
 from rrfp.errors import ConfigError
+from rrfp.tracebacks import stack_of
 
 T = TypeVar("T")
 
@@ -82,6 +83,10 @@ class ThreadLane(Lane):
     def now(self) -> float:
         """Seconds of ``time.monotonic()``."""
         return time.monotonic()
+
+    def stack(self) -> str:
+        """See :meth:`Lane.stack`."""
+        return "" if self._thread is None else stack_of(self._thread.ident)
 
     def close(self) -> None:
         """Serve nothing more, without waiting. May be called twice, and from any thread."""

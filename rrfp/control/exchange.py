@@ -16,6 +16,13 @@ from rrfp.transports.base import Channel, Message, MessageKind, Plain
 #: Names one exchange: a topic and a number that all ranks agree on.
 Key = tuple[str, int]
 
+#: Exchanges that others have begun and this rank has not; in order there are a handful, one a topic.
+MOST_AHEAD = 16
+
+
+class SupersededError(Exception):
+    """A later exchange of the same topic has taken the place of this one."""
+
 
 class TreeExchange:
     """Collects at rank 0 what every rank gives, and hands it to all.
@@ -38,14 +45,21 @@ class TreeExchange:
         self._gathered: dict[Key, dict[int, bytes]] = {}
         self._heard: dict[Key, set[int]] = {}
         self._results: dict[Key, asyncio.Future[dict[int, bytes]]] = {}
+        #: By topic, the first exchange that was not superseded.
+        self._first: dict[str, int] = {}
 
     async def exchange(self, topic: str, number: int, own: bytes) -> list[bytes]:
         """Give ``own`` and wait for all.
 
         Returns:
             What each rank gave, by rank.
+
+        Raises:
+            SupersededError: if `supersede` ends it.
         """
         key = (topic, number)
+        if self._is_past(key):
+            raise SupersededError(f"{topic} {number}")
         self._gathered.setdefault(key, {})[self._rank] = own
         future = self._results.setdefault(key, asyncio.get_running_loop().create_future())
         self._advance(key)
@@ -54,6 +68,19 @@ class TreeExchange:
         finally:
             self._results.pop(key, None)
         return [result[rank] for rank in range(self._world)]
+
+    def supersede(self, topic: str, number: int) -> None:
+        """Exchanges of ``topic`` before ``number`` are of no use any more: end them, and ignore what still comes."""
+        self._first[topic] = max(number, self._first.get(topic, 0))
+        for key in [key for key in (*self._gathered, *self._heard, *self._results) if self._is_past(key)]:
+            self._gathered.pop(key, None)
+            self._heard.pop(key, None)
+            future = self._results.pop(key, None)
+            if future is not None and not future.done():
+                future.set_exception(SupersededError(f"{topic} {key[1]}"))
+
+    def _is_past(self, key: Key) -> bool:
+        return key[1] < self._first.get(key[0], 0)
 
     def take(self, message: Message) -> None:
         """A REPORT (from below) or RESULT (from above) arrived.
@@ -66,7 +93,10 @@ class TreeExchange:
             raise ProtocolError(f"rank {message.sender} sent a {message.kind} without topic and number")
         key = (topic, number)
         bundle = _unpack(message)
+        if self._is_past(key):
+            return
         if message.kind is MessageKind.REPORT and message.sender in self._children:
+            self._check_ahead(key, message.sender)
             self._gathered.setdefault(key, {}).update(bundle)
             self._heard.setdefault(key, set()).add(message.sender)
             self._advance(key)
@@ -74,6 +104,11 @@ class TreeExchange:
             self._finish(key, bundle)
         else:
             raise ProtocolError(f"rank {message.sender} sent rank {self._rank} a {message.kind} of {topic} {number}")
+
+    def _check_ahead(self, key: Key, sender: int) -> None:
+        """What a peer begins is kept until this rank joins, so there must be an end to it."""
+        if key not in self._gathered and len(self._gathered) >= MOST_AHEAD:
+            raise ProtocolError(f"rank {sender} began {key[0]} {key[1]}, but {MOST_AHEAD} exchanges are open already")
 
     def _is_whole(self, bundle: Mapping[int, bytes]) -> bool:
         return bundle.keys() == set(range(self._world))

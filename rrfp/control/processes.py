@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass
+from functools import cache
 from pathlib import Path
 
 import msgpack
@@ -40,11 +41,7 @@ class ProcessIdentity:
     @classmethod
     def own(cls) -> ProcessIdentity:
         """Of this process."""
-        pid, space = os.getpid(), ""
-        with suppress(OSError):
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            space = f"{boot} {os.readlink('/proc/self/ns/pid')}"
-        return cls(socket.gethostname(), pid, started_at(pid), space)
+        return _identity(os.getpid())
 
     def encode(self) -> bytes:
         """As msgpack."""
@@ -69,6 +66,16 @@ class ProcessIdentity:
 
     def __str__(self) -> str:
         return f"host {self.host}, pid {self.pid}"
+
+
+@cache
+def _identity(own: int) -> ProcessIdentity:
+    """Of this process, whose id is ``own``: a forked child has another."""
+    space = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return ProcessIdentity(socket.gethostname(), own, started_at(own), space)
 
 
 def started_at(pid: int) -> int:

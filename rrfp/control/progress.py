@@ -81,19 +81,31 @@ class Progress:
 
     def idle_seconds(self) -> float:
         """For how long nothing has happened while all ranks are waited for; 0 otherwise, and while the lane is busy."""
-        if (self.step is None and not self.is_gathering) or self._running():
+        if (self.step is None and not self.is_gathering) or self.running():
             return 0.0
         return self._now() - self._active_at
 
+    def running(self) -> str | None:
+        """The task, or other work, that the lane is busy with, as people call it."""
+        return self._chores[0] if not self._core.in_flight and self._chores else _text(self.running_task())
+
+    def running_task(self) -> Task | None:
+        """The task that the lane is busy with."""
+        return self._core.in_flight[0] if self._core.in_flight else None
+
+    def running_seconds(self) -> float:
+        """For how long it has been busy with that; 0 where it is idle."""
+        return 0.0 if self.running() is None else self._now() - self._running_since
+
     def status(self) -> RankStatus:
         """How this rank is doing, for a poll."""
-        running = self._running()
+        running = self.running()
         return RankStatus(
             stage=self._core.stage,
             step=None if self.step is None else self.step.number,
             steps_ended=self.steps_ended,
             running=running,
-            running_s=self._now() - self._running_since if running else 0.0,
+            running_s=self.running_seconds(),
             can_run=not running and self.step is not None and self._can_run(),
             completed=self._completed,
             sent=self.sent,
@@ -103,11 +115,6 @@ class Progress:
             gatherings_ended=self.gatherings_ended,
             name=self._place.name,
         )
-
-    def _running(self) -> str | None:
-        if self._core.in_flight:
-            return str(self._core.in_flight[0])
-        return self._chores[0] if self._chores else None
 
     def _can_run(self) -> bool:
         return self.dispute() is None and self._core.decide() is not None
@@ -141,3 +148,7 @@ class Progress:
 
     def _owner(self, stage: int) -> str:
         return self._place.name_of(self._place.rank_of(stage))
+
+
+def _text(task: Task | None) -> str | None:
+    return None if task is None else str(task)

@@ -12,6 +12,9 @@ from rrfp.errors import ProtocolError
 #: Stages whose waits are told when messages are in flight for long; in a deep pipeline all the others wait as well.
 _MOST_NAMED = 8
 
+#: Stacks that one line is followed by.
+_MOST_STACKS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
@@ -31,6 +34,8 @@ class RankStatus:
         gathering: it waits for all ranks between two steps, as `clip_grad_norm_` does.
         gatherings_ended: how often all ranks have done so.
         name: how people call it; empty where its stage tells.
+        process: its host and process id.
+        stack: the Python stack of its lane, where it has been running something for long.
     """
 
     stage: int
@@ -46,6 +51,8 @@ class RankStatus:
     gathering: bool = False
     gatherings_ended: int = 0
     name: str = ""
+    process: str = ""
+    stack: str = ""
 
     def encode(self) -> bytes:
         """As msgpack."""
@@ -83,7 +90,7 @@ class Verdict:
     Attributes:
         deadlock: nothing will ever happen again.
         certain: False if only a second poll can tell.
-        text: one line that names who holds everybody up; for a deadlock the report, several lines.
+        text: one line that names who holds everybody up, and where its lane is; for a deadlock the report.
     """
 
     deadlock: bool
@@ -118,12 +125,13 @@ def judge(statuses: Sequence[RankStatus], before: Sequence[RankStatus] | None) -
             waiting = [status for status in statuses if status.awaits][:_MOST_NAMED]
             reasons += [f"{status.who} waits for: {', '.join(status.awaits)}" for status in waiting]
     if reasons:
-        return Verdict(False, True, "; ".join(reasons))
+        stacks = [f"{status.who} is in:\n{status.stack}" for status in statuses if status.stack][:_MOST_STACKS]
+        return Verdict(False, True, "\n".join(["; ".join(reasons), *stacks]))
     if not any(status.awaits for status in statuses):
         return Verdict(False, True, "every task has run, and the ranks are ending the step")
     if before is None or [s.progress for s in before] != [s.progress for s in statuses]:
         return Verdict(False, False, "every rank is idle")
-    lines = [f"  {status.who} waits for: {'; '.join(status.awaits) or 'nothing'}" for status in statuses]
+    lines = [f"  {s.who} waits for: {'; '.join(s.awaits) or 'nothing'}{_process(s)}" for s in statuses]
     head = f"deadlock in step {current}: every rank is idle and nothing is in flight"
     return Verdict(True, True, "\n".join([head, *lines]))
 
@@ -144,9 +152,13 @@ def _crossed(statuses: Sequence[RankStatus]) -> str | None:
     return None
 
 
+def _process(status: RankStatus) -> str:
+    return f" [{status.process}]" if status.process else ""
+
+
 def _busy(status: RankStatus) -> str | None:
     if status.running is not None:
-        return f"{status.who} has been running {status.running} for {status.running_s:.1f} s"
+        return f"{status.who} has been running {status.running} for {status.running_s:.1f} s{_process(status)}"
     return f"{status.who} is about to start a task" if status.can_run else None
 
 

@@ -2,7 +2,8 @@
 
 A rank that has been idle inside a step, or waiting for all between two steps, for `stall_after` seconds asks rank 0,
 which polls everybody over the control tree. All ranks get all answers and come to the same verdict: one log line that
-names the slow rank, or the end.
+names the slow rank, or the end. Where a rank's loop does not run, no poll ends: `Hearing` names that rank, and the next
+poll takes the place of the one before.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from rrfp.control.exchange import TreeExchange
+from rrfp import timeouts
+from rrfp.control.exchange import SupersededError, TreeExchange
+from rrfp.control.hearing import Hearing
 from rrfp.control.progress import Progress
 from rrfp.control.status import RankStatus, judge
 from rrfp.control.tree import children, parent
@@ -23,6 +27,9 @@ logger = get_logger(__name__)
 
 _TOPIC = "poll"
 
+#: A rank asks late by this part of `stall_after` at most.
+_PRECISION = 0.01
+
 
 class Watchdog:
     """One rank's part in finding stalls.
@@ -32,9 +39,10 @@ class Watchdog:
         rank: its rank.
         world: all ranks.
         exchange: the all-gather for answers.
-        post: queues a control message for a peer.
+        hearing: sends questions, and names who does not answer.
         fail: ends the pipeline.
         stall_after: seconds of idleness before asking; must be positive.
+        stack: the Python stack of the rank's lane.
     """
 
     def __init__(
@@ -43,42 +51,48 @@ class Watchdog:
         rank: int,
         world: int,
         exchange: TreeExchange,
-        post: Callable[[int, Message], None],
+        hearing: Hearing,
         fail: Callable[[Exception], None],
         stall_after: float,
+        stack: Callable[[], str],
     ) -> None:
         self._progress = progress
         self._rank = rank
         self._parent = parent(rank)
         self._children = children(rank, world)
         self._exchange = exchange
-        self._post = post
+        self._hearing = hearing
         self._fail = fail
         self._stall_after = stall_after
+        self._stack = stack
         self._polls: asyncio.Queue[int] = asyncio.Queue()
         self._next_poll = 0
-        self._polling = False
         self._before: list[RankStatus] | None = None
+        self._polling = False
         self._polled_at = -math.inf
 
     async def watch(self) -> None:
         """Ask whenever this rank has been idle for too long, until cancelled."""
         asked_at = 0.0
         while True:
-            await asyncio.sleep(self._stall_after / 4)
             idle = self._progress.idle_seconds()
-            if idle < self._stall_after:
+            if idle < max(asked_at, self._stall_after):  # it began anew, or did not last so long
                 asked_at = 0.0
-            elif idle - asked_at >= self._stall_after:
-                asked_at = idle
+            due = asked_at + self._stall_after - idle
+            if due <= 0:
+                asked_at, due = idle, self._stall_after
                 self._ask()
+            await asyncio.sleep(max(due, _PRECISION * self._stall_after))
 
     async def answer(self) -> None:
         """Join every poll, until cancelled."""
         while True:
             number = await self._polls.get()
-            own = self._progress.status()
-            answers = await self._exchange.exchange(_TOPIC, number, own.encode())
+            own = self._status()
+            try:
+                answers = await self._exchange.exchange(_TOPIC, number, own.encode())
+            except SupersededError:
+                continue
             statuses = [RankStatus.decode(data) for data in answers]
             verdict = judge(statuses, self._before)
             self._before = statuses
@@ -102,17 +116,34 @@ class Watchdog:
 
     def take(self, message: Message) -> None:
         """A PROBE arrived: a question on its way up, or a poll on its way down."""
-        number = message.body.get("poll")
-        if isinstance(number, int):
-            self._join(number)
-        else:
-            self._ask()
+        match message.body:
+            case {"heard": True}:
+                self._hearing.heard(message.sender)
+            case {"deaf": _}:
+                self._hearing.take(message)
+            case {"poll": int(number)} if message.sender == self._parent:
+                self._hearing.acknowledge(message.sender)
+                self._join(number)
+            case _:
+                self._hearing.acknowledge(message.sender)
+                self._ask()
+
+    def _status(self) -> RankStatus:
+        """This rank's answer to a poll."""
+        status = self._progress.status()
+        own = self._hearing.processes.get(self._rank)
+        lasts = status.running_s >= self._stall_after
+        return replace(status, process="" if own is None else str(own), stack=self._stack() if lasts else "")
 
     def _ask(self) -> None:
         if self._parent is not None:
-            self._post(self._parent, Message(Channel.CONTROL, MessageKind.PROBE))
-        elif not self._polling and asyncio.get_running_loop().time() - self._polled_at >= self._stall_after:
-            self._start_poll()  # all idle ranks ask at about the same time: one poll answers them
+            self._hearing.ask(self._parent, Message(Channel.CONTROL, MessageKind.PROBE))
+            return
+        # All idle ranks ask at about the same time: one poll answers them. It ends, unless a rank does not answer.
+        is_due = asyncio.get_running_loop().time() - self._polled_at >= self._stall_after * (1 - 2 * _PRECISION)
+        lately = self._polled_at - 2 * max(self._stall_after, timeouts.ANSWER_S)
+        if is_due and (not self._polling or self._hearing.missed_since(lately)):
+            self._start_poll()
 
     def _start_poll(self) -> None:
         self._polling = True
@@ -121,8 +152,9 @@ class Watchdog:
         self._next_poll += 1
 
     def _join(self, number: int) -> None:
+        self._exchange.supersede(_TOPIC, number)
         for child in self._children:
-            self._post(child, Message(Channel.CONTROL, MessageKind.PROBE, body={"poll": number}))
+            self._hearing.ask(child, Message(Channel.CONTROL, MessageKind.PROBE, body={"poll": number}))
         self._polls.put_nowait(number)
 
 

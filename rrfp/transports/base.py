@@ -69,7 +69,9 @@ class MessageKind(StrEnum):
     PROMPT = "prompt"  # ... propose again
     REPORT = "report"  # what a rank and those below it in the control tree give to an exchange, towards rank 0
     RESULT = "result"  # what all gave, from rank 0 to all
-    PROBE = "probe"  # why is a rank idle? upwards the question, downwards (body: poll) the call to answer
+    # Why is a rank idle? Upwards the question, downwards (body: poll) the call to answer. Both are acknowledged (body:
+    # heard), and a rank that does not is announced (body: deaf).
+    PROBE = "probe"
     CLOSED = "closed"  # body: the sender's caller left in order, after so many steps
     ABORT = "abort"  # body: origin of a failure
 

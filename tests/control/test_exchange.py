@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from rrfp.control.exchange import TreeExchange, to_tensor
+from rrfp.control.exchange import MOST_AHEAD, SupersededError, TreeExchange, to_tensor
 from rrfp.control.tree import children, parent, peers
 from rrfp.core.graph import Graph
 from rrfp.core.mesh import Mesh
@@ -105,6 +105,39 @@ def test_what_makes_no_sense_is_refused(
     exchange = TreeExchange(0, 4, lambda peer, sent: None)
     with pytest.raises(ProtocolError, match=message):
         exchange.take(Message(Channel.CONTROL, kind, tensors=(to_tensor(data),), body=body, sender=sender))
+
+
+def report(number: int, topic: str = "step") -> Message:
+    """What rank 1 gives to rank 0."""
+    body: dict[str, Plain] = {"topic": topic, "number": number}
+    given = to_tensor(b"\x91\x92\x01\xc4\x01x")
+    return Message(Channel.CONTROL, MessageKind.REPORT, tensors=(given,), body=body, sender=1)
+
+
+def test_what_a_peer_begins_alone_is_bounded() -> None:
+    exchange = TreeExchange(0, 2, lambda peer, sent: None)
+    for number in range(MOST_AHEAD):
+        exchange.take(report(number))
+    with pytest.raises(ProtocolError, match=f"rank 1 began step 16, but {MOST_AHEAD} exchanges are open already"):
+        exchange.take(report(MOST_AHEAD))
+
+
+async def test_an_exchange_that_a_later_one_replaces_ends_and_leaves_nothing() -> None:
+    exchange = TreeExchange(0, 2, lambda peer, sent: None)
+    first = asyncio.create_task(exchange.exchange("poll", 0, b"a"))
+    other = asyncio.create_task(exchange.exchange("step", 0, b"a"))
+    await asyncio.sleep(0)
+    exchange.supersede("poll", 1)
+    with pytest.raises(SupersededError):
+        await first
+    with pytest.raises(SupersededError):
+        await exchange.exchange("poll", 0, b"a")
+    for number in range(3 * MOST_AHEAD):  # late answers to polls that nobody waits for
+        exchange.supersede("poll", number + 1)
+        exchange.take(report(number, "poll"))
+    assert not other.done()
+    exchange.take(report(0))
+    assert await other == [b"a", b"x"]
 
 
 def test_a_result_that_lacks_a_stage_is_refused() -> None:

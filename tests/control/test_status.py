@@ -78,6 +78,24 @@ def test_two_polls_without_progress_and_with_nothing_in_flight_are_a_deadlock_wi
     ]
 
 
+def test_whoever_holds_the_others_up_is_named_with_its_process_and_where_its_lane_is() -> None:
+    busy = replace(OTHER, running="B3@1", running_s=12.34, process="host a, pid 7", stack="  File x\n    f()")
+    assert judge([IDLE, busy], None).text.splitlines() == [
+        "stage 1 has been running B3@1 for 12.3 s [host a, pid 7]",
+        "stage 1 is in:",
+        "  File x",
+        "    f()",
+    ]
+
+
+def test_a_deadlock_report_names_every_process() -> None:
+    told = [replace(IDLE, process="host a, pid 7"), replace(OTHER, process="host b, pid 8")]
+    assert judge(told, told).text.splitlines()[1:] == [
+        "  stage 0 waits for: F1@0 (x owed by stage 1) [host a, pid 7]",
+        "  stage 1 waits for: nothing [host b, pid 8]",
+    ]
+
+
 def test_between_steps_nobody_is_late() -> None:
     outside = [replace(IDLE, step=None), replace(OTHER, step=None)]
     assert not judge(outside, outside).deadlock

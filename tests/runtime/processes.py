@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import multiprocessing
 import os
@@ -238,4 +239,20 @@ def hang_on_the_lane(stage: int, pipe: BlockingPipeline, connection: Connection)
     if stage == 2:
         time.sleep(0.5)
         raise ValueError("enough")
+    pipe.step(BATCH.inputs, BATCH.targets)
+
+
+def steps_with_own_stderr(stage: int, pipe: BlockingPipeline, connection: Connection) -> None:
+    """Step until something happens; what is printed goes to a file that the test names."""
+    path = connection.recv()
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 2)
+    emulated_steps_for_ever(stage, pipe, connection)
+
+
+def keep_the_lock(stage: int, pipe: BlockingPipeline, connection: Connection) -> None:
+    """Nothing else of Python runs in the process for four seconds."""
+    path = connection.recv()
+    pipe.step(BATCH.inputs, BATCH.targets)
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 2)
+    ctypes.PyDLL(None).usleep(4_000_000)
     pipe.step(BATCH.inputs, BATCH.targets)

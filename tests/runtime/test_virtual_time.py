@@ -122,3 +122,20 @@ def test_sizes_reach_the_hint_and_wrong_ones_are_refused() -> None:
 def test_a_lane_is_made_by_a_callable() -> None:
     with pytest.raises(ConfigError, match=r"lane is 3, must be callable: lane\(stage\)"):
         emulated(1, one_second, lane=3)
+
+
+def test_a_task_may_take_just_less_than_abort_after_and_no_more() -> None:
+    async def main(limit: float) -> float:
+        async with emulated(3, one_second, abort_after=limit) as pipe:
+            await pipe.step(microbatches=4)
+            await asyncio.sleep(1000)  # between steps nothing runs
+            await pipe.step(microbatches=4)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main(1.01)) == 12 + 1000 + 12
+    with pytest.raises(PipelineAborted) as caught:
+        run_virtual(main(0.99))
+    assert caught.value.origin.task == "F0@0"
+    assert caught.value.origin.cause.startswith(
+        "OverdueError: F0@0 has not returned for 1.0 s, longer than abort_after"
+    )

@@ -1,0 +1,40 @@
+"""Hints that stop their rank's event loop."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+
+import rrfp
+
+#: What a hint waits for that blocks until it is let go.
+RELEASE = threading.Event()
+
+
+class Blocks(rrfp.Hint):
+    """Waits on one stage, once that has enqueued some tasks.
+
+    Args:
+        stages: where.
+        seconds: how long; None: until `RELEASE`.
+        keeps_lock: the wait is one call into C that keeps the interpreter's lock.
+    """
+
+    def __init__(self, *stages: int, seconds: float | None = None, keeps_lock: bool = False) -> None:
+        self._stages = stages
+        self._seconds = seconds
+        self._keeps_lock = keeps_lock
+
+    def choose(self, ready: rrfp.ReadySet, view: rrfp.View) -> rrfp.Task | None:
+        if view.stage in self._stages and view.num_enqueued_total == 3:
+            self.block_here()
+        return next(iter(ready))
+
+    def block_here(self) -> None:
+        if self._seconds is None:
+            RELEASE.wait(50)
+        elif self._keeps_lock:
+            ctypes.PyDLL(None).usleep(int(1e6 * self._seconds))  # PyDLL, other than CDLL, keeps the lock
+        else:
+            time.sleep(self._seconds)

@@ -1,0 +1,92 @@
+"""Real processes that are stuck: named by all others, with their stacks, and ended where the caller wants that."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runtime.processes as programs
+from runtime.processes import Processes
+from runtime.stuck_hints import Blocks
+from runtime.test_processes import fork_server  # noqa: F401 - a fixture
+
+from rrfp.core.mesh import Mesh
+
+STALL_S = 1.0
+ABORT_S = 4.0
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Any]:
+    running: list[Processes] = []
+
+    def start(program: programs.Program, emulated: bool = True, **options: Any) -> Processes:
+        # The first backward of a torch module loads libraries: for seconds, on a machine that is busy.
+        mesh = Mesh((("pp", 3),)) if emulated else None
+        settings = {"stall_after": STALL_S, "abort_after": ABORT_S, "patience": 20.0, **options}
+        running.append(Processes(tmp_path, 3, program, mesh=mesh, **settings))
+        for rank in range(3):
+            running[-1].connections[rank].send(str(tmp_path / f"stderr-{rank}"))
+        return running[-1]
+
+    yield start
+    for processes in running:
+        processes.kill()
+
+
+@pytest.mark.parametrize("keeps_lock", [False, True], ids=["a hint sleeps", "a call keeps the interpreter's lock"])
+def test_a_stuck_loop_is_named_prints_its_stacks_and_is_ended(launch: Any, tmp_path: Path, keeps_lock: bool) -> None:
+    seconds = ABORT_S + 4.0 if keeps_lock else 60.0  # nothing can end a process whose lock is kept but a signal
+    ranks = launch(programs.steps_with_own_stderr, hint=Blocks(1, seconds=seconds, keeps_lock=keeps_lock))
+    began = time.monotonic()
+    for rank in (0, 2):
+        end = ranks.end(rank)
+        assert end.origin is not None
+        assert end.origin[0] == 1
+        assert end.origin[2].startswith("PeerLostError: its event loop has not run for ")
+        assert f"pid {ranks.pid(1)}" in end.origin[2]
+        [named] = [line for line in end.logged if "has not answered for" in line][:1]
+        assert named.startswith("stage 1 (host ")
+        assert f"pid {ranks.pid(1)})" in named
+    stuck = ranks.end(1)
+    assert stuck.error == "PipelineAborted"
+    assert stuck.origin is not None
+    assert stuck.origin[0] == 1
+    told = [line for line in stuck.logged if "its event loop has not run for" in line]
+    if keeps_lock:  # printed by faulthandler, while nothing of Python ran
+        told = [(tmp_path / "stderr-1").read_text()]
+        assert told[0].startswith("Timeout (0:00:0")
+    else:
+        assert "longer than abort_after" in stuck.origin[2]
+    assert "block_here" in told[0]
+    ranks.join(began, within_s=30.0)
+
+
+def test_all_ranks_may_be_stuck_and_each_prints_its_own_stacks(launch: Any, tmp_path: Path) -> None:
+    """No loop runs anywhere, and no thread of Python either."""
+    ranks = launch(programs.keep_the_lock, emulated=False, abort_after=None)
+    for rank in range(3):
+        assert ranks.end(rank).error == ""
+        told = (tmp_path / f"stderr-{rank}").read_text()
+        assert told.startswith("Timeout (0:00:0")
+        assert "in keep_the_lock" in told
+    ranks.join(time.monotonic())
+
+
+def test_a_task_that_never_returns_ends_the_job_and_is_named_with_its_stack(launch: Any) -> None:
+    ranks = launch(programs.steps_for_ever, emulated=False, seconds=120.0)
+    for rank in range(3):
+        end = ranks.end(rank)
+        assert end.origin is not None
+        stage, task, cause = end.origin
+        assert (stage, task) == (0, "F0@0")
+        assert cause.startswith("OverdueError: F0@0 has not returned for 4.")
+        assert (
+            f"longer than abort_after, which is 4, on stage 0 (host {os.uname().nodename}, pid {ranks.pid(0)})" in cause
+        )
+        assert cause.endswith("time.sleep(self.seconds)")
+    ranks.join(time.monotonic())
