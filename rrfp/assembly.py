@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import platform
 from collections.abc import Iterable
 from dataclasses import replace
+
+import torch
 
 from rrfp.compute.base import StageProgram
 from rrfp.compute.gradient_reduction import GradientReducer
@@ -20,12 +23,15 @@ from rrfp.core.readiness import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.topology import Topology
 from rrfp.errors import TransportError
+from rrfp.log import get_logger
 from rrfp.options import PipelineOptions
 from rrfp.shape import Shape, StagePart
 from rrfp.stage import StageRunner
 from rrfp.transports.base import Rendezvous, TransportContext
 from rrfp.transports.registry import create_transport
 from rrfp.version import __version__
+
+logger = get_logger(__name__)
 
 
 class Assembly:
@@ -93,8 +99,6 @@ class Assembly:
         """
         settings, shape = self._settings, self._shape
         graph = shape.graph
-        if place.rank == 0:
-            settings.tell_unsplit()
         context = TransportContext(
             rank=place.rank,
             peers=peers(graph, place),
@@ -121,6 +125,9 @@ class Assembly:
         if ties is not None:
             ties.agree(handshake.ties, settings.max_message_bytes)
         context = replace(context, peers=peers(graph, place, handshake.ties))
+        if place.rank == 0:
+            self._say(place)
+            settings.tell_unsplit()
         return StageRunner(
             core,
             program,
@@ -133,6 +140,26 @@ class Assembly:
             stall_after=settings.stall_after,
             abort_after=settings.abort_after,
             ties=ties,
+        )
+
+    def _say(self, place: Topology) -> None:
+        """Log in one line what runs."""
+        told, graph = self._settings.terms(), self._shape.graph
+        layout = "" if place.layout is None else f" ({', '.join(f'{n} {size}' for n, size in place.layout.dims)})"
+        method = (
+            f"strict {told['strict']}" if told["strict"] else f"hint {told['hint']}, limit {self._settings.limit_text}"
+        )
+        logger.info(
+            "%d rank(s)%s, %d chunk(s) each, %s, backward %s, transport %s; rrfp %s, torch %s, Python %s",
+            place.world,
+            layout,
+            graph.placement.chunks,
+            method,
+            "split" if any(graph.split) else "whole",
+            told["transport"],
+            __version__,
+            torch.__version__,
+            platform.python_version(),
         )
 
     def _terms(self, place: Topology) -> Terms:

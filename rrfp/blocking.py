@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Self, TypeVar, Unpack
 from rrfp import timeouts
 from rrfp.batching import EvaluateArguments, StepArguments
 from rrfp.core.tasks import Mode
+from rrfp.errors import PipelineAborted
 from rrfp.result import StepResult
 from rrfp.session import Session
 from rrfp.statistics import RankStatistics
@@ -93,11 +94,14 @@ class BlockingPipeline:
         session = self._session
         try:
             return session.submit(coroutine).result()
+        except PipelineAborted as error:
+            aborted = error
         except BaseException as error:  # Ctrl-C ended the wait; if the step itself failed, this is no news
             session.fail_soon(error)
             raise
         finally:
             session.end()
+        raise aborted.with_traceback(None)  # how the runtime came to raise it concerns nobody
 
 
 def _settle(leaving: Future[None], timeout_s: float) -> None:

@@ -17,7 +17,7 @@ from rrfp import timeouts
 from rrfp.batching import EvaluateArguments, StepArguments
 from rrfp.blocking import NO_COPY, BlockingPipeline
 from rrfp.core.tasks import Mode
-from rrfp.errors import ConfigError, RrfpError
+from rrfp.errors import ConfigError, PipelineAborted, RrfpError
 from rrfp.ranks import Ranks
 from rrfp.result import StepResult
 from rrfp.session import Session
@@ -177,11 +177,14 @@ class PipelineHandle:
     async def _run(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
         try:
             return await self._on_loop(coroutine)
+        except PipelineAborted as error:
+            aborted = error
         except asyncio.CancelledError:
             self._session.fail_soon(RrfpError(f"{what} was cancelled by its caller"))
             raise
         finally:
             self._session.end()
+        raise aborted.with_traceback(None)  # how the runtime came to raise it concerns nobody
 
     async def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
         if self._session.thread is None:

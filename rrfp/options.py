@@ -274,8 +274,12 @@ class PipelineOptions:
     def _limit_term(self) -> str | None:
         if self.strict is not None:
             return None
-        limit = DEFAULT_LIMIT if self.limit is None else self.limit
-        return limit if isinstance(limit, str) and limit in LIMIT_PRESETS else "the rank's own"
+        return self.limit_text if self.limit_text in LIMIT_PRESETS else "the rank's own"
+
+    @property
+    def limit_text(self) -> str:
+        """The limit that the caller asked for, or the default."""
+        return str(DEFAULT_LIMIT if self.limit is None else self.limit)
 
 
 class Options(TypedDict, total=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -181,6 +182,14 @@ class Ranks:
                 self._loop_watch.close()
             for reducer in self._reducers:
                 reducer.close()
+
+    async def let_culprit_end(self, error: PipelineAborted) -> None:
+        """Under torchrun, wait until the process in which ``error`` began has ended; `CULPRIT_GRACE_S` at most.
+
+        torchrun calls the first process that it finds ended the root cause, and ends the others.
+        """
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            await asyncio.gather(*(runner.let_culprit_end(error.origin) for runner in self._runners))
 
     def _watch_loop(self, give_up: Callable[[PipelineAborted], None] | None) -> None:
         """Print the stacks of this process when its loop stands still."""

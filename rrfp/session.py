@@ -209,6 +209,8 @@ class Session:
         if error is not None:
             self.ranks.fail(error)
         await self.ranks.close(quiet=error is not None)
+        if isinstance(error, PipelineAborted):
+            await self.ranks.let_culprit_end(error)
 
     def leave(self) -> None:
         """Stop the thread, if there is one."""

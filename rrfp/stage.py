@@ -42,7 +42,7 @@ from rrfp.core.progress import Peaks, WaitCause
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Mode, Task
 from rrfp.core.topology import Topology
-from rrfp.errors import OverdueError, PipelineAborted, ProtocolError, RrfpError
+from rrfp.errors import Origin, OverdueError, PipelineAborted, ProtocolError, RrfpError
 from rrfp.log import get_logger
 from rrfp.result import StepResult
 from rrfp.statistics import RankStatistics
@@ -225,6 +225,10 @@ class StageRunner:
     def statistics(self) -> RankStatistics:
         """What it holds and has moved. May be called on any thread, at any time."""
         return RankStatistics.of(self.place, self._core, self._earlier, self._transport)
+
+    async def let_culprit_end(self, origin: Origin) -> None:
+        """Where a failure began elsewhere, say so, and wait until the process of ``origin`` has ended."""
+        await self._supervision.let_end(origin.stage if origin.rank is None else origin.rank, str(origin))
 
     def stuck(self, seconds: float) -> PipelineAborted:
         """What the caller is told when the loop has not run for ``seconds``; the loop itself can do nothing."""

@@ -1,4 +1,4 @@
-"""Python stacks as people read them: of threads that are stuck, without the frames of this package in front."""
+"""Python stacks as people read them, of stuck threads and of errors: without the frames of this package in front."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 
 #: Frames of one stack, and characters of one text, that are told; the innermost ones, which say most.
 MOST_FRAMES = 40
@@ -37,6 +37,32 @@ def all_stacks(first: int | None = None) -> str:
     own = threading.get_ident()
     told = (f"thread {names.get(ident, ident)}:\n{_format(frame)}" for ident, frame in frames if ident != own)
     return "\n".join(told)
+
+
+def trim(error: BaseException) -> None:
+    """Leave out how the runtime came to call the code that raised ``error``, here and in what led to it."""
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        one.__traceback__ = _without_own(one.__traceback__)
+        one = one.__cause__ or one.__context__
+
+
+def place_of(error: BaseException) -> str:
+    """Where ``error`` was raised, in one line; empty where that was in this package, or is not known."""
+    told = traceback.extract_tb(error.__traceback__)
+    if not told or told[-1].filename.startswith(_OWN):
+        return ""
+    last = told[-1]
+    return f"{last.filename}:{last.lineno}, in {last.name}" + (f": {last.line}" if last.line else "")
+
+
+def _without_own(found: TracebackType | None) -> TracebackType | None:
+    first = found
+    while first is not None and first.tb_frame.f_code.co_filename.startswith(_OWN):
+        first = first.tb_next
+    return found if first is None else first  # an error of the runtime itself stays whole
 
 
 def _format(frame: FrameType, *, skip_own: bool = False) -> str:

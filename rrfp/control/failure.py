@@ -5,6 +5,7 @@ from __future__ import annotations
 from rrfp.core.tasks import Task
 from rrfp.core.topology import Topology
 from rrfp.errors import Origin, PeerLostError, PipelineAborted
+from rrfp.tracebacks import place_of, trim
 
 #: Longer causes are cut, in characters: an abort has to fit into a message's header.
 MAX_CAUSE = 8192
@@ -29,6 +30,10 @@ class Failure:
         self.told = True
         error = PipelineAborted(self.origin)
         error.__cause__ = self._cause
+        if self._cause is not None:
+            trim(self._cause)
+            if place := place_of(self._cause):
+                error.add_note(f"raised at {place}")  # the last line of all that is printed
         return error
 
 

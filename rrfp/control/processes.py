@@ -112,6 +112,27 @@ def open_pidfd(process: ProcessIdentity, own: ProcessIdentity) -> int | None:
     return descriptor
 
 
+async def ended(process: ProcessIdentity, own: ProcessIdentity, timeout_s: float) -> bool:
+    """Whether ``process`` has ended, or does so within ``timeout_s``; False where it cannot be watched from here."""
+    try:
+        descriptor = open_pidfd(process, own)
+    except ProcessLookupError:
+        return True
+    if descriptor is None:
+        return False
+    loop, seen = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, seen.set)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await seen.wait()
+        return True
+    except TimeoutError:
+        return False
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
 class ProcessWatch:
     """Notices when a peer's process on this host ends. Used on one loop only.
 

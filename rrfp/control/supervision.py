@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
+from rrfp import timeouts
 from rrfp.control.courier import Courier
 from rrfp.control.exchange import TreeExchange
 from rrfp.control.hearing import Hearing
 from rrfp.control.overdue import Overdue
-from rrfp.control.processes import ProcessIdentity, ProcessWatch
+from rrfp.control.processes import ProcessIdentity, ProcessWatch, ended
 from rrfp.control.progress import Progress
 from rrfp.control.watchdog import Watchdog
 from rrfp.core.tasks import Task
 from rrfp.core.topology import Topology
 from rrfp.errors import PeerLostError
+from rrfp.log import get_logger
+
+logger = get_logger(__name__)
 
 
 class Supervision:
@@ -74,6 +79,20 @@ class Supervision:
         told = await self._exchange.exchange("start", 0, own.encode())
         self._hearing.processes = {rank: ProcessIdentity.decode(data) for rank, data in enumerate(told)}
         self._processes.start(self._peers, self._hearing.processes, own)
+
+    async def let_end(self, rank: int, why: str) -> None:
+        """Wait until the process of ``rank``, which failed, has ended and its launcher has seen it.
+
+        Takes `CULPRIT_GRACE_S` and `LAUNCHER_LOOKS_S` at most. Returns at once where the process is this one, or cannot
+        be watched.
+        """
+        own = self._hearing.processes.get(self._place.rank)
+        process = self._hearing.processes.get(rank)
+        if rank == self._place.rank or own is None or process is None:
+            return
+        logger.error("%s ends: aborted by %s", self._place.name, why)
+        if process.pid != own.pid and await ended(process, own, timeouts.CULPRIT_GRACE_S):
+            await asyncio.sleep(timeouts.LAUNCHER_LOOKS_S)
 
     def close(self) -> None:
         """Wait for nobody any more. May be called twice."""

@@ -1,0 +1,122 @@
+"""Who reads a failure finds the line at fault: in a traceback on one rank, in one line on every other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runtime.ranks import ThreadedRanks, step, two_steps
+from runtime.toys import Bomb, Trap, data, fail_at, loss_fn, stages
+
+import rrfp
+from rrfp.errors import PipelineAborted
+
+PACKAGE = str(Path(rrfp.__file__).parent)
+TESTS = Path(__file__).parent.parent
+
+
+def printed(error: BaseException) -> list[str]:
+    """The lines that Python prints of it."""
+    return "".join(traceback.format_exception(error)).rstrip().splitlines()
+
+
+def own_frames(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.strip().startswith(f'File "{PACKAGE}')]
+
+
+@pytest.mark.parametrize("where", ["on_forward", "on_backward"])
+def test_the_rank_at_fault_prints_the_users_frames_and_ends_with_the_users_line(where: str) -> None:
+    bomb = Bomb(**{where: fail_at(1, Trap("out of luck"))})
+    guilty = ThreadedRanks([*stages(1), bomb], two_steps).join()[1].abort
+    lines = printed(guilty)
+    assert re.fullmatch(r"raised at .*toys\.py:\d+, in check: raise error", lines[-1])
+    assert "runtime.toys.Trap: out of luck" in lines
+    assert len(own_frames(lines)) == 2  # step(), and what it calls
+    assert not any("concurrent/futures" in line or "thread_lane" in line for line in lines)
+
+
+def test_every_other_rank_prints_its_own_call_and_one_line_that_names_the_fault() -> None:
+    modules = [*stages(1), Bomb(fail_at(1, Trap("out of luck")))]
+    lines = printed(ThreadedRanks(modules, step).join()[0].abort)
+    assert lines[-1] == "rrfp.errors.PipelineAborted: aborted by stage 1, task F1@1: Trap: out of luck"
+    assert lines[0] == "Traceback (most recent call last):"
+    assert len(own_frames(lines)) == 2
+    assert len(lines) <= 16  # of which the test's own helpers have six
+
+
+async def test_the_async_call_prints_no_more() -> None:
+    with pytest.raises(PipelineAborted) as caught:
+        async with rrfp.local([*stages(1), Bomb(fail_at(1, Trap("out of luck")))], loss_fn=loss_fn) as pipe:
+            await pipe.step(data(2).inputs, data(2).targets)
+    lines = printed(caught.value)
+    assert lines[-1].startswith("raised at ")
+    assert len(own_frames(lines)) == 2
+
+
+def test_an_error_of_the_runtime_itself_keeps_its_frames() -> None:
+    class Wrong(rrfp.Hint):
+        def choose(self, ready: rrfp.ReadySet, view: rrfp.View) -> rrfp.Task | None:
+            return rrfp.Task(rrfp.Kind.B, 0, 0)
+
+    with (
+        rrfp.local(stages(1), loss_fn=loss_fn, hint=Wrong()).blocking() as pipe,
+        pytest.raises(PipelineAborted) as caught,
+    ):
+        pipe.step(data(2).inputs, data(2).targets)
+    lines = printed(caught.value)
+    assert len(own_frames(lines)) > 2
+    assert not lines[-1].startswith("raised at ")
+
+
+def test_one_line_at_the_start_tells_what_runs(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "rrfp")
+    ThreadedRanks([[each] for each in stages(3)], step, hint="bf", limit="1f1b").join()
+    [line] = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert line.startswith("3 rank(s), 1 chunk(s) each, hint bf, limit ")
+    assert ", backward whole, transport inproc; rrfp " in line
+    assert f"torch {torch.__version__}, Python 3." in line
+
+
+def test_python_closes_the_loop_of_an_aborted_async_program() -> None:
+    """The traceback that was cut is not needed to free anything."""
+
+    async def program() -> Any:
+        async with rrfp.local([Bomb(fail_at(0, Trap("x")))], loss_fn=loss_fn, loop="caller") as pipe:
+            await pipe.step(data(1).inputs, data(1).targets)
+
+    with pytest.raises(PipelineAborted):
+        asyncio.run(program())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["plain", "record"])
+def test_torchruns_report_names_the_rank_at_fault(how: str) -> None:
+    paths = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    done = subprocess.run(
+        [*command, str(TESTS / "runtime" / "torchrun_fails.py"), how],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
+    said = done.stderr
+    assert done.returncode == 1
+    root = said.partition("Root Cause (first observed failure):")[2]
+    assert re.search(r"rank +: 2 \(local_rank: 2\)", root), said
+    assert said.count('raise ValueError("out of luck")') >= 1
+    for rank in (0, 1, 3):
+        assert said.count(f"stage {rank} ends: aborted by stage 2, task F1@2: ValueError: out of luck") == 1, said
+    # All that the four ranks say, before torchrun's own report; it used to be some 200 lines.
+    ours = [line for line in said.partition(" Sending process ")[0].splitlines() if line]
+    assert len(ours) <= 30, "\n".join(ours)
