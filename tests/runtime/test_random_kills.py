@@ -1,0 +1,30 @@
+"""Kills and stops at random moments: no hang, no wrong name. 6 here, 100 in the long version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from runtime.random_kills import Kill, Outcome, draw, report, run
+from runtime.test_processes import fork_server  # noqa: F401 - a fixture
+
+SEED = 31
+
+
+@pytest.mark.parametrize("kill", draw(SEED, 6), ids=lambda kill: f"{kill.how.name} of {kill.victim} in {kill.mesh}")
+def test_whoever_is_killed_or_stopped_is_named_by_all_others(kill: Kill, tmp_path: Path) -> None:
+    run(kill, tmp_path / "ranks")
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_hundred_random_kills_and_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes: list[Outcome] = []
+    for number, kill in enumerate(draw(SEED + 1, 100)):
+        try:
+            outcomes.append(run(kill, tmp_path / str(number)))
+        except AssertionError as error:
+            raise AssertionError(f"kill {number} of seed {SEED + 1}, {kill}: {error}") from error
+    with capsys.disabled():
+        print(f"\n{report(outcomes)}")  # noqa: T201 - it is what this test is run for
