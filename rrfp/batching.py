@@ -54,6 +54,7 @@ class Plan:
         grad_scale: a further factor on every gradient.
         reduce_gradients: whether gradients are summed over replicas at the end.
         kwargs: by stage, where the caller tells them apart.
+        refused: calls before this one whose arguments were refused.
     """
 
     step: StepId
@@ -64,6 +65,7 @@ class Plan:
     grad_scale: float = 1.0
     reduce_gradients: bool = True
     kwargs: Mapping[int, Sequence[Mapping[str, Any]]] | None = None
+    refused: int = 0
 
     def batch_of(self, stage: int) -> Batch:
         """The caller's data for one stage of this process."""

@@ -30,6 +30,7 @@ class StageReport:
         losses: by microbatch, on the rank that computes them; empty elsewhere.
         loss: their weighted combination there; None elsewhere.
         weight: the sum of their weights there; 0 elsewhere.
+        refused: calls on this rank whose arguments were refused, so far.
     """
 
     stage: int
@@ -39,6 +40,7 @@ class StageReport:
     losses: Mapping[int, float] = field(default_factory=dict)
     loss: float | None = None
     weight: float = 0.0
+    refused: int = 0
 
     def encode(self) -> bytes:
         """As msgpack."""

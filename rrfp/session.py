@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -43,6 +44,8 @@ class Session:
         self.thread_name = thread_name
         #: Steps begun, evaluations counted, as all ranks count them; and the number of the next training step.
         self._next_step, self._training_step = 0, ranks.first_step
+        #: Calls whose arguments were refused: ranks compare them, since a batch may have been dropped with each.
+        self._refused = 0
         self._state: State = "new"
         #: Held while the state changes: a second caller on another thread must not pass where the first is.
         self._lock = threading.Lock()
@@ -92,7 +95,7 @@ class Session:
             plan = self.ranks.plan(self._next_step, self._training_step, mode, **given)
             self._next_step += 1
             self._training_step += mode is Mode.TRAIN
-            return plan
+            return replace(plan, refused=self._refused)
 
     def clip(self, max_norm: float, norm_type: float) -> Clipping:
         """Begin to clip gradients; `end` ends it.
@@ -174,7 +177,8 @@ class Session:
             self._state = what
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            self._refused += isinstance(error, ConfigError)
             self.end()
             raise
 

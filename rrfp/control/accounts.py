@@ -34,6 +34,7 @@ class Accounts:
     def __init__(self, place: Topology, graph: Graph, exchange: TreeExchange) -> None:
         self._place = place
         self._exchange = exchange
+        self._refused: Sequence[int] = ()
         #: Whether this rank computes losses: it has to know the sum of all weights before its first backward.
         self.has_losses = any(not graph.successors[v] for v in graph.placement.virtual_stages(place.stage))
         self._warned = False
@@ -74,10 +75,26 @@ class Accounts:
             # A replica all of whose weights are 0 adds nothing to the others' mean.
             loss = combine_losses(ordered, plan.weights, reduction) if weight or place.replicas == 1 else 0.0
         parts = breakdown(trace, place.stage)
-        report = StageReport(place.stage, trace.end - trace.start, parts, peaks, losses, loss, weight)
+        report = StageReport(place.stage, trace.end - trace.start, parts, peaks, losses, loss, weight, plan.refused)
         answers = await self._exchange.exchange("step", plan.step.number, report.encode())
         reports = [StageReport.decode(data) for data in answers]
+        self._compare_refused([report.refused for report in reports], plan)
         return StepResult.of(plan.step, plan.batch.training_step, reports, trace, place, reduction)
+
+    def _compare_refused(self, refused: Sequence[int], plan: Plan) -> None:
+        """Warn when calls were refused on some ranks only: whoever took its next batch then is ahead of the others."""
+        if refused == self._refused or self._place.rank != 0:
+            return
+        self._refused = refused
+        if least := [rank for rank, count in enumerate(refused) if count != min(refused)]:
+            told = ", ".join(f"{refused[rank]} on {self._place.name_of(rank)}" for rank in least)
+            logger.warning(
+                "%s: calls refused with ConfigError: %s, %d on the other ranks. A rank that went on with its next "
+                "batch computes with other data than the others from then on",
+                plan.name,
+                told,
+                min(refused),
+            )
 
     def _check_finite(self, plan: Plan, losses: Mapping[int, float]) -> None:
         """Log the first loss that counts and is no finite number, once; members of a group have the same losses."""

@@ -14,6 +14,7 @@ from typing import Any
 from rrfp.costs.streams import Matrix
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError
+from rrfp.whole_files import write_whole
 
 #: Name in the file -> attribute of the table, in the order they are written.
 FIELDS = {
@@ -53,12 +54,9 @@ def write_costs(path: str | os.PathLike[str], table: CostTable) -> None:
     """Write a cost file, replacing what was there.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: the file cannot be written; what was there stays then.
     """
-    try:
-        Path(path).write_text(to_json(table), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{os.fspath(path)}: cannot be written ({error.strerror or error})") from None
+    write_whole(path, to_json(table))
 
 
 def from_json(text: str) -> CostTable:

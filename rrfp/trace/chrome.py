@@ -14,13 +14,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 from rrfp.core.tasks import Kind, Task
-from rrfp.errors import ConfigError
 from rrfp.trace.breakdown import CAUSE_LABELS, idle_waits
 from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan
+from rrfp.whole_files import write_whole
 
 Event = dict[str, Any]
 
@@ -41,13 +40,10 @@ def write_chrome(path: str | os.PathLike[str], traces: Sequence[StepTrace], *, n
         name: what the run is called in the viewer.
 
     Raises:
-        ConfigError: if the file cannot be written.
+        ConfigError: if the file cannot be written; what was there stays then.
     """
     document = {"displayTimeUnit": "ms", "traceEvents": chrome_events(traces, name=name)}
-    try:
-        Path(path).write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{os.fspath(path)}: cannot be written ({error.strerror or error})") from None
+    write_whole(path, json.dumps(document, separators=(",", ":")))
 
 
 def chrome_events(traces: Sequence[StepTrace], *, name: str = "pipeline", pid: int = 1) -> list[Event]:

@@ -19,6 +19,8 @@ from rrfp.errors import ConfigError, TransportError
 
 _Result = TypeVar("_Result")
 
+_LAST_PORT = 65535
+
 
 class LocalRendezvous:
     """For ranks of one process, on any number of loops and threads."""
@@ -151,8 +153,8 @@ async def _connect(environ: Mapping[str, str], timeout_s: float) -> Any:
             "torchrun --standalone --nproc-per-node STAGES script.py"
         )
     host, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
-    if not port.isdecimal():
-        raise ConfigError(f"environment variable MASTER_PORT is {port!r}, must be a port number")
+    if not port.isdecimal() or not 1 <= int(port) <= _LAST_PORT:
+        raise ConfigError(f"environment variable MASTER_PORT is {port!r}, must be a port number, 1..{_LAST_PORT}")
     agent_hosts = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     def connect() -> Any:

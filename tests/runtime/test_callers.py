@@ -9,10 +9,11 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
-from runtime.ranks import SOON_S
+from runtime.ranks import SOON_S, ThreadedRanks
 from runtime.toys import Bomb, Hold, data, loss_fn, stages
 
 import rrfp
@@ -187,3 +188,30 @@ def test_a_pipeline_is_neither_pickled_nor_copied(how: Any) -> None:
     for one in (pipeline, pipeline.blocking()):
         with pytest.raises(TypeError, match="a pipeline can be neither pickled nor copied, as it holds threads"):
             how(one)
+
+
+def test_a_call_that_was_refused_on_one_rank_only_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """The rank caught it and took its next batch: all its later data are one batch ahead."""
+
+    def body(stage: int, pipe: BlockingPipeline) -> None:
+        for number in range(4):
+            wrong = number == 1 and stage == 2
+            with suppress(rrfp.ConfigError):
+                pipe.step(BATCH.inputs, BATCH.targets[1:] if wrong else BATCH.targets)
+            if wrong:
+                pipe.step(BATCH.inputs, BATCH.targets)
+
+    ThreadedRanks(stages(3), body).join()
+    [told] = [record.getMessage() for record in caplog.records]
+    assert "calls refused with ConfigError: 1 on stage 2, 0 on the other ranks" in told
+
+
+def test_a_call_that_was_refused_on_all_ranks_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    def body(stage: int, pipe: BlockingPipeline) -> None:
+        with pytest.raises(rrfp.ConfigError):
+            pipe.step(BATCH.inputs, BATCH.targets[1:])
+        pipe.step(BATCH.inputs, BATCH.targets)
+
+    for outcome in ThreadedRanks(stages(2), body).join():
+        assert outcome.error is None
+    assert not caplog.records

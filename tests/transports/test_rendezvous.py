@@ -78,9 +78,10 @@ async def test_a_missing_variable_is_named(store: Any, missing: str) -> None:
         await StoreRendezvous.from_env(Topology(stage=0, stages=1), variables)
 
 
-async def test_a_port_that_is_no_number_is_named(store: Any) -> None:
-    with pytest.raises(ConfigError, match="MASTER_PORT is 'x'"):
-        await StoreRendezvous.from_env(Topology(stage=0, stages=1), environment(store, MASTER_PORT="x"))
+@pytest.mark.parametrize("port", ["x", "-1", "0", "65536", "99999", "1" * 40])
+async def test_a_port_that_is_none_is_named(store: Any, port: str) -> None:
+    with pytest.raises(ConfigError, match=rf"MASTER_PORT is '{port}', must be a port number, 1\.\.65535"):
+        await StoreRendezvous.from_env(Topology(stage=0, stages=1), environment(store, MASTER_PORT=port))
 
 
 @pytest.mark.parametrize("kind", ["local", "store"])

@@ -1,0 +1,37 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from rrfp.errors import ConfigError
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Write ``text``, in UTF-8, beside ``path`` and put it in its place; what was there stays if that fails.
+
+    What is no ordinary file, such as a pipe, is written to as it is.
+
+    Raises:
+        ConfigError: if the file cannot be written; names it and the reason.
+    """
+    target = Path(path).resolve()  # the file that a link leads to is replaced, not the link
+    beside = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}")
+    try:
+        if target.exists() and not target.is_file():
+            target.write_text(text, encoding="utf-8")
+            return
+        try:
+            beside.write_text(text, encoding="utf-8")
+            if target.exists():
+                shutil.copymode(target, beside)
+            os.replace(beside, target)
+        finally:
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{os.fspath(path)}: cannot be written ({error.strerror or error})") from None
