@@ -64,7 +64,8 @@ class _StackTimer:
 
 
 _timer = _StackTimer()
-os.register_at_fork(after_in_child=_timer.forget)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_timer.forget)
 
 
 class LoopWatch:

@@ -14,7 +14,7 @@ import msgpack
 import pytest
 
 from rrfp import timeouts
-from rrfp.control.processes import ProcessIdentity, ProcessWatch, open_pidfd, started_at
+from rrfp.control.processes import ProcessIdentity, ProcessWatch, ended, open_pidfd, started_at
 from rrfp.errors import ProtocolError
 
 OWN = ProcessIdentity.own()
@@ -87,6 +87,20 @@ def test_no_descriptor_is_left() -> None:
         asyncio.run(watch_and_close())
         assert len(os.listdir("/proc/self/fd")) == before
         process.kill()
+
+
+def test_one_may_wait_for_the_end_of_a_process() -> None:
+    async def wait() -> list[bool]:
+        identity = identity_of(process.pid)
+        before = await ended(identity, OWN, 0.05)
+        waiting = asyncio.create_task(ended(identity, OWN, 10.0))
+        await asyncio.sleep(0)
+        process.kill()
+        return [before, await waiting, await ended(replace(identity, started=1), OWN, 10.0)]
+
+    with sleeper() as process:
+        assert asyncio.run(wait()) == [False, True, True]
+    assert asyncio.run(ended(replace(OWN, pid=1, space="elsewhere"), OWN, 10.0)) is False
 
 
 def test_an_identity_travels() -> None:

@@ -50,6 +50,7 @@ class End:
     at: float
     value: Any = None
     logged: list[str] = field(default_factory=list)
+    logged_at: list[float] = field(default_factory=list)
     culprit: int | None = None
 
 
@@ -152,9 +153,9 @@ def _run(
     connection: Connection,
 ) -> None:
     torch.set_num_threads(1)
-    logged: list[str] = []
+    records: list[tuple[str, float]] = []
     handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: records.append((record.getMessage(), time.monotonic()))  # type: ignore[method-assign]
     logging.getLogger().addHandler(handler)
     rendezvous = StoreRendezvous(FileStore(store, count), run_id="test")
     place = rrfp.Topology(rank, count) if mesh is None else rrfp.Topology.at(rank, mesh)
@@ -174,7 +175,8 @@ def _run(
         culprit = aborted.origin.rank
     except BaseException as other:
         error, text = type(other).__name__, str(other)
-    connection.send(End(error, text, origin, time.monotonic(), value, logged, culprit))
+    logged, logged_at = [text for text, _ in records], [at for _, at in records]
+    connection.send(End(error, text, origin, time.monotonic(), value, logged, logged_at, culprit))
     connection.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 import time
 
@@ -10,6 +11,9 @@ import rrfp
 
 #: What a hint waits for that blocks until it is let go.
 RELEASE = threading.Event()
+
+#: What is logged when it begins.
+BLOCKING = "the hint blocks from now on"
 
 
 class Blocks(rrfp.Hint):
@@ -28,6 +32,7 @@ class Blocks(rrfp.Hint):
 
     def choose(self, ready: rrfp.ReadySet, view: rrfp.View) -> rrfp.Task | None:
         if view.stage in self._stages and view.num_enqueued_total == 3:
+            logging.getLogger("tests").warning(BLOCKING)
             self.block_here()
         return next(iter(ready))
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import runtime.processes as programs
 from runtime.processes import Processes
-from runtime.stuck_hints import Blocks
+from runtime.stuck_hints import BLOCKING, Blocks
 from runtime.test_processes import fork_server  # noqa: F401 - a fixture
 
+from rrfp import timeouts
 from rrfp.core.mesh import Mesh
 
 STALL_S = 1.0
@@ -43,16 +44,18 @@ def test_a_stuck_loop_is_named_prints_its_stacks_and_is_ended(launch: Any, tmp_p
     seconds = ABORT_S + 4.0 if keeps_lock else 60.0  # nothing can end a process whose lock is kept but a signal
     ranks = launch(programs.steps_with_own_stderr, hint=Blocks(1, seconds=seconds, keeps_lock=keeps_lock))
     began = time.monotonic()
-    for rank in (0, 2):
-        end = ranks.end(rank)
+    ends = [ranks.end(rank) for rank in range(3)]
+    blocked_at = ends[1].logged_at[ends[1].logged.index(BLOCKING)]
+    for end in (ends[0], ends[2]):
         assert end.origin is not None
         assert end.origin[0] == 1
         assert end.origin[2].startswith("PeerLostError: its event loop has not run for ")
         assert f"pid {ranks.pid(1)}" in end.origin[2]
-        [named] = [line for line in end.logged if "has not answered for" in line][:1]
-        assert named.startswith("stage 1 (host ")
-        assert f"pid {ranks.pid(1)})" in named
-    stuck = ranks.end(1)
+        named = next(index for index, line in enumerate(end.logged) if "has not answered for" in line)
+        assert end.logged[named].startswith("stage 1 (host ")
+        assert f"pid {ranks.pid(1)})" in end.logged[named]
+        assert end.logged_at[named] - blocked_at < STALL_S + timeouts.NAMED_S
+    stuck = ends[1]
     assert stuck.error == "PipelineAborted"
     assert stuck.origin is not None
     assert stuck.origin[0] == 1
