@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
@@ -16,8 +17,11 @@ from rrfp.errors import ConfigError, RrfpError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rrfp.sim.explore_cases import Case, Explored, Grid
+    from rrfp.sim.explore_cases import Case, Explored
 
+#: Up to so many stages the default forces an order, too.
+_FEW_STAGES = 2
+_IN_ORDER = "What runs in microbatch order. By default nothing, and beside that B with up to 2 stages."
 _FULL = "Visit every reachable state, also orders of the same tasks that cannot matter."
 
 
@@ -34,12 +38,15 @@ def admission(
     mode: Annotated[str, _list("mode", "train,forward", "Training or forward only.")] = "train,forward",
     limit: Annotated[str, _list("limit", "K,..,1f1b", "Limits; those above M are left out.")] = "1,2,3,4,1f1b",
     rule: Annotated[str, _list("rule", "NAME,..", "staircase, paper, or a rule known to be wrong.")] = "staircase",
-    in_order: Annotated[str, _list("in-order", "none,F,B,W", "What runs in microbatch order.")] = "none",
+    in_order: Annotated[str | None, _list("in-order", "none,F,B,W", _IN_ORDER)] = None,
     where: Annotated[str, _list("where", "all,last,middle", "The virtual stages where it does.")] = "all",
     full: Annotated[bool, typer.Option("--full", help=_FULL)] = False,
     json: Json = False,
 ) -> None:
-    """Explore small pipelines under a memory rule: no deadlock, and memory in bounds; exit code 1 if not."""
+    """Explore small pipelines under a memory rule: no deadlock, and memory in bounds; exit code 1 if not.
+
+    By default pipelines of up to 2 stages run with backwards in microbatch order, too: there the reserve rule matters.
+    """
     from rrfp.sim.explore_cases import RULES, Backward, Grid, Where, explored
 
     grid = Grid(
@@ -51,10 +58,14 @@ def admission(
         [Mode(one) for one in _names("mode", mode, list(Mode))],
         ["1f1b" if one == "1f1b" else _number("limit", one, " or 1f1b") for one in limit.split(",")],
         _names("rule", rule, list(RULES)),
-        [None if one == "none" else Kind(one) for one in _names("in-order", in_order, ["none", *Kind])],
+        [None if one == "none" else Kind(one) for one in _names("in-order", in_order or "none", ["none", *Kind])],
         cast("list[Where]", _names("where", where, get_args(Where))),
     )
-    done = list(explored(_shown(grid, quiet=json), reduce=False if full else None))
+    cases = list(grid)
+    if in_order is None:
+        few = [number for number in grid.stages if number <= _FEW_STAGES]
+        cases += replace(grid, stages=few, in_order=[Kind.B])
+    done = list(explored(_shown(cases, quiet=json), reduce=False if full else None))
     if not done:
         raise ConfigError("no case is left: limits above M, or an order of a kind that no virtual stage runs")
     bad = [one for one in done if not one.is_safe]
@@ -85,13 +96,13 @@ def _names(field: str, text: str, allowed: Iterable[str]) -> list[str]:
     return names
 
 
-def _shown(grid: Grid, *, quiet: bool) -> Iterable[Case]:
+def _shown(cases: list[Case], *, quiet: bool) -> Iterable[Case]:
     """The cases, with a progress bar where somebody looks."""
     from rich.console import Console
     from rich.progress import track
 
     console = Console(stderr=True)
-    return track(list(grid), "cases", console=console, transient=True, disable=quiet or not sys.stderr.isatty())
+    return track(cases, "cases", console=console, transient=True, disable=quiet or not sys.stderr.isatty())
 
 
 def _worst(bad: list[Explored]) -> str:

@@ -11,7 +11,7 @@ SMALL = ("check", "admission", "--stages", "1,2", "--microbatches", "2")
 
 
 def test_rules_that_ship_pass() -> None:
-    result = rrfp(*SMALL, "--rule", "staircase,paper", "--backward", "whole")
+    result = rrfp(*SMALL, "--rule", "staircase,paper", "--backward", "whole", "--in-order", "none")
     assert (result.exit_code, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
     assert lines[0].split() == [
@@ -41,12 +41,25 @@ def test_rules_that_ship_pass() -> None:
 
 
 def test_a_wrong_rule_fails_with_the_shortest_way_into_its_deadlock() -> None:
-    result = rrfp(*SMALL, "--chunks", "2", "--mode", "train", "--rule", "backward-drain", "--limit", "1,2")
+    result = rrfp(
+        *SMALL, "--chunks", "2", "--mode", "train", "--rule", "backward-drain", "--limit", "1,2", "--in-order", "none"
+    )
     assert result.exit_code == 1
     assert result.stderr == (
         "rrfp: 8 of 16 cases fail, the first with the shortest way there: N=1 M=2 C=2 looped, whole backward, limit 1, "
         "backward-drain: deadlock after F0@0 F1@0; stage 0 holds 2: F0@1 waits for memory\n"
     )
+
+
+def test_the_default_looks_at_the_reserve_rule_over_one_chunk_and_over_two() -> None:
+    result = rrfp(*SMALL, "--backward", "whole")
+    assert (result.exit_code, result.stderr) == (0, "")
+    rows = [line.split()[:5] for line in result.stdout.splitlines()[1:-1]]
+    assert ["staircase", "1", "whole", "B", "6"] in rows
+    assert ["staircase", "2", "whole", "B", "12"] in rows
+    wrong = rrfp(*SMALL, "--backward", "whole", "--rule", "unreserved", "--chunks", "2")
+    assert wrong.exit_code == 1
+    assert "unreserved, B in order (all): deadlock after" in wrong.stderr
 
 
 def test_json_has_each_case() -> None:
