@@ -17,10 +17,10 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-fast test-long lint fmt bench clean
+.PHONY: help setup demo test test-fast test-long mutation lint fmt bench clean
 
 help:
-	@echo "make demo | test | test-fast | test-long | lint | fmt | bench | setup | clean      (options: see the head of the Makefile)"
+	@echo "make demo | test | test-fast | test-long | mutation | lint | fmt | bench | setup | clean      (options: see the head of the Makefile)"
 
 setup: $(READY)
 
@@ -28,15 +28,19 @@ demo: $(READY)
 	$(BIN)/rrfp demo $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "not long" $(ARGS)
 
 # Without the tests marked slow; for use while editing.
 test-fast: $(READY)
 	$(BIN)/python -m pytest -m "not slow and not long" $(ARGS)
 
-# Only the tests marked long: every real model in every configuration (docs/models.md).
+# The exhaustive and many-seed versions, the mutation check among them: hours.
 test-long: $(READY)
 	$(BIN)/python -m pytest -m long -o faulthandler_timeout=600 --numprocesses auto --dist worksteal $(ARGS)
+
+# Do the tests notice when the code is wrong? See tests/mutation/check.py for ARGS.
+mutation: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m mutation.check $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check $(CODE)
