@@ -49,6 +49,13 @@ class Arbiter:
         """Something happened: decide soon."""
         self._kicked.set()
 
+    def decide(self) -> None:
+        """Dispatch what is ready now, and what follows from that: what `run` does at one instant, without a loop."""
+        self.kick()
+        while self._kicked.is_set():
+            self._kicked.clear()
+            self._dispatch_ready()
+
     async def run(self, settled: Callable[[], Awaitable[None]] | None = None) -> None:
         """Dispatch until cancelled.
 

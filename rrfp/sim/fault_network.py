@@ -1,6 +1,6 @@
-"""The links between simulated stages: FIFO channels with latency, and what a fault plan does to single messages.
+"""The links between simulated ranks: FIFO channels with latency, and what a fault plan does to single messages.
 
-A channel is one kind of message from one stage to another. Without faults each is a FIFO: a message arrives at
+A channel is one kind of message from one rank to another. Without faults each is a FIFO: a message arrives at
 max(arrival of the one before, now + latency). The network knows messages and time, and no cores.
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from rrfp.arbiter.words import Word
 from rrfp.core.tasks import StepId
-from rrfp.sim.fault_plan import Delay, Duplicate, Fault, Lose, MessageFault, MessageId, Spike, Swap
+from rrfp.sim.fault_plan import AnyId, Channel, Delay, Duplicate, Fault, Lose, MessageFault, Spike, Swap
 
 
 class Parcel(NamedTuple):
@@ -22,13 +23,15 @@ class Parcel(NamedTuple):
         place: from 0, among the messages of its channel in its step.
         value: what its output is worth; 0 for a credit.
         consumed: what the sender reports along with it, see `rrfp.core.events.Arrived`.
+        word: what a member of a group says, where it is that.
     """
 
-    id: MessageId
+    id: AnyId
     step: StepId
     place: int
     value: int = 0
     consumed: int = 0
+    word: Word | None = None
 
 
 class Delivery(NamedTuple):
@@ -49,17 +52,17 @@ class Network:
         self._spikes = [fault for fault in faults if isinstance(fault, Spike)]
         self._hits = {fault.message: fault for fault in faults if isinstance(fault, MessageFault)}
         #: When the last message of a channel arrives.
-        self._last: dict[tuple[int, int, str], float] = {}
-        self._places: dict[tuple[int, tuple[int, int, str]], int] = {}
+        self._last: dict[Channel, float] = {}
+        self._places: dict[tuple[int, Channel], int] = {}
         #: Messages that change places with the next one of their channel.
         self._swapped: list[Parcel] = []
         #: Messages, or copies, that are kept for a later step of their receiver.
         self._late: list[Parcel] = []
         #: Messages that never arrive, and the faults that have had their chance.
-        self.lost: list[MessageId] = []
+        self.lost: list[AnyId] = []
         self.applied: list[Fault] = []
 
-    def next_place(self, message: MessageId) -> int:
+    def next_place(self, message: AnyId) -> int:
         """The place of ``message``, which is about to be sent, in its channel and step."""
         key = (message.step, message.channel)
         place = self._places.get(key, 0)
@@ -67,7 +70,7 @@ class Network:
         return place
 
     def send(self, parcel: Parcel, now: float, latency: float) -> list[Delivery]:
-        """A stage sends ``parcel`` at ``now``; returns every arrival that is certain now.
+        """A rank sends ``parcel`` at ``now``; returns every arrival that is certain now.
 
         Args:
             parcel: the message.
@@ -93,17 +96,17 @@ class Network:
         deliveries += [Delivery(arrival, other) for other in self._take(self._swapped, channel)]
         return deliveries
 
-    def step_opened(self, stage: int, step: int, now: float) -> list[Delivery]:
-        """Stage ``stage`` opened step ``step``: what was kept for a later step of it arrives."""
-        due = [parcel for parcel in self._late if parcel.id.receiver == stage and parcel.id.step < step]
+    def step_opened(self, rank: int, step: int, now: float) -> list[Delivery]:
+        """``rank`` opened step ``step``: what was kept for a later step of it arrives."""
+        due = [parcel for parcel in self._late if parcel.id.receiver == rank and parcel.id.step < step]
         self._late = [parcel for parcel in self._late if parcel not in due]
         return [Delivery(now, parcel) for parcel in due]
 
-    def keeps(self, message: MessageId) -> bool:
+    def keeps(self, message: AnyId) -> bool:
         """Whether ``message``, or a copy of it, is kept back."""
         return any(parcel.id == message for parcel in (*self._swapped, *self._late))
 
-    def release(self, message: MessageId, now: float) -> list[Delivery]:
+    def release(self, message: AnyId, now: float) -> list[Delivery]:
         """``message`` arrives if it is kept back."""
         kept = [parcel for parcel in (*self._swapped, *self._late) if parcel.id == message]
         self._swapped = [parcel for parcel in self._swapped if parcel.id != message]
@@ -128,7 +131,7 @@ class Network:
             self.applied.append(fault)
 
     @staticmethod
-    def _take(kept: list[Parcel], channel: tuple[int, int, str]) -> Iterator[Parcel]:
+    def _take(kept: list[Parcel], channel: Channel) -> Iterator[Parcel]:
         for parcel in [parcel for parcel in kept if parcel.id.channel == channel]:
             kept.remove(parcel)
             yield parcel

@@ -11,18 +11,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rrfp.arbiter.words import Saying
 from rrfp.core.tasks import Task
+from rrfp.sim.fault_ranks import name_of_rank
+
+#: A FIFO: sender, receiver, and what travels there: "F", "B", "credit" or "word".
+Channel = tuple[int, int, str]
 
 
 @dataclass(frozen=True, slots=True)
 class MessageId:
-    """One message of a run. Every message that a run without faults sends has exactly one.
+    """One message between two stages. Every one that a run without faults sends has exactly one.
 
     Attributes:
         step: number of the step that it belongs to.
         task: the task whose output it carries, or, for a credit, whose output was consumed.
-        sender: the stage that sends it.
-        receiver: the stage that it goes to.
+        sender: the rank that sends it; the stage where each has one rank.
+        receiver: the rank that it goes to.
         is_credit: a `Consumed` of a forward-only step; else it carries an output.
     """
 
@@ -33,13 +38,67 @@ class MessageId:
     is_credit: bool = False
 
     @property
-    def channel(self) -> tuple[int, int, str]:
-        """The FIFO that it travels in: sender, receiver, and what travels there ("F", "B" or "credit")."""
+    def channel(self) -> Channel:
+        """The FIFO that it travels in."""
         return self.sender, self.receiver, "credit" if self.is_credit else self.task.kind
+
+    @property
+    def sort(self) -> str:
+        """What it is, where it is no output."""
+        return "credit" if self.is_credit else ""
 
     def __str__(self) -> str:
         what = f"the credit for {self.task}" if self.is_credit else str(self.task)
-        return f"{what} from stage {self.sender} to stage {self.receiver} in step {self.step}"
+        return f"{what} {_way(self.sender, self.receiver)} in step {self.step}"
+
+
+@dataclass(frozen=True, slots=True)
+class WordId:
+    """One message inside a group.
+
+    Attributes:
+        step: number of the step that it belongs to.
+        saying: what it says.
+        about: the entry of the log, the task that is reported, or the round.
+        sender: the rank that sends it.
+        receiver: the rank that it goes to.
+    """
+
+    step: int
+    saying: Saying
+    about: int | Task
+    sender: int
+    receiver: int
+
+    @property
+    def channel(self) -> Channel:
+        """The FIFO that it travels in: all that one member says to another."""
+        return self.sender, self.receiver, "word"
+
+    @property
+    def sort(self) -> str:
+        """What it is."""
+        return _SORTS[self.saying]
+
+    def __str__(self) -> str:
+        return f"{self.sort} {self.about} {_way(self.sender, self.receiver)} in step {self.step}"
+
+
+#: What travels between ranks.
+AnyId = MessageId | WordId
+
+_SORTS = {
+    Saying.READY: "report",
+    Saying.HELD: "bytes",
+    Saying.ORDER: "order",
+    Saying.PROPOSE: "proposal",
+    Saying.OUTCOME: "outcome",
+    Saying.PROMPT: "prompt",
+}
+
+
+def _way(sender: int, receiver: int) -> str:
+    return f"from {name_of_rank(sender)} to {name_of_rank(receiver)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,33 +113,34 @@ class Spike:
 
     def __str__(self) -> str:
         span = f"between {self.start:.3f} and {self.end:.3f} s"
-        return f"spike: stage {self.sender} to stage {self.receiver} takes {self.extra:.3f} s longer {span}"
+        way = f"{name_of_rank(self.sender)} to {name_of_rank(self.receiver)}"
+        return f"spike: {way} takes {self.extra:.3f} s longer {span}"
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """``stage`` takes in and decides nothing for ``seconds`` from ``start`` on; what reaches it queues up."""
+    """``rank`` takes in and decides nothing for ``seconds`` from ``start`` on; what reaches it queues up."""
 
-    stage: int
+    rank: int
     start: float
     seconds: float
 
     def __str__(self) -> str:
-        return f"pause: stage {self.stage} stands still from {self.start:.3f} s for {self.seconds:.3f} s"
+        return f"pause: {name_of_rank(self.rank)} stands still from {self.start:.3f} s for {self.seconds:.3f} s"
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """``stage`` ends at ``at``; its peers learn of it ``detection`` seconds later, as the transport would tell them.
+    """``rank`` ends at ``at``; its peers learn of it ``detection`` seconds later, as the transport would tell them.
 
     Attributes:
-        stage: the stage that ends.
+        rank: the rank that ends.
         at: when.
         detection: seconds until a transport notices.
         drops: whether its messages on their way are gone with it.
     """
 
-    stage: int
+    rank: int
     at: float
     detection: float
     drops: bool
@@ -88,7 +148,7 @@ class Death:
     def __str__(self) -> str:
         fate = "lost" if self.drops else "delivered"
         return (
-            f"death: stage {self.stage} dies at {self.at:.3f} s, its messages on their way are {fate}, "
+            f"death: {name_of_rank(self.rank)} dies at {self.at:.3f} s, its messages on their way are {fate}, "
             f"noticed {self.detection:.3f} s later"
         )
 
@@ -97,7 +157,7 @@ class Death:
 class Lose:
     """``message`` never arrives."""
 
-    message: MessageId
+    message: AnyId
 
     def __str__(self) -> str:
         return f"lose: {self.message}"
@@ -107,7 +167,7 @@ class Lose:
 class Duplicate:
     """``message`` arrives a second time, ``lag`` seconds after the first."""
 
-    message: MessageId
+    message: AnyId
     lag: float
 
     def __str__(self) -> str:
@@ -118,7 +178,7 @@ class Duplicate:
 class Swap:
     """``message`` changes places with the next one of its channel. Where none follows, it arrives late and alone."""
 
-    message: MessageId
+    message: AnyId
 
     def __str__(self) -> str:
         return f"swap: {self.message}, with the next of its channel"
@@ -136,7 +196,7 @@ class Delay:
         is_copy: the message arrives in time as well, and what comes late is a copy.
     """
 
-    message: MessageId
+    message: AnyId
     is_copy: bool
 
     def __str__(self) -> str:
@@ -148,8 +208,8 @@ Fault = Spike | Pause | Death | MessageFault
 
 
 def name_of(fault: Fault) -> str:
-    """How a kind of fault is called: "spike", "lose", "delay copy", ...; "lose credit" where it hits a credit."""
+    """How a kind of fault is called: "spike", "lose", "delay copy"; "lose order" where what it hits is no output."""
     name = type(fault).__name__.lower()
     if isinstance(fault, Delay) and fault.is_copy:
         name += " copy"
-    return f"{name} credit" if isinstance(fault, MessageFault) and fault.message.is_credit else name
+    return f"{name} {fault.message.sort}".rstrip() if isinstance(fault, MessageFault) else name

@@ -23,6 +23,7 @@ from rrfp.hints.registry import HintSpec, create_hint, create_strict, hint_names
 from rrfp.schedules.registry import make_schedule, schedule_names
 from rrfp.sim.fault_draws import draw_faults
 from rrfp.sim.fault_plan import Fault
+from rrfp.sim.fault_ranks import AGREEABLE, ALONE, Crew, draw_crew
 
 #: For each virtual stage, a number of seconds for each microbatch.
 Rows = tuple[tuple[float, ...], ...]
@@ -66,6 +67,7 @@ class Scenario:
         release_after: from the start of a send until its memory is free.
         gaps: for each stage, from the end of one step to the beginning of the next.
         faults: what goes wrong.
+        crew: how many ranks a stage has, and how they work together.
     """
 
     seed: int
@@ -83,6 +85,7 @@ class Scenario:
     release_after: float
     gaps: tuple[float, ...]
     faults: tuple[Fault, ...]
+    crew: Crew = ALONE
 
     def describe(self) -> list[str]:
         """The run in lines of text: the pipeline, how it is scheduled, its steps, and a line a fault."""
@@ -94,24 +97,31 @@ class Scenario:
             f"{split} of {place.num_virtual_stages} virtual stages split",
             *([f"skip edges {' '.join(skips)}"] if skips else []),
         ]
-        first = self.limits[0]
         forced = " ".join(f"{kind}@{v}" for kind, v in sorted(self.in_order))
         limits = " ".join("-" if one.microbatches is None else str(one.microbatches) for one in self.limits)
+        crew = self.crew.describe()
         return [
             f"pipeline: {', '.join(parts)}",
-            f"schedule: {self.method}, limits by stage: {limits} ({first.rule}), depth {self.depth}",
+            *([f"ranks: {'; '.join(crew)}"] if crew else []),
+            f"schedule: {self.method}, limits by stage: {limits} ({self._rule}), depth {self.depth}",
             *([f"in microbatch order: {forced}"] if forced else []),
             f"steps: {'; '.join(f'{step.mode}, {step.microbatches} microbatches' for step in self.steps)}",
             *[f"fault: {fault}" for fault in self.faults],
         ]
 
+    @property
+    def _rule(self) -> str:
+        first = self.limits[0]
+        return first.rule if first.bytes is None else f"{first.rule}, {first.bytes} bytes"
 
-def make_scenario(seed: int, hint: HintSpec | None = None) -> Scenario:
+
+def make_scenario(seed: int, hint: HintSpec | None = None, *, alone: bool = False) -> Scenario:
     """The run of a seed.
 
     Args:
         seed: any whole number.
         hint: use this hint instead of the one that the seed picks.
+        alone: each stage has one rank, whatever the seed says, and no limit is in bytes.
     """
     shape = random.Random(seed)
     graph = _graph(shape)
@@ -129,7 +139,13 @@ def make_scenario(seed: int, hint: HintSpec | None = None) -> Scenario:
         method, make_hint = hint if isinstance(hint, str) else "the given hint", lambda stage: create_hint(hint)
     limits, in_order = _gates(shape, graph, most, may_wait=make_hint(0).may_wait)
     horizon = _horizon(graph, steps, durations, latencies)
-    faults = draw_faults(random.Random(f"{seed} faults"), graph, steps, horizon)
+    together = random.Random(f"{seed} crew")
+    crew = ALONE if alone else draw_crew(together, stages, most, may_agree=method in AGREEABLE)
+    if any(crew.bytes_held) and limits[0].rule != "paper" and not make_hint(0).may_wait:
+        room = max(crew.bytes_held) * graph.placement.chunks * together.choice([1, 1, 2, most])
+        is_free = together.random() < 0.5
+        limits = tuple([Limit(None if is_free else limit.microbatches, room) for limit in limits])
+    faults = draw_faults(random.Random(f"{seed} faults"), graph, steps, horizon, crew, limits)
     return Scenario(
         seed=seed,
         graph=graph,
@@ -146,6 +162,7 @@ def make_scenario(seed: int, hint: HintSpec | None = None) -> Scenario:
         release_after=release_after,
         gaps=gaps,
         faults=faults,
+        crew=crew,
     )
 
 

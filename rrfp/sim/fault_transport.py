@@ -14,7 +14,7 @@ from functools import partial
 
 from rrfp.errors import FrameError
 from rrfp.sim.fault_network import Delivery, Network, Parcel
-from rrfp.sim.fault_plan import Death, Fault, MessageId
+from rrfp.sim.fault_plan import AnyId, Death, Fault, MessageId
 from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
 from rrfp.transports.flow import Window
 from rrfp.transports.simulated import Latency, SimulatedTransport, no_latency
@@ -38,9 +38,9 @@ class Links:
         self.checks = checks
         self.late_after = late_after
         self._latency = latency
-        self._deaths = {fault.stage: fault for fault in faults if isinstance(fault, Death)}
+        self._deaths = {fault.rank: fault for fault in faults if isinstance(fault, Death)}
         #: How each message is handed over.
-        self._arrive: dict[MessageId, Callable[[], None]] = {}
+        self._arrive: dict[AnyId, Callable[[], None]] = {}
 
     def send(self, stage: int, peer: int, message: Message, arrive: Callable[[], None]) -> None:
         """Stage ``stage`` sends ``message``; ``arrive`` hands it over, as often as the plan says."""
@@ -69,7 +69,7 @@ class Links:
             # By a timer even if it is due: timers of one instant keep their order, so a channel stays a FIFO.
             asyncio.get_running_loop().call_at(time, self._land, parcel.id)
 
-    def _land(self, message: MessageId) -> None:
+    def _land(self, message: AnyId) -> None:
         death = self._deaths.get(message.sender)
         if death is None or not (death.drops and self._is_silent(message.sender)):
             self._arrive[message]()

@@ -19,16 +19,17 @@ class MissingInputError(Exception):
     """A task ran and something that it reads was not there."""
 
 
-def value_of(step: int, task: Task, read: tuple[int, ...]) -> int:
+def value_of(step: int, task: Task, read: tuple[int, ...], salt: int = 0) -> int:
     """What ``task`` computes from the values that it reads.
 
     Args:
         step: number of the step.
         task: the task.
         read: the values read, in graph order.
+        salt: of the rank: replicas have other data, members of a group other shards.
     """
     # A hash of a tuple of integers is the same in every process; only hashes of text are not.
-    return hash((_CODES[task.kind], step, task.microbatch, task.virtual_stage, *read))
+    return hash((_CODES[task.kind], step, task.microbatch, task.virtual_stage, salt, *read))
 
 
 def adds_to_gradient(graph: Graph, task: Task) -> bool:
@@ -42,9 +43,10 @@ class Reference:
     Args:
         graph: the dependency graph.
         step: the step.
+        salt: see `value_of`.
     """
 
-    def __init__(self, graph: Graph, step: StepId) -> None:
+    def __init__(self, graph: Graph, step: StepId, salt: int = 0) -> None:
         #: By task.
         self.values: dict[Task, int] = {}
         #: By virtual stage: the sum over its microbatches.
@@ -58,21 +60,23 @@ class Reference:
         for kind, v in order:
             for m in range(step.microbatches):
                 task = Task(kind, m, v)
-                values[task] = value_of(step.number, task, tuple([values[i] for i in graph.inputs(task)]))
+                values[task] = value_of(step.number, task, tuple([values[i] for i in graph.inputs(task)]), salt)
                 if adds_to_gradient(graph, task):
                     self.gradients[v] += values[task]
 
 
 class StageValues:
-    """What one stage holds, as the mailbox and the activations of a rank would.
+    """What one rank holds, as the mailbox and the activations of a rank would.
 
     Args:
         graph: the dependency graph.
+        salt: see `value_of`.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, salt: int = 0) -> None:
         self._graph = graph
-        #: Outputs, of this stage and received; the core says when they are dropped.
+        self._salt = salt
+        #: Outputs, of this rank and received; the core says when they are dropped.
         self._outputs: dict[Task, int] = {}
         #: Activations and input gradients that later tasks of the same virtual stage read.
         self._kept: dict[Task, int] = {}
@@ -121,7 +125,7 @@ class StageValues:
             if source not in held:
                 raise MissingInputError(f"{task} ran without {source}")
             read.append(held[source])
-        return value_of(step, task, tuple(read))
+        return value_of(step, task, tuple(read), self._salt)
 
     def keep(self, task: Task, value: int) -> None:
         """``task`` is done: keep its output, and add to its gradient."""

@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from rrfp.arbiter.words import Saying
 from rrfp.core.stage_core import StageCore
 from rrfp.hints.registry import HintSpec
 from rrfp.sim.fault_node import Run, stall_of
 from rrfp.sim.fault_oracle import REQUIRED, Ending
-from rrfp.sim.fault_plan import Death, MessageFault, name_of
+from rrfp.sim.fault_plan import AnyId, Death, MessageFault, WordId, name_of
+from rrfp.sim.fault_ranks import name_of_rank, stage_of_rank
 from rrfp.sim.fault_run import CoreFactory, FaultEngine
 from rrfp.sim.fault_scenario import Scenario, make_scenario
 
@@ -83,7 +85,7 @@ def _problems(scenario: Scenario, run: Run) -> Iterator[str]:
 
 def allowed_endings(scenario: Scenario) -> frozenset[Ending]:
     """How a run with all these faults may end: by any of them, and well only if each of them may end well."""
-    dead = {fault.stage for fault in scenario.faults if isinstance(fault, Death)}
+    dead = {fault.rank for fault in scenario.faults if isinstance(fault, Death)}
     each = []
     for fault in scenario.faults:
         endings = REQUIRED[name_of(fault)]
@@ -98,7 +100,14 @@ def _of_a_finish(scenario: Scenario, run: Run) -> Iterator[str]:
     for fault in scenario.faults:
         if isinstance(fault, MessageFault) and fault not in run.network.applied:
             yield f"it finished, and {fault.message} was never sent"
-    yield from (f"it finished without {message}" for message in run.network.lost)
+    for message in run.network.lost:
+        if not _is_missed_by_nobody(message):
+            yield f"it finished without {message}"
+
+
+def _is_missed_by_nobody(message: AnyId) -> bool:
+    """Whether nothing waits for ``message``: what a follower holds only makes its leader count better."""
+    return isinstance(message, WordId) and message.saying is Saying.HELD
 
 
 def _of_a_stall(run: Run) -> Iterator[str]:
@@ -108,19 +117,24 @@ def _of_a_stall(run: Run) -> Iterator[str]:
         yield f"it stalled, and no message was lost: {run.text}"
     yield from (f"the stall report calls {message} lost, which was not" for message in named - lost)
     for message in lost - named:
-        if message.step == run.nodes[message.receiver].step.number:
+        receiver = run.nodes[message.receiver]
+        if receiver.agreement is not None and isinstance(message, WordId):
+            is_named = (receiver.rank.stage, receiver.rank.replica) in stall.disputed
+        else:
+            is_named = _is_missed_by_nobody(message) or message.step != receiver.step.number
+        if not is_named:
             yield f"the stall report does not name {message}, which was lost: {run.text}"
 
 
 def _of_an_abort(scenario: Scenario, run: Run) -> Iterator[str]:
-    dead = [fault.stage for fault in scenario.faults if isinstance(fault, Death)]
-    if run.ending is Ending.ABORTED and not run.text.startswith(f"aborted by stage {dead[0]}: "):
-        yield f"stage {dead[0]} died, and the pipeline was {run.text}"
+    dead = [fault.rank for fault in scenario.faults if isinstance(fault, Death)]
+    if run.ending is Ending.ABORTED and (run.origin is None or run.origin.stage != stage_of_rank(dead[0])):
+        yield f"{name_of_rank(dead[0])} died, and the pipeline was {run.text}"
     for node in run.nodes:
         if node.origin is not None and node.aborts != [node.origin]:
-            yield f"stage {node.stage} was told of {node.origin} and told its peers of {node.aborts}"
-        if node.origin is None and node.stage not in dead:
-            yield f"stage {node.stage} was never told that the pipeline ended"
+            yield f"{node.rank.name} was told of {node.origin} and told its peers of {node.aborts}"
+        if node.origin is None and node.rank not in dead:
+            yield f"{node.rank.name} was never told that the pipeline ended"
 
 
 @dataclass

@@ -116,7 +116,7 @@ class _Shell:
         transports = [FaultyTransport(context, self._links) for context in contexts]
         for fault in scenario.faults:
             if isinstance(fault, Death):
-                asyncio.get_running_loop().call_at(fault.at + fault.detection, transports[fault.stage].abort)
+                asyncio.get_running_loop().call_at(fault.at + fault.detection, transports[fault.rank].abort)
         most = 8 * self._patience * len(scenario.steps)
         try:
             async with asyncio.timeout(most):

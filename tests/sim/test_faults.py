@@ -1,4 +1,4 @@
-"""Ten thousand seeded runs of small pipelines with faults: each ends well, or with one error that names its cause.
+"""Thousands of seeded runs of small pipelines with faults: each ends well, or with one error that names its cause.
 
 A failure prints the one command that replays it.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from rrfp.sim.fault_run import FaultEngine
 from rrfp.sim.fault_scenario import Scenario, make_scenario
 from rrfp.sim.faults import Campaign, replay_command, run_campaign, run_seed
 
-NUM_RUNS = 10_000
+NUM_RUNS, NUM_MORE = 6_000, 60_000
 BATCH = 1_000
 
 
@@ -32,7 +33,16 @@ def campaign(first: int) -> Campaign:
 
 @pytest.mark.parametrize("first", range(0, NUM_RUNS, BATCH))
 def test_every_run_ends_well_or_names_its_fault(first: int) -> None:
-    failed = campaign(first).failed
+    _expect_none(campaign(first).failed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(NUM_RUNS, NUM_MORE, BATCH))
+def test_every_one_of_many_more_runs_ends_well_or_names_its_fault(first: int) -> None:
+    _expect_none(run_campaign(range(first, first + BATCH)).failed)
+
+
+def _expect_none(failed: list[tuple[int, str]]) -> None:
     if failed:
         seed, problem = failed[0]
         pytest.fail(f"{len(failed)} of {BATCH} runs failed: {problem}; {replay_command(seed)}", pytrace=False)
@@ -40,7 +50,7 @@ def test_every_run_ends_well_or_names_its_fault(first: int) -> None:
 
 def test_every_fault_is_met_alone_with_every_ending_that_it_may_have_and_with_no_other() -> None:
     seen: dict[str, Counter[Ending]] = {}
-    for first in range(0, 4 * BATCH, BATCH):
+    for first in range(0, NUM_RUNS, BATCH):
         for kind, endings in campaign(first).endings.items():
             seen.setdefault(kind, Counter()).update(endings)
     assert {kind: set(seen[kind]) for kind in REQUIRED} == {kind: set(endings) for kind, endings in REQUIRED.items()}
@@ -71,6 +81,12 @@ def test_the_scenarios_have_everything_that_they_should() -> None:
     assert {one.depth for one in made} == {1, 2}
     assert {len(one.faults) for one in made} == {0, 1, 2, 3}
     assert any(one.in_order for one in made)
+    crews = [one.crew for one in made]
+    assert {crew.members for crew in crews} == {1, 2, 3}
+    assert {crew.replicas for crew in crews} == {1, 2}
+    assert {(crew.is_led, crew.agrees) for crew in crews} == {(False, False), (True, False), (False, True)}
+    assert {(crew.coupled, crew.is_numbered) for crew in crews if crew.is_led} == set(product([True, False], repeat=2))
+    assert any(limit.bytes for one in made if one.crew.is_led for limit in one.limits)
 
 
 def as_table(scenario: Scenario) -> CostTable:
@@ -103,7 +119,7 @@ def without_faults(scenario: Scenario) -> Scenario:
 def test_without_faults_every_task_starts_when_the_engine_starts_it() -> None:
     compared = 0
     for seed in range(300):
-        made = make_scenario(seed)
+        made = make_scenario(seed, alone=True)
         graph = made.graph
         if len(graph.edges or ()) >= graph.placement.num_virtual_stages or len(set(graph.split)) > 1:
             continue  # a cost table knows no skip edge, and splits all or nothing

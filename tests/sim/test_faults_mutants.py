@@ -14,6 +14,7 @@ from rrfp.core import events as ev
 from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint
+from rrfp.core.order_log import Group
 from rrfp.core.stage_core import StageCore
 from rrfp.core.step import Instructions
 from rrfp.core.tasks import Kind, Mode, Task
@@ -143,9 +144,58 @@ class DropsTooEarly(StageCore):
         return (ev.Release(event.task), *instructions) if is_forward else instructions  # type: ignore[union-attr]
 
 
+class TakesGapsInItsLog(StageCore):
+    """Looks at no number of its leader's log."""
+
+    def apply(self, event: ev.Event) -> Instructions:
+        if isinstance(event, ev.Ordered) and self._step is not None and event.step == self._step.id:
+            log = self._step.group.log
+            event = ev.Ordered(event.step, len(log._entries), event.task)
+        return super().apply(event)
+
+
+class IgnoresReports(StageCore):
+    """Leads, and waits for nobody."""
+
+    def __init__(self, *args: Any, group: Group | None = None, **options: Any) -> None:
+        super().__init__(*args, group=group, **options)
+        self._leads = self.group.num_followers > 0
+        if self._leads:
+            self.group = Alone(0, self.group.size)
+
+    def apply(self, event: ev.Event) -> Instructions:
+        return () if self._leads and isinstance(event, ev.ReadyReported) else super().apply(event)
+
+
+class Alone(Group):
+    """A group that no report comes from, though all of it runs the log."""
+
+    @property
+    def num_followers(self) -> int:
+        return 0
+
+
+class RunsItsOwnOrder(StageCore):
+    """Follows, and runs the last entry of the log that it can."""
+
+    def decide(self) -> ev.Run | None:
+        if not self.group.follows or self._step is None or not self._step.group.pending():
+            return super().decide()
+        log = self._step.group.log
+        for task in reversed(log.pending()):
+            if task in self.ready:
+                log._entries.remove(task)
+                log._entries.insert(log._next, task)
+                return ev.Run(task)
+        return None
+
+
 @pytest.mark.parametrize(
     ("broken", "objection"),
     [
+        (TakesGapsInItsLog, "which overtook another message, or that was lost"),
+        (IgnoresReports, ", and stage "),
+        (RunsItsOwnOrder, "where others of its group run"),
         (IgnoresDuplicates, "which arrived twice"),
         (SkipsSequences, "which overtook another message, or that was lost"),
         (TakesAnyStep, "which belongs to another step"),

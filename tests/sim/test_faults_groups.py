@@ -1,0 +1,193 @@
+"""Faults inside groups and between replicas, in pipelines small enough to work out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from sim.fault_cases import FORWARD, TRAIN, limited, output, scenario
+
+from rrfp.arbiter.words import Saying
+from rrfp.core import events as ev
+from rrfp.core.admission import Limit
+from rrfp.core.graph import Graph
+from rrfp.core.stage_core import StageCore
+from rrfp.core.step import Instructions
+from rrfp.core.tasks import Task
+from rrfp.hints.registry import create_hint
+from rrfp.sim.fault_oracle import Ending
+from rrfp.sim.fault_plan import Death, Delay, Duplicate, Fault, Lose, MessageId, Pause, Swap, WordId
+from rrfp.sim.fault_ranks import Crew, Rank
+from rrfp.sim.fault_scenario import Scenario
+from rrfp.sim.faults import run_scenario
+
+LED = Crew(members=2, bytes_held=(0, 0))
+AGREEING = replace(LED, coordination="agreement")
+
+
+def grouped(*faults: Fault, crew: Crew = LED, steps: Any = ((TRAIN, 3),), stages: int = 2) -> Scenario:
+    return replace(scenario(*faults, graph=Graph.chain(stages), steps=steps), crew=crew)
+
+
+def rank(stage: int, member: int, crew: Crew = LED, replica: int = 0) -> Rank:
+    (found,) = [r for r in crew.ranks(2) if (r.stage, r.replica, r.member) == (stage, replica, member)]
+    return found
+
+
+def word(saying: Saying, about: int | str, stage: int, sender: int, receiver: int) -> WordId:
+    what = about if isinstance(about, int) else Task.parse(about)
+    return WordId(0, saying, what, rank(stage, sender), rank(stage, receiver))
+
+
+def ending(one: Scenario) -> tuple[Ending, str]:
+    run = run_scenario(one)
+    assert run.problems == ()
+    return run.ending, run.text
+
+
+@pytest.mark.parametrize(
+    "crew", [LED, AGREEING, replace(LED, coupled=False), Crew(replicas=3), Crew(2, 3, bytes_held=(0,) * 3)]
+)
+def test_without_faults_every_rank_ends_with_the_right_values(crew: Crew) -> None:
+    assert ending(grouped(crew=crew, steps=((TRAIN, 3), (FORWARD, 2), (TRAIN, 1)))) == (Ending.FINISHED, "")
+
+
+# The log and the reports.
+
+
+def test_a_lost_order_is_found_at_the_next_entry() -> None:
+    assert ending(replace(grouped(Lose(word(Saying.ORDER, 1, 0, 0, 1))), depth=2)) == (
+        Ending.REFUSED,
+        "aborted by stage 0 (rank 1): ProtocolError: order log leaves a gap: got entry 2 (F2@0), expected 1",
+    )
+
+
+def test_a_lost_order_stalls_where_the_leader_waits_for_all_to_begin() -> None:
+    how, text = ending(grouped(Lose(word(Saying.ORDER, 1, 0, 0, 1))))
+    assert how is Ending.STALLED
+    assert "stage 0 member 1 waits for order 1, which stage 0 member 0 sent, and which never arrived" in text
+    assert "stage 0 member 0: F1@0 waits for others of its group to begin it" in text
+
+
+def test_a_last_order_that_is_lost_stalls_and_is_named() -> None:
+    how, text = ending(grouped(Lose(word(Saying.ORDER, 5, 1, 0, 1))))
+    assert how is Ending.STALLED
+    assert "stage 1 member 1 waits for order 5, which stage 1 member 0 sent, and which never arrived" in text
+
+
+def test_a_lost_report_stalls_and_is_named() -> None:
+    how, text = ending(grouped(Lose(word(Saying.READY, "F1@1", 1, 1, 0))))
+    assert how is Ending.STALLED
+    assert "stage 1 member 0 waits for report F1@1, which stage 1 member 1 sent, and which never arrived" in text
+
+
+def test_an_output_lost_on_one_member_is_named_with_that_member() -> None:
+    one = MessageId(0, Task.parse("F2@0"), rank(0, 1), rank(1, 1))
+    how, text = ending(grouped(Lose(one)))
+    assert how is Ending.STALLED
+    assert "stage 1 member 1 waits for F2@0, which stage 0 member 1 sent, and which never arrived" in text
+
+
+@pytest.mark.parametrize(
+    ("saying", "about", "text"),
+    [
+        (Saying.ORDER, 2, "order log repeats an entry: got entry 2 (F2@0), expected 3"),
+        (Saying.READY, "B0@0", "rank 1 of the group reported B0@0 as ready twice"),
+    ],
+)
+def test_a_repeated_word_is_refused(saying: Saying, about: int | str, text: str) -> None:
+    way = (0, 1) if saying is Saying.ORDER else (1, 0)
+    how, told = ending(grouped(Duplicate(word(saying, about, 0, *way), lag=0.0)))
+    assert (how, text in told) == (Ending.REFUSED, True), told
+
+
+def test_orders_that_change_places_are_refused_and_reports_are_not() -> None:
+    how, text = ending(replace(grouped(Swap(word(Saying.ORDER, 0, 0, 0, 1))), depth=2))
+    assert (how, "got entry 1 (F1@0), expected 0" in text) == (Ending.REFUSED, True)
+    assert ending(grouped(Swap(word(Saying.READY, "F0@1", 1, 1, 0))))[0] is Ending.FINISHED
+
+
+def test_a_copy_in_a_later_step_is_refused() -> None:
+    late = Delay(word(Saying.ORDER, 0, 0, 0, 1), is_copy=True)
+    how, text = ending(grouped(late, steps=((TRAIN, 2), (TRAIN, 2))))
+    assert how is Ending.REFUSED
+    assert "F0@0 from the group's leader, a message of step 0 (train, 2 microbatches)" in text
+
+
+# Agreement.
+
+
+@pytest.mark.parametrize(("saying", "way"), [(Saying.PROPOSE, (1, 0)), (Saying.OUTCOME, (0, 1))])
+def test_a_lost_round_stalls_and_the_proposal_is_in_the_report(saying: Saying, way: tuple[int, int]) -> None:
+    how, text = ending(grouped(Lose(word(saying, 1, 0, *way)), crew=AGREEING))
+    assert how is Ending.STALLED
+    assert "stage 0 member 1: F1@0 is proposed to its group" in text
+
+
+def test_a_repeated_proposal_is_refused() -> None:
+    how, text = ending(grouped(Duplicate(word(Saying.PROPOSE, 1, 0, 1, 0), lag=0.0), crew=AGREEING))
+    assert (how, "member 1 of the group " in text) == (Ending.REFUSED, True)
+
+
+# Ranks that stand still or die.
+
+
+@pytest.mark.parametrize("member", [0, 1])
+@pytest.mark.parametrize("crew", [LED, AGREEING])
+def test_a_pause_of_one_member_delays_and_harms_nobody(crew: Crew, member: int) -> None:
+    assert ending(grouped(Pause(rank(0, member), 0.5, 20.0), crew=crew)) == (Ending.FINISHED, "")
+
+
+@pytest.mark.parametrize("member", [0, 1])
+@pytest.mark.parametrize("crew", [LED, AGREEING, Crew(replicas=2)])
+def test_a_member_that_dies_is_named_on_every_other_rank(crew: Crew, member: int) -> None:
+    dead = rank(1, member, crew) if crew.members > 1 else rank(1, 0, crew, replica=member)
+    how, text = ending(grouped(Death(dead, 2.5, 0.5, drops=True), crew=crew))
+    assert how is Ending.ABORTED
+    assert text == f"aborted by stage 1 (rank {int(dead)}): PeerLostError: its connection ended or fell silent"
+
+
+# What the oracle sees of memory and of single outputs.
+
+
+class IgnoresBytes(StageCore):
+    """Leads, and counts what it holds itself."""
+
+    def apply(self, event: ev.Event) -> Instructions:
+        if isinstance(event, ev.HeldReported):
+            event = ev.HeldReported(event.step, event.rank, event.task, 0)
+        return super().apply(event)
+
+
+def test_a_leader_that_counts_only_its_own_bytes_is_found() -> None:
+    crew = replace(LED, bytes_held=(1, 9))
+    one = limited(grouped(crew=crew, steps=((TRAIN, 6),)), Limit(bytes=18))
+    one = replace(one, make_hint=lambda stage: create_hint("f-priority"))
+    assert run_scenario(one).problems == ()
+    problems = run_scenario(one, make_core=IgnoresBytes).problems
+    assert "stage 0 member 1 holds 36 bytes after F3@0, the most allowed is 27" in problems[0], problems
+
+
+class TakesDuplicates(StageCore):
+    """Looks at no number, and drops what it has."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._seen: set[Task] = set()
+
+    def apply(self, event: ev.Event) -> Instructions:
+        if isinstance(event, ev.Arrived):
+            if event.task in self._seen:
+                return ()
+            self._seen.add(event.task)
+        return super().apply(event)
+
+
+def test_where_outputs_have_no_number_a_second_one_is_known_by_its_task() -> None:
+    one = replace(scenario(Duplicate(output("F1@0", 0, 1), lag=0.0)), crew=Crew(is_numbered=False))
+    run = run_scenario(one)
+    assert (run.ending, run.problems) == (Ending.REFUSED, ())
+    assert "F1@0 arrived twice on stage 1" in run.text
+    problems = run_scenario(one, make_core=TakesDuplicates).problems
+    assert "stage 1 took in F1@0 from stage 0 to stage 1 in step 0, which arrived twice" in problems
