@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 
+import rrfp
 from rrfp.commands.check_admission import admission
 from rrfp.commands.check_faults import faults
 from rrfp.commands.naming import named_or_loaded, named_or_loaded_hint
 from rrfp.commands.output import Json, first_line, print_json
+from rrfp.testing.skipped import SkippedError
 
 check = typer.Typer(help="Check that a plugin keeps its contract; exit code 1 if it does not.")
 check.command()(faults)
 check.command()(admission)
+
+#: Where Python's own modules are.
+_STANDARD = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"])
+
+#: What rrfp itself calls: where these raise, whoever called them is asked.
+_USED = frozenset({"torch", "numpy", "zmq", "msgpack", "uvloop"})
+
+_MARKS = {"ok": "ok  ", "skipped": "skip", "failed": "FAIL"}
 
 _NAME = "A registered name, module:attribute, or file.py:attribute."
 Name = Annotated[str, typer.Argument(metavar="NAME", help=_NAME)]
@@ -29,12 +43,12 @@ class Outcome:
 
     Attributes:
         name: the check's name.
-        ok: whether the contract holds.
-        message: what was checked, or how it broke.
+        outcome: whether the contract holds; "skipped" where the check did not look.
+        message: what was checked, what it lacked to look, or how the contract broke.
     """
 
     name: str
-    ok: bool
+    outcome: Literal["ok", "skipped", "failed"]
     message: str
 
 
@@ -77,11 +91,24 @@ def _outcome(what: Callable[..., object], run: Callable[[], object]) -> Outcome:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of dtypes that the checks send
             run()
+    except SkippedError as error:
+        return Outcome(name, "skipped", str(error))
     except AssertionError as error:
-        return Outcome(name, False, " ".join(str(error).split()))
+        return Outcome(name, "failed", " ".join(str(error).split()))
     except Exception as error:  # the plugin may raise anything
-        return Outcome(name, False, " ".join(f"{type(error).__name__}: {error}".split()))
-    return Outcome(name, True, first_line(what.__doc__))
+        return Outcome(name, "failed", f"{' '.join(f'{type(error).__name__}: {error}'.split())}{_place_of(error)}")
+    return Outcome(name, "ok", first_line(what.__doc__))
+
+
+def _place_of(error: Exception) -> str:
+    """Where the plugin's own code raised ``error``, or called what did; empty where no code outside rrfp took part."""
+    ours = str(Path(rrfp.__file__).parent)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        parts = Path(frame.filename).parts
+        is_standard = frame.filename.startswith(("<", *_STANDARD)) and "site-packages" not in parts
+        if not (is_standard or frame.filename.startswith(ours) or _USED.intersection(parts)):
+            return f" (at {frame.filename}:{frame.lineno}, in {frame.name})"
+    return ""
 
 
 def _report(kind: str, name: str, outcomes: Iterable[Outcome], *, json: bool) -> None:
@@ -90,11 +117,12 @@ def _report(kind: str, name: str, outcomes: Iterable[Outcome], *, json: bool) ->
     for outcome in outcomes:
         done.append(outcome)
         if not json:
-            typer.echo(f"{'ok  ' if outcome.ok else 'FAIL'} {outcome.name}: {outcome.message}")
-    failed = sum(not outcome.ok for outcome in done)
+            typer.echo(f"{_MARKS[outcome.outcome]} {outcome.name}: {outcome.message}")
+    counts = Counter(outcome.outcome for outcome in done)
+    failed = counts["failed"]
     if json:
         print_json({"kind": kind, "name": name, "ok": not failed, "checks": [asdict(outcome) for outcome in done]})
     else:
-        typer.echo(f"{kind} {name}: {len(done) - failed} of {len(done)} checks passed")
+        typer.echo(f"{kind} {name}: {counts['ok']} ok, {counts['skipped']} skipped, {failed} failed")
     if failed:
         raise typer.Exit(1)

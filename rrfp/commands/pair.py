@@ -1,4 +1,4 @@
-"""Two transports of one kind that are each other's only peer, in this process: what checks and the doctor try."""
+"""Two or three transports of one kind that are each other's only peers, in this process: for checks and the doctor."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ RUN_ID = "checks"
 
 @asynccontextmanager
 async def started_pair(spec: TransportSpec, options: PairOptions) -> AsyncIterator[Pair]:
-    """A started pair; both are aborted in the end.
+    """A started pair, or three where the options ask for them; all are aborted in the end.
 
     Raises:
         ConfigError: for an unknown name, or something that does not make a Transport.
     """
-    rendezvous = LocalRendezvous()
-    left, right = (
+    rendezvous, ranks = LocalRendezvous(), range(options.ranks)
+    transports = [
         create_transport(
             spec,
             TransportContext(
                 rank=rank,
-                peers=(1 - rank,),
+                peers=tuple(peer for peer in ranks if peer != rank),
                 run_id=RUN_ID,
                 rendezvous=rendezvous,
                 queue_bytes=options.queue_bytes,
@@ -35,11 +35,12 @@ async def started_pair(spec: TransportSpec, options: PairOptions) -> AsyncIterat
                 connect_timeout_s=10.0,
             ),
         )
-        for rank in (0, 1)
-    )
+        for rank in ranks
+    ]
     try:
-        await asyncio.gather(left.start(), right.start())
-        yield Pair(left, right, RUN_ID)
+        await asyncio.gather(*(transport.start() for transport in transports))
+        left, right, *others = transports
+        yield Pair(left, right, RUN_ID, third=others[0] if others else None)
     finally:
-        left.abort()
-        right.abort()
+        for transport in transports:
+            transport.abort()

@@ -36,10 +36,12 @@ class PairOptions:
     Attributes:
         queue_bytes: see `TransportContext`.
         max_message_bytes: see `TransportContext`.
+        ranks: 2, or 3: then each of them has the two others as its peers.
     """
 
     queue_bytes: int = 64 << 20
     max_message_bytes: int = 1 << 30
+    ranks: int = 2
 
 
 @dataclass(frozen=True)
@@ -47,23 +49,28 @@ class Pair:
     """Two started transports.
 
     Attributes:
-        left: stage 0; its only peer is 1.
-        right: stage 1; its only peer is 0.
+        left: stage 0; of two, its only peer is 1.
+        right: stage 1; of two, its only peer is 0.
         run_id: of both.
         inject: puts a raw header and raw tensor frames into a channel from left to right, past the sender's checks.
-            None where the transport has no bytes: the checks then go to `rrfp.transports.wire` directly.
+            None where there is no way to do that: the checks of bad input are then skipped.
+        silence: makes the left end stop answering from now on without ending, as SIGSTOP or a pulled cable does; a
+            silent peer is reported by the transport's own patience. None where there is no way to do that.
+        third: stage 2, where three ranks were asked for; None where the maker makes two only.
     """
 
     left: Transport
     right: Transport
     run_id: str
     inject: Callable[[Channel, bytes, Sequence[bytes]], Awaitable[None]] | None = None
+    silence: Callable[[], Awaitable[None]] | None = None
+    third: Transport | None = None
 
 
 #: Yields a started pair with the options asked for; afterwards frees both, whatever state they are in.
 MakePair = Callable[[PairOptions], AbstractAsyncContextManager[Pair]]
 
-#: One check; raises AssertionError with a sentence that says what broke.
+#: One check; raises AssertionError with a sentence that says what broke, or SkippedError with what it lacks.
 Check = Callable[[MakePair], Coroutine[Any, Any, None]]
 
 

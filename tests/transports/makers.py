@@ -23,8 +23,8 @@ _Result = TypeVar("_Result")
 RUN_ID = "checks"
 
 
-def contexts(options: PairOptions | None = None, **changes: Any) -> tuple[TransportContext, TransportContext]:
-    """The contexts of two ranks that are each other's only peer."""
+def contexts(options: PairOptions | None = None, **changes: Any) -> list[TransportContext]:
+    """The contexts of ranks that are each other's only peers: two, unless three are asked for."""
     options = options or PairOptions()
     rendezvous = LocalRendezvous()
     fields: dict[str, Any] = {
@@ -34,8 +34,11 @@ def contexts(options: PairOptions | None = None, **changes: Any) -> tuple[Transp
         "max_message_bytes": options.max_message_bytes,
         "connect_timeout_s": 10.0,
     }
-    left, right = (TransportContext(rank=stage, peers=(1 - stage,), **(fields | changes)) for stage in (0, 1))
-    return left, right
+    ranks = range(options.ranks)
+    return [
+        TransportContext(rank=rank, peers=tuple(one for one in ranks if one != rank), **(fields | changes))
+        for rank in ranks
+    ]
 
 
 class LoopInThread:
@@ -124,27 +127,27 @@ class Elsewhere(Transport):
 
 
 @asynccontextmanager
-async def started(left: Transport, right: Transport, inject: Any = None) -> AsyncIterator[Pair]:
-    """Start both; abort both in the end."""
+async def started(*transports: Transport, inject: Any = None, silence: Any = None) -> AsyncIterator[Pair]:
+    """Start all; abort all in the end."""
+    left, right, *others = transports
     try:
-        await asyncio.gather(left.start(), right.start())
-        yield Pair(left, right, RUN_ID, inject)
+        await asyncio.gather(*(transport.start() for transport in transports))
+        yield Pair(left, right, RUN_ID, inject, silence, others[0] if others else None)
     finally:
-        left.abort()
-        right.abort()
+        for transport in transports:
+            transport.abort()
 
 
 @asynccontextmanager
 async def inproc_one_loop(options: PairOptions) -> AsyncIterator[Pair]:
-    left, right = map(InprocTransport, contexts(options))
-    async with started(left, right) as pair:
+    async with started(*map(InprocTransport, contexts(options))) as pair:
         yield pair
 
 
 @asynccontextmanager
 async def inproc_two_loops(options: PairOptions) -> AsyncIterator[Pair]:
-    left, right = map(InprocTransport, contexts(options))
-    async with LoopInThread() as loop, started(left, Elsewhere(right, loop)) as pair:
+    left, right, *others = map(InprocTransport, contexts(options))
+    async with LoopInThread() as loop, started(left, Elsewhere(right, loop), *others) as pair:
         yield pair
 
 
@@ -153,8 +156,7 @@ def simulated(latency: Latency = no_latency) -> MakePair:
 
     @asynccontextmanager
     async def make_pair(options: PairOptions) -> AsyncIterator[Pair]:
-        left, right = (SimulatedTransport(context, latency) for context in contexts(options))
-        async with started(left, right) as pair:
+        async with started(*(SimulatedTransport(context, latency) for context in contexts(options))) as pair:
             yield pair
 
     return make_pair
@@ -165,12 +167,13 @@ def over_zmq(address: str) -> MakePair:
 
     @asynccontextmanager
     async def make_pair(options: PairOptions) -> AsyncIterator[Pair]:
-        left, right = (ZmqTransport(context, address) for context in contexts(options))
+        transports = [ZmqTransport(context, address) for context in contexts(options)]
+        left = transports[0]
 
         async def inject(channel: Channel, header: bytes, frames: Sequence[bytes]) -> None:
             left._links[1].outlets[channel]._socket.send_multipart([header, *frames], flags=zmq.NOBLOCK)
 
-        async with started(left, right, inject) as pair:
+        async with started(*transports, inject=inject) as pair:
             yield pair
 
     return make_pair
@@ -178,8 +181,8 @@ def over_zmq(address: str) -> MakePair:
 
 @asynccontextmanager
 async def zmq_two_loops(options: PairOptions) -> AsyncIterator[Pair]:
-    left, right = map(ZmqTransport, contexts(options))
-    async with LoopInThread() as loop, started(left, Elsewhere(right, loop)) as pair:
+    left, right, *others = map(ZmqTransport, contexts(options))
+    async with LoopInThread() as loop, started(left, Elsewhere(right, loop), *others) as pair:
         yield pair
 
 
