@@ -9,6 +9,7 @@ import msgpack
 import pytest
 
 from rrfp.control.handshake import Handshake, Terms, differences
+from rrfp.core.mesh import Mesh
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError, ProtocolError, RrfpError, TransportError
 from rrfp.transports.base import TransportContext
@@ -76,3 +77,23 @@ def test_every_field_that_differs_is_in_one_line() -> None:
     )
     same = {field: SAME[field] for field in reversed(list(SAME))}
     assert differences("stage 0", SAME, "stage 7", same) == ""
+
+
+async def test_the_ranks_of_a_group_have_terms_of_their_own_in_common() -> None:
+    """Two groups of two: the second member of the second group differs from its leader, the groups may differ."""
+    mesh = Mesh((("pp", 2), ("tp", 2)))
+    met = LocalRendezvous()
+    limits = {0: 1, 1: 1, 2: 5, 3: 6}
+    hands = [
+        Handshake(SAME, Topology.at(rank, mesh), TransportContext(rank, (), "run", met), {"limit": limits[rank]})
+        for rank in range(4)
+    ]
+    text = told(await asyncio.gather(*(each.shake() for each in hands), return_exceptions=True), ConfigError)
+    assert text.endswith("must be the same on the ranks of a group")
+    assert "limit is 5 on " in text
+    assert " and 6 on " in text
+    same = [
+        Handshake(SAME, Topology.at(rank, mesh), TransportContext(rank, (), "again", met), {"limit": rank // 2})
+        for rank in range(4)
+    ]
+    assert await asyncio.gather(*(each.shake() for each in same)) == [None] * 4

@@ -1,0 +1,212 @@
+"""Mutants that every change to the tests must go on killing: each breaks one promise that nothing else would notice.
+
+A guard is what must fail: tests, or a campaign of the command line, always the same, so that no timing decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: ``("pytest", tests...)`` or ``("rrfp", words...)``.
+Guard = tuple[str, ...]
+
+CAMPAIGN: Guard = ("rrfp", "check", "faults", "--runs", "600", "--seed", "777")
+ADMISSION: Guard = ("rrfp", "check", "admission", "--stages", "1,2", "--microbatches", "2,3")
+
+
+def tests(*names: str) -> Guard:
+    """These tests, by their paths below tests/."""
+    return ("pytest", *(f"tests/{name}" for name in names))
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """One mutant.
+
+    Attributes:
+        name: what is broken.
+        file: where, as a path inside the tree.
+        old: the text that goes; it must be there exactly once.
+        new: the text that comes.
+        guards: each of them must fail.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    guards: tuple[Guard, ...]
+
+    def applied(self, source: str) -> str:
+        """``source`` with the mutant in it.
+
+        Raises:
+            ValueError: if the text is not there exactly once: the code has changed, and this entry must follow.
+        """
+        if (count := source.count(self.old)) != 1:
+            raise ValueError(
+                f"mutant {self.name!r}: {self.file} has its text {count} times, must have it once: {self.old}"
+            )
+        return source.replace(self.old, self.new)
+
+
+NAMED: tuple[Named, ...] = (
+    Named(
+        "staircase dropped",
+        "rrfp/core/admission.py",
+        "return self._chunks - 1 - chunk if is_lowest else self._chunks",
+        "return 0 if is_lowest else self._chunks",
+        (ADMISSION, CAMPAIGN, tests("core/test_admission.py")),
+    ),
+    Named(
+        "K off by one",
+        "rrfp/core/admission.py",
+        "self.slots = None if limit.microbatches is None else limit.microbatches * num_chunks",
+        "self.slots = None if limit.microbatches is None else (limit.microbatches + 1) * num_chunks",
+        (ADMISSION, CAMPAIGN, tests("core/test_admission.py")),
+    ),
+    Named(
+        "reserve rule dropped",
+        "rrfp/core/admission.py",
+        "        self.reserve = reserve\n",
+        "        self.reserve = False\n",
+        (ADMISSION, CAMPAIGN, tests("core/test_admission.py")),
+    ),
+    Named(
+        "one Send dropped",
+        "rrfp/core/step.py",
+        "[ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in row.peers]",
+        "[ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in row.peers if m != 3]",
+        (CAMPAIGN, tests("core/test_sends_and_numbers.py")),
+    ),
+    Named(
+        "sequence not checked",
+        "rrfp/core/step.py",
+        "if event.sequence is not None:",
+        "if False:",
+        (CAMPAIGN, tests("core/test_sends_and_numbers.py")),
+    ),
+    Named(
+        "finishes before sends",
+        "rrfp/core/outputs.py",
+        "return not (self._num_sending or self._consumers)",
+        "return not self._consumers",
+        (CAMPAIGN, tests("core/test_training_step.py")),
+    ),
+    Named(
+        "finishes before credits",
+        "rrfp/core/outputs.py",
+        "return not (self._num_sending or self._consumers)",
+        "return not self._num_sending",
+        (CAMPAIGN, tests("core/test_forward_only.py")),
+    ),
+    Named(
+        "finishes before its reduction",
+        "rrfp/core/step.py",
+        "self.finished = not self.in_flight and not self.unreduced and self.outputs.is_settled",
+        "self.finished = not self.in_flight and self.outputs.is_settled",
+        (CAMPAIGN, tests("core/test_training_step.py")),
+    ),
+    Named(
+        "early messages lost",
+        "rrfp/core/stage_core.py",
+        "                self._early.append(event)\n",
+        "",
+        (CAMPAIGN, tests("core/test_training_step.py")),
+    ),
+    Named(
+        "duplicate arrival taken",
+        "rrfp/core/step.py",
+        "if source is None or not 0 <= m < self.id.microbatches or source.is_present[m]:",
+        "if source is None or not 0 <= m < self.id.microbatches:",
+        (CAMPAIGN, tests("core/test_protocol_errors.py")),
+    ),
+    Named(
+        "follower takes a gap in the log",
+        "rrfp/core/order_log.py",
+        "if sequence != expected:",
+        "if sequence < expected:",
+        (CAMPAIGN, tests("core/test_group.py")),
+    ),
+    Named(
+        "leader ignores reports",
+        "rrfp/core/step.py",
+        "in_order=in_order, followers=group.num_followers",
+        "in_order=in_order, followers=0",
+        (CAMPAIGN, tests("core/test_group.py")),
+    ),
+    Named(
+        "tree node reports early",
+        "rrfp/control/exchange.py",
+        "if self._rank not in gathered or not self._heard.get(key, set()).issuperset(self._children):",
+        "if self._rank not in gathered:",
+        (tests("control/test_exchange.py"),),
+    ),
+    Named(
+        "messages in flight ignored",
+        "rrfp/control/status.py",
+        "    if in_flight:\n",
+        "    if False:\n",
+        (tests("control/test_status.py"),),
+    ),
+    Named(
+        "a bundle that lacks ranks is whole",
+        "rrfp/control/exchange.py",
+        "return bundle.keys() == set(range(self._world))",
+        "return True",
+        (tests("control/test_exchange.py"),),
+    ),
+    Named(
+        "an abort told to one peer only",
+        "rrfp/control/farewell.py",
+        "for peer in transport.context.peers)",
+        "for peer in transport.context.peers[:1])",
+        (tests("control/test_departures.py"),),
+    ),
+    Named(
+        "one poll is enough",
+        "rrfp/control/status.py",
+        "if before is None or [s.progress for s in before] != [s.progress for s in statuses]:",
+        "if False:",
+        (tests("control/test_status.py"),),
+    ),
+    Named(
+        "replicas may differ in whether they reduce",
+        "rrfp/control/accounts.py",
+        "if len(set(reduces)) > 1:",
+        "if False:",
+        (tests("control/test_accounts.py"),),
+    ),
+    Named(
+        "terms of a group are not compared",
+        "rrfp/control/handshake.py",
+        'self._compare(leader, own, rank, theirs.get("group", {}), "the ranks of a group")',
+        "pass",
+        (tests("control/test_handshake.py"),),
+    ),
+    Named(
+        "a departure before a step is not looked at",
+        "rrfp/stage.py",
+        "        self._courier.departures.check(step.number)\n",
+        "",
+        (tests("control/test_departures.py"),),
+    ),
+    Named(
+        "CLOSED is not looked at inside a step",
+        "rrfp/control/reception.py",
+        "if self._progress.step is not None:",
+        "if False:",
+        (tests("control/test_departures.py"),),
+    ),
+    Named(
+        "a second failure replaces the first until the caller was told",
+        "rrfp/control/lifeline.py",
+        "    def abort(self, failure: Failure) -> None:\n"
+        '        """Stop everything here, and tell the peers."""\n'
+        "        if self.failure is not None:\n",
+        "    def abort(self, failure: Failure) -> None:\n"
+        '        """Stop everything here, and tell the peers."""\n'
+        "        if self.failure is not None and self.failure.told:\n",
+        (tests("control/test_lifeline.py"),),
+    ),
+)
