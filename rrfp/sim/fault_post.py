@@ -47,7 +47,8 @@ class Post:
         kind, microbatch, virtual_stage = send.task
         one = MessageId(node.step.number, send.task, node.rank, self._like(node, send.peer))
         parcel = Parcel(one, node.step, self._network.next_place(one), node.values.output(send.task), send.consumed)
-        self._send(parcel, self._scenario.latencies[kind][virtual_stage][microbatch])
+        lag = self._scenario.crew.lag(node.step.number, microbatch, virtual_stage, node.rank.member)
+        self._send(parcel, self._scenario.latencies[kind][virtual_stage][microbatch] + lag)
 
     def credit(self, node: Node, credit: ev.Credit) -> None:
         """``node`` tells its like on another stage that it is done with an output."""

@@ -75,6 +75,7 @@ class Crew:
         coupled: a task ends on no member before all have begun it, as with collectives inside.
         bytes_held: by member, what a microbatch holds on a chunk from its forward to its last task.
         is_numbered: outputs carry their place in their channel; if not, cores find repetitions by the task alone.
+        jitter: outputs reach the members of a group up to so many seconds apart.
     """
 
     replicas: int = 1
@@ -83,6 +84,11 @@ class Crew:
     coupled: bool = True
     bytes_held: tuple[int, ...] = (0,)
     is_numbered: bool = True
+    jitter: float = 0.0
+
+    def lag(self, step: int, microbatch: int, virtual_stage: int, member: int) -> float:
+        """How much later than it must an output reaches a member, in seconds."""
+        return self.jitter * (hash((step, microbatch, virtual_stage, member)) % 997) / 997 if self.jitter else 0.0
 
     @property
     def is_led(self) -> bool:
@@ -156,4 +162,5 @@ def draw_crew(rng: random.Random, stages: int, microbatches: int, *, may_agree: 
         coupled=rng.random() < 0.7,
         bytes_held=sizes if rng.random() < 0.4 and not agrees else (0,) * members,
         is_numbered=rng.random() < 0.7,
+        jitter=rng.choice([0.0, 1.0, 5.0]) if members > 1 else 0.0,
     )

