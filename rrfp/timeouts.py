@@ -101,6 +101,9 @@ WATCH_S = 0.1
 #: which stage was lost.
 MONITOR_S = 1.0
 
+#: Workers may be silent for so long: nobody debugs them or moves them to another machine.
+WORKERS_PATIENCE_S = 2.0
+
 #: Workers have so long to end after a failure, or after they were asked to.
 WORKERS_END_S = 3.0
 
@@ -117,6 +120,7 @@ def _check_order() -> None:
         (("ABORT_GRACE_S", ABORT_GRACE_S), ("ABORTED_S", ABORTED_S), ("TRANSPORT_CLOSE_S", TRANSPORT_CLOSE_S)),
         (("LAST_WORDS_S + ABORTED_S", LAST_WORDS_S + ABORTED_S), ("COLLECTIVE_ERROR_S", COLLECTIVE_ERROR_S)),
         (("ABORTED_S", ABORTED_S), ("CULPRIT_GRACE_S", CULPRIT_GRACE_S), ("RUNNER_CLOSE_S", RUNNER_CLOSE_S)),
+        (("3 * HEARTBEAT_S", 3 * HEARTBEAT_S), ("WORKERS_PATIENCE_S", WORKERS_PATIENCE_S), ("PATIENCE_S", PATIENCE_S)),
         (("MONITOR_S", MONITOR_S), ("WORKERS_END_S", WORKERS_END_S)),
         (
             ("TRANSPORT_CLOSE_S", TRANSPORT_CLOSE_S),

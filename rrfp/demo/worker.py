@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rrfp import timeouts
 from rrfp.blocking import BlockingPipeline
 from rrfp.compute.emulated import PacedStage, table_durations
 from rrfp.compute.torch_stage import TorchStage
@@ -55,6 +56,7 @@ class MethodRun:
         program = TorchStage(modules, shape.graph, loss_fn=loss_fn, in_order=shape.in_order(modules))
         self._paced = None if settings.real_compute else PacedStage(program, lambda task: 0.0)
         options: dict[str, Any] = {**METHODS[name], "deterministic": settings.deterministic}
+        options["patience"] = timeouts.WORKERS_PATIENCE_S
         self._pipeline = Pipeline(program if self._paced is None else self._paced, topology=topology, **options)
         self._pipe: BlockingPipeline | None = None
 
