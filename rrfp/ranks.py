@@ -20,7 +20,7 @@ from rrfp.control.clipping import Clipping, GradientHolder
 from rrfp.control.loop_watch import LoopWatch
 from rrfp.core.tasks import Mode
 from rrfp.core.topology import Topology
-from rrfp.errors import PipelineAborted
+from rrfp.errors import PeerLostError, PipelineAborted
 from rrfp.log import get_logger
 from rrfp.options import PipelineOptions
 from rrfp.result import StepResult
@@ -186,9 +186,11 @@ class Ranks:
     async def let_culprit_end(self, error: PipelineAborted) -> None:
         """Under torchrun, wait until the process in which ``error`` began has ended; `CULPRIT_GRACE_S` at most.
 
-        torchrun calls the first process that it finds ended the root cause, and ends the others.
+        torchrun calls the first process that it finds ended the root cause, and ends the others. A process that is lost
+        has ended already, or is stopped and will not.
         """
-        if "TORCHELASTIC_RUN_ID" in os.environ:
+        is_lost = error.origin.cause.startswith(f"{PeerLostError.__name__}: ")
+        if "TORCHELASTIC_RUN_ID" in os.environ and not is_lost:
             await asyncio.gather(*(runner.let_culprit_end(error.origin) for runner in self._runners))
 
     def _watch_loop(self, give_up: Callable[[PipelineAborted], None] | None) -> None:
