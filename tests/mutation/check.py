@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +73,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="leave out so many of the drawn mutants")
     parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--packages", nargs="+", default=list(coverage_map.PACKAGES), help="where mutants are drawn")
+    parser.add_argument("--tests", nargs="+", default=list(coverage_map.TESTS), help="what is asked of drawn mutants")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--named-only", action="store_true", help="leave the drawn mutants out")
     which.add_argument("--drawn-only", action="store_true", help="leave the named mutants out")
@@ -90,12 +91,23 @@ def _try_named(base: Path, options: argparse.Namespace) -> list[str]:
         Trial(named.file, named.applied((base / named.file).read_text()), guard, GUARD_TIMEOUT_S)
         for named, guard in pairs
     ]
-    failures = []
+    failures = _unsound(base, sorted({guard for _, guard in pairs}), options.workers)
     for (named, guard), (fate, said) in zip(pairs, _tried(base, trials, options.workers), strict=True):
         _say(f"{fate}: {named.name}: {' '.join(guard)}")
         if fate is Fate.SURVIVED or _is_broken(said):
             failures.append(f"{named.name}: passes {' '.join(guard)}")
     return failures
+
+
+def _unsound(base: Path, guards: Sequence[Guard], workers: int) -> list[str]:
+    """Guards that fail with nothing changed: they can show nothing."""
+    file = "rrfp/version.py"
+    trials = [Trial(file, (base / file).read_text(), guard, GUARD_TIMEOUT_S) for guard in guards]
+    return [
+        f"{' '.join(guard)[:200]}: {fate} with nothing changed: {said[-500:]}"
+        for guard, (fate, said) in zip(guards, _tried(base, trials, workers), strict=True)
+        if fate is not Fate.SURVIVED
+    ]
 
 
 def _is_broken(said: str) -> bool:
@@ -116,6 +128,8 @@ def _try_drawn(base: Path, folder: Path, options: argparse.Namespace) -> list[st
         )
         for mutant, asked in zip(mutants, chosen, strict=True)
     ]
+    if unsound := _unsound(base, [("pytest", *sorted({test for asked in chosen for test in asked}))], options.workers):
+        return unsound
     listed, fates, unlisted = known_survivors(), Counter[str](), []
     for mutant, (fate, _) in zip(mutants, _tried(base, trials, options.workers), strict=True):
         is_listed = mutant.key in listed
@@ -134,7 +148,7 @@ def _map(base: Path, folder: Path, options: argparse.Namespace) -> CoverageMap:
         return coverage_map.load(options.map)
     _say("running the tests once, to see which run which lines")
     began = time.monotonic()
-    tests = coverage_map.record(base, options.map or folder / "map.json")
+    tests = coverage_map.record(base, options.map or folder / "map.json", options.tests)
     _say(f"{len(tests.seconds)} tests, {time.monotonic() - began:.0f} s")
     return tests
 
@@ -145,13 +159,13 @@ def _lines(base: Path, mutant: Mutant) -> range:
     return range(first, last + 1)
 
 
-def _tried(base: Path, trials: Sequence[Trial], workers: int) -> list[tuple[Fate, str]]:
-    """What became of each, in order; each worker has a copy of the tree."""
+def _tried(base: Path, trials: Sequence[Trial], workers: int) -> Iterator[tuple[Fate, str]]:
+    """What became of each, in order, as soon as it is known; each worker has a copy of the tree."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="rrfp-mutation-") as folder:
         pool = ProcessPoolExecutor(workers, context, _prepare, (base, Path(folder)))
         with pool:
-            return list(pool.map(_try, trials))
+            yield from pool.map(_try, trials)
 
 
 _copy: Path

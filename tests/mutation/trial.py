@@ -19,7 +19,8 @@ from pathlib import Path
 #: What a copy holds.
 COPIED = ("rrfp", "tests", "examples", "benchmarks", "docs", "pyproject.toml", "Makefile", "README.md")
 
-_PRELOADED = ("torch", "numpy", "hypothesis", "pytest", "pytest_asyncio", "uvloop", "zmq", "msgpack", "structlog")
+#: No plugin of pytest: it wants to import those itself.
+_PRELOADED = ("torch", "numpy", "pytest", "uvloop", "zmq", "msgpack", "structlog")
 
 
 class Fate(StrEnum):
