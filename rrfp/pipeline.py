@@ -13,7 +13,7 @@ from torch import nn
 
 from rrfp.assembly import Assembly
 from rrfp.compute.gradient_reduction import GradientReducer
-from rrfp.compute.own_reduction import check_not_replicated
+from rrfp.compute.own_reduction import check_wrappers
 from rrfp.compute.process_groups import check_replicas, check_sharded, global_ranks, replica_group, warn_of_unreduced
 from rrfp.compute.sparse_gradients import check_not_sparse
 from rrfp.compute.tied_gradients import ProcessTies
@@ -95,7 +95,7 @@ class Pipeline(PipelineHandle):
         modules = shape.modules(module, place.stage)
         check_initialised(modules)
         shape.check_shared(modules)
-        check_not_replicated(modules)
+        check_wrappers(modules)
         check_sharded(modules, place, ranks)
         warn_of_unreduced(modules, place, ranks)
         tied = ProcessTies(ties, [modules])
@@ -131,7 +131,7 @@ class LocalPipeline(PipelineHandle):
         by_virtual_stage = shape.all_modules(modules)
         check_initialised(by_virtual_stage)
         shape.check_shared(by_virtual_stage)
-        check_not_replicated(by_virtual_stage)
+        check_wrappers(by_virtual_stage)
         places = [Topology(stage, len(modules)) for stage in range(len(modules))]
         tied = ProcessTies(ties, [shape.modules(module, stage) for stage, module in enumerate(modules)])
         assembly = Assembly(settings, shape)

@@ -206,8 +206,8 @@ class StateWatches:
 
 
 def _exchanges_parameters(part: nn.Module) -> bool:
-    """Whether it is what ``fully_shard`` or FullyShardedDataParallel make of a module."""
-    return hasattr(part, "set_requires_gradient_sync") or hasattr(part, "_fsdp_wrapped_module")
+    """Whether it is what ``fully_shard`` makes of a module."""
+    return hasattr(part, "set_requires_gradient_sync")
 
 
 def _version(tensor: Tensor) -> int:

@@ -6,29 +6,20 @@ They are told by the methods that torch gives them, so that a pipeline without t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from rrfp.errors import ConfigError
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 def reduction_of_its_own(module: nn.Module) -> str | None:
     """Why the whole backward of a module is needed by what reduces its gradients, or None."""
-    for part in module.modules():
-        if _is_replicated(part):
-            return "DistributedDataParallel reduces its gradients, by hooks on a whole backward"
-        if _is_flat_sharded(part):
-            return "FullyShardedDataParallel reduces its gradients, by hooks on a whole backward"
-        if hasattr(part, "set_requires_gradient_sync"):  # what fully_shard makes of a module
-            return "fully_shard reduces its gradients, by hooks on a whole backward"
+    if any(hasattr(part, "set_requires_gradient_sync") for part in module.modules()):  # what fully_shard makes of one
+        return "fully_shard reduces its gradients, by hooks on a whole backward"
     return None
 
 
-def check_not_replicated(modules: Mapping[int, nn.Module]) -> None:
+def check_wrappers(modules: Mapping[int, nn.Module]) -> None:
     """Refuse modules that reduce with every pair of a forward and a backward; a step has many, in any order.
 
     Args:
@@ -39,30 +30,25 @@ def check_not_replicated(modules: Mapping[int, nn.Module]) -> None:
     """
     for v, module in sorted(modules.items()):
         for path, part in module.named_modules():
-            if _is_replicated(part):
+            if (found := _wrapper(part)) is not None:
+                name, remedy = found
                 where = f"the submodule {path!r} of virtual stage {v}" if path else f"the module of virtual stage {v}"
                 raise ConfigError(
-                    f"{where} is in DistributedDataParallel, which reduces once for each forward and backward and "
-                    "gives wrong gradients with several microbatches: must be without it; give the mesh or topology a "
-                    "dp dim that is not coordinated, and rrfp sums gradients over it once a step"
+                    f"{where} is in {name}, which reduces once for each forward and backward and gives wrong gradients "
+                    f"with several microbatches: must be without it; {remedy}"
                 )
 
 
-def sharding_groups(module: nn.Module) -> list[tuple[str, list[ProcessGroup]]]:
-    """The path of each submodule in FullyShardedDataParallel, and the groups that its collectives run in."""
-    found: list[tuple[str, list[ProcessGroup]]] = []
-    for path, part in module.named_modules():
-        if _is_flat_sharded(part):
-            told: Any = (getattr(part, "process_group", None), getattr(part, "_inter_node_pg", None))
-            found.append((path, [group for group in told if group is not None]))
-    return found
-
-
-def _is_replicated(part: nn.Module) -> bool:
+def _wrapper(part: nn.Module) -> tuple[str, str] | None:
+    """What reduces the gradients of ``part`` in the wrong way, and what to do instead; None where nothing does."""
     # The second is what torch.distributed._composable.replicate makes of a module.
     is_composed = hasattr(part, "set_requires_gradient_sync") and hasattr(part, "register_comm_hook")
-    return isinstance(part, nn.parallel.DistributedDataParallel) or is_composed
-
-
-def _is_flat_sharded(part: nn.Module) -> bool:
-    return hasattr(part, "summon_full_params")
+    if isinstance(part, nn.parallel.DistributedDataParallel) or is_composed:
+        remedy = (
+            "give the mesh or topology a dp dim that is not coordinated, and rrfp sums gradients over it once a step"
+        )
+        return "DistributedDataParallel", remedy
+    if hasattr(part, "summon_full_params"):
+        remedy = "shard with torch.distributed.fsdp.fully_shard, and name the dim of its mesh in coordinate"
+        return "FullyShardedDataParallel", remedy
+    return None

@@ -14,7 +14,6 @@ from torch import nn
 
 from rrfp.compute.gradient_layout import as_dtensor
 from rrfp.compute.gradient_reduction import named_parameters
-from rrfp.compute.own_reduction import sharding_groups
 from rrfp.core.mesh import PIPELINE, REPLICATED, Place
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError
@@ -85,8 +84,8 @@ def check_replicas(place: Topology, ranks: Sequence[int]) -> None:
 def check_sharded(modules: Mapping[int, nn.Module], place: Topology, ranks: Sequence[int]) -> None:
     """Refuse parameters whose collectives would run between ranks that do not keep one order of tasks.
 
-    A module with DTensor parameters, or in FullyShardedDataParallel, talks to the ranks of its mesh or group in the
-    middle of its tasks, so all of those must be in this rank's group.
+    A module with DTensor parameters talks to the ranks of their mesh in the middle of its tasks, so all of those must
+    be in this rank's group.
 
     Args:
         modules: by virtual stage.
@@ -94,21 +93,16 @@ def check_sharded(modules: Mapping[int, nn.Module], place: Topology, ranks: Sequ
         ranks: those of `global_ranks`.
 
     Raises:
-        ConfigError: naming the first such parameter or submodule and what ``coordinate`` must be.
+        ConfigError: naming the first such parameter and what ``coordinate`` must be.
     """
     group = {ranks[rank] for rank in place.group}
     for v, module in sorted(modules.items()):
-        for path, groups in sharding_groups(module):
-            met = sorted({rank for each in groups for rank in dist.get_process_group_ranks(each)})
-            if len(met) > 1 and not group.issuperset(met):
-                what = f"submodule {path!r} of virtual stage {v} is in FullyShardedDataParallel"
-                raise ConfigError(f"{what} {_why_refused(met, place, ranks)}")
         for name, parameter in named_parameters(v, module):
             if (sharded := as_dtensor(parameter)) is None:
                 continue
             met = sharded.device_mesh.mesh.flatten().tolist()
             if len(met) > 1 and not group.issuperset(met):
-                raise ConfigError(f"{name} is a DTensor {_why_refused(met, place, ranks)}")
+                raise ConfigError(f"{name} {_why_refused(met, place, ranks)}")
 
 
 def warn_of_unreduced(modules: Mapping[int, nn.Module], place: Topology, ranks: Sequence[int]) -> None:
@@ -128,8 +122,6 @@ def warn_of_unreduced(modules: Mapping[int, nn.Module], place: Topology, ranks: 
         if one is not None
         for rank in one.device_mesh.mesh.flatten().tolist()
     }
-    groups = [group for module in modules.values() for _, own in sharding_groups(module) for group in own]
-    met.update(rank for group in groups for rank in dist.get_process_group_ranks(group))
     spread = [mesh.coordinates(ranks.index(rank)) for rank in met if rank in ranks]
     for name in mesh.coordinate:
         is_met = any(at[name] != here[name] for at in spread if name in at)
@@ -142,10 +134,10 @@ def warn_of_unreduced(modules: Mapping[int, nn.Module], place: Topology, ranks: 
 
 
 def _why_refused(met: Iterable[int], place: Topology, ranks: Sequence[int]) -> str:
-    """Why sharding over the ranks ``met`` does not fit."""
-    told = f"over the ranks {sorted(met)}, and its collectives run inside tasks"
+    """Why a DTensor over the ranks ``met`` does not fit."""
+    told = f"is a DTensor over the ranks {sorted(met)}, and its collectives run inside tasks"
     if strangers := sorted(set(met) - set(ranks)):
-        return f"{told}, but the topology has no ranks {strangers}: must have the dims of its mesh, or be made by mesh="
+        return f"{told}, but the topology has no ranks {strangers}: must have the DTensor's dims, or be made by mesh="
     mesh = place.mesh
     here = mesh.coordinates(place.rank)
     spread = {
@@ -155,6 +147,6 @@ def _why_refused(met: Iterable[int], place: Topology, ranks: Sequence[int]) -> s
         if index != here[name] and name not in mesh.coordinate
     }
     if PIPELINE in spread:
-        return f"{told}, but these ranks are of several stages: its mesh must not have the dim {PIPELINE!r}"
+        return f"{told}, but these ranks are of several stages: the DTensor's mesh must not have the dim {PIPELINE!r}"
     wanted = (*mesh.coordinate, *(name for name, _ in mesh.dims if name in spread))
     return f"{told}: coordinate is {mesh.coordinate!r}, must be {wanted!r}"

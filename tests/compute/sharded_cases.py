@@ -213,7 +213,7 @@ def a_mesh_that_is_not_coordinated_is_refused(rank: int) -> None:
     tensor = Holding(distribute_tensor(torch.zeros(4), meshes()["tp"], [Shard(0)]))
     check_sharded({3: tensor}, place(), range(RANKS))
     deep = rrfp.Topology.at(rank, Mesh((("pp", 4),)))
-    assert "these ranks are of several stages: its mesh must not have the dim 'pp'" in refusal(tensor, deep)
+    assert "these ranks are of several stages: the DTensor's mesh must not have the dim 'pp'" in refusal(tensor, deep)
     small = rrfp.Topology.at(rank % 2, Mesh((("pp", 2),)))
     with pytest.raises(ConfigError, match=r"but the topology has no ranks \[2, 3\]|several stages"):
         check_sharded({3: tensor}, small, range(2))

@@ -1,4 +1,4 @@
-"""Modules that reduce their own gradients are refused, or not split, by name."""
+"""Modules that reduce once for each forward and backward are refused by name."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import rrfp
-from rrfp.compute.own_reduction import reduction_of_its_own
-from rrfp.compute.process_groups import check_sharded
-from rrfp.compute.split_backward import SplitBackward
-from rrfp.core.mesh import Mesh
-from rrfp.errors import ConfigError, StageError
+from rrfp.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -53,22 +49,15 @@ def test_ddp_is_refused_in_one_process_and_in_its_composed_form() -> None:
         rrfp.local([replicate(nn.Linear(2, 2)), nn.Linear(2, 2)], loss_fn=mean)
 
 
-def test_fsdp_is_not_split() -> None:
-    module = nn.Sequential(nn.ReLU(), FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu")))
-    assert "FullyShardedDataParallel" in (reduction_of_its_own(module) or "")
-    assert reduction_of_its_own(nn.Sequential(nn.Linear(2, 2))) is None
-    output = nn.Linear(2, 2)(torch.ones(1, 2))
-    with pytest.raises(StageError, match="virtual stage 0 cannot be split: FullyShardedDataParallel"):
-        SplitBackward(module, 0, "refuse").run([output], [torch.ones(1, 2)], None)  # type: ignore[arg-type]
-
-
-def test_fsdp_over_ranks_that_are_not_coordinated_is_refused() -> None:
-    modules = {0: nn.Sequential(FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu")))}
-    place = rrfp.Topology.at(0, Mesh((("pp", 1), ("dp", 4))))
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("coordinate", [("tp",), ("tp", "dp")])
+def test_a_stage_in_fsdp1_is_refused(coordinate: tuple[str, ...], split: bool) -> None:
+    """It hooks one backward for each forward: with several microbatches in flight its gradients are wrong."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    sharded = FullyShardedDataParallel(nn.Linear(2, 2), device_mesh=mesh["dp"], device_id=torch.device("cpu"))
     with pytest.raises(
-        ConfigError,
-        match=r"submodule '0' of virtual stage 0 is in FullyShardedDataParallel over the ranks \[0, 1, 2, 3\].*"
-        r"coordinate is \('tp',\), must be \('tp', 'dp'\)",
+        ConfigError, match=r"the submodule '1' of virtual stage 0 is in FullyShardedDataParallel.*fully_shard"
     ):
-        check_sharded(modules, place, range(4))
-    check_sharded(modules, rrfp.Topology.at(0, Mesh((("pp", 1), ("dp", 4)), ("tp", "dp"))), range(4))
+        rrfp.Pipeline(nn.Sequential(nn.ReLU(), sharded), mesh=mesh, coordinate=coordinate, loss_fn=mean, split=split)
+    with pytest.raises(ConfigError, match="the module of virtual stage 0 is in FullyShardedDataParallel"):
+        rrfp.local([sharded, nn.Linear(2, 2)], loss_fn=mean, split=split)

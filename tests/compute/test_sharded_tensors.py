@@ -16,7 +16,7 @@ from compute.written_state import Stage, assign, run
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -87,14 +87,11 @@ def test_a_module_that_reduces_its_own_gradients_is_not_split(mesh: DeviceMesh) 
         SplitBackward(module, 1, "refuse").run([output], [torch.ones(ROWS, WIDTH)], received)
 
 
-@pytest.mark.parametrize("shard", ["fully_shard", "FullyShardedDataParallel"])
-def test_parameters_that_are_gathered_within_tasks_are_not_written_state(mesh: DeviceMesh, shard: str) -> None:
+def test_parameters_that_are_gathered_within_tasks_are_not_written_state(mesh: DeviceMesh) -> None:
     """Such a module exchanges them for their shards, in forward and in backward; its buffers stay in place."""
 
     def sharded(module: nn.Module) -> Any:
-        if shard == "fully_shard":
-            return fully_shard(module, mesh=mesh)
-        return FullyShardedDataParallel(module, device_mesh=mesh, device_id=torch.device("cpu"))
+        return fully_shard(module, mesh=mesh)
 
     run(sharded(Stage(lambda *_: None)))
     with pytest.raises(StageError, match=r"replaces its buffer '[\w.]*state'"):
