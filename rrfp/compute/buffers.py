@@ -237,4 +237,4 @@ def _equal(left: Tensor, right: Tensor) -> bool:
 def _is_readable(tensor: Tensor) -> bool:
     if is_lazy(tensor) or tensor.layout is not torch.strided or tensor.device.type == "meta":
         return False
-    return not (tensor.is_quantized or tensor.is_conj())
+    return not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_nested)

@@ -85,6 +85,7 @@ def test_what_the_caller_writes_between_steps_is_the_callers() -> None:
             assign(module, torch.ones(3, 4))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_tensors_of_every_kind_can_be_watched() -> None:
     buffers = {
         "brief": torch.ones(2, dtype=torch.bfloat16),
@@ -96,6 +97,8 @@ def test_tensors_of_every_kind_can_be_watched() -> None:
         "one": torch.tensor(1),
         "wide": torch.ones(1).expand(5),
         "meta": torch.ones(2, device="meta"),
+        "ragged": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "mirrored": torch.ones(1, dtype=torch.complex64).conj().imag,
     }
     module = Stage(lambda *_: None)
     for name, buffer in buffers.items():
