@@ -34,7 +34,7 @@ test: lint
 test-fast: $(READY)
 	$(BIN)/python -m pytest -m "not slow and not long" $(ARGS)
 
-# The exhaustive and many-seed versions, the mutation check among them: hours.
+# The exhaustive and many-seed versions, the mutation check among them: an hour and more.
 test-long: $(READY)
 	$(BIN)/python -m pytest -m long -o faulthandler_timeout=600 --numprocesses auto --dist worksteal $(ARGS)
 

@@ -69,7 +69,7 @@ class Assembly:
             unsplittable=settings.unsplittable,
             in_order=shape.in_order(shape.modules(part, place.stage)),
             shared=shared,
-            grouped=place.members > 1,
+            grouped=place.mesh.coordinates_replicas,
         )
 
     async def runner(

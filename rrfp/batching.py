@@ -159,7 +159,11 @@ def _named_kwargs(kwargs: Any, stages: int) -> dict[str, Any]:
         return {"kwargs": kwargs}
     for stage in kwargs:
         if type(stage) is not int or not 0 <= stage < stages:
-            raise ConfigError(f"kwargs names the stage {stage!r}, must be one of: {', '.join(map(str, range(stages)))}")
+            known = ", ".join(map(str, range(stages)))
+            raise ConfigError(
+                f"kwargs names the stage {stage!r}, must be one of: {known}; for all stages write a list with one "
+                "dict a microbatch"
+            )
     return {f"kwargs[{stage}]": dicts for stage, dicts in kwargs.items()}
 
 

@@ -318,8 +318,12 @@ def _is_finite(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf
 
 
-def pipeline_options(options: Options) -> PipelineOptions:
+def pipeline_options(options: Options, arguments: str) -> PipelineOptions:
     """The options out of keyword arguments.
+
+    Args:
+        options: the keyword arguments.
+        arguments: the names of those that are no options, for the error.
 
     Raises:
         ConfigError: for an unknown name; lists the known ones.
@@ -327,8 +331,8 @@ def pipeline_options(options: Options) -> PipelineOptions:
     names = [field.name for field in fields(PipelineOptions)]
     for name in options:
         if name not in names:
-            others = "topology, mesh, coordinate, rendezvous, name, loop, ties"
-            raise ConfigError(f"unknown option {name!r}, must be one of: {', '.join(names)}; or an argument: {others}")
+            known = f"{', '.join(names)}; or an argument: {arguments}"
+            raise ConfigError(f"unknown option {name!r}, must be one of: {known}")
     return PipelineOptions(**options)
 
 

@@ -87,7 +87,7 @@ class Pipeline(PipelineHandle):
         **options: Unpack[Options],
     ) -> None:
         label = _label(name)  # first, so that a pipeline that is refused here still counts
-        settings = pipeline_options(options)
+        settings = pipeline_options(options, "topology, mesh, coordinate, rendezvous, name, loop, ties")
         check_rendezvous(rendezvous)
         place = _place(topology, mesh, coordinate)
         ranks = global_ranks(place, mesh)
@@ -125,7 +125,7 @@ class LocalPipeline(PipelineHandle):
         ties: Ties | Sequence[Ties] | None = None,
         **options: Unpack[Options],
     ) -> None:
-        settings = pipeline_options({"transport": "inproc", "stack_timer": False, **options})
+        settings = pipeline_options({"transport": "inproc", "stack_timer": False, **options}, "loop, ties")
         check_modules(modules)
         shape = settings.shape(len(modules), modules)
         by_virtual_stage = shape.all_modules(modules)

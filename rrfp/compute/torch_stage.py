@@ -44,12 +44,14 @@ class _Kept:
         received: the input leaves, which collect the input gradients.
         roots: for each output tensor where backward enters the graph, None where it does not require grad. Edges and
             not tensors, so that an output is freed once it is sent, unless autograd itself saved it. Empty on the last.
-        loss: the loss with its graph, on the last virtual stage.
+        loss: the loss with its graph, on the last virtual stage; None for one that counts for nothing.
+        idle: outputs of the last virtual stage whose loss counts for nothing, and whose backward runs all the same.
     """
 
     received: Received
     roots: tuple[GradientEdge | None, ...]
     loss: Tensor | None = None
+    idle: tuple[Tensor, ...] = ()
 
 
 class TorchStage(StageProgram):
@@ -79,8 +81,8 @@ class TorchStage(StageProgram):
             state which depends on another order (`StateWatches`), and a whole backward in an unordered B, raise a
             StageError.
         shared: keeps gradients of parameters apart that several virtual stages of the process share.
-        grouped: other ranks may join in collectives inside tasks, so every backward runs. Otherwise a loss whose factor
-            is 0 is not differentiated: nothing of that microbatch is in any gradient.
+        grouped: ranks with data of their own join in collectives inside tasks, so every backward runs. A loss whose
+            factor is 0 is never differentiated; there, backward enters at the outputs, with zeros.
 
     Raises:
         ConfigError: if ``modules`` is not what one stage holds.
@@ -245,8 +247,11 @@ class TorchStage(StageProgram):
                     landed(tensor)
             if loss is not None:
                 self._losses[m] = landed(loss.detach())
-            if training:
+            if training and self._batch.gradient_weights[m]:
                 self._kept[m, v] = _Kept(received, (), loss)
+            elif training:
+                idle = tuple(t for t in tensors_in(output) if t.requires_grad) if self._grouped else ()
+                self._kept[m, v] = _Kept(received, (), None, idle)
             return Payload()
         packed = Payload.pack(output)
         if training:
@@ -257,12 +262,10 @@ class TorchStage(StageProgram):
     def _differentiate(self, kept: _Kept, task: Task, grads: tuple[Payload, ...]) -> PendingWeights | None:
         """Run B; returns what is left for W, None where the virtual stage is not split."""
         _, m, v = task
-        roots: list[Root] = []
-        gradients: list[Tensor] = []
+        roots: list[Root] = [*kept.idle]
+        gradients = [torch.zeros_like(output) for output in kept.idle]
         if kept.loss is not None and kept.loss.requires_grad:
-            factor = self._batch.gradient_weights[m]
-            if factor or self._grouped:
-                roots, gradients = [kept.loss], [torch.full_like(kept.loss, factor)]
+            roots, gradients = [kept.loss], [torch.full_like(kept.loss, self._batch.gradient_weights[m])]
         elif kept.loss is None:
             for payload in grads:
                 for root, gradient in zip(kept.roots, payload.tensors, strict=True):

@@ -107,6 +107,11 @@ class Mesh:
         """The dimensions that make replicas."""
         return tuple(name for name, _ in self.dims if name != PIPELINE and name not in self.coordinate)
 
+    @property
+    def coordinates_replicas(self) -> bool:
+        """Whether ranks of a group have data of their own, as under FSDP in every microbatch."""
+        return any(size > 1 and name.startswith(REPLICATED) for name, size in self.dims if name in self.coordinate)
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """The coordinates of ``rank``."""
         found: dict[str, int] = {}

@@ -121,21 +121,31 @@ def test_a_replica_that_has_only_such_adds_nothing(training: bool, reduction: st
     assert [outcome.value.loss for outcome in outcomes] == [2.0 if reduction == "mean" else 8.0] * 2
 
 
-@pytest.mark.parametrize(("mesh", "backwards"), [(Mesh((("pp", 1), ("tp", 2))), 3), (Mesh((("pp", 2),)), 2)])
-def test_in_a_group_they_are_differentiated_since_other_ranks_may_wait_in_collectives(
-    mesh: Mesh, backwards: int
+DP = Mesh((("pp", 1), ("dp", 2)), coordinate=("dp",))
+TP = Mesh((("pp", 1), ("tp", 2)))
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("mesh", "backwards"), [(DP, 3), (TP, 2), (Mesh((("pp", 2),)), 2)], ids=["dp", "tp", "pp"])
+def test_they_are_differentiated_only_where_ranks_of_a_group_have_data_of_their_own(
+    mesh: Mesh, backwards: int, split: bool
 ) -> None:
-    """Their weights may differ between the ranks, and each backward may hold a collective."""
+    """Then the weights may differ between the ranks, and each backward may hold a collective. No loss is entered."""
     ran: list[list[int]] = [[], []]
-    modules = [Bomb(on_backward=numbers.append) for numbers in ran]
+    modules: list[Any] = [nn.Sequential(stages(1)[0], Bomb(on_backward=numbers.append)) for numbers in ran]
+
+    def loss_fn(output: Tensor, target: float) -> Tensor:
+        return output.sum() * target
 
     def body(rank: int, pipe: BlockingPipeline) -> Any:
-        drawn = data(3)
-        return pipe.step(drawn.inputs, drawn.targets, weights=[1, 0, 2])
+        return pipe.step(data(3).inputs, [1.0, math.nan, 1.0], weights=[1, 0, 2]).loss
 
-    outcomes = ThreadedRanks(modules, body, mesh=mesh).join()
+    outcomes = ThreadedRanks(modules, body, mesh=mesh, loss_fn=loss_fn, split=split).join()
     assert [outcome.error for outcome in outcomes] == [None] * 2
     assert [len(numbers) for numbers in ran] == [backwards] * 2
+    assert all(math.isfinite(outcome.value) for outcome in outcomes)
+    for module in modules:
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
 
 
 # The warning about losses that are no numbers.
