@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import zmq
-from _ranks import MESSAGE_BYTES, Rank, Sender
+from _ranks import MESSAGE_BYTES, FilingClock, Rank, Sender
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from rrfp.loop_thread import LoopThread
@@ -77,7 +77,9 @@ class Peer:
 
 def _serve(pipe: Connection, folder: str, pairs: tuple[str, ...]) -> None:
     thread = LoopThread("sender")
-    ranks = {pair: Rank(0, thread, Sender(), pair, partial(rendezvous_in, folder, pair)) for pair in pairs}
+    ranks = {
+        pair: Rank(0, thread, Sender(), pair, partial(rendezvous_in, folder, pair), hint=FilingClock) for pair in pairs
+    }
     context = zmq.Context()
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
     socket.bind(f"ipc://{folder}/echo")

@@ -137,7 +137,7 @@ class Rank:
 
         async def start() -> StageRunner:
             place = Topology(stage, _STAGES)
-            settings = pipeline_options({"limit": 1 << 20, **options})
+            settings = pipeline_options({"limit": 1 << 20, **options}, "none")
             assembly = Assembly(settings, settings.shape(_STAGES, [program]))
             runner = await assembly.runner(place, program, program, run_id, rendezvous())
             await runner.start()

@@ -79,10 +79,12 @@ class ZmqTransport(Transport):
         self._zmq = zmq.Context()
         self._inlet = Inlet(self._zmq, self._codec, context, self)
         endpoint = self._inlet.bind(address, context.rank)
-        await context.rendezvous.publish(_key(context, context.rank), endpoint.encode())
+        await context.rendezvous.publish(endpoint_key(context, context.rank), endpoint.encode())
         for peer in context.peers:
             try:
-                found = await context.rendezvous.lookup(_key(context, peer), max(0.0, deadline_s - home.loop.time()))
+                found = await context.rendezvous.lookup(
+                    endpoint_key(context, peer), max(0.0, deadline_s - home.loop.time())
+                )
             except TransportError as error:
                 raise TransportError(f"rank {peer} did not come: {error}") from error
             self._check_open()
@@ -211,5 +213,6 @@ class ZmqTransport(Transport):
         self._links[peer].on_disconnected(channel)
 
 
-def _key(context: TransportContext, rank: int) -> str:
+def endpoint_key(context: TransportContext, rank: int) -> str:
+    """Under which ``rank`` publishes where it listens."""
     return f"zmq/{context.run_id}/{context.restart}/{rank}"

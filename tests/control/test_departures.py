@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import defaultdict
 from collections.abc import Coroutine
 from typing import Any
 from unittest.mock import patch
@@ -31,7 +32,7 @@ def one_second(task: Task) -> float:
 def pipelines() -> list[Any]:
     """Two ranks, each with a program of its own, as in processes of their own."""
     met, made = LocalRendezvous(), []
-    with patch("rrfp.pipeline._numbers", itertools.repeat(0)):
+    with patch("rrfp.pipeline._numbers", defaultdict(lambda: itertools.repeat(0))):
         for stage in range(2):
             lane = TimerLane()
             program = EmulatedStage(Graph.chain(2), one_second, num_bytes=8, spend=lane.spend)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import rrfp
 from rrfp.blocking import BlockingPipeline
 from rrfp.compute import split_backward
-from rrfp.errors import ConfigError, StageError
+from rrfp.errors import ConfigError
 from rrfp.testing.reference import reference
 
 
@@ -221,20 +221,16 @@ def test_its_parameters_and_buffers_are_no_activations() -> None:
 
 
 def test_errors_name_its_parameters() -> None:
-    class Rows(nn.Module):
+    class Lazy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.rows = nn.Embedding(4, WIDTH, sparse=True, dtype=torch.float64)
+            self.head = nn.LazyLinear(4)
 
         def forward(self, output: Tensor, target: Tensor) -> Tensor:
-            return nn.functional.mse_loss(output + self.rows(torch.tensor(1)), target)
+            return nn.functional.mse_loss(self.head(output), target)
 
-    with rrfp.local(stages(2), loss_fn=Rows()).blocking() as pipe:
-        pipe.step(BATCH.inputs, BATCH.targets)
-        with pytest.raises(
-            StageError, match=r"^parameter 'loss_fn\.rows\.weight' of virtual stage 1 has a gradient of"
-        ):
-            pipe.clip_grad_norm_(1.0)
+    with pytest.raises(ConfigError, match=r"^'loss_fn\.head\.weight' of Sequential on virtual stage 1 is lazy"):
+        rrfp.local(stages(2), loss_fn=Lazy())
 
 
 class Normed(nn.Module):

@@ -20,7 +20,7 @@ from rrfp.testing.transport_checks import Pair, PairOptions
 from rrfp.testing.transport_pair import data, index_of, pass_on, soon
 from rrfp.transports.base import Channel
 from rrfp.transports.wire import Codec
-from rrfp.transports.zmq import MAX_PENDING_FRAME_ERRORS, ZmqTransport
+from rrfp.transports.zmq import MAX_PENDING_FRAME_ERRORS, ZmqTransport, endpoint_key
 from rrfp.transports.zmq_inlet import identity_of
 from rrfp.transports.zmq_pieces import INLINE_BYTES, MAX_PART_BYTES, PIECE_BYTES, cut, split_inline
 
@@ -28,7 +28,7 @@ from rrfp.transports.zmq_pieces import INLINE_BYTES, MAX_PART_BYTES, PIECE_BYTES
 @asynccontextmanager
 async def stranger(pair: Pair, identity: bytes) -> AsyncIterator[zmq.Socket[bytes]]:
     """A connection of nobody's to the right transport."""
-    endpoint = await pair.right.context.rendezvous.lookup("zmq/1", 1.0)
+    endpoint = await pair.right.context.rendezvous.lookup(endpoint_key(pair.right.context, 1), 1.0)
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.ROUTING_ID, identity)
@@ -132,7 +132,7 @@ async def test_a_peer_that_never_comes_is_named() -> None:
 
 async def test_a_peer_that_published_but_does_not_answer_is_named() -> None:
     left, _ = makers.contexts(connect_timeout_s=0.2)
-    await left.rendezvous.publish("zmq/1", b"ipc://@rrfp-nobody-listens-here")
+    await left.rendezvous.publish(endpoint_key(left, 1), b"ipc://@rrfp-nobody-listens-here")
     with pytest.raises(TransportError, match="no connection with rank 1"):
         await ZmqTransport(left).start()
 
@@ -163,7 +163,7 @@ async def test_several_hosts_bind_the_interface_towards_master(monkeypatch: pyte
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     left, right = makers.contexts(single_host=False)
     async with makers.started(ZmqTransport(left), ZmqTransport(right)):
-        assert (await left.rendezvous.lookup("zmq/0", 1.0)).startswith(b"tcp://127.0.0.1:")
+        assert (await left.rendezvous.lookup(endpoint_key(left, 0), 1.0)).startswith(b"tcp://127.0.0.1:")
 
 
 async def test_nothing_is_left_afterwards() -> None:
@@ -171,7 +171,11 @@ async def test_nothing_is_left_afterwards() -> None:
     for how in ("close", "abort"):
         descriptors, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())
         async with makers.MAKERS["zmq-ipc"](PairOptions()) as pair:
-            address = (await pair.right.context.rendezvous.lookup("zmq/1", 1.0)).decode().removeprefix("ipc://")
+            address = (
+                (await pair.right.context.rendezvous.lookup(endpoint_key(pair.right.context, 1), 1.0))
+                .decode()
+                .removeprefix("ipc://")
+            )
             assert address in abstract_sockets()
             await pass_on(pair, data(torch.zeros(1 << 20)))
             sending = asyncio.create_task(pair.left.send(1, data(torch.zeros(40 << 20))))

@@ -22,7 +22,7 @@ from rrfp.errors import PeerLostError
 from rrfp.testing.transport_pair import data, index_of, soon
 from rrfp.transports.base import Message, TransportContext
 from rrfp.transports.rendezvous import StoreRendezvous
-from rrfp.transports.zmq import ZmqTransport
+from rrfp.transports.zmq import ZmqTransport, endpoint_key
 
 RUN_ID = "processes"
 SCRIPT = Path(__file__).with_name("peer_process.py")
@@ -78,7 +78,11 @@ def abstract_sockets() -> str:
 
 async def test_killed_peer_is_named_at_once(store: Any) -> None:
     async with connected(store, "echo") as (transport, process):
-        address = (await transport.context.rendezvous.lookup("zmq/1", 1.0)).decode().removeprefix("ipc://")
+        address = (
+            (await transport.context.rendezvous.lookup(endpoint_key(transport.context, 1), 1.0))
+            .decode()
+            .removeprefix("ipc://")
+        )
         assert address in abstract_sockets()
         await transport.send(1, data(torch.ones(3)))
         assert index_of(await soon(transport.receive(), "the echo comes")) == 0
