@@ -28,7 +28,7 @@ check.command()(admission)
 #: Where Python's own modules are.
 _STANDARD = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"])
 
-#: What rrfp itself calls: where these raise, whoever called them is asked.
+#: Libraries that rrfp itself calls: an error raised in one is blamed on its caller.
 _USED = frozenset({"torch", "numpy", "zmq", "msgpack", "uvloop"})
 
 _MARKS = {"ok": "ok  ", "skipped": "skip", "failed": "FAIL"}

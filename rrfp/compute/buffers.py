@@ -54,7 +54,7 @@ class _Seen(NamedTuple):
 class StateWatch:
     """Finds out whether tasks of one virtual stage write state that they must not. One task runs at a time.
 
-    With a single microbatch there is only one order, and any write is fine.
+    A step of one microbatch has only one order of tasks, so it may write anything.
 
     A buffer that a task registers is taken for a constant, such as a mask that is made when it is first needed. Unless
     all forwards so far ran in microbatch order, a warning says so.
