@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
 import zmq
+from transports.relay import RelayingRendezvous
 
 from rrfp.testing.transport_checks import MakePair, Pair, PairOptions
 from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
@@ -186,6 +187,17 @@ async def zmq_two_loops(options: PairOptions) -> AsyncIterator[Pair]:
         yield pair
 
 
+@asynccontextmanager
+async def zmq_relayed(options: PairOptions) -> AsyncIterator[Pair]:
+    """Over tcp, through a relay that can fall silent; soon taken for lost then."""
+    async with AsyncExitStack() as stack:
+        rendezvous = RelayingRendezvous(stack)
+        short = contexts(options, rendezvous=rendezvous, heartbeat_s=0.3, patience_s=1.0)
+        transports = [ZmqTransport(context, "127.0.0.1") for context in short]
+        async with started(*transports, silence=rendezvous.silence) as pair:
+            yield pair
+
+
 MAKERS: dict[str, MakePair] = {
     "inproc": inproc_one_loop,
     "inproc-threads": inproc_two_loops,
@@ -193,5 +205,6 @@ MAKERS: dict[str, MakePair] = {
     "simulated-late": simulated(lambda stage, peer, message: 0.002),
     "zmq-ipc": over_zmq("ipc"),
     "zmq-tcp": over_zmq("127.0.0.1"),
+    "zmq-relayed": zmq_relayed,
     "zmq-threads": zmq_two_loops,
 }
