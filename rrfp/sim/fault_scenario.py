@@ -217,11 +217,14 @@ def _gates(
 
 
 def _in_order(rng: random.Random, graph: Graph) -> frozenset[ForcedOrder]:
-    """Now and then one kind runs in microbatch order, on most virtual stages."""
-    if rng.random() >= 0.15:
+    """At times one kind runs in microbatch order, on most virtual stages.
+
+    Often enough for 600 runs to show that the reserve rule is missing: that takes a small limit and bad luck as well.
+    """
+    if rng.random() >= 0.4:
         return frozenset()
     kind = rng.choice([*Kind])
-    return frozenset([(kind, v) for v in range(graph.placement.num_virtual_stages) if rng.random() < 0.7])
+    return frozenset([(kind, v) for v in range(graph.placement.num_virtual_stages) if rng.random() < 0.8])
 
 
 def _limits(rng: random.Random, graph: Graph, microbatches: int) -> tuple[Limit, ...]:

@@ -70,7 +70,7 @@ NAMED: tuple[Named, ...] = (
         "rrfp/core/admission.py",
         "        self.reserve = reserve\n",
         "        self.reserve = False\n",
-        (ADMISSION, tests("core/test_admission.py")),
+        (ADMISSION, CAMPAIGN, tests("core/test_admission.py")),
     ),
     Named(
         "one Send dropped",
