@@ -48,10 +48,10 @@ def mutants_of(tree: Path, packages: Sequence[str]) -> Iterator[Mutant]:
 
 
 def draw(mutants: Sequence[Mutant], seed: int, number: int) -> list[Mutant]:
-    """``number`` of the mutants, the same for the same seed; a change elsewhere in the code moves few of them."""
+    """``number`` of the mutants, the same for the same seed; few of them change when other code does, or a file moves."""
 
-    def lot(mutant: Mutant) -> bytes:
-        return hashlib.sha256("\0".join((str(seed), *mutant.key)).encode()).digest()
+    def lot(mutant: Mutant) -> tuple[bytes, str]:
+        return hashlib.sha256("\0".join((str(seed), *mutant.key[1:])).encode()).digest(), mutant.file
 
     return sorted(mutants, key=lot)[:number]
 
