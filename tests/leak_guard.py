@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import signal
 import threading
 import time
@@ -16,6 +17,9 @@ from pathlib import Path
 
 #: Environment variable that marks the processes of one test.
 MARK = "RRFP_TEST_MARK"
+
+#: How multiprocessing starts the one process of its own that stays until this process ends.
+_OF_ALL_TESTS = re.compile(r"from multiprocessing\.resource_tracker import main;main\(\d+\)$")
 
 #: Seconds that threads and processes which are on their way out are given.
 GRACE_S = 2.0
@@ -54,7 +58,8 @@ class LeakGuard:
         ]
 
     def _new_processes(self) -> dict[int, str]:
-        return {pid: command for pid, command in self._find_processes().items() if pid not in self._processes}
+        found = self._find_processes().items()
+        return {pid: line for pid, line in found if pid not in self._processes and not _OF_ALL_TESTS.search(line)}
 
     def _find_processes(self) -> dict[int, str]:
         """Living descendants and marked processes, by id, with their command lines."""
