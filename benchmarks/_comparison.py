@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from rrfp.costs import CostTable, make_costs
-from rrfp.options import Options
+from rrfp.pipeline.options import Options
 
 JITTERS = ("J0", "J3")
 

@@ -19,10 +19,10 @@ from _comparison import JITTERS, METHODS, NUM_BYTES, RRFP_METHODS, Settings
 from _sleeping import SleepingStage, loss_fn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from rrfp.compute.precise_sleep import sleep_until
+from rrfp.compute.lanes.precise_sleep import sleep_until
 from rrfp.core.topology import Topology
-from rrfp.options import Options
-from rrfp.pipeline import Pipeline
+from rrfp.pipeline.api import Pipeline
+from rrfp.pipeline.options import Options
 from rrfp.trace.plain import to_plain
 from rrfp.trace.spans import StepTrace
 

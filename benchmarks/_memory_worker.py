@@ -19,8 +19,8 @@ from rrfp.compute.emulated import Durations, PacedStage, table_durations
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.core.graph import Graph
 from rrfp.core.topology import Topology
-from rrfp.pipeline import Pipeline
-from rrfp.result import StepResult
+from rrfp.pipeline.api import Pipeline
+from rrfp.runtime.result import StepResult
 
 _STATUS, _SET_BACK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 

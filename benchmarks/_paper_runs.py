@@ -17,9 +17,9 @@ from rich.progress import Progress
 from rrfp.core.admission import Limit
 from rrfp.hints.registry import create_hint, create_strict
 from rrfp.sim.blocking import run_blocking
+from rrfp.sim.cluster.simulation import simulate_tensor_parallel
 from rrfp.sim.engine import EngineResult
 from rrfp.sim.engine import run as run_engine
-from rrfp.sim.tp_simulation import simulate_tensor_parallel
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import zmq
 from _ranks import MESSAGE_BYTES, FilingClock, Rank, Sender
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from rrfp.loop_thread import LoopThread
+from rrfp.pipeline.loop_thread import LoopThread
 from rrfp.trace.plain import from_plain, to_plain
 from rrfp.trace.spans import StepTrace
 from rrfp.transports.base import Rendezvous

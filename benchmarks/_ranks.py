@@ -15,18 +15,18 @@ from typing import Unpack
 
 import torch
 
-from rrfp.assembly import Assembly
-from rrfp.batching import Plan
-from rrfp.compute.base import Batch, StageProgram
+from rrfp.compute.lanes.precise_sleep import sleep_until
 from rrfp.compute.payload import Payload
-from rrfp.compute.precise_sleep import sleep_until
+from rrfp.compute.program import Batch, StageProgram
 from rrfp.core import events as ev
 from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.core.topology import Topology
 from rrfp.hints.alternating import BackwardForward
-from rrfp.loop_thread import LoopThread
-from rrfp.options import Options, pipeline_options
-from rrfp.stage import StageRunner
+from rrfp.pipeline.build import Assembly
+from rrfp.pipeline.loop_thread import LoopThread
+from rrfp.pipeline.options import Options, pipeline_options
+from rrfp.runtime.batching import Plan
+from rrfp.runtime.stage_runner import StageRunner
 from rrfp.trace.spans import StepTrace
 from rrfp.transports.base import Rendezvous
 
@@ -120,7 +120,7 @@ class Rank:
         program: what it computes.
         run_id: shared by the two ranks that belong together.
         rendezvous: where they meet.
-        options: see `rrfp.options.PipelineOptions`; no limit by default.
+        options: see `rrfp.pipeline.options.PipelineOptions`; no limit by default.
     """
 
     def __init__(

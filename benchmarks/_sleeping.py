@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rrfp.compute.precise_sleep import sleep_until
+from rrfp.compute.lanes.precise_sleep import sleep_until
 from rrfp.core.tasks import Kind, Task
 from rrfp.costs.table import CostTable
 

@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.nn import functional
 
-from rrfp.compute.split_backward import MIN_FLOPS, input_gradients
+from rrfp.compute.split.backward import MIN_FLOPS, input_gradients
 
 SEQUENCE, BLOCKS, HEADS = 256, 4, 8
 #: Linear layers of the stack that tells what deferring one costs.

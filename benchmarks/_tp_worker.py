@@ -21,10 +21,10 @@ from rrfp.compute.emulated import EmulatedStage
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Task
 from rrfp.core.topology import Topology
-from rrfp.pipeline import Pipeline
+from rrfp.pipeline.api import Pipeline
 from rrfp.trace.plain import to_plain
 from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
-from rrfp.transports.zmq import ZmqTransport
+from rrfp.transports.zmq.transport import ZmqTransport
 
 _WORDS = frozenset({MessageKind.READY, MessageKind.ORDER, MessageKind.PROPOSE, MessageKind.OUTCOME, MessageKind.PROMPT})
 

@@ -36,7 +36,7 @@ from _ranks import GAP_S, FilingClock, Rank, Receiver, Sender
 from rich.console import Console
 
 from rrfp.core.tasks import Kind, Task
-from rrfp.loop_thread import LoopThread
+from rrfp.pipeline.loop_thread import LoopThread
 from rrfp.trace.spans import StepTrace, merge
 from rrfp.transports.rendezvous import LocalRendezvous
 

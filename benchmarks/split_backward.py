@@ -36,7 +36,7 @@ from _load import OtherLoad
 from _split_ways import BLOCKS, ORDINARY, SEQUENCE, WAYS, ideal_bytes
 from rich.console import Console
 
-from rrfp.compute.split_backward import MIN_FLOPS
+from rrfp.compute.split.backward import MIN_FLOPS
 
 HIDDEN: Sequence[int] = (64, 128, 256, 512, 768)
 LAYER_HIDDEN: Sequence[int] = (32, 64, 128, 192, 256, 384, 512, 768)

@@ -9,44 +9,44 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rrfp.compute.base import Batch, Lane, StageProgram
     from rrfp.compute.payload import Payload
+    from rrfp.compute.program import Batch, Lane, StageProgram
     from rrfp.core.admission import Limit
     from rrfp.core.hint import Hint, View
     from rrfp.core.ready_set import ReadySet
     from rrfp.core.tasks import Kind, Mode, Task
     from rrfp.core.topology import Topology
     from rrfp.errors import ConfigError, PipelineAborted, RrfpError
-    from rrfp.pipeline import Pipeline, local
-    from rrfp.result import StepResult
-    from rrfp.statistics import RankStatistics
+    from rrfp.pipeline.api import Pipeline, local
+    from rrfp.runtime.result import StepResult
+    from rrfp.runtime.statistics import RankStatistics
     from rrfp.transports.base import Message, Transport
     from rrfp.version import __version__
 
 
 _HOMES = {
-    "Batch": "rrfp.compute.base",
+    "Batch": "rrfp.compute.program",
     "ConfigError": "rrfp.errors",
     "Hint": "rrfp.core.hint",
     "Kind": "rrfp.core.tasks",
-    "Lane": "rrfp.compute.base",
+    "Lane": "rrfp.compute.program",
     "Limit": "rrfp.core.admission",
     "Message": "rrfp.transports.base",
     "Mode": "rrfp.core.tasks",
     "Payload": "rrfp.compute.payload",
-    "Pipeline": "rrfp.pipeline",
+    "Pipeline": "rrfp.pipeline.api",
     "PipelineAborted": "rrfp.errors",
-    "RankStatistics": "rrfp.statistics",
+    "RankStatistics": "rrfp.runtime.statistics",
     "ReadySet": "rrfp.core.ready_set",
     "RrfpError": "rrfp.errors",
-    "StageProgram": "rrfp.compute.base",
-    "StepResult": "rrfp.result",
+    "StageProgram": "rrfp.compute.program",
+    "StepResult": "rrfp.runtime.result",
     "Task": "rrfp.core.tasks",
     "Topology": "rrfp.core.topology",
     "Transport": "rrfp.transports.base",
     "View": "rrfp.core.hint",
     "__version__": "rrfp.version",
-    "local": "rrfp.pipeline",
+    "local": "rrfp.pipeline.api",
 }
 
 __all__ = [

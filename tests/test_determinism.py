@@ -23,10 +23,10 @@ from deterministic_runs import (
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.compute import split_backward
 from rrfp.compute.payload import Payload
 from rrfp.compute.received import Received
-from rrfp.compute.split_backward import SplitBackward
+from rrfp.compute.split import backward as split_backward
+from rrfp.compute.split.backward import SplitBackward
 from rrfp.errors import ConfigError, PipelineAborted
 
 #: torch and the optimizer run on the loop, whose time is virtual.

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rrfp.arbiter.group_messages import Say, Saying, Word
 from rrfp.arbiter.loop import Arbiter
-from rrfp.arbiter.words import Say, Saying, Word
 from rrfp.core.order_log import Group
-from rrfp.core.progress import WaitCause
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import StepId, Task
+from rrfp.core.usage import WaitCause
 from rrfp.errors import ProtocolError
 
 

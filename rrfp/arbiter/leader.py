@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rrfp.arbiter.words import Say, Saying, Word
+from rrfp.arbiter.group_messages import Say, Saying, Word
 from rrfp.core import events as ev
 from rrfp.core.order_log import Group
 from rrfp.core.tasks import StepId

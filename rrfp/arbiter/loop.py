@@ -12,14 +12,14 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Protocol, runtime_checkable
 
-from rrfp.core.progress import WaitCause
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Task
+from rrfp.core.usage import WaitCause
 
 
 @runtime_checkable
 class SettlingLoop(Protocol):
-    """An event loop that can tell when an instant is over, as `rrfp.sim.clock.VirtualClockLoop` can."""
+    """An event loop that can tell when an instant is over, as `rrfp.sim.virtual.clock.VirtualClockLoop` can."""
 
     def settled(self) -> Awaitable[None]:
         """Wait until nothing else is runnable now."""

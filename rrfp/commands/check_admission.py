@@ -17,7 +17,7 @@ from rrfp.errors import ConfigError, RrfpError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rrfp.sim.explore_cases import Case, Explored
+    from rrfp.sim.explore.cases import Case, Explored
 
 #: Up to so many stages the default forces an order, too.
 _FEW_STAGES = 2
@@ -47,7 +47,7 @@ def admission(
 
     By default pipelines of up to 2 stages run with backwards in microbatch order, too: there the reserve rule matters.
     """
-    from rrfp.sim.explore_cases import RULES, Backward, Grid, Where, explored
+    from rrfp.sim.explore.cases import RULES, Backward, Grid, Where, explored
 
     grid = Grid(
         _numbers("stages", stages),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from rrfp.hints.registry import HintSpec
-    from rrfp.sim.faults import Campaign
+    from rrfp.sim.faults.campaign import Campaign
 
 _SEED = "The run to make; with --runs the first one."
 _RUNS = "Make this many runs, and summarise how they ended."
@@ -47,7 +47,7 @@ def faults(
 
 def _one(seed: int, hint: HintSpec | None, suffix: str, *, trace: bool, json: bool) -> str:
     """Make one run and print it; returns what is wrong with it, or nothing."""
-    from rrfp.sim.faults import run_seed
+    from rrfp.sim.faults.campaign import run_seed
 
     events: list[str] = []
     run = run_seed(seed, hint, trace=events.append if trace else None)
@@ -64,7 +64,7 @@ def _one(seed: int, hint: HintSpec | None, suffix: str, *, trace: bool, json: bo
 
 def _many(first: int, runs: int, hint: HintSpec | None, suffix: str, *, json: bool) -> str:
     """Make many runs and print their summary; returns what is wrong with the first bad one, or nothing."""
-    from rrfp.sim.faults import run_campaign
+    from rrfp.sim.faults.campaign import run_campaign
 
     campaign = run_campaign(_shown(range(first, first + runs), quiet=json), hint)
     failures = [_failure(seed, problem, suffix) for seed, problem in campaign.failed]
@@ -77,7 +77,7 @@ def _many(first: int, runs: int, hint: HintSpec | None, suffix: str, *, json: bo
 
 
 def _failure(seed: int, problem: str, suffix: str) -> str:
-    from rrfp.sim.faults import replay_command
+    from rrfp.sim.faults.campaign import replay_command
 
     return f"seed {seed} failed: {problem}; replay it with: {replay_command(seed)}{suffix} --trace"
 
@@ -95,7 +95,7 @@ def _table(campaign: Campaign) -> Table:
     """A row a kind of fault."""
     from rich.table import Table
 
-    from rrfp.sim.fault_oracle import Ending
+    from rrfp.sim.faults.checker import Ending
 
     table = Table(title="how runs with one fault ended", title_justify="left")
     table.add_column("fault")

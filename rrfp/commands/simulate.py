@@ -16,9 +16,9 @@ from rrfp.errors import ConfigError
 
 if TYPE_CHECKING:
     from rrfp.costs.table import CostTable
-    from rrfp.sim.cell import Cell, Method
+    from rrfp.sim.cluster.simulation import TensorParallelSimulation
     from rrfp.sim.simulation import Simulation
-    from rrfp.sim.tp_simulation import TensorParallelSimulation
+    from rrfp.sim.sweep.experiment import Cell, Method
 
 
 def simulate(
@@ -131,8 +131,8 @@ def _simulate_file(path: Path, methods: options.Texts, sizes: str | None, groups
 
 def _simulate_cell(cell: Cell, groups: Groups | None, csv: Path | None, png: Path | None, wanted: _One) -> None:
     from rrfp.commands.simulate_sweep import check_picture
-    from rrfp.sim.sweep import Row, RowFile
-    from rrfp.sim.sweep_plot import plot_sweep
+    from rrfp.sim.sweep.plot import plot_sweep
+    from rrfp.sim.sweep.runs import Row, RowFile
 
     wanted.check(cell.workload.costs())
     title = f"{_title(cell.method)}, {_workload(cell)}, seed {cell.workload.seed}"
@@ -153,7 +153,7 @@ def _simulate_cell(cell: Cell, groups: Groups | None, csv: Path | None, png: Pat
 
 def _simulate_cells(cells: list[Cell], jobs: int | None, csv: Path | None, png: Path | None, *, json: bool) -> None:
     from rrfp.commands.simulate_sweep import check_picture, run_sweep, show_sweep
-    from rrfp.sim.sweep_plot import plot_sweep
+    from rrfp.sim.sweep.plot import plot_sweep
 
     if png is not None:
         check_picture(png, cells)

@@ -19,7 +19,7 @@ from rrfp.errors import ConfigError
 
 if TYPE_CHECKING:
     from rrfp.costs.table import CostTable
-    from rrfp.sim.cell import Cell, Method, Workload
+    from rrfp.sim.sweep.experiment import Cell, Method, Workload
 
 _METHOD, _WORKLOAD, _OUTPUT, _SWEEP = "Method", "Workload", "Output", "Several runs (lists, seeds)"
 
@@ -107,7 +107,7 @@ def cells_of(workload: Texts, methods: Texts) -> list[Cell]:
     Raises:
         ConfigError: for a value that is not allowed, or one that goes with nothing.
     """
-    from rrfp.sim.cell import Cell
+    from rrfp.sim.sweep.experiment import Cell
 
     found = methods_of(methods)
     return [Cell(one, method) for one in _workloads_of(workload) for method in found]
@@ -116,7 +116,7 @@ def cells_of(workload: Texts, methods: Texts) -> list[Cell]:
 def _workloads_of(texts: Texts) -> list[Workload]:
     """Every combination of the listed values, seeds innermost."""
     from rrfp.costs.streams import whole
-    from rrfp.sim.cell import Workload
+    from rrfp.sim.sweep.experiment import Workload
 
     lists: dict[str, list[Any]] = {
         option: _listed(option, texts[option], default) for option, default in {"profile": "", **_DEFAULTS}.items()
@@ -138,8 +138,8 @@ def methods_of(texts: Texts) -> list[Method]:
     Raises:
         ConfigError: for a value that is not allowed, or one that goes with nothing.
     """
-    from rrfp.sim.cell import Method
     from rrfp.sim.simulation import DEFAULT_LIMIT
+    from rrfp.sim.sweep.experiment import Method
 
     if texts["hint"] is None and texts["strict"] is None:
         raise ConfigError("at least one of --hint NAME and --strict NAME is needed (names: rrfp hints)")

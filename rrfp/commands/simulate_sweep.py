@@ -17,9 +17,9 @@ from rrfp.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rrfp.sim.cell import Cell
-    from rrfp.sim.sweep import Row, Skip, SweepResult
-    from rrfp.sim.sweep_summary import Group, Spread
+    from rrfp.sim.sweep.experiment import Cell
+    from rrfp.sim.sweep.runs import Row, Skip, SweepResult
+    from rrfp.sim.sweep.summary import Group, Spread
 
 #: Columns of a table that goes to a file.
 FILE_WIDTH = 140
@@ -33,7 +33,7 @@ def check_picture(path: Path, cells: Sequence[Cell]) -> None:
     """
     from dataclasses import replace
 
-    from rrfp.sim.sweep_plot import check_size
+    from rrfp.sim.sweep.plot import check_size
     from rrfp.trace.plot import require_matplotlib
 
     require_matplotlib("a plot")
@@ -46,9 +46,9 @@ def run_sweep(cells: Sequence[Cell], *, jobs: int | None, csv: Path | None) -> S
 
     Raises:
         ConfigError: if no cell fits, or the file cannot be written.
-        DeadlockError, HintError: see `rrfp.sim.sweep.sweep`.
+        DeadlockError, HintError: see `rrfp.sim.sweep.runs.sweep`.
     """
-    from rrfp.sim.sweep import Row, RowFile, sweep
+    from rrfp.sim.sweep.runs import Row, RowFile, sweep
 
     with nullcontext() if csv is None else RowFile(csv) as file, progress_bar(len(cells)) as advance:
 
@@ -94,7 +94,7 @@ def progress_bar(total: int) -> Iterator[Any]:
 
 def show_sweep(result: SweepResult, *, json: bool) -> None:
     """Print all runs and their summary as JSON, or the summary as a table."""
-    from rrfp.sim.sweep_summary import in_common, summarise
+    from rrfp.sim.sweep.summary import in_common, summarise
 
     groups = summarise(result.rows)
     if json:
@@ -126,7 +126,7 @@ def _table(rows: Sequence[Row], groups: Sequence[Group]) -> Table:
     """A row a group; an empty line between workloads."""
     from rich.table import Table
 
-    from rrfp.sim.sweep_summary import WORKLOAD_COLUMNS, label, varied
+    from rrfp.sim.sweep.summary import WORKLOAD_COLUMNS, label, varied
 
     changing = varied(rows, WORKLOAD_COLUMNS)
     over = {label(group.baseline[0]) for group in groups if group.baseline}

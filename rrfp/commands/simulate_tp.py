@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from rrfp.costs.table import CostTable
-    from rrfp.sim.cell import Cell, Method
-    from rrfp.sim.tp_simulation import TensorParallelSimulation
+    from rrfp.sim.cluster.simulation import TensorParallelSimulation
+    from rrfp.sim.sweep.experiment import Cell, Method
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Groups:
             seed: of that draw.
         """
         from rrfp.costs.rank_latency import SHUFFLED
-        from rrfp.sim.tp_simulation import simulate_tensor_parallel
+        from rrfp.sim.cluster.simulation import simulate_tensor_parallel
 
         model = SHUFFLED if latency is None else latency
         how: Any = {"latency": model, "seed": seed, "sizes": sizes}
@@ -76,14 +76,14 @@ def groups_of(tp: int | None, coordination: str | None, methods: Texts) -> Group
 
     Args:
         tp: T.
-        coordination: a name of `rrfp.sim.tp_simulation.COORDINATIONS`.
+        coordination: a name of `rrfp.sim.cluster.simulation.COORDINATIONS`.
         methods: values of hint, strict, limit, admission and sends.
 
     Raises:
         ConfigError: for an unknown name, and for what groups cannot do.
     """
     if coordination is not None:
-        from rrfp.sim.tp_simulation import COORDINATIONS
+        from rrfp.sim.cluster.simulation import COORDINATIONS
 
         if tp is None:
             raise ConfigError("--coordination goes with --tp; one rank agrees with itself")
@@ -139,7 +139,7 @@ class SeedRow:
         ratio: makespan / lower_bound.
         peak_max: the largest D of any rank, in chunk tasks.
         coordination_share: part of the step that the mean stage lost to coordination.
-        failed_rounds_per_task, messages_per_task: see `rrfp.sim.tp_result.TensorParallelResult`.
+        failed_rounds_per_task, messages_per_task: see `rrfp.sim.cluster.result.TensorParallelResult`.
     """
 
     seed: int
@@ -188,8 +188,8 @@ def simulate_seeds(groups: Groups, cells: Sequence[Cell], title: str, *, jobs: i
         jobs: processes; None: one for every usable core.
         json: print JSON.
     """
-    from rrfp.sim.sweep_summary import Spread
-    from rrfp.sim.sweep_workers import in_order, usable_cores
+    from rrfp.sim.sweep.summary import Spread
+    from rrfp.sim.sweep.workers import in_order, usable_cores
 
     def run(place: int) -> SeedRow:
         return SeedRow.of(cells[place].workload.seed, groups.simulate_cell(cells[place]))

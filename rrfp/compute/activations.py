@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from rrfp.compute.async_tensors import parts
 from rrfp.compute.thread_modes import saved_tensor_hooks
-from rrfp.compute.wrapped import parts
 
 T = TypeVar("T")
 

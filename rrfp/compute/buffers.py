@@ -1,8 +1,8 @@
 """State that tasks write, such as running statistics: results would depend on the order of tasks.
 
-Forwards of modules that are known to write buffers run in microbatch order (`rrfp.shape`). Any other write that is
-noticed is refused: of a buffer in a forward without an order, of a buffer in backward, whose place among the forwards
-is open, and of a parameter anywhere. What cannot be noticed is in docs/determinism.md.
+Forwards of modules that are known to write buffers run in microbatch order (`rrfp.pipeline.partition`). Any other write
+that is noticed is refused: of a buffer in a forward without an order, of a buffer in backward, whose place among the
+forwards is open, and of a parameter anywhere. What cannot be noticed is in docs/determinism.md.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from rrfp.compute.gradient_layout import checksum
+from rrfp.compute.async_tensors import parts
+from rrfp.compute.gradients.layout import checksum
 from rrfp.compute.loss_module import class_name
-from rrfp.compute.wrapped import parts
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import StageError

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rrfp.compute.base import Batch
 from rrfp.compute.named_tuples import is_named, with_items
+from rrfp.compute.program import Batch
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Mode, StepId
 from rrfp.errors import ConfigError, StageError

@@ -1,7 +1,7 @@
 """Stages whose tasks take the time that a table says: without a model, or around a real one.
 
 The time is an accelerator's: the lane sleeps and the CPU stays free, as it would behind a GPU. So two cores can carry a
-pipeline of many stages, and what is measured is the runtime and not the machine. On a `rrfp.compute.timer_lane` it is
+pipeline of many stages, and what is measured is the runtime and not the machine. On a `rrfp.compute.lanes.timer` it is
 the time of the loop, which may be virtual.
 """
 
@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from rrfp.compute.base import Batch, StageProgram
+from rrfp.compute.lanes.precise_sleep import sleep_until
 from rrfp.compute.payload import Payload
-from rrfp.compute.precise_sleep import sleep_until
+from rrfp.compute.program import Batch, StageProgram
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import StepId, Task
 from rrfp.costs import CostTable

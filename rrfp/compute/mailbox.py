@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rrfp.compute.base import StageProgram
 from rrfp.compute.payload import Payload
+from rrfp.compute.program import StageProgram
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Kind, Task
 from rrfp.errors import ProtocolError, StageError

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rrfp.compute.async_tensors import is_sharded, landed
 from rrfp.compute.named_tuples import is_named, name_of, rebuilt
-from rrfp.compute.wrapped import is_sharded, landed
 from rrfp.errors import StageError
 
 #: The nesting as plain data: ["t", i] is tensor i; ["v", x] the plain value x; ["(", ...] a tuple; ["[", ...] a list;

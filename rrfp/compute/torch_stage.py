@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rrfp.compute.activations import ActivationMeter, describe, tensors_in
-from rrfp.compute.base import Batch, StageProgram
+from rrfp.compute.async_tensors import landed, whole
 from rrfp.compute.buffers import StateWatches
+from rrfp.compute.caller_context import CallerModes
 from rrfp.compute.calling import Arguments, check_batch, check_loss, check_placement, detached, requires_grad
+from rrfp.compute.gradients.own_gradients import OwnGradients
+from rrfp.compute.gradients.shared import SharedGradients
 from rrfp.compute.loss_module import with_loss
-from rrfp.compute.modes import CallerModes
-from rrfp.compute.own_gradients import OwnGradients
 from rrfp.compute.payload import Payload, canonical
-from rrfp.compute.pending_weights import PendingWeights
+from rrfp.compute.program import Batch, StageProgram
 from rrfp.compute.received import ReadOnly, Received
 from rrfp.compute.rng import RandomForks, devices_of
-from rrfp.compute.shared_gradients import SharedGradients
-from rrfp.compute.split_backward import Root, SplitBackward, Unsplittable
-from rrfp.compute.wrapped import landed, whole
+from rrfp.compute.split.backward import Root, SplitBackward, Unsplittable
+from rrfp.compute.split.pending_weights import PendingWeights
 from rrfp.core.graph import Graph
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.tasks import Kind, Mode, StepId, Task

@@ -5,7 +5,7 @@ split) gives it back when it is enqueued: a lane runs its tasks in order, so wha
 it has completed. Forward only, the slot is free when every successor has consumed the output. D counts taken slots, in
 chunk tasks; there are K * C. Backwards and weight tasks free memory: only the paper's rule ever gates them.
 
-Rules, model-checked by `rrfp.sim.explore` (docs/memory-rules.md has the bounds, the cases and the wrong rules):
+Rules, model-checked by `rrfp.sim.explore.search` (docs/memory-rules.md has the bounds, the cases and the wrong rules):
 
 - **Staircase** (C chunks): the forward of local chunk c may start iff D < K*C - (C-1-c). The deepest chunk can always
   use the last slot, so the chain that frees memory never starves. With C = 1 it is plainly D < K.

@@ -6,8 +6,8 @@ that messages which run ahead are filed, and a disagreement about the step is fo
 
 from __future__ import annotations
 
+from rrfp.core.record import value
 from rrfp.core.tasks import Mode, StepId, Task
-from rrfp.core.values import value
 from rrfp.errors import Origin
 
 

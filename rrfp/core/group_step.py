@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from rrfp.core import events as ev
 from rrfp.core.admission import Admission
 from rrfp.core.order_log import Group, OrderLog
-from rrfp.core.progress import WaitCause
 from rrfp.core.readiness import Readiness
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.rows import Rows
+from rrfp.core.task_state import Rows
 from rrfp.core.tasks import StepId, Task
+from rrfp.core.usage import WaitCause
 from rrfp.errors import ProtocolError
 
 

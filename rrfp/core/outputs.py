@@ -7,7 +7,7 @@ step the consumers of a forward moreover keep its slot taken.
 
 from __future__ import annotations
 
-from rrfp.core.rows import Row, Rows, Uses
+from rrfp.core.task_state import Row, Rows, Uses
 from rrfp.core.tasks import F, Mode, Task
 from rrfp.errors import ProtocolError
 

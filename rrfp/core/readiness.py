@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 
 from rrfp.core.graph import Graph
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.rows import Row, Rows, counters
+from rrfp.core.task_state import Row, Rows, counters
 from rrfp.core.tasks import Kind, Task
 
 #: A kind on a virtual stage whose tasks must be enqueued in microbatch order.

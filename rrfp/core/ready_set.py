@@ -11,8 +11,8 @@ from operator import itemgetter
 from typing import Literal
 
 from rrfp.core.admission import Admission
-from rrfp.core.rows import Row, Rows
-from rrfp.core.service import ServiceOrder
+from rrfp.core.drain_order import ServiceOrder
+from rrfp.core.task_state import Row, Rows
 from rrfp.core.tasks import B, F, Kind, Task, W
 
 #: "deeper": forwards of the deeper chunk first. "paper": Algorithm 1's order, the shallower chunk first.

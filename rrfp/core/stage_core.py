@@ -24,13 +24,13 @@ from rrfp.core.durations import MeanDurations
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint
 from rrfp.core.order_log import Group
-from rrfp.core.progress import Holding, Peaks, WaitCause
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.seen_sizes import SeenSizes
 from rrfp.core.senders import misplaced, sender_of
 from rrfp.core.step import HANDLERS, Instructions, Step
 from rrfp.core.tasks import Mode, StepId, Task
+from rrfp.core.usage import Holding, Peaks, WaitCause
 from rrfp.core.view import StageView
 from rrfp.errors import ConfigError, HintError, ProtocolError
 

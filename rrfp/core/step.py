@@ -11,17 +11,17 @@ from typing import Any
 
 from rrfp.core import events as ev
 from rrfp.core.admission import Admission
+from rrfp.core.drain_order import ServiceOrder
 from rrfp.core.durations import MeanDurations
 from rrfp.core.graph import Graph
 from rrfp.core.group_step import GroupStep
 from rrfp.core.order_log import Group
 from rrfp.core.outputs import Outputs
-from rrfp.core.progress import Holding, Peaks, WaitCause
 from rrfp.core.readiness import ForcedOrder, Readiness
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.rows import Row, Rows, Uses
-from rrfp.core.service import ServiceOrder
+from rrfp.core.task_state import Row, Rows, Uses
 from rrfp.core.tasks import F, Kind, Mode, StepId, Task
+from rrfp.core.usage import Holding, Peaks, WaitCause
 from rrfp.errors import ProtocolError
 
 Instructions = tuple[ev.Instruction, ...]

@@ -13,8 +13,8 @@ from typing import Any
 
 from rrfp.costs.streams import Matrix
 from rrfp.costs.table import CostTable
+from rrfp.costs.whole_files import write_whole
 from rrfp.errors import ConfigError
-from rrfp.whole_files import write_whole
 
 #: Name in the file -> attribute of the table, in the order they are written.
 FIELDS = {

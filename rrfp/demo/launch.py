@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rrfp import timeouts
+from rrfp.core import timeouts
 from rrfp.demo.settings import DemoSettings
 from rrfp.errors import RrfpError
 

@@ -12,7 +12,7 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.table import Table
 
-from rrfp.core.progress import WaitCause
+from rrfp.core.usage import WaitCause
 from rrfp.demo.settings import BASELINE, JITTER, METHODS, PROFILE, DemoSettings
 from rrfp.demo.summary import MethodFigures, Steps
 from rrfp.trace.breakdown import CAUSE_LABELS

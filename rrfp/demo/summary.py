@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from rrfp.core.progress import WaitCause
+from rrfp.core.usage import WaitCause
 from rrfp.demo.settings import BASELINE, METHODS, DemoSettings
 from rrfp.sim.bound import lower_bound
 from rrfp.trace.breakdown import Breakdown, mean

@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rrfp import timeouts
-from rrfp.blocking import BlockingPipeline
 from rrfp.compute.emulated import PacedStage, table_durations
 from rrfp.compute.torch_stage import TorchStage
+from rrfp.core import timeouts
 from rrfp.core.graph import Graph
 from rrfp.core.topology import Topology
 from rrfp.demo.model import GptConfig, build_stages, loss_fn
 from rrfp.demo.settings import LEARNING_RATE, METHODS, MICROBATCH_SIZE, SEQUENCE_LENGTH, DemoSettings
 from rrfp.demo.text import batches, load_text
 from rrfp.errors import PipelineAborted
-from rrfp.pipeline import Pipeline
-from rrfp.result import StepResult
-from rrfp.shape import Shape
+from rrfp.pipeline.api import Pipeline
+from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.partition import Shape
+from rrfp.runtime.result import StepResult
 from rrfp.trace.plain import to_plain
 
 

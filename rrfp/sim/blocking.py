@@ -34,8 +34,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rrfp.core.progress import Peaks, WaitCause
 from rrfp.core.tasks import Kind, Task
+from rrfp.core.usage import Peaks, WaitCause
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError
 from rrfp.schedules.registry import make_schedule

@@ -19,11 +19,11 @@ from rrfp.core import events as ev
 from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint
-from rrfp.core.progress import Peaks, WaitCause
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import B, F, Mode, StepId, Task, W
 from rrfp.core.topology import Placement
+from rrfp.core.usage import Peaks, WaitCause
 from rrfp.costs.streams import Matrix
 from rrfp.costs.table import CostTable
 from rrfp.errors import DeadlockError

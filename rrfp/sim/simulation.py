@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from rrfp.core.admission import AdmissionRule, Limit
-from rrfp.core.progress import Peaks
+from rrfp.core.usage import Peaks
 from rrfp.costs.streams import Matrix
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError

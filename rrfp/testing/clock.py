@@ -11,8 +11,8 @@ makes the stages' `TimerLane`s and the programs are `EmulatedStage`s that spend 
 """
 
 from rrfp.compute.emulated import EmulatedStage
-from rrfp.compute.timer_lane import TimerLane
-from rrfp.sim.clock import VirtualClockLoop, run_virtual
+from rrfp.compute.lanes.timer import TimerLane
+from rrfp.sim.virtual.clock import VirtualClockLoop, run_virtual
 from rrfp.transports.simulated import SimulatedTransport
 
 __all__ = ["EmulatedStage", "SimulatedTransport", "TimerLane", "VirtualClockLoop", "run_virtual"]

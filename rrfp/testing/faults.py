@@ -6,10 +6,10 @@ ends. ``campaign.failed`` holds the seeds that failed, and why; ``run_seed(seed,
 A hint that is made for some pipelines only says so by raising `ConfigError` in ``open_step``; such a run is "unfit".
 """
 
-from rrfp.sim.fault_oracle import REQUIRED, Ending
-from rrfp.sim.fault_plan import Death, Delay, Duplicate, Fault, Lose, MessageId, Pause, Spike, Swap
-from rrfp.sim.fault_scenario import Scenario, make_scenario
-from rrfp.sim.faults import Campaign, FaultRun, run_campaign, run_scenario, run_seed
+from rrfp.sim.faults.campaign import Campaign, FaultRun, run_campaign, run_scenario, run_seed
+from rrfp.sim.faults.checker import REQUIRED, Ending
+from rrfp.sim.faults.faults import Death, Delay, Duplicate, Fault, Lose, MessageId, Pause, Spike, Swap
+from rrfp.sim.faults.scenario import Scenario, make_scenario
 
 __all__ = [
     "REQUIRED",

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from rrfp.compute.caller_context import autocast_device_types
 from rrfp.compute.loss_module import with_loss
-from rrfp.compute.modes import autocast_device_types
 from rrfp.compute.named_tuples import is_named, with_items
 from rrfp.compute.payload import canonical
 from rrfp.compute.rng import RandomForks, devices_of

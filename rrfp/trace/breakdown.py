@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from rrfp.core.progress import WaitCause
+from rrfp.core.usage import WaitCause
 from rrfp.trace.spans import StepTrace, WaitSpan
 
 #: What each cause is called where people read it.

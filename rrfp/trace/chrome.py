@@ -17,9 +17,9 @@ from itertools import zip_longest
 from typing import Any
 
 from rrfp.core.tasks import Kind, Task
+from rrfp.costs.whole_files import write_whole
 from rrfp.trace.breakdown import CAUSE_LABELS, idle_waits
 from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan
-from rrfp.whole_files import write_whole
 
 Event = dict[str, Any]
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rrfp.core.progress import Peaks, WaitCause
 from rrfp.core.tasks import Task
+from rrfp.core.usage import Peaks, WaitCause
 from rrfp.errors import ConfigError
 from rrfp.trace.breakdown import CAUSE_LABELS
 from rrfp.trace.chrome import STEPS_THREAD

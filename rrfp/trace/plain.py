@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import astuple
 from typing import Any
 
-from rrfp.core.progress import Peaks, WaitCause
 from rrfp.core.tasks import Task
+from rrfp.core.usage import Peaks, WaitCause
 from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from rrfp.core.progress import WaitCause
 from rrfp.core.tasks import Kind
+from rrfp.core.usage import WaitCause
 from rrfp.errors import ConfigError
 from rrfp.trace.breakdown import CAUSE_LABELS, idle_waits
 from rrfp.trace.spans import StepTrace, TaskSpan, WaitSpan

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rrfp.core.progress import Peaks, WaitCause
 from rrfp.core.tasks import Task
+from rrfp.core.usage import Peaks, WaitCause
 from rrfp.trace.spans import DEFAULT_CAPACITY, MessageSpan, SpanRing, StagePeaks, StepTrace, TaskSpan, WaitSpan
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from rrfp.core.progress import Peaks, WaitCause
+from rrfp.core.record import value
 from rrfp.core.tasks import Task
-from rrfp.core.values import value
+from rrfp.core.usage import Peaks, WaitCause
 
 DEFAULT_CAPACITY = 65_536
 

@@ -37,7 +37,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from rrfp import timeouts
+from rrfp.core import timeouts
 from rrfp.core.tasks import StepId, Task
 
 #: Plain data that msgpack carries: what a control message says.

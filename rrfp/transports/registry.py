@@ -16,7 +16,7 @@ TransportSpec = str | Callable[[TransportContext], Transport]
 _GROUP = "rrfp.transports"
 _BUILT_IN = {
     "inproc": ("rrfp.transports.inproc", "InprocTransport"),
-    "zmq": ("rrfp.transports.zmq", "ZmqTransport"),
+    "zmq": ("rrfp.transports.zmq.transport", "ZmqTransport"),
     "simulated": ("rrfp.transports.simulated", "SimulatedTransport"),
 }
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from rrfp import timeouts
+from rrfp.core import timeouts
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError, TransportError
 

@@ -1,4 +1,4 @@
-"""Ranks of one process on one loop, with messages that take time: what `rrfp.sim.clock` runs the real shell over.
+"""Ranks of one process on one loop, with messages that take time; `rrfp.sim.virtual.clock` runs the shell over it.
 
 It is `inproc`, copies, bounded queues, lost peers and all, but for one thing: a message sent at t is filed with its
 receiver at t + its latency, by a timer of the loop. Control messages take no time unless the latency says otherwise.

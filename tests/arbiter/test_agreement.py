@@ -9,16 +9,16 @@ from collections.abc import Callable
 import pytest
 
 from rrfp.arbiter.agreement import AgreementArbiter
+from rrfp.arbiter.group_messages import Saying, Word
 from rrfp.arbiter.leader import GroupTalk
-from rrfp.arbiter.words import Saying, Word
 from rrfp.core import events as ev
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint, View
 from rrfp.core.order_log import Group
-from rrfp.core.progress import WaitCause
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Mode, StepId, Task
+from rrfp.core.usage import WaitCause
 from rrfp.errors import ProtocolError
 from rrfp.hints.registry import create_hint
 

@@ -10,8 +10,8 @@ from core_script import Script, T
 
 from rrfp.arbiter.loop import Arbiter
 from rrfp.core.graph import Graph
-from rrfp.core.progress import WaitCause
 from rrfp.core.tasks import Task
+from rrfp.core.usage import WaitCause
 
 
 class Lane:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from cli.shell import rrfp, rrfp_process
 
-from rrfp.sim.sweep import COLUMNS
+from rrfp.sim.sweep.runs import COLUMNS
 
 SMALL = ("simulate", "--profile", "mllm", "--microbatches", "6")
 LISTS = (

@@ -10,7 +10,7 @@ from cli.shell import rrfp
 from cli.test_simulate import KEYS
 
 from rrfp.costs import make_costs, write_costs
-from rrfp.sim.tp_simulation import simulate_tensor_parallel
+from rrfp.sim.cluster.simulation import simulate_tensor_parallel
 
 SMALL = ("simulate", "--profile", "mllm", "--stages", "3", "--microbatches", "6", "--latency", "spike")
 FIGURES = ["makespan", "ratio", "peak_max", "coordination_share", "failed_rounds_per_task", "messages_per_task"]

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rrfp import timeouts
-from rrfp.compute import gradient_buckets
-from rrfp.compute.gradient_reduction import GradientReducer
+from rrfp.compute.gradients import buckets as gradient_buckets
+from rrfp.compute.gradients.reducer import GradientReducer
+from rrfp.core import timeouts
 from rrfp.errors import StageError
 
 REPLICAS = 3

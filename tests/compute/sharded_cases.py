@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import rrfp
-from rrfp.compute.gradient_norm import combined_norm, local_norm
-from rrfp.compute.gradient_reduction import GradientReducer
-from rrfp.compute.process_groups import check_replicas, check_sharded, global_ranks, replica_group
+from rrfp.compute.gradients.norm import combined_norm, local_norm
+from rrfp.compute.gradients.process_groups import check_replicas, check_sharded, global_ranks, replica_group
+from rrfp.compute.gradients.reducer import GradientReducer
 from rrfp.core.mesh import Mesh
 from rrfp.errors import ConfigError, StageError
 

@@ -10,9 +10,9 @@ import torch
 from compute.stage_driver import Run, build
 from torch import nn
 
-from rrfp.compute.base import Batch
 from rrfp.compute.emulated import EmulatedStage, PacedStage, table_durations
-from rrfp.compute.precise_sleep import sleep_until
+from rrfp.compute.lanes.precise_sleep import sleep_until
+from rrfp.compute.program import Batch
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.costs import make_costs

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.compute.gradient_norm import clip, combined_norm, local_norm
-from rrfp.control.clipping import Clipping, GradientHolder
+from rrfp.compute.gradients.norm import clip, combined_norm, local_norm
 from rrfp.core.mesh import Mesh
 from rrfp.errors import ConfigError, ProtocolError, StageError
+from rrfp.runtime.grad_clipping import Clipping, GradientHolder
 
 NORM_TYPES = [2.0, 1.0, 0.5, 3.0, math.inf]
 

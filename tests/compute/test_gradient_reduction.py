@@ -8,9 +8,9 @@ from compute import reduction_cases
 from compute.gloo_ranks import GOOD, cases_of, fork_server, outcomes
 from torch import nn
 
-from rrfp.compute.gradient_buckets import buckets
-from rrfp.compute.gradient_layout import ABSENT, encode, zeros
-from rrfp.compute.gradient_reduction import shares
+from rrfp.compute.gradients.buckets import buckets
+from rrfp.compute.gradients.layout import ABSENT, encode, zeros
+from rrfp.compute.gradients.reducer import shares
 from rrfp.errors import StageError
 
 __all__ = ["fork_server"]

@@ -13,8 +13,8 @@ import torch
 from compute.stage_driver import Run, build, gradients
 from torch import Tensor, nn
 
-from rrfp.compute.base import Batch
-from rrfp.compute.modes import CallerModes
+from rrfp.compute.caller_context import CallerModes
+from rrfp.compute.program import Batch
 from rrfp.core.tasks import Mode, StepId
 from rrfp.testing.reference import reference
 

@@ -9,7 +9,7 @@ import torch
 from compute.stage_driver import FORWARD_2, TRAIN_2, Run, build, rows, total, train
 from torch import Tensor, nn
 
-from rrfp.compute.base import Batch
+from rrfp.compute.program import Batch
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import StageError
 

@@ -22,13 +22,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rrfp.compute.activations import ActivationMeter
-from rrfp.compute.base import Batch
-from rrfp.compute.own_gradients import OwnGradients
+from rrfp.compute.async_tensors import landed
+from rrfp.compute.gradients.own_gradients import OwnGradients
 from rrfp.compute.payload import Payload, canonical
+from rrfp.compute.program import Batch
 from rrfp.compute.received import Received
-from rrfp.compute.split_backward import SplitBackward, input_gradients
+from rrfp.compute.split.backward import SplitBackward, input_gradients
 from rrfp.compute.torch_stage import TorchStage
-from rrfp.compute.wrapped import landed
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Kind, Task
 from rrfp.errors import StageError

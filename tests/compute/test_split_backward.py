@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from rrfp.compute.autograd_graph import AutogradGraph
-from rrfp.compute.pending_weights import PendingWeights
-from rrfp.compute.split_backward import input_gradients, nodes_of
+from rrfp.compute.split.autograd_graph import AutogradGraph
+from rrfp.compute.split.backward import input_gradients, nodes_of
+from rrfp.compute.split.pending_weights import PendingWeights
 
 MICROBATCHES = 3
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rrfp.compute.payload import Payload
 from rrfp.compute.received import Received
-from rrfp.compute.split_backward import MIN_FLOPS, SplitBackward, input_gradients
+from rrfp.compute.split.backward import MIN_FLOPS, SplitBackward, input_gradients
 from rrfp.errors import StageError
 
 WIDTH, MICROBATCHES = 6, 2

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rrfp.compute.thread_lane import ThreadLane
+from rrfp.compute.lanes.thread import ThreadLane
 from rrfp.errors import ConfigError, StageError
 
 
@@ -197,7 +197,7 @@ async def test_the_loop_stays_free_while_the_lane_is_busy(lane: ThreadLane) -> N
 
 LEFT_BEHIND = """
 import asyncio, sys, time
-from rrfp.compute.thread_lane import ThreadLane
+from rrfp.compute.lanes.thread import ThreadLane
 
 def call(seconds):
     time.sleep(seconds)

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rrfp.compute.gradient_layout import ABSENT
-from rrfp.compute.shared_gradients import SharedGradients
-from rrfp.compute.tied_gradients import Pieces, ProcessTies
-from rrfp.compute.ties import Tie
+from rrfp.compute.gradients.layout import ABSENT
+from rrfp.compute.gradients.shared import SharedGradients
+from rrfp.compute.gradients.tie_copies import Tie
+from rrfp.compute.gradients.tied import Pieces, ProcessTies
 from rrfp.errors import StageError
 
 TIE = Tie("it", (0, 1, 2))

@@ -23,9 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rrfp.compute import split_backward
-from rrfp.compute.base import Batch
 from rrfp.compute.payload import Payload
+from rrfp.compute.program import Batch
+from rrfp.compute.split import backward as split_backward
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Mode, StepId, Task

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rrfp.compute.split_backward import input_gradients
+from rrfp.compute.split.backward import input_gradients
 from rrfp.demo.model import Block, GptConfig
 
 WIDTH, ROWS = 128, 256

@@ -23,7 +23,7 @@ from compute.written_state import (
 )
 from torch import Tensor, nn
 
-from rrfp.compute.base import Batch
+from rrfp.compute.program import Batch
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Kind, Mode, StepId, Task

@@ -11,8 +11,8 @@ from rrfp.core import events as ev
 from rrfp.core.admission import Limit
 from rrfp.core.events import ChunkReduced
 from rrfp.core.graph import Graph
-from rrfp.core.progress import Peaks
 from rrfp.core.tasks import Kind, Mode, StepId
+from rrfp.core.usage import Peaks
 from rrfp.errors import ConfigError
 
 ONE = Graph.chain(1)

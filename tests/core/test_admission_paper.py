@@ -6,12 +6,12 @@ import pytest
 from core_script import Script, T
 
 from rrfp.core.admission import Limit
+from rrfp.core.drain_order import ServiceOrder
 from rrfp.core.graph import Graph
-from rrfp.core.progress import WaitCause
 from rrfp.core.readiness import ForcedOrder
-from rrfp.core.service import ServiceOrder
 from rrfp.core.tasks import Kind, Mode
 from rrfp.core.topology import Placement
+from rrfp.core.usage import WaitCause
 from rrfp.errors import ConfigError
 from rrfp.hints.priority import BackwardPriority, ForwardPriority
 

@@ -16,9 +16,9 @@ from rrfp.core.events import (
 )
 from rrfp.core.hint import Hint, View
 from rrfp.core.order_log import Group
-from rrfp.core.progress import WaitCause
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Mode, StepId, Task
+from rrfp.core.usage import WaitCause
 from rrfp.errors import ConfigError
 
 

@@ -7,8 +7,8 @@ from core_script import Script, T
 from rrfp.core.events import ChunkReduced, Completed
 from rrfp.core.graph import Graph
 from rrfp.core.order_log import Group
-from rrfp.core.progress import WaitCause
 from rrfp.core.tasks import Kind, Mode, StepId
+from rrfp.core.usage import WaitCause
 
 CHAIN = Graph.chain(3)
 LEADER, FOLLOWER = Group(0, 2), Group(1, 2)

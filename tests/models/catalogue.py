@@ -12,7 +12,7 @@ import torch
 from models.case import Case
 from torch import nn
 
-from rrfp.options import Options
+from rrfp.pipeline.options import Options
 
 #: Each is the file of that name in this folder, with how many stages it is cut into.
 STAGES = {

@@ -15,7 +15,7 @@ from runtime.toys import placed
 from torch import nn
 
 import rrfp
-from rrfp.compute import split_backward
+from rrfp.compute.split import backward as split_backward
 from rrfp.testing.order import reordered
 from rrfp.transports.inproc import InprocTransport
 

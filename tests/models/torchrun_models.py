@@ -18,7 +18,7 @@ from models.training import Step, errors, names_in, train, train_plainly
 from torch import nn
 
 import rrfp
-from rrfp.compute import split_backward
+from rrfp.compute.split import backward as split_backward
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 MIN_FLOPS = split_backward.MIN_FLOPS

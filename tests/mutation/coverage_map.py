@@ -11,14 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 #: The packages that are changed.
-PACKAGES = ("rrfp/core", "rrfp/arbiter", "rrfp/control")
+PACKAGES = ("rrfp/core", "rrfp/arbiter", "rrfp/runtime")
 
 #: The tests that are asked: those of the packages, and what runs them in virtual time or in threads of one process.
 #: Tests in processes of their own are not: what runs there is not seen, and they take long.
 TESTS = (
     "tests/core",
     "tests/arbiter",
-    "tests/control",
+    "tests/runtime/test_abort.py",
+    "tests/runtime/test_all_gather.py",
+    "tests/runtime/test_departures.py",
+    "tests/runtime/test_handshake.py",
+    "tests/runtime/test_process_watch.py",
+    "tests/runtime/test_status.py",
+    "tests/runtime/test_step_report.py",
+    "tests/runtime/test_tie_terms.py",
+    "tests/runtime/test_tied_reduction.py",
     "tests/hints",
     "tests/schedules",
     "tests/sim/test_explore.py",

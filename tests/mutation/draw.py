@@ -48,7 +48,7 @@ def mutants_of(tree: Path, packages: Sequence[str]) -> Iterator[Mutant]:
 
 
 def draw(mutants: Sequence[Mutant], seed: int, number: int) -> list[Mutant]:
-    """``number`` of the mutants: the same for the same seed, and few others when code changes, none when files move."""
+    """``number`` of the mutants: the same for the same seed, few others when code changes, none when files move."""
 
     def lot(mutant: Mutant) -> tuple[bytes, str]:
         return hashlib.sha256("\0".join((str(seed), *mutant.key[1:])).encode()).digest(), mutant.file

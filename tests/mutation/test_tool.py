@@ -118,7 +118,7 @@ def test_a_mutant_is_killed_by_its_guard(
 ) -> None:
     assert main(["--named-only", "--only", "two", "--workers", "1"]) == 0  # none is called so
     assert main(["--named-only", "--only", "one poll", "--workers", "1"]) == 0
-    assert "killed: one poll is enough: pytest tests/control/test_status.py" in capsys.readouterr().out
+    assert "killed: one poll is enough: pytest tests/runtime/test_status.py" in capsys.readouterr().out
 
 
 @pytest.mark.long

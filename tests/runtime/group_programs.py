@@ -10,10 +10,10 @@ from runtime.ranks import SOON_S, Outcome
 from runtime.toys import Ones
 
 import rrfp
-from rrfp.blocking import BlockingPipeline
 from rrfp.core.mesh import Mesh
 from rrfp.core.tasks import Task
 from rrfp.errors import PipelineAborted
+from rrfp.pipeline.blocking import BlockingPipeline
 
 #: Rank 2 leads stage 1, rank 3 follows it.
 MESH = Mesh((("pp", 2), ("tp", 2)))

@@ -7,7 +7,7 @@ import random
 from collections import defaultdict
 
 from rrfp.transports.base import Channel, Message, TransportContext
-from rrfp.transports.zmq import ZmqTransport
+from rrfp.transports.zmq.transport import ZmqTransport
 
 #: How late messages are in the mean, in seconds: about what a task takes.
 LATE_S = 0.015

@@ -21,11 +21,11 @@ from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 import rrfp
-from rrfp.blocking import BlockingPipeline
 from rrfp.compute.emulated import EmulatedStage
 from rrfp.core.graph import Graph
 from rrfp.core.mesh import Mesh
 from rrfp.errors import PipelineAborted
+from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.transports.rendezvous import StoreRendezvous
 
 BATCH = data(4)
@@ -71,7 +71,7 @@ class Slow(nn.Module):
 def preload() -> ForkServerContext:
     """The way to start ranks."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["runtime.processes", "rrfp.pipeline", "rrfp.transports.zmq"])
+    context.set_forkserver_preload(["runtime.processes", "rrfp.pipeline.api", "rrfp.transports.zmq.transport"])
     return context
 
 

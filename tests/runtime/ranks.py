@@ -14,10 +14,10 @@ from unittest.mock import patch
 from runtime.toys import data, loss_fn
 
 import rrfp
-from rrfp.blocking import BlockingPipeline
 from rrfp.core.mesh import Mesh
 from rrfp.errors import PipelineAborted
-from rrfp.shape import StagePart
+from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.partition import StagePart
 from rrfp.transports.rendezvous import LocalRendezvous
 
 #: What the user of one rank does inside the ``with`` block.
@@ -76,7 +76,9 @@ class ThreadedRanks:
         met, count = LocalRendezvous(), len(modules)
         places = [rrfp.Topology(r, count) if mesh is None else rrfp.Topology.at(r, mesh) for r in range(count)]
         settings: Any = {"transport": "inproc", "loss_fn": loss_fn, "rendezvous": met, "stack_timer": False, **options}
-        with patch("rrfp.pipeline._numbers", defaultdict(lambda: itertools.repeat(0))):  # as in processes of their own
+        with patch(
+            "rrfp.pipeline.api._numbers", defaultdict(lambda: itertools.repeat(0))
+        ):  # as in processes of their own
             self.pipelines = [
                 rrfp.Pipeline(module, **{"topology": places[rank], **settings, **(own or {}).get(rank, {})})
                 for rank, module in enumerate(modules)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import rrfp
 from rrfp.core.tasks import Kind, Mode
 from rrfp.errors import ConfigError, PipelineAborted, RrfpError
-from rrfp.options import Options, PipelineOptions
+from rrfp.pipeline.options import Options, PipelineOptions
 from rrfp.trace.spans import StepTrace
 
 

@@ -17,14 +17,14 @@ from runtime.ranks import SOON_S, ThreadedRanks
 from runtime.toys import Bomb, Hold, data, loss_fn, stages
 
 import rrfp
-from rrfp.blocking import BlockingPipeline
 from rrfp.errors import PipelineAborted, RrfpError
-from rrfp.ranks import Ranks
+from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.local_ranks import Ranks
 
 BATCH = data(2)
 
 
-def pair() -> rrfp.pipeline.LocalPipeline:
+def pair() -> rrfp.pipeline.api.LocalPipeline:
     return rrfp.local(stages(2), loss_fn=loss_fn)
 
 

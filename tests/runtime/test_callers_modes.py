@@ -18,7 +18,8 @@ from torch.utils import _python_dispatch
 from torch.utils.flop_counter import FlopCounterMode
 
 import rrfp
-from rrfp.compute import split_backward, thread_modes
+from rrfp.compute import thread_modes
+from rrfp.compute.split import backward as split_backward
 from rrfp.compute.thread_modes import ThreadModes
 
 STAGES, MICROBATCHES = 3, 4

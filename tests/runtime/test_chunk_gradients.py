@@ -8,7 +8,7 @@ import pytest
 from runtime.toys import TOLERANCE, data, expect, largest_difference, loss_fn, placed, same_bits, stages
 
 import rrfp
-from rrfp.compute import split_backward
+from rrfp.compute.split import backward as split_backward
 from rrfp.core.tasks import Kind
 from rrfp.core.topology import Layout
 

@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from rrfp.compute.base import Batch, StageProgram
 from rrfp.compute.payload import Payload
-from rrfp.control.tree import peers
+from rrfp.compute.program import Batch, StageProgram
 from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.core.topology import Layout, Topology
-from rrfp.handle import PipelineHandle
 from rrfp.hints.registry import create_hint
-from rrfp.options import PipelineOptions
-from rrfp.ranks import Ranks
-from rrfp.stage import StageRunner
+from rrfp.pipeline.handle import PipelineHandle
+from rrfp.pipeline.local_ranks import Ranks
+from rrfp.pipeline.options import PipelineOptions
+from rrfp.runtime.control_tree import peers
+from rrfp.runtime.stage_runner import StageRunner
 from rrfp.testing.clock import SimulatedTransport, TimerLane, run_virtual
 from rrfp.transports.base import TransportContext
 from rrfp.transports.rendezvous import LocalRendezvous

@@ -17,8 +17,8 @@ from runtime.toys import Bomb, Hold, Ones, expect, loss_fn, placed, stages
 from torch import nn
 
 import rrfp
-from rrfp.blocking import BlockingPipeline
 from rrfp.errors import ConfigError, RrfpError
+from rrfp.pipeline.blocking import BlockingPipeline
 
 
 def clipped(count: int, max_norm: float, norm_type: float) -> tuple[list[nn.Module], float]:

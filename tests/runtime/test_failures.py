@@ -13,10 +13,10 @@ from runtime.ranks import SOON_S, ThreadedRanks, step, two_steps
 from runtime.toys import Bomb, Hold, Trap, fail_at, stages
 from torch import nn
 
-from rrfp.blocking import BlockingPipeline
-from rrfp.control.failure import MAX_CAUSE, failure_of
 from rrfp.core.topology import Topology
 from rrfp.errors import Origin, PipelineAborted, TransportError
+from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.runtime.failure import MAX_CAUSE, failure_of
 from rrfp.transports.base import Message, MessageKind
 from rrfp.transports.inproc import InprocTransport
 

@@ -14,12 +14,12 @@ from runtime.ranks import ThreadedRanks
 from runtime.toys import stages
 
 import rrfp
-from rrfp.blocking import BlockingPipeline
 from rrfp.core.hint import View
 from rrfp.core.mesh import Mesh
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Task
 from rrfp.errors import ConfigError
+from rrfp.pipeline.blocking import BlockingPipeline
 
 
 @pytest.mark.parametrize("coordination", ["leader", "agreement"])

@@ -15,9 +15,9 @@ from runtime.toys import TOLERANCE, WIDTH, largest_difference, same_bits, stages
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.blocking import BlockingPipeline
-from rrfp.compute import split_backward
+from rrfp.compute.split import backward as split_backward
 from rrfp.errors import ConfigError
+from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.testing.reference import reference
 
 

@@ -12,10 +12,10 @@ from runtime.toys import placed
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.blocking import BlockingPipeline
-from rrfp.compute import split_backward
+from rrfp.compute.split import backward as split_backward
 from rrfp.core.seen_sizes import REMEMBERED_STEPS
-from rrfp.result import StepResult
+from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.runtime.result import StepResult
 
 WIDTH = 32
 #: What a row of a microbatch keeps on a stage alone: its input, the Tanh's output, and the target, in float32.

@@ -26,7 +26,7 @@ class TwoRanks:
         self.rendezvous = LocalRendezvous()
 
     def make(self, rank: int, names: Names, **options: Any) -> list[rrfp.Pipeline]:
-        self._monkeypatch.setattr("rrfp.pipeline._numbers", defaultdict(itertools.count))
+        self._monkeypatch.setattr("rrfp.pipeline.api._numbers", defaultdict(itertools.count))
         given: dict[str, Any] = {"transport": "inproc", "loss_fn": loss_fn, "rendezvous": self.rendezvous, **options}
         place = rrfp.Topology(rank, 2)
         return [rrfp.Pipeline(stages(2)[rank], topology=place, name=name, **given) for name in names]

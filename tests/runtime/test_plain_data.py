@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.batching import plan_step
-from rrfp.control.farewell import Departures, closed_message, origin_of
-from rrfp.core.progress import Peaks, WaitCause
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.core.topology import Topology
+from rrfp.core.usage import Peaks, WaitCause
 from rrfp.errors import ConfigError, Origin, PeerLostError, ProtocolError
-from rrfp.result import StageReport, StepResult
+from rrfp.runtime.batching import plan_step
+from rrfp.runtime.departures import Departures, closed_message, origin_of
+from rrfp.runtime.result import StageReport, StepResult
 from rrfp.trace.breakdown import Breakdown, breakdown
 from rrfp.trace.recorder import Recorder
 from rrfp.trace.spans import StepTrace

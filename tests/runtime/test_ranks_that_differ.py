@@ -12,7 +12,7 @@ from runtime.toys import stages
 import rrfp
 from rrfp.errors import ConfigError
 from rrfp.hints.slot_aware import SlotAware
-from rrfp.shape import StagePart
+from rrfp.pipeline.partition import StagePart
 
 #: What stage 2 of 4 is given, what all others are, and what all are told.
 DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

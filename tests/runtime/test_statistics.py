@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.core.progress import Holding, Peaks
+from rrfp.core.usage import Holding, Peaks
 from rrfp.errors import PipelineAborted
 
 WIDTH, ROWS = 8, 4

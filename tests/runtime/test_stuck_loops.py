@@ -15,8 +15,8 @@ from runtime.stuck_hints import RELEASE, Blocks
 from runtime.toys import data, loss_fn, stages
 
 import rrfp
-from rrfp import timeouts
-from rrfp.control.loop_watch import LoopWatch
+from rrfp.core import timeouts
+from rrfp.runtime.stall.loop_watch import LoopWatch
 
 BATCH = data(4)
 STALL_S = 0.3

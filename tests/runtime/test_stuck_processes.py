@@ -14,7 +14,7 @@ from runtime.processes import Processes
 from runtime.stuck_hints import BLOCKING, Blocks
 from runtime.test_processes import fork_server  # noqa: F401 - a fixture
 
-from rrfp import timeouts
+from rrfp.core import timeouts
 from rrfp.core.mesh import Mesh
 
 STALL_S = 1.0

@@ -13,9 +13,9 @@ from runtime.toys import TOLERANCE, placed
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.blocking import BlockingPipeline
-from rrfp.compute import split_backward
+from rrfp.compute.split import backward as split_backward
 from rrfp.core.topology import Layout
+from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.testing.order import reordered
 from rrfp.testing.reference import reference
 from rrfp.transports.inproc import InprocTransport

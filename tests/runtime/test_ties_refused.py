@@ -11,10 +11,10 @@ from runtime.tied_models import expect, same_bits, tied, words
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.blocking import BlockingPipeline
 from rrfp.core.mesh import Mesh
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError
+from rrfp.pipeline.blocking import BlockingPipeline
 
 
 @pytest.mark.parametrize(

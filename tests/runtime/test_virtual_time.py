@@ -15,7 +15,7 @@ from rrfp.compute.emulated import Durations
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Kind, Task
 from rrfp.errors import ConfigError, DeadlockError, PipelineAborted
-from rrfp.pipeline import LocalPipeline
+from rrfp.pipeline.api import LocalPipeline
 from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual
 from rrfp.transports.base import Message, MessageKind
 

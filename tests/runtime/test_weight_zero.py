@@ -14,9 +14,9 @@ from runtime.toys import WIDTH, Bomb, Ones, data, largest_difference, same_bits,
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.blocking import BlockingPipeline
-from rrfp.compute import split_backward
+from rrfp.compute.split import backward as split_backward
 from rrfp.core.mesh import Mesh
+from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.testing.reference import reference
 
 TOLERANCE = 1e-12

@@ -17,9 +17,9 @@ from runtime.toys import loss_fn, placed
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.blocking import BlockingPipeline
 from rrfp.compute.rng import replica_seed
 from rrfp.core.mesh import Mesh
+from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.testing.reference import reference
 from rrfp.transports.rendezvous import StoreRendezvous
 

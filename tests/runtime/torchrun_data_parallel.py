@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import rrfp
-from rrfp.blocking import BlockingPipeline
-from rrfp.compute import split_backward
 from rrfp.compute.rng import replica_seed
-from rrfp.result import StepResult
+from rrfp.compute.split import backward as split_backward
+from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.runtime.result import StepResult
 from rrfp.testing.reference import reference
 
 RANK = int(os.environ["RANK"])

@@ -18,7 +18,7 @@ import torch
 from runtime.toys import Bomb, data, expect, largest_difference, loss_fn, placed, same_bits, stages
 
 import rrfp
-from rrfp.compute import split_backward
+from rrfp.compute.split import backward as split_backward
 from rrfp.errors import PipelineAborted
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

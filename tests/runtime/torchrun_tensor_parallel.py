@@ -27,11 +27,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 import rrfp
-from rrfp.blocking import BlockingPipeline
-from rrfp.compute import split_backward
 from rrfp.compute.rng import replica_seed
+from rrfp.compute.split import backward as split_backward
 from rrfp.core.topology import Placement
 from rrfp.errors import ConfigError, PipelineAborted
+from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.testing.reference import reference
 
 RANK = int(os.environ["RANK"])

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from sim.tables import table, tables
 
 from rrfp.core.admission import Limit
-from rrfp.core.progress import WaitCause
 from rrfp.core.tasks import Kind
+from rrfp.core.usage import WaitCause
 from rrfp.costs import CostTable
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import create_strict

@@ -9,9 +9,9 @@ from sim.tables import table
 
 from rrfp.core.admission import Limit
 from rrfp.core.hint import Hint, View
-from rrfp.core.progress import WaitCause
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Kind, Task
+from rrfp.core.usage import WaitCause
 from rrfp.costs import CostTable
 from rrfp.errors import DeadlockError, HintError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict

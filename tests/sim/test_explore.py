@@ -15,9 +15,9 @@ from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.core.topology import Placement
 from rrfp.hints.alternating import BackwardForward
-from rrfp.sim.explore import Deadlock, Exploration, Oracles, _Explorer, explore
-from rrfp.sim.explore_stage import Problem
-from rrfp.sim.wrong_rules import Unreserved
+from rrfp.sim.explore.search import Deadlock, Exploration, Oracles, _Explorer, explore
+from rrfp.sim.explore.stage import Problem
+from rrfp.sim.explore.wrong_rules import Unreserved
 
 SKIPPING = Graph(Placement(3), edges=((0, 1), (1, 2), (0, 2)))
 

@@ -6,8 +6,8 @@ import pytest
 
 from rrfp.core.tasks import Mode
 from rrfp.core.topology import Layout, Placement
-from rrfp.sim.explore_bounds import Bounds, bounds_of
-from rrfp.sim.explore_cases import Case, Explored, explored
+from rrfp.sim.explore.bounds import Bounds, bounds_of
+from rrfp.sim.explore.cases import Case, Explored, explored
 
 
 def only(case: Case) -> Explored:

@@ -11,9 +11,9 @@ from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Kind, Mode
 from rrfp.core.topology import Placement
-from rrfp.sim.explore import Oracles, explore
-from rrfp.sim.explore_cases import RULES, Backward, Grid
-from rrfp.sim.explore_result import Exploration
+from rrfp.sim.explore.cases import RULES, Backward, Grid
+from rrfp.sim.explore.result import Exploration
+from rrfp.sim.explore.search import Oracles, explore
 
 
 def what_matters(found: Exploration) -> tuple[Any, ...]:

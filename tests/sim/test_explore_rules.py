@@ -10,8 +10,8 @@ from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Kind, Mode
 from rrfp.core.topology import Layout
-from rrfp.sim.explore import explore
-from rrfp.sim.explore_cases import Backward, Case, Grid, Where, explored
+from rrfp.sim.explore.cases import Backward, Case, Grid, Where, explored
+from rrfp.sim.explore.search import explore
 
 TRAIN, FORWARD = (Mode.TRAIN,), (Mode.FORWARD,)
 EVERYWHERE: tuple[Where, ...] = ("all", "last", "middle")

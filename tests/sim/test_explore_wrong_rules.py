@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rrfp.core.tasks import Kind, Mode
-from rrfp.sim.explore_cases import Backward, Case, Grid, explored
+from rrfp.sim.explore.cases import Backward, Case, Grid, explored
 
 
 def nearest(

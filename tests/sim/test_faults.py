@@ -16,11 +16,11 @@ import pytest
 from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.costs import CostTable
 from rrfp.sim.engine import run
-from rrfp.sim.fault_node import Node
-from rrfp.sim.fault_oracle import REQUIRED, Ending
-from rrfp.sim.fault_run import FaultEngine
-from rrfp.sim.fault_scenario import Scenario, make_scenario
-from rrfp.sim.faults import Campaign, replay_command, run_campaign, run_seed
+from rrfp.sim.faults.campaign import Campaign, replay_command, run_campaign, run_seed
+from rrfp.sim.faults.checker import REQUIRED, Ending
+from rrfp.sim.faults.node import Node
+from rrfp.sim.faults.run import FaultEngine
+from rrfp.sim.faults.scenario import Scenario, make_scenario
 
 NUM_RUNS, NUM_MORE = 6_000, 60_000
 BATCH = 1_000

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sim.fault_cases import FORWARD, TRAIN, limited, output, scenario
 
-from rrfp.arbiter.words import Saying
+from rrfp.arbiter.group_messages import Saying
 from rrfp.core import events as ev
 from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
@@ -16,11 +16,11 @@ from rrfp.core.stage_core import StageCore
 from rrfp.core.step import Instructions
 from rrfp.core.tasks import Task
 from rrfp.hints.registry import create_hint
-from rrfp.sim.fault_oracle import Ending
-from rrfp.sim.fault_plan import Death, Delay, Duplicate, Fault, Lose, MessageId, Pause, Swap, WordId
-from rrfp.sim.fault_ranks import Crew, Rank
-from rrfp.sim.fault_scenario import Scenario
-from rrfp.sim.faults import run_scenario
+from rrfp.sim.faults.campaign import run_scenario
+from rrfp.sim.faults.checker import Ending
+from rrfp.sim.faults.faults import Death, Delay, Duplicate, Fault, Lose, MessageId, Pause, Swap, WordId
+from rrfp.sim.faults.ranks import Crew, Rank
+from rrfp.sim.faults.scenario import Scenario
 
 LED = Crew(members=2, bytes_held=(0, 0))
 AGREEING = replace(LED, coordination="agreement")

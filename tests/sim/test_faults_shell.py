@@ -18,8 +18,8 @@ from sim.fault_cases import FORWARD, TRAIN, credit, output, scenario
 from sim.fault_shell import ShellRun, run_shell
 
 from rrfp.errors import PipelineAborted
-from rrfp.sim.fault_plan import Death, Duplicate, Fault, Lose, MessageFault, Pause, name_of
-from rrfp.sim.fault_scenario import Scenario, make_scenario
+from rrfp.sim.faults.faults import Death, Duplicate, Fault, Lose, MessageFault, Pause, name_of
+from rrfp.sim.faults.scenario import Scenario, make_scenario
 
 NUM_SEEDS = 400
 BATCH = 100
@@ -55,7 +55,7 @@ def watchdog_lines() -> Iterator[list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
 
-    logger, listener = logging.getLogger("rrfp.control.watchdog"), Listener()
+    logger, listener = logging.getLogger("rrfp.runtime.stall.watchdog"), Listener()
     logger.addHandler(listener)
     try:
         yield lines

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from sim.shell.runs import run_shell, run_shell_steps
 from sim.tables import table
 
 from rrfp.core.admission import Limit
@@ -28,7 +29,6 @@ from rrfp.errors import ConfigError, DeadlockError, HintError, RrfpError
 from rrfp.hints.registry import create_hint, create_strict, hint_names
 from rrfp.schedules.registry import make_schedule, schedule_names
 from rrfp.sim.engine import EngineResult, graph_of, run
-from rrfp.sim.virtual import run_shell, run_shell_steps
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from sim.shell.group_lane import Meetings
+from sim.shell.groups import GroupRun, Replica, run_shell_groups
 from sim.tables import table, tables
 from sim.tp_cases import FirstCome, any_makers, latencies, latencies_of, limits_of, settled_makers
 
@@ -26,11 +28,9 @@ from rrfp.costs import CostTable, make_costs, with_jitter
 from rrfp.costs.rank_latency import Cube, RankLatencies, rank_latencies
 from rrfp.errors import ConfigError, DeadlockError, HintError, ProtocolError
 from rrfp.hints.registry import create_hint
+from rrfp.sim.cluster.result import TensorParallelResult
+from rrfp.sim.cluster.tensor_parallel import Agreement, Leader, run_tensor_parallel
 from rrfp.sim.engine import graph_of
-from rrfp.sim.group_lane import Meetings
-from rrfp.sim.tensor_parallel import Agreement, Leader, run_tensor_parallel
-from rrfp.sim.tp_result import TensorParallelResult
-from rrfp.sim.virtual_groups import GroupRun, Replica, run_shell_groups
 
 
 def bf() -> Hint:

@@ -15,10 +15,10 @@ from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Task
 from rrfp.errors import ConfigError, DeadlockError, LocalError
-from rrfp.sim.cell import Cell, Method, Workload
 from rrfp.sim.simulation import simulate
-from rrfp.sim.sweep import COLUMNS, Row, RowFile, Skip, sweep
-from rrfp.sim.sweep_workers import WorkerLostError, in_order
+from rrfp.sim.sweep.experiment import Cell, Method, Workload
+from rrfp.sim.sweep.runs import COLUMNS, Row, RowFile, Skip, sweep
+from rrfp.sim.sweep.workers import WorkerLostError, in_order
 
 WORKLOAD = Workload(profile="mllm", stages=3, microbatches=6, split=True, jitter="J2", latency="wire", seed=4)
 METHODS = (Method(hint="bfw", limit="1f1b"), Method(hint="bf", limit=2, admission="paper"), Method(strict="1f1b"))

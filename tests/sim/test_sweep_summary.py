@@ -16,9 +16,9 @@ from matplotlib.image import imread
 from matplotlib.text import Text
 
 from rrfp.errors import ConfigError
-from rrfp.sim.sweep import Row
-from rrfp.sim.sweep_plot import MOST_METHODS, draw_sweep, plot_sweep
-from rrfp.sim.sweep_summary import Spread, in_common, label, summarise, varied
+from rrfp.sim.sweep.plot import MOST_METHODS, draw_sweep, plot_sweep
+from rrfp.sim.sweep.runs import Row
+from rrfp.sim.sweep.summary import Spread, in_common, label, summarise, varied
 
 HINT = Row(
     profile="mllm",

@@ -11,16 +11,16 @@ from sim.tp_cases import FirstCome, latencies
 
 from rrfp.core.admission import Limit
 from rrfp.core.hint import Hint, View
-from rrfp.core.progress import WaitCause
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Kind, Task
+from rrfp.core.usage import WaitCause
 from rrfp.costs import make_costs
 from rrfp.costs.rank_latency import RankLatencies, rank_latencies
 from rrfp.errors import ConfigError, DeadlockError, ProtocolError
 from rrfp.hints.registry import create_hint, create_strict
+from rrfp.sim.cluster.result import GroupCounts, TensorParallelResult
+from rrfp.sim.cluster.tensor_parallel import Agreement, Coordination, Independent, Leader, run_tensor_parallel
 from rrfp.sim.engine import run
-from rrfp.sim.tensor_parallel import Agreement, Coordination, Independent, Leader, run_tensor_parallel
-from rrfp.sim.tp_result import GroupCounts, TensorParallelResult
 from rrfp.trace.spans import WaitSpan
 
 #: Two stages, one microbatch, every task takes 1.

@@ -19,9 +19,9 @@ from rrfp.core.tasks import Kind
 from rrfp.costs import CostTable, make_costs
 from rrfp.costs.rank_latency import RankLatencies, rank_latencies
 from rrfp.hints.registry import create_hint, create_strict
+from rrfp.sim.cluster.result import TensorParallelResult
+from rrfp.sim.cluster.tensor_parallel import Agreement, Coordination, Independent, Leader, run_tensor_parallel
 from rrfp.sim.engine import EngineResult, graph_of, run
-from rrfp.sim.tensor_parallel import Agreement, Coordination, Independent, Leader, run_tensor_parallel
-from rrfp.sim.tp_result import TensorParallelResult
 
 FREE: tuple[Coordination, ...] = (Leader(control_seconds=0), Agreement(gather_seconds=0))
 

@@ -10,9 +10,9 @@ from rrfp.core.admission import Limit
 from rrfp.costs import make_costs
 from rrfp.costs.rank_latency import rank_latencies
 from rrfp.errors import ConfigError
+from rrfp.sim.cluster.simulation import simulate_tensor_parallel
+from rrfp.sim.cluster.tensor_parallel import Agreement, Independent, Leader
 from rrfp.sim.simulation import simulate
-from rrfp.sim.tensor_parallel import Agreement, Independent, Leader
-from rrfp.sim.tp_simulation import simulate_tensor_parallel
 
 COSTS = make_costs("mllm", 4, 12, latency="spike")
 KEYS = {"makespan", "lower_bound", "ratio", "busy", "peak", "received_peak", "limit", "order", "start", "tp"}

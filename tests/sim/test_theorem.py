@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from sim.shell.theorem import theorem_6_1
 from sim.tables import table
 
 from rrfp.core.admission import Limit
@@ -11,7 +12,6 @@ from rrfp.costs import CostTable
 from rrfp.errors import ConfigError
 from rrfp.hints.alternating import BackwardForward
 from rrfp.sim.engine import run
-from rrfp.sim.theorem import theorem_6_1
 
 INSTANCES = 1000
 

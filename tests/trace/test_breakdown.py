@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.core.progress import WaitCause
 from rrfp.core.tasks import Kind, Task
+from rrfp.core.usage import WaitCause
 from rrfp.costs import make_costs
 from rrfp.sim.simulation import simulate
 from rrfp.trace.breakdown import Breakdown, breakdown, by_stage, idle_waits, mean

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from rrfp.core.progress import WaitCause
 from rrfp.core.tasks import Kind, Task
+from rrfp.core.usage import WaitCause
 from rrfp.costs import make_costs
 from rrfp.errors import ConfigError
 from rrfp.sim.simulation import simulate

@@ -12,9 +12,9 @@ from cli.shell import rrfp as run_rrfp
 from torch import nn
 
 import rrfp
-from rrfp.core.progress import Peaks
+from rrfp.core.usage import Peaks
 from rrfp.errors import ConfigError
-from rrfp.result import StepResult
+from rrfp.runtime.result import StepResult
 from rrfp.trace.chrome import chrome_events, write_chrome
 from rrfp.trace.chrome_reader import read_chrome
 from rrfp.trace.plain import from_plain, to_plain

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rrfp.core.progress import WaitCause
 from rrfp.core.tasks import Kind, Task
+from rrfp.core.usage import WaitCause
 from rrfp.trace.plain import from_plain, to_plain
 from rrfp.trace.spans import MessageSpan, SpanRing, StepTrace, TaskSpan, WaitSpan, merge
 

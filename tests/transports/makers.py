@@ -17,7 +17,7 @@ from rrfp.transports.base import Channel, Message, Transport, TransportContext, 
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.rendezvous import LocalRendezvous
 from rrfp.transports.simulated import Latency, SimulatedTransport, no_latency
-from rrfp.transports.zmq import ZmqTransport
+from rrfp.transports.zmq.transport import ZmqTransport
 
 _Result = TypeVar("_Result")
 

@@ -12,10 +12,10 @@ import torch
 
 from rrfp.core.topology import Topology
 from rrfp.errors import PeerLostError
-from rrfp.testing.transport_pair import data
+from rrfp.testing.transport_checks.pair import data
 from rrfp.transports.base import TransportContext
 from rrfp.transports.rendezvous import StoreRendezvous
-from rrfp.transports.zmq import ZmqTransport
+from rrfp.transports.zmq.transport import ZmqTransport
 
 
 async def main(role: str) -> None:

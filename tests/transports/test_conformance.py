@@ -15,11 +15,11 @@ import uvloop
 from rrfp.errors import PeerLostError
 from rrfp.testing.clock import run_virtual
 from rrfp.testing.skipped import SkippedError
-from rrfp.testing.transport_check_data import check_large_tensor
-from rrfp.testing.transport_check_flow import check_cancelled_receive
-from rrfp.testing.transport_check_frames import check_codec
-from rrfp.testing.transport_check_peers import check_silent_peer, check_three_ranks
 from rrfp.testing.transport_checks import ALL_CHECKS, Check, MakePair, Pair, PairOptions, run_transport_checks
+from rrfp.testing.transport_checks.data import check_large_tensor
+from rrfp.testing.transport_checks.flow import check_cancelled_receive
+from rrfp.testing.transport_checks.frames import check_codec
+from rrfp.testing.transport_checks.peers import check_silent_peer, check_three_ranks
 from rrfp.transports.base import Message
 from rrfp.transports.simulated import SimulatedTransport
 

@@ -13,7 +13,7 @@ import transports.makers as makers
 
 from rrfp.errors import ConfigError, PeerLostError, TransportError
 from rrfp.testing.transport_checks import PairOptions
-from rrfp.testing.transport_pair import data, index_of, soon
+from rrfp.testing.transport_checks.pair import data, index_of, soon
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.pool import POOLED_FROM_BYTES, BufferPool
 

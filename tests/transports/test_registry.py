@@ -13,7 +13,7 @@ from rrfp.transports import registry
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.registry import create_transport, transport_names
 from rrfp.transports.simulated import SimulatedTransport
-from rrfp.transports.zmq import ZmqTransport
+from rrfp.transports.zmq.transport import ZmqTransport
 
 
 @pytest.fixture

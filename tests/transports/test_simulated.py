@@ -19,7 +19,7 @@ from rrfp.costs import CostTable
 from rrfp.errors import ConfigError, PeerLostError, TransportError
 from rrfp.testing.clock import run_virtual
 from rrfp.testing.transport_checks import PairOptions
-from rrfp.testing.transport_pair import data, index_of, note
+from rrfp.testing.transport_checks.pair import data, index_of, note
 from rrfp.transports.base import Channel, Message, MessageKind, Transport
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.simulated import Latency, SimulatedTransport, table_latency

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import ConfigError, FrameError
-from rrfp.testing.transport_pair import assert_same, data
+from rrfp.testing.transport_checks.pair import assert_same, data
 from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
 from rrfp.transports.rendezvous import LocalRendezvous
 from rrfp.transports.tensor_bytes import DTYPES, allocate, as_bytes, from_buffer

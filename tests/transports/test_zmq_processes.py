@@ -19,10 +19,10 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rrfp.errors import PeerLostError
-from rrfp.testing.transport_pair import data, index_of, soon
+from rrfp.testing.transport_checks.pair import data, index_of, soon
 from rrfp.transports.base import Message, TransportContext
 from rrfp.transports.rendezvous import StoreRendezvous
-from rrfp.transports.zmq import ZmqTransport, endpoint_key
+from rrfp.transports.zmq.transport import ZmqTransport, endpoint_key
 
 RUN_ID = "processes"
 SCRIPT = Path(__file__).with_name("peer_process.py")

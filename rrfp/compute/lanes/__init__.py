@@ -1,0 +1,1 @@
+"""Where a rank computes, one task at a time."""

@@ -1,0 +1,149 @@
+"""A lane for work that is done when its call returns: one daemon thread, fed by a queue.
+
+The thread knows nothing of tasks. It is a daemon and never joined, so a call that hangs cannot keep the process from
+ending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import queue
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from rrfp.compute.program import Execution, Lane, as_exception
+from rrfp.compute.tracebacks import stack_of
+from rrfp.core import timeouts
+from rrfp.errors import ConfigError
+
+T = TypeVar("T")
+
+#: The lowest priority that Linux knows.
+LOWEST_NICE = 19
+
+#: Threads of closed lanes.
+_closed: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+class ThreadLane(Lane):
+    """Runs calls on one daemon thread. Complete means returned, so ``depth`` is 1.
+
+    The clock is ``time.monotonic()``, which the processes of one host share on Linux.
+
+    Args:
+        name: name of the thread.
+        nice: 0..19, added to the thread's nice value on Linux (elsewhere ignored). Where the event loop has to share
+            cores with computing threads, 10 keeps its reactions fast: the loop wakes at once instead of after the
+            lane's time slice. Threads that torch starts from within a call inherit it. It cannot be taken back without
+            privileges.
+
+    Raises:
+        ConfigError: if ``nice`` is outside 0..19.
+    """
+
+    depth = 1
+
+    def __init__(self, name: str = "rrfp-lane", *, nice: int = 0) -> None:
+        if not 0 <= nice <= LOWEST_NICE:
+            raise ConfigError(f"nice is {nice}, must be 0..{LOWEST_NICE}")
+        self._name = name
+        self._nice = nice
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread. Called once, on the loop that futures will belong to."""
+        if self._loop is not None:
+            raise RuntimeError("the lane was started before")
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._serve, args=(self._loop,), name=self._name, daemon=True)
+        self._thread.start()
+
+    def enqueue(self, call: Callable[[], T]) -> asyncio.Future[Execution[T]]:
+        """See :meth:`Lane.enqueue`.
+
+        A call that raises something that is not an ``Exception`` (``SystemExit``, ``CancelledError``), or
+        ``StopIteration``, fails with a :class:`StageError` caused by it: a future could not carry those without harm to
+        the loop.
+        """
+        if self._loop is None or self._closed:
+            raise RuntimeError(f"the lane is {'closed' if self._closed else 'not started'}")
+        future: asyncio.Future[Execution[T]] = self._loop.create_future()
+        self._calls.put((call, future))
+        return future
+
+    def now(self) -> float:
+        """Seconds of ``time.monotonic()``."""
+        return time.monotonic()
+
+    def stack(self) -> str:
+        """See :meth:`Lane.stack`."""
+        return "" if self._thread is None else stack_of(self._thread.ident)
+
+    def close(self) -> None:
+        """Serve nothing more, without waiting. May be called twice, and from any thread."""
+        self._closed = True
+        self._calls.put(None)
+        if self._thread is not None:
+            _closed.add(self._thread)
+
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        _lower_priority(self._nice)
+        while (item := self._calls.get()) is not None and not self._closed:
+            _run(*item, loop)
+            del item  # or the last call, and whatever it closes over, would live until the next one
+
+
+def _run(call: Callable[[], T], future: asyncio.Future[Execution[T]], loop: asyncio.AbstractEventLoop) -> None:
+    """Make one call and tell the loop. A function of its own, so that nothing of the call outlives it."""
+    started = time.monotonic()
+    execution: Execution[T] | None = None
+    failure: Exception | None = None
+    try:
+        execution = Execution(call(), started, time.monotonic())
+    except BaseException as error:
+        failure = as_exception(error)
+    try:
+        loop.call_soon_threadsafe(_settle, future, execution, failure)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+    finally:
+        # A failure's traceback holds this frame, so the frame must not hold the failure, nor the future with it.
+        del call, future, execution, failure
+
+
+def _settle(future: asyncio.Future[Execution[T]], execution: Execution[T] | None, failure: Exception | None) -> None:
+    if future.done():  # cancelled meanwhile
+        return
+    if failure is not None:
+        future.set_exception(failure)
+    else:
+        assert execution is not None
+        future.set_result(execution)
+
+
+@atexit.register
+def _let_calls_end() -> None:
+    """Let calls return that a failure has left behind, such as a collective whose other ranks are about to end.
+
+    One that returned into an interpreter which is being taken down would end the process by SIGABRT.
+    """
+    deadline = time.monotonic() + timeouts.EXIT_GRACE_S
+    for thread in list(_closed):
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _lower_priority(nice: int) -> None:
+    if nice == 0 or sys.platform != "linux":
+        return
+    thread = threading.get_native_id()  # on Linux priorities belong to threads, though the call speaks of processes
+    os.setpriority(os.PRIO_PROCESS, thread, min(LOWEST_NICE, os.getpriority(os.PRIO_PROCESS, thread) + nice))

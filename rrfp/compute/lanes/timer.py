@@ -1,0 +1,108 @@
+"""A lane that takes time without doing anything: each call says how long it takes, and a timer of the loop ends it.
+
+On a loop with a virtual clock that is exact: a call that began at s and takes t ends at s + t, that very float, and no
+real time passes. On any other loop it is as punctual as the loop's timers. There is no thread: calls run on the loop,
+so they must not block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from rrfp.compute.program import Execution, Lane, as_exception
+
+T = TypeVar("T")
+
+
+class TimerLane(Lane):
+    """Runs each call when the lane gets to it, and is busy for as long as the call says with `spend`.
+
+    A call that says nothing takes no time. Complete means that the time has passed, so ``depth`` is 1. The clock is the
+    loop's.
+    """
+
+    depth = 1
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._calls: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
+        self._is_busy = False
+        self._closed = False
+        #: When the call that is being made ends, as far as it has told; None outside calls.
+        self._until: float | None = None
+
+    def start(self) -> None:
+        """Begin to serve. Called once, on the loop that futures will belong to."""
+        if self._loop is not None:
+            raise RuntimeError("the lane was started before")
+        self._loop = asyncio.get_running_loop()
+
+    def enqueue(self, call: Callable[[], T]) -> asyncio.Future[Execution[T]]:
+        """See :meth:`Lane.enqueue`. What a call raises is reported when the time that it spent until then is over."""
+        if self._loop is None or self._closed:
+            raise RuntimeError(f"the lane is {'closed' if self._closed else 'not started'}")
+        future: asyncio.Future[Execution[T]] = self._loop.create_future()
+        self._calls.append((call, future))
+        if not self._is_busy:
+            self._is_busy = True
+            self._loop.call_soon(self._begin)
+        return future
+
+    def spend(self, seconds: float) -> None:
+        """The call that is being made takes so many seconds; more if it says so again.
+
+        Raises:
+            ValueError: if ``seconds`` is not a number >= 0.
+            RuntimeError: outside a call.
+        """
+        if self._until is None:
+            raise RuntimeError("spend() was called outside a call on the lane")
+        if not seconds >= 0:
+            raise ValueError(f"seconds is {seconds}, must be a number >= 0")
+        self._until += seconds
+
+    def now(self) -> float:
+        """Seconds of the loop's clock; 0 before the start."""
+        return 0.0 if self._loop is None else self._loop.time()
+
+    def close(self) -> None:
+        """Serve nothing more. May be called twice."""
+        self._closed = True
+        self._calls.clear()
+
+    def _begin(self) -> None:
+        """Make the next call, if there is one."""
+        assert self._loop is not None
+        self._is_busy = bool(self._calls)
+        if not self._is_busy:
+            return
+        call, future = self._calls.popleft()
+        started = self._until = self._loop.time()
+        result, failure = None, None
+        try:
+            result = call()
+        except (KeyboardInterrupt, SystemExit):  # this is the loop's thread: they are for whoever runs it
+            raise
+        except BaseException as error:
+            failure = as_exception(error)
+        ended, self._until = self._until, None
+        self._end_at(ended, partial(self._complete, future, result, failure, started))
+        del call, future, result, failure  # a failure's traceback holds this frame, so the frame must not hold it
+
+    def _end_at(self, ended: float, complete: Callable[[], None]) -> None:
+        """The call that was made ends at ``ended``: let it be complete then."""
+        assert self._loop is not None
+        self._loop.call_at(ended, complete)
+
+    def _complete(self, future: asyncio.Future[Any], result: Any, failure: Exception | None, started: float) -> None:
+        assert self._loop is not None
+        if not future.done():  # or it was cancelled meanwhile
+            if failure is not None:
+                future.set_exception(failure)
+            else:
+                future.set_result(Execution(result, started, self._loop.time()))
+        self._begin()

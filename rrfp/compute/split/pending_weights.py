@@ -1,0 +1,142 @@
+"""What B leaves for W, and W: autograd goes on where B left it.
+
+W forms the gradients that single operators send to their weights and enters autograd behind these operators. From there
+on autograd does all: views and casts of weights with their hooks, sums of several uses, hooks of AccumulateGrad nodes,
+adding to ``.grad`` (dense or sparse), post-accumulate hooks. A gradient that B formed enters at its parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from rrfp.compute.activations import Storages, storage_pointer
+from rrfp.compute.split.autograd_graph import Node, is_leaf
+from rrfp.compute.split.weight_rules import RULES, Saved
+
+#: ``torch.autograd.backward`` without the checks of its arguments, which cost more than adding a small gradient.
+_run_engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
+
+
+class Deferred(NamedTuple):
+    """An operator whose weight gradients W forms.
+
+    Attributes:
+        node: the operator.
+        saved: what its rule kept.
+        outer: the gradient of its output, after all hooks.
+        edges: positions of its inputs that lead to parameters.
+    """
+
+    node: Node
+    saved: Saved
+    outer: Tensor
+    edges: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class PendingWeights:
+    """What B leaves for W.
+
+    Attributes:
+        held: gradients that B formed, after the parameters' tensor hooks, each with the AccumulateGrad node of its
+            parameter.
+        deferred: operators whose weight gradients B left out.
+        num_bytes: bytes kept, storages counted once, parameters not.
+    """
+
+    held: list[tuple[Node, Tensor]] = field(default_factory=list)
+    deferred: list[Deferred] = field(default_factory=list)
+    num_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        storages = Storages()
+        kept = [gradient for _, gradient in self.held]
+        for one in self.deferred:
+            kept += [tensor for tensor in (*one.saved.tensors, one.outer) if not isinstance(tensor, nn.Parameter)]
+        for tensor in kept:
+            storages.add(tensor)
+        self.num_bytes = storages.num_bytes
+
+    def add_to_gradients(self) -> None:
+        """W: form what was deferred, and add all to the parameters' ``.grad``. Once."""
+        entrances, gradients = _Entrances(), []
+        with torch.no_grad():
+            # As autograd would: the latest operator of the forward first. That fixes the order of sums.
+            for node, saved, outer, edges in sorted(self.deferred, key=_latest_first):
+                for edge in edges:
+                    gradient = RULES[node.name()].gradient(saved, edge, outer)
+                    gradients.append(entrances.add(GradientEdge(*node.next_functions[edge]), gradient, outer))
+        for node, gradient in self.held:
+            gradients.append(gradient)
+            entrances.edges.append(GradientEdge(node, 0))
+        with _without_tensor_hooks(node.variable for node, _ in self.held):
+            _enter(entrances.edges, gradients)
+        self.held, self.deferred, self.num_bytes = [], [], 0
+
+
+class _Entrances:
+    """The edges of the graph by which W enters.
+
+    autograd adopts a gradient as ``.grad`` only where nobody else refers to it, and copies it otherwise. All that
+    enters is referred to here; so where an adoption would be right (a product just formed, and no ``.grad`` yet), the
+    gradient enters by a view of the parameter, behind which it is autograd's alone.
+    """
+
+    def __init__(self) -> None:
+        self.edges: list[GradientEdge] = []
+        self._views: dict[Node, Node] = {}
+
+    def add(self, edge: GradientEdge, gradient: Tensor, outer: Tensor) -> Tensor:
+        """Enter by ``edge``; returns the gradient in the shape that is wanted there."""
+        following: Node = edge.node
+        gradient = gradient.sum_to_size(following._input_metadata[edge.output_nr].shape)
+        if is_leaf(following) and self._may_be_adopted(following, gradient, outer):
+            edge = GradientEdge(self._views[following], 0)
+        self.edges.append(edge)
+        return gradient
+
+    def _may_be_adopted(self, leaf: Node, gradient: Tensor, outer: Tensor) -> bool:
+        parameter = leaf.variable
+        if leaf in self._views:
+            return True
+        if parameter.grad is not None or not parameter.requires_grad:
+            return False
+        if storage_pointer(gradient) == storage_pointer(outer):
+            return False
+        with torch.enable_grad():
+            self._views[leaf] = parameter.view_as(parameter).grad_fn
+        return True
+
+
+def _latest_first(deferred: Deferred) -> int:
+    return -int(deferred.node._sequence_nr())
+
+
+@contextmanager
+def _without_tensor_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Within, tensor hooks of ``parameters`` do not run: they did so in B."""
+    hooked = [(hooks, dict(hooks)) for parameter in parameters if (hooks := parameter._backward_hooks)]
+    for hooks, _ in hooked:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in hooked:
+            hooks.update(kept)
+
+
+def _enter(edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+    """Let autograd go on from ``edges``."""
+    if not edges:
+        return
+    if _run_engine is None:
+        torch.autograd.backward(tuple(edges), tuple(gradients))
+    else:
+        _run_engine(tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)

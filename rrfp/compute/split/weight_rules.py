@@ -1,0 +1,190 @@
+"""How the weight gradients of single operators are formed, later than autograd would and bitwise as it would.
+
+A rule keeps what the operator's own backward reads for its parameters (its input, never a copy) and repeats autograd's
+formula. The attributes `_saved_*` of graph nodes are private to torch; what they must give is probed once
+(`rules_work`), and where they do not, nothing is deferred.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rrfp.compute.activations import unpack_measured
+from rrfp.compute.split.autograd_graph import Node
+
+
+class Saved:
+    """What a rule keeps of one node until the weight gradients are formed.
+
+    Attributes:
+        tensors: the kept tensors, for counting.
+        arguments: further plain arguments of the formula.
+    """
+
+    __slots__ = ("arguments", "tensors")
+
+    def __init__(self, tensors: Sequence[Tensor], arguments: Sequence[Any] = ()) -> None:
+        self.tensors = tuple(tensors)
+        self.arguments = tuple(arguments)
+
+
+class Rule(ABC):
+    """The weight gradients of one operator.
+
+    Attributes:
+        edges: positions of the operator's inputs that may lead to parameters.
+        saved: private attributes of the node that hold tensors.
+    """
+
+    edges: tuple[int, ...]
+    saved: tuple[str, ...]
+
+    def keeps(self, node: Node) -> bool:
+        """Whether the node's tensors can be read now: none of them is behind a foreign saved-tensor hook.
+
+        Checkpointing recomputes behind such a hook, and once only.
+        """
+        return all(getattr(node, f"_raw{name}").unpack_hook in (None, unpack_measured) for name in self.saved)
+
+    @abstractmethod
+    def save(self, node: Node) -> Saved | None:
+        """Take what the formula needs; before autograd frees it. None where this node is not the usual case."""
+
+    @abstractmethod
+    def gradient(self, saved: Saved, edge: int, grad: Tensor) -> Tensor:
+        """The gradient that leaves the node by ``edge``, given that of its output."""
+
+    @abstractmethod
+    def flops(self, node: Node) -> float:
+        """Roughly how many operations forming the weight gradient takes."""
+
+
+class _MatrixProduct(Rule):
+    """``mm(input, weight.t())``: what a linear layer without bias runs."""
+
+    edges: tuple[int, ...] = (1,)
+    saved: tuple[str, ...] = ("_saved_self",)
+
+    def save(self, node: Node) -> Saved | None:
+        (left,) = (getattr(node, name) for name in self.saved)
+        strides, sizes = node._saved_mat2_sym_strides, node._saved_mat2_sym_sizes
+        if not strides or left.is_complex():  # nothing was saved for a frozen weight
+            return None
+        return Saved((left,), (strides[0] == 1 and strides[1] == sizes[0],))
+
+    def gradient(self, saved: Saved, edge: int, grad: Tensor) -> Tensor:
+        (left,), (by_column,) = saved.tensors, saved.arguments
+        return grad.t().mm(left).t() if by_column else left.t().mm(grad)
+
+    def flops(self, node: Node) -> float:
+        rows, inner = getattr(node, f"{self.saved[0]}_sym_sizes")
+        return 2.0 * float(rows * inner * node._saved_mat2_sym_sizes[1])
+
+
+class _MatrixProductAndSum(_MatrixProduct):
+    """``addmm(bias, input, weight.t())``: what a linear layer with bias runs."""
+
+    edges = (0, 2)
+    saved = ("_saved_mat1",)
+
+    def save(self, node: Node) -> Saved | None:
+        if node._saved_alpha != 1 or node._saved_beta != 1:
+            return None
+        return super().save(node)
+
+    def gradient(self, saved: Saved, edge: int, grad: Tensor) -> Tensor:
+        # Summed to the bias's shape on its way, as autograd sums whatever was broadcast.
+        return grad if edge == 0 else super().gradient(saved, edge, grad)
+
+
+class _Convolution(Rule):
+    """Any convolution."""
+
+    edges = (1, 2)
+    saved = ("_saved_input", "_saved_weight")
+
+    def save(self, node: Node) -> Saved | None:
+        names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+        settings = [getattr(node, f"_saved_{name}") for name in names]
+        return Saved((node._saved_input, node._saved_weight), (node._saved_bias_sym_sizes_opt, *settings))
+
+    def gradient(self, saved: Saved, edge: int, grad: Tensor) -> Tensor:
+        wanted = [False, edge == 1, edge == 2]
+        gradients = torch.ops.aten.convolution_backward(grad, *saved.tensors, *saved.arguments, wanted)
+        result: Tensor = gradients[edge]
+        return result
+
+    def flops(self, node: Node) -> float:
+        weight, given = node._saved_weight, node._saved_input
+        return 2.0 * float(weight.numel() * given.shape[0] * given[0, 0].numel())
+
+
+class _Embedding(Rule):
+    """A table lookup: kept are the indices, where autograd would form a gradient as large as the table."""
+
+    edges = (0,)
+    saved = ("_saved_indices",)
+
+    def save(self, node: Node) -> Saved | None:
+        if node._saved_sparse:
+            return None
+        arguments = (
+            node._saved_weight_sym_argsize_0,
+            _signed(node._saved_padding_idx),
+            node._saved_scale_grad_by_freq,
+            node._saved_sparse,
+        )
+        return Saved((node._saved_indices,), arguments)
+
+    def gradient(self, saved: Saved, edge: int, grad: Tensor) -> Tensor:
+        result: Tensor = torch.ops.aten.embedding_backward(grad, *saved.tensors, *saved.arguments)
+        return result
+
+    def flops(self, node: Node) -> float:
+        return float("inf")  # never for its time, always for its memory
+
+
+def _signed(number: int) -> int:
+    """torch shows -1 as an unsigned number of 64 bits."""
+    return number - (1 << 64) if number >> 63 else number
+
+
+RULES: Mapping[str, Rule] = {
+    "AddmmBackward0": _MatrixProductAndSum(),
+    "MmBackward0": _MatrixProduct(),
+    "ConvolutionBackward0": _Convolution(),
+    "EmbeddingBackward0": _Embedding(),
+}
+
+#: Operators between a parameter and a rule's operator: one input, and they may be called again on a gradient.
+PASSED_ON = frozenset(
+    {
+        "TBackward0",
+        "TransposeBackward0",
+        "PermuteBackward0",
+        "ViewBackward0",
+        "UnsafeViewBackward0",
+        "ToCopyBackward0",
+    }
+)
+
+
+@lru_cache(maxsize=1)
+def rules_work() -> bool:
+    """Whether this version of torch has the private attributes that the rules read; tried once."""
+    weight = torch.ones(2, 2, requires_grad=True)
+    node: Node = torch.nn.functional.linear(torch.ones(1, 2), weight, torch.ones(2)).grad_fn
+    try:
+        rule = RULES[node.name()]
+        saved = rule.save(node) if rule.keeps(node) else None
+        return saved is not None and torch.equal(
+            rule.gradient(saved, rule.edges[-1], torch.ones(1, 2)).t(), torch.ones(2, 2)
+        )
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+        return False

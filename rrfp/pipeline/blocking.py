@@ -1,0 +1,119 @@
+"""The blocking face of a pipeline, for ordinary training loops."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, NoReturn, Self, TypeVar, Unpack
+
+from rrfp.core import timeouts
+from rrfp.core.tasks import Mode
+from rrfp.errors import PipelineAborted
+from rrfp.pipeline.session import Session
+from rrfp.runtime.batching import EvaluateArguments, StepArguments
+from rrfp.runtime.result import StepResult
+from rrfp.runtime.statistics import RankStatistics
+
+T = TypeVar("T")
+
+#: Why neither pickle nor deepcopy works.
+NO_COPY = "a pipeline can be neither pickled nor copied, as it holds threads and connections: build one there"
+
+
+class BlockingPipeline:
+    """A pipeline whose calls block; made by ``blocking()`` of `rrfp.Pipeline` and `rrfp.local`.
+
+    An exception that leaves the ``with`` block, or that ends a step early, Ctrl-C included, aborts the pipeline on
+    every rank.
+
+    Args:
+        session: what it drives; not entered.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(NO_COPY)
+
+    def __enter__(self) -> Self:
+        session = self._session
+        session.enter()
+        try:
+            session.submit(session.start()).result()
+        except BaseException:
+            session.leave()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._session.is_foreign:
+            return
+        self._session.check_leaving()
+        try:
+            if not self._session.has_given_up:  # or there is nobody to wait for
+                _settle(self._session.submit(self._session.close(error)), timeouts.LEAVE_S)
+        finally:
+            self._session.leave()
+
+    def step(
+        self,
+        inputs: Sequence[Any] | None = None,
+        targets: Sequence[Any] | None = None,
+        **arguments: Unpack[StepArguments],
+    ) -> StepResult:
+        """As `rrfp.Pipeline.step`."""
+        plan = self._session.plan(Mode.TRAIN, inputs, targets, arguments)
+        return self._run(self._session.ranks.step(plan))
+
+    def evaluate(
+        self,
+        inputs: Sequence[Any] | None = None,
+        targets: Sequence[Any] | None = None,
+        **arguments: Unpack[EvaluateArguments],
+    ) -> StepResult:
+        """As `rrfp.Pipeline.evaluate`."""
+        plan = self._session.plan(Mode.FORWARD, inputs, targets, arguments)
+        return self._run(self._session.ranks.step(plan))
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """As `rrfp.Pipeline.clip_grad_norm_`."""
+        clipping = self._session.clip(max_norm, norm_type)
+        return clipping.settle(self._run(self._session.ranks.share(clipping)))
+
+    def statistics(self) -> tuple[RankStatistics, ...]:
+        """As `rrfp.Pipeline.statistics`. While a step blocks this thread, another one may call it."""
+        return self._session.ranks.statistics()
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        session = self._session
+        try:
+            return session.submit(coroutine).result()
+        except PipelineAborted as error:
+            aborted = error
+        except BaseException as error:  # Ctrl-C ended the wait; if the step itself failed, this is no news
+            session.fail_soon(error)
+            raise
+        finally:
+            session.end()
+        raise aborted.with_traceback(None)  # how the runtime came to raise it concerns nobody
+
+
+def _settle(leaving: Future[None], timeout_s: float) -> None:
+    """Wait until everything is freed. Another Ctrl-C meanwhile does not cut that short, but is raised afterwards."""
+    deadline = time.monotonic() + timeout_s
+    interrupt = None
+    while True:
+        try:
+            with suppress(TimeoutError):
+                leaving.result(max(0.0, deadline - time.monotonic()))
+            break
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt

@@ -1,0 +1,198 @@
+"""What every pipeline lets its caller do: enter, take steps, leave.
+
+The runtime owns its loop: a thread with one loop serves the ranks of this process, so an optimizer step, data loading
+or a checkpoint in the caller's code never stalls receiving, heartbeats or an abort. The async API awaits that loop from
+the caller's, the blocking API waits for the same future.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Literal, NoReturn, Self, TypeVar, Unpack, get_args
+
+from rrfp.core import timeouts
+from rrfp.core.tasks import Mode
+from rrfp.errors import ConfigError, PipelineAborted, RrfpError
+from rrfp.pipeline.blocking import NO_COPY, BlockingPipeline
+from rrfp.pipeline.local_ranks import Ranks
+from rrfp.pipeline.session import Session
+from rrfp.runtime.batching import EvaluateArguments, StepArguments
+from rrfp.runtime.result import StepResult
+from rrfp.runtime.statistics import RankStatistics
+
+T = TypeVar("T")
+
+#: ``"own"``: a thread with a loop of its own. ``"caller"``: the loop that enters the pipeline (async only).
+LoopChoice = Literal["own", "caller"]
+
+
+class PipelineHandle:
+    """What `Pipeline` and `rrfp.local` have in common: entering, leaving, and steps.
+
+    Use it as ``async with pipeline as pipe``, or ``with pipeline.blocking() as pipe``. An exception that leaves the
+    block aborts the pipeline on every rank, and so does leaving it while a step runs. If another rank failed and no
+    step told, leaving raises `PipelineAborted`.
+
+    Args:
+        ranks: the ranks of this process.
+        loop: where they run.
+        name: of the loop's thread.
+    """
+
+    def __init__(self, ranks: Ranks, loop: LoopChoice, name: str) -> None:
+        if loop not in get_args(LoopChoice):
+            raise ConfigError(f"loop is {loop!r}, must be one of: {', '.join(get_args(LoopChoice))}")
+        self._session = Session(ranks, name if loop == "own" else None)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(NO_COPY)
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError("a pipeline is entered with 'async with', or with 'with pipeline.blocking() as pipe'")
+
+    def __exit__(self, *_: object) -> None:
+        """Never reached: see ``__enter__``."""
+
+    async def __aenter__(self) -> Self:
+        self._session.enter()
+        try:
+            await self._on_loop(self._session.start())
+        except BaseException:
+            await asyncio.shield(self._leave())
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._session.is_foreign:
+            return
+        self._session.check_leaving()
+        try:
+            if self._session.has_given_up:  # there is nobody to wait for
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeouts.LEAVE_S):
+                    await asyncio.shield(self._on_loop(self._session.close(error)))
+        finally:
+            await asyncio.shield(self._leave())
+
+    async def step(
+        self,
+        inputs: Sequence[Any] | None = None,
+        targets: Sequence[Any] | None = None,
+        **arguments: Unpack[StepArguments],
+    ) -> StepResult:
+        """Train on one batch: gradients are added to ``.grad``; the optimizer's step is the caller's.
+
+        Lists are by microbatch; shapes may differ. A rank that is given none of them passes ``microbatches``.
+
+        Args:
+            inputs: for the first virtual stage: a tensor or named tuple (one argument), a tuple (positional arguments)
+                or a dict (keywords) each.
+            targets: second argument of ``loss_fn`` on the last virtual stage.
+            arguments: ``kwargs``: further keyword arguments: a list for every module of this process, or a dict with a
+                list for each stage that has any, ``{stage: [{...}, ...]}``, of which every rank takes its own stage's.
+                ``weights``: of the microbatches' losses, such as token counts, 1 by default; needed on the last
+                virtual stage. A microbatch of weight 0 is in neither loss nor gradients.
+                ``sizes``: how large each microbatch is, in any unit, for hints that ask. ``microbatches``: M, where no
+                list tells it. ``grad_scale``: a factor on every gradient, 1.0 by default; the reported loss is without
+                it. ``reduce_gradients``: False leaves gradients unreduced over data-parallel replicas, for all but the
+                last of several steps that accumulate.
+
+        Returns:
+            The result, on every rank.
+
+        Raises:
+            ConfigError: if the arguments do not fit; nothing was sent then.
+            PipelineAborted: if any rank failed. Gradients are undefined.
+        """
+        plan = self._session.plan(Mode.TRAIN, inputs, targets, arguments)
+        return await self._run(self._session.ranks.step(plan), "the step")
+
+    async def evaluate(
+        self,
+        inputs: Sequence[Any] | None = None,
+        targets: Sequence[Any] | None = None,
+        **arguments: Unpack[EvaluateArguments],
+    ) -> StepResult:
+        """Forward only, without gradients. Errors as in `step`.
+
+        Modules are used in the mode that they are in: call ``module.eval()`` where that matters.
+
+        Args:
+            inputs: as in `step`.
+            targets: as in `step`; without them there are no losses.
+            arguments: ``kwargs``, ``weights``, ``sizes`` and ``microbatches`` as in `step`. ``return_outputs``: whether
+                the result's ``outputs`` hold what the last virtual stage put out, detached, on its rank: True, False,
+                or None: where no loss is computed.
+        """
+        plan = self._session.plan(Mode.FORWARD, inputs, targets, arguments)
+        return await self._run(self._session.ranks.step(plan), "the step")
+
+    async def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Clip the gradients of the whole model by their norm: over all stages, shards and replicas.
+
+        What ``torch.nn.utils.clip_grad_norm_`` does for a model in one process. Called between steps, on every rank,
+        with reduced gradients; it needs no process group. Shards have to be DTensors: of a plain tensor the ranks of a
+        group are taken to have the same. A factor that is in the gradients (``grad_scale``) is in
+        their norm too.
+
+        Args:
+            max_norm: gradients are scaled in place so that their norm is this at most; inf only measures it.
+            norm_type: p of the p-norm; may be inf.
+
+        Returns:
+            The norm before, the same on every rank to the last bit.
+
+        Raises:
+            ConfigError: for an impossible argument, arguments that differ between ranks, or a `StageProgram`.
+            PipelineAborted: if any rank failed.
+            StageError: if a gradient has a layout whose norm cannot be formed.
+        """
+        clipping = self._session.clip(max_norm, norm_type)
+        return clipping.settle(await self._run(self._session.ranks.share(clipping), "clipping gradients"))
+
+    def statistics(self) -> tuple[RankStatistics, ...]:
+        """What the ranks of this process hold now, have held at most and have moved; by rank.
+
+        For monitoring: it only reads counters, never waits, and may be called at any time, also while a step runs or
+        after the pipeline was left, and on any thread. Before it was entered there is nothing to tell.
+        """
+        return self._session.ranks.statistics()
+
+    def blocking(self) -> BlockingPipeline:
+        """The same pipeline for ordinary loops: ``with pipeline.blocking() as pipe: pipe.step(...)``.
+
+        Raises:
+            ConfigError: if it runs on the caller's loop.
+        """
+        if self._session.thread_name is None:
+            raise ConfigError("loop is 'caller', must be 'own' for the blocking API")
+        return BlockingPipeline(self._session)
+
+    async def _run(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
+        try:
+            return await self._on_loop(coroutine)
+        except PipelineAborted as error:
+            aborted = error
+        except asyncio.CancelledError:
+            self._session.fail_soon(RrfpError(f"{what} was cancelled by its caller"))
+            raise
+        finally:
+            self._session.end()
+        raise aborted.with_traceback(None)  # how the runtime came to raise it concerns nobody
+
+    async def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if self._session.thread is None:
+            return await coroutine
+        return await asyncio.wrap_future(self._session.submit(coroutine))
+
+    async def _leave(self) -> None:
+        if self._session.thread is None:
+            self._session.leave()
+        else:  # joining a thread blocks, and the caller's loop has other things to do
+            await asyncio.to_thread(self._session.leave)

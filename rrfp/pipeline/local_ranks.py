@@ -1,0 +1,236 @@
+"""The ranks that this process runs, usually one, driven together on the runtime's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from rrfp.arbiter.loop import SettlingLoop
+from rrfp.compute.gradients.reducer import GradientReducer
+from rrfp.compute.gradients.tied import TiedGradients
+from rrfp.compute.nondeterminism import warn_of_torch
+from rrfp.compute.program import StageProgram
+from rrfp.compute.thread_modes import out_of_reach
+from rrfp.core.tasks import Mode
+from rrfp.core.topology import Topology
+from rrfp.errors import PeerLostError, PipelineAborted
+from rrfp.log import get_logger
+from rrfp.pipeline.options import PipelineOptions
+from rrfp.runtime.batching import Plan, plan_step
+from rrfp.runtime.grad_clipping import Clipping, GradientHolder
+from rrfp.runtime.result import StepResult
+from rrfp.runtime.stage_runner import StageRunner
+from rrfp.runtime.stall.loop_watch import LoopWatch
+from rrfp.runtime.statistics import RankStatistics
+from rrfp.trace.spans import merge
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+#: Makes the runners; called on the loop that they will run on.
+Build = Callable[[], Awaitable[Sequence[StageRunner]]]
+
+
+class Ranks:
+    """The runners of one process. Methods are called on the runtime's loop, except where said otherwise.
+
+    Args:
+        programs: what each rank computes.
+        options: how.
+        build: makes the runners.
+        holder: the gradients that the programs form.
+        replicas: copies of the pipeline in the job.
+        reducers: what sums their gradients.
+        ties: the tied gradients of each rank.
+        places: where each rank is; by default one stage after the other.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[StageProgram],
+        options: PipelineOptions,
+        build: Build,
+        holder: GradientHolder | None = None,
+        replicas: int = 1,
+        reducers: Sequence[GradientReducer] = (),
+        ties: Sequence[TiedGradients] = (),
+        places: Sequence[Topology] | None = None,
+    ) -> None:
+        self._programs = programs
+        self._places = [Topology(s, len(programs)) for s in range(len(programs))] if places is None else places
+        self._options = options
+        self._build = build
+        self._holder = GradientHolder({}) if holder is None else holder
+        self._replicas = replicas
+        self._reducers = reducers
+        self._ties = ties
+        self._runners: Sequence[StageRunner] = ()
+        self._has_warned = False
+        self._loop_watch: LoopWatch | None = None
+
+    @property
+    def first_step(self) -> int:
+        """The number of the first training step."""
+        return self._options.first_step
+
+    def announce(self) -> None:
+        """Say what cannot be kept of what was promised, and read what ranks compare.
+
+        Called on the caller's thread, whose settings apply.
+        """
+        for tied in self._ties:
+            tied.read()
+        if self._options.deterministic:
+            warn_of_torch(list(self._holder.modules.values()))
+
+    def plan(self, number: int, training_step: int, mode: Mode, **arguments: Any) -> Plan:
+        """Check a step's arguments and hand them to the programs. Called on the caller's thread, whose modes apply.
+
+        Args:
+            number: the step's, evaluations counted.
+            training_step: training steps before it, those before ``first_step`` counted.
+            mode: training or forward only.
+            arguments: those of `rrfp.runtime.batching.plan_step`.
+
+        Raises:
+            ConfigError: if they do not fit; nothing has happened then.
+        """
+        told: Any = {"training_step": training_step, "stages": self._places[0].stages, "is_shared": self._replicas > 1}
+        plan = plan_step(number, mode, self._options.reduction, **arguments, **told)
+        self._warn_of_what_stays()
+        for program, place in zip(self._programs, self._places, strict=True):
+            program.open(plan.step, plan.batch_of(place.stage))
+        if mode is Mode.TRAIN:
+            for tied in self._ties:
+                tied.open()
+            for reducer in self._reducers:
+                reducer.open(plan.reduce_gradients)
+        return plan
+
+    def _warn_of_what_stays(self) -> None:
+        """Say once what of the caller's thread does not act on tasks."""
+        if not self._has_warned and (found := out_of_reach()) is not None:
+            logger.warning("around step or evaluate, %s (docs/profiling.md)", found)
+            self._has_warned = True
+
+    async def start(self, give_up: Callable[[PipelineAborted], None] | None = None) -> None:
+        """Connect and begin to serve; when one rank cannot, free what the others have.
+
+        Args:
+            give_up: told, on another thread, the failure of a loop that is the runtime's own and has not run for
+                ``abort_after`` seconds; None on the caller's loop.
+        """
+        for reducer in self._reducers:
+            reducer.start()
+        try:
+            self._runners = await self._build()
+            await together(runner.start() for runner in self._runners)
+            self._watch_loop(give_up)
+        except BaseException as error:
+            self.fail(error)
+            await self.close(quiet=True)
+            raise
+
+    async def step(self, plan: Plan) -> StepResult:
+        """Run one planned step on all ranks of this process."""
+        results = await _all(runner.step(plan, self._options.reduction) for runner in self._runners)
+        outputs = {m: output for result in results for m, output in result.outputs.items()}
+        return replace(results[0], trace=merge(result.trace for result in results), outputs=outputs)
+
+    def clipping(self, max_norm: float, norm_type: float) -> Clipping:
+        """Begin to clip gradients. Called on the caller's thread; errors as in `Clipping`."""
+        return Clipping(self._holder, max_norm, norm_type)
+
+    async def share(self, clipping: Clipping) -> list[bytes]:
+        """Tell all ranks the share of this process, and hear those of all. The first rank here speaks for it."""
+        first, *others = self._runners
+        given = [first.gather(clipping.told()), *(runner.gather(clipping.nothing()) for runner in others)]
+        return (await _all(given))[0]
+
+    def statistics(self) -> tuple[RankStatistics, ...]:
+        """What each rank holds and has moved; none before the start. May be called on any thread."""
+        return tuple(runner.statistics() for runner in self._runners)
+
+    def computes_here(self) -> bool:
+        """Whether a task of one of the ranks is being computed on this thread. May be called on any thread."""
+        return any(runner.computes_here() for runner in self._runners)
+
+    def fail(self, error: BaseException) -> None:
+        """End the pipeline because of ``error`` in the caller's code; no news to a rank that has failed already."""
+        for runner in self._runners:
+            runner.fail(error)
+
+    async def close(self, *, quiet: bool = False) -> None:
+        """Leave: in order, or after a failure once the peers were told.
+
+        Args:
+            quiet: the caller knows of the failure.
+
+        Raises:
+            PipelineAborted: if the pipeline failed and no call has told the caller, unless ``quiet``.
+        """
+        try:
+            with suppress(PipelineAborted) if quiet else nullcontext():
+                await _all(runner.close() for runner in self._runners)
+        finally:
+            if self._loop_watch is not None:
+                self._loop_watch.close()
+            for reducer in self._reducers:
+                reducer.close()
+
+    async def let_culprit_end(self, error: PipelineAborted) -> None:
+        """Under torchrun, wait until the process in which ``error`` began has ended; `CULPRIT_GRACE_S` at most.
+
+        torchrun calls the first process that it finds ended the root cause, and ends the others. A process that is lost
+        has ended already, or is stopped and will not.
+        """
+        is_lost = error.origin.cause.startswith(f"{PeerLostError.__name__}: ")
+        if "TORCHELASTIC_RUN_ID" in os.environ and not is_lost:
+            await asyncio.gather(*(runner.let_culprit_end(error.origin) for runner in self._runners))
+
+    def _watch_loop(self, give_up: Callable[[PipelineAborted], None] | None) -> None:
+        """Print the stacks of this process when its loop stands still."""
+        if isinstance(asyncio.get_running_loop(), SettlingLoop):  # virtual time says nothing about real time
+            return
+        settings, first = self._options, self._runners[0]
+
+        def end(seconds: float) -> None:
+            assert give_up is not None
+            give_up(first.stuck(seconds))
+
+        self._loop_watch = LoopWatch(
+            ", ".join(runner.place.name for runner in self._runners),
+            settings.stall_after,
+            use_timer=settings.stack_timer and give_up is not None,
+            # On the caller's loop it is the caller's business how long a callback takes, unless a rank is waited for.
+            matters=lambda: give_up is not None or any(runner.is_awaited for runner in self._runners),
+            abort_after=None if give_up is None else settings.abort_after,
+            give_up=end,
+        )
+        self._loop_watch.start()
+
+
+async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Wait for all; when one fails, or this is cancelled, end the others first."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+async def _all(awaitables: Iterable[Awaitable[T]]) -> list[T]:
+    """Wait for all, also when one fails; then raise the failure of a rank that knows the cause, if there is one."""
+    outcomes = await asyncio.gather(*awaitables, return_exceptions=True)
+    failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    if failures:
+        raise next((failure for failure in failures if failure.__cause__ is not None), failures[0])
+    return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]

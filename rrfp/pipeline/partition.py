@@ -1,0 +1,173 @@
+"""The shape of a pipeline: how the model is cut, and in what order gradients are formed. The same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from rrfp.compute.buffers import writes_buffers_in_forward
+from rrfp.compute.loss_module import class_name, with_loss
+from rrfp.compute.program import StageProgram
+from rrfp.core.graph import Graph
+from rrfp.core.readiness import ForcedOrder
+from rrfp.core.tasks import Kind
+from rrfp.errors import ConfigError
+
+_ALLOWED = "an nn.Module, a list of them (one for each chunk), or a rrfp.StageProgram"
+
+#: What a rank runs: one module, one for each of its chunks, or a program of the caller's own.
+StagePart = nn.Module | Sequence[nn.Module] | StageProgram
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """See the module's docstring.
+
+    Attributes:
+        graph: virtual stages, where they live, and which of them are split.
+        deterministic: whether gradients are added in microbatch order.
+        loss_fn: the loss; one that is a module belongs to the last virtual stage.
+    """
+
+    graph: Graph
+    deterministic: bool = False
+    loss_fn: Callable[[Any, Any], Any] | None = None
+
+    def modules(self, part: StagePart, stage: int) -> dict[int, nn.Module]:
+        """All that ``stage`` differentiates, by virtual stage: its modules, and the loss if it is one (`with_loss`).
+
+        Errors as in `chunks`.
+        """
+        return with_loss(self.chunks(part, stage), self.graph, self.loss_fn)
+
+    def chunks(self, part: StagePart, stage: int) -> dict[int, nn.Module]:
+        """The modules of ``stage`` by virtual stage; none for a program, which knows its own.
+
+        Raises:
+            ConfigError: if ``part`` is none of what it may be, or the number of chunks is not the graph's.
+        """
+        if isinstance(part, StageProgram):
+            return {}
+        chunks = chunks_of(part)
+        if len(chunks) != self.graph.placement.chunks:
+            raise ConfigError(f"module has {len(chunks)} chunks, must have {self.graph.placement.chunks}, as all ranks")
+        return dict(zip(self.graph.placement.virtual_stages(stage), chunks, strict=True))
+
+    def all_modules(self, parts: Sequence[StagePart]) -> dict[int, nn.Module]:
+        """All that all stages differentiate, by virtual stage. Errors as in `chunks`."""
+        return {v: module for stage, part in enumerate(parts) for v, module in self.modules(part, stage).items()}
+
+    def check_shared(self, modules: Mapping[int, nn.Module]) -> None:
+        """Refuse written buffers that two virtual stages of one process share, where such are written in order.
+
+        That order is kept within a virtual stage; between two it is a matter of timing. (Parameters may be shared: each
+        virtual stage has a gradient of its own, see `rrfp.compute.gradients.shared`.)
+
+        Args:
+            modules: by virtual stage.
+
+        Raises:
+            ConfigError: naming the buffer.
+        """
+        owners: dict[int, int] = {}
+        for v, module in sorted(modules.items()) if self.deterministic else ():
+            for name, buffer in module.named_buffers() if writes_buffers_in_forward(module) else ():
+                if (other := owners.setdefault(id(buffer), v)) != v:
+                    raise ConfigError(
+                        f"deterministic is True, but virtual stages {other} and {v} share {name!r}: must be False, or "
+                        "each virtual stage must have its own"
+                    )
+
+    def check_program(self, program: StageProgram) -> None:
+        """Refuse a program that cannot run this pipeline's tasks.
+
+        Raises:
+            ConfigError: if backward is split and the program has no ``weight``.
+        """
+        if any(self.graph.split) and type(program).weight is StageProgram.weight:
+            raise ConfigError(
+                f"{type(program).__name__} has no weight(), needed where backward is split: implement it, or leave "
+                "split=False"
+            )
+
+    def in_order(self, modules: Mapping[int, nn.Module]) -> frozenset[ForcedOrder]:
+        """What runs in microbatch order: where gradients are added, and forwards that write buffers.
+
+        Args:
+            modules: those of the rank, by virtual stage.
+        """
+        if not self.deterministic:
+            return frozenset()
+        graph = self.graph
+        adds = {(Kind.W if split else Kind.B, v) for v, split in enumerate(graph.split)}
+        forwards = {(Kind.F, v) for v, module in modules.items() if writes_buffers_in_forward(module)}
+        return frozenset(adds | forwards)
+
+    def terms(self) -> dict[str, str | int | bool]:
+        """What the ranks compare at the start."""
+        place = self.graph.placement
+        return {
+            "stages": place.stages,
+            "chunks": place.chunks,
+            "placement": place.layout,
+            "split": all(self.graph.split),
+            "deterministic": self.deterministic,
+        }
+
+
+def chunks_of(part: StagePart) -> tuple[nn.Module, ...]:
+    """The modules in ``part``, one for each chunk.
+
+    Raises:
+        ConfigError: if it is something else than a module or a list of modules.
+    """
+    if isinstance(part, nn.Module) and not isinstance(part, nn.ModuleList):  # that one has no forward
+        return (part,)
+    if not isinstance(part, list | tuple | nn.ModuleList):
+        raise ConfigError(f"module is a {type(part).__name__}, must be {_ALLOWED}")
+    chunks = tuple(part)
+    for index, chunk in enumerate(chunks):
+        if isinstance(chunk, StageProgram):
+            raise ConfigError(
+                f"module[{index}] is a StageProgram, must be passed alone: one serves all chunks of a rank"
+            )
+        if not isinstance(chunk, nn.Module):
+            raise ConfigError(f"module[{index}] is a {type(chunk).__name__}, must be an nn.Module")
+    if not chunks:
+        raise ConfigError(f"module is an empty {type(part).__name__}, must be {_ALLOWED}")
+    return chunks
+
+
+def check_modules(modules: object) -> None:
+    """Refuse what is no list of stages.
+
+    Raises:
+        ConfigError: if it is something else, or empty.
+    """
+    if not isinstance(modules, list | tuple | nn.ModuleList | nn.Sequential):
+        remedy = ": write [module] for a pipeline of one stage" if isinstance(modules, nn.Module | StageProgram) else ""
+        raise ConfigError(f"modules is a {type(modules).__name__}, must be a list with one module a stage{remedy}")
+    if not modules:
+        raise ConfigError("modules is empty, must hold one module a stage")
+
+
+def check_initialised(modules: Mapping[int, nn.Module]) -> None:
+    """Refuse parameters and buffers that torch has yet to make, at the first forward of a lazy module.
+
+    Args:
+        modules: by virtual stage.
+
+    Raises:
+        ConfigError: naming the first.
+    """
+    for v, module in sorted(modules.items()):
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if is_lazy(tensor):
+                raise ConfigError(
+                    f"{name!r} of {class_name(module)} on virtual stage {v} is lazy, must have a shape: run one "
+                    "forward of the module before the pipeline and the optimizer are made"
+                )

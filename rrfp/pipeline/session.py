@@ -1,0 +1,235 @@
+"""One use of a pipeline: its ranks, the loop they run on, and whose turn it is. Both faces of a pipeline drive one."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+from rrfp.core.tasks import Mode
+from rrfp.errors import ConfigError, PipelineAborted, RrfpError
+from rrfp.pipeline.local_ranks import Ranks
+from rrfp.pipeline.loop_thread import LoopThread
+from rrfp.runtime.batching import EvaluateArguments, Plan, StepArguments
+from rrfp.runtime.grad_clipping import Clipping
+
+T = TypeVar("T")
+
+State = Literal["new", "open", "in a step", "clipping gradients", "closed"]
+
+#: What a step takes beside inputs and targets.
+_ARGUMENTS: Mapping[Mode, frozenset[str]] = {
+    Mode.TRAIN: StepArguments.__required_keys__ | StepArguments.__optional_keys__,
+    Mode.FORWARD: EvaluateArguments.__required_keys__ | EvaluateArguments.__optional_keys__,
+}
+
+
+class Session:
+    """See the module's docstring. Called on the caller's thread, except where said otherwise.
+
+    Args:
+        ranks: the ranks of this process.
+        thread_name: of the thread with the loop, or None to run on the caller's loop.
+    """
+
+    def __init__(self, ranks: Ranks, thread_name: str | None) -> None:
+        self.ranks = ranks
+        self.thread: LoopThread | None = None
+        self.thread_name = thread_name
+        #: Steps begun, evaluations counted, as all ranks count them; and the number of the next training step.
+        self._next_step, self._training_step = 0, ranks.first_step
+        #: Calls whose arguments were refused: ranks compare them, since a batch may have been dropped with each.
+        self._refused = 0
+        self._state: State = "new"
+        #: Held while the state changes: a second caller on another thread must not pass where the first is.
+        self._lock = threading.Lock()
+        #: The caller has been told that the loop does not run any more.
+        self.has_given_up = False
+        self._outcomes: set[concurrent.futures.Future[Any]] = set()
+        #: The process, and where the pipeline runs on the caller's loop that loop, which entered it.
+        self._pid: int | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def enter(self) -> None:
+        """Begin.
+
+        Raises:
+            RrfpError: the second time.
+        """
+        with self._lock:
+            if self._state != "new":
+                raise RrfpError("this pipeline was entered before; build a new one")
+            self._state = "open"
+        self._pid = os.getpid()
+        if self.thread_name is None:
+            self._loop = asyncio.get_running_loop()
+        self.ranks.announce()
+        if self.thread_name is not None:
+            self.thread = LoopThread(self.thread_name)
+
+    def plan(
+        self,
+        mode: Mode,
+        inputs: Sequence[Any] | None,
+        targets: Sequence[Any] | None,
+        arguments: StepArguments | EvaluateArguments,
+    ) -> Plan:
+        """Begin a step; `end` ends it.
+
+        Raises:
+            ConfigError: if the arguments do not fit; nothing has happened then.
+            RrfpError: if it is not the time for a step.
+        """
+        with self._beginning("in a step"):
+            for name in arguments:
+                if name not in _ARGUMENTS[mode]:
+                    allowed = ", ".join(["inputs", "targets", *sorted(_ARGUMENTS[mode])])
+                    raise ConfigError(f"unknown argument {name!r}, must be one of: {allowed}")
+            given = {"inputs": inputs, "targets": targets, **arguments}
+            plan = self.ranks.plan(self._next_step, self._training_step, mode, **given)
+            self._next_step += 1
+            self._training_step += mode is Mode.TRAIN
+            return replace(plan, refused=self._refused)
+
+    def clip(self, max_norm: float, norm_type: float) -> Clipping:
+        """Begin to clip gradients; `end` ends it.
+
+        Raises:
+            ConfigError: as in `Clipping`.
+            RrfpError: if it is not the time for it.
+            StageError: as in `Clipping`.
+        """
+        with self._beginning("clipping gradients"):
+            return self.ranks.clipping(max_norm, norm_type)
+
+    def end(self) -> None:
+        """The step, or clipping, has ended, one way or another."""
+        with self._lock:
+            if self._state in ("in a step", "clipping gradients"):  # and not closed meanwhile
+                self._state = "open"
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Run ``coroutine`` on the runtime's own loop.
+
+        Returns:
+            Its outcome, or the failure of a loop that does not run any more. Cancelling it cancels the coroutine.
+        """
+        assert self.thread is not None
+        inner = self.thread.submit(coroutine)
+        outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+        with self._lock:
+            self._outcomes.add(outcome)
+        outcome.add_done_callback(partial(self._forget, inner))
+        inner.add_done_callback(partial(_settle, outcome))
+        return outcome
+
+    def _forget(self, inner: concurrent.futures.Future[T], outcome: concurrent.futures.Future[T]) -> None:
+        with self._lock:
+            self._outcomes.discard(outcome)
+        if outcome.cancelled():
+            inner.cancel()
+
+    def start(self) -> Coroutine[Any, Any, None]:
+        """Start the ranks. On the runtime's loop."""
+        return self.ranks.start(None if self.thread is None else self._give_up)
+
+    def _give_up(self, error: PipelineAborted) -> None:
+        """The loop has not run for too long: whoever waits for it is told, on the thread that noticed."""
+        with self._lock:
+            self.has_given_up = True
+            outcomes = list(self._outcomes)
+        for outcome in outcomes:
+            with suppress(concurrent.futures.InvalidStateError):  # it has just come
+                outcome.set_exception(error)
+
+    def fail_soon(self, error: BaseException) -> None:
+        """End the pipeline because the caller gave up waiting; before anything that is submitted later."""
+        if self.thread is None:
+            self.ranks.fail(error)
+        else:
+            self.thread.loop.call_soon_threadsafe(self.ranks.fail, error)
+
+    @contextmanager
+    def _beginning(self, what: State) -> Iterator[None]:
+        """In here something begins, unless it raises.
+
+        Raises:
+            RrfpError: if it is not the time or the place for it.
+        """
+        if self.is_foreign:
+            raise RrfpError(
+                f"this pipeline belongs to process {self._pid}, of which this one ({os.getpid()}) was forked: build a "
+                "pipeline in the process that uses it"
+            )
+        self._check_loop()
+        with self._lock:
+            if self._state == "new":
+                raise RrfpError("this pipeline is new; enter it first (async with, or with .blocking())")
+            if self._state != "open":
+                then = "" if self._state == "closed" else "; await that first: it takes one call at a time"
+                raise RrfpError(f"this pipeline is {self._state}{then}")
+            self._state = what
+        try:
+            yield
+        except BaseException as error:
+            self._refused += isinstance(error, ConfigError)
+            self.end()
+            raise
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this is a child, forked from the process that entered the pipeline: the loop's thread is not here."""
+        return self._pid is not None and self._pid != os.getpid()
+
+    def _check_loop(self) -> None:
+        if self._loop is not None and asyncio.get_running_loop() is not self._loop:
+            raise RrfpError("this pipeline runs on the loop that entered it (loop is 'caller'): await it there")
+
+    def check_leaving(self) -> None:
+        """Called where the pipeline is left.
+
+        Raises:
+            RrfpError: if it cannot be left from there.
+        """
+        self._check_loop()
+        if self.ranks.computes_here():
+            raise RrfpError(
+                "the pipeline cannot be left from inside a task of its own step, such as loss_fn or a module: leave it "
+                "where step() was called"
+            )
+
+    async def close(self, error: BaseException | None) -> None:
+        """Leave, because of ``error`` or in order. On the runtime's loop.
+
+        Raises:
+            PipelineAborted: if the pipeline failed, no call has told the caller, and there is no ``error``.
+        """
+        if error is not None:
+            self.ranks.fail(error)
+        await self.ranks.close(quiet=error is not None)
+        if isinstance(error, PipelineAborted):
+            await self.ranks.let_culprit_end(error)
+
+    def leave(self) -> None:
+        """Stop the thread, if there is one."""
+        with self._lock:
+            self._state = "closed"
+        if self.thread is not None:
+            self.thread.close()
+
+
+def _settle(outcome: concurrent.futures.Future[T], inner: concurrent.futures.Future[T]) -> None:
+    """``inner`` has ended: so has ``outcome``, unless it did before."""
+    with suppress(concurrent.futures.InvalidStateError):
+        if inner.cancelled():
+            outcome.cancel()
+        elif (error := inner.exception()) is not None:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(inner.result())

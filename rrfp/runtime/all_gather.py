@@ -1,0 +1,156 @@
+"""An all-gather over the control tree: every rank gives some bytes, every rank gets those of all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+import msgpack
+import torch
+from torch import Tensor
+
+from rrfp.errors import ProtocolError
+from rrfp.runtime.control_tree import children, parent
+from rrfp.transports.base import Channel, Message, MessageKind, Plain
+
+#: Names one exchange: a topic and a number that all ranks agree on.
+Key = tuple[str, int]
+
+#: Exchanges that others have begun and this rank has not; in order there are a handful, one a topic.
+MOST_AHEAD = 16
+
+
+class SupersededError(Exception):
+    """A later exchange of the same topic has taken the place of this one."""
+
+
+class TreeExchange:
+    """Collects at rank 0 what every rank gives, and hands it to all.
+
+    Messages of an exchange that this rank has not joined yet are kept. Every rank joins each exchange once. Who waits
+    when the pipeline ends is cancelled by whoever runs it.
+
+    Args:
+        rank: this rank.
+        world: all ranks.
+        post: queues a control message for a peer without waiting.
+    """
+
+    def __init__(self, rank: int, world: int, post: Callable[[int, Message], None]) -> None:
+        self._rank = rank
+        self._world = world
+        self._parent = parent(rank)
+        self._children = children(rank, world)
+        self._post = post
+        self._gathered: dict[Key, dict[int, bytes]] = {}
+        self._heard: dict[Key, set[int]] = {}
+        self._results: dict[Key, asyncio.Future[dict[int, bytes]]] = {}
+        #: By topic, the first exchange that was not superseded.
+        self._first: dict[str, int] = {}
+
+    async def exchange(self, topic: str, number: int, own: bytes) -> list[bytes]:
+        """Give ``own`` and wait for all.
+
+        Returns:
+            What each rank gave, by rank.
+
+        Raises:
+            SupersededError: if `supersede` ends it.
+        """
+        key = (topic, number)
+        if self._is_past(key):
+            raise SupersededError(f"{topic} {number}")
+        self._gathered.setdefault(key, {})[self._rank] = own
+        future = self._results.setdefault(key, asyncio.get_running_loop().create_future())
+        self._advance(key)
+        try:
+            result = await future
+        finally:
+            self._results.pop(key, None)
+        return [result[rank] for rank in range(self._world)]
+
+    def supersede(self, topic: str, number: int) -> None:
+        """Exchanges of ``topic`` before ``number`` are of no use any more: end them, and ignore what still comes."""
+        self._first[topic] = max(number, self._first.get(topic, 0))
+        for key in [key for key in (*self._gathered, *self._heard, *self._results) if self._is_past(key)]:
+            self._gathered.pop(key, None)
+            self._heard.pop(key, None)
+            future = self._results.pop(key, None)
+            if future is not None and not future.done():
+                future.set_exception(SupersededError(f"{topic} {key[1]}"))
+
+    def _is_past(self, key: Key) -> bool:
+        return key[1] < self._first.get(key[0], 0)
+
+    def take(self, message: Message) -> None:
+        """A REPORT (from below) or RESULT (from above) arrived.
+
+        Raises:
+            ProtocolError: if it makes no sense, or comes from a rank that has no say.
+        """
+        topic, number = message.body.get("topic"), message.body.get("number")
+        if not isinstance(topic, str) or not isinstance(number, int):
+            raise ProtocolError(f"rank {message.sender} sent a {message.kind} without topic and number")
+        key = (topic, number)
+        bundle = _unpack(message)
+        if self._is_past(key):
+            return
+        if message.kind is MessageKind.REPORT and message.sender in self._children:
+            self._check_ahead(key, message.sender)
+            self._gathered.setdefault(key, {}).update(bundle)
+            self._heard.setdefault(key, set()).add(message.sender)
+            self._advance(key)
+        elif message.kind is MessageKind.RESULT and message.sender == self._parent and self._is_whole(bundle):
+            self._finish(key, bundle)
+        else:
+            raise ProtocolError(f"rank {message.sender} sent rank {self._rank} a {message.kind} of {topic} {number}")
+
+    def _check_ahead(self, key: Key, sender: int) -> None:
+        """What a peer begins is kept until this rank joins, so there must be an end to it."""
+        if key not in self._gathered and len(self._gathered) >= MOST_AHEAD:
+            raise ProtocolError(f"rank {sender} began {key[0]} {key[1]}, but {MOST_AHEAD} exchanges are open already")
+
+    def _is_whole(self, bundle: Mapping[int, bytes]) -> bool:
+        return bundle.keys() == set(range(self._world))
+
+    def _advance(self, key: Key) -> None:
+        """Pass the bundle on once this rank and everybody below it has given."""
+        gathered = self._gathered[key]
+        if self._rank not in gathered or not self._heard.get(key, set()).issuperset(self._children):
+            return
+        del self._gathered[key]
+        self._heard.pop(key, None)
+        if self._parent is None:
+            self._finish(key, gathered)
+        else:
+            self._post(self._parent, _message(MessageKind.REPORT, key, gathered))
+
+    def _finish(self, key: Key, bundle: dict[int, bytes]) -> None:
+        for child in self._children:
+            self._post(child, _message(MessageKind.RESULT, key, bundle))
+        future = self._results.get(key)
+        if future is not None and not future.done():
+            future.set_result(bundle)
+
+
+def to_tensor(data: bytes) -> Tensor:
+    """Bytes as a uint8 tensor: how they travel where they may be larger than a header."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _message(kind: MessageKind, key: Key, bundle: dict[int, bytes]) -> Message:
+    packed: bytes = msgpack.packb(sorted(bundle.items()))
+    body: dict[str, Plain] = {"topic": key[0], "number": key[1]}
+    return Message(Channel.CONTROL, kind, tensors=(to_tensor(packed),), body=body)
+
+
+def _unpack(message: Message) -> dict[int, bytes]:
+    tensor = message.tensors[0] if len(message.tensors) == 1 else None
+    try:
+        pairs = msgpack.unpackb(b"" if tensor is None else tensor.numpy().tobytes())
+        bundle = dict(pairs)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"rank {message.sender} sent a {message.kind} that cannot be read: {error}") from None
+    if not all(type(rank) is int and isinstance(data, bytes) for rank, data in bundle.items()):
+        raise ProtocolError(f"rank {message.sender} sent a {message.kind} that is not bytes by rank")
+    return bundle

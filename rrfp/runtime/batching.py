@@ -1,0 +1,218 @@
+"""From what a caller passes to `step` to what the ranks need: one checked plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
+
+from torch import Tensor
+
+from rrfp.compute.named_tuples import is_named
+from rrfp.compute.program import Batch
+from rrfp.compute.weighting import Reduction, gradient_weights, shared_gradient_weights
+from rrfp.core.tasks import Mode, StepId
+from rrfp.errors import ConfigError
+
+#: Keyword arguments by microbatch: those of the stages of this process, or a list for each stage that has any.
+Kwargs = Sequence[Mapping[str, Any]] | Mapping[int, Sequence[Mapping[str, Any]]]
+
+
+class CommonArguments(TypedDict, total=False):
+    """The keyword arguments of any step; `rrfp.Pipeline.step` says what they mean."""
+
+    kwargs: Kwargs | None
+    weights: Sequence[float] | None
+    sizes: Sequence[float] | None
+    microbatches: int | None
+
+
+class EvaluateArguments(CommonArguments, total=False):
+    """The keyword arguments of an evaluation."""
+
+    return_outputs: bool | None
+
+
+class StepArguments(CommonArguments, total=False):
+    """The keyword arguments of a training step."""
+
+    grad_scale: float
+    reduce_gradients: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step, ready to run.
+
+    Attributes:
+        step: its number, mode and M.
+        batch: the caller's data, and the number of the training step; see `batch_of`.
+        weights: of the microbatches' losses, None for all 1.
+        sizes: how large each microbatch is, for hints; None where the caller did not tell.
+        reduction: how losses combine.
+        grad_scale: a further factor on every gradient.
+        reduce_gradients: whether gradients are summed over replicas at the end.
+        kwargs: by stage, where the caller tells them apart.
+        refused: calls before this one whose arguments were refused.
+    """
+
+    step: StepId
+    batch: Batch
+    weights: tuple[float, ...] | None
+    sizes: tuple[float, ...] | None = None
+    reduction: Reduction = "mean"
+    grad_scale: float = 1.0
+    reduce_gradients: bool = True
+    kwargs: Mapping[int, Sequence[Mapping[str, Any]]] | None = None
+    refused: int = 0
+
+    def batch_of(self, stage: int) -> Batch:
+        """The caller's data for one stage of this process."""
+        return self.batch if self.kwargs is None else replace(self.batch, kwargs=self.kwargs.get(stage))
+
+    @property
+    def name(self) -> str:
+        """The step as people count: training steps, from ``first_step`` on."""
+        number = self.batch.training_step
+        return f"training step {number}" if self.step.mode is Mode.TRAIN else f"an evaluation before step {number}"
+
+    @property
+    def total_weight(self) -> float:
+        """The sum of the weights of this replica's microbatches."""
+        return float(self.step.microbatches if self.weights is None else sum(self.weights))
+
+    def normalise(self, total: float) -> None:
+        """The weights of all replicas sum to ``total``: say so to whoever was given the batch.
+
+        Raises:
+            ConfigError: if that is 0, where a mean is asked for.
+        """
+        own = (1.0,) * self.step.microbatches if self.weights is None else self.weights
+        factors = self.batch.gradient_weights
+        assert isinstance(factors, list), "the step was planned for one replica"
+        factors[:] = shared_gradient_weights(own, total, self.reduction, self.grad_scale)
+
+
+def plan_step(
+    number: int,
+    mode: Mode,
+    reduction: Reduction,
+    inputs: Sequence[Any] | None = None,
+    targets: Sequence[Any] | None = None,
+    kwargs: Kwargs | None = None,
+    weights: Sequence[float] | None = None,
+    sizes: Sequence[float] | None = None,
+    microbatches: int | None = None,
+    grad_scale: float = 1.0,
+    reduce_gradients: bool = True,
+    return_outputs: bool | None = None,
+    *,
+    training_step: int = 0,
+    stages: int = 1,
+    is_shared: bool = False,
+) -> Plan:
+    """Check the arguments of a step; see `rrfp.Pipeline.step`.
+
+    Args:
+        number: of the step, evaluations counted.
+        mode: training or forward only.
+        reduction: how losses combine.
+        training_step: see `rrfp.Batch`.
+        stages: of the pipeline; ``kwargs`` may be given by stage.
+        is_shared: whether several replicas share the step, so that the weights' sum is known only later.
+
+    Raises:
+        ConfigError: if they are no lists, disagree on M, ``kwargs`` are no dicts or for a stage that does not exist, or
+            a weight or size is impossible.
+    """
+    named_kwargs = _named_kwargs(kwargs, stages)
+    lists = {"inputs": inputs, "targets": targets, **named_kwargs, "weights": weights, "sizes": sizes}
+    count = _microbatches(lists, microbatches)
+    for name, dicts in named_kwargs.items():
+        if not all(isinstance(each, Mapping) for each in dicts or ()):  # all else would become a positional argument
+            raise ConfigError(f"{name} must hold a dict for each microbatch")
+    if type(reduce_gradients) is not bool:
+        raise ConfigError(f"reduce_gradients is {reduce_gradients!r}, must be True or False")
+    if return_outputs is not None and type(return_outputs) is not bool:
+        raise ConfigError(f"return_outputs is {return_outputs!r}, must be True, False or None")
+    by_stage = kwargs if isinstance(kwargs, Mapping) else None
+    shared_kwargs = None if isinstance(kwargs, Mapping) else kwargs
+    gradient: Sequence[float] = gradient_weights(weights, count, "sum" if is_shared else reduction, grad_scale)
+    factors = list(gradient) if is_shared else gradient
+    batch = Batch(inputs, targets, shared_kwargs, factors, return_outputs, training_step)
+    return Plan(
+        StepId(number, mode, count),
+        batch,
+        None if weights is None else tuple(weights),
+        _sizes(sizes),
+        reduction,
+        grad_scale,
+        reduce_gradients,
+        by_stage,
+    )
+
+
+def _named_kwargs(kwargs: Any, stages: int) -> dict[str, Any]:
+    """The lists in ``kwargs``, by the names that errors call them."""
+    if not isinstance(kwargs, Mapping):
+        return {"kwargs": kwargs}
+    for stage in kwargs:
+        if type(stage) is not int or not 0 <= stage < stages:
+            known = ", ".join(map(str, range(stages)))
+            raise ConfigError(
+                f"kwargs names the stage {stage!r}, must be one of: {known}; for all stages write a list with one "
+                "dict a microbatch"
+            )
+    return {f"kwargs[{stage}]": dicts for stage, dicts in kwargs.items()}
+
+
+def _sizes(sizes: Sequence[Any] | None) -> tuple[float, ...] | None:
+    for m, size in enumerate(sizes or ()):
+        if not isinstance(size, int | float) or not 0 <= size < math.inf:
+            raise ConfigError(f"sizes[{m}] is {size!r}, must be a number >= 0")
+    return None if sizes is None else tuple(map(float, sizes))
+
+
+def _microbatches(lists: Mapping[str, Any], microbatches: Any) -> int:
+    """M, as all arguments tell it."""
+    if microbatches is not None and type(microbatches) is not int:
+        raise ConfigError(f"microbatches is {microbatches!r}, must be a whole number")
+    lengths: dict[str, int] = {} if microbatches is None else {"microbatches": microbatches}
+    for name, values in lists.items():
+        if values is None:
+            continue
+        if not isinstance(values, Sequence) or isinstance(values, str | bytes) or is_named(values):
+            line = _cut(": write", name, values)
+            raise ConfigError(f"{name} is a {type(values).__name__}, must be a list with one entry a microbatch{line}")
+        lengths[name] = len(values)
+    if not lengths:
+        raise ConfigError("microbatches is needed on a rank that is given no inputs, targets, kwargs or weights")
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{name}: {length}" for name, length in lengths.items())
+        tuples = (name for name, values in lists.items() if type(values) is tuple and _holds_tensors(values))
+        hints = [_cut(f"; if {name} is one whole batch, write", name, lists[name]) for name in tuples]
+        raise ConfigError(f"the number of microbatches differs between arguments ({told}){''.join(hints)}")
+    name, count = next(iter(lengths.items()))
+    if count < 1:
+        raise ConfigError(f"{name} tells {count} microbatches, must be at least 1")
+    return count
+
+
+def _cut(before: str, name: str, batch: Any) -> str:
+    """The end of an error: the line that cuts a whole batch into microbatches, after ``before``; else nothing."""
+    if isinstance(batch, Tensor):
+        line = f"list({name}.chunk(8))"
+    elif isinstance(batch, Mapping) and _holds_tensors(batch.values()):
+        line = f"[dict(zip({name}, parts)) for parts in zip(*(x.chunk(8) for x in {name}.values()))]"
+    elif is_named(batch) and _holds_tensors(batch):
+        line = f"[{type(batch).__name__}(*parts) for parts in zip(*(x.chunk(8) for x in {name}))]"
+    elif isinstance(batch, tuple):
+        line = f"list(zip(*(x.chunk(8) for x in {name})))"
+    else:
+        return ""
+    return f"{before} {line} for 8 microbatches"
+
+
+def _holds_tensors(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, Tensor) for value in values)

@@ -1,0 +1,46 @@
+"""Who talks to whom.
+
+Tensors travel along the edges of the graph, between ranks of one replica that have the same place in their groups. The
+members of a group talk to its leader, ranks with copies of a tied parameter to the one with the first copy. Everything
+that concerns all ranks (results, aborts, polls) travels along a binary tree over the ranks with rank 0 at the root, so
+that a rank keeps a handful of connections however large the job is, and news reaches everybody in O(log) hops. Ranks
+whose numbers follow each other are connected too: if one dies, the others still reach each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rrfp.compute.gradients.tie_copies import Tie
+from rrfp.core.graph import Graph
+from rrfp.core.topology import Topology
+
+
+def parent(rank: int) -> int | None:
+    """The rank above ``rank``, None for the root."""
+    return (rank - 1) // 2 if rank else None
+
+
+def children(rank: int, world: int) -> tuple[int, ...]:
+    """The ranks below ``rank``."""
+    return tuple(child for child in (2 * rank + 1, 2 * rank + 2) if child < world)
+
+
+def peers(graph: Graph, place: Topology, ties: Iterable[Tie] = ()) -> tuple[int, ...]:
+    """Every rank that the one at ``place`` is connected to, ascending."""
+    above = parent(place.rank)
+    tree = set(children(place.rank, place.world)) | (set() if above is None else {above})
+    neighbours = {place.rank_of(stage) for stage in graph.neighbours(place.stage)}
+    if place.world > place.stages:
+        neighbours |= {rank for rank in (place.rank - 1, place.rank + 1) if 0 <= rank < place.world}
+    group = set(place.group) if place.member == 0 else {place.leader}
+    tied = {place.rank_of(stage) for tie in ties for stage in _tied_to(tie, graph, place.stage)}
+    return tuple(sorted((tree | neighbours | group | tied) - {place.rank}))
+
+
+def _tied_to(tie: Tie, graph: Graph, stage: int) -> set[int]:
+    """The stages that ``stage`` exchanges the gradients of ``tie`` with: all with a copy, if it has the first."""
+    first, *others = (graph.placement.stage_of(v) for v in tie.virtual_stages)
+    if stage == first:
+        return set(others)
+    return {first} if stage in others else set()

@@ -1,0 +1,114 @@
+"""What becomes of gradients after the last task of a virtual stage: final, summed over replicas, then over ties."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from rrfp.compute.gradients.shared import SharedGradients
+from rrfp.compute.gradients.tied import TiedGradients
+from rrfp.compute.program import StageProgram
+from rrfp.core.tasks import StepId
+from rrfp.core.topology import Placement, Topology
+from rrfp.errors import ProtocolError
+from rrfp.runtime.lane_executor import LaneWork
+from rrfp.runtime.stall.progress import Progress
+from rrfp.runtime.tied_reduction import Send, TieSum
+from rrfp.transports.base import Message
+
+#: Sums the gradients of a virtual stage over the replicas.
+Reduce = Callable[[int], Awaitable[None]]
+
+
+class GradientEnd:
+    """One rank's part.
+
+    Args:
+        placement: where virtual stages live.
+        place: where the rank is.
+        program: has the gradients.
+        work: its lane.
+        progress: told what takes time, and what is waited for.
+        send: see `TieSum`.
+        reduce: where there are replicas, sums over them.
+        ties: the rank's copies of tied parameters, if it may have any; all ranks agree on them.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        place: Topology,
+        program: StageProgram,
+        work: LaneWork,
+        progress: Progress,
+        send: Send,
+        reduce: Reduce | None,
+        ties: TiedGradients | None,
+    ) -> None:
+        self._virtual_stages = placement.virtual_stages(place.stage)
+        self._program = program
+        self._work = work
+        self._progress = progress
+        self._reduce = reduce
+        self._shared = SharedGradients({}) if ties is None else ties.shared
+        self._ties: TieSum | None = None
+        if ties is not None and ties.ties:
+            self._ties = TieSum(ties, placement, place, work, progress, send)
+        self._step: StepId | None = None
+        self._reduces = True
+        #: By virtual stage: its gradients are formed; and, over replicas, summed.
+        self._final: dict[int, asyncio.Event] = {}
+        self._summed: dict[int, asyncio.Event] = {}
+
+    def open(self, step: StepId, reduces: bool) -> None:
+        """A step begins.
+
+        Args:
+            step: which one.
+            reduces: whether its gradients are summed over replicas and ties.
+        """
+        self._step, self._reduces = step, reduces
+        self._final = {v: asyncio.Event() for v in self._virtual_stages}
+        self._summed = {v: asyncio.Event() for v in self._virtual_stages}
+        if self._ties is not None:
+            self._ties.open()
+
+    def hear(self, message: Message) -> None:
+        """A TIE message arrived.
+
+        Raises:
+            ProtocolError: if it makes no sense.
+        """
+        if self._ties is None:
+            raise ProtocolError(f"rank {message.sender} sent gradients of a tie, but there are none")
+        self._ties.take(message)
+
+    async def settle(self, virtual_stage: int) -> None:
+        """Returns when the gradients of ``virtual_stage`` are what the caller of the step gets.
+
+        Ties that have another copy on this rank may wait for that one.
+        """
+        name = f"the gradients of virtual stage {virtual_stage}"
+        await self._work.chore(name, partial(self._program.finish, virtual_stage))
+        self._final[virtual_stage].set()
+        if self._reduce is not None and self._reduces:
+            await self._gather(virtual_stage)
+            with self._progress.chore(f"the sum over replicas of {name}"):
+                await self._reduce(virtual_stage)
+            self._summed[virtual_stage].set()
+            # What this one lent to those went with their sums, and is no copy's own gradient any more.
+            for home in self._shared.homes_of(virtual_stage):
+                await self._summed[home].wait()
+        if self._ties is not None:
+            assert self._step is not None
+            await self._ties.settle(virtual_stage, self._step, self._reduces)
+
+    async def _gather(self, virtual_stage: int) -> None:
+        """What several chunks share is summed over replicas once, with the lowest: it needs the others' share first."""
+        guests = self._shared.guests_of(virtual_stage)
+        for guest in guests:
+            await self._final[guest].wait()
+        if guests:
+            gather = partial(self._shared.gather, virtual_stage)
+            await self._work.chore(f"the shared gradients of virtual stage {virtual_stage}", gather)

@@ -1,0 +1,179 @@
+"""The processes behind the ranks: on which host each runs, under which id, and whether it still does.
+
+Ranks tell each other at the start. The end of a connection is not enough to notice the end of a process: children that
+were forked from it, such as the workers of a data loader, keep its sockets open. On the same host a pidfd becomes
+readable the moment the process ends. Ids are used again, so an id counts only with the time of the process's start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from functools import cache
+from pathlib import Path
+
+import msgpack
+
+from rrfp.core import timeouts
+from rrfp.errors import ProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """One process.
+
+    Attributes:
+        host: the name of its host.
+        pid: its id.
+        started: when it began, in clock ticks since the host's start; 0 where that is not known.
+        space: what names the host and the space of its process ids; empty where that is not known.
+    """
+
+    host: str
+    pid: int
+    started: int = 0
+    space: str = ""
+
+    @classmethod
+    def own(cls) -> ProcessIdentity:
+        """Of this process."""
+        return _identity(os.getpid())
+
+    def encode(self) -> bytes:
+        """As msgpack."""
+        packed: bytes = msgpack.packb(astuple(self))
+        return packed
+
+    @classmethod
+    def decode(cls, data: bytes) -> ProcessIdentity:
+        """Read `encode`'s bytes.
+
+        Raises:
+            ProtocolError: if they are something else.
+        """
+        try:
+            told = msgpack.unpackb(data)
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise ProtocolError(f"the identity of a process cannot be read: {error}") from None
+        match told:
+            case [str(host), int(pid), int(started), str(space)]:
+                return cls(host, pid, started, space)
+        raise ProtocolError("the identity of a process cannot be read: must be host, pid, started and space")
+
+    def __str__(self) -> str:
+        return f"host {self.host}, pid {self.pid}"
+
+
+@cache
+def _identity(own: int) -> ProcessIdentity:
+    """Of this process, whose id is ``own``: a forked child has another."""
+    space = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return ProcessIdentity(socket.gethostname(), own, started_at(own), space)
+
+
+def started_at(pid: int) -> int:
+    """When the process with id ``pid`` began, in clock ticks since the host's start; 0 where that is not known."""
+    with suppress(OSError, ValueError, IndexError):
+        # The command, in parentheses, may hold anything; the 20th field behind it is the time.
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return 0
+
+
+def open_pidfd(process: ProcessIdentity, own: ProcessIdentity) -> int | None:
+    """A descriptor that becomes readable when ``process`` ends; None where it cannot be watched from here.
+
+    Args:
+        process: on any host.
+        own: this process.
+
+    Raises:
+        ProcessLookupError: if it has ended already.
+    """
+    if process.pid == own.pid or not process.space or process.space != own.space or not process.started:
+        return None
+    if not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        raise
+    except OSError:  # no descriptor left, or not allowed here
+        return None
+    if started_at(process.pid) != process.started:
+        os.close(descriptor)
+        raise ProcessLookupError(f"{process} ended, and its id was given to another process")
+    return descriptor
+
+
+async def ended(process: ProcessIdentity, own: ProcessIdentity, timeout_s: float) -> bool:
+    """Whether ``process`` has ended, or does so within ``timeout_s``; False where it cannot be watched from here."""
+    try:
+        descriptor = open_pidfd(process, own)
+    except ProcessLookupError:
+        return True
+    if descriptor is None:
+        return False
+    loop, seen = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, seen.set)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await seen.wait()
+        return True
+    except TimeoutError:
+        return False
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+class ProcessWatch:
+    """Notices when a peer's process on this host ends. Used on one loop only.
+
+    Args:
+        lost: told the peer, some time after its end: its last messages are read first.
+    """
+
+    def __init__(self, lost: Callable[[int], None]) -> None:
+        self._lost = lost
+        self._descriptors: dict[int, int] = {}
+        self._timers: list[asyncio.TimerHandle] = []
+
+    def start(self, peers: Iterable[int], processes: Mapping[int, ProcessIdentity], own: ProcessIdentity) -> None:
+        """Watch those of ``peers`` that can be watched."""
+        loop = asyncio.get_running_loop()
+        for peer in peers:
+            try:
+                descriptor = open_pidfd(processes[peer], own)
+            except ProcessLookupError:
+                self._tell_soon(peer)
+                continue
+            if descriptor is not None:
+                self._descriptors[peer] = descriptor
+                loop.add_reader(descriptor, self._ended, peer)
+
+    def close(self) -> None:
+        """Watch nobody any more. May be called twice."""
+        for timer in self._timers:
+            timer.cancel()
+        for peer in list(self._descriptors):
+            self._forget(peer)
+
+    def _ended(self, peer: int) -> None:
+        self._forget(peer)
+        self._tell_soon(peer)
+
+    def _tell_soon(self, peer: int) -> None:
+        loop = asyncio.get_running_loop()
+        self._timers.append(loop.call_later(timeouts.LAST_MESSAGES_S, self._lost, peer))
+
+    def _forget(self, peer: int) -> None:
+        descriptor = self._descriptors.pop(peer)
+        asyncio.get_running_loop().remove_reader(descriptor)
+        os.close(descriptor)

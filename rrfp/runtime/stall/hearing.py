@@ -1,0 +1,165 @@
+"""Whose event loop answers. A rank whose loop stands still is named on all others.
+
+A hint that blocks, or a call that keeps the interpreter's lock, stops a rank's loop, while its connections stand: the
+operating system and libzmq's own threads keep them alive. So every question of the watchdog is acknowledged at once by
+the loop of whoever gets it, and who does not acknowledge it in time is announced. The announcement goes from peer to
+peer, since the way along the control tree may lead through the very rank that is stuck.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from rrfp.core import timeouts
+from rrfp.core.topology import Topology
+from rrfp.errors import PeerLostError, ProtocolError
+from rrfp.log import get_logger
+from rrfp.runtime.departures import Departures
+from rrfp.runtime.processes import ProcessIdentity
+from rrfp.transports.base import Channel, Message, MessageKind
+
+logger = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Question:
+    """Asked and not acknowledged.
+
+    Attributes:
+        since: when it was asked.
+        timers: run while it is open.
+        announced: the peer was found to be deaf.
+    """
+
+    since: float
+    timers: list[asyncio.TimerHandle]
+    announced: bool = False
+
+
+class Hearing:
+    """One rank's part. Used on one loop only.
+
+    Args:
+        place: where the rank is.
+        peers: the ranks that it is connected to.
+        post: queues a control message for a peer.
+        fail: ends the pipeline.
+        departures: peers that left in order.
+        stall_after: an announcement is repeated after so many seconds, while somebody asks.
+        abort_after: seconds of silence of a loop after which the pipeline ends; None: never.
+    """
+
+    def __init__(
+        self,
+        place: Topology,
+        peers: Iterable[int],
+        post: Callable[[int, Message], None],
+        fail: Callable[[Exception], None],
+        departures: Departures,
+        stall_after: float,
+        abort_after: float | None,
+    ) -> None:
+        #: Which process each rank is, once they have told.
+        self.processes: Mapping[int, ProcessIdentity] = {}
+        self._place = place
+        self._peers = tuple(peers)
+        self._post = post
+        self._fail = fail
+        self._departures = departures
+        self._repeat_s = stall_after / 2
+        self._abort_after = abort_after
+        self._open: dict[int, _Question] = {}
+        self._announced_at: dict[int, float] = {}
+
+    def ask(self, peer: int, message: Message) -> None:
+        """Send a question to ``peer``, which acknowledges it as soon as its loop runs."""
+        loop = asyncio.get_running_loop()
+        question = self._open.get(peer)
+        if question is None:
+            timers = [loop.call_later(timeouts.ANSWER_S, self._missed, peer)]
+            if self._abort_after is not None:
+                timers.append(loop.call_later(max(self._abort_after, timeouts.ANSWER_S), self._give_up, peer))
+            self._open[peer] = _Question(loop.time(), timers)
+        elif question.announced:
+            self._missed(peer)
+        self._post(peer, message)
+
+    def acknowledge(self, peer: int) -> None:
+        """A question of ``peer`` arrived."""
+        self._post(peer, Message(Channel.CONTROL, MessageKind.PROBE, body={"heard": True}))
+
+    def heard(self, peer: int) -> None:
+        """``peer`` acknowledged what it was asked."""
+        question = self._open.pop(peer, None)
+        if question is None:
+            return
+        for timer in question.timers:
+            timer.cancel()
+        if question.announced:
+            silent = asyncio.get_running_loop().time() - question.since
+            logger.warning("%s answers again, after %.1f s", self._place.name_of(peer), silent)
+
+    def take(self, message: Message) -> None:
+        """A peer announced a rank that does not answer.
+
+        Raises:
+            ProtocolError: if it makes no sense.
+        """
+        match message.body:
+            case {"deaf": int(rank), "seconds": int() | float() as seconds} if 0 <= rank < self._place.world:
+                self._announce(rank, float(seconds))
+            case _:
+                raise ProtocolError(f"rank {message.sender} sent a {message.kind} message that names no rank and time")
+
+    def close(self) -> None:
+        """Wait for nobody any more. May be called twice."""
+        for question in self._open.values():
+            for timer in question.timers:
+                timer.cancel()
+        self._open.clear()
+
+    def missed_since(self, time: float) -> bool:
+        """Whether any rank was found not to answer since ``time``, of the loop's clock."""
+        return any(announced >= time for announced in self._announced_at.values())
+
+    def describe(self, rank: int) -> str:
+        """How people call ``rank``, with its host and process id where they are known."""
+        process = self.processes.get(rank)
+        return self._place.name_of(rank) + ("" if process is None else f" ({process})")
+
+    def _missed(self, peer: int) -> None:
+        question = self._open[peer]
+        if peer in self._departures:  # it left, and answers nothing any more
+            self.heard(peer)
+            return
+        question.announced = True
+        self._announce(peer, asyncio.get_running_loop().time() - question.since)
+
+    def _announce(self, rank: int, seconds: float) -> None:
+        """Say it here, and let the peers say it. Each rank does so once, however many tell it."""
+        now = asyncio.get_running_loop().time()
+        if rank == self._place.rank or now - self._announced_at.get(rank, -self._repeat_s) < self._repeat_s:
+            return
+        self._announced_at[rank] = now
+        logger.warning(
+            "%s has not answered for %.1f s: its event loop does not run, because plugged-in code such as a hint "
+            "blocks it, a call keeps the interpreter's lock, or the process is stopped",
+            self.describe(rank),
+            seconds,
+            stage=self._place.place_of(rank).stage,
+            rank=rank,
+        )
+        for peer in self._peers:
+            if peer != rank:
+                body = {"deaf": rank, "seconds": seconds}
+                self._post(peer, Message(Channel.CONTROL, MessageKind.PROBE, body=body))
+
+    def _give_up(self, peer: int) -> None:
+        if peer in self._departures:
+            return
+        silent = asyncio.get_running_loop().time() - self._open[peer].since
+        process = self.processes.get(peer)
+        told = "" if process is None else f" ({process})"
+        self._fail(PeerLostError(peer, f"its event loop has not run for {silent:.1f} s, which is abort_after{told}"))

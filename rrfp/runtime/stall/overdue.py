@@ -1,0 +1,51 @@
+"""Ends a pipeline whose task never returns, if the caller wants that."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from rrfp.core.tasks import Task
+from rrfp.errors import OverdueError
+from rrfp.runtime.stall.progress import Progress
+
+#: A check is late by this part of the limit at most.
+_PRECISION = 0.01
+
+
+class Overdue:
+    """Watches the lane of one rank.
+
+    Args:
+        progress: says what runs.
+        limit: seconds that a task may take.
+        describe: says which process this is.
+        stack: the Python stack of the lane.
+        fail: ends the pipeline.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        limit: float,
+        describe: Callable[[], str],
+        stack: Callable[[], str],
+        fail: Callable[[BaseException, Task | None], None],
+    ) -> None:
+        self._progress = progress
+        self._limit = limit
+        self._describe = describe
+        self._stack = stack
+        self._fail = fail
+
+    async def watch(self) -> None:
+        """Fail once something has run for too long."""
+        while (seconds := self._progress.running_seconds()) < self._limit:  # noqa: ASYNC110 - time is the event
+            await asyncio.sleep(max(self._limit - seconds, _PRECISION * self._limit))
+        running, task = self._progress.running(), self._progress.running_task()
+        stack = self._stack()
+        text = (
+            f"{running} has not returned for {seconds:.1f} s, longer than abort_after, which is {self._limit:g}, on "
+            f"{self._describe()}"
+        )
+        self._fail(OverdueError(f"{text}, in:\n{stack}" if stack else text), task)

@@ -1,0 +1,107 @@
+"""Everything on one rank that looks for what has stopped: processes, event loops, tasks, and the job as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from rrfp.core import timeouts
+from rrfp.core.tasks import Task
+from rrfp.core.topology import Topology
+from rrfp.errors import PeerLostError
+from rrfp.log import get_logger
+from rrfp.runtime.all_gather import TreeExchange
+from rrfp.runtime.messenger import Courier
+from rrfp.runtime.processes import ProcessIdentity, ProcessWatch, ended
+from rrfp.runtime.stall.hearing import Hearing
+from rrfp.runtime.stall.overdue import Overdue
+from rrfp.runtime.stall.progress import Progress
+from rrfp.runtime.stall.watchdog import Watchdog
+
+logger = get_logger(__name__)
+
+
+class Supervision:
+    """Puts the parts of it together.
+
+    Args:
+        place: where the rank is.
+        peers: the ranks that it is connected to.
+        progress: how it is doing.
+        exchange: the all-gather over all ranks.
+        courier: sends, and knows who left in order.
+        stack: the Python stack of its lane.
+        fail: ends the pipeline.
+        stall_after: seconds of idleness inside a step after which all ranks are asked why.
+        abort_after: seconds that a task, or a turn of a rank's loop, may take before the pipeline ends; None: any.
+    """
+
+    def __init__(
+        self,
+        place: Topology,
+        peers: Iterable[int],
+        progress: Progress,
+        exchange: TreeExchange,
+        courier: Courier,
+        stack: Callable[[], str],
+        fail: Callable[[BaseException, Task | None], None],
+        stall_after: float,
+        abort_after: float | None,
+    ) -> None:
+        self._place = place
+        self._peers = tuple(peers)
+        self._exchange = exchange
+        self._departures = courier.departures
+        self._fail = fail
+        self._hearing = Hearing(
+            place, self._peers, courier.post, self._fail_alone, courier.departures, stall_after, abort_after
+        )
+        #: Takes the polls of idle ranks.
+        self.watchdog = Watchdog(
+            progress, place.rank, place.world, exchange, self._hearing, self._fail_alone, stall_after, stack
+        )
+        self._overdue = None
+        if abort_after is not None:
+            self._overdue = Overdue(progress, abort_after, lambda: self._hearing.describe(place.rank), stack, fail)
+        self._processes = ProcessWatch(self._process_ended)
+
+    def services(self) -> Iterable[Coroutine[Any, Any, None]]:
+        """Run these until the rank ends."""
+        yield self.watchdog.watch()
+        yield self.watchdog.answer()
+        if self._overdue is not None:
+            yield self._overdue.watch()
+
+    async def meet(self) -> None:
+        """Wait for all ranks; each tells which process it is. Once, at the start."""
+        own = ProcessIdentity.own()
+        told = await self._exchange.exchange("start", 0, own.encode())
+        self._hearing.processes = {rank: ProcessIdentity.decode(data) for rank, data in enumerate(told)}
+        self._processes.start(self._peers, self._hearing.processes, own)
+
+    async def let_end(self, rank: int, why: str) -> None:
+        """Wait until the process of ``rank``, which failed, has ended and its launcher has seen it.
+
+        Takes `CULPRIT_GRACE_S` and `LAUNCHER_LOOKS_S` at most. Returns at once where the process is this one, or cannot
+        be watched.
+        """
+        own = self._hearing.processes.get(self._place.rank)
+        process = self._hearing.processes.get(rank)
+        if rank == self._place.rank or own is None or process is None:
+            return
+        logger.error("%s ends: aborted by %s", self._place.name, why)
+        if process.pid != own.pid and await ended(process, own, timeouts.CULPRIT_GRACE_S):
+            await asyncio.sleep(timeouts.LAUNCHER_LOOKS_S)
+
+    def close(self) -> None:
+        """Wait for nobody any more. May be called twice."""
+        self._processes.close()
+        self._hearing.close()
+
+    def _process_ended(self, peer: int) -> None:
+        if peer not in self._departures:
+            self._fail(PeerLostError(peer, "its process ended"), None)
+
+    def _fail_alone(self, error: Exception) -> None:
+        self._fail(error, None)

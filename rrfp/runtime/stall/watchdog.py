@@ -1,0 +1,166 @@
+"""Finds out why a rank is idle, and ends a deadlock with a report on every rank.
+
+A rank that has been idle inside a step, or waiting for all between two steps, for `stall_after` seconds asks rank 0,
+which polls everybody over the control tree. All ranks get all answers and come to the same verdict: one log line that
+names the slow rank, or the end. Where a rank's loop does not run, no poll ends: `Hearing` names that rank, and the next
+poll takes the place of the one before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from rrfp.core import timeouts
+from rrfp.errors import DeadlockError
+from rrfp.log import get_logger
+from rrfp.runtime.all_gather import SupersededError, TreeExchange
+from rrfp.runtime.control_tree import children, parent
+from rrfp.runtime.stall.hearing import Hearing
+from rrfp.runtime.stall.progress import Progress
+from rrfp.runtime.stall.status import RankStatus, judge
+from rrfp.transports.base import Channel, Message, MessageKind
+
+logger = get_logger(__name__)
+
+_TOPIC = "poll"
+
+#: A rank asks late by this part of `stall_after` at most.
+_PRECISION = 0.01
+
+
+class Watchdog:
+    """One rank's part in finding stalls.
+
+    Args:
+        progress: how its rank is doing.
+        rank: its rank.
+        world: all ranks.
+        exchange: the all-gather for answers.
+        hearing: sends questions, and names who does not answer.
+        fail: ends the pipeline.
+        stall_after: seconds of idleness before asking; must be positive.
+        stack: the Python stack of the rank's lane.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        rank: int,
+        world: int,
+        exchange: TreeExchange,
+        hearing: Hearing,
+        fail: Callable[[Exception], None],
+        stall_after: float,
+        stack: Callable[[], str],
+    ) -> None:
+        self._progress = progress
+        self._rank = rank
+        self._parent = parent(rank)
+        self._children = children(rank, world)
+        self._exchange = exchange
+        self._hearing = hearing
+        self._fail = fail
+        self._stall_after = stall_after
+        self._stack = stack
+        self._polls: asyncio.Queue[int] = asyncio.Queue()
+        self._next_poll = 0
+        self._before: list[RankStatus] | None = None
+        self._polling = False
+        self._polled_at = -math.inf
+
+    async def watch(self) -> None:
+        """Ask whenever this rank has been idle for too long, until cancelled."""
+        asked_at = 0.0
+        while True:
+            idle = self._progress.idle_seconds()
+            if idle < max(asked_at, self._stall_after):  # it began anew, or did not last so long
+                asked_at = 0.0
+            due = asked_at + self._stall_after - idle
+            if due <= 0:
+                asked_at, due = idle, self._stall_after
+                self._ask()
+            await asyncio.sleep(max(due, _PRECISION * self._stall_after))
+
+    async def answer(self) -> None:
+        """Join every poll, until cancelled."""
+        while True:
+            number = await self._polls.get()
+            own = self._status()
+            try:
+                answers = await self._exchange.exchange(_TOPIC, number, own.encode())
+            except SupersededError:
+                continue
+            statuses = [RankStatus.decode(data) for data in answers]
+            verdict = judge(statuses, self._before)
+            self._before = statuses
+            self._polling = False
+            if verdict.deadlock:
+                logger.error("%s", verdict.text, stage=own.stage, step=own.step)
+                self._fail(DeadlockError(verdict.text))
+            elif not verdict.certain and self._parent is None:
+                self._start_poll()
+            elif verdict.certain and self._rank == _first_idle(statuses):
+                idle = self._progress.idle_seconds()
+                logger.warning(
+                    "%s has been idle for %.0f s: %s",
+                    own.who,
+                    idle,
+                    verdict.text,
+                    stage=own.stage,
+                    step=own.step,
+                    idle_s=idle,
+                )
+
+    def take(self, message: Message) -> None:
+        """A PROBE arrived: a question on its way up, or a poll on its way down."""
+        match message.body:
+            case {"heard": True}:
+                self._hearing.heard(message.sender)
+            case {"deaf": _}:
+                self._hearing.take(message)
+            case {"poll": int(number)} if message.sender == self._parent:
+                self._hearing.acknowledge(message.sender)
+                self._join(number)
+            case _:
+                self._hearing.acknowledge(message.sender)
+                self._ask()
+
+    def _status(self) -> RankStatus:
+        """This rank's answer to a poll."""
+        status = self._progress.status()
+        own = self._hearing.processes.get(self._rank)
+        lasts = status.running_s >= self._stall_after
+        return replace(status, process="" if own is None else str(own), stack=self._stack() if lasts else "")
+
+    def _ask(self) -> None:
+        if self._parent is not None:
+            self._hearing.ask(self._parent, Message(Channel.CONTROL, MessageKind.PROBE))
+            return
+        # All idle ranks ask at about the same time: one poll answers them. It ends, unless a rank does not answer.
+        is_due = asyncio.get_running_loop().time() - self._polled_at >= self._stall_after * (1 - 2 * _PRECISION)
+        lately = self._polled_at - 2 * max(self._stall_after, timeouts.ANSWER_S)
+        if is_due and (not self._polling or self._hearing.missed_since(lately)):
+            self._start_poll()
+
+    def _start_poll(self) -> None:
+        self._polling = True
+        self._polled_at = asyncio.get_running_loop().time()
+        self._join(self._next_poll)
+        self._next_poll += 1
+
+    def _join(self, number: int) -> None:
+        self._exchange.supersede(_TOPIC, number)
+        for child in self._children:
+            self._hearing.ask(child, Message(Channel.CONTROL, MessageKind.PROBE, body={"poll": number}))
+        self._polls.put_nowait(number)
+
+
+def _first_idle(statuses: Sequence[RankStatus]) -> int | None:
+    """The lowest rank that waits: the one that logs, so that there is one line for all."""
+    for rank, status in enumerate(statuses):
+        if status.gathering or (status.step is not None and status.running is None and not status.can_run):
+            return rank
+    return None

@@ -1,0 +1,47 @@
+"""What a rank holds and has moved, at any time: for a monitor beside the training loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rrfp.core.stage_core import StageCore
+from rrfp.core.topology import Topology
+from rrfp.core.usage import Holding, Peaks
+from rrfp.transports.base import Transport, TransportStatistics
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatistics:
+    """One rank, at one moment.
+
+    The figures are read one after the other while the rank goes on: a task may complete in between.
+
+    Attributes:
+        rank: which rank.
+        stage: its stage.
+        now: what it holds; nothing between two steps.
+        last_step: the most that it held in the step that runs, so far, or else in the last one.
+        peaks: the most that it held in any step since the start.
+        transport: what its transport has moved since the start.
+    """
+
+    rank: int
+    stage: int
+    now: Holding
+    last_step: Peaks
+    peaks: Peaks
+    transport: TransportStatistics
+
+    @classmethod
+    def of(cls, place: Topology, core: StageCore, earlier: Peaks, transport: Transport) -> RankStatistics:
+        """Read them.
+
+        Args:
+            place: the rank's.
+            core: of the rank.
+            earlier: the most that it held in the steps before the current or last one.
+            transport: of the rank.
+        """
+        last_step = core.peaks
+        peaks = Peaks.worst([earlier, last_step])
+        return cls(place.rank, place.stage, core.holding, last_step, peaks, transport.statistics())

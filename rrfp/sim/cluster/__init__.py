@@ -1,0 +1,1 @@
+"""Pipeline times tensor parallelism in virtual time: one real core a rank."""

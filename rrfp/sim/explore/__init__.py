@@ -1,0 +1,1 @@
+"""The explorer: every reachable state of a small pipeline."""

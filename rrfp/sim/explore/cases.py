@@ -1,0 +1,222 @@
+"""Cases for the explorer: every combination of what a caller lists, each with the bound that its rule promises.
+
+Combinations that say nothing are left out: a V of one chunk, the paper's rule of one chunk (it is the staircase there),
+a split or a forced B in a forward-only step, a forced W without W, and a limit above M, which never binds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal
+
+from rrfp.core.admission import Admission, AdmissionRule, Limit
+from rrfp.core.graph import Graph
+from rrfp.core.readiness import ForcedOrder
+from rrfp.core.tasks import Kind, Mode
+from rrfp.core.topology import Layout, Placement
+from rrfp.sim.explore.bounds import Bounds, bounds_of
+from rrfp.sim.explore.result import Exploration
+from rrfp.sim.explore.search import Oracles, explore
+from rrfp.sim.explore.wrong_rules import BackwardDrain, LastSlotReserved, StepReserved, Unreserved
+
+#: Whether virtual stages split their backward: none, all, or those of even number.
+Backward = Literal["whole", "split", "mixed"]
+#: Which virtual stages run a kind in microbatch order: all, the last, or the middle one.
+Where = Literal["all", "last", "middle"]
+
+#: The rules by name: those that ship, then those known to be wrong.
+RULES: dict[str, type[Admission]] = {
+    "staircase": Admission,
+    "paper": Admission,
+    "backward-drain": BackwardDrain,
+    "unreserved": Unreserved,
+    "last-slot": LastSlotReserved,
+    "step-slot": StepReserved,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One pipeline under one rule.
+
+    Attributes:
+        stages: N.
+        microbatches: M.
+        chunks: C.
+        layout: where chunks live.
+        backward: which virtual stages split it.
+        mode: training or forward only.
+        limit: K, or ``"1f1b"``.
+        rule: a name of `RULES`.
+        in_order: the kind that runs in microbatch order, or None.
+        where: on which virtual stages it does.
+    """
+
+    stages: int
+    microbatches: int
+    chunks: int = 1
+    layout: Layout = "looped"
+    backward: Backward = "whole"
+    mode: Mode = Mode.TRAIN
+    limit: int | Literal["1f1b"] = 1
+    rule: str = "staircase"
+    in_order: Kind | None = None
+    where: Where = "all"
+
+    @property
+    def graph(self) -> Graph:
+        """The dependency graph."""
+        placement = Placement(self.stages, self.chunks, self.layout)
+        all_of_them = range(placement.num_virtual_stages)
+        return Graph(placement, split=tuple(self.backward == "split" or self._is_mixed_in(v) for v in all_of_them))
+
+    def _is_mixed_in(self, virtual_stage: int) -> bool:
+        return self.backward == "mixed" and virtual_stage % 2 == 0
+
+    @property
+    def limits(self) -> list[Limit]:
+        """The limit of each stage."""
+        rule: AdmissionRule = "paper" if self.rule == "paper" else "staircase"
+        return [replace(Limit.resolve(self.limit, stage, self.stages), rule=rule) for stage in range(self.stages)]
+
+    @property
+    def forced(self) -> list[ForcedOrder]:
+        """What runs in microbatch order."""
+        if self.in_order is None:
+            return []
+        graph, count = self.graph, self.stages * self.chunks
+        where = {"all": range(count), "last": [count - 1], "middle": [(count - 1) // 2]}[self.where]
+        return [(self.in_order, v) for v in where if self.in_order in graph.kinds(v, self.mode)]
+
+    @property
+    def bounds(self) -> Bounds:
+        """What its rule promises; docs/memory-rules.md says why."""
+        return bounds_of(self.graph.placement, [one.microbatches or 0 for one in self.limits], self.mode, self.rule)
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether `explore` leaves out orders by default: where that saves more than its searches repeat."""
+        return self.rule != "paper" or self.backward != "whole"
+
+    def explore(self, *, reduce: bool | None = None, oracles: Oracles | None = None) -> Exploration:
+        """Explore it; arguments as of `rrfp.sim.explore.search.explore`, ``reduce`` as `is_reduced` says where None."""
+        return explore(
+            self.graph,
+            self.microbatches,
+            self.limits,
+            self.mode,
+            in_order=self.forced,
+            admission=RULES[self.rule],
+            reduce=self.is_reduced if reduce is None else reduce,
+            oracles=oracles,
+        )
+
+    def __str__(self) -> str:
+        shape = f"N={self.stages} M={self.microbatches} C={self.chunks}"
+        layout = f" {self.layout}" if self.chunks > 1 else ""
+        backward = f", {self.backward} backward" if self.mode is Mode.TRAIN else ", forward only"
+        order = "" if self.in_order is None else f", {self.in_order} in order ({self.where})"
+        return f"{shape}{layout}{backward}, limit {self.limit}, {self.rule}{order}"
+
+
+@dataclass(frozen=True, slots=True)
+class Explored:
+    """One case with what was found.
+
+    Attributes:
+        case: the case.
+        found: its exploration.
+        seconds: processor time that this took.
+    """
+
+    case: Case
+    found: Exploration
+    seconds: float
+
+    @property
+    def broken(self) -> tuple[str, ...]:
+        """The bounds that were passed on some stage, in words."""
+        bounds, found = self.case.bounds, self.found
+        pairs = {
+            "D": (found.peak_held, bounds.held),
+            "received inputs": (found.peak_received, bounds.received),
+            "buffered inputs": (found.peak_buffered, bounds.buffered),
+        }
+        return tuple(
+            f"{name} reached {seen} on stage {stage}, bound {most}"
+            for name, (peaks, mosts) in pairs.items()
+            for stage, (seen, most) in enumerate(zip(peaks, mosts, strict=True))
+            if seen > most
+        )
+
+    @property
+    def is_safe(self) -> bool:
+        """No deadlock, and every bound kept."""
+        return not self.found.deadlocks and not self.broken
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Lists of values; every sensible combination is a `Case`.
+
+    Attributes:
+        stages: values of N.
+        microbatches: values of M.
+        chunks: values of C.
+        layouts: values of layout.
+        backwards: values of backward.
+        modes: values of mode.
+        limits: values of the limit.
+        rules: names of rules.
+        in_order: kinds in microbatch order; None for no forced order.
+        where: where a forced order holds.
+    """
+
+    stages: Sequence[int] = (1, 2, 3, 4)
+    microbatches: Sequence[int] = (1, 2, 3, 4)
+    chunks: Sequence[int] = (1, 2)
+    layouts: Sequence[Layout] = ("looped", "v")
+    backwards: Sequence[Backward] = ("whole", "split", "mixed")
+    modes: Sequence[Mode] = (Mode.TRAIN, Mode.FORWARD)
+    limits: Sequence[int | Literal["1f1b"]] = (1, 2, 3, 4, "1f1b")
+    rules: Sequence[str] = ("staircase", "paper")
+    in_order: Sequence[Kind | None] = (None,)
+    where: Sequence[Where] = ("all", "last", "middle")
+
+    def __iter__(self) -> Iterator[Case]:
+        shapes = product(self.stages, self.microbatches, self.chunks, self.layouts)
+        rest = list(product(self.backwards, self.modes, self.limits, self.rules, self.in_order, self.where))
+        for (stages, microbatches, chunks, layout), (backward, mode, limit, rule, kind, where) in product(shapes, rest):
+            case = Case(stages, microbatches, chunks, layout, backward, mode, limit, rule, kind, where)
+            if self._says_something(case):
+                yield case
+
+    def _says_something(self, case: Case) -> bool:
+        if case.chunks == 1 and (case.layout != self.layouts[0] or (case.rule == "paper" and len(self.rules) > 1)):
+            return False
+        if case.mode is Mode.FORWARD and case.backward != self.backwards[0]:
+            return False
+        if isinstance(case.limit, int) and case.limit > case.microbatches:
+            return False
+        if case.in_order is None:
+            return case.where == self.where[0]
+        return bool(case.forced)
+
+
+def explored(cases: Iterable[Case], *, reduce: bool | None = None) -> Iterator[Explored]:
+    """Explore each case as `Case.explore` does, and time it.
+
+    Cases of one pipeline that follow each other share the answers of the stages that they have in common, such as
+    those of stage 1 for limit 2 and for 1f1b on three stages.
+    """
+    oracles: Oracles = {}
+    shape = None
+    for case in cases:
+        if shape != (shape := (case.graph, case.microbatches, case.mode)):
+            oracles = {}
+        start = time.process_time()
+        found = case.explore(reduce=reduce, oracles=oracles)
+        yield Explored(case, found, time.process_time() - start)

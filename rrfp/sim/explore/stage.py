@@ -1,0 +1,250 @@
+"""What one stage may do in a state of the whole pipeline, asked of a real `StageCore` and remembered.
+
+A state holds, for each microbatch, which of its tasks have run: one bit for each kind and virtual stage. A stage sees
+its own tasks, the outputs that came in from others, and, forward only, who has consumed its own. What its core holds
+ready is a function of that and not of the order in which it happened (`tests/sim/test_explore.py` holds cores that live
+through random runs against it), so it is asked once, by telling a fresh core one order of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from rrfp.core.admission import Admission, Limit
+from rrfp.core.events import Arrived, Completed, Consumed, Enqueued, StepOpened
+from rrfp.core.graph import Graph
+from rrfp.core.hint import Hint, View
+from rrfp.core.readiness import ForcedOrder
+from rrfp.core.ready_set import ReadySet
+from rrfp.core.stage_core import StageCore
+from rrfp.core.tasks import Kind, Mode, StepId, Task
+
+#: For each microbatch, which of its tasks have run: bit i stands for the i-th kind and virtual stage of the graph.
+State = tuple[int, ...]
+#: A transition: the microbatch's place in the state, and the bit of the task that runs.
+Move = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is explored.
+
+    Attributes:
+        graph: the dependency graph.
+        step: the step; its mode and M count.
+        limits: the limit of each stage.
+        in_order: (kind, virtual stage) pairs that run in microbatch order.
+        admission: the memory rule.
+        sizes: bytes that a chunk task of each microbatch holds.
+    """
+
+    graph: Graph
+    step: StepId
+    limits: tuple[Limit, ...]
+    in_order: frozenset[ForcedOrder]
+    admission: type[Admission]
+    sizes: tuple[int, ...]
+
+    @property
+    def are_microbatches_alike(self) -> bool:
+        """Whether a microbatch's number makes no difference to what may run anywhere."""
+        stages = range(self.graph.placement.stages)
+        return not self.in_order and len(set(self.sizes)) <= 1 and not any(self.of(stage).serves for stage in stages)
+
+    def of(self, stage: int) -> StageProblem:
+        """All that the answers of ``stage`` depend on."""
+        place = self.graph.placement
+        in_order = frozenset(pair for pair in self.in_order if place.stage_of(pair[1]) == stage)
+        if self.in_order and not in_order:  # of orders forced elsewhere a stage knows only that there are any
+            in_order = frozenset([next((Kind.B, v) for v in range(place.stages) if place.stage_of(v) != stage)])
+        return StageProblem(self.graph, self.step, stage, self.limits[stage], in_order, self.admission, self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class StageProblem:
+    """What one stage of a `Problem` is told at its start; attributes as there.
+
+    Two problems may have a stage of theirs in common: answers found for one then serve the other.
+    """
+
+    graph: Graph
+    step: StepId
+    stage: int
+    limit: Limit
+    in_order: frozenset[ForcedOrder]
+    admission: type[Admission]
+    sizes: tuple[int, ...]
+
+    @property
+    def serves(self) -> bool:
+        """Whether the stage, once full, serves its lowest microbatch, so that backwards are gated too."""
+        return self.limit.rule == "paper" and self.graph.placement.chunks > 1 and self.step.mode is Mode.TRAIN
+
+    @property
+    def are_microbatches_alike(self) -> bool:
+        """Whether a microbatch's number makes no difference to what may run on this stage."""
+        return not self.in_order and not self.serves and len(set(self.sizes)) <= 1
+
+    def core(self) -> StageCore:
+        """A new core, in its step."""
+        core = StageCore(
+            self.graph, self.stage, _Unasked(), self.limit, in_order=self.in_order, admission=self.admission
+        )
+        core.apply(StepOpened(self.step.number, self.step.mode, self.step.microbatches))
+        return core
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a stage says of a state.
+
+    Attributes:
+        moves: what may run on it.
+        safe: one of these that may be run before all else when only other stages are looked at, or None.
+        held: D.
+        most_held: D once a forward of these moves has been enqueued; a slot may be free again when it has run.
+        received: inputs that came from other stages and that no task here has started to use up.
+        buffered: forward inputs that came from other stages, kept until their backward (forward only: their forward)
+            has run. This is what the paper's "forward-ready" buffer holds.
+    """
+
+    moves: tuple[Move, ...]
+    safe: Move | None
+    held: int
+    most_held: int
+    received: int
+    buffered: int
+
+
+class StageOracle:
+    """Answers for one stage.
+
+    Args:
+        problem: what the stage is told at its start.
+    """
+
+    def __init__(self, problem: StageProblem) -> None:
+        self._problem = problem
+        self._alike = problem.are_microbatches_alike
+        self._bits = bits = bits_of(problem.graph, problem.step.mode)
+        place = problem.graph.placement
+        self._own = {bit: pair for pair, bit in bits.items() if place.stage_of(pair[1]) == problem.stage}
+        self._readers = self._find_readers()
+        self._credits = self._find_credits()
+        self._kept = list(self._find_kept())
+        self._forwards = sum(bit for bit, (kind, _) in self._own.items() if kind is Kind.F)
+        #: What a core can be told of a microbatch, each task after all that it reads.
+        self._told = [(bit, pair) for pair, bit in bits.items() if bit in self._own or bit in self._readers]
+        awaited = [readers for *_, readers in self._credits]
+        #: All bits that the stage can see.
+        self.sight = functools.reduce(operator.or_, [*self._own, *self._readers, *awaited], 0)
+        self._answers: dict[State, Answer] = {}
+
+    def answer(self, state: State) -> Answer:
+        """What the stage says of ``state``."""
+        sight = self.sight
+        key = tuple([ran & sight for ran in state])
+        found = self._answers.get(key)
+        if found is None:
+            found = self._answers[key] = (
+                self._translated(key) if self._problem.are_microbatches_alike else self._ask(key)
+            )
+        return found
+
+    def core(self, state: State) -> StageCore:
+        """A core of the stage that was told everything it can know of ``state``."""
+        problem, step, core = self._problem, self._problem.step, self._problem.core()
+        for microbatch, (ran, size) in enumerate(zip(state, problem.sizes, strict=True)):
+            for bit, (kind, virtual_stage) in self._told:
+                task = Task(kind, microbatch, virtual_stage)
+                if ran & bit and bit in self._own:
+                    core.apply(Enqueued(task))
+                    core.apply(Completed(task, held=size))
+                elif ran & bit:
+                    core.apply(Arrived(step, task))
+            for virtual_stage, peer, readers in self._credits:
+                if ran & readers == readers:
+                    core.apply(Consumed(step, peer, Task(Kind.F, microbatch, virtual_stage)))
+        return core
+
+    def _translated(self, key: State) -> Answer:
+        """The answer for ``key``, asked only once for all ways to number its microbatches."""
+        order = sorted(range(len(key)), key=key.__getitem__)
+        renumbered = tuple([key[at] for at in order])
+        if renumbered == key:
+            return self._ask(key)
+        known = self._answers.get(renumbered)
+        if known is None:
+            known = self._answers[renumbered] = self._ask(renumbered)
+        moves = tuple((order[at], bit) for at, bit in known.moves)
+        safe = None if known.safe is None else (order[known.safe[0]], known.safe[1])
+        return replace(known, moves=moves, safe=safe)
+
+    def _ask(self, key: State) -> Answer:
+        core = self.core(key)
+        moves = tuple((task.microbatch, self._bits[task.kind, task.virtual_stage]) for task in core.ready)
+        received = sum(
+            bool(ran & bit) and ran & readers != readers for ran in key for bit, readers in self._readers.items()
+        )
+        buffered = sum(bool(ran & bit) and not ran & last for ran in key for bit, last in self._kept)
+        held = core.view.held
+        most_held = held + any(bit & self._forwards for _, bit in moves)
+        return Answer(moves, self._safe(key, moves, core.view), held, most_held, received, buffered)
+
+    def _safe(self, key: State, moves: Sequence[Move], view: View) -> Move | None:
+        """A move that stays possible until it is made and takes nothing from any other; see `search`."""
+        if self._problem.step.mode is Mode.FORWARD:
+            return None
+        if self._problem.serves:
+            left = sum((self._forwards & ~ran).bit_count() for ran in key)
+            is_full = view.slots is not None and view.held >= view.slots
+            is_never_full = view.slots is None or view.held + left < view.slots
+            return moves[0] if moves and (is_full or is_never_full) else None
+        return next((move for move in moves if self._own[move[1]][0] is not Kind.F), None)
+
+    def _find_readers(self) -> dict[int, int]:
+        """The outputs of other stages that this one reads, each with the tasks here that do."""
+        readers: dict[int, int] = {}
+        for bit, (kind, v) in self._own.items():
+            for producer in self._problem.graph.inputs(Task(kind, 0, v)):
+                source = self._bits[producer.kind, producer.virtual_stage]
+                if source not in self._own:
+                    readers[source] = readers.get(source, 0) | bit
+        return readers
+
+    def _find_kept(self) -> Iterator[tuple[int, int]]:
+        """Each received forward input, with the task here after which it is dropped."""
+        last = Kind.B if self._problem.step.mode is Mode.TRAIN else Kind.F
+        for source, readers in self._readers.items():
+            for bit, (kind, v) in self._own.items():
+                if kind is Kind.F and readers & bit:
+                    yield source, self._bits[last, v]
+
+    def _find_credits(self) -> list[tuple[int, int, int]]:
+        """Forward only: (own virtual stage, peer, the peer's forwards that read its output)."""
+        credits: dict[tuple[int, int], int] = {}
+        graph = self._problem.graph
+        if self._problem.step.mode is Mode.FORWARD:
+            for _, v in self._own.values():
+                for w in graph.successors[v]:
+                    key = (v, graph.placement.stage_of(w))
+                    credits[key] = credits.get(key, 0) | self._bits[Kind.F, w]
+        return [(v, peer, readers) for (v, peer), readers in credits.items() if peer != self._problem.stage]
+
+
+def bits_of(graph: Graph, mode: Mode) -> dict[tuple[Kind, int], int]:
+    """The bit of every kind and virtual stage, each above those of all that it reads."""
+    upward = range(graph.placement.num_virtual_stages)
+    pairs = [(Kind.F, v) for v in upward]
+    pairs += [(kind, v) for v in reversed(upward) for kind in graph.kinds(v, mode) if kind is not Kind.F]
+    return {pair: 1 << place for place, pair in enumerate(pairs)}
+
+
+class _Unasked(Hint):
+    """The explorer reads what is ready and takes every choice itself."""
+
+    def choose(self, ready: ReadySet, view: View) -> Task | None:
+        raise AssertionError("the explorer asks no hint")

@@ -1,0 +1,1 @@
+"""Seeded runs of real cores with faults, each judged by a checker that works from the contracts alone."""

@@ -1,0 +1,171 @@
+"""Seeded fault simulation: any number of small random pipelines of real cores, each with faults, each judged.
+
+One seed makes one run: `run_seed`. Every run must end as `rrfp.sim.faults.checker.REQUIRED` says: with every task run
+once on the right inputs, or with one error that names its cause. It never hangs and never computes a wrong value.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from rrfp.arbiter.group_messages import Saying
+from rrfp.core.stage_core import StageCore
+from rrfp.hints.registry import HintSpec
+from rrfp.sim.faults.checker import REQUIRED, Ending
+from rrfp.sim.faults.faults import AnyId, Death, MessageFault, WordId, name_of
+from rrfp.sim.faults.node import Run, stall_of
+from rrfp.sim.faults.ranks import name_of_rank, stage_of_rank
+from rrfp.sim.faults.run import CoreFactory, FaultEngine
+from rrfp.sim.faults.scenario import Scenario, make_scenario
+
+
+@dataclass(frozen=True)
+class FaultRun:
+    """One run and the oracle's word on it.
+
+    Attributes:
+        scenario: what was run.
+        ending: how it ended.
+        text: the error that it ended with, or empty.
+        problems: what is wrong with that; none: the run is as it must be.
+    """
+
+    scenario: Scenario
+    ending: Ending
+    text: str
+    problems: tuple[str, ...]
+
+
+def run_seed(
+    seed: int,
+    hint: HintSpec | None = None,
+    *,
+    make_core: CoreFactory = StageCore,
+    trace: Callable[[str], None] | None = None,
+) -> FaultRun:
+    """Make the run of a seed, run it, and judge it.
+
+    Args:
+        seed: any whole number; decides everything.
+        hint: use this hint instead of the one that the seed picks.
+        make_core: makes the cores, called like `StageCore`.
+        trace: told of everything that happens, in lines of text.
+    """
+    return run_scenario(make_scenario(seed, hint), make_core=make_core, trace=trace)
+
+
+def replay_command(seed: int) -> str:
+    """The command that makes the run of ``seed`` again."""
+    return f"rrfp check faults --seed {seed}"
+
+
+def run_scenario(
+    scenario: Scenario, *, make_core: CoreFactory = StageCore, trace: Callable[[str], None] | None = None
+) -> FaultRun:
+    """Run a scenario and judge it; see `run_seed`."""
+    run = FaultEngine(scenario, make_core, trace).run()
+    return FaultRun(scenario, run.ending, run.text, tuple(_problems(scenario, run)))
+
+
+def _problems(scenario: Scenario, run: Run) -> Iterator[str]:
+    yield from run.objections
+    allowed = allowed_endings(scenario)
+    if run.ending not in allowed and run.ending is not Ending.UNFIT:
+        faults = ", ".join(map(name_of, scenario.faults)) or "no fault"
+        yield f"with {faults} it must not end {run.ending}: {run.text}"
+    if run.ending is Ending.FINISHED:
+        yield from _of_a_finish(scenario, run)
+    elif run.ending is Ending.STALLED:
+        yield from _of_a_stall(run)
+    elif run.ending in (Ending.REFUSED, Ending.ABORTED):
+        yield from _of_an_abort(scenario, run)
+
+
+def allowed_endings(scenario: Scenario) -> frozenset[Ending]:
+    """How a run with all these faults may end: by any of them, and well only if each of them may end well."""
+    dead = {fault.rank for fault in scenario.faults if isinstance(fault, Death)}
+    each = []
+    for fault in scenario.faults:
+        endings = REQUIRED[name_of(fault)]
+        if isinstance(fault, MessageFault) and dead & {fault.message.sender, fault.message.receiver}:
+            endings |= {Ending.FINISHED}  # a copy from, or to, a dead rank may never arrive
+        if name_of(fault) == "delay copy bytes" and len(scenario.faults) > 1:
+            endings |= {Ending.REFUSED}  # another fault may hold the leader in the step after which the copy comes
+        each.append(endings)
+    failures = frozenset[Ending]().union(*each) - {Ending.FINISHED}
+    return failures | {Ending.FINISHED} if all(Ending.FINISHED in one for one in each) else failures
+
+
+def _of_a_finish(scenario: Scenario, run: Run) -> Iterator[str]:
+    for fault in scenario.faults:
+        if isinstance(fault, MessageFault) and fault not in run.network.applied:
+            yield f"it finished, and {fault.message} was never sent"
+    for message in run.network.lost:
+        if not _is_missed_by_nobody(message):
+            yield f"it finished without {message}"
+
+
+def _is_missed_by_nobody(message: AnyId) -> bool:
+    """Whether nothing waits for ``message``: what a follower holds only makes its leader count better."""
+    return isinstance(message, WordId) and message.saying is Saying.HELD
+
+
+def _of_a_stall(run: Run) -> Iterator[str]:
+    stall, lost = stall_of(run.nodes), set(run.network.lost)
+    named = set(stall.lost)
+    if not lost:
+        yield f"it stalled, and no message was lost: {run.text}"
+    yield from (f"the stall report calls {message} lost, which was not" for message in named - lost)
+    for message in lost - named:
+        receiver = run.nodes[message.receiver]
+        if receiver.agreement is not None and isinstance(message, WordId):
+            is_named = (receiver.rank.stage, receiver.rank.replica) in stall.disputed
+        else:
+            is_named = _is_missed_by_nobody(message) or message.step != receiver.step.number
+        if not is_named:
+            yield f"the stall report does not name {message}, which was lost: {run.text}"
+
+
+def _of_an_abort(scenario: Scenario, run: Run) -> Iterator[str]:
+    dead = [fault.rank for fault in scenario.faults if isinstance(fault, Death)]
+    if run.ending is Ending.ABORTED and (run.origin is None or run.origin.stage != stage_of_rank(dead[0])):
+        yield f"{name_of_rank(dead[0])} died, and the pipeline was {run.text}"
+    for node in run.nodes:
+        if node.origin is not None and node.aborts != [node.origin]:
+            yield f"{node.rank.name} was told of {node.origin} and told its peers of {node.aborts}"
+        if node.origin is None and node.rank not in dead:
+            yield f"{node.rank.name} was never told that the pipeline ended"
+
+
+@dataclass
+class Campaign:
+    """Many runs.
+
+    Attributes:
+        runs: how many.
+        endings: by kind of fault, how runs with that fault alone ended; "none" and "several" for the others.
+        failed: runs with problems: seed, and the first of its problems.
+    """
+
+    runs: int = 0
+    endings: dict[str, Counter[Ending]] = field(default_factory=dict)
+    failed: list[tuple[int, str]] = field(default_factory=list)
+
+    def add(self, run: FaultRun) -> None:
+        """Count one more run."""
+        faults = run.scenario.faults
+        kind = {0: "none", 1: name_of(faults[0]) if faults else ""}.get(len(faults), "several")
+        self.runs += 1
+        self.endings.setdefault(kind, Counter())[run.ending] += 1
+        if run.problems:
+            self.failed.append((run.scenario.seed, run.problems[0]))
+
+
+def run_campaign(seeds: Iterable[int], hint: HintSpec | None = None, *, make_core: CoreFactory = StageCore) -> Campaign:
+    """Run many seeds; see `run_seed`."""
+    campaign = Campaign()
+    for seed in seeds:
+        campaign.add(run_seed(seed, hint, make_core=make_core))
+    return campaign

@@ -1,0 +1,163 @@
+"""Why a pipeline stands still for good: who waits for what, who owes it, and which messages were sent and got lost.
+
+Asked of the cores once every rank is idle and nothing is in flight. It knows neither time nor why a message is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rrfp.arbiter.agreement import AgreementArbiter
+from rrfp.arbiter.group_messages import Saying
+from rrfp.core.stage_core import StageCore
+from rrfp.core.tasks import StepId, Task
+from rrfp.sim.faults.faults import AnyId, MessageId, WordId
+from rrfp.sim.faults.ranks import Rank, name_of_rank
+
+#: More entries than a step of a simulated pipeline has.
+_ALL = 1 << 30
+
+
+class Stalled(Protocol):
+    """A rank that stands still."""
+
+    rank: Rank
+    core: StageCore
+    agreement: AgreementArbiter | None
+
+    @property
+    def step_or_none(self) -> StepId | None:
+        """The step that it opened last; None before its first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Debt:
+    """A message that a rank waits for.
+
+    Attributes:
+        message: which one; its sender owes it.
+        was_sent: its sender has done all that it takes, so the message was lost.
+    """
+
+    message: AnyId
+    was_sent: bool
+
+    def __str__(self) -> str:
+        one = self.message
+        what = str(one.task) if isinstance(one, MessageId) else f"{one.sort} {one.about}"
+        if isinstance(one, MessageId) and one.is_credit:
+            what = f"the credit for {one.task}"
+        fate = "sent, and which never arrived" if self.was_sent else "has not sent"
+        return f"{name_of_rank(one.receiver)} waits for {what}, which {name_of_rank(one.sender)} {fate}"
+
+
+class Stall:
+    """The debts of a pipeline in which nothing can happen any longer.
+
+    Args:
+        nodes: all ranks, by number.
+    """
+
+    def __init__(self, nodes: Sequence[Stalled]) -> None:
+        self._nodes = nodes
+        self._at = {(n.rank.stage, n.rank.replica, n.rank.member): n for n in nodes}
+        #: For each rank, the tasks of its step that have not completed, and those that were not enqueued.
+        self._waiting = {n.rank: dict(n.core.awaited(_ALL)) for n in nodes}
+        self._undone = {n.rank: {*self._waiting[n.rank], *n.core.in_flight} for n in nodes}
+        #: Every message that some rank waits for, those that were sent first.
+        debts = (debt for node in nodes for debt in self._debts(node))
+        self.debts = sorted(debts, key=lambda debt: not debt.was_sent)
+
+    @property
+    def lost(self) -> list[AnyId]:
+        """Messages that were sent and never arrived."""
+        return [debt.message for debt in self.debts if debt.was_sent]
+
+    @property
+    def disputed(self) -> set[tuple[int, int]]:
+        """The groups (stage, replica) in which a proposal has come to nothing."""
+        return {(n.rank.stage, n.rank.replica) for n in self._nodes if n.agreement is not None and n.agreement.dispute}
+
+    def __str__(self) -> str:
+        lines = ["deadlock: every stage is idle and nothing is in flight", *map(str, self.debts)]
+        for node in self._nodes:
+            core = node.core
+            if node.agreement is not None and (dispute := node.agreement.dispute):
+                lines.append(f"{node.rank.name}: {dispute[0]} is {dispute[1]}")
+                continue
+            if core.in_flight:
+                lines.append(f"{node.rank.name}: {core.in_flight[0]} waits for others of its group to begin it")
+                continue
+            for task, missing in core.awaited(1):
+                if not missing and not core.group.follows and not core.unreported(task):
+                    cause = "is ready and not chosen" if task in core.ready else "is kept out by the memory limit"
+                    lines.append(f"{node.rank.name}: {task} {cause}")
+        return "\n  ".join(lines)
+
+    def _debts(self, node: Stalled) -> Iterator[Debt]:
+        step = node.step_or_none
+        if step is None:
+            return
+        yield from self._outputs(node, step)
+        yield from self._credits(node, step)
+        core, rank = node.core, node.rank
+        if core.group.follows:
+            yield from self._orders(node, self._at[rank.stage, rank.replica, 0], step)
+        for task in self._waiting[rank]:
+            for member in core.unreported(task):
+                follower = self._at[rank.stage, rank.replica, member]
+                yield Debt(
+                    WordId(step.number, Saying.READY, task, follower.rank, rank), self._has_all(follower, step, task)
+                )
+
+    def _outputs(self, node: Stalled, step: StepId) -> Iterator[Debt]:
+        where, rank = node.core.graph.placement.stage_of, node.rank
+        owed = {source for missing in self._waiting[rank].values() for source in missing}
+        for source in sorted(owed, key=lambda task: (task.microbatch, task.kind, task.virtual_stage)):
+            if (stage := where(source.virtual_stage)) != rank.stage:
+                sender = self._at[stage, rank.replica, rank.member]
+                message = MessageId(step.number, source, sender.rank, rank)
+                yield Debt(message, self._has_run(sender, step, [source]))
+
+    def _credits(self, node: Stalled, step: StepId) -> Iterator[Debt]:
+        core, rank = node.core, node.rank
+        where = core.graph.placement.stage_of
+        for output, peers in core.unconsumed():
+            for peer in peers:
+                sender = self._at[peer, rank.replica, rank.member]
+                readers = [output._replace(virtual_stage=w) for w in core.graph.successors[output.virtual_stage]]
+                message = MessageId(step.number, output, sender.rank, rank, is_credit=True)
+                here = [reader for reader in readers if where(reader.virtual_stage) == peer]
+                yield Debt(message, self._has_run(sender, step, here))
+
+    def _orders(self, node: Stalled, leader: Stalled, step: StepId) -> Iterator[Debt]:
+        """Entries of the log that a follower has not got: those that its leader has sent, or else the next one."""
+        core = node.core
+        if not self._waiting[node.rank]:
+            return
+        total = len(list(core.graph.tasks(core.stage, step.microbatches, step.mode)))
+        known = total - sum(not core.is_ordered(task) for task in self._waiting[node.rank])
+        current = leader.step_or_none
+        sent = 0
+        if current is not None and current.number >= step.number:
+            sent = total - (len(self._waiting[leader.rank]) if current == step else 0)
+        if known < total:
+            for sequence in range(known, max(sent, known + 1)):
+                yield Debt(WordId(step.number, Saying.ORDER, sequence, leader.rank, node.rank), sequence < sent)
+
+    def _has_all(self, follower: Stalled, step: StepId, task: Task) -> bool:
+        """Whether ``follower`` has got what ``task`` needs from other stages, in ``step``."""
+        if follower.step_or_none != step:
+            return False
+        where = follower.core.graph.placement.stage_of
+        missing = self._waiting[follower.rank].get(task, ())
+        return all(where(source.virtual_stage) == follower.rank.stage for source in missing)
+
+    def _has_run(self, node: Stalled, step: StepId, tasks: list[Task]) -> bool:
+        """Whether ``node`` has completed ``tasks``, in ``step``."""
+        current = node.step_or_none
+        if current is None or current.number < step.number:
+            return False
+        return current.number > step.number or self._undone[node.rank].isdisjoint(tasks)

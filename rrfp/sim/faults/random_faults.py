@@ -1,0 +1,174 @@
+"""Draws what goes wrong in a run: nothing at times, mostly one fault, at most three.
+
+It knows which messages a run sends (from its graph), about how long it takes, and nothing else of it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from rrfp.arbiter.group_messages import Saying
+from rrfp.core.admission import Limit
+from rrfp.core.graph import Graph
+from rrfp.core.tasks import Kind, Mode, StepId, Task
+from rrfp.sim.faults.faults import (
+    AnyId,
+    Death,
+    Delay,
+    Duplicate,
+    Fault,
+    Lose,
+    MessageFault,
+    MessageId,
+    Pause,
+    Spike,
+    Swap,
+    WordId,
+)
+from rrfp.sim.faults.ranks import Crew, Rank
+
+
+def draw_faults(
+    rng: random.Random,
+    graph: Graph,
+    steps: Sequence[StepId],
+    horizon: float,
+    crew: Crew,
+    limits: Sequence[Limit],
+) -> tuple[Fault, ...]:
+    """The faults of one run.
+
+    Args:
+        rng: decides everything.
+        graph: the dependency graph.
+        steps: the steps of the run.
+        horizon: about how long the run takes, in seconds.
+        crew: how many ranks a stage has, and how they work together.
+        limits: one a stage; bytes are told where they are limited.
+    """
+    return _Draw(rng, graph, steps, horizon, crew, limits).faults()
+
+
+class _Draw:
+    def __init__(
+        self,
+        rng: random.Random,
+        graph: Graph,
+        steps: Sequence[StepId],
+        horizon: float,
+        crew: Crew,
+        limits: Sequence[Limit],
+    ) -> None:
+        self._rng = rng
+        self._graph = graph
+        self._ranks = crew.ranks(graph.placement.stages)
+        self._crew = crew
+        self._tells_bytes = limits[0].bytes is not None
+        self._steps = steps
+        self._horizon = horizon
+        where = graph.placement.stage_of
+        pairs = [(u, v) for u, v in graph.edges or () if where(u) != where(v)]
+        #: Edges between stages: both virtual stages, and where they are.
+        self._edges = [(u, v, where(u), where(v)) for u, v in pairs]
+
+    def faults(self) -> tuple[Fault, ...]:
+        number = self._rng.choice([0, 1, 1, 1, 1, 1, 1, 2, 2, 3])
+        faults: list[Fault] = []
+        hit: set[AnyId] = set()
+        for _ in range(number):
+            fault = self._fault()
+            if isinstance(fault, MessageFault):
+                if fault.message in hit:
+                    continue  # what a transport does to one message twice is one fault, not two
+                hit.add(fault.message)
+            if isinstance(fault, Death) and any(isinstance(other, Death) for other in faults):
+                continue  # two deaths at once leave open whose name comes first
+            faults.append(fault)
+        return tuple(faults)
+
+    def _fault(self) -> Fault:
+        rng = self._rng
+        if not self._edges and not self._crew.members > 1:
+            return Pause(rng.choice(self._ranks), self._instant(), self._instant())
+        makers: list[Callable[[], Fault]] = [self._spike, self._pause, self._death, self._duplicate, self._delay]
+        makers += [lambda: Lose(self._message())] * 2 + [lambda: Swap(self._message())]
+        return rng.choice(makers)()
+
+    def _instant(self) -> float:
+        return self._rng.random() * self._horizon
+
+    def _spike(self) -> Spike:
+        if self._is_word():
+            first, second = self._pair()
+        else:
+            _, _, below, above = self._rng.choice(self._edges)
+            first, second = self._likes(below, above)
+        sender, receiver = self._rng.sample([first, second], 2)
+        start = self._instant()
+        return Spike(sender, receiver, start, start + self._instant(), self._instant() / 2)
+
+    def _pause(self) -> Pause:
+        return Pause(self._rng.choice(self._ranks), self._instant(), self._instant())
+
+    def _death(self) -> Death:
+        rank = self._rng.choice(self._ranks)
+        return Death(rank, self._instant(), self._instant() / 4, self._rng.random() < 0.5)
+
+    def _duplicate(self) -> Duplicate:
+        return Duplicate(self._message(), self._rng.choice([0.0, 0.1, 1.0]) * self._instant())
+
+    def _delay(self) -> Delay:
+        return Delay(self._message(), self._rng.random() < 0.6)
+
+    def _message(self) -> AnyId:
+        """Any message that the run sends."""
+        if self._is_word():
+            return self._word()
+        rng, step = self._rng, self._rng.choice(self._steps)
+        u, v, below, above = rng.choice(self._edges)
+        microbatch, backwards = rng.randrange(step.microbatches), rng.random() < 0.5
+        lower, upper = self._likes(below, above)
+        if not backwards:
+            return MessageId(step.number, Task(Kind.F, microbatch, u), lower, upper)
+        if step.mode is Mode.FORWARD:
+            return MessageId(step.number, Task(Kind.F, microbatch, u), upper, lower, is_credit=True)
+        return MessageId(step.number, Task(Kind.B, microbatch, v), upper, lower)
+
+    def _is_word(self) -> bool:
+        """Whether a message is one inside a group."""
+        return self._crew.members > 1 and (not self._edges or self._rng.random() < 0.7)
+
+    def _likes(self, *stages: int) -> list[Rank]:
+        """Of these stages, the ranks that have one replica and one place in their groups in common."""
+        one = self._rng.choice(self._ranks)
+        likes = [rank for rank in self._ranks if (rank.replica, rank.member) == (one.replica, one.member)]
+        return [likes[stage] for stage in stages]
+
+    def _pair(self) -> tuple[Rank, Rank]:
+        """The first rank of some group, and another."""
+        one = self._rng.choice([rank for rank in self._ranks if rank.member])
+        first = next(r for r in self._ranks if (r.stage, r.replica, r.member) == (one.stage, one.replica, 0))
+        return first, one
+
+    def _word(self) -> WordId:
+        """Any word that the run is certain to say."""
+        rng, step = self._rng, self._rng.choice(self._steps)
+        first, other = self._pair()
+        tasks = list(self._graph.tasks(first.stage, step.microbatches, step.mode))
+        number = rng.randrange(len(tasks))
+        if self._crew.agrees:
+            down = rng.random() < 0.5
+            saying, way = (Saying.OUTCOME, (first, other)) if down else (Saying.PROPOSE, (other, first))
+            return WordId(step.number, saying, number, *way)
+        reported = [task for task in tasks if self._reads_elsewhere(task)]
+        choices: list[WordId] = [WordId(step.number, Saying.ORDER, number, first, other)]
+        if reported:
+            choices.append(WordId(step.number, Saying.READY, rng.choice(reported), other, first))
+        if self._tells_bytes:
+            choices.append(WordId(step.number, Saying.HELD, rng.choice(tasks), other, first))
+        return rng.choice(choices)
+
+    def _reads_elsewhere(self, task: Task) -> bool:
+        where = self._graph.placement.stage_of
+        return any(where(one.virtual_stage) != where(task.virtual_stage) for one in self._graph.inputs(task))

@@ -1,0 +1,166 @@
+"""The ranks of a simulated run: how they are numbered and called, and how those of one stage work together.
+
+A pipeline of N stages has R replicas of T members. Member t exchanges tensors with member t of the other stages of its
+replica; the members of a stage and replica are a group, which runs one order; ranks that differ in the replica alone
+sum their gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import dataclass
+
+from rrfp.core.mesh import Mesh, Place
+from rrfp.core.order_log import Group
+from rrfp.runtime.stage_runner import Coordination
+
+#: Hints whose choice is a function of the ready set and of what ran: the only ones that must come to an agreement.
+AGREEABLE = ("bf", "fb", "b-priority", "f-priority", "bfw")
+
+
+class Rank(int):
+    """A rank's number, which knows its place.
+
+    Attributes:
+        stage: its stage.
+        replica: its replica.
+        member: its index in its group; 0 leads.
+        name: "stage 1" where a stage has one rank, else "stage 1 replica 0 member 2", less what is always 0.
+    """
+
+    stage: int
+    replica: int
+    member: int
+    name: str
+
+    def __new__(cls, number: int, place: Place, name: str) -> Rank:
+        """Make one; see the class."""
+        self = super().__new__(cls, number)
+        self.stage, self.replica, self.member = place
+        self.name = name
+        return self
+
+    @property
+    def salt(self) -> int:
+        """What makes its values differ from those of other replicas and shards."""
+        return self.salt_in(self.replica)
+
+    def salt_in(self, replica: int) -> int:
+        """The salt of the rank in its place in another replica."""
+        return 1000 * replica + self.member
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def name_of_rank(rank: int) -> str:
+    """How people call it; a bare number is the only rank of its stage."""
+    return rank.name if isinstance(rank, Rank) else f"stage {rank}"
+
+
+def stage_of_rank(rank: int) -> int:
+    """Its stage; a bare number is the only rank of its stage."""
+    return rank.stage if isinstance(rank, Rank) else rank
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """How many ranks a stage has, and how they work together.
+
+    Attributes:
+        replicas: copies of the pipeline.
+        members: ranks of a group.
+        coordination: how a group comes to one order: a leader's log, or proposals until all agree.
+        coupled: a task ends on no member before all have begun it, as with collectives inside.
+        bytes_held: by member, what a microbatch holds on a chunk from its forward to its last task.
+        is_numbered: outputs carry their place in their channel; if not, cores find repetitions by the task alone.
+        jitter: outputs reach the members of a group up to so many seconds apart.
+    """
+
+    replicas: int = 1
+    members: int = 1
+    coordination: Coordination = "leader"
+    coupled: bool = True
+    bytes_held: tuple[int, ...] = (0,)
+    is_numbered: bool = True
+    jitter: float = 0.0
+
+    def lag(self, step: int, microbatch: int, virtual_stage: int, member: int) -> float:
+        """How much later than it must an output reaches a member, in seconds."""
+        return self.jitter * (hash((step, microbatch, virtual_stage, member)) % 997) / 997 if self.jitter else 0.0
+
+    @property
+    def is_led(self) -> bool:
+        """Whether there are followers."""
+        return self.members > 1 and self.coordination == "leader"
+
+    @property
+    def agrees(self) -> bool:
+        """Whether there are proposals."""
+        return self.members > 1 and self.coordination == "agreement"
+
+    def group(self, rank: Rank) -> Group:
+        """The group that ``rank`` is in."""
+        return Group(rank.member, self.members)
+
+    def ranks(self, stages: int) -> tuple[Rank, ...]:
+        """All ranks, by number."""
+        return _ranks(stages, self.replicas, self.members)
+
+    def describe(self) -> list[str]:
+        """What differs from one rank a stage, in words."""
+        parts = []
+        if self.replicas > 1:
+            parts.append(f"{self.replicas} replicas")
+        if self.members > 1:
+            pace = "which meet in each task" if self.coupled else "each at its own pace"
+            parts.append(f"groups of {self.members} under {_HOW[self.coordination]}, {pace}")
+        if any(self.bytes_held):
+            parts.append(f"a microbatch holds {' and '.join(map(str, self.bytes_held))} bytes a chunk")
+        if not self.is_numbered:
+            parts.append("outputs are not numbered")
+        return parts
+
+
+#: One rank a stage.
+ALONE = Crew()
+
+_HOW: dict[Coordination, str] = {"leader": "a leader", "agreement": "agreement"}
+
+
+@functools.cache
+def _ranks(stages: int, replicas: int, members: int) -> tuple[Rank, ...]:
+    mesh = Mesh((("pp", stages), ("dp", replicas), ("tp", members)))
+    return tuple(Rank(number, place := mesh.place(number), _name(place, mesh)) for number in range(mesh.size))
+
+
+def _name(place: Place, mesh: Mesh) -> str:
+    replica = f" replica {place.replica}" if mesh.replicas > 1 else ""
+    member = f" member {place.member}" if mesh.members > 1 else ""
+    return f"stage {place.stage}{replica}{member}"
+
+
+def draw_crew(rng: random.Random, stages: int, microbatches: int, *, may_agree: bool) -> Crew:
+    """Mostly one rank a stage; groups and replicas where the pipeline is small, so that runs stay short.
+
+    Args:
+        rng: decides everything.
+        stages: N.
+        microbatches: the largest M.
+        may_agree: the hint is one that comes to an agreement.
+    """
+    is_small = stages <= 3 and stages * microbatches <= 12
+    members = rng.choice([1, 1, 1, 1, 1, 2, 2, 3]) if is_small else 1
+    replicas = rng.choice([1, 1, 1, 1, 1, 1, 2]) if is_small and members < 3 else 1
+    agrees = may_agree and rng.random() < 0.4
+    sizes = tuple([rng.choice([1, 1, 2, 5, 9]) for _ in range(members)])
+    return Crew(
+        replicas=replicas,
+        members=members,
+        coordination="agreement" if agrees else "leader",
+        coupled=rng.random() < 0.7,
+        bytes_held=sizes if rng.random() < 0.4 and not agrees else (0,) * members,
+        is_numbered=rng.random() < 0.7,
+        jitter=rng.choice([0.0, 1.0, 5.0]) if members > 1 else 0.0,
+    )

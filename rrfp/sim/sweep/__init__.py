@@ -1,0 +1,1 @@
+"""Many simulated runs: workloads by methods by seeds."""

@@ -1,0 +1,139 @@
+"""What the rows of a sweep say together: mean and spread over seeds, and the speed-up over a fixed order.
+
+It knows rows, not how they were made.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rrfp.sim.sweep.runs import Row
+
+#: The columns that a workload has beside its seed, and those of a method.
+WORKLOAD_COLUMNS = ("profile", "stages", "microbatches", "chunks", "placement", "split", "jitter", "latency")
+METHOD_COLUMNS = ("method", "kind", "limit", "admission", "sends")
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Several measurements of one thing.
+
+    Attributes:
+        mean, min, max: of all.
+        std: sample standard deviation (of n - 1); None for one measurement, which says nothing of it.
+    """
+
+    mean: float
+    min: float
+    max: float
+    std: float | None
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """The spread of at least one value."""
+        found = list(values)
+        std = statistics.stdev(found) if len(found) > 1 else None
+        return cls(statistics.fmean(found), min(found), max(found), std)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One method on one workload, over all its seeds.
+
+    Attributes:
+        rows: a row a seed, at least one.
+        baseline: the rows of the first strict method on the same workload; empty where there is none.
+    """
+
+    rows: tuple[Row, ...]
+    baseline: tuple[Row, ...]
+
+    @property
+    def workload(self) -> Mapping[str, Any]:
+        """The values of `WORKLOAD_COLUMNS`."""
+        return _values(self.rows[0], WORKLOAD_COLUMNS)
+
+    @property
+    def method(self) -> Mapping[str, Any]:
+        """The values of `METHOD_COLUMNS`."""
+        return _values(self.rows[0], METHOD_COLUMNS)
+
+    @property
+    def label(self) -> str:
+        """The method in a few words."""
+        return label(self.rows[0])
+
+    def spread(self, column: str) -> Spread:
+        """Of one of the columns that hold numbers."""
+        return Spread.of(getattr(row, column) for row in self.rows)
+
+    @property
+    def speed_up(self) -> Spread | None:
+        """The baseline's makespan over this one's, seed by seed: above 1, this method is faster."""
+        makespans = {row.seed: row.makespan for row in self.baseline}
+        pairs = [(makespans[row.seed], row.makespan) for row in self.rows if row.seed in makespans]
+        return Spread.of(before / after if after else 1.0 for before, after in pairs) if pairs else None
+
+    def to_json(self) -> dict[str, Any]:
+        """As ``rrfp simulate --json`` prints it."""
+        numbers = ("makespan", "ratio", "peak_max", "received_peak_max", "busy_share")
+        speed_up = self.speed_up
+        over = None if speed_up is None else {"over": label(self.baseline[0]), **asdict(speed_up)}
+        return {
+            **self.workload,
+            **self.method,
+            "seeds": [row.seed for row in self.rows],
+            **{column: asdict(self.spread(column)) for column in numbers},
+            "speed_up": over,
+        }
+
+
+def summarise(rows: Sequence[Row]) -> list[Group]:
+    """The groups of rows that differ in the seed only, in the order in which they first appear."""
+    by_workload: dict[tuple[Any, ...], dict[tuple[Any, ...], list[Row]]] = {}
+    for row in rows:
+        methods = by_workload.setdefault(tuple(_values(row, WORKLOAD_COLUMNS).values()), {})
+        methods.setdefault(tuple(_values(row, METHOD_COLUMNS).values()), []).append(row)
+    groups = []
+    for methods in by_workload.values():
+        strict = (found for found in methods.values() if found[0].kind == "strict")
+        baseline = tuple(next(strict, ()))
+        groups += [Group(tuple(found), baseline) for found in methods.values()]
+    return groups
+
+
+def label(row: Row) -> str:
+    """A method in a few words: what it is, and the memory that it may hold."""
+    if row.kind == "strict":
+        return f"{row.method} (strict)" + (", blocking sends" if row.sends == "blocking" else "")
+    return f"{row.method}, limit {row.limit}" + (", paper's rule" if row.admission == "paper" else "")
+
+
+def varied(rows: Sequence[Row], columns: Iterable[str]) -> list[str]:
+    """Those of the columns that do not have the same value in all rows."""
+    return [column for column in columns if len({getattr(row, column) for row in rows}) > 1]
+
+
+def named(column: str, value: Any) -> str:
+    """A workload's value with its name, "stages 8"; words that speak for themselves stand alone."""
+    if column == "split":
+        return "split backward" if value else "whole backward"
+    return str(value) if column in ("profile", "placement", "jitter") else f"{column} {value}"
+
+
+def in_common(rows: Sequence[Row]) -> str:
+    """What the workloads of all rows share, in one line."""
+    first = rows[0]
+    alike = set(WORKLOAD_COLUMNS).difference(varied(rows, WORKLOAD_COLUMNS))
+    if {row.chunks for row in rows} == {1}:
+        alike -= {"chunks", "placement"}
+    fixed = ", ".join(named(column, getattr(first, column)) for column in WORKLOAD_COLUMNS if column in alike)
+    seeds = sorted({row.seed for row in rows})
+    return f"{fixed}; {len(seeds)} seeds: mean, least and most" if len(seeds) > 1 else f"{fixed}, seed {seeds[0]}"
+
+
+def _values(row: Row, columns: Iterable[str]) -> dict[str, Any]:
+    return {column: getattr(row, column) for column in columns}

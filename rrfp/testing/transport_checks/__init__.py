@@ -1,0 +1,21 @@
+"""The conformance suite for transports: does an implementation keep the contract of `rrfp.transports.base`?
+
+For plugin authors; needs no test framework. Write a *maker*, an async context manager that yields a started `Pair` of
+your transports, and run::
+
+    @asynccontextmanager
+    async def make_pair(options: PairOptions) -> AsyncIterator[Pair]: ...
+
+    asyncio.run(run_transport_checks(make_pair))
+
+or hand each of `ALL_CHECKS` to your test runner. A check raises AssertionError with a sentence that says what broke, or
+SkippedError where the pair does not let it look: without `Pair.inject`, `Pair.silence` or `Pair.third`.
+"""
+
+from __future__ import annotations
+
+from rrfp.testing.skipped import SkippedError
+from rrfp.testing.transport_checks.pair import Check, MakePair, Pair, PairOptions
+from rrfp.testing.transport_checks.suite import ALL_CHECKS, run_transport_checks
+
+__all__ = ["ALL_CHECKS", "Check", "MakePair", "Pair", "PairOptions", "SkippedError", "run_transport_checks"]

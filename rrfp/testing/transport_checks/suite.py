@@ -1,0 +1,36 @@
+"""All transport checks in order, and a run of them."""
+
+from __future__ import annotations
+
+from rrfp.testing.skipped import SkippedError
+from rrfp.testing.transport_checks import data, ends, flow, frames, peers
+from rrfp.testing.transport_checks.pair import Check, MakePair
+
+#: Every check, in an order in which the first failure tells most.
+ALL_CHECKS: tuple[Check, ...] = (
+    *data.CHECKS,
+    *flow.CHECKS,
+    *ends.CHECKS,
+    *peers.CHECKS,
+    *frames.CHECKS,
+)
+
+
+async def run_transport_checks(make_pair: MakePair) -> dict[str, str]:
+    """Run every check, one after the other.
+
+    Returns:
+        The checks that did not look, by name, each with what it lacked.
+
+    Raises:
+        AssertionError: of the first check that failed, with its name.
+    """
+    skipped = {}
+    for check in ALL_CHECKS:
+        try:
+            await check(make_pair)
+        except SkippedError as error:
+            skipped[check.__name__] = str(error)
+        except AssertionError as error:
+            raise AssertionError(f"{check.__name__}: {error}") from error
+    return skipped

@@ -1,0 +1,1 @@
+"""Messages over ZeroMQ: tcp between hosts, ipc within one."""

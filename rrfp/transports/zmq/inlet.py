@@ -1,0 +1,253 @@
+"""The receiving side of a rank: one bound ROUTER that every channel of every peer connects to, and its monitor.
+
+It only ever receives. So its descriptor has one rule: after it fires, read until there is nothing left (libzmq tells of
+changes only). Between two batches the loop runs. It checks where frames come from and puts messages together; what they
+mean is its owner's business.
+
+Liveness: libzmq exchanges heartbeats on every inbound connection and closes a silent one. The monitor reports a closed
+connection by file descriptor; which peer and channel that was is known from the greeting, which carries the same
+descriptor. What arrived before the end of a connection is read before the end is reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import zmq
+
+from rrfp.errors import FrameError
+from rrfp.transports.base import Channel, Message, TransportContext
+from rrfp.transports.pool import BufferPool
+from rrfp.transports.wire import Codec, Sealed
+from rrfp.transports.zmq.endpoint import bind
+from rrfp.transports.zmq.pieces import MAX_PART_BYTES, PIECE_BYTES, Assembly
+
+#: The kinds of frames that are the link's own; every other kind is a message's.
+HELLO, WELCOME, CREDIT, BYE, FAREWELL = LINK_KINDS = ("hello", "welcome", "credit", "bye", "farewell")
+
+#: What is read before the loop gets its turn.
+_BATCH_BYTES = 2 * PIECE_BYTES
+_BATCH_MESSAGES = 64
+
+_NOBLOCK = int(zmq.NOBLOCK)
+_EVENTS = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+_EVENT = struct.Struct("=Hi")
+
+
+@dataclass(slots=True)
+class Route:
+    """One inbound connection: a channel of a peer.
+
+    Attributes:
+        peer: the rank at its other end.
+        channel: what it carries.
+        assembly: the message that is arriving, if its end is still missing.
+        sequence: of the next message.
+        out_of_step: stray pieces were reported already; the next start ends that.
+    """
+
+    peer: int
+    channel: Channel
+    assembly: Assembly | None = None
+    sequence: int = 0
+    out_of_step: bool = False
+
+
+class Receiver(Protocol):
+    """What an inlet reports to."""
+
+    def on_message(self, message: Message, num_bytes: int) -> None:
+        """A whole message arrived; its tensors have ``num_bytes``."""
+
+    def on_link_frame(self, route: Route, sealed: Sealed) -> None:
+        """A frame of the link itself arrived."""
+
+    def on_bad_frame(self, error: FrameError) -> None:
+        """A frame was dropped."""
+
+    def on_disconnected(self, peer: int, channel: Channel) -> None:
+        """A greeted connection ended; everything that came by it was reported."""
+
+
+def identity_of(rank: int, channel: Channel) -> bytes:
+    """The routing id of a connection."""
+    return f"{rank}/{channel}".encode()
+
+
+def _milliseconds(seconds: float) -> int:
+    """As libzmq wants them, which takes 0 for never."""
+    return max(1, round(1000 * seconds))
+
+
+class Inlet:
+    """See the module's docstring. Used on one loop only.
+
+    Args:
+        sockets: makes the socket.
+        codec: checks headers.
+        context: names the ranks that may connect, and how long they may be silent.
+        receiver: gets what arrives.
+    """
+
+    def __init__(
+        self, sockets: zmq.Context[zmq.Socket[bytes]], codec: Codec, context: TransportContext, receiver: Receiver
+    ) -> None:
+        self._codec = codec
+        self._receiver = receiver
+        self._pool = BufferPool()
+        self._routes = {identity_of(peer, one): Route(peer, one) for peer in context.peers for one in Channel}
+        self._open: set[int] = set()
+        self._greeted: dict[int, Route] = {}
+        self._ended: list[Route] = []
+        self._closed = False
+        self._again: asyncio.Handle | None = None
+        self._loop = asyncio.get_running_loop()
+        self._socket = sockets.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_PART_BYTES)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _milliseconds(context.heartbeat_s))
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _milliseconds(context.patience_s))
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_EVENTS)
+        self._readers = [int(self._socket.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD))]
+
+    def bind(self, address: str, rank: int) -> str:
+        """Listen; returns the endpoint.
+
+        Raises:
+            TransportError: if the address cannot be bound.
+        """
+        endpoint = bind(self._socket, address, rank)
+        self._loop.add_reader(self._readers[0], self._drain)
+        self._loop.add_reader(self._readers[1], self._on_monitor)
+        return endpoint
+
+    def close(self) -> None:
+        """Free everything. May be called twice, also from a callback of the receiver."""
+        if self._closed:
+            return
+        self._closed = True
+        for descriptor in self._readers:
+            self._loop.remove_reader(descriptor)
+        if self._again is not None:
+            self._again.cancel()
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+
+    def _on_monitor(self) -> None:
+        self._read_monitor()
+        self._drain()
+
+    def _read_monitor(self) -> None:
+        while not self._closed:
+            try:
+                event, value = _EVENT.unpack(self._monitor.recv_multipart(flags=_NOBLOCK)[0])
+            except zmq.Again:
+                return
+            if event == zmq.EVENT_ACCEPTED:
+                self._open.add(value)
+            else:
+                self._open.discard(value)
+                if (route := self._greeted.pop(value, None)) is not None:
+                    self._ended.append(route)
+
+    def _drain(self) -> None:
+        """Read until nothing is left, or a batch is full; then go on in the loop's next turn."""
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+        num_bytes = 0
+        for _ in range(_BATCH_MESSAGES):
+            try:
+                identity = self._socket.recv(_NOBLOCK)
+            except zmq.Again:
+                self._report_ended()
+                return
+            num_bytes += self._read_rest(identity)
+            if self._closed:
+                return
+            if num_bytes >= _BATCH_BYTES:
+                break
+        self._again = self._loop.call_soon(self._drain)
+
+    def _report_ended(self) -> None:
+        # Every connection listed here ended before the socket was found empty, so nothing of it is still to come.
+        ended, self._ended = self._ended, []
+        for route in ended:
+            self._receiver.on_disconnected(route.peer, route.channel)
+
+    def _read_rest(self, identity: bytes) -> int:
+        """Read the parts after the identity and file them; returns their bytes."""
+        part = self._socket.recv(_NOBLOCK, copy=False)
+        parts, num_bytes = [part], len(part)
+        while part.more:
+            part = self._socket.recv(_NOBLOCK, copy=False)
+            parts.append(part)
+            num_bytes += len(part)
+        route = self._routes.get(identity)
+        try:
+            if len(parts) > 1:
+                self._on_start(route, parts)
+            elif route is not None:
+                self._on_piece(route, parts[0].buffer)
+            else:
+                raise FrameError(None, "sender", f"connection {identity!r:.80} is not of this pipeline")
+        except FrameError as error:
+            self._receiver.on_bad_frame(error)
+        return num_bytes
+
+    def _on_start(self, route: Route | None, parts: list[zmq.Frame]) -> None:
+        sealed = self._codec.open(parts[0].buffer)
+        if route is None or sealed.sender != route.peer:
+            raise FrameError(None, "sender", f"is {sealed.sender}, but the connection is not that rank's")
+        if sealed.kind in LINK_KINDS:
+            if sealed.kind == HELLO:
+                self._greet(route, parts[0])
+            self._receiver.on_link_frame(route, sealed)
+            return
+        cut_short, route.assembly = route.assembly, None
+        if cut_short is not None:
+            self._receiver.on_bad_frame(cut_short.cut_short())
+        route.out_of_step = True  # until this start proves good: its pieces are strays if it does not
+        announcement = self._codec.announcement(sealed)
+        channel, sequence = announcement.channel, announcement.sequence
+        if channel is not route.channel:
+            raise FrameError(route.peer, "channel", f"is {channel}, but the connection is for {route.channel}")
+        if sequence != route.sequence:
+            raise FrameError(route.peer, "sequence", f"is {sequence}, must be {route.sequence}")
+        assembly = Assembly(announcement, [part.buffer for part in parts[1:]], self._pool)
+        route.out_of_step = False
+        self._advance(route, assembly)
+
+    def _on_piece(self, route: Route, part: memoryview) -> None:
+        assembly = route.assembly
+        if assembly is None:
+            if route.out_of_step:
+                return  # belongs to what was reported already
+            route.out_of_step = True
+            raise FrameError(route.peer, "header", "is missing: a piece of no message")
+        route.assembly = None
+        route.out_of_step = True
+        assembly.add(part)
+        route.out_of_step = False
+        self._advance(route, assembly)
+
+    def _advance(self, route: Route, assembly: Assembly) -> None:
+        if not assembly.is_complete:
+            route.assembly = assembly
+            return
+        route.sequence += 1
+        self._receiver.on_message(assembly.message(), assembly.num_bytes)
+
+    def _greet(self, route: Route, part: zmq.Frame) -> None:
+        descriptor: Any = part.get(zmq.SRCFD)
+        # Descriptors are used again. All that is known of earlier connections with this one is read first; if it is
+        # not open then, the greeting's own connection ended already.
+        self._read_monitor()
+        if descriptor in self._open:
+            self._greeted[descriptor] = route
+        else:
+            self._ended.append(route)

@@ -1,0 +1,183 @@
+"""What a rank knows of one peer: its three outlets, and the states that both ends go through.
+
+Greeting (hello on every channel, then welcome back) -> open -> leaving in order (bye on every channel, farewell back)
+or lost. Knows nothing of sockets; `Link` posts headers to outlets and is told what arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+from rrfp.core import timeouts
+from rrfp.errors import FrameError, PeerLostError, RrfpError
+from rrfp.transports.base import Channel
+from rrfp.transports.flow import cost_of
+from rrfp.transports.header_checks import HeaderChecks
+from rrfp.transports.wire import Codec, Sealed
+from rrfp.transports.zmq.inlet import BYE, CREDIT, FAREWELL, HELLO, WELCOME, Route
+from rrfp.transports.zmq.outlet import Outlet
+
+#: Consumed bytes are told to the sender when they are this part of its window, or after `CREDIT_DELAY_S`.
+CREDIT_SHARE = 8
+
+
+class _Debt:
+    """Bytes and messages that were consumed and not yet told to the sender."""
+
+    def __init__(self) -> None:
+        self.cost = 0
+        self.messages = 0
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class Link:
+    """The connection to one peer. Used on one loop only.
+
+    Args:
+        peer: its rank.
+        codec: writes headers.
+        queue_bytes: the window of each channel.
+        on_lost: called once when the peer is lost, after its last message.
+
+    Attributes:
+        is_connected: messages flowed both ways once.
+        opened: set when they do, or when they never will.
+        parted: set when the peer has everything that was sent, or is gone.
+    """
+
+    def __init__(self, peer: int, codec: Codec, queue_bytes: int, on_lost: Callable[[PeerLostError], None]) -> None:
+        self.peer = peer
+        self.outlets: dict[Channel, Outlet] = {}
+        self.is_connected = False
+        self.opened = asyncio.Event()
+        self.parted = asyncio.Event()
+        self._codec = codec
+        self._threshold = queue_bytes // CREDIT_SHARE
+        self._on_lost = on_lost
+        self._greeted: set[Channel] = set()
+        self._byes: set[Channel] = set()
+        self._ended: set[Channel] = set()
+        self._debts = {channel: _Debt() for channel in Channel}
+        self._grace: asyncio.TimerHandle | None = None
+        self._welcomed = False
+        self._is_over = False
+
+    def connect(self, outlets: dict[Channel, Outlet]) -> None:
+        """The outlets are there: greet on each."""
+        self.outlets = outlets
+        for channel, outlet in outlets.items():
+            outlet.post(self._codec.seal(HELLO, channel.value))
+        self._welcome()
+
+    def _welcome(self) -> None:
+        if self.outlets and len(self._greeted) == len(Channel):
+            self._post(WELCOME)
+            self._open()
+
+    def _open(self) -> None:
+        if self._welcomed and self.outlets and len(self._greeted) == len(Channel):
+            self.is_connected = True
+            self.opened.set()
+
+    def _post(self, kind: str, *fields: object) -> None:
+        if self.outlets:
+            self.outlets[Channel.CONTROL].post(self._codec.seal(kind, *fields))
+
+    def on_frame(self, route: Route, sealed: Sealed) -> None:
+        """The peer sent a frame of the link itself.
+
+        Raises:
+            FrameError: if it makes no sense.
+        """
+        if sealed.kind == HELLO:
+            if route.channel not in self._greeted:
+                self._greeted.add(route.channel)
+                self._welcome()
+        elif sealed.kind == WELCOME:
+            self._welcomed = True
+            self._open()
+        elif sealed.kind == CREDIT:
+            self._on_credit(sealed)
+        elif sealed.kind == BYE:
+            self._byes.add(route.channel)
+            if len(self._byes) == len(Channel):
+                self._on_left()
+        elif sealed.kind == FAREWELL:
+            self.parted.set()
+
+    def _on_credit(self, sealed: Sealed) -> None:
+        check = HeaderChecks(self.peer)
+        channel, cost, messages = check.array("credit", sealed.fields, 3)
+        outlet = self.outlets.get(check.choice("credit.channel", channel, Channel))
+        if outlet is None:
+            raise FrameError(self.peer, "credit", "comes before the greeting")
+        outlet.window.release(check.integer("credit.bytes", cost), check.integer("credit.messages", messages))
+
+    def consumed(self, channel: Channel, num_bytes: int) -> None:
+        """``receive`` returned a message of ``channel`` with so many tensor bytes: they may be sent anew."""
+        debt = self._debts[channel]
+        debt.cost += cost_of(num_bytes)
+        debt.messages += 1
+        if debt.cost >= self._threshold:
+            self._pay(channel)
+        elif debt.timer is None and not self._is_over:
+            loop = asyncio.get_running_loop()
+            debt.timer = loop.call_later(timeouts.CREDIT_DELAY_S, self._pay, channel)
+
+    def _pay(self, channel: Channel) -> None:
+        debt, self._debts[channel] = self._debts[channel], _Debt()
+        if debt.timer is not None:
+            debt.timer.cancel()
+        if not self._is_over:
+            self._post(CREDIT, channel.value, debt.cost, debt.messages)
+
+    def _on_left(self) -> None:
+        self._post(FAREWELL)
+        for outlet in self.outlets.values():
+            outlet.window.fail(PeerLostError(self.peer, "it closed its end"))
+
+    def on_disconnected(self, channel: Channel) -> None:
+        """An inbound connection ended, and everything that came by it was reported."""
+        self._ended.add(channel)
+        if len(self._byes) == len(Channel):
+            if len(self._ended) == len(Channel):
+                self.end(PeerLostError(self.peer, "it closed its end"))
+        elif len(self._ended) == len(Channel):
+            self._lose()
+        elif self._grace is None:
+            self._fail_sends(PeerLostError(self.peer, f"its {channel} connection ended"))
+            self._grace = asyncio.get_running_loop().call_later(timeouts.BREAK_GRACE_S, self._lose)
+
+    def _lose(self) -> None:
+        if self._is_over:
+            return
+        error = PeerLostError(self.peer, "its connection ended or fell silent")
+        self.end(error)
+        self._on_lost(error)
+
+    def end(self, error: RrfpError) -> None:
+        """Free everything; sends raise ``error`` unless they raised another before. May be called twice."""
+        self._is_over = True
+        self.opened.set()
+        self.parted.set()
+        if self._grace is not None:
+            self._grace.cancel()
+        for debt in self._debts.values():
+            if debt.timer is not None:
+                debt.timer.cancel()
+        self._fail_sends(error)
+
+    def _fail_sends(self, error: RrfpError) -> None:
+        for outlet in self.outlets.values():
+            outlet.fail(error)
+
+    async def leave(self) -> None:
+        """Deliver what was accepted, say bye and wait for the answer; returns at once when the peer is gone."""
+        if self._is_over or len(self._byes) == len(Channel):
+            return
+        with suppress(RrfpError):
+            for outlet in self.outlets.values():
+                await outlet.post_in_turn(self._codec.seal(BYE))
+            await self.parted.wait()

@@ -1,0 +1,226 @@
+"""The sending side of one channel to one peer: a DEALER socket that only ever sends, and the bounded stream into it.
+
+libzmq gets a copy of each piece, so the caller's memory is free when the last one is handed over, and at most
+`HIGH_WATER` pieces are held by it. A send that is cancelled after its first frame left goes on in a task, on a copy of
+what is still to send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+
+import zmq
+
+from rrfp.errors import RrfpError
+from rrfp.transports.base import Channel, Message
+from rrfp.transports.flow import HomeLoop, Window, cost_of
+from rrfp.transports.wire import Codec
+from rrfp.transports.zmq.pieces import PIECE_BYTES, Piece, split_inline
+
+#: zmq messages that libzmq holds for the peer before a sender waits: 8 MiB of large pieces.
+HIGH_WATER = 8
+
+_FLAGS = int(zmq.NOBLOCK)
+_FLAGS_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+
+
+class _Stream:
+    """What is still to send of one message."""
+
+    def __init__(self, header: bytes, frames: list[memoryview]) -> None:
+        self._frames = frames
+        inline, self._rest = split_inline([frame.nbytes for frame in frames])
+        self._start: list[bytes | memoryview] | None = [header, *map(self._view, inline)] if inline else [header, b""]
+        self._piece = next(self._rest, None)
+
+    @property
+    def has_started(self) -> bool:
+        """The receiver will see the message's start."""
+        return self._start is None
+
+    @property
+    def is_done(self) -> bool:
+        """Everything was handed over."""
+        return self._start is None and self._piece is None
+
+    def push(self, socket: zmq.Socket[bytes]) -> int:
+        """Hand the next part over; returns its bytes.
+
+        Raises:
+            zmq.Again: libzmq takes no more now; nothing was handed over.
+        """
+        if self._start is not None:
+            send_parts(socket, self._start)
+            self._start = None
+            return 0
+        assert self._piece is not None
+        socket.send(self._view(self._piece), _FLAGS)
+        size = self._piece.num_bytes
+        self._piece = next(self._rest, None)
+        return size
+
+    def detach(self) -> None:
+        """Copy what is still to send; the caller's memory is not read any more."""
+        first = self._frames if self._piece is None else self._frames[self._piece.frame :]
+        done = len(self._frames) - len(first)
+        self._frames = [memoryview(b"")] * done + [memoryview(bytes(frame)) for frame in first]
+
+    def _view(self, piece: Piece) -> memoryview:
+        return self._frames[piece.frame][piece.start : piece.stop]
+
+
+class Outlet:
+    """One channel to one peer. Used on one loop only.
+
+    Args:
+        socket: a connected DEALER that nobody else uses.
+        codec: writes the frames.
+        limit: bytes that the peer may have yet to consume.
+        home: the loop.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], codec: Codec, limit: int, home: HomeLoop) -> None:
+        self.window = Window(limit, home)
+        self._socket = socket
+        self._fd = int(socket.getsockopt(zmq.FD))
+        self._codec = codec
+        self._loop = home.loop
+        self._turn = asyncio.Lock()
+        self._sequence = 0
+        self._blocked: asyncio.Future[None] | None = None
+        self._error: RrfpError | None = None
+        self._tail: asyncio.Task[None] | None = None
+
+    async def send(self, message: Message, num_bytes: int) -> None:
+        """Send a whole message; see the module's docstring for cancellation.
+
+        Args:
+            message: what to send; its sequence is set here.
+            num_bytes: of its tensors.
+
+        Raises:
+            RrfpError: the error that `fail` was given.
+            ConfigError: the message cannot be sent.
+        """
+        cost = cost_of(num_bytes)
+        self._codec.check_size(num_bytes)
+        await self._turn.acquire()
+        stream: _Stream | None = None
+        acquired = False
+        try:
+            await self.window.acquire(cost)
+            acquired = True
+            stream = _Stream(*self._codec.encode(message, self._sequence))
+            await self._run(stream)
+        except asyncio.CancelledError:
+            if stream is not None and stream.has_started:
+                stream.detach()
+                self._tail = asyncio.create_task(self._finish(stream), name="rrfp-zmq-send-tail")
+            raise
+        finally:
+            started = stream is not None and stream.has_started
+            if started:
+                self._sequence += 1
+            elif acquired:
+                self.window.release(cost)
+            if self._tail is None:
+                self._turn.release()
+
+    async def _finish(self, stream: _Stream) -> None:
+        try:
+            with suppress(RrfpError):  # the peer is gone or this end is closed: whoever sends or receives next is told
+                await self._run(stream)
+        finally:
+            self._tail = None
+            self._turn.release()
+
+    async def _run(self, stream: _Stream) -> None:
+        burst = 0
+        while not stream.is_done:
+            if burst >= PIECE_BYTES:
+                burst = 0
+                await asyncio.sleep(0)  # one copy of a piece is long enough for the loop
+            self._check()
+            try:
+                burst += stream.push(self._socket)
+            except zmq.Again:
+                await self._writable()
+
+    async def _writable(self) -> None:
+        """Wait until libzmq takes another message."""
+        self._blocked = self._loop.create_future()
+        self._loop.add_reader(self._fd, self._look)
+        try:
+            self._look()  # the descriptor tells of changes only: look once after it is watched
+            await self._blocked
+        finally:
+            self._blocked = None
+            if self._error is None:
+                self._loop.remove_reader(self._fd)
+
+    def _look(self) -> None:
+        if (
+            self._blocked is not None
+            and not self._blocked.done()
+            and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT
+        ):
+            self._blocked.set_result(None)
+
+    def post(self, header: bytes) -> None:
+        """Send a frame of the link itself, now. Only for the control channel, whose socket takes any number."""
+        if self._error is None:
+            send_parts(self._socket, [header, b""])
+
+    async def post_in_turn(self, header: bytes) -> None:
+        """Send a frame of the link itself behind every message that was accepted.
+
+        Raises:
+            RrfpError: the error that `fail` was given.
+        """
+        async with self._turn:
+            await self._run(_Stream(header, []))
+
+    def fail(self, error: RrfpError) -> None:
+        """Free the socket at once; waiting and later sends raise ``error``. May be called twice."""
+        self.window.fail(error)
+        if self._error is not None:
+            return
+        self._error = error
+        if self._blocked is not None:
+            self._loop.remove_reader(self._fd)
+            if not self._blocked.done():
+                self._blocked.set_result(None)  # the sender looks at the error next
+        self._socket.close(linger=0)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise type(self._error)(*self._error.args)
+
+
+def send_parts(socket: zmq.Socket[bytes], parts: Sequence[bytes | memoryview]) -> None:
+    """Send one multi-part message, whole or not at all; pyzmq's own way checks more and takes longer.
+
+    Raises:
+        zmq.Again: libzmq takes no more now; nothing was sent.
+    """
+    for part in parts[:-1]:
+        socket.send(part, _FLAGS_MORE)
+    socket.send(parts[-1], _FLAGS)
+
+
+def open_socket(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes, channel: Channel
+) -> zmq.Socket[bytes]:
+    """A DEALER connected to ``endpoint``, that drops what it holds when it is closed."""
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.ROUTING_ID, identity)
+    # Frames of the link go out on control at once and must never wait; its messages are bounded by the window.
+    socket.setsockopt(zmq.SNDHWM, 0 if channel is Channel.CONTROL else HIGH_WATER)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    if endpoint.startswith("tcp://["):
+        socket.setsockopt(zmq.IPV6, 1)
+    socket.connect(endpoint)
+    return socket

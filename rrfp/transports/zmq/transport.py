@@ -1,0 +1,218 @@
+"""Ranks in processes of their own, over ZeroMQ: ipc within a host, tcp between hosts.
+
+Every rank binds one socket and publishes its address; for each channel of each peer it connects one socket that only
+sends. So the three channels are connections of their own, and control never waits behind tensors. This file joins the
+parts: `inlet` (what arrives), `outlet` (one channel to one peer), `link` (the state between two ranks),
+`pieces` (how messages are cut) and `endpoint` (what may be bound).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from functools import partial
+
+import zmq
+
+from rrfp.core import timeouts
+from rrfp.errors import ConfigError, FrameError, TransportClosedError, TransportError
+from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
+from rrfp.transports.flow import CLOSED, HomeLoop, Inbox
+from rrfp.transports.wire import Codec, Sealed
+from rrfp.transports.zmq.endpoint import choose_address
+from rrfp.transports.zmq.inlet import Inlet, Route, identity_of
+from rrfp.transports.zmq.link import Link
+from rrfp.transports.zmq.outlet import Outlet, open_socket
+
+#: Bad frames that wait to be raised; further ones are only counted, so that a stranger cannot fill the memory.
+MAX_PENDING_FRAME_ERRORS = 64
+
+
+class ZmqTransport(Transport):
+    """Between processes: ipc within a host, tcp between hosts.
+
+    Cancelling a `send` whose first frame left copies the rest and sends it in the background.
+
+    Args:
+        context: who this rank is and whom it talks to.
+        address: what to bind: ``"ipc"``, or an IP address or name of this machine. By default ipc when all ranks are on
+            this host, else the interface towards MASTER_ADDR.
+    """
+
+    def __init__(self, context: TransportContext, address: str | None = None) -> None:
+        super().__init__(context)
+        self._address = address
+        self._codec = Codec(context)
+        self._started = False
+        self._closing = False
+        self._closed: asyncio.Event | None = None
+        self._is_closed = False
+        self._zmq: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._home: HomeLoop | None = None
+        self._inbox: Inbox | None = None
+        self._inlet: Inlet | None = None
+        self._links: dict[int, Link] = {}
+        self._pending_errors = 0
+        self._sent = self._sent_bytes = self._received = self._received_bytes = self._dropped = 0
+
+    async def start(self) -> None:
+        """Bind, publish, and connect to every peer."""
+        if self._started or self._is_closed:
+            raise TransportClosedError("a transport starts once")
+        self._started = True
+        context = self.context
+        self._closed = asyncio.Event()
+        self._home = HomeLoop()
+        self._inbox = Inbox(self._home)
+        self._links = {peer: Link(peer, self._codec, context.queue_bytes, self._inbox.put) for peer in context.peers}
+        try:
+            address = await choose_address(context, self._address)
+            await self._connect(address, self._home.loop.time() + context.connect_timeout_s)
+        except BaseException:
+            self.abort()
+            raise
+
+    async def _connect(self, address: str, deadline_s: float) -> None:
+        context, home = self.context, self._home
+        assert home is not None
+        self._check_open()
+        self._zmq = zmq.Context()
+        self._inlet = Inlet(self._zmq, self._codec, context, self)
+        endpoint = self._inlet.bind(address, context.rank)
+        await context.rendezvous.publish(endpoint_key(context, context.rank), endpoint.encode())
+        for peer in context.peers:
+            try:
+                found = await context.rendezvous.lookup(
+                    endpoint_key(context, peer), max(0.0, deadline_s - home.loop.time())
+                )
+            except TransportError as error:
+                raise TransportError(f"rank {peer} did not come: {error}") from error
+            self._check_open()
+            self._links[peer].connect({channel: self._outlet(found.decode(), channel, home) for channel in Channel})
+        await self._wait_for_peers(deadline_s - home.loop.time())
+
+    def _outlet(self, endpoint: str, channel: Channel, home: HomeLoop) -> Outlet:
+        assert self._zmq is not None
+        socket = open_socket(self._zmq, endpoint, identity_of(self.context.rank, channel), channel)
+        return Outlet(socket, self._codec, self.context.queue_bytes, home)
+
+    async def _wait_for_peers(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(max(timeout_s, 0.0)):
+                for link in self._links.values():
+                    await link.opened.wait()
+        except TimeoutError:
+            missing = [str(peer) for peer, link in self._links.items() if not link.opened.is_set()]
+            limit_s = self.context.connect_timeout_s
+            raise TransportError(f"no connection with rank {', '.join(missing)} within {limit_s:g} s") from None
+        self._check_open()
+        # A peer that was here and left already is found in what `receive` and `send` say.
+        if gone := [str(peer) for peer, link in self._links.items() if not link.is_connected]:
+            raise TransportError(f"rank {', '.join(gone)} came and went away")
+
+    def _check_open(self) -> Inbox:
+        if self._inbox is None or self._closing or self._is_closed:
+            raise TransportClosedError(CLOSED if self._started else "the transport is not started")
+        return self._inbox
+
+    async def send(self, peer: int, message: Message) -> None:
+        """Queue ``message`` for ``peer``."""
+        self._check_open()
+        link = self._links.get(peer)
+        outlet = None if link is None else link.outlets.get(message.channel)
+        if outlet is None:
+            raise ConfigError(f"peer is {peer}, must be one of: {', '.join(map(str, self.context.peers))}")
+        num_bytes = message.num_bytes
+        await outlet.send(message, num_bytes)
+        self._sent += 1
+        self._sent_bytes += num_bytes
+
+    async def receive(self) -> Message:
+        """The next message of any peer."""
+        try:
+            return await self._check_open().take()
+        except FrameError:
+            self._pending_errors -= 1
+            raise
+
+    async def close(self) -> None:
+        """Deliver what was accepted, tell the peers, free everything; peers that do not answer are given
+        `TRANSPORT_CLOSE_S`.
+        """
+        if self._is_closed or self._inbox is None or self._closed is None:
+            self.abort()
+            return
+        if self._closing:
+            await self._closed.wait()
+            return
+        self._closing = True
+        self._inbox.close()
+        for link in self._links.values():
+            for outlet in link.outlets.values():
+                outlet.window.fail(TransportClosedError(CLOSED))
+        try:
+            # Whoever does not answer in time was told already or is silent: nothing more can be done for it.
+            with suppress(TimeoutError):
+                leaves = asyncio.gather(*(link.leave() for link in self._links.values()))
+                await asyncio.wait_for(leaves, timeouts.TRANSPORT_CLOSE_S)
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Free everything now."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._inbox is not None:
+            self._inbox.close()
+        for link in self._links.values():
+            link.end(TransportClosedError(CLOSED))
+        if self._inlet is not None:
+            self._inlet.close()
+        if self._zmq is not None:
+            self._zmq.destroy(linger=0)  # returns at once: every socket is closed and keeps nothing
+        if self._closed is not None:
+            self._closed.set()
+
+    def statistics(self) -> TransportStatistics:
+        """What moved so far; bytes are queued until the peer has taken the message."""
+        outlets = [outlet for link in self._links.values() for outlet in link.outlets.values()]
+        return TransportStatistics(
+            messages_sent=self._sent,
+            bytes_sent=self._sent_bytes,
+            messages_received=self._received,
+            bytes_received=self._received_bytes,
+            queued_bytes=sum(outlet.window.tensor_bytes for outlet in outlets),
+            dropped_frames=self._dropped,
+        )
+
+    def on_message(self, message: Message, num_bytes: int) -> None:
+        """The inlet has a whole message."""
+        assert self._inbox is not None
+        taken = partial(self._on_taken, message, num_bytes)
+        self._inbox.put(message, taken, first=message.channel is Channel.CONTROL)
+
+    def _on_taken(self, message: Message, num_bytes: int) -> None:
+        self._received += 1
+        self._received_bytes += num_bytes
+        self._links[message.sender].consumed(message.channel, num_bytes)
+
+    def on_link_frame(self, route: Route, sealed: Sealed) -> None:
+        """The inlet has a frame of a link."""
+        self._links[route.peer].on_frame(route, sealed)
+
+    def on_bad_frame(self, error: FrameError) -> None:
+        """The inlet dropped a frame."""
+        self._dropped += 1
+        if self._pending_errors < MAX_PENDING_FRAME_ERRORS and self._inbox is not None:
+            self._pending_errors += 1
+            self._inbox.put(error, first=True)
+
+    def on_disconnected(self, peer: int, channel: Channel) -> None:
+        """The inlet lost a connection."""
+        self._links[peer].on_disconnected(channel)
+
+
+def endpoint_key(context: TransportContext, rank: int) -> str:
+    """Under which ``rank`` publishes where it listens."""
+    return f"zmq/{context.run_id}/{context.restart}/{rank}"

@@ -1,0 +1,147 @@
+"""The control tree and the all-gather over it, with messages delivered in any order."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from rrfp.core.graph import Graph
+from rrfp.core.mesh import Mesh
+from rrfp.core.topology import Topology
+from rrfp.errors import ProtocolError
+from rrfp.runtime.all_gather import MOST_AHEAD, SupersededError, TreeExchange, to_tensor
+from rrfp.runtime.control_tree import children, parent, peers
+from rrfp.transports.base import Channel, Message, MessageKind, Plain
+
+
+class Network:
+    """Exchanges joined by a bag of messages."""
+
+    def __init__(self, stages: int) -> None:
+        self.bag: list[tuple[int, Message]] = []
+        self.exchanges = [TreeExchange(stage, stages, self._poster(stage)) for stage in range(stages)]
+
+    def _poster(self, sender: int) -> Callable[[int, Message], None]:
+        return lambda peer, message: self.bag.append((peer, replace(message, sender=sender)))
+
+    async def run(self, choices: random.Random) -> None:
+        """Deliver everything, in drawn order."""
+        quiet = 0
+        while quiet < 3:
+            await asyncio.sleep(0)
+            quiet = 0 if self.bag else quiet + 1
+            if self.bag:
+                peer, message = self.bag.pop(choices.randrange(len(self.bag)))
+                self.exchanges[peer].take(message)
+
+
+@pytest.mark.parametrize("stages", range(1, 10))
+async def test_every_rank_gets_what_all_gave_whatever_comes_first(stages: int) -> None:
+    """Several exchanges at once, joined in a drawn order, some only after messages of theirs have come."""
+    for seed in range(20):
+        choices, network = random.Random(seed), Network(stages)
+        keys = [("step", 0), ("poll", 0), ("poll", 1)]
+        joins = [(stage, key) for stage in range(stages) for key in keys]
+        choices.shuffle(joins)
+        tasks = {}
+        for stage, (topic, number) in joins:
+            own = f"{topic}{number}@{stage}".encode()
+            tasks[stage, topic, number] = asyncio.create_task(network.exchanges[stage].exchange(topic, number, own))
+            if choices.random() < 0.5:
+                await network.run(choices)
+        await network.run(choices)
+        for (_, topic, number), task in tasks.items():
+            assert task.result() == [f"{topic}{number}@{stage}".encode() for stage in range(stages)]
+
+
+def meshes() -> list[Mesh]:
+    """Pipelines alone, and with groups and replicas."""
+    sizes = [(pp, dp, tp) for pp in (1, 2, 3, 5) for dp in (1, 2, 3, 4) for tp in (1, 2, 4, 8)]
+    names = ("pp", "dp", "tp")
+    grids = [Mesh(tuple(zip(names, size, strict=True))) for size in sizes]
+    turned = [Mesh((*grid.dims[turn:], *grid.dims[:turn])) for grid in grids for turn in range(3)]
+    return [Mesh((("pp", stages),)) for stages in range(1, 34)] + turned
+
+
+@pytest.mark.parametrize("mesh", meshes(), ids=lambda mesh: " ".join(f"{name}{size}" for name, size in mesh.dims))
+def test_the_tree_joins_all_and_a_rank_has_few_peers(mesh: Mesh) -> None:
+    graph, ranks = Graph.chain(mesh.stages), range(mesh.size)
+    linked = [set(peers(graph, Topology.at(rank, mesh))) for rank in ranks]
+    assert parent(0) is None
+    for rank in ranks:
+        assert all(parent(child) == rank for child in children(rank, mesh.size))
+        in_group = mesh.members - 1 if mesh.place(rank).member == 0 else 1
+        assert len(linked[rank]) <= (5 if mesh.size == mesh.stages else 7) + in_group
+        assert all(rank in linked[peer] for peer in linked[rank])
+    for dead in ranks:
+        reached, todo = set(), [rank for rank in ranks if rank != dead][:1]
+        while todo:
+            rank = todo.pop()
+            if rank not in reached and rank != dead:
+                reached.add(rank)
+                todo += linked[rank]
+        assert len(reached) == mesh.size - 1, f"with {dead} dead the others must reach each other"
+
+
+BAD: list[tuple[dict[str, Plain], bytes, MessageKind, int, str]] = [
+    ({"topic": 1, "number": 2}, b"\x90", MessageKind.REPORT, 1, "without topic and number"),
+    ({"topic": "step"}, b"\x90", MessageKind.REPORT, 1, "without topic and number"),
+    ({"topic": "step", "number": 0}, b"\xc1", MessageKind.REPORT, 1, "cannot be read"),
+    ({"topic": "step", "number": 0}, b"", MessageKind.REPORT, 1, "cannot be read"),
+    ({"topic": "step", "number": 0}, b"\x91\x92\x00\x01", MessageKind.REPORT, 1, "not bytes by rank"),
+    ({"topic": "step", "number": 0}, b"\x90", MessageKind.REPORT, 3, "rank 3 sent rank 0"),
+    ({"topic": "step", "number": 0}, b"\x90", MessageKind.RESULT, 1, "rank 1 sent rank 0"),
+]
+
+
+@pytest.mark.parametrize(("body", "data", "kind", "sender", "message"), BAD)
+def test_what_makes_no_sense_is_refused(
+    body: dict[str, Plain], data: bytes, kind: MessageKind, sender: int, message: str
+) -> None:
+    exchange = TreeExchange(0, 4, lambda peer, sent: None)
+    with pytest.raises(ProtocolError, match=message):
+        exchange.take(Message(Channel.CONTROL, kind, tensors=(to_tensor(data),), body=body, sender=sender))
+
+
+def report(number: int, topic: str = "step") -> Message:
+    """What rank 1 gives to rank 0."""
+    body: dict[str, Plain] = {"topic": topic, "number": number}
+    given = to_tensor(b"\x91\x92\x01\xc4\x01x")
+    return Message(Channel.CONTROL, MessageKind.REPORT, tensors=(given,), body=body, sender=1)
+
+
+def test_what_a_peer_begins_alone_is_bounded() -> None:
+    exchange = TreeExchange(0, 2, lambda peer, sent: None)
+    for number in range(MOST_AHEAD):
+        exchange.take(report(number))
+    with pytest.raises(ProtocolError, match=f"rank 1 began step 16, but {MOST_AHEAD} exchanges are open already"):
+        exchange.take(report(MOST_AHEAD))
+
+
+async def test_an_exchange_that_a_later_one_replaces_ends_and_leaves_nothing() -> None:
+    exchange = TreeExchange(0, 2, lambda peer, sent: None)
+    first = asyncio.create_task(exchange.exchange("poll", 0, b"a"))
+    other = asyncio.create_task(exchange.exchange("step", 0, b"a"))
+    await asyncio.sleep(0)
+    exchange.supersede("poll", 1)
+    with pytest.raises(SupersededError):
+        await first
+    with pytest.raises(SupersededError):
+        await exchange.exchange("poll", 0, b"a")
+    for number in range(3 * MOST_AHEAD):  # late answers to polls that nobody waits for
+        exchange.supersede("poll", number + 1)
+        exchange.take(report(number, "poll"))
+    assert not other.done()
+    exchange.take(report(0))
+    assert await other == [b"a", b"x"]
+
+
+def test_a_result_that_lacks_a_stage_is_refused() -> None:
+    exchange = TreeExchange(1, 2, lambda peer, sent: None)
+    body: dict[str, Plain] = {"topic": "step", "number": 0}
+    with pytest.raises(ProtocolError, match="a result of step 0"):
+        exchange.take(Message(Channel.CONTROL, MessageKind.RESULT, tensors=(to_tensor(b"\x90"),), body=body, sender=0))

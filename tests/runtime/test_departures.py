@@ -1,0 +1,118 @@
+"""A rank whose program left is found where others go on: at a step's begin, and inside a step."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import defaultdict
+from collections.abc import Coroutine
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+import rrfp
+from rrfp.core.graph import Graph
+from rrfp.core.tasks import Task
+from rrfp.errors import Origin, PeerLostError, PipelineAborted, ProtocolError
+from rrfp.runtime.departures import Departures, closed_message, origin_of, spread_abort
+from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual
+from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
+from rrfp.transports.inproc import InprocTransport
+from rrfp.transports.rendezvous import LocalRendezvous
+
+#: When the second step begins on stage 0, and when the program of stage 1 leaves, in virtual seconds.
+LEAVES_S = 50.0
+
+
+def one_second(task: Task) -> float:
+    return 1.0
+
+
+def pipelines() -> list[Any]:
+    """Two ranks, each with a program of its own, as in processes of their own."""
+    met, made = LocalRendezvous(), []
+    with patch("rrfp.pipeline.api._numbers", defaultdict(lambda: itertools.repeat(0))):
+        for stage in range(2):
+            lane = TimerLane()
+            program = EmulatedStage(Graph.chain(2), one_second, num_bytes=8, spend=lane.spend)
+            options: Any = {"transport": SimulatedTransport, "lane": lambda _, lane=lane: lane, "loop": "caller"}
+            place = rrfp.Topology(stage, 2)
+            made.append(rrfp.Pipeline(program, topology=place, rendezvous=met, stall_after=1000.0, **options))
+    return made
+
+
+def both(first: Coroutine[Any, Any, None], second: Coroutine[Any, Any, None]) -> tuple[list[Any], float]:
+    async def main() -> tuple[list[Any], float]:
+        ends = await asyncio.gather(first, second, return_exceptions=True)
+        return list(ends), asyncio.get_running_loop().time()
+
+    return run_virtual(main())
+
+
+@pytest.mark.parametrize("goes_on_s", [0.0, LEAVES_S - 10, LEAVES_S, LEAVES_S + 10])
+def test_a_program_that_leaves_is_named_at_once_whenever_the_other_goes_on(goes_on_s: float) -> None:
+    """Before ``LEAVES_S`` the other rank is inside its second step when the word comes, after it at its begin."""
+    first, second = pipelines()
+    told_at = 0.0
+
+    async def goes_on() -> None:
+        nonlocal told_at
+        async with first as pipe:
+            await pipe.step(microbatches=2)
+            began = asyncio.get_running_loop().time()
+            await asyncio.sleep(max(goes_on_s - began, 0.0))
+            try:
+                await pipe.step(microbatches=2)
+            finally:
+                told_at = asyncio.get_running_loop().time()
+
+    async def leaves() -> None:
+        async with second as pipe:
+            await pipe.step(microbatches=2)
+            await asyncio.sleep(LEAVES_S - asyncio.get_running_loop().time())
+
+    (error, left), _ = both(goes_on(), leaves())
+    assert left is None
+    assert isinstance(error, PipelineAborted)
+    assert error.origin.stage == 1
+    assert "its program left after 1 step(s), but step 1 was begun elsewhere" in error.origin.cause
+    assert told_at == max(goes_on_s, LEAVES_S)
+
+
+def test_a_peer_that_left_later_is_no_loss() -> None:
+    departures = Departures()
+    departures.note(Message(Channel.CONTROL, MessageKind.CLOSED, body={"steps": 3, "gatherings": 1}, sender=4))
+    assert 4 in departures
+    assert 5 not in departures
+    departures.check(2)
+    departures.check_gathering(0)
+    with pytest.raises(PeerLostError, match=r"its program left after 3 step\(s\), but step 3 was begun elsewhere"):
+        departures.check(3)
+    with pytest.raises(PeerLostError, match="its program left, but gradients are being clipped elsewhere"):
+        departures.check_gathering(1)
+
+
+@pytest.mark.parametrize("body", [{}, {"steps": 1}, {"gatherings": 1}, {"steps": "1", "gatherings": 0}])
+def test_a_farewell_says_after_how_much(body: Any) -> None:
+    with pytest.raises(ProtocolError, match="rank 2 closed without saying after how many steps and gatherings"):
+        Departures().note(Message(Channel.CONTROL, MessageKind.CLOSED, body=body, sender=2))
+    assert dict(closed_message(3, 4).body) == {"steps": 3, "gatherings": 4}
+
+
+def test_an_abort_is_told_to_every_peer() -> None:
+    """Of three ranks the middle one fails; both others hear it from itself, not from the end of its connection."""
+
+    async def main() -> list[Any]:
+        met = LocalRendezvous()
+        transports = [
+            InprocTransport(TransportContext(rank, tuple({0, 1, 2} - {rank}), "run", met)) for rank in range(3)
+        ]
+        await asyncio.gather(*(transport.start() for transport in transports))
+        await spread_abort(transports[1], Origin(1, "F0@1", "ValueError: enough"))
+        heard = [await transports[rank].receive() for rank in (0, 2)]
+        for rank in (0, 2):
+            transports[rank].abort()
+        return [origin_of(message.body) for message in heard]
+
+    assert asyncio.run(main()) == [Origin(1, "F0@1", "ValueError: enough")] * 2

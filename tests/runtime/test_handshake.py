@@ -1,0 +1,99 @@
+"""The handshake: one verdict for all ranks, before they connect."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import msgpack
+import pytest
+
+from rrfp.core.mesh import Mesh
+from rrfp.core.topology import Topology
+from rrfp.errors import ConfigError, ProtocolError, RrfpError, TransportError
+from rrfp.runtime.handshake import Handshake, Terms, differences
+from rrfp.transports.base import TransportContext
+from rrfp.transports.rendezvous import LocalRendezvous
+
+SAME: Terms = {"chunks": 2, "placement": "v", "split": True, "strict": None}
+
+
+async def outcomes(
+    terms: Mapping[int, Terms], stages: int, met: LocalRendezvous, timeout_s: float = 20.0
+) -> list[BaseException | None]:
+    """What the handshake of each stage in ``terms`` ends with."""
+    hands = [
+        Handshake(own, Topology(stage, stages), TransportContext(stage, (), "run", met, connect_timeout_s=timeout_s))
+        for stage, own in terms.items()
+    ]
+    return list(await asyncio.gather(*(each.shake() for each in hands), return_exceptions=True))
+
+
+def told(ends: Sequence[BaseException | None], kind: type[RrfpError]) -> str:
+    """The one text of all ranks."""
+    assert all(type(end) is kind for end in ends), ends
+    (text,) = {str(end) for end in ends}
+    return text
+
+
+@pytest.mark.parametrize("stages", [1, 2, 9])
+async def test_ranks_with_the_same_terms_go_on(stages: int) -> None:
+    assert await outcomes(dict.fromkeys(range(stages), SAME), stages, LocalRendezvous()) == [None] * stages
+
+
+@pytest.mark.parametrize("odd", [0, 1, 4])
+async def test_one_rank_that_differs_is_one_error_on_all(odd: int) -> None:
+    terms = {stage: {**SAME, "chunks": 3} if stage == odd else SAME for stage in range(5)}
+    text = told(await outcomes(terms, 5, LocalRendezvous()), ConfigError)
+    ours, theirs = ("3", "2") if odd == 0 else ("2", "3")
+    assert text == f"chunks is {ours} on stage 0 and {theirs} on stage {odd or 1}: must be the same on all ranks"
+
+
+async def test_a_difference_is_told_before_the_last_rank_comes() -> None:
+    met = LocalRendezvous()
+    ends = await asyncio.wait_for(outcomes({0: SAME, 1: {**SAME, "split": False}}, 3, met), 5)
+    text = told(ends, ConfigError)
+    assert told(await outcomes({2: SAME}, 3, met), ConfigError) == text, "who comes late is told the same"
+
+
+async def test_a_rank_that_does_not_come_is_named_on_all() -> None:
+    text = told(await outcomes({0: SAME, 1: SAME, 3: SAME}, 4, LocalRendezvous(), 0.1), TransportError)
+    assert text == "stage 2 did not come: nobody published 'terms/run/0/2' within 0.1 s"
+
+
+@pytest.mark.parametrize("said", [b"", b"\xc1", msgpack.packb(7)])
+async def test_what_cannot_be_read_is_named_on_all(said: bytes) -> None:
+    met = LocalRendezvous()
+    await met.publish("terms/run/0/1", said)
+    text = told(await outcomes({0: SAME, 2: SAME}, 3, met), ProtocolError)
+    assert text.startswith("what stage 1 said at the start cannot be read")
+
+
+def test_every_field_that_differs_is_in_one_line() -> None:
+    theirs = {**SAME, "chunks": 1, "split": False, "later": 5}
+    assert differences("stage 0", SAME, "stage 7", theirs) == (
+        "chunks is 2 on stage 0 and 1 on stage 7; split is True on stage 0 and False on stage 7; "
+        "later is None on stage 0 and 5 on stage 7"
+    )
+    same = {field: SAME[field] for field in reversed(list(SAME))}
+    assert differences("stage 0", SAME, "stage 7", same) == ""
+
+
+async def test_the_ranks_of_a_group_have_terms_of_their_own_in_common() -> None:
+    """Two groups of two: the second member of the second group differs from its leader, the groups may differ."""
+    mesh = Mesh((("pp", 2), ("tp", 2)))
+    met = LocalRendezvous()
+    limits = {0: 1, 1: 1, 2: 5, 3: 6}
+    hands = [
+        Handshake(SAME, Topology.at(rank, mesh), TransportContext(rank, (), "run", met), {"limit": limits[rank]})
+        for rank in range(4)
+    ]
+    text = told(await asyncio.gather(*(each.shake() for each in hands), return_exceptions=True), ConfigError)
+    assert text.endswith("must be the same on the ranks of a group")
+    assert "limit is 5 on " in text
+    assert " and 6 on " in text
+    same = [
+        Handshake(SAME, Topology.at(rank, mesh), TransportContext(rank, (), "again", met), {"limit": rank // 2})
+        for rank in range(4)
+    ]
+    assert await asyncio.gather(*(each.shake() for each in same)) == [None] * 4

@@ -1,0 +1,51 @@
+"""What ranks tell each other about a step: replicas must agree on whether gradients are summed."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from rrfp.core.graph import Graph
+from rrfp.core.mesh import Mesh
+from rrfp.core.tasks import Mode
+from rrfp.core.topology import Topology
+from rrfp.errors import ProtocolError
+from rrfp.runtime.all_gather import TreeExchange
+from rrfp.runtime.batching import Plan, plan_step
+from rrfp.runtime.step_report import Accounts
+
+MESH = Mesh((("pp", 1), ("dp", 2)))
+
+
+async def share(plans: list[Plan]) -> list[BaseException | None]:
+    """What sharing weights ends with on each of two replicas."""
+    exchanges: list[TreeExchange] = []
+
+    def poster(sender: int) -> object:
+        return lambda peer, message: exchanges[peer].take(replace(message, sender=sender))
+
+    exchanges += [TreeExchange(rank, 2, poster(rank)) for rank in range(2)]  # type: ignore[arg-type]
+    accounts = [Accounts(Topology.at(rank, MESH), Graph.chain(1), exchanges[rank]) for rank in range(2)]
+    shares = (one.share_weights(plan) for one, plan in zip(accounts, plans, strict=True))
+    return list(await asyncio.gather(*shares, return_exceptions=True))
+
+
+def plan(weights: list[float], *, reduces: bool = True) -> Plan:
+    made = plan_step(
+        0, Mode.TRAIN, "mean", microbatches=len(weights), weights=weights, reduce_gradients=reduces, is_shared=True
+    )
+    assert made.total_weight == sum(weights)
+    return made
+
+
+async def test_replicas_that_agree_share_their_weights() -> None:
+    assert await share([plan([1.0, 2.0]), plan([3.0])]) == [None, None]
+
+
+async def test_one_that_sums_gradients_and_one_that_does_not_are_both_named_on_both() -> None:
+    first, second = await share([plan([1.0]), plan([1.0], reduces=False)])
+    assert isinstance(first, ProtocolError)
+    assert isinstance(second, ProtocolError)
+    for error in (first, second):
+        assert "reduce_gradients is True on " in str(error)
+        assert " and False on " in str(error)

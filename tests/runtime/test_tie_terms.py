@@ -1,0 +1,86 @@
+"""What ranks tell about ties, judged: one verdict for jobs with replicas and groups too."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+
+from rrfp.compute.gradients.tie_copies import CopyTerms, Tie
+from rrfp.core.mesh import Mesh
+from rrfp.core.topology import Topology
+from rrfp.errors import ConfigError, ProtocolError
+from rrfp.runtime.tie_terms import agree, decode, encode
+
+#: Ranks 0 and 1 are stages of one pipeline, 2 and 3 of the other.
+TWO = Topology.at(0, Mesh((("dp", 2), ("pp", 2))))
+#: Ranks 0 and 1 are members of stage 0's group, 2 and 3 of stage 1's.
+GROUPS = Topology.at(0, Mesh((("pp", 2), ("tp", 2))))
+
+
+def copy(tie: str, v: int, *, values: bytes = b"1", is_guest: bool = False, kind: str = "(2, 3) of float") -> CopyTerms:
+    return CopyTerms(tie, v, kind, True, is_guest, b"" if is_guest else values)
+
+
+def refused(told: dict[int, list[CopyTerms]], place: Topology) -> str:
+    with pytest.raises(ConfigError) as caught:
+        agree(told, place)
+    return str(caught.value)
+
+
+def test_a_tie_is_between_the_stages_of_each_replica() -> None:
+    told = {0: [copy("a", 0)], 1: [copy("a", 1)], 2: [copy("a", 0)], 3: [copy("a", 1)]}
+    assert agree(told, TWO) == (Tie("a", (0, 1)),)
+
+
+def test_members_of_a_group_hold_other_values() -> None:
+    told = {rank: [copy("a", rank // 2, values=b"one" if rank % 2 else b"two")] for rank in range(4)}
+    assert agree(told, GROUPS) == (Tie("a", (0, 1)),)
+    told[3] = [copy("a", 1, values=b"two")]
+    assert refused(told, GROUPS).startswith(
+        "tie 'a' has other values on stage 1, tp 1 (rank 3) than on stage 0, tp 1 (rank 1)"
+    )
+
+
+def test_ties_come_in_the_order_of_their_first_virtual_stages_and_names() -> None:
+    told = {0: [copy("c", 0), copy("a", 0), copy("b", 2)], 1: [copy("c", 1), copy("b", 1), copy("a", 3)]}
+    ties = agree(told, Topology(1, 2))
+    assert ties == (Tie("c", (0, 1)), Tie("a", (0, 3)), Tie("b", (1, 2)))
+    assert decode(msgpack.unpackb(msgpack.packb(encode(ties)))) == ties
+
+
+def test_a_guest_has_the_values_of_its_home() -> None:
+    told = {0: [copy("a", 0), copy("a", 3, is_guest=True)], 1: [copy("a", 1, values=b"1")]}
+    assert agree(told, Topology(0, 2)) == (Tie("a", (0, 1, 3), is_shared=True),)
+
+
+def test_nothing_told_is_no_tie() -> None:
+    assert agree({0: [], 1: []}, Topology(0, 2)) == ()
+
+
+@pytest.mark.parametrize(
+    ("second", "text"),
+    [
+        ({}, "on the virtual stages 0, 1 of one replica or group member and on none of another"),
+        ({2: [copy("a", 0)]}, "on the virtual stages 0, 1 of one replica or group member and on 0 of another"),
+    ],
+)
+def test_replicas_that_tie_other_stages_are_refused(second: dict[int, list[CopyTerms]], text: str) -> None:
+    told = {0: [copy("a", 0)], 1: [copy("a", 1)], 2: [], 3: [], **second}
+    assert refused(told, TWO) == f"tie 'a' is {text}: must be the same in all"
+
+
+@pytest.mark.parametrize("data", [None, ["a"], ["a", 0, "kind", True, False, "text"], 5])
+def test_terms_that_cannot_be_read_are_refused(data: object) -> None:
+    with pytest.raises(ProtocolError, match="a tied copy is told as"):
+        CopyTerms.decode(data)
+
+
+@pytest.mark.parametrize("data", [5, [5], [["a", 7, False]], [["a", ["x"], False]]])
+def test_a_verdict_that_cannot_be_read_is_refused(data: object) -> None:
+    with pytest.raises(ProtocolError, match="the ties that rank 0 found cannot be read"):
+        decode(data)
+
+
+def test_terms_travel_as_plain_data() -> None:
+    terms = copy("a", 3)
+    assert CopyTerms.decode(msgpack.unpackb(msgpack.packb(terms.encode()))) == terms
