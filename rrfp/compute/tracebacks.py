@@ -13,7 +13,7 @@ from types import FrameType, TracebackType
 MOST_FRAMES = 40
 MOST_CHARACTERS = 8192
 
-_OWN = str(Path(__file__).parent)
+_OWN = str(Path(__file__).parents[1])
 
 
 def stack_of(thread: int | None) -> str:
