@@ -22,9 +22,9 @@ from rrfp.core import events as ev
 from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.core.topology import Topology
 from rrfp.hints.alternating import BackwardForward
-from rrfp.pipeline.build import Assembly
+from rrfp.pipeline.build import RankBuilder
 from rrfp.pipeline.loop_thread import LoopThread
-from rrfp.pipeline.options import Options, pipeline_options
+from rrfp.pipeline.options import Options, complete
 from rrfp.runtime.batching import Plan
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.trace.spans import StepTrace
@@ -120,7 +120,7 @@ class Rank:
         program: what it computes.
         run_id: shared by the two ranks that belong together.
         rendezvous: where they meet.
-        options: see `rrfp.pipeline.options.PipelineOptions`; no limit by default.
+        options: see `rrfp.pipeline.options.Options`; no limit by default.
     """
 
     def __init__(
@@ -135,11 +135,14 @@ class Rank:
         self._thread = thread
         self._next_step = 0
 
+        async def meet() -> Rendezvous:
+            return rendezvous()
+
         async def start() -> StageRunner:
-            place = Topology(stage, _STAGES)
-            settings = pipeline_options({"limit": 1 << 20, **options}, "none")
-            assembly = Assembly(settings, settings.shape(_STAGES, [program]))
-            runner = await assembly.runner(place, program, program, run_id, rendezvous())
+            builder = RankBuilder(
+                complete({"limit": 1 << 20, **options}), [Topology(stage, _STAGES)], [program], run_id, meet
+            )
+            (runner,) = await builder.runners()
             await runner.start()
             return runner
 

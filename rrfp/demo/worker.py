@@ -28,7 +28,7 @@ from rrfp.demo.text import batches, load_text
 from rrfp.errors import PipelineAborted
 from rrfp.pipeline.api import Pipeline
 from rrfp.pipeline.blocking import BlockingPipeline
-from rrfp.pipeline.partition import Shape
+from rrfp.pipeline.partition import Partition
 from rrfp.runtime.result import StepResult
 from rrfp.trace.plain import to_plain
 
@@ -51,9 +51,9 @@ class MethodRun:
         self._optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
         self._module = module
         self._split: bool = METHODS[name]["split"]
-        shape = Shape(Graph.chain(topology.stages, split=self._split), settings.deterministic)
+        partition = Partition(Graph.chain(topology.stages, split=self._split), settings.deterministic)
         modules = {topology.stage: module}
-        program = TorchStage(modules, shape.graph, loss_fn=loss_fn, in_order=shape.in_order(modules))
+        program = TorchStage(modules, partition.graph, loss_fn=loss_fn, in_order=partition.in_order(modules))
         self._paced = None if settings.real_compute else PacedStage(program, lambda task: 0.0)
         options: dict[str, Any] = {**METHODS[name], "deterministic": settings.deterministic}
         options["patience"] = timeouts.WORKERS_PATIENCE_S

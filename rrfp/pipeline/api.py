@@ -5,33 +5,17 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Unpack
 
-from torch import nn
-
-from rrfp.compute.gradients.own_reduction import check_wrappers
-from rrfp.compute.gradients.process_groups import (
-    check_replicas,
-    check_sharded,
-    global_ranks,
-    replica_group,
-    warn_of_unreduced,
-)
-from rrfp.compute.gradients.reducer import GradientReducer
-from rrfp.compute.gradients.sparse import check_not_sparse
+from rrfp.compute.gradients.process_groups import global_ranks
 from rrfp.compute.gradients.tie_copies import Ties
-from rrfp.compute.gradients.tied import ProcessTies
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError
-from rrfp.pipeline.build import Assembly
+from rrfp.pipeline.build import RankBuilder
 from rrfp.pipeline.handle import LoopChoice, PipelineHandle
-from rrfp.pipeline.local_ranks import Ranks, together
-from rrfp.pipeline.options import Options, check_rendezvous, pipeline_options
-from rrfp.pipeline.partition import StagePart, check_initialised, check_modules
-from rrfp.runtime.grad_clipping import GradientHolder
-from rrfp.runtime.stage_runner import StageRunner
+from rrfp.pipeline.options import Options, complete
+from rrfp.pipeline.partition import StagePart, check_modules
 from rrfp.transports.base import Rendezvous
 from rrfp.transports.rendezvous import LocalRendezvous, StoreRendezvous
 
@@ -73,7 +57,7 @@ class Pipeline(PipelineHandle):
             this rank's copy (or copies, where several of its chunks have one) by a name that all ranks use. Their
             values must be equal when the pipeline is entered. At the end of a step each copy's ``.grad`` is the sum of
             all copies' gradients, so optimizers that do the same keep them equal.
-        options: see `PipelineOptions`.
+        options: see `rrfp.pipeline.options.Options`.
 
     Raises:
         ConfigError: for an argument that does not exist or does not fit.
@@ -93,31 +77,20 @@ class Pipeline(PipelineHandle):
         **options: Unpack[Options],
     ) -> None:
         label = _label(name)  # first, so that a pipeline that is refused here still counts
-        settings = pipeline_options(options, "topology, mesh, coordinate, rendezvous, name, loop, ties")
+        settings = complete(options, "topology, mesh, coordinate, rendezvous, name, loop, ties")
         check_rendezvous(rendezvous)
-        place = _place(topology, mesh, coordinate)
-        ranks = global_ranks(place, mesh)
-        shape = settings.shape(place.stages, [module])
-        modules = shape.modules(module, place.stage)
-        check_initialised(modules)
-        shape.check_shared(modules)
-        check_wrappers(modules)
-        check_sharded(modules, place, ranks)
-        warn_of_unreduced(modules, place, ranks)
-        tied = ProcessTies(ties, [modules])
-        assembly = Assembly(settings, shape)
-        program = assembly.program(module, place, tied.shared)
-        run_id = f"{place.run_id}/{label}"
-        reducer = _reducer(modules, place, ranks, deterministic=settings.deterministic)
+        own = _topology(topology, mesh, coordinate)
 
-        async def build() -> Sequence[StageRunner]:
-            met = rendezvous if rendezvous is not None else await _meet(place, settings.connect_timeout)
-            return [await assembly.runner(place, module, program, run_id, met, reducer, *tied.ranks)]
+        async def meet() -> Rendezvous:
+            if rendezvous is not None:
+                return rendezvous
+            if own.world == 1:
+                return LocalRendezvous()
+            return await StoreRendezvous.from_env(own, timeout_s=settings["connect_timeout"])
 
-        reducers = () if reducer is None else (reducer,)
-        holder = GradientHolder(modules, place, ranks, tied.repeated)
-        ranks_here = Ranks([program], settings, build, holder, place.replicas, reducers, tied.ranks, [place])
-        super().__init__(ranks_here, loop, f"rrfp-{place.rank}")
+        run_id, torch_ranks = f"{own.run_id}/{label}", global_ranks(own, mesh)
+        builder = RankBuilder(settings, [own], [module], run_id, meet, ties=ties, torch_ranks=torch_ranks)
+        super().__init__(builder.ranks(), loop, f"rrfp-{own.rank}")
 
 
 class LocalPipeline(PipelineHandle):
@@ -131,28 +104,16 @@ class LocalPipeline(PipelineHandle):
         ties: Ties | Sequence[Ties] | None = None,
         **options: Unpack[Options],
     ) -> None:
-        settings = pipeline_options({"transport": "inproc", "stack_timer": False, **options}, "loop, ties")
+        settings = complete({"transport": "inproc", "stack_timer": False, **options}, "loop, ties")
         check_modules(modules)
-        shape = settings.shape(len(modules), modules)
-        by_virtual_stage = shape.all_modules(modules)
-        check_initialised(by_virtual_stage)
-        shape.check_shared(by_virtual_stage)
-        check_wrappers(by_virtual_stage)
-        places = [Topology(stage, len(modules)) for stage in range(len(modules))]
-        tied = ProcessTies(ties, [shape.modules(module, stage) for stage, module in enumerate(modules)])
-        assembly = Assembly(settings, shape)
-        programs = [assembly.program(module, place, tied.shared) for place, module in zip(places, modules, strict=True)]
-        run_id = f"local-{uuid.uuid4().hex}"
-        met = LocalRendezvous()
+        topologies = [Topology(stage, len(modules)) for stage in range(len(modules))]
+        rendezvous = LocalRendezvous()
 
-        async def build() -> Sequence[StageRunner]:
-            stages = zip(places, modules, programs, tied.ranks, strict=True)
-            return await together(
-                assembly.runner(place, module, program, run_id, met, ties=own) for place, module, program, own in stages
-            )
+        async def meet() -> Rendezvous:
+            return rendezvous
 
-        holder = GradientHolder(by_virtual_stage, skip=tied.repeated)
-        super().__init__(Ranks(programs, settings, build, holder, ties=tied.ranks), loop, "rrfp-local")
+        builder = RankBuilder(settings, topologies, modules, f"local-{uuid.uuid4().hex}", meet, ties=ties)
+        super().__init__(builder.ranks(), loop, "rrfp-local")
 
 
 def local(
@@ -172,13 +133,13 @@ def local(
         loop: where the runtime lives.
         ties: as in `Pipeline`, with all copies by name, or a list with one such dict for each stage. A parameter object
             that several modules share is tied by itself.
-        options: see `PipelineOptions`.
+        options: see `rrfp.pipeline.options.Options`.
     """
     return LocalPipeline(modules, loop=loop, ties=ties, **options)
 
 
-def _place(topology: Topology | None, mesh: DeviceMesh | None, coordinate: Sequence[str] | None) -> Topology:
-    """This rank's place, as the caller tells it."""
+def _topology(topology: Topology | None, mesh: DeviceMesh | None, coordinate: Sequence[str] | None) -> Topology:
+    """The topology of this rank, from whichever argument gives it."""
     if mesh is None:
         if coordinate is not None:
             raise ConfigError("coordinate goes with mesh; with topology, give it to Topology.from_env or from_mesh")
@@ -190,18 +151,6 @@ def _place(topology: Topology | None, mesh: DeviceMesh | None, coordinate: Seque
     return Topology.from_mesh(mesh) if coordinate is None else Topology.from_mesh(mesh, coordinate)
 
 
-def _reducer(
-    modules: Mapping[int, nn.Module], place: Topology, ranks: Sequence[int], *, deterministic: bool
-) -> GradientReducer | None:
-    """What sums the gradients of ``modules`` over replicas, where there are several."""
-    if place.replicas == 1 or not modules:
-        return None
-    check_replicas(place, ranks)
-    check_not_sparse(modules, "gradients are summed over replicas as dense ones")
-    make_group = partial(replica_group, place, ranks)
-    return GradientReducer(modules, make_group, replica=place.replica, deterministic=deterministic)
-
-
 def _label(name: str | None) -> str:
     """Under which the ranks of a pipeline find each other; of another form with a name than without."""
     if name is None:
@@ -211,7 +160,12 @@ def _label(name: str | None) -> str:
     return f"{name}.{next(_numbers[name])}"
 
 
-async def _meet(place: Topology, timeout_s: float) -> Rendezvous:
-    if place.world == 1:
-        return LocalRendezvous()
-    return await StoreRendezvous.from_env(place, timeout_s=timeout_s)
+def check_rendezvous(rendezvous: Rendezvous | None) -> None:
+    """Refuse something that is no rendezvous.
+
+    Raises:
+        ConfigError: if a method is missing.
+    """
+    for method in ("publish", "lookup"):
+        if rendezvous is not None and not callable(getattr(rendezvous, method, None)):
+            raise ConfigError(f"rendezvous {type(rendezvous).__name__} has no method {method}()")

@@ -1,30 +1,39 @@
-"""Puts the ranks of a pipeline together: from options, a shape and modules to programs and runners."""
+"""From options, modules and topologies to the ranks of this process."""
 
 from __future__ import annotations
 
 import asyncio
 import platform
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, cast
 
 import torch
+from torch import nn
 
+from rrfp.compute.gradients.own_reduction import check_wrappers
+from rrfp.compute.gradients.process_groups import check_replicas, check_sharded, replica_group, warn_of_unreduced
 from rrfp.compute.gradients.reducer import GradientReducer
-from rrfp.compute.gradients.shared import SharedGradients
-from rrfp.compute.gradients.tied import TiedGradients
-from rrfp.compute.program import StageProgram
+from rrfp.compute.gradients.sparse import check_not_sparse
+from rrfp.compute.gradients.tie_copies import Ties
+from rrfp.compute.gradients.tied import ProcessTies, TiedGradients
+from rrfp.compute.lanes.thread import ThreadLane
+from rrfp.compute.program import Lane, StageProgram
 from rrfp.compute.rng import replica_seed
 from rrfp.compute.torch_stage import TorchStage
-from rrfp.core.admission import Limit
 from rrfp.core.order_log import Group
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.topology import Topology
 from rrfp.errors import TransportError
 from rrfp.log import get_logger
-from rrfp.pipeline.options import PipelineOptions
-from rrfp.pipeline.partition import Shape, StagePart
+from rrfp.pipeline.local_ranks import LocalRanks, together
+from rrfp.pipeline.method import Method, name_of
+from rrfp.pipeline.options import Options, common_options
+from rrfp.pipeline.partition import Partition, StagePart, check_initialised
 from rrfp.runtime.control_tree import peers
+from rrfp.runtime.grad_clipping import GradientHolder
 from rrfp.runtime.handshake import Handshake, Terms
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.transports.base import Rendezvous, TransportContext
@@ -34,155 +43,229 @@ from rrfp.version import __version__
 logger = get_logger(__name__)
 
 
-class Assembly:
-    """Makes what the ranks of one pipeline consist of.
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """A rank of this process before it starts.
 
-    Args:
-        settings: the pipeline's options.
-        shape: how the model is cut.
+    Attributes:
+        topology: where it is.
+        program: what its tasks compute.
+        in_order: what it runs in microbatch order.
+        ties: its copies of tied parameters.
+        reducer: sums its gradients over the replicas, where there are several.
     """
 
-    def __init__(self, settings: PipelineOptions, shape: Shape) -> None:
-        self._settings = settings
-        self._shape = shape
+    topology: Topology
+    program: StageProgram
+    in_order: frozenset[ForcedOrder]
+    ties: TiedGradients
+    reducer: GradientReducer | None
 
-    def program(self, part: StagePart, place: Topology, shared: SharedGradients | None = None) -> StageProgram:
-        """What the rank at ``place`` computes: its modules' tasks, or the caller's own program.
 
-        Args:
-            part: the rank's part of the model.
-            place: the rank's.
-            shared: what virtual stages of this process share.
+class RankBuilder:
+    """Checks the parts of this process's ranks, and makes the ranks.
 
-        Raises:
-            ConfigError: if ``part`` is neither, or does not fit the shape.
-        """
-        settings, shape = self._settings, self._shape
+    Args:
+        options: complete.
+        topologies: of each rank of this process.
+        parts: the part of the model that each rank runs.
+        run_id: identifies this pipeline.
+        meet: finds the rendezvous; called on the loop on which the ranks will run.
+        ties: see `rrfp.Pipeline`.
+        torch_ranks: for each rank of the job its number in ``torch.distributed``; None where all ranks are in this
+            process.
+
+    Raises:
+        ConfigError: if an option or a part does not fit.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        topologies: Sequence[Topology],
+        parts: Sequence[StagePart],
+        run_id: str,
+        meet: Callable[[], Awaitable[Rendezvous]],
+        *,
+        ties: Ties | Sequence[Ties] | None = None,
+        torch_ranks: Sequence[int] | None = None,
+    ) -> None:
+        self._options = options
+        self._run_id = run_id
+        self._meet = meet
+        self._method = Method(options)
+        self._partition = partition = Partition.of(options, topologies[0].stages, parts)
+        self._method.check(partition.graph)
+        by_rank = [partition.modules(part, topology.stage) for topology, part in zip(topologies, parts, strict=True)]
+        modules = {v: module for own in by_rank for v, module in own.items()}
+        check_initialised(modules)
+        partition.check_shared(modules)
+        check_wrappers(modules)
+        if torch_ranks is not None:
+            check_sharded(modules, topologies[0], torch_ranks)
+            warn_of_unreduced(modules, topologies[0], torch_ranks)
+        self._ties = ProcessTies(ties, by_rank)
+        self._holder = GradientHolder(
+            modules, None if torch_ranks is None else topologies[0], torch_ranks, self._ties.repeated
+        )
+        self._ranks = [
+            _Rank(
+                topology,
+                self._program(part, topology),
+                partition.in_order(own),
+                rank_ties,
+                None if torch_ranks is None else self._reducer(own, topology, torch_ranks),
+            )
+            for topology, part, own, rank_ties in zip(topologies, parts, by_rank, self._ties.ranks, strict=True)
+        ]
+
+    def _program(self, part: StagePart, topology: Topology) -> StageProgram:
+        """The tasks of the rank's modules, or the caller's own program."""
+        partition = self._partition
         if isinstance(part, StageProgram):
-            shape.check_program(part)
+            partition.check_program(part)
             return part
         return TorchStage(
-            shape.chunks(part, place.stage),
-            shape.graph,
-            loss_fn=settings.loss_fn,
-            seed=replica_seed(settings.seed, place.replica),
-            unsplittable=settings.unsplittable,
-            in_order=shape.in_order(shape.modules(part, place.stage)),
-            shared=shared,
-            grouped=place.mesh.coordinates_replicas,
+            partition.chunks(part, topology.stage),
+            partition.graph,
+            loss_fn=self._options["loss_fn"],
+            seed=replica_seed(self._options["seed"], topology.replica),
+            unsplittable=self._options["unsplittable"],
+            in_order=partition.in_order(partition.modules(part, topology.stage)),
+            shared=self._ties.shared,
+            grouped=topology.mesh.coordinates_replicas,
         )
 
-    async def runner(
-        self,
-        place: Topology,
-        part: StagePart,
-        program: StageProgram,
-        run_id: str,
-        rendezvous: Rendezvous,
-        reducer: GradientReducer | None = None,
-        ties: TiedGradients | None = None,
-    ) -> StageRunner:
-        """Meet the other ranks, and make the runner of one.
+    def _reducer(
+        self, modules: dict[int, nn.Module], topology: Topology, torch_ranks: Sequence[int]
+    ) -> GradientReducer | None:
+        if topology.replicas == 1 or not modules:
+            return None
+        check_replicas(topology, torch_ranks)
+        check_not_sparse(modules, "gradients are summed over replicas as dense ones")
+        make_group = partial(replica_group, topology, torch_ranks)
+        deterministic = self._options["deterministic"]
+        return GradientReducer(modules, make_group, replica=topology.replica, deterministic=deterministic)
 
-        Args:
-            place: the rank's.
-            part: the rank's part of the model.
-            program: what the rank computes.
-            run_id: identifies this pipeline.
-            rendezvous: where its ranks meet.
-            reducer: sums gradients over the replicas; started, joins its group here.
-            ties: the rank's copies of tied parameters, if it may have any.
+    def ranks(self) -> LocalRanks:
+        """The ranks, not started."""
+        return LocalRanks(
+            [rank.program for rank in self._ranks],
+            self._options,
+            self.runners,
+            holder=self._holder,
+            topologies=[rank.topology for rank in self._ranks],
+            reducers=[rank.reducer for rank in self._ranks if rank.reducer is not None],
+            ties=self._ties.ranks,
+        )
+
+    async def runners(self) -> Sequence[StageRunner]:
+        """Meet the other ranks of the job, and make the runners. On the loop that will run them.
 
         Raises:
             ConfigError: if the ranks do not have in common what they must; the same on all.
             TransportError: if a rank does not come.
         """
-        settings, shape = self._settings, self._shape
-        graph = shape.graph
-        context = TransportContext(
-            rank=place.rank,
-            peers=peers(graph, place),
-            run_id=run_id,
-            rendezvous=rendezvous,
-            restart=place.restart,
-            single_host=place.single_host,
-            queue_bytes=settings.queue_bytes,
-            max_message_bytes=settings.max_message_bytes,
-            allow_insecure=settings.allow_insecure,
-            connect_timeout_s=settings.connect_timeout,
-            heartbeat_s=settings.heartbeat,
-            patience_s=settings.patience,
-        )
-        in_order = shape.in_order(shape.modules(part, place.stage))
-        hint, limit = settings.new_hint(), settings.limit_of(place)
-        group = Group(place.member, place.members) if settings.coordination == "leader" else Group()
-        core = StageCore(graph, place.stage, hint, limit, group=group, in_order=in_order)
-        copies = () if ties is None else ties.terms
-        handshake = Handshake(self._terms(place), place, context, self._group_terms(limit, in_order), copies)
+        rendezvous = await self._meet()
+        return await together(self._runner(rank, rendezvous) for rank in self._ranks)
+
+    async def _runner(self, rank: _Rank, rendezvous: Rendezvous) -> StageRunner:
+        options, graph, topology = self._options, self._partition.graph, rank.topology
+        limit = self._method.limit(topology)
+        context = self._context(topology, rendezvous)
+        terms = self._common_terms(topology)
+        group_terms: Terms = {
+            "in_order": " ".join(sorted(f"{kind}@{v}" for kind, v in rank.in_order)),
+            "limit": str(limit),
+            "depth": options["depth"],
+        }
+        handshake = Handshake(terms, topology, context, group_terms, rank.ties.terms)
         await handshake.shake()
-        if reducer is not None:
-            await _joined(reducer, settings.connect_timeout)
-        if ties is not None:
-            ties.agree(handshake.ties, settings.max_message_bytes)
-        context = replace(context, peers=peers(graph, place, handshake.ties))
-        if place.rank == 0:
-            self._say(place)
-            settings.tell_unsplit()
+        if rank.reducer is not None:
+            await _join(rank.reducer, options["connect_timeout"])
+        rank.ties.agree(handshake.ties, options["max_message_bytes"])
+        if topology.rank == 0:
+            self._announce(topology)
+        context = replace(context, peers=peers(graph, topology, handshake.ties))
+        is_led = options["coordination"] == "leader"
+        group = Group(topology.member, topology.members) if is_led else Group()
         return StageRunner(
-            core,
-            program,
-            settings.new_lane(place.stage),
-            create_transport(settings.transport, context),
-            place=place,
-            coordination=settings.coordination,
-            depth=settings.depth,
-            reduce=None if reducer is None else reducer.reduce,
-            stall_after=settings.stall_after,
-            abort_after=settings.abort_after,
-            ties=ties,
+            StageCore(graph, topology.stage, self._method.new_hint(), limit, group=group, in_order=rank.in_order),
+            rank.program,
+            self._lane(topology.stage),
+            create_transport(options["transport"], context),
+            place=topology,
+            coordination=options["coordination"],
+            depth=options["depth"],
+            reduce=None if rank.reducer is None else rank.reducer.reduce,
+            stall_after=options["stall_after"],
+            abort_after=options["abort_after"],
+            ties=rank.ties,
         )
 
-    def _say(self, place: Topology) -> None:
-        """Log in one line what runs."""
-        told, graph = self._settings.terms(), self._shape.graph
-        layout = "" if place.layout is None else f" ({', '.join(f'{n} {size}' for n, size in place.layout.dims)})"
-        method = (
-            f"strict {told['strict']}" if told["strict"] else f"hint {told['hint']}, limit {self._settings.limit_text}"
+    def _context(self, topology: Topology, rendezvous: Rendezvous) -> TransportContext:
+        options = self._options
+        return TransportContext(
+            rank=topology.rank,
+            peers=peers(self._partition.graph, topology),
+            run_id=self._run_id,
+            rendezvous=rendezvous,
+            restart=topology.restart,
+            single_host=topology.single_host,
+            queue_bytes=options["queue_bytes"],
+            max_message_bytes=options["max_message_bytes"],
+            allow_insecure=options["allow_insecure"],
+            connect_timeout_s=options["connect_timeout"],
+            heartbeat_s=options["heartbeat"],
+            patience_s=options["patience"],
         )
+
+    def _lane(self, stage: int) -> Lane:
+        if (make := self._options["lane"]) is not None:
+            return make(stage)
+        return ThreadLane(f"rrfp-lane-{stage}", nice=self._options["lane_nice"])
+
+    def _common_terms(self, topology: Topology) -> Terms:
+        """What all ranks of the job must have in common."""
+        placement, mesh = self._partition.graph.placement, topology.layout
+        options = {name: self._options[cast("Literal['seed']", name)] for name in common_options()}
+        return {
+            "stages": placement.stages,
+            "chunks": placement.chunks,
+            "mesh": "" if mesh is None else ", ".join(f"{name} {size}" for name, size in mesh.dims),
+            "coordinate": "" if mesh is None else ", ".join(mesh.coordinate),
+            **options,
+            "hint": self._method.hint_name,
+            "limit": self._method.limit_name,
+            "transport": self._transport_name,
+            "version": __version__,
+        }
+
+    @property
+    def _transport_name(self) -> str:
+        transport = self._options["transport"]
+        return transport if isinstance(transport, str) else name_of(transport)
+
+    def _announce(self, topology: Topology) -> None:
+        """Log in one line what runs."""
+        mesh, graph = topology.layout, self._partition.graph
         logger.info(
             "%d rank(s)%s, %d chunk(s) each, %s, backward %s, transport %s; rrfp %s, torch %s, Python %s",
-            place.world,
-            layout,
+            topology.world,
+            "" if mesh is None else f" ({', '.join(f'{name} {size}' for name, size in mesh.dims)})",
             graph.placement.chunks,
-            method,
+            self._method,
             "split" if any(graph.split) else "whole",
-            told["transport"],
+            self._transport_name,
             __version__,
             torch.__version__,
             platform.python_version(),
         )
-
-    def _terms(self, place: Topology) -> Terms:
-        """What all ranks must have in common."""
-        settings = self._settings
-        return {
-            **self._shape.terms(),
-            "mesh": "" if place.layout is None else ", ".join(f"{name} {size}" for name, size in place.layout.dims),
-            "coordinate": "" if place.layout is None else ", ".join(place.layout.coordinate),
-            **settings.terms(),
-            "version": __version__,
-        }
-
-    def _group_terms(self, limit: Limit, in_order: Iterable[ForcedOrder]) -> Terms:
-        """What the ranks of a group must have in common."""
-        return {
-            "in_order": " ".join(sorted(f"{kind}@{v}" for kind, v in in_order)),
-            "limit": str(limit),
-            "depth": self._settings.depth,
-        }
+        self._method.warn_unless_split()
 
 
-async def _joined(reducer: GradientReducer, timeout_s: float) -> None:
+async def _join(reducer: GradientReducer, timeout_s: float) -> None:
+    """Make the reducer's process group with the other replicas."""
     try:
         async with asyncio.timeout(timeout_s):
             await reducer.join()

@@ -17,7 +17,7 @@ from rrfp.core import timeouts
 from rrfp.core.tasks import Mode
 from rrfp.errors import ConfigError, PipelineAborted, RrfpError
 from rrfp.pipeline.blocking import NO_COPY, BlockingPipeline
-from rrfp.pipeline.local_ranks import Ranks
+from rrfp.pipeline.local_ranks import LocalRanks
 from rrfp.pipeline.session import Session
 from rrfp.runtime.batching import EvaluateArguments, StepArguments
 from rrfp.runtime.result import StepResult
@@ -42,7 +42,7 @@ class PipelineHandle:
         name: of the loop's thread.
     """
 
-    def __init__(self, ranks: Ranks, loop: LoopChoice, name: str) -> None:
+    def __init__(self, ranks: LocalRanks, loop: LoopChoice, name: str) -> None:
         if loop not in get_args(LoopChoice):
             raise ConfigError(f"loop is {loop!r}, must be one of: {', '.join(get_args(LoopChoice))}")
         self._session = Session(ranks, name if loop == "own" else None)
@@ -110,8 +110,7 @@ class PipelineHandle:
             ConfigError: if the arguments do not fit; nothing was sent then.
             PipelineAborted: if any rank failed. Gradients are undefined.
         """
-        plan = self._session.plan(Mode.TRAIN, inputs, targets, arguments)
-        return await self._run(self._session.ranks.step(plan), "the step")
+        return await self._run(self._session.step(Mode.TRAIN, inputs, targets, arguments), "the step")
 
     async def evaluate(
         self,
@@ -130,8 +129,7 @@ class PipelineHandle:
                 the result's ``outputs`` hold what the last virtual stage put out, detached, on its rank: True, False,
                 or None: where no loss is computed.
         """
-        plan = self._session.plan(Mode.FORWARD, inputs, targets, arguments)
-        return await self._run(self._session.ranks.step(plan), "the step")
+        return await self._run(self._session.step(Mode.FORWARD, inputs, targets, arguments), "the step")
 
     async def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Clip the gradients of the whole model by their norm: over all stages, shards and replicas.

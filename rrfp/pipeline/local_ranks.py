@@ -19,7 +19,7 @@ from rrfp.core.tasks import Mode
 from rrfp.core.topology import Topology
 from rrfp.errors import PeerLostError, PipelineAborted
 from rrfp.log import get_logger
-from rrfp.pipeline.options import PipelineOptions
+from rrfp.pipeline.options import Options
 from rrfp.runtime.batching import Plan, plan_step
 from rrfp.runtime.grad_clipping import Clipping, GradientHolder
 from rrfp.runtime.result import StepResult
@@ -33,40 +33,39 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 #: Makes the runners; called on the loop that they will run on.
-Build = Callable[[], Awaitable[Sequence[StageRunner]]]
+MakeRunners = Callable[[], Awaitable[Sequence[StageRunner]]]
 
 
-class Ranks:
+class LocalRanks:
     """The runners of one process. Methods are called on the runtime's loop, except where said otherwise.
 
     Args:
         programs: what each rank computes.
-        options: how.
-        build: makes the runners.
+        options: complete.
+        make_runners: makes the runners.
+        topologies: where each rank is; by default one stage after the other.
         holder: the gradients that the programs form.
-        replicas: copies of the pipeline in the job.
-        reducers: what sums their gradients.
+        reducers: sum them over replicas.
         ties: the tied gradients of each rank.
-        places: where each rank is; by default one stage after the other.
     """
 
     def __init__(
         self,
         programs: Sequence[StageProgram],
-        options: PipelineOptions,
-        build: Build,
+        options: Options,
+        make_runners: MakeRunners,
+        *,
+        topologies: Sequence[Topology] | None = None,
         holder: GradientHolder | None = None,
-        replicas: int = 1,
         reducers: Sequence[GradientReducer] = (),
         ties: Sequence[TiedGradients] = (),
-        places: Sequence[Topology] | None = None,
     ) -> None:
         self._programs = programs
-        self._places = [Topology(s, len(programs)) for s in range(len(programs))] if places is None else places
+        in_order = [Topology(stage, len(programs)) for stage in range(len(programs))]
+        self._topologies = in_order if topologies is None else topologies
         self._options = options
-        self._build = build
+        self._make_runners = make_runners
         self._holder = GradientHolder({}) if holder is None else holder
-        self._replicas = replicas
         self._reducers = reducers
         self._ties = ties
         self._runners: Sequence[StageRunner] = ()
@@ -76,7 +75,7 @@ class Ranks:
     @property
     def first_step(self) -> int:
         """The number of the first training step."""
-        return self._options.first_step
+        return self._options["first_step"]
 
     def announce(self) -> None:
         """Say what cannot be kept of what was promised, and read what ranks compare.
@@ -85,7 +84,7 @@ class Ranks:
         """
         for tied in self._ties:
             tied.read()
-        if self._options.deterministic:
+        if self._options["deterministic"]:
             warn_of_torch(list(self._holder.modules.values()))
 
     def plan(self, number: int, training_step: int, mode: Mode, **arguments: Any) -> Plan:
@@ -100,11 +99,16 @@ class Ranks:
         Raises:
             ConfigError: if they do not fit; nothing has happened then.
         """
-        told: Any = {"training_step": training_step, "stages": self._places[0].stages, "is_shared": self._replicas > 1}
-        plan = plan_step(number, mode, self._options.reduction, **arguments, **told)
+        topology = self._topologies[0]
+        known: Any = {
+            "training_step": training_step,
+            "stages": topology.stages,
+            "is_shared": topology.replicas > 1,
+        }
+        plan = plan_step(number, mode, self._options["reduction"], **arguments, **known)
         self._warn_of_what_stays()
-        for program, place in zip(self._programs, self._places, strict=True):
-            program.open(plan.step, plan.batch_of(place.stage))
+        for program, topology in zip(self._programs, self._topologies, strict=True):
+            program.open(plan.step, plan.batch_of(topology.stage))
         if mode is Mode.TRAIN:
             for tied in self._ties:
                 tied.open()
@@ -128,7 +132,7 @@ class Ranks:
         for reducer in self._reducers:
             reducer.start()
         try:
-            self._runners = await self._build()
+            self._runners = await self._make_runners()
             await together(runner.start() for runner in self._runners)
             self._watch_loop(give_up)
         except BaseException as error:
@@ -138,7 +142,7 @@ class Ranks:
 
     async def step(self, plan: Plan) -> StepResult:
         """Run one planned step on all ranks of this process."""
-        results = await _all(runner.step(plan, self._options.reduction) for runner in self._runners)
+        results = await _all(runner.step(plan, self._options["reduction"]) for runner in self._runners)
         outputs = {m: output for result in results for m, output in result.outputs.items()}
         return replace(results[0], trace=merge(result.trace for result in results), outputs=outputs)
 
@@ -197,7 +201,7 @@ class Ranks:
         """Print the stacks of this process when its loop stands still."""
         if isinstance(asyncio.get_running_loop(), SettlingLoop):  # virtual time says nothing about real time
             return
-        settings, first = self._options, self._runners[0]
+        options, first = self._options, self._runners[0]
 
         def end(seconds: float) -> None:
             assert give_up is not None
@@ -205,11 +209,11 @@ class Ranks:
 
         self._loop_watch = LoopWatch(
             ", ".join(runner.place.name for runner in self._runners),
-            settings.stall_after,
-            use_timer=settings.stack_timer and give_up is not None,
+            options["stall_after"],
+            use_timer=options["stack_timer"] and give_up is not None,
             # On the caller's loop it is the caller's business how long a callback takes, unless a rank is waited for.
             matters=lambda: give_up is not None or any(runner.is_awaited for runner in self._runners),
-            abort_after=None if give_up is None else settings.abort_after,
+            abort_after=None if give_up is None else options["abort_after"],
             give_up=end,
         )
         self._loop_watch.start()

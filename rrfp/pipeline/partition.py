@@ -1,4 +1,4 @@
-"""The shape of a pipeline: how the model is cut, and in what order gradients are formed. The same on all ranks."""
+"""How a model is cut into stages and chunks, and in what order gradients are formed. The same on all ranks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rrfp.core.graph import Graph
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.tasks import Kind
 from rrfp.errors import ConfigError
+from rrfp.pipeline.options import Options
 
 _ALLOWED = "an nn.Module, a list of them (one for each chunk), or a rrfp.StageProgram"
 
@@ -24,7 +25,7 @@ StagePart = nn.Module | Sequence[nn.Module] | StageProgram
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class Partition:
     """See the module's docstring.
 
     Attributes:
@@ -36,6 +37,28 @@ class Shape:
     graph: Graph
     deterministic: bool = False
     loss_fn: Callable[[Any, Any], Any] | None = None
+
+    @classmethod
+    def of(cls, options: Options, stages: int, parts: Sequence[StagePart]) -> Partition:
+        """The partition that a pipeline's options and parts describe.
+
+        Args:
+            options: complete.
+            stages: N.
+            parts: of the ranks of this process.
+
+        Raises:
+            ConfigError: if parts differ in their number of chunks.
+        """
+        counts = {len(chunks_of(part)) for part in parts if not isinstance(part, StageProgram)}
+        if (chunks := options["chunks"]) is not None:
+            counts.add(chunks)
+        if len(counts) > 1:
+            numbers = " and ".join(map(str, sorted(counts)))
+            raise ConfigError(f"modules have {numbers} chunks a stage, must have the same number on all")
+        chunks = counts.pop() if counts else 1
+        graph = Graph.chain(stages, chunks=chunks, layout=options["placement"], split=options["split"])
+        return cls(graph, options["deterministic"], options["loss_fn"])
 
     def modules(self, part: StagePart, stage: int) -> dict[int, nn.Module]:
         """All that ``stage`` differentiates, by virtual stage: its modules, and the loss if it is one (`with_loss`).
@@ -56,10 +79,6 @@ class Shape:
         if len(chunks) != self.graph.placement.chunks:
             raise ConfigError(f"module has {len(chunks)} chunks, must have {self.graph.placement.chunks}, as all ranks")
         return dict(zip(self.graph.placement.virtual_stages(stage), chunks, strict=True))
-
-    def all_modules(self, parts: Sequence[StagePart]) -> dict[int, nn.Module]:
-        """All that all stages differentiate, by virtual stage. Errors as in `chunks`."""
-        return {v: module for stage, part in enumerate(parts) for v, module in self.modules(part, stage).items()}
 
     def check_shared(self, modules: Mapping[int, nn.Module]) -> None:
         """Refuse written buffers that two virtual stages of one process share, where such are written in order.
@@ -106,17 +125,6 @@ class Shape:
         adds = {(Kind.W if split else Kind.B, v) for v, split in enumerate(graph.split)}
         forwards = {(Kind.F, v) for v, module in modules.items() if writes_buffers_in_forward(module)}
         return frozenset(adds | forwards)
-
-    def terms(self) -> dict[str, str | int | bool]:
-        """What the ranks compare at the start."""
-        place = self.graph.placement
-        return {
-            "stages": place.stages,
-            "chunks": place.chunks,
-            "placement": place.layout,
-            "split": all(self.graph.split),
-            "deterministic": self.deterministic,
-        }
 
 
 def chunks_of(part: StagePart) -> tuple[nn.Module, ...]:

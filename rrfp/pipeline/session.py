@@ -14,10 +14,11 @@ from typing import Any, Literal, TypeVar
 
 from rrfp.core.tasks import Mode
 from rrfp.errors import ConfigError, PipelineAborted, RrfpError
-from rrfp.pipeline.local_ranks import Ranks
+from rrfp.pipeline.local_ranks import LocalRanks
 from rrfp.pipeline.loop_thread import LoopThread
-from rrfp.runtime.batching import EvaluateArguments, Plan, StepArguments
+from rrfp.runtime.batching import EvaluateArguments, StepArguments
 from rrfp.runtime.grad_clipping import Clipping
+from rrfp.runtime.result import StepResult
 
 T = TypeVar("T")
 
@@ -38,7 +39,7 @@ class Session:
         thread_name: of the thread with the loop, or None to run on the caller's loop.
     """
 
-    def __init__(self, ranks: Ranks, thread_name: str | None) -> None:
+    def __init__(self, ranks: LocalRanks, thread_name: str | None) -> None:
         self.ranks = ranks
         self.thread: LoopThread | None = None
         self.thread_name = thread_name
@@ -73,14 +74,17 @@ class Session:
         if self.thread_name is not None:
             self.thread = LoopThread(self.thread_name)
 
-    def plan(
+    def step(
         self,
         mode: Mode,
         inputs: Sequence[Any] | None,
         targets: Sequence[Any] | None,
         arguments: StepArguments | EvaluateArguments,
-    ) -> Plan:
+    ) -> Coroutine[Any, Any, StepResult]:
         """Begin a step; `end` ends it.
+
+        Returns:
+            The rest of the step, to run on the runtime's loop.
 
         Raises:
             ConfigError: if the arguments do not fit; nothing has happened then.
@@ -95,7 +99,7 @@ class Session:
             plan = self.ranks.plan(self._next_step, self._training_step, mode, **given)
             self._next_step += 1
             self._training_step += mode is Mode.TRAIN
-            return replace(plan, refused=self._refused)
+            return self.ranks.step(replace(plan, refused=self._refused))
 
     def clip(self, max_norm: float, norm_type: float) -> Clipping:
         """Begin to clip gradients; `end` ends it.

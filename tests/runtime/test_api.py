@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import rrfp
 from rrfp.core.tasks import Kind, Mode
 from rrfp.errors import ConfigError, PipelineAborted, RrfpError
-from rrfp.pipeline.options import Options, PipelineOptions
+from rrfp.pipeline.options import Options, complete
 from rrfp.trace.spans import StepTrace
 
 
@@ -158,8 +158,8 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"seed": None}, "seed is None"),
     ({"split": 1}, "split is 1, must be True or False"),
     ({"unsplittable": "half"}, "unsplittable is 'half', must be one of: whole, refuse"),
-    ({"chunks": 0}, "chunks is 0, must be a whole number from 1 on"),
-    ({"chunks": True}, "chunks is True, must be a whole number from 1 on"),
+    ({"chunks": 0}, "chunks is 0, must be an integer >= 1, or None to count the modules"),
+    ({"chunks": True}, "chunks is True, must be an integer >= 1, or None to count the modules"),
     ({"chunks": 2}, "modules have 1 and 2 chunks a stage, must have the same number on all"),
     ({"placement": None}, "placement is None, must be one of: looped, v"),
     ({"split": None}, "split is None, must be True or False"),
@@ -169,8 +169,8 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
         "split is False, must be True for the schedule 'zb-h1', which places weight tasks: add split=T",
     ),
     ({"strict": "zb-h1", "split": False}, "split is False, must be True for the schedule 'zb-h1'"),
-    ({"first_step": -1}, "first_step is -1, must be a whole number from 0 on"),
-    ({"first_step": True}, "first_step is True, must be a whole number from 0 on"),
+    ({"first_step": -1}, "first_step is -1, must be an integer >= 0"),
+    ({"first_step": True}, "first_step is True, must be an integer >= 0"),
     ({"loop": "mine"}, "loop is 'mine', must be one of: own, caller"),
 ]
 
@@ -199,8 +199,8 @@ def test_what_is_no_module_or_no_rendezvous_is_refused() -> None:
         rrfp.local(stages(1), loop="caller").blocking()
 
 
-def test_the_typed_options_are_the_options() -> None:
-    assert list(Options.__annotations__) == list(PipelineOptions.__slots__)
+def test_every_option_has_a_default_that_fits() -> None:
+    assert complete({}).keys() == Options.__annotations__.keys()
 
 
 def test_a_pipeline_is_entered_before_its_steps_and_only_once() -> None:

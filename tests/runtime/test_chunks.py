@@ -17,8 +17,8 @@ from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.core.topology import Layout, Topology
 from rrfp.hints.registry import create_hint
 from rrfp.pipeline.handle import PipelineHandle
-from rrfp.pipeline.local_ranks import Ranks
-from rrfp.pipeline.options import PipelineOptions
+from rrfp.pipeline.local_ranks import LocalRanks
+from rrfp.pipeline.options import complete
 from rrfp.runtime.control_tree import peers
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.testing.clock import SimulatedTransport, TimerLane, run_virtual
@@ -87,7 +87,7 @@ async def run(graph: Graph, microbatches: int, modes: list[Mode]) -> list[Number
             for stage in stages
         ]
 
-    async with PipelineHandle(Ranks(programs, PipelineOptions(), build), "caller", "rrfp") as pipe:
+    async with PipelineHandle(LocalRanks(programs, complete({}), build), "caller", "rrfp") as pipe:
         for mode in modes:
             await (pipe.step if mode is Mode.TRAIN else pipe.evaluate)(microbatches=microbatches)
     return programs

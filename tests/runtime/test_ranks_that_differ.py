@@ -33,7 +33,7 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "strict on one": (
         {"strict": "1f1b"},
         {},
-        "strict is None on stage 0 and '1f1b' on stage 2; hint is 'slot-aware-pyramid' on stage 0 and None on stage 2; "
+        "hint is 'slot-aware-pyramid' on stage 0 and None on stage 2; strict is None on stage 0 and '1f1b' on stage 2; "
         "limit is '2n' on stage 0 and None on stage 2",
     ),
     "stages": (

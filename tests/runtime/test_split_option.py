@@ -11,7 +11,7 @@ from runtime.toys import data, loss_fn, stages
 import rrfp
 from rrfp.core.tasks import Kind
 from rrfp.errors import ConfigError
-from rrfp.pipeline.options import DEFAULT_HINT, DEFAULT_LIMIT
+from rrfp.pipeline.method import DEFAULT_HINT, DEFAULT_LIMIT
 
 HINTS = ["bf", "bfw", "bfw-pyramid", "slot-aware", DEFAULT_HINT]
 
@@ -54,13 +54,11 @@ def test_a_default_that_is_written_out_changes_nothing() -> None:
 def test_a_hint_that_ranks_weight_tasks_logs_one_line_where_there_are_none(
     options: dict[str, Any], lines: list[tuple[int, str]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "rrfp.pipeline.options")
+    caplog.set_level(logging.INFO, "rrfp.pipeline.method")
     with rrfp.local(stages(3), loss_fn=loss_fn, **options).blocking():
         pass
-    told = [
-        (record.levelno, record.getMessage()) for record in caplog.records if record.name == "rrfp.pipeline.options"
-    ]
-    text = "the hint {} ranks weight tasks, and without split=True there are none: it works by its other rules"
+    told = [(record.levelno, record.getMessage()) for record in caplog.records if record.name == "rrfp.pipeline.method"]
+    text = "the hint {} orders weight tasks, and without split=True there are none: it works by its other rules"
     assert told == [(level, text.format(name)) for level, name in lines]
 
 

@@ -29,8 +29,8 @@ from rrfp.core.usage import Peaks
 from rrfp.costs.rank_latency import Cube, RankLatencies
 from rrfp.costs.table import CostTable
 from rrfp.pipeline.handle import PipelineHandle
-from rrfp.pipeline.local_ranks import Ranks
-from rrfp.pipeline.options import PipelineOptions
+from rrfp.pipeline.local_ranks import LocalRanks
+from rrfp.pipeline.options import complete
 from rrfp.runtime.control_tree import peers
 from rrfp.runtime.result import StepResult
 from rrfp.runtime.stage_runner import StageRunner
@@ -210,7 +210,7 @@ class _Job:
         async def build() -> Sequence[StageRunner]:
             return [self._runner(rank, met)]
 
-        ranks = Ranks([self._programs[rank]], PipelineOptions(), build, replicas=len(self._replicas))
+        ranks = LocalRanks([self._programs[rank]], complete({}), build, topologies=[Topology.at(rank, self.mesh)])
         microbatches = self._replicas[self.mesh.place(rank).replica].costs.microbatches
         results = []
         async with PipelineHandle(ranks, "caller", f"rrfp-{rank}") as pipe:

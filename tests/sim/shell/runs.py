@@ -26,8 +26,8 @@ from rrfp.core.usage import WaitCause
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError, PipelineAborted, RrfpError
 from rrfp.pipeline.handle import PipelineHandle
-from rrfp.pipeline.local_ranks import Ranks
-from rrfp.pipeline.options import PipelineOptions
+from rrfp.pipeline.local_ranks import LocalRanks
+from rrfp.pipeline.options import complete
 from rrfp.runtime.control_tree import peers
 from rrfp.runtime.result import StepResult
 from rrfp.runtime.stage_runner import StageRunner
@@ -137,7 +137,7 @@ class _Shell:
     async def run(self, modes: Sequence[Mode], sizes: Sequence[float] | None) -> tuple[EngineResult, ...]:
         """Run steps, and leave."""
         results = []
-        async with PipelineHandle(Ranks(self._programs, PipelineOptions(), self._build), "caller", "rrfp") as pipe:
+        async with PipelineHandle(LocalRanks(self._programs, complete({}), self._build), "caller", "rrfp") as pipe:
             for mode in modes:
                 call = pipe.step if mode is Mode.TRAIN else pipe.evaluate
                 results.append(

@@ -1,0 +1,121 @@
+"""How the tasks of a pipeline are scheduled: a hint under a memory limit, or a schedule to the letter."""
+
+from __future__ import annotations
+
+import logging
+
+from rrfp.core.admission import LIMIT_PRESETS, Limit
+from rrfp.core.graph import Graph
+from rrfp.core.hint import Hint
+from rrfp.core.topology import Topology
+from rrfp.errors import ConfigError
+from rrfp.hints.registry import HintSpec, create_hint, create_strict
+from rrfp.log import get_logger
+from rrfp.pipeline.options import Options
+from rrfp.schedules.registry import schedule_names, schedule_needs
+
+logger = get_logger(__name__)
+
+#: The hint and limit where the caller names none; docs/hints.md says why these.
+DEFAULT_HINT = "slot-aware-pyramid"
+DEFAULT_LIMIT = "2n"
+
+
+class Method:
+    """See the module's docstring.
+
+    Args:
+        options: complete; ``strict``, ``hint``, ``limit``, ``split`` and ``coordination`` are read.
+
+    Raises:
+        ConfigError: if they do not go together, or one does not exist.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.strict = options["strict"]
+        self._split = options["split"]
+        self._coordination = options["coordination"]
+        if self.strict is not None and (options["hint"] is not None or options["limit"] is not None):
+            raise ConfigError("strict runs a schedule to the letter: it goes with neither hint nor limit")
+        self._hint: HintSpec = DEFAULT_HINT if options["hint"] is None else options["hint"]
+        self._limit = DEFAULT_LIMIT if options["limit"] is None else options["limit"]
+        self.new_hint()
+        self.limit(Topology(0, 1))
+
+    def new_hint(self) -> Hint:
+        """A fresh hint, or the strict schedule as one."""
+        return create_hint(self._hint) if self.strict is None else create_strict(self.strict)
+
+    def limit(self, topology: Topology) -> Limit:
+        """The limit of one rank; a strict schedule needs none.
+
+        Raises:
+            ConfigError: if it is a limit on bytes, which keeps the ranks of a group from agreeing without a leader.
+        """
+        if self.strict is not None:
+            return Limit()
+        limit = Limit.resolve(self._limit, topology.stage, topology.stages)
+        if limit.bytes is not None and topology.members > 1 and self._coordination == "agreement":
+            raise ConfigError(
+                f"limit: bytes is {limit.bytes}, must be None with coordination 'agreement': ranks of a group that "
+                "hold different amounts would never agree; the leader (coordination 'leader') counts the worst of them"
+            )
+        return limit
+
+    def check(self, graph: Graph) -> None:
+        """Refuse a pipeline that the method cannot run.
+
+        Raises:
+            ConfigError: if a schedule, or the limit, does not fit the graph.
+        """
+        if (schedule := self._schedule()) is not None:
+            needs = schedule_needs(schedule)
+            if needs.split and not self._split:
+                raise ConfigError(
+                    f"split is False, must be True for the schedule {schedule!r}, which places weight tasks: add "
+                    "split=True"
+                )
+            needs.check(schedule, graph)
+        if self._limit == "1f1b" and graph.placement.chunks > 1:
+            raise ConfigError(
+                f"limit is '1f1b' with {graph.placement.chunks} chunks a stage, must be 'n', '2n' (the default), a "
+                "number or a rrfp.Limit: '1f1b' leaves the last stage one microbatch for all its chunks, which then "
+                "run one after the other"
+            )
+
+    def _schedule(self) -> str | None:
+        """The schedule that orders tasks, to the letter or as a hint."""
+        if self.strict is not None:
+            return self.strict
+        return self._hint if isinstance(self._hint, str) and self._hint in schedule_names() else None
+
+    def warn_unless_split(self) -> None:
+        """Log that the hint orders weight tasks, and there are none. The default hint is meant for both ways."""
+        if self._split or self.strict is not None or not self.new_hint().wants_split:
+            return
+        level = logging.INFO if self._hint == DEFAULT_HINT else logging.WARNING
+        text = "the hint %s orders weight tasks, and without split=True there are none: it works by its other rules"
+        logger.log(level, text, self.hint_name)
+
+    @property
+    def hint_name(self) -> str | None:
+        """The hint as ranks compare it; None beside a strict schedule."""
+        if self.strict is not None:
+            return None
+        return self._hint if isinstance(self._hint, str) else name_of(self.new_hint())
+
+    @property
+    def limit_name(self) -> str | None:
+        """The limit as ranks compare it: only presets, since ranks may hold different amounts of their own."""
+        if self.strict is not None:
+            return None
+        return str(self._limit) if self._limit in LIMIT_PRESETS else "the rank's own"
+
+    def __str__(self) -> str:
+        return f"strict {self.strict}" if self.strict else f"hint {self.hint_name}, limit {self._limit}"
+
+
+def name_of(plugged_in: object) -> str:
+    """A class or function by its full name, anything else by that of its class."""
+    named = plugged_in if hasattr(plugged_in, "__qualname__") else type(plugged_in)
+    return f"{named.__module__}.{named.__qualname__}"
