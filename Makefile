@@ -42,11 +42,13 @@ test-long: $(READY)
 mutation: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m mutation.check $(ARGS)
 
+# The last line builds the documentation site, where every warning, such as a link that leads nowhere, is an error.
 lint: $(READY)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy --strict $(CODE)
 	$(BIN)/lint-imports
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir out/site
 
 fmt: $(READY)
 	$(BIN)/ruff check --fix-only $(CODE)
