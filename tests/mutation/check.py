@@ -91,7 +91,7 @@ def _try_named(base: Path, options: argparse.Namespace) -> list[str]:
         Trial(named.file, named.applied((base / named.file).read_text()), guard, GUARD_TIMEOUT_S)
         for named, guard in pairs
     ]
-    failures = _unsound(base, sorted({guard for _, guard in pairs}), options.workers)
+    failures = _unsound(base, sorted({guard for _, guard in pairs}), GUARD_TIMEOUT_S, options.workers)
     for (named, guard), (fate, said) in zip(pairs, _tried(base, trials, options.workers), strict=True):
         _say(f"{fate}: {named.name}: {' '.join(guard)}")
         if fate is Fate.SURVIVED or _is_broken(said):
@@ -99,10 +99,10 @@ def _try_named(base: Path, options: argparse.Namespace) -> list[str]:
     return failures
 
 
-def _unsound(base: Path, guards: Sequence[Guard], workers: int) -> list[str]:
+def _unsound(base: Path, guards: Sequence[Guard], timeout_s: float, workers: int) -> list[str]:
     """Guards that fail with nothing changed: they can show nothing."""
     file = "rrfp/version.py"
-    trials = [Trial(file, (base / file).read_text(), guard, GUARD_TIMEOUT_S) for guard in guards]
+    trials = [Trial(file, (base / file).read_text(), guard, timeout_s) for guard in guards]
     return [
         f"{' '.join(guard)[:200]}: {fate} with nothing changed: {said[-500:]}"
         for guard, (fate, said) in zip(guards, _tried(base, trials, workers), strict=True)
@@ -128,7 +128,10 @@ def _try_drawn(base: Path, folder: Path, options: argparse.Namespace) -> list[st
         )
         for mutant, asked in zip(mutants, chosen, strict=True)
     ]
-    if unsound := _unsound(base, [("pytest", *sorted({test for asked in chosen for test in asked}))], options.workers):
+    everything = sorted({test for asked in chosen for test in asked})
+    halves = [("pytest", *everything[start::2]) for start in range(2)]
+    total_s = GRACE_S + 4 * sum(tests.seconds[test] for test in everything)
+    if unsound := _unsound(base, halves, total_s, options.workers):
         return unsound
     listed, fates, unlisted = known_survivors(), Counter[str](), []
     for mutant, (fate, _) in zip(mutants, _tried(base, trials, options.workers), strict=True):

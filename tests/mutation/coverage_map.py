@@ -61,9 +61,6 @@ TESTS = (
 #: Tests that take longer are not asked, and a change is given up after tests that take this long together, in seconds.
 LONGEST_TEST_S, BUDGET_S = 6.0, 40.0
 
-#: Watching makes tests several times slower. One that takes this long is given up, and the run goes on.
-_LIMITS = ("--timeout=30", "--timeout-method=signal", "-o", "faulthandler_timeout=0")
-
 
 @dataclass(frozen=True)
 class CoverageMap:
@@ -97,7 +94,7 @@ def record(tree: Path, target: Path, tests: Sequence[str] = TESTS) -> CoverageMa
     from mutation.recording import TARGET, WATCHED
 
     present = [test for test in tests if (tree / test).exists()]
-    options = [*_LIMITS, "-p", "no:cacheprovider", "-p", "mutation.recording"]
+    options = ["-m", "not long", "-o", "faulthandler_timeout=0", "-p", "no:cacheprovider", "-p", "mutation.recording"]
     command = [sys.executable, "-m", "pytest", "-q", *options, *present]
     environment = os.environ | {
         "PYTHONPATH": f"{tree}:{tree / 'tests'}",

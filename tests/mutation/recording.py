@@ -17,6 +17,9 @@ import pytest
 #: Where the answer goes, and the folders to watch, separated by colons.
 TARGET, WATCHED = "RRFP_MUTATION_MAP", "RRFP_MUTATION_WATCHED"
 
+#: Watching makes tests several times slower. One that takes this long is given up, and the run goes on, in seconds.
+LIMIT_S = 15
+
 _recorder: _Recorder | None = None
 
 
@@ -49,8 +52,13 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Campaigns of many seeds run in batches, from ``first`` on: the first of them stands for all."""
+    """Campaigns of many seeds run in batches, from ``first`` on: the first of them stands for all.
+
+    Tests that take long are not asked, so each is given up early, whatever limit it has of its own.
+    """
     items[:] = [item for item in items if not getattr(getattr(item, "callspec", None), "params", {}).get("first")]
+    for item in items:
+        item.add_marker(pytest.mark.timeout(LIMIT_S, method="signal"), append=False)
 
 
 @pytest.hookimpl(hookwrapper=True)

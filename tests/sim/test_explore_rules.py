@@ -16,6 +16,9 @@ from rrfp.sim.explore.search import explore
 TRAIN, FORWARD = (Mode.TRAIN,), (Mode.FORWARD,)
 EVERYWHERE: tuple[Where, ...] = ("all", "last", "middle")
 
+#: States of these run into the hundreds of thousands.
+many_states = [pytest.mark.long, pytest.mark.timeout(600)]
+
 
 def assert_safe(cases: Iterable[Case]) -> None:
     done = list(explored(cases))
@@ -53,11 +56,9 @@ def test_the_staircase_with_two_chunks(stages: int, layout: Layout, backward: Ba
     assert_safe(Grid((stages,), microbatches, (2,), (layout,), (backward,), TRAIN, rules=("staircase",)))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("backward", ["whole", "split"])
+@pytest.mark.parametrize("backward", ["whole", pytest.param("split", marks=many_states)])
 @pytest.mark.parametrize("layout", ["looped", "v"])
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("stages", [1, 2, 3, pytest.param(4, marks=many_states)])
 def test_the_staircase_with_two_chunks_and_four_microbatches(stages: int, layout: Layout, backward: Backward) -> None:
     assert_safe(Grid((stages,), (4,), (2,), (layout,), (backward,), TRAIN, rules=("staircase",)))
 
@@ -84,8 +85,8 @@ def test_the_papers_rule(stages: int, microbatches: int, backward: Backward, lay
     assert_safe(Grid((stages,), upto, (2,), (layout,), (backward,), TRAIN, rules=("paper",)))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", ["looped", "v"])
 @pytest.mark.parametrize(
     ("stages", "microbatches", "backward"), [(4, 3, "whole"), (2, 4, "whole"), (4, 2, "split"), (3, 3, "split")]
@@ -110,11 +111,9 @@ def test_a_forced_order_with_two_chunks(stages: int, microbatches: int, kind: Ki
     assert_safe(grid)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("backward", ["whole", "split"])
+@pytest.mark.parametrize("backward", ["whole", pytest.param("split", marks=many_states)])
 @pytest.mark.parametrize("layout", ["looped", "v"])
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=many_states)])
 def test_a_forced_order_with_two_chunks_and_three_microbatches(stages: int, layout: Layout, backward: Backward) -> None:
     kinds = (Kind.F, Kind.B, Kind.W) if backward == "split" else (Kind.F, Kind.B)
     assert_safe(Grid((stages,), (3,), (2,), (layout,), (backward,), TRAIN, rules=("staircase",), in_order=kinds))
