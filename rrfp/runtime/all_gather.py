@@ -13,21 +13,21 @@ from rrfp.errors import ProtocolError
 from rrfp.runtime.control_tree import children, parent
 from rrfp.transports.base import Channel, Message, MessageKind, Plain
 
-#: Names one exchange: a topic and a number that all ranks agree on.
+#: Names one all-gather: a topic and a number that all ranks agree on.
 Key = tuple[str, int]
 
-#: Exchanges that others have begun and this rank has not; in order there are a handful, one a topic.
+#: All-gathers that others have begun and this rank has not; in order there are a handful, one a topic.
 MOST_AHEAD = 16
 
 
 class SupersededError(Exception):
-    """A later exchange of the same topic has taken the place of this one."""
+    """A later all-gather of the same topic has taken the place of this one."""
 
 
-class TreeExchange:
+class TreeAllGather:
     """Collects at rank 0 what every rank gives, and hands it to all.
 
-    Messages of an exchange that this rank has not joined yet are kept. Every rank joins each exchange once. Who waits
+    Messages of an all-gather that this rank has not joined yet are kept. Every rank joins each once. Who waits
     when the pipeline ends is cancelled by whoever runs it.
 
     Args:
@@ -45,10 +45,10 @@ class TreeExchange:
         self._gathered: dict[Key, dict[int, bytes]] = {}
         self._heard: dict[Key, set[int]] = {}
         self._results: dict[Key, asyncio.Future[dict[int, bytes]]] = {}
-        #: By topic, the first exchange that was not superseded.
+        #: By topic, the first all-gather that was not superseded.
         self._first: dict[str, int] = {}
 
-    async def exchange(self, topic: str, number: int, own: bytes) -> list[bytes]:
+    async def all_gather(self, topic: str, number: int, own: bytes) -> list[bytes]:
         """Give ``own`` and wait for all.
 
         Returns:
@@ -70,7 +70,7 @@ class TreeExchange:
         return [result[rank] for rank in range(self._world)]
 
     def supersede(self, topic: str, number: int) -> None:
-        """Exchanges of ``topic`` before ``number`` are of no use any more: end them, and ignore what still comes."""
+        """All-gathers of ``topic`` before ``number`` are of no use any more: end them, and ignore what still comes."""
         self._first[topic] = max(number, self._first.get(topic, 0))
         for key in [key for key in (*self._gathered, *self._heard, *self._results) if self._is_past(key)]:
             self._gathered.pop(key, None)
@@ -82,7 +82,7 @@ class TreeExchange:
     def _is_past(self, key: Key) -> bool:
         return key[1] < self._first.get(key[0], 0)
 
-    def take(self, message: Message) -> None:
+    def on_message(self, message: Message) -> None:
         """A REPORT (from below) or RESULT (from above) arrived.
 
         Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rrfp.runtime.all_gather import TreeExchange
+from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.departures import Departures
 from rrfp.runtime.stall.progress import Progress
 
@@ -11,13 +11,13 @@ class Gathering:
     """One rank's part. Every rank gathers equally often.
 
     Args:
-        exchange: the all-gather over all ranks.
+        all_gather: the all-gather over all ranks.
         departures: peers that left.
         progress: counts gatherings.
     """
 
-    def __init__(self, exchange: TreeExchange, departures: Departures, progress: Progress) -> None:
-        self._exchange = exchange
+    def __init__(self, all_gather: TreeAllGather, departures: Departures, progress: Progress) -> None:
+        self._all_gather = all_gather
         self._departures = departures
         self._progress = progress
 
@@ -31,7 +31,7 @@ class Gathering:
         self._departures.check_gathering(number)
         self._progress.touch()
         self._progress.is_gathering = True
-        told = await self._exchange.exchange("gather", number, own)
+        told = await self._all_gather.all_gather("gather", number, own)
         self._progress.is_gathering = False
         self._progress.gatherings_ended += 1
         return told

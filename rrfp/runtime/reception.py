@@ -9,7 +9,7 @@ from typing import NoReturn
 from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
 from rrfp.core.topology import Topology
 from rrfp.errors import ProtocolError
-from rrfp.runtime.all_gather import TreeExchange
+from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.departures import origin_of
 from rrfp.runtime.failure import Failure
 from rrfp.runtime.messenger import Courier
@@ -26,7 +26,7 @@ class Reception:
     Args:
         place: where this rank is.
         courier: files tensors and credits, and knows which peers left.
-        exchange: takes what ranks give to each other.
+        all_gather: takes what ranks give to each other.
         watchdog: takes the polls of idle ranks.
         progress: the step that runs, if one does.
         hear: told what a member of this rank's group says; None where it is alone.
@@ -38,7 +38,7 @@ class Reception:
         self,
         place: Topology,
         courier: Courier,
-        exchange: TreeExchange,
+        all_gather: TreeAllGather,
         watchdog: Watchdog,
         progress: Progress,
         hear: Callable[[int, GroupMessage], None] | None,
@@ -47,7 +47,7 @@ class Reception:
     ) -> None:
         self._place = place
         self._courier = courier
-        self._exchange = exchange
+        self._all_gather = all_gather
         self._watchdog = watchdog
         self._progress = progress
         self._hear = hear
@@ -93,7 +93,7 @@ class Reception:
             case MessageKind.TIE:
                 self._tie(message)
             case MessageKind.REPORT | MessageKind.RESULT:
-                self._exchange.take(message)
+                self._all_gather.on_message(message)
             case MessageKind.PROBE:
                 self._watchdog.take(message)
             case kind if kind in _GROUP_KINDS and self._hear is not None:

@@ -32,7 +32,7 @@ from rrfp.core.usage import Peaks, WaitCause
 from rrfp.errors import Origin, OverdueError, PipelineAborted, ProtocolError, RrfpError
 from rrfp.log import get_logger
 from rrfp.runtime.abort import Lifeline
-from rrfp.runtime.all_gather import TreeExchange
+from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.batching import Plan
 from rrfp.runtime.departures import closed_message
 from rrfp.runtime.failure import Failure, failure_of
@@ -104,26 +104,26 @@ class StageRunner:
         self._courier = Courier(
             place, transport, self._mailbox, self._progress, self._recorder, self._services, self._tell
         )
-        self._exchange = TreeExchange(place.rank, place.world, self._courier.post)
+        self._all_gather = TreeAllGather(place.rank, place.world, self._courier.post)
         self._supervision = Supervision(
             place,
             transport.context.peers,
             self._progress,
-            self._exchange,
+            self._all_gather,
             self._courier,
             lane.stack,
             self.fail,
             stall_after,
             abort_after,
         )
-        self._gathering = Gathering(self._exchange, self._courier.departures, self._progress)
-        self._accounts = Accounts(place, core.graph, self._exchange)
+        self._gathering = Gathering(self._all_gather, self._courier.departures, self._progress)
+        self._accounts = Accounts(place, core.graph, self._all_gather)
         self._gradients = GradientEnd(
             core.graph.placement, place, program, self._work, self._progress, self._courier.send_to, reduce, ties
         )
         hear, tie = self._join_group(coordination, depth), self._gradients.hear
         watchdog, abort = self._supervision.watchdog, self._life.abort
-        self._inbox = Reception(place, self._courier, self._exchange, watchdog, self._progress, hear, abort, tie)
+        self._inbox = Reception(place, self._courier, self._all_gather, watchdog, self._progress, hear, abort, tie)
         self._finished = asyncio.Event()
         #: The most that was held in the steps before this one.
         self._earlier = Peaks()

@@ -13,7 +13,7 @@ from rrfp.core.topology import Topology
 from rrfp.core.usage import Peaks
 from rrfp.errors import ProtocolError
 from rrfp.log import get_logger
-from rrfp.runtime.all_gather import TreeExchange
+from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.batching import Plan
 from rrfp.runtime.result import StageReport, StepResult
 from rrfp.trace.breakdown import breakdown
@@ -28,12 +28,12 @@ class Accounts:
     Args:
         place: where the rank is.
         graph: of the pipeline.
-        exchange: the all-gather over all ranks.
+        all_gather: the all-gather over all ranks.
     """
 
-    def __init__(self, place: Topology, graph: Graph, exchange: TreeExchange) -> None:
+    def __init__(self, place: Topology, graph: Graph, all_gather: TreeAllGather) -> None:
         self._place = place
-        self._exchange = exchange
+        self._all_gather = all_gather
         self._refused: Sequence[int] = ()
         #: Whether this rank computes losses: it has to know the sum of all weights before its first backward.
         self.has_losses = any(not graph.successors[v] for v in graph.placement.virtual_stages(place.stage))
@@ -48,7 +48,7 @@ class Accounts:
         """
         gives = self.has_losses and self._place.member == 0
         own = msgpack.packb((plan.total_weight if gives else 0.0, plan.reduce_gradients))
-        told = [msgpack.unpackb(data) for data in await self._exchange.exchange("weights", plan.step.number, own)]
+        told = [msgpack.unpackb(data) for data in await self._all_gather.all_gather("weights", plan.step.number, own)]
         if not all(isinstance(one, list) and [*map(type, one)] == [float, bool] for one in told):
             raise ProtocolError(f"the weights of the replicas are {told}, must be numbers")
         self._check_reduces([reduces for _, reduces in told], plan)
@@ -76,7 +76,7 @@ class Accounts:
             loss = combine_losses(ordered, plan.weights, reduction) if weight or place.replicas == 1 else 0.0
         parts = breakdown(trace, place.stage)
         report = StageReport(place.stage, trace.end - trace.start, parts, peaks, losses, loss, weight, plan.refused)
-        answers = await self._exchange.exchange("step", plan.step.number, report.encode())
+        answers = await self._all_gather.all_gather("step", plan.step.number, report.encode())
         reports = [StageReport.decode(data) for data in answers]
         self._compare_refused([report.refused for report in reports], plan)
         return StepResult.of(plan.step, plan.batch.training_step, reports, trace, place, reduction)

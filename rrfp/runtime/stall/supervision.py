@@ -11,7 +11,7 @@ from rrfp.core.tasks import Task
 from rrfp.core.topology import Topology
 from rrfp.errors import PeerLostError
 from rrfp.log import get_logger
-from rrfp.runtime.all_gather import TreeExchange
+from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.messenger import Courier
 from rrfp.runtime.processes import ProcessIdentity, ProcessWatch, ended
 from rrfp.runtime.stall.hearing import Hearing
@@ -29,7 +29,7 @@ class Supervision:
         place: where the rank is.
         peers: the ranks that it is connected to.
         progress: how it is doing.
-        exchange: the all-gather over all ranks.
+        all_gather: the all-gather over all ranks.
         courier: sends, and knows who left in order.
         stack: the Python stack of its lane.
         fail: ends the pipeline.
@@ -42,7 +42,7 @@ class Supervision:
         place: Topology,
         peers: Iterable[int],
         progress: Progress,
-        exchange: TreeExchange,
+        all_gather: TreeAllGather,
         courier: Courier,
         stack: Callable[[], str],
         fail: Callable[[BaseException, Task | None], None],
@@ -51,7 +51,7 @@ class Supervision:
     ) -> None:
         self._place = place
         self._peers = tuple(peers)
-        self._exchange = exchange
+        self._all_gather = all_gather
         self._departures = courier.departures
         self._fail = fail
         self._hearing = Hearing(
@@ -59,7 +59,7 @@ class Supervision:
         )
         #: Takes the polls of idle ranks.
         self.watchdog = Watchdog(
-            progress, place.rank, place.world, exchange, self._hearing, self._fail_alone, stall_after, stack
+            progress, place.rank, place.world, all_gather, self._hearing, self._fail_alone, stall_after, stack
         )
         self._overdue = None
         if abort_after is not None:
@@ -76,7 +76,7 @@ class Supervision:
     async def meet(self) -> None:
         """Wait for all ranks; each tells which process it is. Once, at the start."""
         own = ProcessIdentity.own()
-        told = await self._exchange.exchange("start", 0, own.encode())
+        told = await self._all_gather.all_gather("start", 0, own.encode())
         self._hearing.processes = {rank: ProcessIdentity.decode(data) for rank, data in enumerate(told)}
         self._processes.start(self._peers, self._hearing.processes, own)
 

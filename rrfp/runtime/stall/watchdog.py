@@ -16,7 +16,7 @@ from dataclasses import replace
 from rrfp.core import timeouts
 from rrfp.errors import DeadlockError
 from rrfp.log import get_logger
-from rrfp.runtime.all_gather import SupersededError, TreeExchange
+from rrfp.runtime.all_gather import SupersededError, TreeAllGather
 from rrfp.runtime.control_tree import children, parent
 from rrfp.runtime.stall.hearing import Hearing
 from rrfp.runtime.stall.progress import Progress
@@ -38,7 +38,7 @@ class Watchdog:
         progress: how its rank is doing.
         rank: its rank.
         world: all ranks.
-        exchange: the all-gather for answers.
+        all_gather: the all-gather for answers.
         hearing: sends questions, and names who does not answer.
         fail: ends the pipeline.
         stall_after: seconds of idleness before asking; must be positive.
@@ -50,7 +50,7 @@ class Watchdog:
         progress: Progress,
         rank: int,
         world: int,
-        exchange: TreeExchange,
+        all_gather: TreeAllGather,
         hearing: Hearing,
         fail: Callable[[Exception], None],
         stall_after: float,
@@ -60,7 +60,7 @@ class Watchdog:
         self._rank = rank
         self._parent = parent(rank)
         self._children = children(rank, world)
-        self._exchange = exchange
+        self._all_gather = all_gather
         self._hearing = hearing
         self._fail = fail
         self._stall_after = stall_after
@@ -90,7 +90,7 @@ class Watchdog:
             number = await self._polls.get()
             own = self._status()
             try:
-                answers = await self._exchange.exchange(_TOPIC, number, own.encode())
+                answers = await self._all_gather.all_gather(_TOPIC, number, own.encode())
             except SupersededError:
                 continue
             statuses = [RankStatus.decode(data) for data in answers]
@@ -152,7 +152,7 @@ class Watchdog:
         self._next_poll += 1
 
     def _join(self, number: int) -> None:
-        self._exchange.supersede(_TOPIC, number)
+        self._all_gather.supersede(_TOPIC, number)
         for child in self._children:
             self._hearing.ask(child, Message(Channel.CONTROL, MessageKind.PROBE, body={"poll": number}))
         self._polls.put_nowait(number)
