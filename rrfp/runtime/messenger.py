@@ -19,7 +19,7 @@ from rrfp.errors import FrameError, PeerLostError, ProtocolError
 from rrfp.log import get_logger
 from rrfp.runtime.departures import Departures
 from rrfp.runtime.stall.progress import Progress
-from rrfp.runtime.supervisor import Services
+from rrfp.runtime.supervisor import TaskSupervisor
 from rrfp.trace.recorder import Recorder
 from rrfp.transports.base import Channel, Message, MessageKind, Transport
 
@@ -40,7 +40,7 @@ class Courier:
         mailbox: holds the tensors that are sent, and files those that arrive.
         progress: told of every message of a step.
         recorder: told of every tensor message.
-        services: run what is posted.
+        supervisor: runs what is posted.
         tell: takes events to the core.
     """
 
@@ -51,7 +51,7 @@ class Courier:
         mailbox: Mailbox,
         progress: Progress,
         recorder: Recorder,
-        services: Services,
+        supervisor: TaskSupervisor,
         tell: Callable[[ev.Event], None],
     ) -> None:
         #: Peers that left in order; that they are gone is no error then.
@@ -64,7 +64,7 @@ class Courier:
         self._mailbox = mailbox
         self._progress = progress
         self._recorder = recorder
-        self._services = services
+        self._supervisor = supervisor
         self._tell = tell
 
     async def pump(self, take: Callable[[Message], None]) -> None:
@@ -85,7 +85,7 @@ class Courier:
 
     def post(self, peer: int, message: Message) -> None:
         """Queue a control message without waiting."""
-        self._services.spawn(self._post(peer, message))
+        self._supervisor.spawn(self._post(peer, message))
 
     def credit(self, credit: ev.Credit) -> None:
         """Tell a peer that its output was used up."""
@@ -174,6 +174,6 @@ class Courier:
         try:
             await self._transport.send(peer, message)
         except PeerLostError:
-            if peer not in self.departures and not self._services.stopping:
+            if peer not in self.departures and not self._supervisor.stopping:
                 await asyncio.sleep(timeouts.LAST_WORDS_S)
             raise

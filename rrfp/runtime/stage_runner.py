@@ -46,7 +46,7 @@ from rrfp.runtime.stall.progress import Progress
 from rrfp.runtime.stall.supervision import Supervision
 from rrfp.runtime.statistics import RankStatistics
 from rrfp.runtime.step_report import Accounts
-from rrfp.runtime.supervisor import Services
+from rrfp.runtime.supervisor import TaskSupervisor
 from rrfp.trace.recorder import Recorder
 from rrfp.transports.base import Transport
 
@@ -99,10 +99,10 @@ class StageRunner:
         self._recorder = Recorder(core.stage, lane.now)
         self._progress = Progress(core, place, lane.now)
         self._life = Lifeline(place, transport, self._stop)
-        self._services = Services(self.fail)
+        self._supervisor = TaskSupervisor(self.fail)
         self._work = LaneWork(program, lane, self._mailbox, self._progress, self._recorder, self._completed, self.fail)
         self._courier = Courier(
-            place, transport, self._mailbox, self._progress, self._recorder, self._services, self._tell
+            place, transport, self._mailbox, self._progress, self._recorder, self._supervisor, self._tell
         )
         self._all_gather = TreeAllGather(place.rank, place.world, self._courier.post)
         self._supervision = Supervision(
@@ -168,7 +168,7 @@ class StageRunner:
         settled = loop.settled if isinstance(loop := asyncio.get_running_loop(), SettlingLoop) else None
         try:
             await self._transport.start()
-            await self._services.start(
+            await self._supervisor.start(
                 self._courier.pump(self._inbox.take),
                 run_arbiter(self._arbiter, settled),
                 *self._supervision.services(),
@@ -209,7 +209,7 @@ class StageRunner:
                     closed = closed_message(self._progress.steps_ended, self._progress.gatherings_ended)
                     for peer in self._transport.context.peers:
                         self._courier.post(peer, closed)
-                await self._services.stop()
+                await self._supervisor.stop()
                 await self._life.end()
         except TimeoutError:
             logger.warning(
@@ -220,7 +220,7 @@ class StageRunner:
             )
         finally:
             self._supervision.close()
-            self._services.cancel()
+            self._supervisor.cancel()
             self._transport.abort()
             self._work.close()
         self._life.tell()
@@ -253,7 +253,7 @@ class StageRunner:
 
     def _stop(self, failure: Failure) -> None:
         self._supervision.close()
-        self._services.cancel()
+        self._supervisor.cancel()
         self._work.close()
         with suppress(Exception):  # a hint that observes events may raise; it is never asked again
             self._core.apply(ev.Aborted(failure.origin))
@@ -272,7 +272,7 @@ class StageRunner:
             if self._accounts.has_losses:
                 await sharing
             else:
-                self._services.spawn(sharing)
+                self._supervisor.spawn(sharing)
         self._gradients.open(step, plan.reduce_gradients)
         with self._inbox.opening():
             if self._agreement is not None:
@@ -306,7 +306,7 @@ class StageRunner:
     def _perform(self, instruction: ev.Instruction) -> None:
         match instruction:
             case ev.Send():
-                self._services.spawn(self._courier.send(instruction), instruction.task)
+                self._supervisor.spawn(self._courier.send(instruction), instruction.task)
             case ev.Credit():
                 self._courier.credit(instruction)
             case ev.Release(task):
@@ -314,7 +314,7 @@ class StageRunner:
             case ev.ReportReady() | ev.Order() if self._leader_protocol is not None and self._progress.step is not None:
                 self._leader_protocol.perform(instruction, self._progress.step)
             case ev.ReduceChunk(virtual_stage):
-                self._services.spawn(self._reduce(virtual_stage))
+                self._supervisor.spawn(self._reduce(virtual_stage))
             case ev.FinishStep():
                 self._finished.set()
             case _:
