@@ -45,7 +45,7 @@ from rrfp.runtime.result import StepResult
 from rrfp.runtime.stall.progress import Progress
 from rrfp.runtime.stall.supervision import Supervision
 from rrfp.runtime.statistics import RankStatistics
-from rrfp.runtime.step_report import Accounts
+from rrfp.runtime.step_report import StepReporter
 from rrfp.runtime.supervisor import TaskSupervisor
 from rrfp.trace.recorder import Recorder
 from rrfp.transports.base import Transport
@@ -117,7 +117,7 @@ class StageRunner:
             abort_after,
         )
         self._gathering = Gathering(self._all_gather, self._courier.departures, self._progress)
-        self._accounts = Accounts(place, core.graph, self._all_gather)
+        self._reporter = StepReporter(place, core.graph, self._all_gather)
         self._gradients = GradientEnd(
             core.graph.placement, place, program, self._work, self._progress, self._courier.send_to, reduce, ties
         )
@@ -268,8 +268,8 @@ class StageRunner:
         self._recorder.open()
         self._earlier = Peaks.worst([self._earlier, self._core.peaks])
         if self.place.replicas > 1 and step.mode is Mode.TRAIN:
-            sharing = self._accounts.share_weights(plan)
-            if self._accounts.has_losses:
+            sharing = self._reporter.share_weights(plan)
+            if self._reporter.has_losses:
                 await sharing
             else:
                 self._supervisor.spawn(sharing)
@@ -284,7 +284,7 @@ class StageRunner:
         trace = self._recorder.close(step.number, self._core.peaks)
         # On the lane's thread, because reading a loss may wait for the device.
         losses = await self._work.chore("the losses of the step", self.program.losses)
-        result = await self._accounts.settle(plan, reduction, trace, self._core.peaks, losses)
+        result = await self._reporter.report(plan, reduction, trace, self._core.peaks, losses)
         self._progress.end()
         return replace(result, outputs=self.program.outputs())
 

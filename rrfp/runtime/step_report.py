@@ -22,7 +22,7 @@ from rrfp.trace.spans import StepTrace
 logger = get_logger(__name__)
 
 
-class Accounts:
+class StepReporter:
     """One rank's part.
 
     Args:
@@ -63,7 +63,7 @@ class Accounts:
                 f"reduce_gradients is True on {does} and False on {does_not} in {plan.step}: must be the same on all"
             )
 
-    async def settle(
+    async def report(
         self, plan: Plan, reduction: Reduction, trace: StepTrace, peaks: Peaks, losses: Mapping[int, float]
     ) -> StepResult:
         """Give this rank's report of a step, and make one result of all."""

@@ -12,7 +12,7 @@ from rrfp.core.topology import Topology
 from rrfp.errors import ProtocolError
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.batching import Plan, plan_step
-from rrfp.runtime.step_report import Accounts
+from rrfp.runtime.step_report import StepReporter
 
 MESH = Mesh((("pp", 1), ("dp", 2)))
 
@@ -25,8 +25,8 @@ async def share(plans: list[Plan]) -> list[BaseException | None]:
         return lambda peer, message: parts[peer].on_message(replace(message, sender=sender))
 
     parts += [TreeAllGather(rank, 2, poster(rank)) for rank in range(2)]  # type: ignore[arg-type]
-    accounts = [Accounts(Topology.at(rank, MESH), Graph.chain(1), parts[rank]) for rank in range(2)]
-    shares = (one.share_weights(plan) for one, plan in zip(accounts, plans, strict=True))
+    reporters = [StepReporter(Topology.at(rank, MESH), Graph.chain(1), parts[rank]) for rank in range(2)]
+    shares = (reporter.share_weights(plan) for reporter, plan in zip(reporters, plans, strict=True))
     return list(await asyncio.gather(*shares, return_exceptions=True))
 
 
