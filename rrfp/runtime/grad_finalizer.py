@@ -14,14 +14,14 @@ from rrfp.core.topology import Placement, Topology
 from rrfp.errors import ProtocolError
 from rrfp.runtime.lane_executor import LaneWork
 from rrfp.runtime.stall.progress import Progress
-from rrfp.runtime.tied_reduction import Send, TieSum
+from rrfp.runtime.tied_reduction import Send, TiedReduction
 from rrfp.transports.base import Message
 
 #: Sums the gradients of a virtual stage over the replicas.
 Reduce = Callable[[int], Awaitable[None]]
 
 
-class GradientEnd:
+class GradientFinalizer:
     """One rank's part.
 
     Args:
@@ -30,7 +30,7 @@ class GradientEnd:
         program: has the gradients.
         work: its lane.
         progress: told what takes time, and what is waited for.
-        send: see `TieSum`.
+        send: see `TiedReduction`.
         reduce: where there are replicas, sums over them.
         ties: the rank's copies of tied parameters, if it may have any; all ranks agree on them.
     """
@@ -52,9 +52,9 @@ class GradientEnd:
         self._progress = progress
         self._reduce = reduce
         self._shared = SharedGradients({}) if ties is None else ties.shared
-        self._ties: TieSum | None = None
+        self._ties: TiedReduction | None = None
         if ties is not None and ties.ties:
-            self._ties = TieSum(ties, placement, place, work, progress, send)
+            self._ties = TiedReduction(ties, placement, place, work, progress, send)
         self._step: StepId | None = None
         self._reduces = True
         #: By virtual stage: its gradients are formed; and, over replicas, summed.
@@ -74,7 +74,7 @@ class GradientEnd:
         if self._ties is not None:
             self._ties.open()
 
-    def hear(self, message: Message) -> None:
+    def on_message(self, message: Message) -> None:
         """A TIE message arrived.
 
         Raises:
@@ -82,9 +82,9 @@ class GradientEnd:
         """
         if self._ties is None:
             raise ProtocolError(f"rank {message.sender} sent gradients of a tie, but there are none")
-        self._ties.take(message)
+        self._ties.on_message(message)
 
-    async def settle(self, virtual_stage: int) -> None:
+    async def finalize(self, virtual_stage: int) -> None:
         """Returns when the gradients of ``virtual_stage`` are what the caller of the step gets.
 
         Ties that have another copy on this rank may wait for that one.
@@ -102,7 +102,7 @@ class GradientEnd:
                 await self._summed[home].wait()
         if self._ties is not None:
             assert self._step is not None
-            await self._ties.settle(virtual_stage, self._step, self._reduces)
+            await self._ties.reduce(virtual_stage, self._step, self._reduces)
 
     async def _gather(self, virtual_stage: int) -> None:
         """What several chunks share is summed over replicas once, with the lowest: it needs the others' share first."""

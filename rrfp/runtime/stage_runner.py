@@ -37,7 +37,7 @@ from rrfp.runtime.batching import Plan
 from rrfp.runtime.departures import closed_message
 from rrfp.runtime.failure import Failure, failure_of
 from rrfp.runtime.gathering import Gathering
-from rrfp.runtime.grad_finalizer import GradientEnd, Reduce
+from rrfp.runtime.grad_finalizer import GradientFinalizer, Reduce
 from rrfp.runtime.lane_executor import LaneWork
 from rrfp.runtime.messenger import Courier
 from rrfp.runtime.reception import Reception
@@ -118,10 +118,10 @@ class StageRunner:
         )
         self._gathering = Gathering(self._all_gather, self._courier.departures, self._progress)
         self._reporter = StepReporter(place, core.graph, self._all_gather)
-        self._gradients = GradientEnd(
+        self._gradients = GradientFinalizer(
             core.graph.placement, place, program, self._work, self._progress, self._courier.send_to, reduce, ties
         )
-        hear, tie = self._join_group(coordination, depth), self._gradients.hear
+        hear, tie = self._join_group(coordination, depth), self._gradients.on_message
         watchdog, abort = self._supervision.watchdog, self._life.abort
         self._inbox = Reception(place, self._courier, self._all_gather, watchdog, self._progress, hear, abort, tie)
         self._finished = asyncio.Event()
@@ -289,7 +289,7 @@ class StageRunner:
         return replace(result, outputs=self.program.outputs())
 
     async def _reduce(self, virtual_stage: int) -> None:
-        await self._gradients.settle(virtual_stage)
+        await self._gradients.finalize(virtual_stage)
         self._tell(ev.ChunkReduced(virtual_stage))
 
     # Events to the core, its instructions to I/O.

@@ -31,7 +31,7 @@ Send = Callable[[int, Message], Awaitable[None]]
 _Key = tuple[int, str, int | None]
 
 
-class TieSum:
+class TiedReduction:
     """One rank's part. All methods are called on the loop.
 
     Args:
@@ -72,7 +72,7 @@ class TieSum:
         """A training step begins."""
         self._unfinished = {name: set(own) for name, (_, own) in self._here.items()}
 
-    async def settle(self, virtual_stage: int, step: StepId, reduces: bool) -> None:
+    async def reduce(self, virtual_stage: int, step: StepId, reduces: bool) -> None:
         """All tasks of ``virtual_stage`` are done: give away its copies' gradients, and wait for the sums.
 
         A sum is waited for with the last copy of a rank.
@@ -96,7 +96,7 @@ class TieSum:
             if not self._unfinished[tie.name]:
                 await (self._lead(tie, step) if self._leads(tie) else self._follow(tie, step))
 
-    def take(self, message: Message) -> None:
+    def on_message(self, message: Message) -> None:
         """A TIE message arrived.
 
         Raises:
