@@ -12,7 +12,7 @@ from rrfp.compute.program import StageProgram
 from rrfp.core.tasks import StepId
 from rrfp.core.topology import Placement, Topology
 from rrfp.errors import ProtocolError
-from rrfp.runtime.lane_executor import LaneWork
+from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.runtime.stall.progress import Progress
 from rrfp.runtime.tied_reduction import Send, TiedReduction
 from rrfp.transports.base import Message
@@ -28,7 +28,7 @@ class GradientFinalizer:
         placement: where virtual stages live.
         place: where the rank is.
         program: has the gradients.
-        work: its lane.
+        executor: its lane.
         progress: told what takes time, and what is waited for.
         send: see `TiedReduction`.
         reduce: where there are replicas, sums over them.
@@ -40,7 +40,7 @@ class GradientFinalizer:
         placement: Placement,
         place: Topology,
         program: StageProgram,
-        work: LaneWork,
+        executor: LaneExecutor,
         progress: Progress,
         send: Send,
         reduce: Reduce | None,
@@ -48,13 +48,13 @@ class GradientFinalizer:
     ) -> None:
         self._virtual_stages = placement.virtual_stages(place.stage)
         self._program = program
-        self._work = work
+        self._executor = executor
         self._progress = progress
         self._reduce = reduce
         self._shared = SharedGradients({}) if ties is None else ties.shared
         self._ties: TiedReduction | None = None
         if ties is not None and ties.ties:
-            self._ties = TiedReduction(ties, placement, place, work, progress, send)
+            self._ties = TiedReduction(ties, placement, place, executor, progress, send)
         self._step: StepId | None = None
         self._reduces = True
         #: By virtual stage: its gradients are formed; and, over replicas, summed.
@@ -90,11 +90,11 @@ class GradientFinalizer:
         Ties that have another copy on this rank may wait for that one.
         """
         name = f"the gradients of virtual stage {virtual_stage}"
-        await self._work.chore(name, partial(self._program.finish, virtual_stage))
+        await self._executor.run_extra(name, partial(self._program.finish, virtual_stage))
         self._final[virtual_stage].set()
         if self._reduce is not None and self._reduces:
             await self._gather(virtual_stage)
-            with self._progress.chore(f"the sum over replicas of {name}"):
+            with self._progress.extra(f"the sum over replicas of {name}"):
                 await self._reduce(virtual_stage)
             self._summed[virtual_stage].set()
             # What this one lent to those went with their sums, and is no copy's own gradient any more.
@@ -111,4 +111,4 @@ class GradientFinalizer:
             await self._final[guest].wait()
         if guests:
             gather = partial(self._shared.gather, virtual_stage)
-            await self._work.chore(f"the shared gradients of virtual stage {virtual_stage}", gather)
+            await self._executor.run_extra(f"the shared gradients of virtual stage {virtual_stage}", gather)

@@ -1,4 +1,4 @@
-"""What one rank has its lane do: tasks, and chores that are none. Knows neither why nor what follows."""
+"""What one rank has its lane do: tasks, and extra calls between them. Knows neither why nor what follows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rrfp.trace.recorder import Recorder
 T = TypeVar("T")
 
 
-class LaneWork:
+class LaneExecutor:
     """Hands work to a lane and tells what became of it. All methods are called on the loop of the lane.
 
     Args:
@@ -57,9 +57,9 @@ class LaneWork:
         done = self._lane.enqueue(partial(self._run, task))
         done.add_done_callback(partial(self._on_done, task))
 
-    async def chore(self, name: str, call: Callable[[], T]) -> T:
+    async def run_extra(self, name: str, call: Callable[[], T]) -> T:
         """Make ``call`` on the lane, and say meanwhile that it runs ``name``."""
-        with self._progress.chore(name):
+        with self._progress.extra(name):
             return (await self._lane.enqueue(call)).result
 
     def close(self) -> None:

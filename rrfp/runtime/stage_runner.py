@@ -38,7 +38,7 @@ from rrfp.runtime.departures import closed_message
 from rrfp.runtime.failure import Failure, failure_of
 from rrfp.runtime.gathering import Gathering
 from rrfp.runtime.grad_finalizer import GradientFinalizer, Reduce
-from rrfp.runtime.lane_executor import LaneWork
+from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.runtime.messenger import Courier
 from rrfp.runtime.reception import Reception
 from rrfp.runtime.result import StepResult
@@ -100,7 +100,9 @@ class StageRunner:
         self._progress = Progress(core, place, lane.now)
         self._life = Lifeline(place, transport, self._stop)
         self._supervisor = TaskSupervisor(self.fail)
-        self._work = LaneWork(program, lane, self._mailbox, self._progress, self._recorder, self._completed, self.fail)
+        self._executor = LaneExecutor(
+            program, lane, self._mailbox, self._progress, self._recorder, self._completed, self.fail
+        )
         self._courier = Courier(
             place, transport, self._mailbox, self._progress, self._recorder, self._supervisor, self._tell
         )
@@ -119,7 +121,7 @@ class StageRunner:
         self._gathering = Gathering(self._all_gather, self._courier.departures, self._progress)
         self._reporter = StepReporter(place, core.graph, self._all_gather)
         self._gradients = GradientFinalizer(
-            core.graph.placement, place, program, self._work, self._progress, self._courier.send_to, reduce, ties
+            core.graph.placement, place, program, self._executor, self._progress, self._courier.send_to, reduce, ties
         )
         hear, tie = self._join_group(coordination, depth), self._gradients.on_message
         watchdog, abort = self._supervision.watchdog, self._life.abort
@@ -175,7 +177,7 @@ class StageRunner:
             )
         except BaseException:
             self._transport.abort()
-            self._work.close()
+            self._executor.close()
             raise
         await self._life.unless_aborted(self._supervision.meet(), "the start")
 
@@ -222,7 +224,7 @@ class StageRunner:
             self._supervision.close()
             self._supervisor.cancel()
             self._transport.abort()
-            self._work.close()
+            self._executor.close()
         self._life.tell()
 
     def fail(self, error: BaseException, task: Task | None = None) -> None:
@@ -249,12 +251,12 @@ class StageRunner:
 
     def computes_here(self) -> bool:
         """Whether a task is being computed on this thread. May be called on any thread."""
-        return self._work.thread == threading.get_ident()
+        return self._executor.thread == threading.get_ident()
 
     def _stop(self, failure: Failure) -> None:
         self._supervision.close()
         self._supervisor.cancel()
-        self._work.close()
+        self._executor.close()
         with suppress(Exception):  # a hint that observes events may raise; it is never asked again
             self._core.apply(ev.Aborted(failure.origin))
 
@@ -283,7 +285,7 @@ class StageRunner:
         self._mailbox.clear()
         trace = self._recorder.close(step.number, self._core.peaks)
         # On the lane's thread, because reading a loss may wait for the device.
-        losses = await self._work.chore("the losses of the step", self.program.losses)
+        losses = await self._executor.run_extra("the losses of the step", self.program.losses)
         result = await self._reporter.report(plan, reduction, trace, self._core.peaks, losses)
         self._progress.end()
         return replace(result, outputs=self.program.outputs())
@@ -323,7 +325,7 @@ class StageRunner:
     # Tasks on the lane.
 
     def _dispatch(self, task: Task) -> None:
-        self._work.enqueue(task)  # first, because the lane's thread takes some time to wake up
+        self._executor.enqueue(task)  # first, because the lane's thread takes some time to wake up
         self._apply(ev.Enqueued(task))  # and no kick: the arbiter, which called this, goes on deciding
         self._progress.enqueued()
 

@@ -20,7 +20,7 @@ from rrfp.compute.gradients.tied import Pieces, TiedGradients
 from rrfp.core.tasks import StepId
 from rrfp.core.topology import Placement, Topology
 from rrfp.errors import ProtocolError
-from rrfp.runtime.lane_executor import LaneWork
+from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.runtime.stall.progress import Progress
 from rrfp.transports.base import Channel, Message, MessageKind
 
@@ -38,7 +38,7 @@ class TiedReduction:
         gradients: of this rank's copies, and the ties that all ranks agreed on.
         placement: where virtual stages live.
         place: where the rank is.
-        work: runs the additions.
+        executor: runs the additions.
         progress: told of every message, and what is waited for.
         send: the way to the ranks of other stages.
     """
@@ -48,14 +48,14 @@ class TiedReduction:
         gradients: TiedGradients,
         placement: Placement,
         place: Topology,
-        work: LaneWork,
+        executor: LaneExecutor,
         progress: Progress,
         send: Send,
     ) -> None:
         self._gradients = gradients
         self._place = place
         self._stage_of = placement.stage_of
-        self._work = work
+        self._executor = executor
         self._progress = progress
         self._send = send
         own = frozenset(placement.virtual_stages(place.stage))
@@ -143,7 +143,7 @@ class TiedReduction:
         return arriving.pieces()
 
     async def _on_lane(self, tie: Tie, call: Callable[[], Any]) -> Any:
-        return await self._work.chore(f"the gradients of tie {tie.name!r}", call)
+        return await self._executor.run_extra(f"the gradients of tie {tie.name!r}", call)
 
     def _leader(self, tie: Tie) -> int:
         return self._stage_of(tie.virtual_stages[0])

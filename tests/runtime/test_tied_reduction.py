@@ -21,7 +21,7 @@ from rrfp.core.tasks import Mode, StepId
 from rrfp.core.topology import Topology
 from rrfp.errors import ProtocolError
 from rrfp.hints.alternating import BackwardForward
-from rrfp.runtime.lane_executor import LaneWork
+from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.runtime.stall.progress import Progress
 from rrfp.runtime.tied_reduction import TiedReduction
 from rrfp.trace.recorder import Recorder
@@ -46,10 +46,10 @@ class OneRank:
         place, mailbox = Topology(stage, 3), Mailbox(GRAPH, stage)
         self.progress = Progress(core, place, lane.now)
         recorder = Recorder(stage, lane.now)
-        work = LaneWork(program, lane, mailbox, self.progress, recorder, lambda _: None, lambda *_: None)  # type: ignore[arg-type]
+        executor = LaneExecutor(program, lane, mailbox, self.progress, recorder, lambda _: None, lambda *_: None)  # type: ignore[arg-type]
         self.sent: list[tuple[int, Message]] = []
         self.sending: asyncio.Queue[Message] = asyncio.Queue()
-        self.reduction = TiedReduction(gradients, GRAPH.placement, place, work, self.progress, self._send)
+        self.reduction = TiedReduction(gradients, GRAPH.placement, place, executor, self.progress, self._send)
         self.layout = encode(self.weight, "it")
         self.reduction.open()
         lane.start()

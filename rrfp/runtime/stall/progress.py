@@ -41,7 +41,7 @@ class Progress:
         self._core = core
         self._place = place
         self._now = now
-        self._chores: list[str] = []
+        self._extras: list[str] = []
         self._running_since = self._active_at = 0.0
 
     def open(self, step: StepId) -> None:
@@ -69,14 +69,14 @@ class Progress:
         self._running_since = self._now()
 
     @contextmanager
-    def chore(self, name: str) -> Iterator[None]:
+    def extra(self, name: str) -> Iterator[None]:
         """The lane does something that is no task."""
-        self._chores.append(name)
+        self._extras.append(name)
         self._running_since = self._now()
         try:
             yield
         finally:
-            self._chores.remove(name)
+            self._extras.remove(name)
             self.touch()
 
     def idle_seconds(self) -> float:
@@ -87,7 +87,7 @@ class Progress:
 
     def running(self) -> str | None:
         """The task, or other work, that the lane is busy with, as people call it."""
-        return self._chores[0] if not self._core.in_flight and self._chores else _text(self.running_task())
+        return self._extras[0] if not self._core.in_flight and self._extras else _text(self.running_task())
 
     def running_task(self) -> Task | None:
         """The task that the lane is busy with."""
