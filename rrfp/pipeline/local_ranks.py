@@ -24,7 +24,7 @@ from rrfp.runtime.batching import Plan, plan_step
 from rrfp.runtime.grad_clipping import Clipping, GradientHolder
 from rrfp.runtime.result import StepResult
 from rrfp.runtime.stage_runner import StageRunner
-from rrfp.runtime.stall.loop_watch import LoopWatch
+from rrfp.runtime.stall.loop_watchdog import LoopWatchdog
 from rrfp.runtime.statistics import RankStatistics
 from rrfp.trace.spans import merge
 
@@ -70,7 +70,7 @@ class LocalRanks:
         self._ties = ties
         self._runners: Sequence[StageRunner] = ()
         self._has_warned = False
-        self._loop_watch: LoopWatch | None = None
+        self._loop_watch: LoopWatchdog | None = None
 
     @property
     def first_step(self) -> int:
@@ -207,7 +207,7 @@ class LocalRanks:
             assert give_up is not None
             give_up(first.stuck(seconds))
 
-        self._loop_watch = LoopWatch(
+        self._loop_watch = LoopWatchdog(
             ", ".join(runner.place.name for runner in self._runners),
             options["stall_after"],
             use_timer=options["stack_timer"] and give_up is not None,

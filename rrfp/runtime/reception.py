@@ -95,7 +95,7 @@ class Reception:
             case MessageKind.REPORT | MessageKind.RESULT:
                 self._all_gather.on_message(message)
             case MessageKind.PROBE:
-                self._watchdog.take(message)
+                self._watchdog.on_message(message)
             case kind if kind in _GROUP_KINDS and self._hear is not None:
                 self._hear(*self._courier.heard(message))
             case MessageKind.ABORT:

@@ -42,8 +42,8 @@ from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.runtime.messenger import Courier
 from rrfp.runtime.reception import Reception
 from rrfp.runtime.result import StepResult
+from rrfp.runtime.stall.health_monitor import HealthMonitor
 from rrfp.runtime.stall.progress import Progress
-from rrfp.runtime.stall.supervision import Supervision
 from rrfp.runtime.statistics import RankStatistics
 from rrfp.runtime.step_report import StepReporter
 from rrfp.runtime.supervisor import TaskSupervisor
@@ -107,7 +107,7 @@ class StageRunner:
             place, transport, self._mailbox, self._progress, self._recorder, self._supervisor, self._tell
         )
         self._all_gather = TreeAllGather(place.rank, place.world, self._courier.post)
-        self._supervision = Supervision(
+        self._health = HealthMonitor(
             place,
             transport.context.peers,
             self._progress,
@@ -124,7 +124,7 @@ class StageRunner:
             core.graph.placement, place, program, self._executor, self._progress, self._courier.send_to, reduce, ties
         )
         hear, tie = self._join_group(coordination, depth), self._gradients.on_message
-        watchdog, abort = self._supervision.watchdog, self._life.abort
+        watchdog, abort = self._health.watchdog, self._life.abort
         self._inbox = Reception(place, self._courier, self._all_gather, watchdog, self._progress, hear, abort, tie)
         self._finished = asyncio.Event()
         #: The most that was held in the steps before this one.
@@ -173,13 +173,13 @@ class StageRunner:
             await self._supervisor.start(
                 self._courier.pump(self._inbox.take),
                 run_arbiter(self._arbiter, settled),
-                *self._supervision.services(),
+                *self._health.services(),
             )
         except BaseException:
             self._transport.abort()
             self._executor.close()
             raise
-        await self._life.unless_aborted(self._supervision.meet(), "the start")
+        await self._life.unless_aborted(self._health.meet(), "the start")
 
     async def step(self, plan: Plan, reduction: Reduction = "mean") -> StepResult:
         """Run one step whose batch the program was given. Cancelling it ends the pipeline.
@@ -221,7 +221,7 @@ class StageRunner:
                 stage=self.stage,
             )
         finally:
-            self._supervision.close()
+            self._health.close()
             self._supervisor.cancel()
             self._transport.abort()
             self._executor.close()
@@ -237,7 +237,7 @@ class StageRunner:
 
     async def let_culprit_end(self, origin: Origin) -> None:
         """Where a failure began elsewhere, say so, and wait until the process of ``origin`` has ended."""
-        await self._supervision.let_end(origin.stage if origin.rank is None else origin.rank, str(origin))
+        await self._health.let_end(origin.stage if origin.rank is None else origin.rank, str(origin))
 
     def stuck(self, seconds: float) -> PipelineAborted:
         """What the caller is told when the loop has not run for ``seconds``; the loop itself can do nothing."""
@@ -254,7 +254,7 @@ class StageRunner:
         return self._executor.thread == threading.get_ident()
 
     def _stop(self, failure: Failure) -> None:
-        self._supervision.close()
+        self._health.close()
         self._supervisor.cancel()
         self._executor.close()
         with suppress(Exception):  # a hint that observes events may raise; it is never asked again

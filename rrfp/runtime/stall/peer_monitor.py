@@ -30,7 +30,7 @@ class _Question:
     Attributes:
         since: when it was asked.
         timers: run while it is open.
-        announced: the peer was found to be deaf.
+        announced: the peer was found not to answer.
     """
 
     since: float
@@ -38,7 +38,7 @@ class _Question:
     announced: bool = False
 
 
-class Hearing:
+class PeerMonitor:
     """One rank's part. Used on one loop only.
 
     Args:
@@ -88,9 +88,9 @@ class Hearing:
 
     def acknowledge(self, peer: int) -> None:
         """A question of ``peer`` arrived."""
-        self._post(peer, Message(Channel.CONTROL, MessageKind.PROBE, body={"heard": True}))
+        self._post(peer, Message(Channel.CONTROL, MessageKind.PROBE, body={"acknowledged": True}))
 
-    def heard(self, peer: int) -> None:
+    def on_acknowledged(self, peer: int) -> None:
         """``peer`` acknowledged what it was asked."""
         question = self._open.pop(peer, None)
         if question is None:
@@ -101,14 +101,14 @@ class Hearing:
             silent = asyncio.get_running_loop().time() - question.since
             logger.warning("%s answers again, after %.1f s", self._place.name_of(peer), silent)
 
-    def take(self, message: Message) -> None:
+    def on_message(self, message: Message) -> None:
         """A peer announced a rank that does not answer.
 
         Raises:
             ProtocolError: if it makes no sense.
         """
         match message.body:
-            case {"deaf": int(rank), "seconds": int() | float() as seconds} if 0 <= rank < self._place.world:
+            case {"unresponsive": int(rank), "seconds": int() | float() as seconds} if 0 <= rank < self._place.world:
                 self._announce(rank, float(seconds))
             case _:
                 raise ProtocolError(f"rank {message.sender} sent a {message.kind} message that names no rank and time")
@@ -132,7 +132,7 @@ class Hearing:
     def _missed(self, peer: int) -> None:
         question = self._open[peer]
         if peer in self._departures:  # it left, and answers nothing any more
-            self.heard(peer)
+            self.on_acknowledged(peer)
             return
         question.announced = True
         self._announce(peer, asyncio.get_running_loop().time() - question.since)
@@ -153,7 +153,7 @@ class Hearing:
         )
         for peer in self._peers:
             if peer != rank:
-                body = {"deaf": rank, "seconds": seconds}
+                body = {"unresponsive": rank, "seconds": seconds}
                 self._post(peer, Message(Channel.CONTROL, MessageKind.PROBE, body=body))
 
     def _give_up(self, peer: int) -> None:

@@ -68,7 +68,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_timer.forget)
 
 
-class LoopWatch:
+class LoopWatchdog:
     """Watches the loop that `start` is called on.
 
     Args:

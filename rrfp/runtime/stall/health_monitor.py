@@ -14,15 +14,15 @@ from rrfp.log import get_logger
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.messenger import Courier
 from rrfp.runtime.processes import ProcessIdentity, ProcessWatch, ended
-from rrfp.runtime.stall.hearing import Hearing
-from rrfp.runtime.stall.overdue import Overdue
+from rrfp.runtime.stall.peer_monitor import PeerMonitor
 from rrfp.runtime.stall.progress import Progress
+from rrfp.runtime.stall.task_timeout import TaskTimeout
 from rrfp.runtime.stall.watchdog import Watchdog
 
 logger = get_logger(__name__)
 
 
-class Supervision:
+class HealthMonitor:
     """Puts the parts of it together.
 
     Args:
@@ -54,31 +54,33 @@ class Supervision:
         self._all_gather = all_gather
         self._departures = courier.departures
         self._fail = fail
-        self._hearing = Hearing(
+        self._peer_monitor = PeerMonitor(
             place, self._peers, courier.post, self._fail_alone, courier.departures, stall_after, abort_after
         )
         #: Takes the polls of idle ranks.
         self.watchdog = Watchdog(
-            progress, place.rank, place.world, all_gather, self._hearing, self._fail_alone, stall_after, stack
+            progress, place.rank, place.world, all_gather, self._peer_monitor, self._fail_alone, stall_after, stack
         )
-        self._overdue = None
+        self._task_timeout = None
         if abort_after is not None:
-            self._overdue = Overdue(progress, abort_after, lambda: self._hearing.describe(place.rank), stack, fail)
+            self._task_timeout = TaskTimeout(
+                progress, abort_after, lambda: self._peer_monitor.describe(place.rank), stack, fail
+            )
         self._processes = ProcessWatch(self._process_ended)
 
     def services(self) -> Iterable[Coroutine[Any, Any, None]]:
         """Run these until the rank ends."""
         yield self.watchdog.watch()
         yield self.watchdog.answer()
-        if self._overdue is not None:
-            yield self._overdue.watch()
+        if self._task_timeout is not None:
+            yield self._task_timeout.watch()
 
     async def meet(self) -> None:
         """Wait for all ranks; each tells which process it is. Once, at the start."""
         own = ProcessIdentity.own()
         told = await self._all_gather.all_gather("start", 0, own.encode())
-        self._hearing.processes = {rank: ProcessIdentity.decode(data) for rank, data in enumerate(told)}
-        self._processes.start(self._peers, self._hearing.processes, own)
+        self._peer_monitor.processes = {rank: ProcessIdentity.decode(data) for rank, data in enumerate(told)}
+        self._processes.start(self._peers, self._peer_monitor.processes, own)
 
     async def let_end(self, rank: int, why: str) -> None:
         """Wait until the process of ``rank``, which failed, has ended and its launcher has seen it.
@@ -86,8 +88,8 @@ class Supervision:
         Takes `CULPRIT_GRACE_S` and `LAUNCHER_LOOKS_S` at most. Returns at once where the process is this one, or cannot
         be watched.
         """
-        own = self._hearing.processes.get(self._place.rank)
-        process = self._hearing.processes.get(rank)
+        own = self._peer_monitor.processes.get(self._place.rank)
+        process = self._peer_monitor.processes.get(rank)
         if rank == self._place.rank or own is None or process is None:
             return
         logger.error("%s ends: aborted by %s", self._place.name, why)
@@ -97,7 +99,7 @@ class Supervision:
     def close(self) -> None:
         """Wait for nobody any more. May be called twice."""
         self._processes.close()
-        self._hearing.close()
+        self._peer_monitor.close()
 
     def _process_ended(self, peer: int) -> None:
         if peer not in self._departures:

@@ -13,7 +13,7 @@ from rrfp.runtime.stall.progress import Progress
 _PRECISION = 0.01
 
 
-class Overdue:
+class TaskTimeout:
     """Watches the lane of one rank.
 
     Args:
