@@ -10,8 +10,6 @@ from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
 from rrfp.core.topology import Topology
 from rrfp.errors import ProtocolError
 from rrfp.runtime.all_gather import TreeAllGather
-from rrfp.runtime.departures import origin_of
-from rrfp.runtime.failure import Failure
 from rrfp.runtime.messenger import Courier
 from rrfp.runtime.stall.progress import Progress
 from rrfp.runtime.stall.watchdog import Watchdog
@@ -30,7 +28,7 @@ class Reception:
         watchdog: takes the polls of idle ranks.
         progress: the step that runs, if one does.
         hear: told what a member of this rank's group says; None where it is alone.
-        abort: told a failure elsewhere.
+        abort: takes failures elsewhere.
         tie: takes gradients of tied parameters.
     """
 
@@ -42,7 +40,7 @@ class Reception:
         watchdog: Watchdog,
         progress: Progress,
         hear: Callable[[int, GroupMessage], None] | None,
-        abort: Callable[[Failure], None],
+        abort: Callable[[Message], None],
         tie: Callable[[Message], None],
     ) -> None:
         self._place = place
@@ -99,7 +97,7 @@ class Reception:
             case kind if kind in _GROUP_KINDS and self._hear is not None:
                 self._hear(*self._courier.heard(message))
             case MessageKind.ABORT:
-                self._abort(Failure(origin_of(message.body)))
+                self._abort(message)
             case MessageKind.CLOSED:
                 self._courier.departures.note(message)
                 if self._progress.step is not None:

@@ -31,11 +31,10 @@ from rrfp.core.topology import Topology
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.errors import Origin, OverdueError, PipelineAborted, ProtocolError, RrfpError
 from rrfp.log import get_logger
-from rrfp.runtime.abort import Lifeline
+from rrfp.runtime.abort import AbortController, Failure, failure_of
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.batching import Plan
 from rrfp.runtime.departures import closed_message
-from rrfp.runtime.failure import Failure, failure_of
 from rrfp.runtime.gathering import Gathering
 from rrfp.runtime.grad_finalizer import GradientFinalizer, Reduce
 from rrfp.runtime.lane_executor import LaneExecutor
@@ -98,7 +97,7 @@ class StageRunner:
         self._mailbox = Mailbox(core.graph, core.stage)
         self._recorder = Recorder(core.stage, lane.now)
         self._progress = Progress(core, place, lane.now)
-        self._life = Lifeline(place, transport, self._stop)
+        self._abort = AbortController(place, transport, self._stop)
         self._supervisor = TaskSupervisor(self.fail)
         self._executor = LaneExecutor(
             program, lane, self._mailbox, self._progress, self._recorder, self._completed, self.fail
@@ -124,7 +123,7 @@ class StageRunner:
             core.graph.placement, place, program, self._executor, self._progress, self._courier.send_to, reduce, ties
         )
         hear, tie = self._join_group(coordination, depth), self._gradients.on_message
-        watchdog, abort = self._health.watchdog, self._life.abort
+        watchdog, abort = self._health.watchdog, self._abort.on_message
         self._inbox = Reception(place, self._courier, self._all_gather, watchdog, self._progress, hear, abort, tie)
         self._finished = asyncio.Event()
         #: The most that was held in the steps before this one.
@@ -165,7 +164,7 @@ class StageRunner:
             TransportError: if a peer does not come.
             PipelineAborted: if another rank failed to start.
         """
-        self._life.check()
+        self._abort.check()
         self._lane.start()
         settled = loop.settled if isinstance(loop := asyncio.get_running_loop(), SettlingLoop) else None
         try:
@@ -179,7 +178,7 @@ class StageRunner:
             self._transport.abort()
             self._executor.close()
             raise
-        await self._life.unless_aborted(self._health.meet(), "the start")
+        await self._abort.unless_aborted(self._health.meet(), "the start")
 
     async def step(self, plan: Plan, reduction: Reduction = "mean") -> StepResult:
         """Run one step whose batch the program was given. Cancelling it ends the pipeline.
@@ -191,11 +190,11 @@ class StageRunner:
         Raises:
             PipelineAborted: if any rank failed.
         """
-        return await self._life.unless_aborted(self._run_step(plan, reduction), "the step")
+        return await self._abort.unless_aborted(self._run_step(plan, reduction), "the step")
 
     async def gather(self, own: bytes) -> list[bytes]:
         """Give ``own`` to all ranks between two steps, and hear what each of them gives, by rank; all equally often."""
-        return await self._life.unless_aborted(self._gathering.gather(own), "an exchange between steps")
+        return await self._abort.unless_aborted(self._gathering.gather(own), "an exchange between steps")
 
     async def close(self) -> None:
         """Leave in order: tell the peers, deliver what was accepted, free everything. Takes `RUNNER_CLOSE_S` at most.
@@ -203,16 +202,16 @@ class StageRunner:
         Raises:
             PipelineAborted: if the pipeline failed and no call has told the caller.
         """
-        if self._life.is_awaited:  # or the step would wait for ever, and without a word
+        if self._abort.is_awaited:  # or the step would wait for ever, and without a word
             self.fail(RrfpError("the pipeline was left while a step was running"))
         try:
             async with asyncio.timeout(timeouts.RUNNER_CLOSE_S):
-                if self._life.failure is None:
+                if self._abort.failure is None:
                     closed = closed_message(self._progress.steps_ended, self._progress.gatherings_ended)
                     for peer in self._transport.context.peers:
                         self._courier.post(peer, closed)
                 await self._supervisor.stop()
-                await self._life.end()
+                await self._abort.close_transport()
         except TimeoutError:
             logger.warning(
                 "%s: the peers took more than %g s to let it go",
@@ -225,11 +224,11 @@ class StageRunner:
             self._supervisor.cancel()
             self._transport.abort()
             self._executor.close()
-        self._life.tell()
+        self._abort.check_unraised()
 
     def fail(self, error: BaseException, task: Task | None = None) -> None:
         """End the pipeline on every rank because of ``error`` on this one. Only the first failure counts."""
-        self._life.fail(error, task)
+        self._abort.fail(error, task)
 
     def statistics(self) -> RankStatistics:
         """What it holds and has moved. May be called on any thread, at any time."""
@@ -247,7 +246,7 @@ class StageRunner:
     @property
     def is_awaited(self) -> bool:
         """Whether its caller waits for it. May be asked on any thread."""
-        return self._life.is_awaited
+        return self._abort.is_awaited
 
     def computes_here(self) -> bool:
         """Whether a task is being computed on this thread. May be called on any thread."""

@@ -158,10 +158,10 @@ NAMED: tuple[Named, ...] = (
     ),
     Named(
         "an abort told to one peer only",
-        "rrfp/runtime/departures.py",
+        "rrfp/runtime/abort.py",
         "for peer in transport.context.peers)",
         "for peer in transport.context.peers[:1])",
-        (tests("runtime/test_departures.py"),),
+        (tests("runtime/test_abort.py"),),
     ),
     Named(
         "one poll is enough",
@@ -206,7 +206,7 @@ NAMED: tuple[Named, ...] = (
         "        if self.failure is not None:\n",
         "    def abort(self, failure: Failure) -> None:\n"
         '        """Stop everything here, and tell the peers."""\n'
-        "        if self.failure is not None and self.failure.told:\n",
+        "        if self.failure is not None and self.failure.was_raised:\n",
         (tests("runtime/test_abort.py"),),
     ),
 )

@@ -14,11 +14,10 @@ import pytest
 import rrfp
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Task
-from rrfp.errors import Origin, PeerLostError, PipelineAborted, ProtocolError
-from rrfp.runtime.departures import Departures, closed_message, origin_of, spread_abort
+from rrfp.errors import PeerLostError, PipelineAborted, ProtocolError
+from rrfp.runtime.departures import Departures, closed_message
 from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual
-from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
-from rrfp.transports.inproc import InprocTransport
+from rrfp.transports.base import Channel, Message, MessageKind
 from rrfp.transports.rendezvous import LocalRendezvous
 
 #: When the second step begins on stage 0, and when the program of stage 1 leaves, in virtual seconds.
@@ -98,21 +97,3 @@ def test_a_farewell_says_after_how_much(body: Any) -> None:
     with pytest.raises(ProtocolError, match="rank 2 closed without saying after how many steps and gatherings"):
         Departures().note(Message(Channel.CONTROL, MessageKind.CLOSED, body=body, sender=2))
     assert dict(closed_message(3, 4).body) == {"steps": 3, "gatherings": 4}
-
-
-def test_an_abort_is_told_to_every_peer() -> None:
-    """Of three ranks the middle one fails; both others hear it from itself, not from the end of its connection."""
-
-    async def main() -> list[Any]:
-        met = LocalRendezvous()
-        transports = [
-            InprocTransport(TransportContext(rank, tuple({0, 1, 2} - {rank}), "run", met)) for rank in range(3)
-        ]
-        await asyncio.gather(*(transport.start() for transport in transports))
-        await spread_abort(transports[1], Origin(1, "F0@1", "ValueError: enough"))
-        heard = [await transports[rank].receive() for rank in (0, 2)]
-        for rank in (0, 2):
-            transports[rank].abort()
-        return [origin_of(message.body) for message in heard]
-
-    assert asyncio.run(main()) == [Origin(1, "F0@1", "ValueError: enough")] * 2

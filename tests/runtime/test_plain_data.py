@@ -13,8 +13,9 @@ from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.core.topology import Topology
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.errors import ConfigError, Origin, PeerLostError, ProtocolError
+from rrfp.runtime.abort import origin_of
 from rrfp.runtime.batching import plan_step
-from rrfp.runtime.departures import Departures, closed_message, origin_of
+from rrfp.runtime.departures import Departures, closed_message
 from rrfp.runtime.result import StageReport, StepResult
 from rrfp.trace.breakdown import Breakdown, breakdown
 from rrfp.trace.recorder import Recorder
