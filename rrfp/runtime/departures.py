@@ -1,56 +1,64 @@
-"""Peers that left in order: no loss, unless this rank begins a call that they have not made."""
+"""Peers that left in order: no loss, unless this rank is in a call that they have not made."""
 
 from __future__ import annotations
 
 from rrfp.errors import PeerLostError, ProtocolError
+from rrfp.runtime.activity import RankActivity
 from rrfp.transports.base import Channel, Message, MessageKind
 
 
 class Departures:
-    """Which peers left in order, and after how many steps and gatherings."""
+    """The peers that left, each with the number of steps and all-gathers that it took part in.
 
-    def __init__(self) -> None:
+    Args:
+        activity: the calls of this rank.
+    """
+
+    def __init__(self, activity: RankActivity) -> None:
+        self._activity = activity
         self._steps: dict[int, int] = {}
         self._gatherings: dict[int, int] = {}
 
     def __contains__(self, peer: int) -> bool:
         return peer in self._steps
 
-    def note(self, message: Message) -> None:
+    def on_message(self, message: Message) -> None:
         """A CLOSED message arrived.
 
         Raises:
             ProtocolError: if it does not say after how much.
+            PeerLostError: as `check`.
         """
         steps, gatherings = message.body.get("steps"), message.body.get("gatherings")
         if not isinstance(steps, int) or not isinstance(gatherings, int):
             raise ProtocolError(f"rank {message.sender} closed without saying after how many steps and gatherings")
         self._steps[message.sender] = steps
         self._gatherings[message.sender] = gatherings
+        self.check()
 
-    def check(self, step: int) -> None:
-        """This rank begins, or is in, ``step``.
+    def check(self) -> None:
+        """This rank begins a call, or is in one.
 
         Raises:
             PeerLostError: if a peer left before it.
         """
-        for peer, steps in self._steps.items():
-            if steps <= step:
+        activity = self._activity
+        if activity.step is not None:
+            number = activity.step.number
+            if (peer := _left_before(number, self._steps)) is not None:
+                steps = self._steps[peer]
                 raise PeerLostError(
-                    peer, f"its program left after {steps} step(s), but step {step} was begun elsewhere"
+                    peer, f"its program left after {steps} step(s), but step {number} was begun elsewhere"
                 )
+        if activity.is_gathering and (peer := _left_before(activity.gatherings_ended, self._gatherings)) is not None:
+            raise PeerLostError(peer, "its program left, but gradients are being clipped elsewhere")
 
-    def check_gathering(self, number: int) -> None:
-        """This rank begins, or is in, gathering ``number``.
-
-        Raises:
-            PeerLostError: if a peer left before it.
-        """
-        for peer, gatherings in self._gatherings.items():
-            if gatherings <= number:
-                raise PeerLostError(peer, "its program left, but gradients are being clipped elsewhere")
+    def own_message(self) -> Message:
+        """The CLOSED message of this rank."""
+        body = {"steps": self._activity.steps_ended, "gatherings": self._activity.gatherings_ended}
+        return Message(Channel.CONTROL, MessageKind.CLOSED, body=body)
 
 
-def closed_message(steps: int, gatherings: int = 0) -> Message:
-    """This rank's caller left in order after ``steps`` steps and ``gatherings`` of values between them."""
-    return Message(Channel.CONTROL, MessageKind.CLOSED, body={"steps": steps, "gatherings": gatherings})
+def _left_before(number: int, ended: dict[int, int]) -> int | None:
+    """The first peer that took part in fewer calls than up to ``number``."""
+    return next((peer for peer, count in ended.items() if count <= number), None)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 
 from rrfp.compute.gradients.shared import SharedGradients
 from rrfp.compute.gradients.tied import TiedGradients
 from rrfp.compute.program import StageProgram
 from rrfp.core.tasks import StepId
-from rrfp.core.topology import Placement, Topology
 from rrfp.errors import ProtocolError
+from rrfp.runtime.context import RankContext
 from rrfp.runtime.lane_executor import LaneExecutor
-from rrfp.runtime.stall.progress import Progress
 from rrfp.runtime.tied_reduction import Send, TiedReduction
 from rrfp.transports.base import Message
 
@@ -25,11 +24,9 @@ class GradientFinalizer:
     """One rank's part.
 
     Args:
-        placement: where virtual stages live.
-        place: where the rank is.
+        context: the rank.
         program: has the gradients.
         executor: its lane.
-        progress: told what takes time, and what is waited for.
         send: see `TiedReduction`.
         reduce: where there are replicas, sums over them.
         ties: the rank's copies of tied parameters, if it may have any; all ranks agree on them.
@@ -37,29 +34,30 @@ class GradientFinalizer:
 
     def __init__(
         self,
-        placement: Placement,
-        place: Topology,
+        context: RankContext,
         program: StageProgram,
         executor: LaneExecutor,
-        progress: Progress,
         send: Send,
         reduce: Reduce | None,
         ties: TiedGradients | None,
     ) -> None:
-        self._virtual_stages = placement.virtual_stages(place.stage)
+        self._virtual_stages = context.graph.placement.virtual_stages(context.topology.stage)
         self._program = program
         self._executor = executor
-        self._progress = progress
         self._reduce = reduce
         self._shared = SharedGradients({}) if ties is None else ties.shared
         self._ties: TiedReduction | None = None
         if ties is not None and ties.ties:
-            self._ties = TiedReduction(ties, placement, place, executor, progress, send)
+            self._ties = TiedReduction(context, ties, executor, send)
         self._step: StepId | None = None
         self._reduces = True
         #: By virtual stage: its gradients are formed; and, over replicas, summed.
         self._final: dict[int, asyncio.Event] = {}
         self._summed: dict[int, asyncio.Event] = {}
+
+    def awaited(self) -> Iterable[str]:
+        """What it waits for from other ranks, one line each."""
+        return () if self._ties is None else self._ties.awaited
 
     def open(self, step: StepId, reduces: bool) -> None:
         """A step begins.
@@ -94,7 +92,7 @@ class GradientFinalizer:
         self._final[virtual_stage].set()
         if self._reduce is not None and self._reduces:
             await self._gather(virtual_stage)
-            with self._progress.extra(f"the sum over replicas of {name}"):
+            with self._executor.extra_call(f"the sum over replicas of {name}"):
                 await self._reduce(virtual_stage)
             self._summed[virtual_stage].set()
             # What this one lent to those went with their sums, and is no copy's own gradient any more.

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
 
 from rrfp.arbiter.agreement import AgreementArbiter
 from rrfp.arbiter.arbiter import Arbiter
-from rrfp.arbiter.group_messages import GroupMessage
 from rrfp.arbiter.leader import LeaderProtocol
 from rrfp.arbiter.loop import SettlingLoop, run_arbiter
 from rrfp.compute.gradients.tied import TiedGradients
-from rrfp.compute.mailbox import Mailbox
 from rrfp.compute.program import Lane, StageProgram
 from rrfp.compute.weighting import Reduction
 from rrfp.core import events as ev
@@ -34,20 +32,17 @@ from rrfp.log import get_logger
 from rrfp.runtime.abort import AbortController, Failure, failure_of
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.batching import Plan
-from rrfp.runtime.departures import closed_message
-from rrfp.runtime.gathering import Gathering
+from rrfp.runtime.context import RankContext
 from rrfp.runtime.grad_finalizer import GradientFinalizer, Reduce
+from rrfp.runtime.group_link import GROUP_KINDS, GroupLink
 from rrfp.runtime.lane_executor import LaneExecutor
-from rrfp.runtime.messenger import Courier
-from rrfp.runtime.reception import Reception
+from rrfp.runtime.messenger import Handler, Messenger
 from rrfp.runtime.result import StepResult
 from rrfp.runtime.stall.health_monitor import HealthMonitor
 from rrfp.runtime.stall.progress import Progress
 from rrfp.runtime.statistics import RankStatistics
 from rrfp.runtime.step_report import StepReporter
-from rrfp.runtime.supervisor import TaskSupervisor
-from rrfp.trace.recorder import Recorder
-from rrfp.transports.base import Transport
+from rrfp.transports.base import MessageKind, Transport
 
 logger = get_logger(__name__)
 
@@ -92,68 +87,56 @@ class StageRunner:
         self.stage = core.stage
         self.program = program
         self._core = core
-        self._lane = lane
-        self._transport = transport
-        self._mailbox = Mailbox(core.graph, core.stage)
-        self._recorder = Recorder(core.stage, lane.now)
-        self._progress = Progress(core, place, lane.now)
         self._abort = AbortController(place, transport, self._stop)
-        self._supervisor = TaskSupervisor(self.fail)
-        self._executor = LaneExecutor(
-            program, lane, self._mailbox, self._progress, self._recorder, self._completed, self.fail
-        )
-        self._courier = Courier(
-            place, transport, self._mailbox, self._progress, self._recorder, self._supervisor, self._tell
-        )
-        self._all_gather = TreeAllGather(place.rank, place.world, self._courier.post)
-        self._health = HealthMonitor(
-            place,
-            transport.context.peers,
-            self._progress,
-            self._all_gather,
-            self._courier,
-            lane.stack,
-            self.fail,
-            stall_after,
-            abort_after,
-        )
-        self._gathering = Gathering(self._all_gather, self._courier.departures, self._progress)
+        self._context = context = RankContext.create(place, core.graph, transport, lane, self._abort.fail)
+        self._executor = LaneExecutor(context, program, self._on_completed)
+        self._messenger = messenger = Messenger(context, self._on_event)
+        self._all_gather = TreeAllGather(place.rank, place.world, messenger.post)
         self._reporter = StepReporter(place, core.graph, self._all_gather)
-        self._gradients = GradientFinalizer(
-            core.graph.placement, place, program, self._executor, self._progress, self._courier.send_to, reduce, ties
-        )
-        hear, tie = self._join_group(coordination, depth), self._gradients.on_message
-        watchdog, abort = self._health.watchdog, self._abort.on_message
-        self._inbox = Reception(place, self._courier, self._all_gather, watchdog, self._progress, hear, abort, tie)
+        self._gradients = GradientFinalizer(context, program, self._executor, messenger.send, reduce, ties)
+        self._leader_protocol: LeaderProtocol | None = None
+        self._agreement: AgreementArbiter | None = None
+        group_handlers = self._join_group(coordination, depth)
+        progress = Progress(context, core, self._executor, messenger, self._gradients.awaited, self._dispute)
+        self._health = HealthMonitor(context, progress, self._all_gather, messenger.post, stall_after, abort_after)
+        #: The part that takes each kind of message.
+        self._handlers: Mapping[MessageKind, Handler] = {
+            MessageKind.OUTPUT: messenger.on_output,
+            MessageKind.CONSUMED: messenger.on_consumed,
+            MessageKind.TIE: self._gradients.on_message,
+            MessageKind.REPORT: self._all_gather.on_message,
+            MessageKind.RESULT: self._all_gather.on_message,
+            MessageKind.PROBE: self._health.watchdog.on_message,
+            MessageKind.CLOSED: context.departures.on_message,
+            MessageKind.ABORT: self._abort.on_message,
+            **group_handlers,
+        }
         self._finished = asyncio.Event()
         #: The most that was held in the steps before this one.
         self._earlier = Peaks()
 
-    def _join_group(self, coordination: Coordination, depth: int | None) -> Callable[[int, GroupMessage], None] | None:
+    def _join_group(self, coordination: Coordination, depth: int | None) -> Mapping[MessageKind, Handler]:
         """Make the arbiter, and what this rank needs to run one order with its group."""
-        self._leader_protocol: LeaderProtocol | None = None
-        self._agreement: AgreementArbiter | None = None
-        core, place = self._core, self.place
+        core, place, lane_depth = self._core, self.place, self._context.lane.depth
         if place.members == 1:
-            self._arbiter = Arbiter(core, depth or self._lane.depth, self._dispatch, self._waiting)
-            return None
+            self._arbiter = Arbiter(core, depth or lane_depth, self._dispatch, self._waiting)
+            return {}
         group = Group(place.member, place.members)
+        link = GroupLink(place.group, self._messenger.post)
         if coordination == "leader":
-            self._arbiter = Arbiter(core, depth or max(2, self._lane.depth), self._dispatch, self._waiting)
-            self._leader_protocol = LeaderProtocol(
-                group, self._courier.send_to_member, self._tell, reports_bytes=core.limit.bytes is not None
+            self._arbiter = Arbiter(core, depth or max(2, lane_depth), self._dispatch, self._waiting)
+            reports_bytes = core.limit.bytes is not None
+            self._leader_protocol = LeaderProtocol(group, link.send, self._on_event, reports_bytes=reports_bytes)
+            on_message = self._leader_protocol.on_message
+        else:
+            self._arbiter = self._agreement = AgreementArbiter(
+                core, depth or lane_depth, self._dispatch, self._waiting, group=group, send=link.send
             )
-            return self._leader_protocol.on_message
-        self._arbiter = self._agreement = AgreementArbiter(
-            core,
-            depth or self._lane.depth,
-            self._dispatch,
-            self._waiting,
-            group=group,
-            send=self._courier.send_to_member,
-        )
-        self._progress.dispute = lambda: None if self._agreement is None else self._agreement.dispute
-        return self._agreement.on_message
+            on_message = self._agreement.on_message
+        return dict.fromkeys(GROUP_KINDS, lambda message: on_message(*link.read(message)))
+
+    def _dispute(self) -> tuple[Task, str] | None:
+        return None if self._agreement is None else self._agreement.dispute
 
     # Life.
 
@@ -165,17 +148,17 @@ class StageRunner:
             PipelineAborted: if another rank failed to start.
         """
         self._abort.check()
-        self._lane.start()
+        self._context.lane.start()
         settled = loop.settled if isinstance(loop := asyncio.get_running_loop(), SettlingLoop) else None
         try:
-            await self._transport.start()
-            await self._supervisor.start(
-                self._courier.pump(self._inbox.take),
+            await self._context.transport.start()
+            await self._context.supervisor.start(
+                self._messenger.receive_all(self._handlers),
                 run_arbiter(self._arbiter, settled),
                 *self._health.services(),
             )
         except BaseException:
-            self._transport.abort()
+            self._context.transport.abort()
             self._executor.close()
             raise
         await self._abort.unless_aborted(self._health.meet(), "the start")
@@ -193,24 +176,24 @@ class StageRunner:
         return await self._abort.unless_aborted(self._run_step(plan, reduction), "the step")
 
     async def gather(self, own: bytes) -> list[bytes]:
-        """Give ``own`` to all ranks between two steps, and hear what each of them gives, by rank; all equally often."""
-        return await self._abort.unless_aborted(self._gathering.gather(own), "an exchange between steps")
+        """Give ``own`` to all ranks between two steps, and get what each of them gives, by rank; all equally often."""
+        return await self._abort.unless_aborted(self._gather(own), "an exchange between steps")
 
     async def close(self) -> None:
         """Leave in order: tell the peers, deliver what was accepted, free everything. Takes `RUNNER_CLOSE_S` at most.
 
         Raises:
-            PipelineAborted: if the pipeline failed and no call has told the caller.
+            PipelineAborted: if the pipeline failed and no call has raised that.
         """
+        context = self._context
         if self._abort.is_awaited:  # or the step would wait for ever, and without a word
             self.fail(RrfpError("the pipeline was left while a step was running"))
         try:
             async with asyncio.timeout(timeouts.RUNNER_CLOSE_S):
                 if self._abort.failure is None:
-                    closed = closed_message(self._progress.steps_ended, self._progress.gatherings_ended)
-                    for peer in self._transport.context.peers:
-                        self._courier.post(peer, closed)
-                await self._supervisor.stop()
+                    for peer in context.transport.context.peers:
+                        self._messenger.post(peer, context.departures.own_message())
+                await context.supervisor.stop()
                 await self._abort.close_transport()
         except TimeoutError:
             logger.warning(
@@ -220,10 +203,8 @@ class StageRunner:
                 stage=self.stage,
             )
         finally:
-            self._health.close()
-            self._supervisor.cancel()
-            self._transport.abort()
-            self._executor.close()
+            self._release()
+            context.transport.abort()
         self._abort.check_unraised()
 
     def fail(self, error: BaseException, task: Task | None = None) -> None:
@@ -232,7 +213,7 @@ class StageRunner:
 
     def statistics(self) -> RankStatistics:
         """What it holds and has moved. May be called on any thread, at any time."""
-        return RankStatistics.of(self.place, self._core, self._earlier, self._transport)
+        return RankStatistics.of(self.place, self._core, self._earlier, self._context.transport)
 
     async def let_culprit_end(self, origin: Origin) -> None:
         """Where a failure began elsewhere, say so, and wait until the process of ``origin`` has ended."""
@@ -252,70 +233,80 @@ class StageRunner:
         """Whether a task is being computed on this thread. May be called on any thread."""
         return self._executor.thread == threading.get_ident()
 
-    def _stop(self, failure: Failure) -> None:
+    def _release(self) -> None:
+        """Serve nothing more on this rank. May be called twice."""
         self._health.close()
-        self._supervisor.cancel()
+        self._context.supervisor.cancel()
         self._executor.close()
+
+    def _stop(self, failure: Failure) -> None:
+        self._release()
         with suppress(Exception):  # a hint that observes events may raise; it is never asked again
             self._core.apply(ev.Aborted(failure.origin))
 
     # A step.
 
     async def _run_step(self, plan: Plan, reduction: Reduction) -> StepResult:
-        step = plan.step
-        self._courier.departures.check(step.number)
+        context, step = self._context, plan.step
+        context.activity.begin_step(step)
+        context.departures.check()
         self._finished.clear()
-        self._progress.open(step)
-        self._recorder.open()
+        context.recorder.open()
         self._earlier = Peaks.worst([self._earlier, self._core.peaks])
         if self.place.replicas > 1 and step.mode is Mode.TRAIN:
             sharing = self._reporter.share_weights(plan)
             if self._reporter.has_losses:
                 await sharing
             else:
-                self._supervisor.spawn(sharing)
+                context.supervisor.spawn(sharing)
         self._gradients.open(step, plan.reduce_gradients)
-        with self._inbox.opening():
+        with self._messenger.opening():
             if self._agreement is not None:
                 self._agreement.open_step(step)
-            self._tell(ev.StepOpened(step.number, step.mode, step.microbatches, plan.sizes))
+            self._on_event(ev.StepOpened(step.number, step.mode, step.microbatches, plan.sizes))
         await self._finished.wait()
         # Before the others can hear that this rank is done, and send what belongs to the next step.
-        self._mailbox.clear()
-        trace = self._recorder.close(step.number, self._core.peaks)
+        context.mailbox.clear()
+        trace = context.recorder.close(step.number, self._core.peaks)
         # On the lane's thread, because reading a loss may wait for the device.
         losses = await self._executor.run_extra("the losses of the step", self.program.losses)
         result = await self._reporter.report(plan, reduction, trace, self._core.peaks, losses)
-        self._progress.end()
+        context.activity.end_step()
         return replace(result, outputs=self.program.outputs())
+
+    async def _gather(self, own: bytes) -> list[bytes]:
+        with self._context.activity.gathering() as number:
+            self._context.departures.check()
+            return await self._all_gather.all_gather("gather", number, own)
 
     async def _reduce(self, virtual_stage: int) -> None:
         await self._gradients.finalize(virtual_stage)
-        self._tell(ev.ChunkReduced(virtual_stage))
+        self._on_event(ev.ChunkReduced(virtual_stage))
 
     # Events to the core, its instructions to I/O.
 
-    def _tell(self, event: ev.Event) -> None:
+    def _on_event(self, event: ev.Event) -> None:
         self._arbiter.kick()  # first, so that the next task starts before sends begin to copy their tensors
         self._apply(event)
 
     def _apply(self, event: ev.Event) -> None:
-        self._progress.touch()
+        self._context.activity.touch()
         for instruction in self._core.apply(event):
             self._perform(instruction)
 
     def _perform(self, instruction: ev.Instruction) -> None:
+        step = self._context.activity.step
         match instruction:
             case ev.Send():
-                self._supervisor.spawn(self._courier.send(instruction), instruction.task)
+                self._context.supervisor.spawn(self._messenger.send_output(instruction), instruction.task)
             case ev.Credit():
-                self._courier.credit(instruction)
+                self._messenger.credit(instruction)
             case ev.Release(task):
-                self._mailbox.drop(task)
-            case ev.ReportReady() | ev.Order() if self._leader_protocol is not None and self._progress.step is not None:
-                self._leader_protocol.perform(instruction, self._progress.step)
+                self._context.mailbox.drop(task)
+            case ev.ReportReady() | ev.Order() if self._leader_protocol is not None and step is not None:
+                self._leader_protocol.perform(instruction, step)
             case ev.ReduceChunk(virtual_stage):
-                self._supervisor.spawn(self._reduce(virtual_stage))
+                self._context.supervisor.spawn(self._reduce(virtual_stage))
             case ev.FinishStep():
                 self._finished.set()
             case _:
@@ -326,13 +317,12 @@ class StageRunner:
     def _dispatch(self, task: Task) -> None:
         self._executor.enqueue(task)  # first, because the lane's thread takes some time to wake up
         self._apply(ev.Enqueued(task))  # and no kick: the arbiter, which called this, goes on deciding
-        self._progress.enqueued()
 
-    def _completed(self, completed: ev.Completed) -> None:
-        if self._leader_protocol is not None and self._progress.step is not None:
-            self._leader_protocol.on_completed(completed, self._progress.step)
-        self._tell(completed)
+    def _on_completed(self, completed: ev.Completed) -> None:
+        if self._leader_protocol is not None and self._context.activity.step is not None:
+            self._leader_protocol.on_completed(completed, self._context.activity.step)
+        self._on_event(completed)
 
     def _waiting(self, cause: WaitCause) -> None:
-        if self._progress.step is not None:
-            self._recorder.waiting(cause)
+        if self._context.activity.step is not None:
+            self._context.recorder.waiting(cause)

@@ -18,10 +18,9 @@ from torch import Tensor
 from rrfp.compute.gradients.tie_copies import Tie
 from rrfp.compute.gradients.tied import Pieces, TiedGradients
 from rrfp.core.tasks import StepId
-from rrfp.core.topology import Placement, Topology
 from rrfp.errors import ProtocolError
+from rrfp.runtime.context import RankContext
 from rrfp.runtime.lane_executor import LaneExecutor
-from rrfp.runtime.stall.progress import Progress
 from rrfp.transports.base import Channel, Message, MessageKind
 
 #: Sends a message of the step to the rank of a stage; returns when its memory is no longer read.
@@ -35,38 +34,31 @@ class TiedReduction:
     """One rank's part. All methods are called on the loop.
 
     Args:
+        context: the rank.
         gradients: of this rank's copies, and the ties that all ranks agreed on.
-        placement: where virtual stages live.
-        place: where the rank is.
         executor: runs the additions.
-        progress: told of every message, and what is waited for.
         send: the way to the ranks of other stages.
+
+    Attributes:
+        awaited: what it waits for from other ranks, one line each.
     """
 
-    def __init__(
-        self,
-        gradients: TiedGradients,
-        placement: Placement,
-        place: Topology,
-        executor: LaneExecutor,
-        progress: Progress,
-        send: Send,
-    ) -> None:
+    def __init__(self, context: RankContext, gradients: TiedGradients, executor: LaneExecutor, send: Send) -> None:
+        self.awaited: list[str] = []
+        placement = context.graph.placement
         self._gradients = gradients
-        self._place = place
+        self._topology = context.topology
         self._stage_of = placement.stage_of
         self._executor = executor
-        self._progress = progress
+        self._activity = context.activity
         self._send = send
-        own = frozenset(placement.virtual_stages(place.stage))
+        own = frozenset(placement.virtual_stages(context.topology.stage))
         #: Ties with a copy here, in the order of all ranks, and the virtual stages of those copies.
         here = ((tie, own.intersection(tie.virtual_stages)) for tie in gradients.ties)
         self._here = {tie.name: (tie, copies) for tie, copies in here if copies}
         #: Copies here whose virtual stage still has tasks in this step.
         self._unfinished: dict[str, set[int]] = {}
         self._arriving: dict[_Key, _Arriving] = {}
-        self._awaited: list[str] = []
-        progress.also_awaits = lambda: self._awaited
 
     def open(self) -> None:
         """A training step begins."""
@@ -102,8 +94,7 @@ class TiedReduction:
         Raises:
             ProtocolError: if it makes no sense.
         """
-        self._progress.received += 1
-        self._progress.touch()
+        self._activity.touch()
         key, told = self._check(message)
         self._arriving.setdefault(key, _Arriving()).add(told, message)
 
@@ -149,16 +140,16 @@ class TiedReduction:
         return self._stage_of(tie.virtual_stages[0])
 
     def _leads(self, tie: Tie) -> bool:
-        return self._leader(tie) == self._place.stage
+        return self._leader(tie) == self._topology.stage
 
     @contextmanager
     def _waits_for(self, *what: str) -> Iterator[None]:
-        self._awaited += what
+        self.awaited += what
         try:
             yield
         finally:
             for each in what:
-                self._awaited.remove(each)
+                self.awaited.remove(each)
 
     def _check(self, message: Message) -> tuple[_Key, Mapping[str, Any]]:
         """Whose gradient a message has.
@@ -172,7 +163,7 @@ class TiedReduction:
                 pass
             case _:
                 raise ProtocolError(f"rank {sender} sent gradients of a tie that cannot be read")
-        now = self._progress.steps_ended
+        now = self._activity.steps_ended
         if step is None or step.number not in (now, now + 1) or len(message.tensors) != 1:
             raise ProtocolError(
                 f"rank {sender} sent gradients of tie {name!r} for {step}; step {now} is next or running"
@@ -180,9 +171,9 @@ class TiedReduction:
         tie, _ = self._here.get(name, (None, ()))
         if tie is None or (copy is None) is self._leads(tie) or copy not in (None, *tie.virtual_stages):
             raise ProtocolError(
-                f"rank {sender} sent gradients of tie {name!r} that are not for rank {self._place.rank}"
+                f"rank {sender} sent gradients of tie {name!r} that are not for rank {self._topology.rank}"
             )
-        if sender != self._place.rank_of(self._leader(tie) if copy is None else self._stage_of(copy)):
+        if sender != self._topology.rank_of(self._leader(tie) if copy is None else self._stage_of(copy)):
             raise ProtocolError(f"rank {sender} sent gradients of tie {name!r} that are another rank's")
         return (step.number, name, copy), told
 

@@ -187,15 +187,15 @@ NAMED: tuple[Named, ...] = (
     Named(
         "a departure before a step is not looked at",
         "rrfp/runtime/stage_runner.py",
-        "        self._courier.departures.check(step.number)\n",
+        "        context.departures.check()\n",
         "",
         (tests("runtime/test_departures.py"),),
     ),
     Named(
         "CLOSED is not looked at inside a step",
-        "rrfp/runtime/reception.py",
-        "if self._progress.step is not None:",
-        "if False:",
+        "rrfp/runtime/departures.py",
+        "        self.check()\n",
+        "",
         (tests("runtime/test_departures.py"),),
     ),
     Named(

@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.core.topology import Topology
 from rrfp.core.usage import Peaks, WaitCause
-from rrfp.errors import ConfigError, Origin, PeerLostError, ProtocolError
+from rrfp.errors import ConfigError, Origin, ProtocolError
 from rrfp.runtime.abort import origin_of
 from rrfp.runtime.batching import plan_step
-from rrfp.runtime.departures import Departures, closed_message
 from rrfp.runtime.result import StageReport, StepResult
 from rrfp.trace.breakdown import Breakdown, breakdown
 from rrfp.trace.recorder import Recorder
 from rrfp.trace.spans import StepTrace
-from rrfp.transports.base import Channel, Message, MessageKind
 
 seconds = st.floats(0, 1e6)
 
@@ -95,17 +93,6 @@ def test_an_abort_without_an_origin_is_refused(body: dict[str, Any]) -> None:
     assert origin_of({"stage": 1, "task": "F0@1", "cause": "x", "rank": None}) == Origin(1, "F0@1", "x")
     with pytest.raises(ProtocolError):
         origin_of(body)
-
-
-def test_a_peer_that_left_is_missed_only_in_steps_that_it_did_not_do() -> None:
-    departures, message = Departures(), closed_message(3)
-    departures.note(message)
-    departures.check(2)
-    assert message.sender in departures
-    with pytest.raises(PeerLostError, match=r"after 3 step\(s\), but step 3"):
-        departures.check(3)
-    with pytest.raises(ProtocolError, match="without saying"):
-        departures.note(Message(Channel.CONTROL, MessageKind.CLOSED))
 
 
 def test_the_recorder_cuts_waits_by_cause_and_leaves_nothing_out() -> None:

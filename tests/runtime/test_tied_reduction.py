@@ -10,26 +10,29 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rrfp.compute.emulated import EmulatedStage
 from rrfp.compute.gradients.layout import encode
 from rrfp.compute.gradients.tie_copies import Tie
 from rrfp.compute.gradients.tied import ProcessTies
 from rrfp.compute.lanes.timer import TimerLane
-from rrfp.compute.mailbox import Mailbox
 from rrfp.core.graph import Graph
-from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Mode, StepId
+from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.core.topology import Topology
 from rrfp.errors import ProtocolError
-from rrfp.hints.alternating import BackwardForward
+from rrfp.runtime.context import RankContext
 from rrfp.runtime.lane_executor import LaneExecutor
-from rrfp.runtime.stall.progress import Progress
 from rrfp.runtime.tied_reduction import TiedReduction
-from rrfp.trace.recorder import Recorder
-from rrfp.transports.base import Channel, Message, MessageKind
+from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
+from rrfp.transports.inproc import InprocTransport
+from rrfp.transports.rendezvous import LocalRendezvous
 
 STEP = StepId(0, Mode.TRAIN, 2)
 GRAPH = Graph.chain(3)
 TIES = (Tie("it", (0, 1, 2)), Tie("elsewhere", (1, 2)))
+
+
+def no_failure(error: BaseException, task: Task | None = None) -> None:
+    raise error
 
 
 class OneRank:
@@ -42,14 +45,15 @@ class OneRank:
         module.weight = self.weight
         (gradients,) = ProcessTies({"it": self.weight}, [{stage: module}]).ranks
         gradients.agree([TIES[0], *([] if stage else TIES[1:])], 4)
-        core, lane, program = StageCore(GRAPH, stage, BackwardForward()), TimerLane(), Any
-        place, mailbox = Topology(stage, 3), Mailbox(GRAPH, stage)
-        self.progress = Progress(core, place, lane.now)
-        recorder = Recorder(stage, lane.now)
-        executor = LaneExecutor(program, lane, mailbox, self.progress, recorder, lambda _: None, lambda *_: None)  # type: ignore[arg-type]
+        lane, program = TimerLane(), EmulatedStage(GRAPH, lambda _: 0.0)
+        met = LocalRendezvous()
+        transport = InprocTransport(TransportContext(stage, (), "run", met))
+        context = RankContext.create(Topology(stage, 3), GRAPH, transport, lane, no_failure)
+        executor = LaneExecutor(context, program, lambda _: None)
+        self.stage = stage
         self.sent: list[tuple[int, Message]] = []
         self.sending: asyncio.Queue[Message] = asyncio.Queue()
-        self.reduction = TiedReduction(gradients, GRAPH.placement, place, executor, self.progress, self._send)
+        self.reduction = TiedReduction(context, gradients, executor, self._send)
         self.layout = encode(self.weight, "it")
         self.reduction.open()
         lane.start()
@@ -60,7 +64,7 @@ class OneRank:
 
     def reduce(self) -> asyncio.Task[None]:
         """All its tasks are done."""
-        return asyncio.create_task(self.reduction.reduce(self.progress._core.stage, STEP, True))
+        return asyncio.create_task(self.reduction.reduce(self.stage, STEP, True))
 
     def piece(self, sender: int, copy: int | None, index: int, value: float, **other: Any) -> Message:
         """A piece of a copy's gradient, which has two of one number each."""
@@ -78,7 +82,7 @@ async def test_the_first_adds_what_comes_in_any_order_and_sends_the_sum_to_all()
     rank.reduction.on_message(rank.piece(2, 2, 1, 30.0))  # before its own tasks are done
     reducing = rank.reduce()
     await asyncio.sleep(0)
-    assert list(rank.progress.also_awaits()) == [f"the gradients of tie 'it' from stage {v}" for v in (1, 2)]
+    assert rank.reduction.awaited == [f"the gradients of tie 'it' from stage {v}" for v in (1, 2)]
     for message in (rank.piece(1, 1, 1, 2.0), rank.piece(2, 2, 0, 30.0), rank.piece(1, 1, 0, 2.0)):
         assert not rank.sent
         rank.reduction.on_message(message)
@@ -92,8 +96,7 @@ async def test_the_first_adds_what_comes_in_any_order_and_sends_the_sum_to_all()
         (2, None, 1),
     ]
     assert all(values(message) == [33.0] for _, message in rank.sent)
-    assert not list(rank.progress.also_awaits())
-    assert rank.progress.received == 4
+    assert not rank.reduction.awaited
 
 
 async def test_another_sends_its_own_at_once_and_takes_the_sum() -> None:
@@ -104,7 +107,7 @@ async def test_another_sends_its_own_at_once_and_takes_the_sum() -> None:
     assert [(stage, message.channel, message.body["copy"], values(message)) for stage, message in rank.sent] == [
         (0, Channel.BACKWARD, 2, [3.0])
     ] * 2
-    assert list(rank.progress.also_awaits()) == ["the sum of tie 'it' from stage 0"]
+    assert rank.reduction.awaited == ["the sum of tie 'it' from stage 0"]
     rank.reduction.on_message(rank.piece(0, None, 0, 7.0))
     rank.reduction.on_message(rank.piece(0, None, 1, 8.0))
     await reducing

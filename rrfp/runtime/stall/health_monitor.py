@@ -7,17 +7,16 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from rrfp.core import timeouts
-from rrfp.core.tasks import Task
-from rrfp.core.topology import Topology
 from rrfp.errors import PeerLostError
 from rrfp.log import get_logger
 from rrfp.runtime.all_gather import TreeAllGather
-from rrfp.runtime.messenger import Courier
+from rrfp.runtime.context import RankContext
 from rrfp.runtime.processes import ProcessIdentity, ProcessWatch, ended
 from rrfp.runtime.stall.peer_monitor import PeerMonitor
 from rrfp.runtime.stall.progress import Progress
 from rrfp.runtime.stall.task_timeout import TaskTimeout
 from rrfp.runtime.stall.watchdog import Watchdog
+from rrfp.transports.base import Message
 
 logger = get_logger(__name__)
 
@@ -26,46 +25,36 @@ class HealthMonitor:
     """Puts the parts of it together.
 
     Args:
-        place: where the rank is.
-        peers: the ranks that it is connected to.
+        context: the rank.
         progress: how it is doing.
         all_gather: the all-gather over all ranks.
-        courier: sends, and knows who left in order.
-        stack: the Python stack of its lane.
-        fail: ends the pipeline.
+        post: queues a control message for a peer.
         stall_after: seconds of idleness inside a step after which all ranks are asked why.
         abort_after: seconds that a task, or a turn of a rank's loop, may take before the pipeline ends; None: any.
     """
 
     def __init__(
         self,
-        place: Topology,
-        peers: Iterable[int],
+        context: RankContext,
         progress: Progress,
         all_gather: TreeAllGather,
-        courier: Courier,
-        stack: Callable[[], str],
-        fail: Callable[[BaseException, Task | None], None],
+        post: Callable[[int, Message], None],
         stall_after: float,
         abort_after: float | None,
     ) -> None:
-        self._place = place
-        self._peers = tuple(peers)
+        self._topology = context.topology
+        self._peers = context.transport.context.peers
+        self._departures = context.departures
+        self._fail = context.fail
         self._all_gather = all_gather
-        self._departures = courier.departures
-        self._fail = fail
-        self._peer_monitor = PeerMonitor(
-            place, self._peers, courier.post, self._fail_alone, courier.departures, stall_after, abort_after
-        )
+        #: The process of each rank, once all have told theirs.
+        self._identities: dict[int, ProcessIdentity] = {}
+        self._peer_monitor = PeerMonitor(context, self._identities, post, stall_after, abort_after)
         #: Takes the polls of idle ranks.
-        self.watchdog = Watchdog(
-            progress, place.rank, place.world, all_gather, self._peer_monitor, self._fail_alone, stall_after, stack
-        )
+        self.watchdog = Watchdog(context, progress, all_gather, self._peer_monitor, stall_after)
         self._task_timeout = None
         if abort_after is not None:
-            self._task_timeout = TaskTimeout(
-                progress, abort_after, lambda: self._peer_monitor.describe(place.rank), stack, fail
-            )
+            self._task_timeout = TaskTimeout(context, progress, abort_after, self._peer_monitor.describe)
         self._processes = ProcessWatch(self._process_ended)
 
     def services(self) -> Iterable[Coroutine[Any, Any, None]]:
@@ -78,9 +67,9 @@ class HealthMonitor:
     async def meet(self) -> None:
         """Wait for all ranks; each tells which process it is. Once, at the start."""
         own = ProcessIdentity.own()
-        told = await self._all_gather.all_gather("start", 0, own.encode())
-        self._peer_monitor.processes = {rank: ProcessIdentity.decode(data) for rank, data in enumerate(told)}
-        self._processes.start(self._peers, self._peer_monitor.processes, own)
+        gathered = await self._all_gather.all_gather("start", 0, own.encode())
+        self._identities.update((rank, ProcessIdentity.decode(data)) for rank, data in enumerate(gathered))
+        self._processes.start(self._peers, self._identities, own)
 
     async def let_end(self, rank: int, why: str) -> None:
         """Wait until the process of ``rank``, which failed, has ended and its launcher has seen it.
@@ -88,11 +77,11 @@ class HealthMonitor:
         Takes `CULPRIT_GRACE_S` and `LAUNCHER_LOOKS_S` at most. Returns at once where the process is this one, or cannot
         be watched.
         """
-        own = self._peer_monitor.processes.get(self._place.rank)
-        process = self._peer_monitor.processes.get(rank)
-        if rank == self._place.rank or own is None or process is None:
+        own = self._identities.get(self._topology.rank)
+        process = self._identities.get(rank)
+        if rank == self._topology.rank or own is None or process is None:
             return
-        logger.error("%s ends: aborted by %s", self._place.name, why)
+        logger.error("%s ends: aborted by %s", self._topology.name, why)
         if process.pid != own.pid and await ended(process, own, timeouts.CULPRIT_GRACE_S):
             await asyncio.sleep(timeouts.LAUNCHER_LOOKS_S)
 
@@ -103,7 +92,4 @@ class HealthMonitor:
 
     def _process_ended(self, peer: int) -> None:
         if peer not in self._departures:
-            self._fail(PeerLostError(peer, "its process ended"), None)
-
-    def _fail_alone(self, error: Exception) -> None:
-        self._fail(error, None)
+            self._fail(PeerLostError(peer, "its process ended"))

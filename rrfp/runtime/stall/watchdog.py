@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rrfp.core import timeouts
 from rrfp.errors import DeadlockError
 from rrfp.log import get_logger
 from rrfp.runtime.all_gather import SupersededError, TreeAllGather
+from rrfp.runtime.context import RankContext
 from rrfp.runtime.control_tree import children, parent
 from rrfp.runtime.stall.peer_monitor import PeerMonitor
 from rrfp.runtime.stall.progress import Progress
@@ -35,36 +36,30 @@ class Watchdog:
     """One rank's part in finding stalls.
 
     Args:
-        progress: how its rank is doing.
-        rank: its rank.
-        world: all ranks.
+        context: the rank.
+        progress: how it is doing.
         all_gather: the all-gather for answers.
         peer_monitor: sends questions, and names who does not answer.
-        fail: ends the pipeline.
         stall_after: seconds of idleness before asking; must be positive.
-        stack: the Python stack of the rank's lane.
     """
 
     def __init__(
         self,
+        context: RankContext,
         progress: Progress,
-        rank: int,
-        world: int,
         all_gather: TreeAllGather,
         peer_monitor: PeerMonitor,
-        fail: Callable[[Exception], None],
         stall_after: float,
-        stack: Callable[[], str],
     ) -> None:
-        self._progress = progress
-        self._rank = rank
+        self._rank = rank = context.topology.rank
         self._parent = parent(rank)
-        self._children = children(rank, world)
+        self._children = children(rank, context.topology.world)
+        self._stack = context.lane.stack
+        self._fail = context.fail
+        self._progress = progress
         self._all_gather = all_gather
         self._peer_monitor = peer_monitor
-        self._fail = fail
         self._stall_after = stall_after
-        self._stack = stack
         self._polls: asyncio.Queue[int] = asyncio.Queue()
         self._next_poll = 0
         self._before: list[RankStatus] | None = None
@@ -131,9 +126,9 @@ class Watchdog:
     def _status(self) -> RankStatus:
         """This rank's answer to a poll."""
         status = self._progress.status()
-        own = self._peer_monitor.processes.get(self._rank)
+        process = self._peer_monitor.process_of(self._rank)
         lasts = status.running_s >= self._stall_after
-        return replace(status, process="" if own is None else str(own), stack=self._stack() if lasts else "")
+        return replace(status, process=process, stack=self._stack() if lasts else "")
 
     def _ask(self) -> None:
         if self._parent is not None:
