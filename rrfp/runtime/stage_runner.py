@@ -1,7 +1,7 @@
-"""The shell of one rank: turns I/O into events for the core, and the core's instructions into I/O.
+"""One rank, from its start to its end, and the calls of its caller: steps, and all-gathers between them.
 
-One TaskGroup holds the receive pump, the arbiter, the watchdog and the sends under way. There is no policy and no wire
-format in here. Everything runs on one loop, but for what is handed to the lane.
+One TaskGroup holds the receive loop, the arbiter, the watchdog and the sends under way. Everything runs on one loop,
+but for the lane. `CoreDriver` runs the tasks of a step.
 """
 
 from __future__ import annotations
@@ -11,32 +11,26 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Literal
 
-from rrfp.arbiter.agreement import AgreementArbiter
-from rrfp.arbiter.arbiter import Arbiter
-from rrfp.arbiter.leader import LeaderProtocol
 from rrfp.arbiter.loop import SettlingLoop, run_arbiter
 from rrfp.compute.gradients.tied import TiedGradients
 from rrfp.compute.program import Lane, StageProgram
 from rrfp.compute.weighting import Reduction
 from rrfp.core import events as ev
 from rrfp.core import timeouts
-from rrfp.core.order_log import Group
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Mode, Task
 from rrfp.core.topology import Topology
-from rrfp.core.usage import Peaks, WaitCause
-from rrfp.errors import Origin, OverdueError, PipelineAborted, ProtocolError, RrfpError
+from rrfp.core.usage import Peaks
+from rrfp.errors import Origin, OverdueError, PipelineAborted, RrfpError
 from rrfp.log import get_logger
 from rrfp.runtime.abort import AbortController, Failure, failure_of
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.batching import Plan
 from rrfp.runtime.context import RankContext
-from rrfp.runtime.grad_finalizer import GradientFinalizer, Reduce
-from rrfp.runtime.group_link import GROUP_KINDS, GroupLink
-from rrfp.runtime.lane_executor import LaneExecutor
-from rrfp.runtime.messenger import Handler, Messenger
+from rrfp.runtime.core_driver import Coordination, CoreDriver
+from rrfp.runtime.grad_finalizer import Reduce
+from rrfp.runtime.messenger import Handler
 from rrfp.runtime.result import StepResult
 from rrfp.runtime.stall.health_monitor import HealthMonitor
 from rrfp.runtime.stall.progress import Progress
@@ -45,9 +39,6 @@ from rrfp.runtime.step_report import StepReporter
 from rrfp.transports.base import MessageKind, Transport
 
 logger = get_logger(__name__)
-
-#: How the ranks of a group come to one order: a leader's, or by proposing until they agree (the paper's way).
-Coordination = Literal["leader", "agreement"]
 
 
 class StageRunner:
@@ -59,7 +50,7 @@ class StageRunner:
         lane: where they run; not started.
         transport: the way to the peers; not started.
         place: where this rank is; by default the only one of its stage.
-        coordination: how the ranks of its group come to one order.
+        coordination: how the ranks of its group agree on an order.
         depth: tasks enqueued and not complete, at most; by default as many as the lane wants, and where a group has a
             leader at least 2, so that its order travels while the task before is running.
         reduce: sums the gradients of a virtual stage over the replicas.
@@ -89,54 +80,23 @@ class StageRunner:
         self._core = core
         self._abort = AbortController(place, transport, self._stop)
         self._context = context = RankContext.create(place, core.graph, transport, lane, self._abort.fail)
-        self._executor = LaneExecutor(context, program, self._on_completed)
-        self._messenger = messenger = Messenger(context, self._on_event)
-        self._all_gather = TreeAllGather(place.rank, place.world, messenger.post)
+        self._driver = driver = CoreDriver(context, core, program, coordination, depth, reduce, ties)
+        post = driver.messenger.post
+        self._all_gather = TreeAllGather(place.rank, place.world, post)
         self._reporter = StepReporter(place, core.graph, self._all_gather)
-        self._gradients = GradientFinalizer(context, program, self._executor, messenger.send, reduce, ties)
-        self._leader_protocol: LeaderProtocol | None = None
-        self._agreement: AgreementArbiter | None = None
-        group_handlers = self._join_group(coordination, depth)
-        progress = Progress(context, core, self._executor, messenger, self._gradients.awaited, self._dispute)
-        self._health = HealthMonitor(context, progress, self._all_gather, messenger.post, stall_after, abort_after)
+        progress = Progress(context, core, driver.executor, driver.messenger, driver.gradients.awaited, driver.dispute)
+        self._health = HealthMonitor(context, progress, self._all_gather, post, stall_after, abort_after)
         #: The part that takes each kind of message.
         self._handlers: Mapping[MessageKind, Handler] = {
-            MessageKind.OUTPUT: messenger.on_output,
-            MessageKind.CONSUMED: messenger.on_consumed,
-            MessageKind.TIE: self._gradients.on_message,
+            **driver.handlers,
             MessageKind.REPORT: self._all_gather.on_message,
             MessageKind.RESULT: self._all_gather.on_message,
             MessageKind.PROBE: self._health.watchdog.on_message,
             MessageKind.CLOSED: context.departures.on_message,
             MessageKind.ABORT: self._abort.on_message,
-            **group_handlers,
         }
-        self._finished = asyncio.Event()
         #: The most that was held in the steps before this one.
         self._earlier = Peaks()
-
-    def _join_group(self, coordination: Coordination, depth: int | None) -> Mapping[MessageKind, Handler]:
-        """Make the arbiter, and what this rank needs to run one order with its group."""
-        core, place, lane_depth = self._core, self.place, self._context.lane.depth
-        if place.members == 1:
-            self._arbiter = Arbiter(core, depth or lane_depth, self._dispatch, self._waiting)
-            return {}
-        group = Group(place.member, place.members)
-        link = GroupLink(place.group, self._messenger.post)
-        if coordination == "leader":
-            self._arbiter = Arbiter(core, depth or max(2, lane_depth), self._dispatch, self._waiting)
-            reports_bytes = core.limit.bytes is not None
-            self._leader_protocol = LeaderProtocol(group, link.send, self._on_event, reports_bytes=reports_bytes)
-            on_message = self._leader_protocol.on_message
-        else:
-            self._arbiter = self._agreement = AgreementArbiter(
-                core, depth or lane_depth, self._dispatch, self._waiting, group=group, send=link.send
-            )
-            on_message = self._agreement.on_message
-        return dict.fromkeys(GROUP_KINDS, lambda message: on_message(*link.read(message)))
-
-    def _dispute(self) -> tuple[Task, str] | None:
-        return None if self._agreement is None else self._agreement.dispute
 
     # Life.
 
@@ -153,13 +113,13 @@ class StageRunner:
         try:
             await self._context.transport.start()
             await self._context.supervisor.start(
-                self._messenger.receive_all(self._handlers),
-                run_arbiter(self._arbiter, settled),
+                self._driver.messenger.receive_all(self._handlers),
+                run_arbiter(self._driver.arbiter, settled),
                 *self._health.services(),
             )
         except BaseException:
             self._context.transport.abort()
-            self._executor.close()
+            self._driver.executor.close()
             raise
         await self._abort.unless_aborted(self._health.meet(), "the start")
 
@@ -192,7 +152,7 @@ class StageRunner:
             async with asyncio.timeout(timeouts.RUNNER_CLOSE_S):
                 if self._abort.failure is None:
                     for peer in context.transport.context.peers:
-                        self._messenger.post(peer, context.departures.own_message())
+                        self._driver.messenger.post(peer, context.departures.own_message())
                 await context.supervisor.stop()
                 await self._abort.close_transport()
         except TimeoutError:
@@ -231,13 +191,13 @@ class StageRunner:
 
     def computes_here(self) -> bool:
         """Whether a task is being computed on this thread. May be called on any thread."""
-        return self._executor.thread == threading.get_ident()
+        return self._driver.executor.thread == threading.get_ident()
 
     def _release(self) -> None:
         """Serve nothing more on this rank. May be called twice."""
         self._health.close()
         self._context.supervisor.cancel()
-        self._executor.close()
+        self._driver.executor.close()
 
     def _stop(self, failure: Failure) -> None:
         self._release()
@@ -250,7 +210,6 @@ class StageRunner:
         context, step = self._context, plan.step
         context.activity.begin_step(step)
         context.departures.check()
-        self._finished.clear()
         context.recorder.open()
         self._earlier = Peaks.worst([self._earlier, self._core.peaks])
         if self.place.replicas > 1 and step.mode is Mode.TRAIN:
@@ -259,17 +218,13 @@ class StageRunner:
                 await sharing
             else:
                 context.supervisor.spawn(sharing)
-        self._gradients.open(step, plan.reduce_gradients)
-        with self._messenger.opening():
-            if self._agreement is not None:
-                self._agreement.open_step(step)
-            self._on_event(ev.StepOpened(step.number, step.mode, step.microbatches, plan.sizes))
-        await self._finished.wait()
+        self._driver.open_step(plan)
+        await self._driver.finished.wait()
         # Before the others can hear that this rank is done, and send what belongs to the next step.
         context.mailbox.clear()
         trace = context.recorder.close(step.number, self._core.peaks)
         # On the lane's thread, because reading a loss may wait for the device.
-        losses = await self._executor.run_extra("the losses of the step", self.program.losses)
+        losses = await self._driver.executor.run_extra("the losses of the step", self.program.losses)
         result = await self._reporter.report(plan, reduction, trace, self._core.peaks, losses)
         context.activity.end_step()
         return replace(result, outputs=self.program.outputs())
@@ -278,51 +233,3 @@ class StageRunner:
         with self._context.activity.gathering() as number:
             self._context.departures.check()
             return await self._all_gather.all_gather("gather", number, own)
-
-    async def _reduce(self, virtual_stage: int) -> None:
-        await self._gradients.finalize(virtual_stage)
-        self._on_event(ev.ChunkReduced(virtual_stage))
-
-    # Events to the core, its instructions to I/O.
-
-    def _on_event(self, event: ev.Event) -> None:
-        self._arbiter.kick()  # first, so that the next task starts before sends begin to copy their tensors
-        self._apply(event)
-
-    def _apply(self, event: ev.Event) -> None:
-        self._context.activity.touch()
-        for instruction in self._core.apply(event):
-            self._perform(instruction)
-
-    def _perform(self, instruction: ev.Instruction) -> None:
-        step = self._context.activity.step
-        match instruction:
-            case ev.Send():
-                self._context.supervisor.spawn(self._messenger.send_output(instruction), instruction.task)
-            case ev.Credit():
-                self._messenger.credit(instruction)
-            case ev.Release(task):
-                self._context.mailbox.drop(task)
-            case ev.ReportReady() | ev.Order() if self._leader_protocol is not None and step is not None:
-                self._leader_protocol.perform(instruction, step)
-            case ev.ReduceChunk(virtual_stage):
-                self._context.supervisor.spawn(self._reduce(virtual_stage))
-            case ev.FinishStep():
-                self._finished.set()
-            case _:
-                raise ProtocolError(f"stage {self.stage} has no way to perform {instruction}")
-
-    # Tasks on the lane.
-
-    def _dispatch(self, task: Task) -> None:
-        self._executor.enqueue(task)  # first, because the lane's thread takes some time to wake up
-        self._apply(ev.Enqueued(task))  # and no kick: the arbiter, which called this, goes on deciding
-
-    def _on_completed(self, completed: ev.Completed) -> None:
-        if self._leader_protocol is not None and self._context.activity.step is not None:
-            self._leader_protocol.on_completed(completed, self._context.activity.step)
-        self._on_event(completed)
-
-    def _waiting(self, cause: WaitCause) -> None:
-        if self._context.activity.step is not None:
-            self._context.recorder.waiting(cause)
