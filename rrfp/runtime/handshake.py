@@ -19,7 +19,8 @@ from rrfp.compute.gradients.tie_copies import CopyTerms, Tie
 from rrfp.core import timeouts
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError, ProtocolError, RrfpError, TransportError
-from rrfp.runtime import tie_terms
+from rrfp.runtime import records
+from rrfp.runtime.tie_terms import agree as agree_on_ties
 from rrfp.transports.base import TransportContext
 
 #: Field by field, plain values that must be the same on every rank.
@@ -72,12 +73,13 @@ class Handshake:
             verdict = await self._judge()
             await self._publish("verdict", verdict)
         else:
-            copies = [copy.encode() for copy in self._copies]
+            copies = records.to_plain(self._copies)
             await self._publish(str(context.rank), {"all": self._terms, "group": self._group_terms, "copies": copies})
             verdict = await self._lookup("verdict", 0, context.connect_timeout_s + timeouts.VERDICT_GRACE_S)
         if (error := _ERRORS.get(verdict.get("error", ""))) is not None:
             raise error(verdict.get("text"))
-        self.ties = tie_terms.decode(verdict.get("ties", ()))
+        ties = verdict.get("ties", [])
+        self.ties = records.from_plain(tuple[Tie, ...], ties, "the verdict of rank 0 about ties")
 
     async def _judge(self) -> Mapping[str, Any]:
         """Rank 0: what to raise, if anything; as soon as a rank differs or time is up."""
@@ -94,8 +96,9 @@ class Handshake:
                 leader = self._leader_of(rank)
                 own = leaders.setdefault(leader, theirs.get("group", {}))
                 self._compare(leader, own, rank, theirs.get("group", {}), "the ranks of a group")
-                copies[rank] = [CopyTerms.decode(copy) for copy in theirs.get("copies", ())]
-            return {"ties": tie_terms.encode(tie_terms.agree(copies, self._place))}
+                published = theirs.get("copies", [])
+                copies[rank] = records.from_plain(tuple[CopyTerms, ...], published, "a tied-copy record")
+            return {"ties": records.to_plain(agree_on_ties(copies, self._place))}
         except RrfpError as error:
             return {"error": type(error).__name__, "text": str(error)}
 

@@ -12,14 +12,11 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import msgpack
-
 from rrfp.core import timeouts
-from rrfp.errors import ProtocolError
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +39,6 @@ class ProcessIdentity:
     def own(cls) -> ProcessIdentity:
         """Of this process."""
         return _identity(os.getpid())
-
-    def encode(self) -> bytes:
-        """As msgpack."""
-        packed: bytes = msgpack.packb(astuple(self))
-        return packed
-
-    @classmethod
-    def decode(cls, data: bytes) -> ProcessIdentity:
-        """Read `encode`'s bytes.
-
-        Raises:
-            ProtocolError: if they are something else.
-        """
-        try:
-            told = msgpack.unpackb(data)
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
-            raise ProtocolError(f"the identity of a process cannot be read: {error}") from None
-        match told:
-            case [str(host), int(pid), int(started), str(space)]:
-                return cls(host, pid, started, space)
-        raise ProtocolError("the identity of a process cannot be read: must be host, pid, started and space")
 
     def __str__(self) -> str:
         return f"host {self.host}, pid {self.pid}"

@@ -1,19 +1,16 @@
-"""What a step tells: one report a rank, gathered on all ranks into one result."""
+"""The result of a step: one report a rank, gathered on all ranks and combined into one result."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
-
-import msgpack
 
 from rrfp.compute.weighting import Reduction
 from rrfp.core.tasks import Mode, StepId
 from rrfp.core.topology import Topology
 from rrfp.core.usage import Peaks
-from rrfp.errors import ProtocolError
 from rrfp.trace.breakdown import Breakdown
 from rrfp.trace.spans import StepTrace
 
@@ -41,29 +38,6 @@ class StageReport:
     loss: float | None = None
     weight: float = 0.0
     refused: int = 0
-
-    def encode(self) -> bytes:
-        """As msgpack."""
-        told = asdict(self)
-        told["losses"] = sorted(self.losses.items())
-        packed: bytes = msgpack.packb(told)
-        return packed
-
-    @classmethod
-    def decode(cls, data: bytes) -> StageReport:
-        """Read `encode`'s bytes.
-
-        Raises:
-            ProtocolError: if they are something else.
-        """
-        try:
-            told = msgpack.unpackb(data)
-            told["breakdown"] = Breakdown(**told["breakdown"])
-            told["peaks"] = Peaks(**told["peaks"])
-            told["losses"] = dict(told["losses"])
-            return cls(**told)
-        except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
-            raise ProtocolError(f"a step report cannot be read: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,10 @@
-"""What all ranks tell each other about a step: at its beginning the weights of losses, at its end how it went."""
+"""What all ranks gather about a step: at its beginning the weights of losses, at its end a report of each."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-
-import msgpack
+from dataclasses import dataclass
 
 from rrfp.compute.weighting import Reduction, combine_losses
 from rrfp.core.graph import Graph
@@ -13,6 +12,7 @@ from rrfp.core.topology import Topology
 from rrfp.core.usage import Peaks
 from rrfp.errors import ProtocolError
 from rrfp.log import get_logger
+from rrfp.runtime import records
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.batching import Plan
 from rrfp.runtime.result import StageReport, StepResult
@@ -20,6 +20,19 @@ from rrfp.trace.breakdown import breakdown
 from rrfp.trace.spans import StepTrace
 
 logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightShare:
+    """A rank's part of the weights of a step.
+
+    Attributes:
+        weight: the sum of the weights of its losses; 0 where it computes none.
+        reduces: whether it sums gradients over replicas.
+    """
+
+    weight: float
+    reduces: bool
 
 
 class StepReporter:
@@ -47,13 +60,12 @@ class StepReporter:
             ProtocolError: if another rank gives something else than a weight, or does not reduce as this one does.
         """
         gives = self.has_losses and self._place.member == 0
-        own = msgpack.packb((plan.total_weight if gives else 0.0, plan.reduce_gradients))
-        told = [msgpack.unpackb(data) for data in await self._all_gather.all_gather("weights", plan.step.number, own)]
-        if not all(isinstance(one, list) and [*map(type, one)] == [float, bool] for one in told):
-            raise ProtocolError(f"the weights of the replicas are {told}, must be numbers")
-        self._check_reduces([reduces for _, reduces in told], plan)
+        own = WeightShare(plan.total_weight if gives else 0.0, plan.reduce_gradients)
+        gathered = await self._all_gather.all_gather("weights", plan.step.number, records.pack(own))
+        shares = [records.unpack(WeightShare, data, "the weight of a replica") for data in gathered]
+        self._check_reduces([share.reduces for share in shares], plan)
         if self.has_losses:
-            plan.normalise(sum(weight for weight, _ in told))
+            plan.normalise(sum(share.weight for share in shares))
 
     def _check_reduces(self, reduces: Sequence[bool], plan: Plan) -> None:
         """A rank that sums gradients would wait in a collective for one that does not."""
@@ -66,7 +78,7 @@ class StepReporter:
     async def report(
         self, plan: Plan, reduction: Reduction, trace: StepTrace, peaks: Peaks, losses: Mapping[int, float]
     ) -> StepResult:
-        """Give this rank's report of a step, and make one result of all."""
+        """Gather the reports of all ranks, and make one result of them."""
         place, weight = self._place, plan.total_weight if losses else 0.0
         loss = None
         if losses:
@@ -76,8 +88,8 @@ class StepReporter:
             loss = combine_losses(ordered, plan.weights, reduction) if weight or place.replicas == 1 else 0.0
         parts = breakdown(trace, place.stage)
         report = StageReport(place.stage, trace.end - trace.start, parts, peaks, losses, loss, weight, plan.refused)
-        answers = await self._all_gather.all_gather("step", plan.step.number, report.encode())
-        reports = [StageReport.decode(data) for data in answers]
+        answers = await self._all_gather.all_gather("step", plan.step.number, records.pack(report))
+        reports = [records.unpack(StageReport, data, "a step report") for data in answers]
         self._compare_refused([report.refused for report in reports], plan)
         return StepResult.of(plan.step, plan.batch.training_step, reports, trace, place, reduction)
 
@@ -87,12 +99,12 @@ class StepReporter:
             return
         self._refused = refused
         if least := [rank for rank, count in enumerate(refused) if count != min(refused)]:
-            told = ", ".join(f"{refused[rank]} on {self._place.name_of(rank)}" for rank in least)
+            counts = ", ".join(f"{refused[rank]} on {self._place.name_of(rank)}" for rank in least)
             logger.warning(
                 "%s: calls refused with ConfigError: %s, %d on the other ranks. A rank that went on with its next "
                 "batch computes with other data than the others from then on",
                 plan.name,
-                told,
+                counts,
                 min(refused),
             )
 

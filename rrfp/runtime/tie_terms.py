@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rrfp.compute.gradients.tie_copies import CopyTerms, Tie
 from rrfp.core.topology import Topology
-from rrfp.errors import ConfigError, ProtocolError
+from rrfp.errors import ConfigError
 
 #: The copies of one tie: rank and terms, by virtual stage.
 _Copies = dict[int, tuple[int, CopyTerms]]
@@ -41,23 +40,6 @@ def agree(told: Mapping[int, Sequence[CopyTerms]], place: Topology) -> tuple[Tie
         is_shared = any(copy.is_guest for _, copy in of_all[0].values())
         found[name] = Tie(name, tuple(of_all[0]), is_shared)
     return tuple(sorted(found.values(), key=lambda tie: (tie.virtual_stages, tie.name)))
-
-
-def encode(ties: Sequence[Tie]) -> list[tuple[Any, ...]]:
-    """As plain data."""
-    return [(tie.name, tie.virtual_stages, tie.is_shared) for tie in ties]
-
-
-def decode(data: Any) -> tuple[Tie, ...]:
-    """Read what `encode` made.
-
-    Raises:
-        ProtocolError: if it is something else.
-    """
-    try:
-        return tuple(Tie(str(name), tuple(map(int, stages)), bool(is_shared)) for name, stages, is_shared in data)
-    except (TypeError, ValueError) as error:
-        raise ProtocolError(f"the ties that rank 0 found cannot be read: {error}") from None
 
 
 def _check_same(name: str, of_all: Sequence[_Copies]) -> None:

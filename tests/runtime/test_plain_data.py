@@ -15,6 +15,7 @@ from rrfp.core.usage import Peaks, WaitCause
 from rrfp.errors import ConfigError, Origin, ProtocolError
 from rrfp.runtime.abort import origin_of
 from rrfp.runtime.batching import plan_step
+from rrfp.runtime.records import pack, unpack
 from rrfp.runtime.result import StageReport, StepResult
 from rrfp.trace.breakdown import Breakdown, breakdown
 from rrfp.trace.recorder import Recorder
@@ -35,10 +36,10 @@ seconds = st.floats(0, 1e6)
     )
 )
 def test_a_report_travels(report: StageReport) -> None:
-    assert StageReport.decode(report.encode()) == report
+    assert unpack(StageReport, pack(report), "a report") == report
 
 
-GOOD = StageReport(1, 2.0, Breakdown(2.0, 1.0), Peaks(1, 2, 3), {0: 0.5}, 0.5).encode()
+GOOD = pack(StageReport(1, 2.0, Breakdown(2.0, 1.0), Peaks(1, 2, 3), {0: 0.5}, 0.5))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ GOOD = StageReport(1, 2.0, Breakdown(2.0, 1.0), Peaks(1, 2, 3), {0: 0.5}, 0.5).e
 )
 def test_a_malformed_report_is_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="a step report cannot be read"):
-        StageReport.decode(data)
+        unpack(StageReport, data, "a step report")
 
 
 def test_a_result_fills_every_breakdown_up_to_the_slowest_rank() -> None:

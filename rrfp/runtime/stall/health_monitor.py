@@ -9,6 +9,7 @@ from typing import Any
 from rrfp.core import timeouts
 from rrfp.errors import PeerLostError
 from rrfp.log import get_logger
+from rrfp.runtime import records
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.processes import ProcessIdentity, ProcessWatch, ended
@@ -67,8 +68,9 @@ class HealthMonitor:
     async def meet(self) -> None:
         """Wait for all ranks; each tells which process it is. Once, at the start."""
         own = ProcessIdentity.own()
-        gathered = await self._all_gather.all_gather("start", 0, own.encode())
-        self._identities.update((rank, ProcessIdentity.decode(data)) for rank, data in enumerate(gathered))
+        gathered = await self._all_gather.all_gather("start", 0, records.pack(own))
+        for rank, data in enumerate(gathered):
+            self._identities[rank] = records.unpack(ProcessIdentity, data, "the identity of a process")
         self._processes.start(self._peers, self._identities, own)
 
     async def let_end(self, rank: int, why: str) -> None:

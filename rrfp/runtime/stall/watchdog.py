@@ -16,6 +16,7 @@ from dataclasses import replace
 from rrfp.core import timeouts
 from rrfp.errors import DeadlockError
 from rrfp.log import get_logger
+from rrfp.runtime import records
 from rrfp.runtime.all_gather import SupersededError, TreeAllGather
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.control_tree import children, parent
@@ -85,10 +86,10 @@ class Watchdog:
             number = await self._polls.get()
             own = self._status()
             try:
-                answers = await self._all_gather.all_gather(_TOPIC, number, own.encode())
+                answers = await self._all_gather.all_gather(_TOPIC, number, records.pack(own))
             except SupersededError:
                 continue
-            statuses = [RankStatus.decode(data) for data in answers]
+            statuses = [records.unpack(RankStatus, data, "a status") for data in answers]
             verdict = judge(statuses, self._before)
             self._before = statuses
             self._polling = False
