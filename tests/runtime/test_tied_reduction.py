@@ -8,31 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+from runtime.contexts import context_of
 from torch import Tensor, nn
 
 from rrfp.compute.emulated import EmulatedStage
 from rrfp.compute.gradients.layout import encode
 from rrfp.compute.gradients.tie_copies import Tie
 from rrfp.compute.gradients.tied import ProcessTies
-from rrfp.compute.lanes.timer import TimerLane
 from rrfp.core.graph import Graph
-from rrfp.core.tasks import Mode, StepId, Task
+from rrfp.core.tasks import Mode, StepId
 from rrfp.core.topology import Topology
 from rrfp.errors import ProtocolError
-from rrfp.runtime.context import RankContext
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.runtime.tied_reduction import TiedReduction
-from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
-from rrfp.transports.inproc import InprocTransport
-from rrfp.transports.rendezvous import LocalRendezvous
+from rrfp.transports.base import Channel, Message, MessageKind
 
 STEP = StepId(0, Mode.TRAIN, 2)
 GRAPH = Graph.chain(3)
 TIES = (Tie("it", (0, 1, 2)), Tie("elsewhere", (1, 2)))
-
-
-def no_failure(error: BaseException, task: Task | None = None) -> None:
-    raise error
 
 
 class OneRank:
@@ -45,18 +38,15 @@ class OneRank:
         module.weight = self.weight
         (gradients,) = ProcessTies({"it": self.weight}, [{stage: module}]).ranks
         gradients.agree([TIES[0], *([] if stage else TIES[1:])], 4)
-        lane, program = TimerLane(), EmulatedStage(GRAPH, lambda _: 0.0)
-        met = LocalRendezvous()
-        transport = InprocTransport(TransportContext(stage, (), "run", met))
-        context = RankContext.create(Topology(stage, 3), GRAPH, transport, lane, no_failure)
-        executor = LaneExecutor(context, program, lambda _: None)
+        context = context_of(Topology(stage, 3), GRAPH)
+        executor = LaneExecutor(context, EmulatedStage(GRAPH, lambda _: 0.0), lambda _: None)
         self.stage = stage
         self.sent: list[tuple[int, Message]] = []
         self.sending: asyncio.Queue[Message] = asyncio.Queue()
         self.reduction = TiedReduction(context, gradients, executor, self._send)
         self.layout = encode(self.weight, "it")
         self.reduction.open()
-        lane.start()
+        context.lane.start()
 
     async def _send(self, stage: int, message: Message) -> None:
         self.sent.append((stage, message))
