@@ -208,7 +208,7 @@ class LocalRanks:
             give_up(first.stuck(seconds))
 
         self._loop_watch = LoopWatchdog(
-            ", ".join(runner.place.name for runner in self._runners),
+            ", ".join(runner.topology.name for runner in self._runners),
             options["stall_after"],
             use_timer=options["stack_timer"] and give_up is not None,
             # On the caller's loop it is the caller's business how long a callback takes, unless a rank is waited for.

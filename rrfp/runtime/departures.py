@@ -26,7 +26,7 @@ class Departures:
         """A CLOSED message arrived.
 
         Raises:
-            ProtocolError: if it does not say after how much.
+            ProtocolError: if it has no such numbers.
             PeerLostError: as `check`.
         """
         steps, gatherings = message.body.get("steps"), message.body.get("gatherings")

@@ -19,13 +19,13 @@ class GradientHolder:
 
     Attributes:
         modules: that have them, by virtual stage.
-        place: where this rank is; None where the process has all stages.
+        topology: where this rank is; None where the process has all stages.
         ranks: the layout's ranks in ``torch.distributed``; by default with the same numbers.
         skip: parameters that count on another rank.
     """
 
     modules: Mapping[int, nn.Module]
-    place: Topology | None = None
+    topology: Topology | None = None
     ranks: Sequence[int] | None = None
     skip: Collection[Tensor] = ()
 
@@ -64,7 +64,7 @@ class Clipping:
             raise ConfigError("clip_grad_norm_ needs modules: the gradients of a StageProgram are its own to clip")
         self._holder = holder
         self._terms = (float(max_norm), float(norm_type))
-        self._own = local_norm(holder.modules, norm_type, place=holder.place, ranks=holder.ranks, skip=holder.skip)
+        self._own = local_norm(holder.modules, norm_type, place=holder.topology, ranks=holder.ranks, skip=holder.skip)
 
     def told(self) -> bytes:
         """What this rank gives."""

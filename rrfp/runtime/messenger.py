@@ -55,7 +55,7 @@ class Messenger:
         self._on_event = on_event
 
     async def receive_all(self, handlers: Mapping[MessageKind, Handler]) -> None:
-        """Receive for ever; never gated on memory, so that nothing a peer waits for can be stuck behind this rank.
+        """Receive forever; never gated on memory, so that nothing a peer waits for can be stuck behind this rank.
 
         Raises:
             ProtocolError: if a message makes no sense; where a stage has several ranks, the text names the sender.
@@ -165,7 +165,7 @@ class Messenger:
                 raise
 
     async def _hand_over(self, peer: int, message: Message) -> None:
-        """Send, and where the peer is gone, let `receive_all` say why.
+        """Send, and where the peer is gone, let `receive_all` find out why.
 
         Its last messages (an abort that names the origin, or that it left in order) may lie unread in the inbox, and
         for a peer that is lost ``receive`` raises as well.

@@ -1,6 +1,6 @@
 """The processes behind the ranks: on which host each runs, under which id, and whether it still does.
 
-Ranks tell each other at the start. The end of a connection is not enough to notice the end of a process: children that
+Ranks exchange this at the start. The end of a connection is not enough to notice the end of a process: children that
 were forked from it, such as the workers of a data loader, keep its sockets open. On the same host a pidfd becomes
 readable the moment the process ends. Ids are used again, so an id counts only with the time of the process's start.
 """
@@ -113,7 +113,7 @@ class ProcessWatch:
     """Notices when a peer's process on this host ends. Used on one loop only.
 
     Args:
-        lost: told the peer, some time after its end: its last messages are read first.
+        lost: called with the peer some time after its end: its last messages are read first.
     """
 
     def __init__(self, lost: Callable[[int], None]) -> None:
@@ -128,7 +128,7 @@ class ProcessWatch:
             try:
                 descriptor = open_pidfd(processes[peer], own)
             except ProcessLookupError:
-                self._tell_soon(peer)
+                self._report_soon(peer)
                 continue
             if descriptor is not None:
                 self._descriptors[peer] = descriptor
@@ -143,9 +143,9 @@ class ProcessWatch:
 
     def _ended(self, peer: int) -> None:
         self._forget(peer)
-        self._tell_soon(peer)
+        self._report_soon(peer)
 
-    def _tell_soon(self, peer: int) -> None:
+    def _report_soon(self, peer: int) -> None:
         loop = asyncio.get_running_loop()
         self._timers.append(loop.call_later(timeouts.LAST_MESSAGES_S, self._lost, peer))
 

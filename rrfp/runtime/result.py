@@ -90,22 +90,24 @@ class StepResult:
         training_step: int,
         reports: Sequence[StageReport],
         trace: StepTrace,
-        place: Topology,
+        topology: Topology,
         reduction: Reduction = "mean",
     ) -> StepResult:
-        """Combine the reports of all ranks, by rank, for the one at ``place``.
+        """Combine the reports of all ranks, by rank, for the one at ``topology``.
 
         Ranks that were done earlier than the slowest had nothing left to do; that is how their breakdowns are filled
         up.
         """
         seconds = max(report.seconds for report in reports)
-        groups = [[reports[rank] for rank in replace(place, stage=s, member=0).group] for s in range(place.stages)]
+        groups = [
+            [reports[rank] for rank in replace(topology, stage=s, member=0).group] for s in range(topology.stages)
+        ]
         losses = {m: loss for group in groups for m, loss in group[0].losses.items()}
         return cls(
             step=training_step,
             mode=step.mode,
             microbatches=step.microbatches,
-            loss=_shared_loss(reports, place, reduction),
+            loss=_shared_loss(reports, topology, reduction),
             losses=tuple(losses[m] for m in sorted(losses)),
             seconds=seconds,
             breakdown=tuple(_filled_up(group[0].breakdown, seconds) for group in groups),
@@ -114,9 +116,9 @@ class StepResult:
         )
 
 
-def _shared_loss(reports: Sequence[StageReport], place: Topology, reduction: Reduction) -> float | None:
+def _shared_loss(reports: Sequence[StageReport], topology: Topology, reduction: Reduction) -> float | None:
     """The loss over all replicas, added in their order; nan where all weights of an evaluation are 0."""
-    leaders = (report for rank, report in enumerate(reports) if place.place_of(rank).member == 0)
+    leaders = (report for rank, report in enumerate(reports) if topology.place_of(rank).member == 0)
     parts = [(report.loss, report.weight) for report in leaders if report.loss is not None]
     if len(parts) < 2:
         return parts[0][0] if parts else None

@@ -49,7 +49,7 @@ class StageRunner:
         program: what the tasks compute.
         lane: where they run; not started.
         transport: the way to the peers; not started.
-        place: where this rank is; by default the only one of its stage.
+        topology: where this rank is; by default the only one of its stage.
         coordination: how the ranks of its group agree on an order.
         depth: tasks enqueued and not complete, at most; by default as many as the lane wants, and where a group has a
             leader at least 2, so that its order travels while the task before is running.
@@ -66,7 +66,7 @@ class StageRunner:
         lane: Lane,
         transport: Transport,
         *,
-        place: Topology | None = None,
+        topology: Topology | None = None,
         coordination: Coordination = "leader",
         depth: int | None = None,
         reduce: Reduce | None = None,
@@ -74,16 +74,16 @@ class StageRunner:
         abort_after: float | None = None,
         ties: TiedGradients | None = None,
     ) -> None:
-        self.place = place = Topology(core.stage, core.graph.placement.stages) if place is None else place
+        self.topology = topology = Topology(core.stage, core.graph.placement.stages) if topology is None else topology
         self.stage = core.stage
         self.program = program
         self._core = core
-        self._abort = AbortController(place, transport, self._stop)
-        self._context = context = RankContext.create(place, core.graph, transport, lane, self._abort.fail)
+        self._abort = AbortController(topology, transport, self._stop)
+        self._context = context = RankContext.create(topology, core.graph, transport, lane, self._abort.fail)
         self._driver = driver = CoreDriver(context, core, program, coordination, depth, reduce, ties)
         post = driver.messenger.post
-        self._all_gather = TreeAllGather(place.rank, place.world, post)
-        self._reporter = StepReporter(place, core.graph, self._all_gather)
+        self._all_gather = TreeAllGather(topology.rank, topology.world, post)
+        self._reporter = StepReporter(topology, core.graph, self._all_gather)
         progress = Progress(context, core, driver.executor, driver.messenger, driver.gradients.awaited, driver.dispute)
         self._health = HealthMonitor(context, progress, self._all_gather, post, stall_after, abort_after)
         #: The part that takes each kind of message.
@@ -124,7 +124,7 @@ class StageRunner:
         await self._abort.unless_aborted(self._health.meet(), "the start")
 
     async def step(self, plan: Plan, reduction: Reduction = "mean") -> StepResult:
-        """Run one step whose batch the program was given. Cancelling it ends the pipeline.
+        """Run one step; its program has the batch. Cancelling it ends the pipeline.
 
         Args:
             plan: the step.
@@ -146,7 +146,7 @@ class StageRunner:
             PipelineAborted: if the pipeline failed and no call has raised that.
         """
         context = self._context
-        if self._abort.is_awaited:  # or the step would wait for ever, and without a word
+        if self._abort.is_awaited:  # or the step would wait forever without a trace
             self.fail(RrfpError("the pipeline was left while a step was running"))
         try:
             async with asyncio.timeout(timeouts.RUNNER_CLOSE_S):
@@ -158,7 +158,7 @@ class StageRunner:
         except TimeoutError:
             logger.warning(
                 "%s: the peers took more than %g s to let it go",
-                self.place.name,
+                self.topology.name,
                 timeouts.RUNNER_CLOSE_S,
                 stage=self.stage,
             )
@@ -172,21 +172,21 @@ class StageRunner:
         self._abort.fail(error, task)
 
     def statistics(self) -> RankStatistics:
-        """What it holds and has moved. May be called on any thread, at any time."""
-        return RankStatistics.of(self.place, self._core, self._earlier, self._context.transport)
+        """The memory that it holds, and its traffic. May be called on any thread, at any time."""
+        return RankStatistics.of(self.topology, self._core, self._earlier, self._context.transport)
 
     async def let_culprit_end(self, origin: Origin) -> None:
-        """Where a failure began elsewhere, say so, and wait until the process of ``origin`` has ended."""
+        """Where a failure began elsewhere, log that, and wait until the process of ``origin`` has ended."""
         await self._health.let_end(origin.stage if origin.rank is None else origin.rank, str(origin))
 
     def stuck(self, seconds: float) -> PipelineAborted:
-        """What the caller is told when the loop has not run for ``seconds``; the loop itself can do nothing."""
+        """The error for the caller when the loop has not run for ``seconds``; the loop itself can do nothing."""
         error = OverdueError(f"its event loop has not run for {seconds:.1f} s, longer than abort_after")
-        return failure_of(error, self.place).error()
+        return failure_of(error, self.topology).error()
 
     @property
     def is_awaited(self) -> bool:
-        """Whether its caller waits for it. May be asked on any thread."""
+        """Whether its caller waits for it. May be read on any thread."""
         return self._abort.is_awaited
 
     def computes_here(self) -> bool:
@@ -212,7 +212,7 @@ class StageRunner:
         context.departures.check()
         context.recorder.open()
         self._earlier = Peaks.worst([self._earlier, self._core.peaks])
-        if self.place.replicas > 1 and step.mode is Mode.TRAIN:
+        if self.topology.replicas > 1 and step.mode is Mode.TRAIN:
             sharing = self._reporter.share_weights(plan)
             if self._reporter.has_losses:
                 await sharing
@@ -220,7 +220,7 @@ class StageRunner:
                 context.supervisor.spawn(sharing)
         self._driver.open_step(plan)
         await self._driver.finished.wait()
-        # Before the others can hear that this rank is done, and send what belongs to the next step.
+        # Before this rank reports: the others may then begin the next step, and send its tensors.
         context.mailbox.clear()
         trace = context.recorder.close(step.number, self._core.peaks)
         # On the lane's thread, because reading a loss may wait for the device.

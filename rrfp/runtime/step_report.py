@@ -39,17 +39,17 @@ class StepReporter:
     """One rank's part.
 
     Args:
-        place: where the rank is.
+        topology: where the rank is.
         graph: of the pipeline.
         all_gather: the all-gather over all ranks.
     """
 
-    def __init__(self, place: Topology, graph: Graph, all_gather: TreeAllGather) -> None:
-        self._place = place
+    def __init__(self, topology: Topology, graph: Graph, all_gather: TreeAllGather) -> None:
+        self._topology = topology
         self._all_gather = all_gather
         self._refused: Sequence[int] = ()
         #: Whether this rank computes losses: it has to know the sum of all weights before its first backward.
-        self.has_losses = any(not graph.successors[v] for v in graph.placement.virtual_stages(place.stage))
+        self.has_losses = any(not graph.successors[v] for v in graph.placement.virtual_stages(topology.stage))
         self._warned = False
 
     async def share_weights(self, plan: Plan) -> None:
@@ -59,7 +59,7 @@ class StepReporter:
             ConfigError: if the sum is 0, where a mean is asked for.
             ProtocolError: if another rank gives something else than a weight, or does not reduce as this one does.
         """
-        gives = self.has_losses and self._place.member == 0
+        gives = self.has_losses and self._topology.member == 0
         own = WeightShare(plan.total_weight if gives else 0.0, plan.reduce_gradients)
         gathered = await self._all_gather.all_gather("weights", plan.step.number, records.pack(own))
         shares = [records.unpack(WeightShare, data, "the weight of a replica") for data in gathered]
@@ -70,7 +70,7 @@ class StepReporter:
     def _check_reduces(self, reduces: Sequence[bool], plan: Plan) -> None:
         """A rank that sums gradients would wait in a collective for one that does not."""
         if len(set(reduces)) > 1:
-            does, does_not = (self._place.name_of(reduces.index(wanted)) for wanted in (True, False))
+            does, does_not = (self._topology.name_of(reduces.index(wanted)) for wanted in (True, False))
             raise ProtocolError(
                 f"reduce_gradients is True on {does} and False on {does_not} in {plan.step}: must be the same on all"
             )
@@ -79,27 +79,27 @@ class StepReporter:
         self, plan: Plan, reduction: Reduction, trace: StepTrace, peaks: Peaks, losses: Mapping[int, float]
     ) -> StepResult:
         """Gather the reports of all ranks, and make one result of them."""
-        place, weight = self._place, plan.total_weight if losses else 0.0
+        topology, weight = self._topology, plan.total_weight if losses else 0.0
         loss = None
         if losses:
             self._check_finite(plan, losses)
             ordered = [losses[m] for m in sorted(losses)]
             # A replica all of whose weights are 0 adds nothing to the others' mean.
-            loss = combine_losses(ordered, plan.weights, reduction) if weight or place.replicas == 1 else 0.0
-        parts = breakdown(trace, place.stage)
-        report = StageReport(place.stage, trace.end - trace.start, parts, peaks, losses, loss, weight, plan.refused)
+            loss = combine_losses(ordered, plan.weights, reduction) if weight or topology.replicas == 1 else 0.0
+        parts = breakdown(trace, topology.stage)
+        report = StageReport(topology.stage, trace.end - trace.start, parts, peaks, losses, loss, weight, plan.refused)
         answers = await self._all_gather.all_gather("step", plan.step.number, records.pack(report))
         reports = [records.unpack(StageReport, data, "a step report") for data in answers]
         self._compare_refused([report.refused for report in reports], plan)
-        return StepResult.of(plan.step, plan.batch.training_step, reports, trace, place, reduction)
+        return StepResult.of(plan.step, plan.batch.training_step, reports, trace, topology, reduction)
 
     def _compare_refused(self, refused: Sequence[int], plan: Plan) -> None:
         """Warn when calls were refused on some ranks only: whoever took its next batch then is ahead of the others."""
-        if refused == self._refused or self._place.rank != 0:
+        if refused == self._refused or self._topology.rank != 0:
             return
         self._refused = refused
         if least := [rank for rank, count in enumerate(refused) if count != min(refused)]:
-            counts = ", ".join(f"{refused[rank]} on {self._place.name_of(rank)}" for rank in least)
+            counts = ", ".join(f"{refused[rank]} on {self._topology.name_of(rank)}" for rank in least)
             logger.warning(
                 "%s: calls refused with ConfigError: %s, %d on the other ranks. A rank that went on with its next "
                 "batch computes with other data than the others from then on",
@@ -110,17 +110,17 @@ class StepReporter:
 
     def _check_finite(self, plan: Plan, losses: Mapping[int, float]) -> None:
         """Log the first loss that counts and is no finite number, once; members of a group have the same losses."""
-        if self._warned or self._place.member != 0:
+        if self._warned or self._topology.member != 0:
             return
         for m, loss in sorted(losses.items()):
             if not math.isfinite(loss) and (plan.weights is None or plan.weights[m]):
                 self._warned = True
                 logger.warning(
                     "%s: the loss of microbatch %d is %s in %s; later losses are not checked",
-                    self._place.name,
+                    self._topology.name,
                     m,
                     loss,
                     plan.name,
-                    stage=self._place.stage,
+                    stage=self._topology.stage,
                 )
                 return

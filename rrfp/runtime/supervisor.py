@@ -14,10 +14,10 @@ Background = Coroutine[Any, Any, None]
 
 
 class TaskSupervisor:
-    """Runs coroutines until stopped; what one of them raises goes to ``on_error`` instead of ending the others.
+    """Runs coroutines until stopped; an exception of one goes to ``on_error`` instead of ending the others.
 
     Args:
-        on_error: told every exception but those raised while stopping, and the task that the coroutine was for. Must
+        on_error: called with every exception but those raised while stopping, and with the coroutine's task. Must
             not raise.
     """
 
@@ -88,6 +88,6 @@ class TaskSupervisor:
             if self._stopping.is_set() or current is None or current.cancelling():
                 raise
             self._on_error(LocalError("a plugged-in piece of code raised CancelledError on the loop"), task)
-        except BaseException as error:  # SystemExit of a hint, say, must not silently end the loop
+        except BaseException as error:  # for example SystemExit of a hint: it must not silently end the loop
             if not self._stopping.is_set():
                 self._on_error(error, task)

@@ -95,19 +95,19 @@ class TiedReduction:
             ProtocolError: if it makes no sense.
         """
         self._activity.touch()
-        key, told = self._check(message)
-        self._arriving.setdefault(key, _Arriving()).add(told, message)
+        key, header = self._check(message)
+        self._arriving.setdefault(key, _Arriving()).add(header, message)
 
     async def _lead(self, tie: Tie, step: StepId) -> None:
         """Add up the copies of all ranks, and send the sum."""
         _, own = self._here[tie.name]
         others = [v for v in tie.virtual_stages if v not in own]
-        found: dict[int, Pieces] = {}
+        gradients: dict[int, Pieces] = {}
         with self._waits_for(*(f"the gradients of tie {tie.name!r} from stage {self._stage_of(v)}" for v in others)):
             for v in others:
-                found[v] = await self._arrived((step.number, tie.name, v))
-        total = await self._on_lane(tie, partial(self._gradients.add, tie.name, found))
-        found.clear()
+                gradients[v] = await self._arrived((step.number, tie.name, v))
+        total = await self._on_lane(tie, partial(self._gradients.add, tie.name, gradients))
+        gradients.clear()
         await self._send_pieces(step, tie, None, total, sorted({self._stage_of(v) for v in others}))
 
     async def _follow(self, tie: Tie, step: StepId) -> None:
@@ -121,9 +121,9 @@ class TiedReduction:
     ) -> None:
         channel = Channel.FORWARD if virtual_stage is None else Channel.BACKWARD
         pieces: tuple[Tensor | None, ...] = gradient.tensors or (None,)
-        told = {"tie": tie.name, "copy": virtual_stage, "layout": gradient.layout, "learns": gradient.learns}
+        header = {"tie": tie.name, "copy": virtual_stage, "layout": gradient.layout, "learns": gradient.learns}
         for index, piece in enumerate(pieces):
-            body = {**told, "piece": index, "pieces": len(pieces)}
+            body = {**header, "piece": index, "pieces": len(pieces)}
             for stage in stages:
                 await self._send(stage, Message(channel, MessageKind.TIE, step, tensors=(piece,), body=body))
 
@@ -157,8 +157,8 @@ class TiedReduction:
         Raises:
             ProtocolError: if it is for another step, rank or copy.
         """
-        told, step, sender = message.body, message.step, message.sender
-        match told:
+        header, step, sender = message.body, message.step, message.sender
+        match header:
             case {"tie": str(name), "copy": int() | None as copy, "layout": int(), "learns": bool(), "piece": int()}:
                 pass
             case _:
@@ -175,7 +175,7 @@ class TiedReduction:
             )
         if sender != self._topology.rank_of(self._leader(tie) if copy is None else self._stage_of(copy)):
             raise ProtocolError(f"rank {sender} sent gradients of tie {name!r} that are another rank's")
-        return (step.number, name, copy), told
+        return (step.number, name, copy), header
 
 
 class _Arriving:
@@ -183,22 +183,24 @@ class _Arriving:
 
     def __init__(self) -> None:
         self.whole = asyncio.Event()
-        self._told: Mapping[str, Any] = {}
+        self._header: Mapping[str, Any] = {}
         self._tensors: dict[int, Tensor | None] = {}
 
-    def add(self, told: Mapping[str, Any], message: Message) -> None:
+    def add(self, header: Mapping[str, Any], message: Message) -> None:
         """Another piece.
 
         Raises:
             ProtocolError: if it contradicts those before it.
         """
-        before = {**self._told, "piece": None}
-        count, index = told.get("pieces"), told["piece"]
+        before = {**self._header, "piece": None}
+        count, index = header.get("pieces"), header["piece"]
         if not isinstance(count, int) or not 0 <= index < count or index in self._tensors:
-            raise ProtocolError(f"rank {message.sender} sent piece {index} of {count} of tie {told['tie']!r}")
-        if self._told and before != {**told, "piece": None}:
-            raise ProtocolError(f"rank {message.sender} sent pieces of tie {told['tie']!r} that contradict each other")
-        self._told = told
+            raise ProtocolError(f"rank {message.sender} sent piece {index} of {count} of tie {header['tie']!r}")
+        if self._header and before != {**header, "piece": None}:
+            raise ProtocolError(
+                f"rank {message.sender} sent pieces of tie {header['tie']!r} that contradict each other"
+            )
+        self._header = header
         (self._tensors[index],) = message.tensors
         if len(self._tensors) == count:
             self.whole.set()
@@ -206,4 +208,4 @@ class _Arriving:
     def pieces(self) -> Pieces:
         """All of them."""
         ordered = (self._tensors[index] for index in range(len(self._tensors)))
-        return Pieces(self._told["layout"], self._told["learns"], tuple(t for t in ordered if t is not None))
+        return Pieces(self._header["layout"], self._header["learns"], tuple(t for t in ordered if t is not None))

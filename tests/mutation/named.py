@@ -138,7 +138,7 @@ NAMED: tuple[Named, ...] = (
     Named(
         "tree node reports early",
         "rrfp/runtime/all_gather.py",
-        "if self._rank not in gathered or not self._heard.get(key, set()).issuperset(self._children):",
+        "if self._rank not in gathered or not self._reported.get(key, set()).issuperset(self._children):",
         "if self._rank not in gathered:",
         (tests("runtime/test_all_gather.py"),),
     ),

@@ -1,4 +1,4 @@
-"""Everything on one rank that looks for what has stopped: processes, event loops, tasks, and the job as a whole."""
+"""Watches for what has stopped: processes, event loops, tasks, and the job as a whole."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class HealthMonitor:
         self._departures = context.departures
         self._fail = context.fail
         self._all_gather = all_gather
-        #: The process of each rank, once all have told theirs.
+        #: The process of each rank, once all have exchanged theirs.
         self._identities: dict[int, ProcessIdentity] = {}
         self._peer_monitor = PeerMonitor(context, self._identities, post, stall_after, abort_after)
         #: Takes the polls of idle ranks.
@@ -66,7 +66,7 @@ class HealthMonitor:
             yield self._task_timeout.watch()
 
     async def meet(self) -> None:
-        """Wait for all ranks; each tells which process it is. Once, at the start."""
+        """Wait for all ranks, and exchange the identities of their processes. Once, at the start."""
         own = ProcessIdentity.own()
         gathered = await self._all_gather.all_gather("start", 0, records.pack(own))
         for rank, data in enumerate(gathered):
@@ -88,7 +88,7 @@ class HealthMonitor:
             await asyncio.sleep(timeouts.LAUNCHER_LOOKS_S)
 
     def close(self) -> None:
-        """Wait for nobody any more. May be called twice."""
+        """Watch nobody any more. May be called twice."""
         self._processes.close()
         self._peer_monitor.close()
 

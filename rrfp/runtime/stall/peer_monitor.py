@@ -1,4 +1,4 @@
-"""Whose event loop answers. A rank whose loop stands still is named on all others.
+"""Watches the event loops of peers. A rank whose loop stands still is named on all others.
 
 A hint that blocks, or a call that keeps the interpreter's lock, stops a rank's loop, while its connections stand: the
 operating system and libzmq's own threads keep them alive. So every question of the watchdog is acknowledged at once by
@@ -29,7 +29,7 @@ class _Question:
     Attributes:
         since: when it was asked.
         timers: run while it is open.
-        announced: the peer was found not to answer.
+        announced: this rank has announced that the peer does not answer.
     """
 
     since: float
@@ -42,7 +42,7 @@ class PeerMonitor:
 
     Args:
         context: the rank.
-        processes: that of each rank, filled in once all have told theirs.
+        processes: that of each rank, filled in once all have exchanged theirs.
         post: queues a control message for a peer.
         stall_after: an announcement is repeated after so many seconds, while somebody asks.
         abort_after: seconds of silence of a loop after which the pipeline ends; None: never.
@@ -115,11 +115,11 @@ class PeerMonitor:
         self._open.clear()
 
     def missed_since(self, time: float) -> bool:
-        """Whether any rank was found not to answer since ``time``, of the loop's clock."""
+        """Whether any rank was announced since ``time``, of the loop's clock."""
         return any(announced >= time for announced in self._announced_at.values())
 
     def process_of(self, rank: int) -> str:
-        """The host and process id of ``rank``; empty before all have told theirs."""
+        """The host and process id of ``rank``; empty before all have exchanged theirs."""
         process = self._processes.get(rank)
         return "" if process is None else str(process)
 
@@ -137,7 +137,7 @@ class PeerMonitor:
         self._announce(peer, asyncio.get_running_loop().time() - question.since)
 
     def _announce(self, rank: int, seconds: float) -> None:
-        """Say it here, and let the peers say it. Each rank does so once, however many tell it."""
+        """Log it here, and let the peers do so. Each rank logs it once, however many announce it."""
         now = asyncio.get_running_loop().time()
         if rank == self._topology.rank or now - self._announced_at.get(rank, -self._repeat_s) < self._repeat_s:
             return

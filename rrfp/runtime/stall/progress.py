@@ -101,14 +101,14 @@ class Progress:
 
     def _lack(self, task: Task, missing: Sequence[Task]) -> str:
         """Why ``task`` does not run."""
-        core, place = self._core, self._topology
+        core, topology = self._core, self._topology
         if missing:
             stage_of = core.graph.placement.stage_of
             return ", ".join(f"{one} owed by {self._owner(stage_of(one.virtual_stage))}" for one in missing)
         if core.group.follows and not core.is_ordered(task):
-            return f"not ordered by {place.name_of(place.leader)}, which leads the group"
+            return f"not ordered by {topology.name_of(topology.leader)}, which leads the group"
         if late := core.unreported(task):
-            return f"not reported by {' and '.join(place.name_of(place.group[member]) for member in late)}"
+            return f"not reported by {' and '.join(topology.name_of(topology.group[member]) for member in late)}"
         if task not in core.ready:
             return "kept out by the memory limit"
         if core.group.follows:

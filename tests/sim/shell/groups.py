@@ -228,7 +228,7 @@ class _Job:
             self._programs[rank],
             self._lanes[rank],
             SimulatedTransport(context, self._latency),
-            place=place,
+            topology=place,
             coordination="leader" if is_led else "agreement",
             depth=self._coordination.depth if isinstance(self._coordination, Leader) else 1,
             stall_after=self._stall_after,
