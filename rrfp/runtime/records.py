@@ -7,10 +7,10 @@ field against the annotations of the dataclass, because it comes from another pr
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
-from functools import cache
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from functools import cache, partial
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import msgpack
 
@@ -54,35 +54,44 @@ def from_plain(kind: type[T], plain: Any, name: str) -> T:
         ProtocolError: if it is something else.
     """
     try:
-        read: T = _read(kind, plain)
+        read: T = _reader(cast("Any", kind))(plain)  # mypy takes no type variable for hashable
     except (TypeError, ValueError) as error:
         raise ProtocolError(f"{name} cannot be read: {error}") from None
     return read
 
 
-def _read(kind: Any, plain: Any) -> Any:
+@cache
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    """Checks and reads plain data of ``kind``; made once a kind, because a step reads a record of every rank."""
     if isinstance(kind, type) and is_dataclass(kind):
-        hints = _hints(kind)
-        if not isinstance(plain, dict) or plain.keys() != hints.keys():
-            raise TypeError(f"{plain!r:.80} is no record of {', '.join(hints)}")
-        return kind(**{field: _read(hint, plain[field]) for field, hint in hints.items()})
+        return _record_reader(kind)
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (types.UnionType, Union):
-        (kind,) = (each for each in arguments if each is not types.NoneType)
-        return None if plain is None else _read(kind, plain)
-    if origin in (tuple, Mapping):
-        if not isinstance(plain, list):
-            raise TypeError(f"{plain!r:.80} is no list")
-        if origin is tuple:
-            return tuple(_read(arguments[0], item) for item in plain)
-        return {_read(arguments[0], key): _read(arguments[1], item) for key, item in plain}
-    if kind is float and type(plain) is int:
-        return float(plain)
+        (some,) = (_reader(each) for each in arguments if each is not types.NoneType)
+        return lambda plain: None if plain is None else some(plain)
+    if origin is tuple:
+        item = _reader(arguments[0])
+        return lambda plain: tuple(map(item, _checked(list, plain)))
+    if origin is Mapping:
+        key, value = map(_reader, arguments)
+        return lambda plain: {key(k): value(v) for k, v in _checked(list, plain)}
+    if kind is float:
+        return lambda plain: float(plain) if type(plain) is int else _checked(float, plain)
+    return partial(_checked, kind)
+
+
+def _record_reader(kind: type[Any]) -> Callable[[Any], Any]:
+    readers = {field: _reader(hint) for field, hint in get_type_hints(kind).items()}
+
+    def read(plain: Any) -> Any:
+        if not isinstance(plain, dict) or plain.keys() != readers.keys():
+            raise TypeError(f"{plain!r:.80} is no record of {', '.join(readers)}")
+        return kind(**{field: reader(plain[field]) for field, reader in readers.items()})
+
+    return read
+
+
+def _checked(kind: type[T], plain: Any) -> T:
     if type(plain) is not kind:
         raise TypeError(f"{plain!r:.80} is no {kind.__name__}")
     return plain
-
-
-@cache
-def _hints(kind: type[Any]) -> Mapping[str, Any]:
-    return get_type_hints(kind)
