@@ -153,8 +153,8 @@ class LocalRanks:
     async def share(self, clipping: Clipping) -> list[bytes]:
         """Tell all ranks the share of this process, and hear those of all. The first rank here speaks for it."""
         first, *others = self._runners
-        given = [first.gather(clipping.told()), *(runner.gather(clipping.nothing()) for runner in others)]
-        return (await _all(given))[0]
+        shares = [first.gather(clipping.share()), *(runner.gather(clipping.empty_share()) for runner in others)]
+        return (await _all(shares))[0]
 
     def statistics(self) -> tuple[RankStatistics, ...]:
         """What each rank holds and has moved; none before the start. May be called on any thread."""

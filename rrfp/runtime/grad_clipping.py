@@ -46,7 +46,7 @@ class NormShare:
 
 
 class Clipping:
-    """Clips the gradients of all ranks by their common norm. Made and settled on the caller's thread.
+    """Clips the gradients of all ranks by their common norm. All methods are called on the caller's thread.
 
     Args:
         holder: this rank's gradients.
@@ -66,25 +66,25 @@ class Clipping:
         self._terms = (float(max_norm), float(norm_type))
         self._own = local_norm(holder.modules, norm_type, place=holder.topology, ranks=holder.ranks, skip=holder.skip)
 
-    def told(self) -> bytes:
-        """What this rank gives."""
+    def share(self) -> bytes:
+        """This rank's part of the norm."""
         return records.pack(NormShare(*self._terms, self._own))
 
-    def nothing(self) -> bytes:
-        """What further ranks of this process give."""
+    def empty_share(self) -> bytes:
+        """The part of further ranks of this process: the first has the gradients of all."""
         return records.pack(NormShare(*self._terms, 0.0))
 
-    def settle(self, answers: Sequence[bytes]) -> float:
-        """Scale this process's gradients by what all ranks gave.
+    def clip(self, gathered: Sequence[bytes]) -> float:
+        """Scale this process's gradients, given the shares of all ranks.
 
         Returns:
             The norm before, the same on all ranks.
 
         Raises:
             ConfigError: if the ranks did not ask for the same.
-            ProtocolError: if an answer cannot be read.
+            ProtocolError: if a share cannot be read.
         """
-        shares = [records.unpack(NormShare, data, "a share of the gradient norm") for data in answers]
+        shares = [records.unpack(NormShare, data, "a share of the gradient norm") for data in gathered]
         terms = sorted({(share.max_norm, share.norm_type) for share in shares})
         if len(terms) > 1:
             values = " and ".join(f"({max_norm:g}, {norm_type:g})" for max_norm, norm_type in terms)
