@@ -11,7 +11,7 @@ import numpy as np
 
 from rrfp.core.admission import Limit
 from rrfp.costs.table import CostTable
-from rrfp.runtime.stage_runner import Coordination
+from rrfp.runtime.core_driver import Coordination
 
 #: Methods by name: how the ranks of a group come to one order, and how far ahead.
 METHODS: dict[str, tuple[Coordination, int]] = {

@@ -11,10 +11,10 @@ ends on rank 0 before any rank can propose in the next one, and nothing of a ste
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from rrfp.arbiter.group_messages import Say, Saying, Word
-from rrfp.arbiter.loop import Arbiter
+from rrfp.arbiter.arbiter import Arbiter
+from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind, SendToMember
 from rrfp.core.order_log import Group
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import StepId, Task
@@ -22,16 +22,22 @@ from rrfp.core.usage import WaitCause
 from rrfp.errors import ProtocolError
 
 
+def outcome_of(proposals: Iterable[Task | None]) -> Task | None:
+    """The outcome of a round: the one task that all ranks of a group propose, or None."""
+    different = set(proposals)
+    return different.pop() if len(different) == 1 else None
+
+
 class AgreementArbiter(Arbiter):
-    """Dispatches the tasks of one rank when its group agrees on them. See `Arbiter`.
+    """Dispatches the tasks of one rank when its group agrees on them.
 
     Args:
         core: decides what to propose.
-        depth: how many tasks may be enqueued and not complete.
-        dispatch: hands a task to the lane and reports `Enqueued` to the core.
-        waiting: told the cause each time the lane is left with nothing to do.
+        depth: see `Arbiter`.
+        dispatch: see `Arbiter`.
+        waiting: see `Arbiter`.
         group: this rank's.
-        say: says a word to a member.
+        send: sends a message to a member.
 
     Attributes:
         rounds: rounds that this rank took part in.
@@ -46,12 +52,12 @@ class AgreementArbiter(Arbiter):
         waiting: Callable[[WaitCause], None],
         *,
         group: Group,
-        say: Say,
+        send: SendToMember,
     ) -> None:
         super().__init__(core, depth, dispatch, waiting)
         self.rounds = self.failed = 0
         self._group = group
-        self._say = say
+        self._send = send
         self._step: StepId | None = None
         self._round = 0
         self._proposed: Task | None = None
@@ -60,8 +66,8 @@ class AgreementArbiter(Arbiter):
         self._prompted = False
         #: Rank 0 of the group: the proposals of this round, by member.
         self._proposals: dict[int, Task] = {}
-        #: What others said of the next step, which this rank has not opened yet.
-        self._early: list[tuple[int, Word]] = []
+        #: Messages of the next step, which this rank has not opened yet, by sender.
+        self._early: list[tuple[int, GroupMessage]] = []
 
     @property
     def dispute(self) -> tuple[Task, str] | None:
@@ -70,48 +76,56 @@ class AgreementArbiter(Arbiter):
             return self._proposed, "proposed to its group, where some rank has nothing to propose"
         return None if self._refused is None else (self._refused, "proposed to its group, which does not agree")
 
-    def open(self, step: StepId) -> None:
+    def open_step(self, step: StepId) -> None:
         """The core has opened ``step``.
 
         Raises:
-            ProtocolError: if what was said of it does not fit.
+            ProtocolError: if an early message does not fit it.
         """
         self._step, self._round = step, 0
         self._proposed = self._refused = None
         self._prompted = False
         self._proposals.clear()
         early, self._early = self._early, []
-        for member, word in early:
+        for member, message in early:
             try:
-                self.take(member, word)
+                self.on_message(member, message)
             except ProtocolError as error:
                 error.told_by = ("member", member)
                 raise
 
-    def take(self, member: int, word: Word) -> None:
-        """``member`` of the group said ``word``.
+    def on_message(self, member: int, message: GroupMessage) -> None:
+        """``member`` of the group sent ``message``.
 
         Raises:
             ProtocolError: if it makes no sense.
         """
         step = self._step
-        if word.step.number == (0 if step is None else step.number + 1):
-            self._early.append((member, word))
+        if message.step.number == (0 if step is None else step.number + 1):
+            self._early.append((member, message))
             return
-        if word.step != step:
+        if message.step != step:
             here = "before its first step" if step is None else f"in {step}"
-            raise ProtocolError(f"member {member} of the group says {word.saying} in {word.step}, this rank is {here}")
-        match word:
-            case Word(Saying.PROPOSE, _, Task() as task, (number,)) if self._group.rank == 0 and number == self._round:
+            raise ProtocolError(
+                f"member {member} of the group says {message.kind} in {message.step}, this rank is {here}"
+            )
+        match message:
+            case GroupMessage(GroupMessageKind.PROPOSE, _, Task() as task, (number,)) if (
+                self._group.rank == 0 and number == self._round
+            ):
                 self._collect(member, task)
-            case Word(Saying.OUTCOME, _, task, (number,)) if self._is_heard_from(member) and number == self._round:
+            case GroupMessage(GroupMessageKind.OUTCOME, _, task, (number,)) if (
+                self._is_heard_from(member) and number == self._round
+            ):
                 self._conclude(task)
-            case Word(Saying.PROMPT, _, None, (number,)) if self._is_heard_from(member) and number == self._round:
+            case GroupMessage(GroupMessageKind.PROMPT, _, None, (number,)) if (
+                self._is_heard_from(member) and number == self._round
+            ):
                 self._prompted = self._proposed is None
                 self.kick()
             case _:
                 raise ProtocolError(
-                    f"member {member} of the group says {word.saying} {word.task} {word.numbers} in round "
+                    f"member {member} of the group says {message.kind} {message.task} {message.numbers} in round "
                     f"{self._round} of {step}, which makes no sense here"
                 )
 
@@ -119,40 +133,43 @@ class AgreementArbiter(Arbiter):
         """Whether it is ``member`` that announces, and this rank that hears it."""
         return member == 0 < self._group.rank
 
-    def _dispatch_ready(self) -> None:
+    def dispatch_next(self) -> bool:
+        """Propose a task; what the group agrees on is dispatched as soon as that is known."""
         if len(self._core.in_flight) < self._depth and self._proposed is None and self._step is not None:
             decision = self._core.decide()
             if decision is not None and (decision.task != self._refused or self._prompted):
                 self._propose(self._step, decision.task)
-        if not self._core.in_flight:
-            self._waiting(WaitCause.ORDER if self._proposed or self._refused else self._core.wait_cause())
+        return False
+
+    def _wait_cause(self) -> WaitCause:
+        return WaitCause.ORDER if self._proposed or self._refused else self._core.wait_cause()
 
     def _propose(self, step: StepId, task: Task) -> None:
         self._proposed, self._prompted = task, False
         if self._group.rank == 0:
             self._collect(0, task)
         else:
-            self._say(0, Word(Saying.PROPOSE, step, task, (self._round,)))
+            self._send(0, GroupMessage(GroupMessageKind.PROPOSE, step, task, (self._round,)))
 
     def _collect(self, member: int, task: Task) -> None:
         """Rank 0: one more proposal; the first of a round that follows a failed one asks for all others."""
         if member in self._proposals:
             raise ProtocolError(f"member {member} of the group proposes twice in round {self._round} of {self._step}")
         if not self._proposals and self._refused is not None:
-            self._announce(Saying.PROMPT, None)
+            self._announce(GroupMessageKind.PROMPT, None)
             self._prompted = self._proposed is None
             self.kick()
         self._proposals[member] = task
         if len(self._proposals) == self._group.size:
-            agreed = task if len(set(self._proposals.values())) == 1 else None
+            agreed = outcome_of(self._proposals.values())
             self._proposals.clear()
-            self._announce(Saying.OUTCOME, agreed)
+            self._announce(GroupMessageKind.OUTCOME, agreed)
             self._conclude(agreed)
 
-    def _announce(self, saying: Saying, task: Task | None) -> None:
+    def _announce(self, kind: GroupMessageKind, task: Task | None) -> None:
         assert self._step is not None
         for member in range(1, self._group.size):
-            self._say(member, Word(saying, self._step, task, (self._round,)))
+            self._send(member, GroupMessage(kind, self._step, task, (self._round,)))
 
     def _conclude(self, task: Task | None) -> None:
         """The round has ended, with a task to run or without.

@@ -82,7 +82,7 @@ class BlockingPipeline:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """As `rrfp.Pipeline.clip_grad_norm_`."""
         clipping = self._session.clip(max_norm, norm_type)
-        return clipping.settle(self._run(self._session.ranks.share(clipping)))
+        return clipping.clip(self._run(self._session.ranks.share(clipping)))
 
     def statistics(self) -> tuple[RankStatistics, ...]:
         """As `rrfp.Pipeline.statistics`. While a step blocks this thread, another one may call it."""

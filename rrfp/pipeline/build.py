@@ -194,7 +194,7 @@ class RankBuilder:
             rank.program,
             self._lane(topology.stage),
             create_transport(options["transport"], context),
-            place=topology,
+            topology=topology,
             coordination=options["coordination"],
             depth=options["depth"],
             reduce=None if rank.reducer is None else rank.reducer.reduce,

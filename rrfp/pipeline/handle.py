@@ -152,7 +152,7 @@ class PipelineHandle:
             StageError: if a gradient has a layout whose norm cannot be formed.
         """
         clipping = self._session.clip(max_norm, norm_type)
-        return clipping.settle(await self._run(self._session.ranks.share(clipping), "clipping gradients"))
+        return clipping.clip(await self._run(self._session.ranks.share(clipping), "clipping gradients"))
 
     def statistics(self) -> tuple[RankStatistics, ...]:
         """What the ranks of this process hold now, have held at most and have moved; by rank.

@@ -24,7 +24,7 @@ from rrfp.runtime.batching import Plan, plan_step
 from rrfp.runtime.grad_clipping import Clipping, GradientHolder
 from rrfp.runtime.result import StepResult
 from rrfp.runtime.stage_runner import StageRunner
-from rrfp.runtime.stall.loop_watch import LoopWatch
+from rrfp.runtime.stall.loop_watchdog import LoopWatchdog
 from rrfp.runtime.statistics import RankStatistics
 from rrfp.trace.spans import merge
 
@@ -70,7 +70,7 @@ class LocalRanks:
         self._ties = ties
         self._runners: Sequence[StageRunner] = ()
         self._has_warned = False
-        self._loop_watch: LoopWatch | None = None
+        self._loop_watch: LoopWatchdog | None = None
 
     @property
     def first_step(self) -> int:
@@ -153,8 +153,8 @@ class LocalRanks:
     async def share(self, clipping: Clipping) -> list[bytes]:
         """Tell all ranks the share of this process, and hear those of all. The first rank here speaks for it."""
         first, *others = self._runners
-        given = [first.gather(clipping.told()), *(runner.gather(clipping.nothing()) for runner in others)]
-        return (await _all(given))[0]
+        shares = [first.gather(clipping.share()), *(runner.gather(clipping.empty_share()) for runner in others)]
+        return (await _all(shares))[0]
 
     def statistics(self) -> tuple[RankStatistics, ...]:
         """What each rank holds and has moved; none before the start. May be called on any thread."""
@@ -207,8 +207,8 @@ class LocalRanks:
             assert give_up is not None
             give_up(first.stuck(seconds))
 
-        self._loop_watch = LoopWatch(
-            ", ".join(runner.place.name for runner in self._runners),
+        self._loop_watch = LoopWatchdog(
+            ", ".join(runner.topology.name for runner in self._runners),
             options["stall_after"],
             use_timer=options["stack_timer"] and give_up is not None,
             # On the caller's loop it is the caller's business how long a callback takes, unless a rank is waited for.

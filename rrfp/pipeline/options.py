@@ -17,7 +17,7 @@ from rrfp.core.admission import Limit
 from rrfp.core.topology import Layout
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec
-from rrfp.runtime.stage_runner import Coordination
+from rrfp.runtime.core_driver import Coordination
 from rrfp.transports.base import DEFAULT_MAX_MESSAGE_BYTES, DEFAULT_QUEUE_BYTES
 from rrfp.transports.registry import TransportSpec, transport_names
 

@@ -1,39 +1,85 @@
-"""A rank's one failure: whoever waits here ends with it, all others hear of it."""
+"""A rank's one failure: it ends whatever this rank's caller waits for, and is broadcast to all other ranks.
+
+Its origin travels to every rank, its cause stays here. The first failure counts: one that a peer reports and one of
+this rank end the pipeline alike, and what comes after is a consequence.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import asdict
 from typing import Any, TypeVar
 
+from rrfp.compute.tracebacks import place_of, trim
+from rrfp.core import timeouts
 from rrfp.core.tasks import Task
 from rrfp.core.topology import Topology
-from rrfp.errors import RrfpError
-from rrfp.runtime.departures import spread_abort
-from rrfp.runtime.failure import Failure, failure_of
-from rrfp.transports.base import Transport
+from rrfp.errors import Origin, PeerLostError, PipelineAborted, ProtocolError, RrfpError
+from rrfp.log import get_logger
+from rrfp.transports.base import Channel, Message, MessageKind, Transport
+
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 
+#: Longer causes are cut, in characters: an abort has to fit into a message's header.
+MAX_CAUSE = 8192
 
-class Lifeline:
-    """See the module's docstring. All methods are called on the rank's loop.
+
+class Failure:
+    """Why this rank ended.
 
     Args:
-        place: where the rank is.
+        origin: where it began.
+        cause: the exception that this rank saw, if it began here.
+    """
+
+    def __init__(self, origin: Origin, cause: BaseException | None = None) -> None:
+        self.origin = origin
+        #: Whether a call of the caller has raised it.
+        self.was_raised = False
+        self._cause = cause
+
+    def error(self) -> PipelineAborted:
+        """What to raise to the caller; a fresh one each time, since a raised exception collects tracebacks."""
+        self.was_raised = True
+        error = PipelineAborted(self.origin)
+        error.__cause__ = self._cause
+        if self._cause is not None:
+            trim(self._cause)
+            if place := place_of(self._cause):
+                error.add_note(f"raised at {place}")  # the last line of all that is printed
+        return error
+
+
+def failure_of(error: BaseException, topology: Topology, task: Task | None = None) -> Failure:
+    """What ``error``, seen at ``topology`` while it ran ``task``, means for the pipeline."""
+    if isinstance(error, PipelineAborted):
+        return Failure(error.origin, error.__cause__)
+    if isinstance(error, PeerLostError):
+        return Failure(_origin(topology, error.peer, None, f"{type(error).__name__}: {error.reason}"), error)
+    return Failure(_origin(topology, topology.rank, None if task is None else str(task), _describe(error)), error)
+
+
+class AbortController:
+    """Ends one rank when any rank fails. All methods are called on the rank's loop.
+
+    Args:
+        topology: where the rank is.
         transport: the way to the peers.
         stop: ends everything here, without waiting for the lane; called once, with the failure.
     """
 
-    def __init__(self, place: Topology, transport: Transport, stop: Callable[[Failure], None]) -> None:
+    def __init__(self, topology: Topology, transport: Transport, stop: Callable[[Failure], None]) -> None:
         #: Why the rank ended; None while it lives.
         self.failure: Failure | None = None
-        self._place = place
+        self._topology = topology
         self._transport = transport
         self._stop = stop
-        #: What the caller waits for: the start, or a step.
+        #: What the caller waits for: the start, a step, or an all-gather between steps.
         self._current: asyncio.Task[Any] | None = None
-        self._spreading: asyncio.Task[None] | None = None
+        self._broadcast: asyncio.Task[None] | None = None
 
     @property
     def is_awaited(self) -> bool:
@@ -49,9 +95,9 @@ class Lifeline:
         if self.failure is not None:
             raise self.failure.error()
 
-    def tell(self) -> None:
-        """Raise the failure, if there is one of which no call has told the caller. Errors as in `check`."""
-        if self.failure is not None and not self.failure.told:
+    def check_unraised(self) -> None:
+        """Raise the failure unless a call has already raised it. Errors as in `check`."""
+        if self.failure is not None and not self.failure.was_raised:
             raise self.failure.error()
 
     async def unless_aborted(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
@@ -63,7 +109,7 @@ class Lifeline:
         if self.failure is not None:
             coroutine.close()
             raise self.failure.error()
-        self._current = waiting = asyncio.create_task(coroutine, name=f"rrfp-rank-{self._place.rank}")
+        self._current = waiting = asyncio.create_task(coroutine, name=f"rrfp-rank-{self._topology.rank}")
         try:
             return await waiting
         except asyncio.CancelledError:
@@ -79,7 +125,15 @@ class Lifeline:
 
     def fail(self, error: BaseException, task: Task | None = None) -> None:
         """End the pipeline on every rank because of ``error`` on this one. Only the first failure counts."""
-        self.abort(failure_of(error, self._place, task))
+        self.abort(failure_of(error, self._topology, task))
+
+    def on_message(self, message: Message) -> None:
+        """An ABORT arrived: a failure on another rank.
+
+        Raises:
+            ProtocolError: if it names no origin.
+        """
+        self.abort(Failure(origin_of(message.body)))
 
     def abort(self, failure: Failure) -> None:
         """Stop everything here, and tell the peers."""
@@ -89,11 +143,58 @@ class Lifeline:
         if self._current is not None:
             self._current.cancel()
         self._stop(failure)
-        self._spreading = asyncio.create_task(spread_abort(self._transport, failure.origin))
+        self._broadcast = asyncio.create_task(broadcast_abort(self._transport, failure.origin))
 
-    async def end(self) -> None:
-        """Free the transport: in order, or once the peers were told of the failure."""
-        if self._spreading is None:
+    async def close_transport(self) -> None:
+        """Free the transport: in order, or once the peers know of the failure."""
+        if self._broadcast is None:
             await self._transport.close()
         else:
-            await self._spreading
+            await self._broadcast
+
+
+def origin_of(body: Mapping[str, Any]) -> Origin:
+    """The origin that an ABORT message names.
+
+    Raises:
+        ProtocolError: if it names none.
+    """
+    match body:
+        case {"stage": int(stage), "task": str() | None as task, "cause": str(cause), "rank": int() | None as rank}:
+            return Origin(stage, task, cause, rank)
+    raise ProtocolError("an abort arrived without stage, task and cause")
+
+
+async def broadcast_abort(transport: Transport, origin: Origin) -> None:
+    """Tell every peer, then free the transport. Takes `ABORT_GRACE_S` at most and raises nothing.
+
+    A peer that the message does not reach sees this rank's end as lost, because the transport is then not closed in
+    order.
+    """
+    message = Message(Channel.CONTROL, MessageKind.ABORT, body=asdict(origin))
+    try:
+        async with asyncio.timeout(timeouts.ABORT_GRACE_S):
+            sends = (transport.send(peer, message) for peer in transport.context.peers)
+            outcomes = await asyncio.gather(*sends, return_exceptions=True)
+            if all(outcome is None or isinstance(outcome, PeerLostError) for outcome in outcomes):
+                await transport.close()
+    except Exception as error:  # a transport may be anybody's, and there is a failure to report already
+        logger.debug("telling the peers of a failure failed: %r", error)
+    finally:
+        transport.abort()
+
+
+def _origin(topology: Topology, rank: int, task: str | None, cause: str) -> Origin:
+    named_rank = rank if topology.world > topology.stages else None
+    return Origin(topology.place_of(rank).stage, task, cause, named_rank)
+
+
+def _describe(error: BaseException) -> str:
+    """One text, whatever the exception does: it may be huge, no valid Unicode, or raise in ``str``."""
+    try:
+        text = str(error)
+    except Exception as broken:
+        text = f"(its text cannot be had: {type(broken).__name__})"
+    name = type(error).__name__
+    full = (f"{name}: {text}" if text else name).encode(errors="backslashreplace").decode()
+    return full if len(full) <= MAX_CAUSE else f"{full[:MAX_CAUSE]} ... ({len(full)} characters)"

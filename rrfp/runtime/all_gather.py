@@ -1,4 +1,4 @@
-"""An all-gather over the control tree: every rank gives some bytes, every rank gets those of all."""
+"""An all-gather over the control tree: every rank contributes some bytes, every rank gets those of all."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from rrfp.errors import ProtocolError
 from rrfp.runtime.control_tree import children, parent
 from rrfp.transports.base import Channel, Message, MessageKind, Plain
 
-#: Names one exchange: a topic and a number that all ranks agree on.
+#: Names one all-gather: a topic and a number that all ranks agree on.
 Key = tuple[str, int]
 
-#: Exchanges that others have begun and this rank has not; in order there are a handful, one a topic.
+#: All-gathers that others have begun and this rank has not; in order there are a handful, one a topic.
 MOST_AHEAD = 16
 
 
 class SupersededError(Exception):
-    """A later exchange of the same topic has taken the place of this one."""
+    """A later all-gather of the same topic has taken the place of this one."""
 
 
-class TreeExchange:
-    """Collects at rank 0 what every rank gives, and hands it to all.
+class TreeAllGather:
+    """Collects the bytes of every rank at rank 0, and hands them to all.
 
-    Messages of an exchange that this rank has not joined yet are kept. Every rank joins each exchange once. Who waits
+    Messages of an all-gather that this rank has not joined yet are kept. Every rank joins each once. Who waits
     when the pipeline ends is cancelled by whoever runs it.
 
     Args:
@@ -43,16 +43,16 @@ class TreeExchange:
         self._children = children(rank, world)
         self._post = post
         self._gathered: dict[Key, dict[int, bytes]] = {}
-        self._heard: dict[Key, set[int]] = {}
+        self._reported: dict[Key, set[int]] = {}
         self._results: dict[Key, asyncio.Future[dict[int, bytes]]] = {}
-        #: By topic, the first exchange that was not superseded.
+        #: By topic, the first all-gather that was not superseded.
         self._first: dict[str, int] = {}
 
-    async def exchange(self, topic: str, number: int, own: bytes) -> list[bytes]:
-        """Give ``own`` and wait for all.
+    async def all_gather(self, topic: str, number: int, own: bytes) -> list[bytes]:
+        """Contribute ``own``, and wait for all ranks.
 
         Returns:
-            What each rank gave, by rank.
+            The bytes of each rank, by rank.
 
         Raises:
             SupersededError: if `supersede` ends it.
@@ -70,11 +70,11 @@ class TreeExchange:
         return [result[rank] for rank in range(self._world)]
 
     def supersede(self, topic: str, number: int) -> None:
-        """Exchanges of ``topic`` before ``number`` are of no use any more: end them, and ignore what still comes."""
+        """All-gathers of ``topic`` before ``number`` are of no use any more: end them, and ignore their messages."""
         self._first[topic] = max(number, self._first.get(topic, 0))
-        for key in [key for key in (*self._gathered, *self._heard, *self._results) if self._is_past(key)]:
+        for key in [key for key in (*self._gathered, *self._reported, *self._results) if self._is_past(key)]:
             self._gathered.pop(key, None)
-            self._heard.pop(key, None)
+            self._reported.pop(key, None)
             future = self._results.pop(key, None)
             if future is not None and not future.done():
                 future.set_exception(SupersededError(f"{topic} {key[1]}"))
@@ -82,11 +82,11 @@ class TreeExchange:
     def _is_past(self, key: Key) -> bool:
         return key[1] < self._first.get(key[0], 0)
 
-    def take(self, message: Message) -> None:
+    def on_message(self, message: Message) -> None:
         """A REPORT (from below) or RESULT (from above) arrived.
 
         Raises:
-            ProtocolError: if it makes no sense, or comes from a rank that has no say.
+            ProtocolError: if it makes no sense, or comes from a rank that is neither parent nor child.
         """
         topic, number = message.body.get("topic"), message.body.get("number")
         if not isinstance(topic, str) or not isinstance(number, int):
@@ -98,7 +98,7 @@ class TreeExchange:
         if message.kind is MessageKind.REPORT and message.sender in self._children:
             self._check_ahead(key, message.sender)
             self._gathered.setdefault(key, {}).update(bundle)
-            self._heard.setdefault(key, set()).add(message.sender)
+            self._reported.setdefault(key, set()).add(message.sender)
             self._advance(key)
         elif message.kind is MessageKind.RESULT and message.sender == self._parent and self._is_whole(bundle):
             self._finish(key, bundle)
@@ -106,7 +106,7 @@ class TreeExchange:
             raise ProtocolError(f"rank {message.sender} sent rank {self._rank} a {message.kind} of {topic} {number}")
 
     def _check_ahead(self, key: Key, sender: int) -> None:
-        """What a peer begins is kept until this rank joins, so there must be an end to it."""
+        """An all-gather that a peer begins is kept until this rank joins, so their number is bounded."""
         if key not in self._gathered and len(self._gathered) >= MOST_AHEAD:
             raise ProtocolError(f"rank {sender} began {key[0]} {key[1]}, but {MOST_AHEAD} exchanges are open already")
 
@@ -114,12 +114,12 @@ class TreeExchange:
         return bundle.keys() == set(range(self._world))
 
     def _advance(self, key: Key) -> None:
-        """Pass the bundle on once this rank and everybody below it has given."""
+        """Pass the bundle on once this rank and all below it have contributed."""
         gathered = self._gathered[key]
-        if self._rank not in gathered or not self._heard.get(key, set()).issuperset(self._children):
+        if self._rank not in gathered or not self._reported.get(key, set()).issuperset(self._children):
             return
         del self._gathered[key]
-        self._heard.pop(key, None)
+        self._reported.pop(key, None)
         if self._parent is None:
             self._finish(key, gathered)
         else:

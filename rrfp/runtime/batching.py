@@ -1,4 +1,4 @@
-"""From what a caller passes to `step` to what the ranks need: one checked plan."""
+"""The arguments of `step`, checked and made into one plan for the ranks."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Plan:
         step: its number, mode and M.
         batch: the caller's data, and the number of the training step; see `batch_of`.
         weights: of the microbatches' losses, None for all 1.
-        sizes: how large each microbatch is, for hints; None where the caller did not tell.
+        sizes: how large each microbatch is, for hints; None where the caller passes none.
         reduction: how losses combine.
         grad_scale: a further factor on every gradient.
         reduce_gradients: whether gradients are summed over replicas at the end.
-        kwargs: by stage, where the caller tells them apart.
+        kwargs: by stage, where the caller passes them so.
         refused: calls before this one whose arguments were refused.
     """
 
@@ -83,7 +83,7 @@ class Plan:
         return float(self.step.microbatches if self.weights is None else sum(self.weights))
 
     def normalise(self, total: float) -> None:
-        """The weights of all replicas sum to ``total``: say so to whoever was given the batch.
+        """Set the gradient weights of the batch, now that the weights of all replicas sum to ``total``.
 
         Raises:
             ConfigError: if that is 0, where a mean is asked for.
@@ -175,7 +175,7 @@ def _sizes(sizes: Sequence[Any] | None) -> tuple[float, ...] | None:
 
 
 def _microbatches(lists: Mapping[str, Any], microbatches: Any) -> int:
-    """M, as all arguments tell it."""
+    """M, which all arguments must agree on."""
     if microbatches is not None and type(microbatches) is not int:
         raise ConfigError(f"microbatches is {microbatches!r}, must be a whole number")
     lengths: dict[str, int] = {} if microbatches is None else {"microbatches": microbatches}
@@ -189,10 +189,10 @@ def _microbatches(lists: Mapping[str, Any], microbatches: Any) -> int:
     if not lengths:
         raise ConfigError("microbatches is needed on a rank that is given no inputs, targets, kwargs or weights")
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{name}: {length}" for name, length in lengths.items())
+        counts = ", ".join(f"{name}: {length}" for name, length in lengths.items())
         tuples = (name for name, values in lists.items() if type(values) is tuple and _holds_tensors(values))
         hints = [_cut(f"; if {name} is one whole batch, write", name, lists[name]) for name in tuples]
-        raise ConfigError(f"the number of microbatches differs between arguments ({told}){''.join(hints)}")
+        raise ConfigError(f"the number of microbatches differs between arguments ({counts}){''.join(hints)}")
     name, count = next(iter(lengths.items()))
     if count < 1:
         raise ConfigError(f"{name} tells {count} microbatches, must be at least 1")

@@ -26,16 +26,16 @@ def children(rank: int, world: int) -> tuple[int, ...]:
     return tuple(child for child in (2 * rank + 1, 2 * rank + 2) if child < world)
 
 
-def peers(graph: Graph, place: Topology, ties: Iterable[Tie] = ()) -> tuple[int, ...]:
-    """Every rank that the one at ``place`` is connected to, ascending."""
-    above = parent(place.rank)
-    tree = set(children(place.rank, place.world)) | (set() if above is None else {above})
-    neighbours = {place.rank_of(stage) for stage in graph.neighbours(place.stage)}
-    if place.world > place.stages:
-        neighbours |= {rank for rank in (place.rank - 1, place.rank + 1) if 0 <= rank < place.world}
-    group = set(place.group) if place.member == 0 else {place.leader}
-    tied = {place.rank_of(stage) for tie in ties for stage in _tied_to(tie, graph, place.stage)}
-    return tuple(sorted((tree | neighbours | group | tied) - {place.rank}))
+def peers(graph: Graph, topology: Topology, ties: Iterable[Tie] = ()) -> tuple[int, ...]:
+    """Every rank that the one at ``topology`` is connected to, ascending."""
+    above = parent(topology.rank)
+    tree = set(children(topology.rank, topology.world)) | (set() if above is None else {above})
+    neighbours = {topology.rank_of(stage) for stage in graph.neighbours(topology.stage)}
+    if topology.world > topology.stages:
+        neighbours |= {rank for rank in (topology.rank - 1, topology.rank + 1) if 0 <= rank < topology.world}
+    group = set(topology.group) if topology.member == 0 else {topology.leader}
+    tied = {topology.rank_of(stage) for tie in ties for stage in _tied_to(tie, graph, topology.stage)}
+    return tuple(sorted((tree | neighbours | group | tied) - {topology.rank}))
 
 
 def _tied_to(tie: Tie, graph: Graph, stage: int) -> set[int]:

@@ -1,96 +1,64 @@
-"""The last messages of a rank: that it leaves in order, or that the pipeline is aborted."""
+"""Peers that left in order: no loss, unless this rank is in a call that they have not made."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
-
-from rrfp.core import timeouts
-from rrfp.errors import Origin, PeerLostError, ProtocolError
-from rrfp.log import get_logger
-from rrfp.transports.base import Channel, Message, MessageKind, Transport
-
-logger = get_logger(__name__)
+from rrfp.errors import PeerLostError, ProtocolError
+from rrfp.runtime.activity import RankActivity
+from rrfp.transports.base import Channel, Message, MessageKind
 
 
 class Departures:
-    """Which peers left in order, and after how many steps and gatherings."""
+    """The peers that left, each with the number of steps and all-gathers that it took part in.
 
-    def __init__(self) -> None:
+    Args:
+        activity: the calls of this rank.
+    """
+
+    def __init__(self, activity: RankActivity) -> None:
+        self._activity = activity
         self._steps: dict[int, int] = {}
         self._gatherings: dict[int, int] = {}
 
     def __contains__(self, peer: int) -> bool:
         return peer in self._steps
 
-    def note(self, message: Message) -> None:
+    def on_message(self, message: Message) -> None:
         """A CLOSED message arrived.
 
         Raises:
-            ProtocolError: if it does not say after how much.
+            ProtocolError: if it has no such numbers.
+            PeerLostError: as `check`.
         """
         steps, gatherings = message.body.get("steps"), message.body.get("gatherings")
         if not isinstance(steps, int) or not isinstance(gatherings, int):
             raise ProtocolError(f"rank {message.sender} closed without saying after how many steps and gatherings")
         self._steps[message.sender] = steps
         self._gatherings[message.sender] = gatherings
+        self.check()
 
-    def check(self, step: int) -> None:
-        """This rank begins, or is in, ``step``.
+    def check(self) -> None:
+        """This rank begins a call, or is in one.
 
         Raises:
             PeerLostError: if a peer left before it.
         """
-        for peer, steps in self._steps.items():
-            if steps <= step:
+        activity = self._activity
+        if activity.step is not None:
+            number = activity.step.number
+            if (peer := _left_before(number, self._steps)) is not None:
+                steps = self._steps[peer]
                 raise PeerLostError(
-                    peer, f"its program left after {steps} step(s), but step {step} was begun elsewhere"
+                    peer, f"its program left after {steps} step(s), but step {number} was begun elsewhere"
                 )
+        if activity.is_gathering and (peer := _left_before(activity.gatherings_ended, self._gatherings)) is not None:
+            raise PeerLostError(peer, "its program left, but gradients are being clipped elsewhere")
 
-    def check_gathering(self, number: int) -> None:
-        """This rank begins, or is in, gathering ``number``.
-
-        Raises:
-            PeerLostError: if a peer left before it.
-        """
-        for peer, gatherings in self._gatherings.items():
-            if gatherings <= number:
-                raise PeerLostError(peer, "its program left, but gradients are being clipped elsewhere")
+    def own_message(self) -> Message:
+        """The CLOSED message of this rank."""
+        body = {"steps": self._activity.steps_ended, "gatherings": self._activity.gatherings_ended}
+        return Message(Channel.CONTROL, MessageKind.CLOSED, body=body)
 
 
-def closed_message(steps: int, gatherings: int = 0) -> Message:
-    """This rank's caller left in order after ``steps`` steps and ``gatherings`` of values between them."""
-    return Message(Channel.CONTROL, MessageKind.CLOSED, body={"steps": steps, "gatherings": gatherings})
-
-
-def origin_of(body: Mapping[str, Any]) -> Origin:
-    """The origin that an ABORT message names.
-
-    Raises:
-        ProtocolError: if it names none.
-    """
-    match body:
-        case {"stage": int(stage), "task": str() | None as task, "cause": str(cause), "rank": int() | None as rank}:
-            return Origin(stage, task, cause, rank)
-    raise ProtocolError("an abort arrived without stage, task and cause")
-
-
-async def spread_abort(transport: Transport, origin: Origin) -> None:
-    """Tell every peer, then free the transport. Takes `ABORT_GRACE_S` at most and raises nothing.
-
-    A peer that could not be told sees this rank's end as lost, because the transport is then not closed in order.
-    """
-    body = asdict(origin)
-    message = Message(Channel.CONTROL, MessageKind.ABORT, body=body)
-    try:
-        async with asyncio.timeout(timeouts.ABORT_GRACE_S):
-            sends = (transport.send(peer, message) for peer in transport.context.peers)
-            outcomes = await asyncio.gather(*sends, return_exceptions=True)
-            if all(outcome is None or isinstance(outcome, PeerLostError) for outcome in outcomes):
-                await transport.close()
-    except Exception as error:  # a transport may be anybody's, and there is a failure to report already
-        logger.debug("telling the peers of a failure failed: %r", error)
-    finally:
-        transport.abort()
+def _left_before(number: int, ended: dict[int, int]) -> int | None:
+    """The first peer that took part in fewer calls than up to ``number``."""
+    return next((peer for peer, count in ended.items() if count <= number), None)

@@ -1,16 +1,16 @@
-"""One call of ``clip_grad_norm_``: what this rank tells all others, and what follows from what they tell."""
+"""One call of ``clip_grad_norm_``: the share of this rank in the common norm, and the scale that follows from all."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-import msgpack
 from torch import Tensor, nn
 
 from rrfp.compute.gradients.norm import check_norm, clip, combined_norm, local_norm
 from rrfp.core.topology import Topology
-from rrfp.errors import ConfigError, ProtocolError
+from rrfp.errors import ConfigError
+from rrfp.runtime import records
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,19 +19,34 @@ class GradientHolder:
 
     Attributes:
         modules: that have them, by virtual stage.
-        place: where this rank is; None where the process has all stages.
+        topology: where this rank is; None where the process has all stages.
         ranks: the layout's ranks in ``torch.distributed``; by default with the same numbers.
         skip: parameters that count on another rank.
     """
 
     modules: Mapping[int, nn.Module]
-    place: Topology | None = None
+    topology: Topology | None = None
     ranks: Sequence[int] | None = None
     skip: Collection[Tensor] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class NormShare:
+    """A rank's part of the common norm of all gradients.
+
+    Attributes:
+        max_norm: the norm that its caller allows.
+        norm_type: p of the p-norm.
+        norm: of its own gradients.
+    """
+
+    max_norm: float
+    norm_type: float
+    norm: float
+
+
 class Clipping:
-    """Clips the gradients of all ranks by their common norm. Made and settled on the caller's thread.
+    """Clips the gradients of all ranks by their common norm. All methods are called on the caller's thread.
 
     Args:
         holder: this rank's gradients.
@@ -49,42 +64,32 @@ class Clipping:
             raise ConfigError("clip_grad_norm_ needs modules: the gradients of a StageProgram are its own to clip")
         self._holder = holder
         self._terms = (float(max_norm), float(norm_type))
-        self._own = local_norm(holder.modules, norm_type, place=holder.place, ranks=holder.ranks, skip=holder.skip)
+        self._own = local_norm(holder.modules, norm_type, place=holder.topology, ranks=holder.ranks, skip=holder.skip)
 
-    def told(self) -> bytes:
-        """What this rank gives."""
-        packed: bytes = msgpack.packb((*self._terms, self._own))
-        return packed
+    def share(self) -> bytes:
+        """This rank's part of the norm."""
+        return records.pack(NormShare(*self._terms, self._own))
 
-    def nothing(self) -> bytes:
-        """What further ranks of this process give."""
-        packed: bytes = msgpack.packb((*self._terms, 0.0))
-        return packed
+    def empty_share(self) -> bytes:
+        """The part of further ranks of this process: the first has the gradients of all."""
+        return records.pack(NormShare(*self._terms, 0.0))
 
-    def settle(self, answers: Sequence[bytes]) -> float:
-        """Scale this process's gradients by what all ranks gave.
+    def clip(self, gathered: Sequence[bytes]) -> float:
+        """Scale this process's gradients, given the shares of all ranks.
 
         Returns:
             The norm before, the same on all ranks.
 
         Raises:
             ConfigError: if the ranks did not ask for the same.
-            ProtocolError: if an answer cannot be read.
+            ProtocolError: if a share cannot be read.
         """
-        given = [_read(data) for data in answers]
-        terms = sorted({(max_norm, norm_type) for max_norm, norm_type, _ in given})
+        shares = [records.unpack(NormShare, data, "a share of the gradient norm") for data in gathered]
+        terms = sorted({(share.max_norm, share.norm_type) for share in shares})
         if len(terms) > 1:
-            told = " and ".join(f"({max_norm:g}, {norm_type:g})" for max_norm, norm_type in terms)
-            raise ConfigError(f"max_norm and norm_type are {told} on different ranks, must be the same on all")
+            values = " and ".join(f"({max_norm:g}, {norm_type:g})" for max_norm, norm_type in terms)
+            raise ConfigError(f"max_norm and norm_type are {values} on different ranks, must be the same on all")
         max_norm, norm_type = self._terms
-        norm = combined_norm([own for _, _, own in given], norm_type)
+        norm = combined_norm([share.norm for share in shares], norm_type)
         clip(self._holder.modules, max_norm, norm)
         return norm
-
-
-def _read(data: bytes) -> tuple[float, float, float]:
-    try:
-        max_norm, norm_type, own = msgpack.unpackb(data)
-        return float(max_norm), float(norm_type), float(own)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"a share of the gradient norm cannot be read: {error}") from None

@@ -1,7 +1,7 @@
-"""What all ranks must have in common, compared once at the start, before they connect.
+"""The terms that all ranks must have in common, compared once at the start, before they connect.
 
 Who connects to whom follows from the model's shape. Ranks that differ in it would wait for peers that never come, so
-terms travel through the rendezvous and not through the transport: rank 0 reads what every rank says and publishes one
+terms travel through the rendezvous and not through the transport: rank 0 reads those of every rank and publishes one
 verdict, which all raise alike. That takes as many keys as there are ranks. One more key a rank names the pipeline that
 the rank entered last: so a rank that does not come can be found.
 """
@@ -19,13 +19,14 @@ from rrfp.compute.gradients.tie_copies import CopyTerms, Tie
 from rrfp.core import timeouts
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError, ProtocolError, RrfpError, TransportError
-from rrfp.runtime import tie_terms
+from rrfp.runtime import records
+from rrfp.runtime.tie_terms import agree as agree_on_ties
 from rrfp.transports.base import TransportContext
 
 #: Field by field, plain values that must be the same on every rank.
 Terms = Mapping[str, str | int | bool | None]
 
-#: What a verdict may raise, by the name under which it travels; none: all agree.
+#: The errors that a verdict may raise, by the name under which they travel; none: all agree.
 _ERRORS: Mapping[str, type[RrfpError]] = {
     error.__name__: error for error in (ConfigError, ProtocolError, TransportError)
 }
@@ -36,16 +37,16 @@ class Handshake:
 
     Args:
         terms: this rank's.
-        place: where this rank is, as it sees it.
+        topology: where this rank is, as it sees it.
         context: where the ranks meet.
-        group_terms: what only the ranks of one group must have in common.
+        group_terms: those that only the ranks of one group must have in common.
         copies: this rank's copies of tied parameters.
     """
 
     def __init__(
         self,
         terms: Terms,
-        place: Topology,
+        topology: Topology,
         context: TransportContext,
         group_terms: Terms | None = None,
         copies: Sequence[CopyTerms] = (),
@@ -54,7 +55,7 @@ class Handshake:
         self.ties: tuple[Tie, ...] = ()
         self._terms = terms
         self._group_terms = {} if group_terms is None else group_terms
-        self._place = place
+        self._topology = topology
         self._context = context
         self._copies = copies
 
@@ -72,12 +73,13 @@ class Handshake:
             verdict = await self._judge()
             await self._publish("verdict", verdict)
         else:
-            copies = [copy.encode() for copy in self._copies]
+            copies = records.to_plain(self._copies)
             await self._publish(str(context.rank), {"all": self._terms, "group": self._group_terms, "copies": copies})
             verdict = await self._lookup("verdict", 0, context.connect_timeout_s + timeouts.VERDICT_GRACE_S)
         if (error := _ERRORS.get(verdict.get("error", ""))) is not None:
             raise error(verdict.get("text"))
-        self.ties = tie_terms.decode(verdict.get("ties", ()))
+        ties = verdict.get("ties", [])
+        self.ties = records.from_plain(tuple[Tie, ...], ties, "the verdict of rank 0 about ties")
 
     async def _judge(self) -> Mapping[str, Any]:
         """Rank 0: what to raise, if anything; as soon as a rank differs or time is up."""
@@ -86,27 +88,28 @@ class Handshake:
         try:
             leaders: dict[int, Terms] = {0: self._group_terms}
             copies: dict[int, Sequence[CopyTerms]] = {0: self._copies}
-            for rank in range(1, self._place.world):
+            for rank in range(1, self._topology.world):
                 left_s = math.ceil(10 * max(deadline - loop.time(), 0.0)) / 10  # people read it
                 theirs = await self._lookup(str(rank), rank, left_s)
                 self._compare(0, self._terms, rank, theirs.get("all", {}), "all ranks")
-                # Members of a group have ascending ranks: its leader was heard before.
+                # Members of a group have ascending ranks: its leader's terms came before.
                 leader = self._leader_of(rank)
                 own = leaders.setdefault(leader, theirs.get("group", {}))
                 self._compare(leader, own, rank, theirs.get("group", {}), "the ranks of a group")
-                copies[rank] = [CopyTerms.decode(copy) for copy in theirs.get("copies", ())]
-            return {"ties": tie_terms.encode(tie_terms.agree(copies, self._place))}
+                published = theirs.get("copies", [])
+                copies[rank] = records.from_plain(tuple[CopyTerms, ...], published, "a tied-copy record")
+            return {"ties": records.to_plain(agree_on_ties(copies, self._topology))}
         except RrfpError as error:
             return {"error": type(error).__name__, "text": str(error)}
 
     def _leader_of(self, rank: int) -> int:
-        place = self._place.place_of(rank)
-        return self._place.mesh.rank(place._replace(member=0))
+        place = self._topology.place_of(rank)
+        return self._topology.mesh.rank(place._replace(member=0))
 
     def _compare(self, one: int, ours: Terms, other: int, theirs: Terms, who: str) -> None:
-        name = self._place.name_of
-        if told := differences(name(one), ours, name(other), theirs):
-            raise ConfigError(f"{told}: must be the same on {who}")
+        name = self._topology.name_of
+        if text := differences(name(one), ours, name(other), theirs):
+            raise ConfigError(f"{text}: must be the same on {who}")
 
     async def _publish(self, key: str, value: Mapping[str, Any]) -> None:
         await self._context.rendezvous.publish(self._key(key), msgpack.packb(dict(value)))
@@ -116,11 +119,13 @@ class Handshake:
             data = await self._context.rendezvous.lookup(self._key(key), timeout_s)
         except TransportError as error:
             elsewhere = await self._elsewhere(rank)
-            raise TransportError(f"{self._place.name_of(rank)} did not come{elsewhere}: {error}") from error
+            raise TransportError(f"{self._topology.name_of(rank)} did not come{elsewhere}: {error}") from error
         try:
             return dict(msgpack.unpackb(data))
         except (TypeError, ValueError, msgpack.UnpackException) as error:
-            raise ProtocolError(f"what {self._place.name_of(rank)} said at the start cannot be read: {error}") from None
+            raise ProtocolError(
+                f"what {self._topology.name_of(rank)} said at the start cannot be read: {error}"
+            ) from None
 
     async def _elsewhere(self, rank: int) -> str:
         """Which other pipeline ``rank`` has entered instead of this one, if any."""
@@ -128,22 +133,22 @@ class Handshake:
             data = await self._context.rendezvous.lookup(self._whereabouts(rank), timeouts.LOOK_S)
         except TransportError:
             return ""
-        found = data.decode(errors="replace")
-        return "" if found == self._label else f" to pipeline {self._label!r}, it is at pipeline {found!r}"
+        label = data.decode(errors="replace")
+        return "" if label == self._label else f" to pipeline {self._label!r}, it is at pipeline {label!r}"
 
     @property
     def _label(self) -> str:
-        return self._context.run_id.removeprefix(f"{self._place.run_id}/")
+        return self._context.run_id.removeprefix(f"{self._topology.run_id}/")
 
     def _whereabouts(self, rank: int) -> str:
-        return f"entered/{self._place.run_id}/{self._context.restart}/{rank}"
+        return f"entered/{self._topology.run_id}/{self._context.restart}/{rank}"
 
     def _key(self, key: str) -> str:
         return f"terms/{self._context.run_id}/{self._context.restart}/{key}"
 
 
 def differences(one: str, ours: Terms, other: str, theirs: Terms) -> str:
-    """In what two ranks differ, in one line; empty where in nothing.
+    """The fields in which two ranks differ, in one line; empty if there are none.
 
     Args:
         one: the name of a rank.

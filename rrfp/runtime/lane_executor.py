@@ -1,74 +1,90 @@
-"""What one rank has its lane do: tasks, and chores that are none. Knows neither why nor what follows."""
+"""Runs tasks on the lane of a rank, and extra calls between them. Knows neither why nor what follows."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
-from rrfp.compute.mailbox import Mailbox, bytes_after, run_task
-from rrfp.compute.program import Execution, Lane, StageProgram
+from rrfp.compute.mailbox import bytes_after, run_task
+from rrfp.compute.program import Execution, StageProgram
 from rrfp.core import events as ev
 from rrfp.core.tasks import Task
-from rrfp.runtime.stall.progress import Progress
-from rrfp.trace.recorder import Recorder
+from rrfp.runtime.context import RankContext
 
 T = TypeVar("T")
 
 
-class LaneWork:
-    """Hands work to a lane and tells what became of it. All methods are called on the loop of the lane.
+class LaneExecutor:
+    """Hands work to a lane and reports its completion. All methods are called on the loop of the lane.
 
     Args:
-        program: what tasks compute.
-        lane: where; somebody else starts it.
-        mailbox: what tasks read, and where they put what they make.
-        progress: told what runs.
-        recorder: told when tasks ran.
-        completed: told every task that has completed.
-        fail: told the exception of a task.
+        context: the rank; another part starts its lane.
+        program: computes the tasks.
+        on_completed: called with every task that has completed.
+
+    Attributes:
+        completed: tasks that have completed since the start.
+        running_since: when the lane began what it runs, of its clock.
+        thread: the thread on which a task is being computed, by its ident; None between tasks.
     """
 
     def __init__(
-        self,
-        program: StageProgram,
-        lane: Lane,
-        mailbox: Mailbox,
-        progress: Progress,
-        recorder: Recorder,
-        completed: Callable[[ev.Completed], None],
-        fail: Callable[[BaseException, Task], None],
+        self, context: RankContext, program: StageProgram, on_completed: Callable[[ev.Completed], None]
     ) -> None:
-        self._program = program
-        self._lane = lane
-        self._mailbox = mailbox
-        self._progress = progress
-        self._recorder = recorder
-        self._completed = completed
-        self._fail = fail
-        self._closed = False
-        #: The thread on which a task is being computed, by its ident; None between tasks.
+        self.completed = 0
+        self.running_since = 0.0
         self.thread: int | None = None
+        self._program = program
+        self._lane = context.lane
+        self._mailbox = context.mailbox
+        self._activity = context.activity
+        self._recorder = context.recorder
+        self._fail = context.fail
+        self._on_completed = on_completed
+        self._closed = False
+        self._enqueued = 0
+        self._extras: list[str] = []
+
+    @property
+    def extra(self) -> str | None:
+        """The extra call that began first and has not ended, by name."""
+        return self._extras[0] if self._extras else None
 
     def enqueue(self, task: Task) -> None:
         """Run ``task`` after everything enqueued before it."""
         done = self._lane.enqueue(partial(self._run, task))
         done.add_done_callback(partial(self._on_done, task))
+        self._enqueued += 1
+        if self._enqueued == 1:
+            self.running_since = self._lane.now()
 
-    async def chore(self, name: str, call: Callable[[], T]) -> T:
-        """Make ``call`` on the lane, and say meanwhile that it runs ``name``."""
-        with self._progress.chore(name):
+    async def run_extra(self, name: str, call: Callable[[], T]) -> T:
+        """Make ``call``, which is no task, on the lane; meanwhile the rank is busy with ``name``."""
+        with self.extra_call(name):
             return (await self._lane.enqueue(call)).result
 
+    @contextmanager
+    def extra_call(self, name: str) -> Iterator[None]:
+        """In here the rank is busy with ``name``, on its lane or on a thread of a library."""
+        self._extras.append(name)
+        self.running_since = self._lane.now()
+        try:
+            yield
+        finally:
+            self._extras.remove(name)
+            self._activity.touch()
+
     def close(self) -> None:
-        """Serve nothing more, and tell nothing of what still runs; never waits for it. May be called twice."""
+        """Run nothing more, and report nothing that still runs; never waits for it. May be called twice."""
         self._closed = True
         self._lane.close()
 
     def _run(self, task: Task) -> tuple[int, int]:
-        """Run ``task``, on the lane; returns what it leaves: once the next task has run, nobody could tell any more."""
+        """Run ``task``, on the lane; returns the bytes it leaves: after the next task they could not be told apart."""
         self.thread = threading.get_ident()
         try:
             run_task(self._program, self._mailbox, task)
@@ -89,7 +105,9 @@ class LaneWork:
             self._fail(broken, task)
 
     def _complete(self, task: Task, execution: Execution[tuple[int, int]]) -> None:
-        self._progress.completed()
+        self._enqueued -= 1
+        self.completed += 1
+        self.running_since = self._lane.now()
         self._recorder.ran(task, execution.started, execution.ended)
         held, output = execution.result
-        self._completed(ev.Completed(task, held, execution.ended - execution.started, output))
+        self._on_completed(ev.Completed(task, held, execution.ended - execution.started, output))

@@ -1,74 +1,67 @@
-"""The messages of one rank: outputs and credits leave, what arrives becomes events.
+"""The messages of one rank: each that arrives goes to the handler of its kind, outputs and credits leave.
 
-It knows which message carries what, and neither what happens next nor how messages travel.
+The messenger knows the contents of tensor messages and credits, but neither their consequences nor how they travel.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NoReturn
 
-from rrfp.arbiter.group_messages import Saying, Word
-from rrfp.compute.mailbox import Mailbox
 from rrfp.core import events as ev
 from rrfp.core import timeouts
-from rrfp.core.tasks import Kind
-from rrfp.core.topology import Topology
+from rrfp.core.tasks import Kind, StepId, Task
 from rrfp.errors import FrameError, PeerLostError, ProtocolError
 from rrfp.log import get_logger
-from rrfp.runtime.departures import Departures
-from rrfp.runtime.stall.progress import Progress
-from rrfp.runtime.supervisor import Services
-from rrfp.trace.recorder import Recorder
-from rrfp.transports.base import Channel, Message, MessageKind, Transport
+from rrfp.runtime.context import RankContext
+from rrfp.transports.base import Channel, Message, MessageKind
 
 logger = get_logger(__name__)
 
+#: Takes a message that arrived; raises ProtocolError if it makes no sense.
+Handler = Callable[[Message], None]
+
 _CHANNELS = {Kind.F: Channel.FORWARD, Kind.B: Channel.BACKWARD}
 
-_KINDS = {saying: MessageKind(saying.value) for saying in Saying}
-_SAYINGS = {kind: saying for saying, kind in _KINDS.items()}
 
-
-class Courier:
+class Messenger:
     """Sends and receives for one rank.
 
     Args:
-        place: where the rank is.
-        transport: the way to the peers.
-        mailbox: holds the tensors that are sent, and files those that arrive.
-        progress: told of every message of a step.
-        recorder: told of every tensor message.
-        services: run what is posted.
-        tell: takes events to the core.
+        context: the rank.
+        on_event: takes events to the core.
+
+    Attributes:
+        sent: messages of a step, tensors and credits, sent since the start.
+        received: those received.
     """
 
-    def __init__(
-        self,
-        place: Topology,
-        transport: Transport,
-        mailbox: Mailbox,
-        progress: Progress,
-        recorder: Recorder,
-        services: Services,
-        tell: Callable[[ev.Event], None],
-    ) -> None:
-        #: Peers that left in order; that they are gone is no error then.
-        self.departures = Departures()
-        #: Where tensors go, by stage, and where they come from; and the ranks of the group.
-        self._ranks = [place.rank_of(stage) for stage in range(place.stages)]
+    def __init__(self, context: RankContext, on_event: Callable[[ev.Event], None]) -> None:
+        self.sent = 0
+        self.received = 0
+        topology = context.topology
+        #: Where tensors go, by stage, and where they come from.
+        self._ranks = [topology.rank_of(stage) for stage in range(topology.stages)]
         self._stages = {rank: stage for stage, rank in enumerate(self._ranks)}
-        self._group = place.group
-        self._transport = transport
-        self._mailbox = mailbox
-        self._progress = progress
-        self._recorder = recorder
-        self._services = services
-        self._tell = tell
+        self._topology = topology
+        self._transport = context.transport
+        self._mailbox = context.mailbox
+        self._departures = context.departures
+        self._activity = context.activity
+        self._recorder = context.recorder
+        self._supervisor = context.supervisor
+        self._on_event = on_event
 
-    async def pump(self, take: Callable[[Message], None]) -> None:
-        """Receive for ever; never gated on memory, so that nothing a peer waits for can be stuck behind this rank."""
+    async def receive_all(self, handlers: Mapping[MessageKind, Handler]) -> None:
+        """Receive forever; never gated on memory, so that nothing a peer waits for can be stuck behind this rank.
+
+        Raises:
+            ProtocolError: if a message makes no sense; where a stage has several ranks, the text names the sender.
+            PeerLostError: if a peer is lost, or left before the call that this rank is in.
+            TransportError: see `Transport.receive`.
+        """
         while True:
             try:
                 message = await self._transport.receive()
@@ -78,100 +71,108 @@ class Courier:
                 logger.warning("dropped: %s", error, field=error.field)
                 continue
             except PeerLostError as error:
-                if error.peer in self.departures:
+                if error.peer in self._departures:
                     continue
                 raise
-            take(message)
+            try:
+                if message.step is not None:
+                    self.received += 1
+                handlers.get(message.kind, self._refuse)(message)
+            except ProtocolError as error:
+                self._raise_naming(message.sender, error)
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """In here a step opens, and messages that came before it are taken in.
+
+        Raises:
+            ProtocolError: as `receive_all`.
+        """
+        try:
+            yield
+        except ProtocolError as error:
+            if error.told_by is None:
+                raise
+            kind, index = error.told_by
+            self._raise_naming(self._ranks[index] if kind == "stage" else self._topology.group[index], error)
+
+    def on_output(self, message: Message) -> None:
+        """An OUTPUT arrived."""
+        step, task, stage = self._subject(message)
+        consumed = message.body.get("consumed")
+        self._mailbox.unpack(task, message.tensors, message.body)
+        self._recorder.arrived(stage, task, message.num_bytes)
+        self._on_event(ev.Arrived(step, task, message.num_bytes, consumed if isinstance(consumed, int) else None))
+
+    def on_consumed(self, message: Message) -> None:
+        """A CONSUMED arrived."""
+        step, task, stage = self._subject(message)
+        self._on_event(ev.Consumed(step, stage, task))
 
     def post(self, peer: int, message: Message) -> None:
         """Queue a control message without waiting."""
-        self._services.spawn(self._post(peer, message))
+        self._count(message)
+        self._supervisor.spawn(self._post(peer, message))
 
     def credit(self, credit: ev.Credit) -> None:
         """Tell a peer that its output was used up."""
-        self._progress.sent += 1
-        self.post(
-            self._ranks[credit.peer],
-            Message(Channel.CONTROL, MessageKind.CONSUMED, self._progress.step, credit.task),
-        )
+        message = Message(Channel.CONTROL, MessageKind.CONSUMED, self._activity.step, credit.task)
+        self.post(self._ranks[credit.peer], message)
 
-    async def send(self, send: ev.Send) -> None:
+    async def send_output(self, send: ev.Send) -> None:
         """Send a task's output, and report when its memory is free."""
         task = send.task
         tensors, body = self._mailbox.pack(task, send.peer)
         body["consumed"] = send.consumed
-        message = Message(_CHANNELS[task.kind], MessageKind.OUTPUT, self._progress.step, task, tensors, body)
-        self._progress.sent += 1
+        message = Message(_CHANNELS[task.kind], MessageKind.OUTPUT, self._activity.step, task, tensors, body)
         self._recorder.sent(send.peer, task, message.num_bytes)
-        await self._hand_over(self._ranks[send.peer], message)
-        self._tell(ev.SendReleased(task, send.peer))
+        await self.send(send.peer, message)
+        self._on_event(ev.SendReleased(task, send.peer))
 
-    async def send_to(self, stage: int, message: Message) -> None:
+    async def send(self, stage: int, message: Message) -> None:
         """Send a message of the step to the rank of ``stage``; returns when its memory is no longer read."""
-        self._progress.sent += 1
+        self._count(message)
         await self._hand_over(self._ranks[stage], message)
 
-    def file(self, message: Message) -> None:
-        """An OUTPUT or CONSUMED arrived.
+    def _count(self, message: Message) -> None:
+        if message.step is not None:
+            self.sent += 1
 
-        Raises:
-            ProtocolError: if it makes no sense.
-        """
+    def _subject(self, message: Message) -> tuple[StepId, Task, int]:
+        """The step and the task that a message is about, and the stage that it comes from."""
         task, step, sender = message.task, message.step, message.sender
         if task is None or step is None:
             raise ProtocolError(f"rank {sender} sent a {message.kind} message without a task or a step")
-        self._progress.received += 1
         stage = self._stages.get(sender)
         if stage is None:
             raise ProtocolError(f"rank {sender} sent {task}: a rank of another replica, or another member of its group")
-        if message.kind is MessageKind.CONSUMED:
-            self._tell(ev.Consumed(step, stage, task))
-            return
-        consumed = message.body.get("consumed")
-        self._mailbox.unpack(task, message.tensors, message.body)
-        self._recorder.arrived(stage, task, message.num_bytes)
-        self._tell(ev.Arrived(step, task, message.num_bytes, consumed if isinstance(consumed, int) else None))
+        return step, task, stage
 
-    def say(self, member: int, word: Word) -> None:
-        """Say ``word`` to ``member`` of this rank's group."""
-        self._progress.sent += 1
-        body = {"numbers": word.numbers}
-        message = Message(Channel.CONTROL, _KINDS[word.saying], word.step, word.task, body=body)
-        self.post(self._group[member], message)
+    def _refuse(self, message: Message) -> None:
+        rank = self._topology.rank
+        raise ProtocolError(f"rank {message.sender} sent a {message.kind} message that rank {rank} cannot use")
 
-    def heard(self, message: Message) -> tuple[int, Word]:
-        """Which member of the group sent a message, and what it says.
-
-        Raises:
-            ProtocolError: if it makes no sense.
-        """
-        numbers: Any = message.body.get("numbers")
-        self._progress.received += 1
-        if message.sender not in self._group:
-            raise ProtocolError(f"rank {message.sender} sent {message.kind.value!r}, but is not of this rank's group")
-        can_be_read = isinstance(numbers, list | tuple) and all(type(number) is int for number in numbers)
-        if message.step is None or not can_be_read:
-            raise ProtocolError(f"rank {message.sender} sent {message.kind.value!r} with what cannot be read")
-        return self._group.index(message.sender), Word(
-            _SAYINGS[message.kind], message.step, message.task, tuple(numbers)
-        )
+    def _raise_naming(self, sender: int, error: ProtocolError) -> NoReturn:
+        if self._topology.world == self._topology.stages:
+            raise error
+        raise ProtocolError(f"{error} (told by {self._topology.name_of(sender)})") from error
 
     async def _post(self, peer: int, message: Message) -> None:
         try:
             await self._hand_over(peer, message)
         except PeerLostError:
-            if peer not in self.departures:
+            if peer not in self._departures:
                 raise
 
     async def _hand_over(self, peer: int, message: Message) -> None:
-        """Send, and where the peer is gone, let `pump` say why.
+        """Send, and where the peer is gone, let `receive_all` find out why.
 
-        Its last words (an abort that names the origin, or that it left in order) may lie unread in the inbox, and for a
-        peer that is lost ``receive`` raises as well.
+        Its last messages (an abort that names the origin, or that it left in order) may lie unread in the inbox, and
+        for a peer that is lost ``receive`` raises as well.
         """
         try:
             await self._transport.send(peer, message)
         except PeerLostError:
-            if peer not in self.departures and not self._services.stopping:
+            if peer not in self._departures and not self._supervisor.stopping:
                 await asyncio.sleep(timeouts.LAST_WORDS_S)
             raise

@@ -1,6 +1,6 @@
 """The processes behind the ranks: on which host each runs, under which id, and whether it still does.
 
-Ranks tell each other at the start. The end of a connection is not enough to notice the end of a process: children that
+Ranks exchange this at the start. The end of a connection is not enough to notice the end of a process: children that
 were forked from it, such as the workers of a data loader, keep its sockets open. On the same host a pidfd becomes
 readable the moment the process ends. Ids are used again, so an id counts only with the time of the process's start.
 """
@@ -12,14 +12,11 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import msgpack
-
 from rrfp.core import timeouts
-from rrfp.errors import ProtocolError
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +39,6 @@ class ProcessIdentity:
     def own(cls) -> ProcessIdentity:
         """Of this process."""
         return _identity(os.getpid())
-
-    def encode(self) -> bytes:
-        """As msgpack."""
-        packed: bytes = msgpack.packb(astuple(self))
-        return packed
-
-    @classmethod
-    def decode(cls, data: bytes) -> ProcessIdentity:
-        """Read `encode`'s bytes.
-
-        Raises:
-            ProtocolError: if they are something else.
-        """
-        try:
-            told = msgpack.unpackb(data)
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
-            raise ProtocolError(f"the identity of a process cannot be read: {error}") from None
-        match told:
-            case [str(host), int(pid), int(started), str(space)]:
-                return cls(host, pid, started, space)
-        raise ProtocolError("the identity of a process cannot be read: must be host, pid, started and space")
 
     def __str__(self) -> str:
         return f"host {self.host}, pid {self.pid}"
@@ -137,7 +113,7 @@ class ProcessWatch:
     """Notices when a peer's process on this host ends. Used on one loop only.
 
     Args:
-        lost: told the peer, some time after its end: its last messages are read first.
+        lost: called with the peer some time after its end: its last messages are read first.
     """
 
     def __init__(self, lost: Callable[[int], None]) -> None:
@@ -152,7 +128,7 @@ class ProcessWatch:
             try:
                 descriptor = open_pidfd(processes[peer], own)
             except ProcessLookupError:
-                self._tell_soon(peer)
+                self._report_soon(peer)
                 continue
             if descriptor is not None:
                 self._descriptors[peer] = descriptor
@@ -167,9 +143,9 @@ class ProcessWatch:
 
     def _ended(self, peer: int) -> None:
         self._forget(peer)
-        self._tell_soon(peer)
+        self._report_soon(peer)
 
-    def _tell_soon(self, peer: int) -> None:
+    def _report_soon(self, peer: int) -> None:
         loop = asyncio.get_running_loop()
         self._timers.append(loop.call_later(timeouts.LAST_MESSAGES_S, self._lost, peer))
 

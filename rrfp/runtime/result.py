@@ -1,19 +1,16 @@
-"""What a step tells: one report a rank, gathered on all ranks into one result."""
+"""The result of a step: one report a rank, gathered on all ranks and combined into one result."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
-
-import msgpack
 
 from rrfp.compute.weighting import Reduction
 from rrfp.core.tasks import Mode, StepId
 from rrfp.core.topology import Topology
 from rrfp.core.usage import Peaks
-from rrfp.errors import ProtocolError
 from rrfp.trace.breakdown import Breakdown
 from rrfp.trace.spans import StepTrace
 
@@ -41,29 +38,6 @@ class StageReport:
     loss: float | None = None
     weight: float = 0.0
     refused: int = 0
-
-    def encode(self) -> bytes:
-        """As msgpack."""
-        told = asdict(self)
-        told["losses"] = sorted(self.losses.items())
-        packed: bytes = msgpack.packb(told)
-        return packed
-
-    @classmethod
-    def decode(cls, data: bytes) -> StageReport:
-        """Read `encode`'s bytes.
-
-        Raises:
-            ProtocolError: if they are something else.
-        """
-        try:
-            told = msgpack.unpackb(data)
-            told["breakdown"] = Breakdown(**told["breakdown"])
-            told["peaks"] = Peaks(**told["peaks"])
-            told["losses"] = dict(told["losses"])
-            return cls(**told)
-        except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
-            raise ProtocolError(f"a step report cannot be read: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,22 +90,24 @@ class StepResult:
         training_step: int,
         reports: Sequence[StageReport],
         trace: StepTrace,
-        place: Topology,
+        topology: Topology,
         reduction: Reduction = "mean",
     ) -> StepResult:
-        """Combine the reports of all ranks, by rank, for the one at ``place``.
+        """Combine the reports of all ranks, by rank, for the one at ``topology``.
 
         Ranks that were done earlier than the slowest had nothing left to do; that is how their breakdowns are filled
         up.
         """
         seconds = max(report.seconds for report in reports)
-        groups = [[reports[rank] for rank in replace(place, stage=s, member=0).group] for s in range(place.stages)]
+        groups = [
+            [reports[rank] for rank in replace(topology, stage=s, member=0).group] for s in range(topology.stages)
+        ]
         losses = {m: loss for group in groups for m, loss in group[0].losses.items()}
         return cls(
             step=training_step,
             mode=step.mode,
             microbatches=step.microbatches,
-            loss=_shared_loss(reports, place, reduction),
+            loss=_shared_loss(reports, topology, reduction),
             losses=tuple(losses[m] for m in sorted(losses)),
             seconds=seconds,
             breakdown=tuple(_filled_up(group[0].breakdown, seconds) for group in groups),
@@ -140,9 +116,9 @@ class StepResult:
         )
 
 
-def _shared_loss(reports: Sequence[StageReport], place: Topology, reduction: Reduction) -> float | None:
+def _shared_loss(reports: Sequence[StageReport], topology: Topology, reduction: Reduction) -> float | None:
     """The loss over all replicas, added in their order; nan where all weights of an evaluation are 0."""
-    leaders = (report for rank, report in enumerate(reports) if place.place_of(rank).member == 0)
+    leaders = (report for rank, report in enumerate(reports) if topology.place_of(rank).member == 0)
     parts = [(report.loss, report.weight) for report in leaders if report.loss is not None]
     if len(parts) < 2:
         return parts[0][0] if parts else None

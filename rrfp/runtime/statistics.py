@@ -33,15 +33,15 @@ class RankStatistics:
     transport: TransportStatistics
 
     @classmethod
-    def of(cls, place: Topology, core: StageCore, earlier: Peaks, transport: Transport) -> RankStatistics:
+    def of(cls, topology: Topology, core: StageCore, earlier: Peaks, transport: Transport) -> RankStatistics:
         """Read them.
 
         Args:
-            place: the rank's.
+            topology: the rank's.
             core: of the rank.
             earlier: the most that it held in the steps before the current or last one.
             transport: of the rank.
         """
         last_step = core.peaks
         peaks = Peaks.worst([earlier, last_step])
-        return cls(place.rank, place.stage, core.holding, last_step, peaks, transport.statistics())
+        return cls(topology.rank, topology.stage, core.holding, last_step, peaks, transport.statistics())

@@ -10,14 +10,14 @@ from typing import Any
 from rrfp.core.tasks import Task
 from rrfp.errors import LocalError
 
-Service = Coroutine[Any, Any, None]
+Background = Coroutine[Any, Any, None]
 
 
-class Services:
-    """Runs coroutines until stopped; what one of them raises goes to ``on_error`` instead of ending the others.
+class TaskSupervisor:
+    """Runs coroutines until stopped; an exception of one goes to ``on_error`` instead of ending the others.
 
     Args:
-        on_error: told every exception but those raised while stopping, and the task that the coroutine was for. Must
+        on_error: called with every exception but those raised while stopping, and with the coroutine's task. Must
             not raise.
     """
 
@@ -33,21 +33,21 @@ class Services:
         """Whether `stop` or `cancel` was called."""
         return self._stopping.is_set()
 
-    async def start(self, *permanent: Service) -> None:
+    async def start(self, *permanent: Background) -> None:
         """Run ``permanent`` until stopped; `spawn` works from here on."""
         entered = asyncio.Event()
         self._serving = asyncio.create_task(self._serve(permanent, entered))
         await entered.wait()
 
-    def spawn(self, service: Service, task: Task | None = None) -> None:
-        """Run ``service``, which is for ``task``, beside the others; dropped unless running."""
+    def spawn(self, coroutine: Background, task: Task | None = None) -> None:
+        """Run ``coroutine``, which is for ``task``, beside the others; dropped unless running."""
         if self._group is None or self._stopping.is_set():
-            service.close()
+            coroutine.close()
             return
-        self._spawned.add(self._launch(self._group, service, task))
+        self._spawned.add(self._launch(self._group, coroutine, task))
 
     async def stop(self) -> None:
-        """End the permanent services; returns when the spawned ones have ended."""
+        """End the permanent coroutines; returns when the spawned ones have ended."""
         self._stopping.set()
         if self._serving is not None:
             await self._serving
@@ -58,29 +58,29 @@ class Services:
         for spawned in self._spawned:
             spawned.cancel()
 
-    async def _serve(self, permanent: tuple[Service, ...], entered: asyncio.Event) -> None:
+    async def _serve(self, permanent: tuple[Background, ...], entered: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as group:
             self._group = group
-            services = [self._launch(group, service) for service in permanent]
+            running = [self._launch(group, coroutine) for coroutine in permanent]
             entered.set()
             await self._stopping.wait()
-            for service in services:
-                service.cancel()
+            for each in running:
+                each.cancel()
         self._group = None
 
-    def _launch(self, group: asyncio.TaskGroup, service: Service, task: Task | None = None) -> asyncio.Task[None]:
-        launched = group.create_task(self._guard(service, task))
-        launched.add_done_callback(partial(self._ended, service))
+    def _launch(self, group: asyncio.TaskGroup, coroutine: Background, task: Task | None = None) -> asyncio.Task[None]:
+        launched = group.create_task(self._guard(coroutine, task))
+        launched.add_done_callback(partial(self._ended, coroutine))
         return launched
 
-    def _ended(self, service: Service, launched: asyncio.Task[None]) -> None:
+    def _ended(self, coroutine: Background, launched: asyncio.Task[None]) -> None:
         self._spawned.discard(launched)
         # Cancelled before its first turn, the guard never awaits the coroutine; closing one that ended does nothing.
-        service.close()
+        coroutine.close()
 
-    async def _guard(self, service: Service, task: Task | None) -> None:
+    async def _guard(self, coroutine: Background, task: Task | None) -> None:
         try:
-            await service
+            await coroutine
         except GeneratorExit:
             raise
         except asyncio.CancelledError:
@@ -88,6 +88,6 @@ class Services:
             if self._stopping.is_set() or current is None or current.cancelling():
                 raise
             self._on_error(LocalError("a plugged-in piece of code raised CancelledError on the loop"), task)
-        except BaseException as error:  # SystemExit of a hint, say, must not silently end the loop
+        except BaseException as error:  # for example SystemExit of a hint: it must not silently end the loop
             if not self._stopping.is_set():
                 self._on_error(error, task)

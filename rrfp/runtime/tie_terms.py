@@ -1,83 +1,65 @@
-"""What all ranks told about tied parameters, judged: which ties there are, or why they cannot be. Pure."""
+"""Works out the ties of a job from the copies of all ranks, or why they cannot be. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rrfp.compute.gradients.tie_copies import CopyTerms, Tie
 from rrfp.core.topology import Topology
-from rrfp.errors import ConfigError, ProtocolError
+from rrfp.errors import ConfigError
 
 #: The copies of one tie: rank and terms, by virtual stage.
 _Copies = dict[int, tuple[int, CopyTerms]]
 
 
-def agree(told: Mapping[int, Sequence[CopyTerms]], place: Topology) -> tuple[Tie, ...]:
+def agree(terms: Mapping[int, Sequence[CopyTerms]], topology: Topology) -> tuple[Tie, ...]:
     """The ties of a job, the first virtual stages' first.
 
     A tie is between ranks of one replica that have the same place in their groups, and the same in all of these.
 
     Args:
-        told: what each rank tells.
-        place: where this rank is, for the places and names of all.
+        terms: of the copies of each rank.
+        topology: of this rank, for the places and names of all.
 
     Raises:
         ConfigError: if a copy is alone, or copies differ in kind, in whether they learn or in their values, or replicas
             in their ties. Names the tie and the ranks.
     """
     pipelines: dict[tuple[int, int], dict[str, _Copies]] = {}
-    for rank, copies in sorted(told.items()):
-        at = place.place_of(rank)
+    for rank, copies in sorted(terms.items()):
+        at = topology.place_of(rank)
         ties = pipelines.setdefault((at.replica, at.member), {})
         for copy in copies:
             ties.setdefault(copy.tie, {})[copy.virtual_stage] = (rank, copy)
-    found: dict[str, Tie] = {}
+    agreed: dict[str, Tie] = {}
     for name in dict.fromkeys(name for ties in pipelines.values() for name in ties):
         of_all = [dict(sorted(ties.get(name, {}).items())) for ties in pipelines.values()]
         _check_same(name, of_all)
         for copies_by_stage in of_all:
-            _check_copies(name, copies_by_stage, place)
+            _check_copies(name, copies_by_stage, topology)
         is_shared = any(copy.is_guest for _, copy in of_all[0].values())
-        found[name] = Tie(name, tuple(of_all[0]), is_shared)
-    return tuple(sorted(found.values(), key=lambda tie: (tie.virtual_stages, tie.name)))
-
-
-def encode(ties: Sequence[Tie]) -> list[tuple[Any, ...]]:
-    """As plain data."""
-    return [(tie.name, tie.virtual_stages, tie.is_shared) for tie in ties]
-
-
-def decode(data: Any) -> tuple[Tie, ...]:
-    """Read what `encode` made.
-
-    Raises:
-        ProtocolError: if it is something else.
-    """
-    try:
-        return tuple(Tie(str(name), tuple(map(int, stages)), bool(is_shared)) for name, stages, is_shared in data)
-    except (TypeError, ValueError) as error:
-        raise ProtocolError(f"the ties that rank 0 found cannot be read: {error}") from None
+        agreed[name] = Tie(name, tuple(of_all[0]), is_shared)
+    return tuple(sorted(agreed.values(), key=lambda tie: (tie.virtual_stages, tie.name)))
 
 
 def _check_same(name: str, of_all: Sequence[_Copies]) -> None:
-    for one in of_all[1:]:
-        if list(one) != list(of_all[0]):
+    for copies in of_all[1:]:
+        if list(copies) != list(of_all[0]):
             raise ConfigError(
                 f"tie {name!r} is on the virtual stages {_listed(of_all[0])} of one replica or group member and on "
-                f"{_listed(one)} of another: must be the same in all"
+                f"{_listed(copies)} of another: must be the same in all"
             )
 
 
-def _check_copies(name: str, copies: _Copies, place: Topology) -> None:
+def _check_copies(name: str, copies: _Copies, topology: Topology) -> None:
     (v, (rank, first)), *others = copies.items()
     if not others:
         raise ConfigError(
-            f"tie {name!r} is on virtual stage {v} ({place.name_of(rank)}) alone, must be on two at least: every rank "
-            "with a copy passes it by the same name"
+            f"tie {name!r} is on virtual stage {v} ({topology.name_of(rank)}) alone, must be on two at least: every "
+            "rank with a copy passes it by the same name"
         )
     for _, (other, copy) in others:
-        here, there = place.name_of(rank), place.name_of(other)
+        here, there = topology.name_of(rank), topology.name_of(other)
         if copy.kind != first.kind:
             raise ConfigError(f"tie {name!r} is {first.kind} on {here} and {copy.kind} on {there}: must be the same")
         if copy.learns != first.learns:

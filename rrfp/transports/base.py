@@ -67,10 +67,10 @@ class MessageKind(StrEnum):
     PROPOSE = "propose"  # agreement instead of a leader: this rank would run `task`
     OUTCOME = "outcome"  # ... all would, or (no task) they differ
     PROMPT = "prompt"  # ... propose again
-    REPORT = "report"  # what a rank and those below it in the control tree give to an exchange, towards rank 0
+    REPORT = "report"  # what a rank and those below it in the control tree give to an all-gather, towards rank 0
     RESULT = "result"  # what all gave, from rank 0 to all
-    # Why is a rank idle? Upwards the question, downwards (body: poll) the call to answer. Both are acknowledged (body:
-    # heard), and a rank that does not is announced (body: deaf).
+    # Why is a rank idle? Upwards the question, downwards (body: poll) the request to answer. The receiver of either
+    # acknowledges it (body: acknowledged); the sender announces a rank that does not (body: unresponsive).
     PROBE = "probe"
     CLOSED = "closed"  # body: the sender's caller left in order, after so many steps
     ABORT = "abort"  # body: origin of a failure

@@ -112,7 +112,7 @@ def test_the_norm_of_norms_is_the_norm(parts: list[list[float]], norm_type: floa
 
 def test_no_gradients_have_the_norm_zero() -> None:
     assert local_norm({0: nn.Linear(1, 1)}) == 0.0
-    assert Clipping(GradientHolder({0: nn.Linear(1, 1)}), 1.0).settle([]) == 0.0
+    assert Clipping(GradientHolder({0: nn.Linear(1, 1)}), 1.0).clip([]) == 0.0
 
 
 def test_entries_of_a_sparse_gradient_for_one_index_count_as_one() -> None:
@@ -151,10 +151,10 @@ def test_ranks_that_ask_for_different_things_are_all_told_and_nothing_is_scaled(
     modules = [with_gradients(0), with_gradients(1)]
     before = [gradient.clone() for gradient in gradients(*modules)]
     clippings = [Clipping(GradientHolder({0: module}), 0.1 + n) for n, module in enumerate(modules)]
-    answers = [clipping.told() for clipping in clippings]
+    answers = [clipping.share() for clipping in clippings]
     for clipping in clippings:
         with pytest.raises(ConfigError, match=r"are \(0\.1, 2\) and \(1\.1, 2\) on different ranks, must be the same"):
-            clipping.settle(answers)
+            clipping.clip(answers)
     assert all(map(torch.equal, gradients(*modules), before))
 
 
@@ -162,4 +162,4 @@ def test_ranks_that_ask_for_different_things_are_all_told_and_nothing_is_scaled(
 def test_an_answer_that_cannot_be_read_is_a_protocol_error(data: bytes) -> None:
     clipping = Clipping(GradientHolder({0: with_gradients()}), 1.0)
     with pytest.raises(ProtocolError, match="share of the gradient norm cannot be read"):
-        clipping.settle([clipping.told(), data])
+        clipping.clip([clipping.share(), data])

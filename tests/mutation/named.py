@@ -138,7 +138,7 @@ NAMED: tuple[Named, ...] = (
     Named(
         "tree node reports early",
         "rrfp/runtime/all_gather.py",
-        "if self._rank not in gathered or not self._heard.get(key, set()).issuperset(self._children):",
+        "if self._rank not in gathered or not self._reported.get(key, set()).issuperset(self._children):",
         "if self._rank not in gathered:",
         (tests("runtime/test_all_gather.py"),),
     ),
@@ -158,10 +158,10 @@ NAMED: tuple[Named, ...] = (
     ),
     Named(
         "an abort told to one peer only",
-        "rrfp/runtime/departures.py",
+        "rrfp/runtime/abort.py",
         "for peer in transport.context.peers)",
         "for peer in transport.context.peers[:1])",
-        (tests("runtime/test_departures.py"),),
+        (tests("runtime/test_abort.py"),),
     ),
     Named(
         "one poll is enough",
@@ -187,15 +187,15 @@ NAMED: tuple[Named, ...] = (
     Named(
         "a departure before a step is not looked at",
         "rrfp/runtime/stage_runner.py",
-        "        self._courier.departures.check(step.number)\n",
+        "        context.departures.check()\n",
         "",
         (tests("runtime/test_departures.py"),),
     ),
     Named(
         "CLOSED is not looked at inside a step",
-        "rrfp/runtime/reception.py",
-        "if self._progress.step is not None:",
-        "if False:",
+        "rrfp/runtime/departures.py",
+        "        self.check()\n",
+        "",
         (tests("runtime/test_departures.py"),),
     ),
     Named(
@@ -206,7 +206,7 @@ NAMED: tuple[Named, ...] = (
         "        if self.failure is not None:\n",
         "    def abort(self, failure: Failure) -> None:\n"
         '        """Stop everything here, and tell the peers."""\n'
-        "        if self.failure is not None and self.failure.told:\n",
+        "        if self.failure is not None and self.failure.was_raised:\n",
         (tests("runtime/test_abort.py"),),
     ),
 )

@@ -1,15 +1,15 @@
-"""A rank's one failure: the first that happens is the one that everybody is told."""
+"""A rank's one failure: the first that happens is the one that every caller gets, on every rank."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from rrfp.core.topology import Topology
 from rrfp.errors import Origin, PipelineAborted
-from rrfp.runtime.abort import Lifeline
-from rrfp.runtime.failure import Failure
+from rrfp.runtime.abort import AbortController, Failure, broadcast_abort, origin_of
 from rrfp.transports.base import TransportContext
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.rendezvous import LocalRendezvous
@@ -17,46 +17,64 @@ from rrfp.transports.rendezvous import LocalRendezvous
 ELSEWHERE = Failure(Origin(1, None, "ValueError: second"))
 
 
-async def lifeline(stopped: list[Failure]) -> Lifeline:
+async def controller(stopped: list[Failure]) -> AbortController:
     transport = InprocTransport(TransportContext(0, (), "run", LocalRendezvous()))
     await transport.start()
-    return Lifeline(Topology(0, 2), transport, stopped.append)
+    return AbortController(Topology(0, 2), transport, stopped.append)
 
 
-async def test_of_two_failures_the_first_is_told_although_nobody_was_told_before_the_second() -> None:
+async def test_of_two_failures_the_first_is_raised_although_no_call_has_raised_it_before_the_second() -> None:
     stopped: list[Failure] = []
-    life = await lifeline(stopped)
-    life.fail(ValueError("first"))
-    life.abort(ELSEWHERE)
-    life.fail(ValueError("third"))
-    for tell in (life.tell, life.check):
+    abort = await controller(stopped)
+    abort.fail(ValueError("first"))
+    abort.abort(ELSEWHERE)
+    abort.fail(ValueError("third"))
+    for check in (abort.check_unraised, abort.check):
         with pytest.raises(PipelineAborted) as caught:
-            tell()
+            check()
         assert caught.value.origin == Origin(0, None, "ValueError: first")
     assert [failure.origin.cause for failure in stopped] == ["ValueError: first"]
-    await life.end()
+    await abort.close_transport()
 
 
-async def test_a_waiting_caller_is_told_the_first_of_two_failures_that_come_before_its_turn() -> None:
-    life = await lifeline([])
+async def test_a_waiting_caller_gets_the_first_of_two_failures_that_come_before_its_turn() -> None:
+    abort = await controller([])
 
     async def for_ever() -> None:
         await asyncio.get_running_loop().create_future()
 
-    waiting = asyncio.create_task(life.unless_aborted(for_ever(), "the step"))
+    waiting = asyncio.create_task(abort.unless_aborted(for_ever(), "the step"))
     await asyncio.sleep(0)
-    assert life.is_awaited
-    life.fail(ValueError("first"))
-    life.abort(ELSEWHERE)
+    assert abort.is_awaited
+    abort.fail(ValueError("first"))
+    abort.abort(ELSEWHERE)
     with pytest.raises(PipelineAborted, match="stage 0: ValueError: first"):
         await waiting
-    await life.end()
+    await abort.close_transport()
 
 
-async def test_what_was_told_is_not_told_again_by_leaving() -> None:
-    life = await lifeline([])
-    life.fail(ValueError("first"))
+async def test_a_failure_that_a_call_has_raised_is_not_raised_again_by_leaving() -> None:
+    abort = await controller([])
+    abort.fail(ValueError("first"))
     with pytest.raises(PipelineAborted):
-        life.check()
-    life.tell()
-    await life.end()
+        abort.check()
+    abort.check_unraised()
+    await abort.close_transport()
+
+
+def test_an_abort_is_told_to_every_peer() -> None:
+    """Of three ranks the middle one fails; both others hear it from itself, not from the end of its connection."""
+
+    async def main() -> list[Any]:
+        met = LocalRendezvous()
+        transports = [
+            InprocTransport(TransportContext(rank, tuple({0, 1, 2} - {rank}), "run", met)) for rank in range(3)
+        ]
+        await asyncio.gather(*(transport.start() for transport in transports))
+        await broadcast_abort(transports[1], Origin(1, "F0@1", "ValueError: enough"))
+        heard = [await transports[rank].receive() for rank in (0, 2)]
+        for rank in (0, 2):
+            transports[rank].abort()
+        return [origin_of(message.body) for message in heard]
+
+    assert asyncio.run(main()) == [Origin(1, "F0@1", "ValueError: enough")] * 2

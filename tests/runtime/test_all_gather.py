@@ -13,17 +13,17 @@ from rrfp.core.graph import Graph
 from rrfp.core.mesh import Mesh
 from rrfp.core.topology import Topology
 from rrfp.errors import ProtocolError
-from rrfp.runtime.all_gather import MOST_AHEAD, SupersededError, TreeExchange, to_tensor
+from rrfp.runtime.all_gather import MOST_AHEAD, SupersededError, TreeAllGather, to_tensor
 from rrfp.runtime.control_tree import children, parent, peers
 from rrfp.transports.base import Channel, Message, MessageKind, Plain
 
 
 class Network:
-    """Exchanges joined by a bag of messages."""
+    """All-gathers joined by a bag of messages."""
 
     def __init__(self, stages: int) -> None:
         self.bag: list[tuple[int, Message]] = []
-        self.exchanges = [TreeExchange(stage, stages, self._poster(stage)) for stage in range(stages)]
+        self.parts = [TreeAllGather(stage, stages, self._poster(stage)) for stage in range(stages)]
 
     def _poster(self, sender: int) -> Callable[[int, Message], None]:
         return lambda peer, message: self.bag.append((peer, replace(message, sender=sender)))
@@ -36,12 +36,12 @@ class Network:
             quiet = 0 if self.bag else quiet + 1
             if self.bag:
                 peer, message = self.bag.pop(choices.randrange(len(self.bag)))
-                self.exchanges[peer].take(message)
+                self.parts[peer].on_message(message)
 
 
 @pytest.mark.parametrize("stages", range(1, 10))
 async def test_every_rank_gets_what_all_gave_whatever_comes_first(stages: int) -> None:
-    """Several exchanges at once, joined in a drawn order, some only after messages of theirs have come."""
+    """Several all-gathers at once, joined in a drawn order, some only after messages of theirs have come."""
     for seed in range(20):
         choices, network = random.Random(seed), Network(stages)
         keys = [("step", 0), ("poll", 0), ("poll", 1)]
@@ -50,7 +50,7 @@ async def test_every_rank_gets_what_all_gave_whatever_comes_first(stages: int) -
         tasks = {}
         for stage, (topic, number) in joins:
             own = f"{topic}{number}@{stage}".encode()
-            tasks[stage, topic, number] = asyncio.create_task(network.exchanges[stage].exchange(topic, number, own))
+            tasks[stage, topic, number] = asyncio.create_task(network.parts[stage].all_gather(topic, number, own))
             if choices.random() < 0.5:
                 await network.run(choices)
         await network.run(choices)
@@ -102,9 +102,9 @@ BAD: list[tuple[dict[str, Plain], bytes, MessageKind, int, str]] = [
 def test_what_makes_no_sense_is_refused(
     body: dict[str, Plain], data: bytes, kind: MessageKind, sender: int, message: str
 ) -> None:
-    exchange = TreeExchange(0, 4, lambda peer, sent: None)
+    part = TreeAllGather(0, 4, lambda peer, sent: None)
     with pytest.raises(ProtocolError, match=message):
-        exchange.take(Message(Channel.CONTROL, kind, tensors=(to_tensor(data),), body=body, sender=sender))
+        part.on_message(Message(Channel.CONTROL, kind, tensors=(to_tensor(data),), body=body, sender=sender))
 
 
 def report(number: int, topic: str = "step") -> Message:
@@ -115,33 +115,34 @@ def report(number: int, topic: str = "step") -> Message:
 
 
 def test_what_a_peer_begins_alone_is_bounded() -> None:
-    exchange = TreeExchange(0, 2, lambda peer, sent: None)
+    part = TreeAllGather(0, 2, lambda peer, sent: None)
     for number in range(MOST_AHEAD):
-        exchange.take(report(number))
+        part.on_message(report(number))
     with pytest.raises(ProtocolError, match=f"rank 1 began step 16, but {MOST_AHEAD} exchanges are open already"):
-        exchange.take(report(MOST_AHEAD))
+        part.on_message(report(MOST_AHEAD))
 
 
-async def test_an_exchange_that_a_later_one_replaces_ends_and_leaves_nothing() -> None:
-    exchange = TreeExchange(0, 2, lambda peer, sent: None)
-    first = asyncio.create_task(exchange.exchange("poll", 0, b"a"))
-    other = asyncio.create_task(exchange.exchange("step", 0, b"a"))
+async def test_an_all_gather_that_a_later_one_replaces_ends_and_leaves_nothing() -> None:
+    part = TreeAllGather(0, 2, lambda peer, sent: None)
+    first = asyncio.create_task(part.all_gather("poll", 0, b"a"))
+    other = asyncio.create_task(part.all_gather("step", 0, b"a"))
     await asyncio.sleep(0)
-    exchange.supersede("poll", 1)
+    part.supersede("poll", 1)
     with pytest.raises(SupersededError):
         await first
     with pytest.raises(SupersededError):
-        await exchange.exchange("poll", 0, b"a")
+        await part.all_gather("poll", 0, b"a")
     for number in range(3 * MOST_AHEAD):  # late answers to polls that nobody waits for
-        exchange.supersede("poll", number + 1)
-        exchange.take(report(number, "poll"))
+        part.supersede("poll", number + 1)
+        part.on_message(report(number, "poll"))
     assert not other.done()
-    exchange.take(report(0))
+    part.on_message(report(0))
     assert await other == [b"a", b"x"]
 
 
 def test_a_result_that_lacks_a_stage_is_refused() -> None:
-    exchange = TreeExchange(1, 2, lambda peer, sent: None)
+    part = TreeAllGather(1, 2, lambda peer, sent: None)
     body: dict[str, Plain] = {"topic": "step", "number": 0}
+    tensors = (to_tensor(b"\x90"),)
     with pytest.raises(ProtocolError, match="a result of step 0"):
-        exchange.take(Message(Channel.CONTROL, MessageKind.RESULT, tensors=(to_tensor(b"\x90"),), body=body, sender=0))
+        part.on_message(Message(Channel.CONTROL, MessageKind.RESULT, tensors=tensors, body=body, sender=0))

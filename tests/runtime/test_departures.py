@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections import defaultdict
 from collections.abc import Coroutine
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -13,12 +14,12 @@ import pytest
 
 import rrfp
 from rrfp.core.graph import Graph
-from rrfp.core.tasks import Task
-from rrfp.errors import Origin, PeerLostError, PipelineAborted, ProtocolError
-from rrfp.runtime.departures import Departures, closed_message, origin_of, spread_abort
+from rrfp.core.tasks import Mode, StepId, Task
+from rrfp.errors import PeerLostError, PipelineAborted, ProtocolError
+from rrfp.runtime.activity import RankActivity
+from rrfp.runtime.departures import Departures
 from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual
-from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
-from rrfp.transports.inproc import InprocTransport
+from rrfp.transports.base import Channel, Message, MessageKind
 from rrfp.transports.rendezvous import LocalRendezvous
 
 #: When the second step begins on stage 0, and when the program of stage 1 leaves, in virtual seconds.
@@ -80,39 +81,55 @@ def test_a_program_that_leaves_is_named_at_once_whenever_the_other_goes_on(goes_
     assert told_at == max(goes_on_s, LEAVES_S)
 
 
+def closed(body: Any, sender: int = 4) -> Message:
+    return Message(Channel.CONTROL, MessageKind.CLOSED, body=body, sender=sender)
+
+
 def test_a_peer_that_left_later_is_no_loss() -> None:
-    departures = Departures()
-    departures.note(Message(Channel.CONTROL, MessageKind.CLOSED, body={"steps": 3, "gatherings": 1}, sender=4))
+    activity = RankActivity(lambda: 0.0)
+    departures = Departures(activity)
+    departures.on_message(closed({"steps": 3, "gatherings": 1}))
     assert 4 in departures
     assert 5 not in departures
-    departures.check(2)
-    departures.check_gathering(0)
+    for number in range(3):
+        activity.begin_step(StepId(number, Mode.TRAIN, 2))
+        departures.check()
+        activity.end_step()
+    with activity.gathering():
+        departures.check()
+    activity.begin_step(StepId(3, Mode.TRAIN, 2))
     with pytest.raises(PeerLostError, match=r"its program left after 3 step\(s\), but step 3 was begun elsewhere"):
-        departures.check(3)
-    with pytest.raises(PeerLostError, match="its program left, but gradients are being clipped elsewhere"):
-        departures.check_gathering(1)
+        departures.check()
+    activity.end_step()
+    with (
+        activity.gathering(),
+        pytest.raises(PeerLostError, match="its program left, but gradients are being clipped elsewhere"),
+    ):
+        departures.check()
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_a_peer_that_leaves_before_the_call_that_runs_here_is_lost_when_it_says_so(gathers: bool) -> None:
+    activity = RankActivity(lambda: 0.0)
+    departures = Departures(activity)
+    if not gathers:
+        activity.begin_step(StepId(0, Mode.TRAIN, 2))
+    with activity.gathering() if gathers else nullcontext():
+        departures.on_message(closed({"steps": 1, "gatherings": 1}, sender=2))
+        with pytest.raises(PeerLostError, match="its program left") as caught:
+            departures.on_message(closed({"steps": 0, "gatherings": 0}))
+    assert caught.value.peer == 4
 
 
 @pytest.mark.parametrize("body", [{}, {"steps": 1}, {"gatherings": 1}, {"steps": "1", "gatherings": 0}])
-def test_a_farewell_says_after_how_much(body: Any) -> None:
+def test_a_closed_message_has_the_calls_that_its_rank_took_part_in(body: Any) -> None:
+    activity = RankActivity(lambda: 0.0)
+    departures = Departures(activity)
     with pytest.raises(ProtocolError, match="rank 2 closed without saying after how many steps and gatherings"):
-        Departures().note(Message(Channel.CONTROL, MessageKind.CLOSED, body=body, sender=2))
-    assert dict(closed_message(3, 4).body) == {"steps": 3, "gatherings": 4}
-
-
-def test_an_abort_is_told_to_every_peer() -> None:
-    """Of three ranks the middle one fails; both others hear it from itself, not from the end of its connection."""
-
-    async def main() -> list[Any]:
-        met = LocalRendezvous()
-        transports = [
-            InprocTransport(TransportContext(rank, tuple({0, 1, 2} - {rank}), "run", met)) for rank in range(3)
-        ]
-        await asyncio.gather(*(transport.start() for transport in transports))
-        await spread_abort(transports[1], Origin(1, "F0@1", "ValueError: enough"))
-        heard = [await transports[rank].receive() for rank in (0, 2)]
-        for rank in (0, 2):
-            transports[rank].abort()
-        return [origin_of(message.body) for message in heard]
-
-    assert asyncio.run(main()) == [Origin(1, "F0@1", "ValueError: enough")] * 2
+        departures.on_message(closed(body, sender=2))
+    for number in range(3):
+        activity.begin_step(StepId(number, Mode.TRAIN, 2))
+        activity.end_step()
+    with activity.gathering():
+        pass
+    assert dict(departures.own_message().body) == {"steps": 3, "gatherings": 1}

@@ -16,7 +16,7 @@ from torch import nn
 from rrfp.core.topology import Topology
 from rrfp.errors import Origin, PipelineAborted, TransportError
 from rrfp.pipeline.blocking import BlockingPipeline
-from rrfp.runtime.failure import MAX_CAUSE, failure_of
+from rrfp.runtime.abort import MAX_CAUSE, failure_of
 from rrfp.transports.base import Message, MessageKind
 from rrfp.transports.inproc import InprocTransport
 
@@ -60,7 +60,7 @@ def test_a_failure_that_no_step_told_is_told_when_the_block_is_left() -> None:
         step(stage, pipe)
         if stage == 0:
             raise Trap("late")
-        while pipe._session.ranks._runners[0]._life.failure is None:
+        while pipe._session.ranks._runners[0]._abort.failure is None:
             failed.wait(0.01)
 
     outcomes = ThreadedRanks(stages(2), body).join()

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.core.topology import Topology
 from rrfp.core.usage import Peaks, WaitCause
-from rrfp.errors import ConfigError, Origin, PeerLostError, ProtocolError
+from rrfp.errors import ConfigError, Origin, ProtocolError
+from rrfp.runtime.abort import origin_of
 from rrfp.runtime.batching import plan_step
-from rrfp.runtime.departures import Departures, closed_message, origin_of
+from rrfp.runtime.records import pack, unpack
 from rrfp.runtime.result import StageReport, StepResult
 from rrfp.trace.breakdown import Breakdown, breakdown
 from rrfp.trace.recorder import Recorder
 from rrfp.trace.spans import StepTrace
-from rrfp.transports.base import Channel, Message, MessageKind
 
 seconds = st.floats(0, 1e6)
 
@@ -36,10 +36,10 @@ seconds = st.floats(0, 1e6)
     )
 )
 def test_a_report_travels(report: StageReport) -> None:
-    assert StageReport.decode(report.encode()) == report
+    assert unpack(StageReport, pack(report), "a report") == report
 
 
-GOOD = StageReport(1, 2.0, Breakdown(2.0, 1.0), Peaks(1, 2, 3), {0: 0.5}, 0.5).encode()
+GOOD = pack(StageReport(1, 2.0, Breakdown(2.0, 1.0), Peaks(1, 2, 3), {0: 0.5}, 0.5))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ GOOD = StageReport(1, 2.0, Breakdown(2.0, 1.0), Peaks(1, 2, 3), {0: 0.5}, 0.5).e
 )
 def test_a_malformed_report_is_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="a step report cannot be read"):
-        StageReport.decode(data)
+        unpack(StageReport, data, "a step report")
 
 
 def test_a_result_fills_every_breakdown_up_to_the_slowest_rank() -> None:
@@ -94,17 +94,6 @@ def test_an_abort_without_an_origin_is_refused(body: dict[str, Any]) -> None:
     assert origin_of({"stage": 1, "task": "F0@1", "cause": "x", "rank": None}) == Origin(1, "F0@1", "x")
     with pytest.raises(ProtocolError):
         origin_of(body)
-
-
-def test_a_peer_that_left_is_missed_only_in_steps_that_it_did_not_do() -> None:
-    departures, message = Departures(), closed_message(3)
-    departures.note(message)
-    departures.check(2)
-    assert message.sender in departures
-    with pytest.raises(PeerLostError, match=r"after 3 step\(s\), but step 3"):
-        departures.check(3)
-    with pytest.raises(ProtocolError, match="without saying"):
-        departures.note(Message(Channel.CONTROL, MessageKind.CLOSED))
 
 
 def test_the_recorder_cuts_waits_by_cause_and_leaves_nothing_out() -> None:

@@ -16,6 +16,7 @@ import pytest
 from rrfp.core import timeouts
 from rrfp.errors import ProtocolError
 from rrfp.runtime.processes import ProcessIdentity, ProcessWatch, ended, open_pidfd, started_at
+from rrfp.runtime.records import pack, unpack
 
 OWN = ProcessIdentity.own()
 
@@ -104,7 +105,7 @@ def test_one_may_wait_for_the_end_of_a_process() -> None:
 
 
 def test_an_identity_travels() -> None:
-    assert ProcessIdentity.decode(OWN.encode()) == OWN
+    assert unpack(ProcessIdentity, pack(OWN), "an identity") == OWN
     assert str(OWN) == f"host {OWN.host}, pid {os.getpid()}"
     assert OWN.started > 0
 
@@ -112,4 +113,4 @@ def test_an_identity_travels() -> None:
 @pytest.mark.parametrize("data", [b"", b"\xc1", msgpack.packb([1, 2, 3, 4]), msgpack.packb(["a", 1, 2])])
 def test_a_malformed_identity_is_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="the identity of a process cannot be read"):
-        ProcessIdentity.decode(data)
+        unpack(ProcessIdentity, data, "the identity of a process")

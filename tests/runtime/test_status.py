@@ -8,6 +8,7 @@ import msgpack
 import pytest
 
 from rrfp.errors import ProtocolError
+from rrfp.runtime.records import pack, unpack
 from rrfp.runtime.stall.status import RankStatus, judge
 
 IDLE = RankStatus(
@@ -136,10 +137,10 @@ def test_ranks_that_only_exchange_results_are_no_deadlock() -> None:
 
 
 def test_a_status_travels() -> None:
-    assert RankStatus.decode(IDLE.encode()) == IDLE
+    assert unpack(RankStatus, pack(IDLE), "a status") == IDLE
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", msgpack.packb({}), msgpack.packb([1]), msgpack.packb({"awaits": 3})])
 def test_a_malformed_status_is_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="a status cannot be read"):
-        RankStatus.decode(data)
+        unpack(RankStatus, data, "a status")

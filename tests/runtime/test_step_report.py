@@ -10,23 +10,23 @@ from rrfp.core.mesh import Mesh
 from rrfp.core.tasks import Mode
 from rrfp.core.topology import Topology
 from rrfp.errors import ProtocolError
-from rrfp.runtime.all_gather import TreeExchange
+from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.batching import Plan, plan_step
-from rrfp.runtime.step_report import Accounts
+from rrfp.runtime.step_report import StepReporter
 
 MESH = Mesh((("pp", 1), ("dp", 2)))
 
 
 async def share(plans: list[Plan]) -> list[BaseException | None]:
     """What sharing weights ends with on each of two replicas."""
-    exchanges: list[TreeExchange] = []
+    parts: list[TreeAllGather] = []
 
     def poster(sender: int) -> object:
-        return lambda peer, message: exchanges[peer].take(replace(message, sender=sender))
+        return lambda peer, message: parts[peer].on_message(replace(message, sender=sender))
 
-    exchanges += [TreeExchange(rank, 2, poster(rank)) for rank in range(2)]  # type: ignore[arg-type]
-    accounts = [Accounts(Topology.at(rank, MESH), Graph.chain(1), exchanges[rank]) for rank in range(2)]
-    shares = (one.share_weights(plan) for one, plan in zip(accounts, plans, strict=True))
+    parts += [TreeAllGather(rank, 2, poster(rank)) for rank in range(2)]  # type: ignore[arg-type]
+    reporters = [StepReporter(Topology.at(rank, MESH), Graph.chain(1), parts[rank]) for rank in range(2)]
+    shares = (reporter.share_weights(plan) for reporter, plan in zip(reporters, plans, strict=True))
     return list(await asyncio.gather(*shares, return_exceptions=True))
 
 

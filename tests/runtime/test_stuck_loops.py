@@ -16,7 +16,7 @@ from runtime.toys import data, loss_fn, stages
 
 import rrfp
 from rrfp.core import timeouts
-from rrfp.runtime.stall.loop_watch import LoopWatch
+from rrfp.runtime.stall.loop_watchdog import LoopWatchdog
 
 BATCH = data(4)
 STALL_S = 0.3
@@ -149,7 +149,7 @@ def test_a_callers_own_loop_may_be_busy_between_steps(lines: Lines) -> None:
 
 def test_a_loop_that_runs_is_left_alone(lines: Lines) -> None:
     async def program() -> None:
-        watch = LoopWatch("stage 0", 0.5, use_timer=False)
+        watch = LoopWatchdog("stage 0", 0.5, use_timer=False)
         watch.start()
         await asyncio.sleep(1.2)
         watch.close()

@@ -8,23 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from runtime.contexts import context_of
 from torch import Tensor, nn
 
+from rrfp.compute.emulated import EmulatedStage
 from rrfp.compute.gradients.layout import encode
 from rrfp.compute.gradients.tie_copies import Tie
 from rrfp.compute.gradients.tied import ProcessTies
-from rrfp.compute.lanes.timer import TimerLane
-from rrfp.compute.mailbox import Mailbox
 from rrfp.core.graph import Graph
-from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Mode, StepId
 from rrfp.core.topology import Topology
 from rrfp.errors import ProtocolError
-from rrfp.hints.alternating import BackwardForward
-from rrfp.runtime.lane_executor import LaneWork
-from rrfp.runtime.stall.progress import Progress
-from rrfp.runtime.tied_reduction import TieSum
-from rrfp.trace.recorder import Recorder
+from rrfp.runtime.lane_executor import LaneExecutor
+from rrfp.runtime.tied_reduction import TiedReduction
 from rrfp.transports.base import Channel, Message, MessageKind
 
 STEP = StepId(0, Mode.TRAIN, 2)
@@ -42,25 +38,23 @@ class OneRank:
         module.weight = self.weight
         (gradients,) = ProcessTies({"it": self.weight}, [{stage: module}]).ranks
         gradients.agree([TIES[0], *([] if stage else TIES[1:])], 4)
-        core, lane, program = StageCore(GRAPH, stage, BackwardForward()), TimerLane(), Any
-        place, mailbox = Topology(stage, 3), Mailbox(GRAPH, stage)
-        self.progress = Progress(core, place, lane.now)
-        recorder = Recorder(stage, lane.now)
-        work = LaneWork(program, lane, mailbox, self.progress, recorder, lambda _: None, lambda *_: None)  # type: ignore[arg-type]
+        context = context_of(Topology(stage, 3), GRAPH)
+        executor = LaneExecutor(context, EmulatedStage(GRAPH, lambda _: 0.0), lambda _: None)
+        self.stage = stage
         self.sent: list[tuple[int, Message]] = []
         self.sending: asyncio.Queue[Message] = asyncio.Queue()
-        self.sum = TieSum(gradients, GRAPH.placement, place, work, self.progress, self._send)
+        self.reduction = TiedReduction(context, gradients, executor, self._send)
         self.layout = encode(self.weight, "it")
-        self.sum.open()
-        lane.start()
+        self.reduction.open()
+        context.lane.start()
 
     async def _send(self, stage: int, message: Message) -> None:
         self.sent.append((stage, message))
         self.sending.put_nowait(message)
 
-    def settle(self) -> asyncio.Task[None]:
+    def reduce(self) -> asyncio.Task[None]:
         """All its tasks are done."""
-        return asyncio.create_task(self.sum.settle(self.progress._core.stage, STEP, True))
+        return asyncio.create_task(self.reduction.reduce(self.stage, STEP, True))
 
     def piece(self, sender: int, copy: int | None, index: int, value: float, **other: Any) -> Message:
         """A piece of a copy's gradient, which has two of one number each."""
@@ -75,14 +69,14 @@ def values(message: Message) -> list[float]:
 
 async def test_the_first_adds_what_comes_in_any_order_and_sends_the_sum_to_all() -> None:
     rank = OneRank(0)
-    rank.sum.take(rank.piece(2, 2, 1, 30.0))  # before its own tasks are done
-    settling = rank.settle()
+    rank.reduction.on_message(rank.piece(2, 2, 1, 30.0))  # before its own tasks are done
+    reducing = rank.reduce()
     await asyncio.sleep(0)
-    assert list(rank.progress.also_awaits()) == [f"the gradients of tie 'it' from stage {v}" for v in (1, 2)]
+    assert rank.reduction.awaited == [f"the gradients of tie 'it' from stage {v}" for v in (1, 2)]
     for message in (rank.piece(1, 1, 1, 2.0), rank.piece(2, 2, 0, 30.0), rank.piece(1, 1, 0, 2.0)):
         assert not rank.sent
-        rank.sum.take(message)
-    await settling
+        rank.reduction.on_message(message)
+    await reducing
     assert rank.weight.grad is not None
     assert rank.weight.grad.tolist() == [33.0, 33.0]
     assert [(stage, message.body["copy"], message.body["piece"]) for stage, message in rank.sent] == [
@@ -92,22 +86,21 @@ async def test_the_first_adds_what_comes_in_any_order_and_sends_the_sum_to_all()
         (2, None, 1),
     ]
     assert all(values(message) == [33.0] for _, message in rank.sent)
-    assert not list(rank.progress.also_awaits())
-    assert rank.progress.received == 4
+    assert not rank.reduction.awaited
 
 
 async def test_another_sends_its_own_at_once_and_takes_the_sum() -> None:
     rank = OneRank(2)
-    settling = rank.settle()
+    reducing = rank.reduce()
     for _ in range(2):
         await rank.sending.get()
     assert [(stage, message.channel, message.body["copy"], values(message)) for stage, message in rank.sent] == [
         (0, Channel.BACKWARD, 2, [3.0])
     ] * 2
-    assert list(rank.progress.also_awaits()) == ["the sum of tie 'it' from stage 0"]
-    rank.sum.take(rank.piece(0, None, 0, 7.0))
-    rank.sum.take(rank.piece(0, None, 1, 8.0))
-    await settling
+    assert rank.reduction.awaited == ["the sum of tie 'it' from stage 0"]
+    rank.reduction.on_message(rank.piece(0, None, 0, 7.0))
+    rank.reduction.on_message(rank.piece(0, None, 1, 8.0))
+    await reducing
     assert rank.weight.grad is not None
     assert rank.weight.grad.tolist() == [7.0, 8.0]
 
@@ -134,7 +127,7 @@ async def test_what_is_not_meant_for_this_rank_is_refused(
 ) -> None:
     rank = OneRank(stage)
     with pytest.raises(ProtocolError) as caught:
-        rank.sum.take(rank.piece(sender, copy, 0, 1.0, **other))
+        rank.reduction.on_message(rank.piece(sender, copy, 0, 1.0, **other))
     assert str(caught.value) == text
 
 
@@ -146,18 +139,18 @@ async def test_a_piece_of_another_step_is_refused_but_for_the_next() -> None:
             message.channel, message.kind, StepId(number, Mode.TRAIN, 2), None, message.tensors, message.body, sender=1
         )
         if fits:
-            rank.sum.take(later)
+            rank.reduction.on_message(later)
         else:
             with pytest.raises(
                 ProtocolError, match=r"sent gradients of tie 'it' for step 2 .*step 0 is next or running"
             ):
-                rank.sum.take(later)
+                rank.reduction.on_message(later)
 
 
 async def test_pieces_that_come_twice_or_contradict_each_other_are_refused() -> None:
     rank = OneRank(0)
-    rank.sum.take(rank.piece(1, 1, 0, 1.0))
+    rank.reduction.on_message(rank.piece(1, 1, 0, 1.0))
     with pytest.raises(ProtocolError, match="rank 1 sent piece 0 of 2 of tie 'it'"):
-        rank.sum.take(rank.piece(1, 1, 0, 1.0))
+        rank.reduction.on_message(rank.piece(1, 1, 0, 1.0))
     with pytest.raises(ProtocolError, match="rank 1 sent pieces of tie 'it' that contradict each other"):
-        rank.sum.take(rank.piece(1, 1, 1, 1.0, learns=False))
+        rank.reduction.on_message(rank.piece(1, 1, 1, 1.0, learns=False))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rrfp.compute.gradients.layout import as_dtensor, local_part
 from rrfp.compute.gradients.shared import SharedGradients
 from rrfp.compute.gradients.sparse import check_ties_not_sparse
-from rrfp.errors import ConfigError, ProtocolError
+from rrfp.errors import ConfigError
 
 #: By the tie's name: this rank's copy, or its copies where several of its chunks have one.
 Ties = Mapping[str, Tensor | Sequence[Tensor]]
@@ -72,22 +72,6 @@ class CopyTerms:
     learns: bool
     is_guest: bool
     values: bytes
-
-    def encode(self) -> tuple[Any, ...]:
-        """As plain data."""
-        return astuple(self)
-
-    @classmethod
-    def decode(cls, data: Any) -> CopyTerms:
-        """Read what `encode` made.
-
-        Raises:
-            ProtocolError: if it is something else.
-        """
-        match data:
-            case [str(), int(), str(), bool(), bool(), bytes()]:
-                return cls(*data)
-        raise ProtocolError(f"a tied copy is told as {data!r:.80}")
 
 
 @dataclass(frozen=True, slots=True)

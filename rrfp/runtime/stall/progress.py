@@ -1,13 +1,14 @@
-"""What a rank knows about its own progress, as far as a poll asks for it."""
+"""How a rank is doing, as far as a poll asks for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import StepId, Task
-from rrfp.core.topology import Topology
+from rrfp.core.tasks import Task
+from rrfp.runtime.context import RankContext
+from rrfp.runtime.lane_executor import LaneExecutor
+from rrfp.runtime.messenger import Messenger
 from rrfp.runtime.stall.status import RankStatus
 
 #: Absent credits that a status names.
@@ -15,79 +16,47 @@ _MOST_CREDITS = 8
 
 
 class Progress:
-    """Counts what happens on one rank.
+    """Asks the parts of one rank what they do and wait for.
 
     Args:
-        core: the rank's.
-        place: where the rank is.
-        now: the clock, in seconds.
+        context: the rank.
+        core: its state machine.
+        executor: knows what its lane runs.
+        messenger: counts its messages.
+        awaited: what the rank waits for beside inputs of tasks and credits, one line each.
+        dispute: a task that is ready and does not start, and why: its group disagrees. None where there is no such
+            task.
     """
 
-    def __init__(self, core: StageCore, place: Topology, now: Callable[[], float]) -> None:
-        #: The step that this rank is in, None between steps.
-        self.step: StepId | None = None
-        self.steps_ended = 0
-        #: Whether this rank is gathering something from all ranks between two steps, and how often it has.
-        self.is_gathering = False
-        self.gatherings_ended = 0
-        #: Messages of a step, tensors and credits, since the start.
-        self.sent = 0
-        self.received = 0
-        self._completed = 0
-        #: A task that is ready and does not start, and why: its group disagrees. None where nothing of the kind is so.
-        self.dispute: Callable[[], tuple[Task, str] | None] = lambda: None
-        #: What the rank waits for beside inputs of tasks and credits.
-        self.also_awaits: Callable[[], Iterable[str]] = tuple
+    def __init__(
+        self,
+        context: RankContext,
+        core: StageCore,
+        executor: LaneExecutor,
+        messenger: Messenger,
+        awaited: Callable[[], Iterable[str]],
+        dispute: Callable[[], tuple[Task, str] | None],
+    ) -> None:
+        self._topology = context.topology
+        self._now = context.lane.now
+        self._activity = context.activity
         self._core = core
-        self._place = place
-        self._now = now
-        self._chores: list[str] = []
-        self._running_since = self._active_at = 0.0
-
-    def open(self, step: StepId) -> None:
-        """The rank's caller began ``step``."""
-        self.step = step
-        self.touch()
-
-    def end(self) -> None:
-        """The step has ended."""
-        self.step = None
-        self.steps_ended += 1
-
-    def touch(self) -> None:
-        """Something happened."""
-        self._active_at = self._now()
-
-    def enqueued(self) -> None:
-        """A task was enqueued."""
-        if len(self._core.in_flight) == 1:
-            self._running_since = self._now()
-
-    def completed(self) -> None:
-        """A task has completed."""
-        self._completed += 1
-        self._running_since = self._now()
-
-    @contextmanager
-    def chore(self, name: str) -> Iterator[None]:
-        """The lane does something that is no task."""
-        self._chores.append(name)
-        self._running_since = self._now()
-        try:
-            yield
-        finally:
-            self._chores.remove(name)
-            self.touch()
+        self._executor = executor
+        self._messenger = messenger
+        self._awaited = awaited
+        self._dispute = dispute
 
     def idle_seconds(self) -> float:
         """For how long nothing has happened while all ranks are waited for; 0 otherwise, and while the lane is busy."""
-        if (self.step is None and not self.is_gathering) or self.running():
+        activity = self._activity
+        if (activity.step is None and not activity.is_gathering) or self.running():
             return 0.0
-        return self._now() - self._active_at
+        return self._now() - activity.active_at
 
     def running(self) -> str | None:
-        """The task, or other work, that the lane is busy with, as people call it."""
-        return self._chores[0] if not self._core.in_flight and self._chores else _text(self.running_task())
+        """The task, or extra call, that the rank is busy with."""
+        task = self.running_task()
+        return self._executor.extra if task is None else str(task)
 
     def running_task(self) -> Task | None:
         """The task that the lane is busy with."""
@@ -95,32 +64,32 @@ class Progress:
 
     def running_seconds(self) -> float:
         """For how long it has been busy with that; 0 where it is idle."""
-        return 0.0 if self.running() is None else self._now() - self._running_since
+        return 0.0 if self.running() is None else self._now() - self._executor.running_since
 
     def status(self) -> RankStatus:
         """How this rank is doing, for a poll."""
-        running = self.running()
+        activity, running = self._activity, self.running()
         return RankStatus(
             stage=self._core.stage,
-            step=None if self.step is None else self.step.number,
-            steps_ended=self.steps_ended,
+            step=None if activity.step is None else activity.step.number,
+            steps_ended=activity.steps_ended,
             running=running,
             running_s=self.running_seconds(),
-            can_run=not running and self.step is not None and self._can_run(),
-            completed=self._completed,
-            sent=self.sent,
-            received=self.received,
-            awaits=() if self.step is None else tuple(self._awaits()),
-            gathering=self.is_gathering,
-            gatherings_ended=self.gatherings_ended,
-            name=self._place.name,
+            can_run=not running and activity.step is not None and self._can_run(),
+            completed=self._executor.completed,
+            sent=self._messenger.sent,
+            received=self._messenger.received,
+            awaits=() if activity.step is None else tuple(self._awaits()),
+            gathering=activity.is_gathering,
+            gatherings_ended=activity.gatherings_ended,
+            name=self._topology.name,
         )
 
     def _can_run(self) -> bool:
-        return self.dispute() is None and self._core.decide() is not None
+        return self._dispute() is None and self._core.decide() is not None
 
     def _awaits(self) -> Iterator[str]:
-        dispute = self.dispute()
+        dispute = self._dispute()
         if dispute is not None:
             yield f"{dispute[0]} ({dispute[1]})"
         for task, missing in self._core.awaited():
@@ -128,18 +97,18 @@ class Progress:
                 yield f"{task} ({self._lack(task, missing)})"
         for output, peers in self._core.unconsumed()[:_MOST_CREDITS]:
             yield f"the credit for {output} (owed by {' and '.join(map(self._owner, peers))})"
-        yield from self.also_awaits()
+        yield from self._awaited()
 
     def _lack(self, task: Task, missing: Sequence[Task]) -> str:
         """Why ``task`` does not run."""
-        core, place = self._core, self._place
+        core, topology = self._core, self._topology
         if missing:
             stage_of = core.graph.placement.stage_of
             return ", ".join(f"{one} owed by {self._owner(stage_of(one.virtual_stage))}" for one in missing)
         if core.group.follows and not core.is_ordered(task):
-            return f"not ordered by {place.name_of(place.leader)}, which leads the group"
+            return f"not ordered by {topology.name_of(topology.leader)}, which leads the group"
         if late := core.unreported(task):
-            return f"not reported by {' and '.join(place.name_of(place.group[member]) for member in late)}"
+            return f"not reported by {' and '.join(topology.name_of(topology.group[member]) for member in late)}"
         if task not in core.ready:
             return "kept out by the memory limit"
         if core.group.follows:
@@ -147,8 +116,4 @@ class Progress:
         return f"ready, but hint {type(core.hint).__name__} does not choose it"
 
     def _owner(self, stage: int) -> str:
-        return self._place.name_of(self._place.rank_of(stage))
-
-
-def _text(task: Task | None) -> str | None:
-    return None if task is None else str(task)
+        return self._topology.name_of(self._topology.rank_of(stage))

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-
-import msgpack
-
-from rrfp.errors import ProtocolError
+from dataclasses import dataclass
 
 #: Stages whose waits are told when messages are in flight for long; in a deep pipeline all the others wait as well.
 _MOST_NAMED = 8
@@ -53,24 +49,6 @@ class RankStatus:
     name: str = ""
     process: str = ""
     stack: str = ""
-
-    def encode(self) -> bytes:
-        """As msgpack."""
-        packed: bytes = msgpack.packb(asdict(self))
-        return packed
-
-    @classmethod
-    def decode(cls, data: bytes) -> RankStatus:
-        """Read `encode`'s bytes.
-
-        Raises:
-            ProtocolError: if they are something else.
-        """
-        try:
-            fields = msgpack.unpackb(data)
-            return cls(**{**fields, "awaits": tuple(fields["awaits"])})
-        except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
-            raise ProtocolError(f"a status cannot be read: {error}") from None
 
     @property
     def who(self) -> str:

@@ -2,23 +2,25 @@
 
 A rank that has been idle inside a step, or waiting for all between two steps, for `stall_after` seconds asks rank 0,
 which polls everybody over the control tree. All ranks get all answers and come to the same verdict: one log line that
-names the slow rank, or the end. Where a rank's loop does not run, no poll ends: `Hearing` names that rank, and the next
-poll takes the place of the one before.
+names the slow rank, or the end. Where a rank's loop does not run, no poll ends: `PeerMonitor` names that rank, and the
+next poll takes the place of the one before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rrfp.core import timeouts
 from rrfp.errors import DeadlockError
 from rrfp.log import get_logger
-from rrfp.runtime.all_gather import SupersededError, TreeExchange
+from rrfp.runtime import records
+from rrfp.runtime.all_gather import SupersededError, TreeAllGather
+from rrfp.runtime.context import RankContext
 from rrfp.runtime.control_tree import children, parent
-from rrfp.runtime.stall.hearing import Hearing
+from rrfp.runtime.stall.peer_monitor import PeerMonitor
 from rrfp.runtime.stall.progress import Progress
 from rrfp.runtime.stall.status import RankStatus, judge
 from rrfp.transports.base import Channel, Message, MessageKind
@@ -35,36 +37,30 @@ class Watchdog:
     """One rank's part in finding stalls.
 
     Args:
-        progress: how its rank is doing.
-        rank: its rank.
-        world: all ranks.
-        exchange: the all-gather for answers.
-        hearing: sends questions, and names who does not answer.
-        fail: ends the pipeline.
+        context: the rank.
+        progress: how it is doing.
+        all_gather: the all-gather for answers.
+        peer_monitor: sends questions, and names who does not answer.
         stall_after: seconds of idleness before asking; must be positive.
-        stack: the Python stack of the rank's lane.
     """
 
     def __init__(
         self,
+        context: RankContext,
         progress: Progress,
-        rank: int,
-        world: int,
-        exchange: TreeExchange,
-        hearing: Hearing,
-        fail: Callable[[Exception], None],
+        all_gather: TreeAllGather,
+        peer_monitor: PeerMonitor,
         stall_after: float,
-        stack: Callable[[], str],
     ) -> None:
-        self._progress = progress
-        self._rank = rank
+        self._rank = rank = context.topology.rank
         self._parent = parent(rank)
-        self._children = children(rank, world)
-        self._exchange = exchange
-        self._hearing = hearing
-        self._fail = fail
+        self._children = children(rank, context.topology.world)
+        self._stack = context.lane.stack
+        self._fail = context.fail
+        self._progress = progress
+        self._all_gather = all_gather
+        self._peer_monitor = peer_monitor
         self._stall_after = stall_after
-        self._stack = stack
         self._polls: asyncio.Queue[int] = asyncio.Queue()
         self._next_poll = 0
         self._before: list[RankStatus] | None = None
@@ -90,10 +86,10 @@ class Watchdog:
             number = await self._polls.get()
             own = self._status()
             try:
-                answers = await self._exchange.exchange(_TOPIC, number, own.encode())
+                answers = await self._all_gather.all_gather(_TOPIC, number, records.pack(own))
             except SupersededError:
                 continue
-            statuses = [RankStatus.decode(data) for data in answers]
+            statuses = [records.unpack(RankStatus, data, "a status") for data in answers]
             verdict = judge(statuses, self._before)
             self._before = statuses
             self._polling = False
@@ -114,35 +110,35 @@ class Watchdog:
                     idle_s=idle,
                 )
 
-    def take(self, message: Message) -> None:
+    def on_message(self, message: Message) -> None:
         """A PROBE arrived: a question on its way up, or a poll on its way down."""
         match message.body:
-            case {"heard": True}:
-                self._hearing.heard(message.sender)
-            case {"deaf": _}:
-                self._hearing.take(message)
+            case {"acknowledged": True}:
+                self._peer_monitor.on_acknowledged(message.sender)
+            case {"unresponsive": _}:
+                self._peer_monitor.on_message(message)
             case {"poll": int(number)} if message.sender == self._parent:
-                self._hearing.acknowledge(message.sender)
+                self._peer_monitor.acknowledge(message.sender)
                 self._join(number)
             case _:
-                self._hearing.acknowledge(message.sender)
+                self._peer_monitor.acknowledge(message.sender)
                 self._ask()
 
     def _status(self) -> RankStatus:
         """This rank's answer to a poll."""
         status = self._progress.status()
-        own = self._hearing.processes.get(self._rank)
+        process = self._peer_monitor.process_of(self._rank)
         lasts = status.running_s >= self._stall_after
-        return replace(status, process="" if own is None else str(own), stack=self._stack() if lasts else "")
+        return replace(status, process=process, stack=self._stack() if lasts else "")
 
     def _ask(self) -> None:
         if self._parent is not None:
-            self._hearing.ask(self._parent, Message(Channel.CONTROL, MessageKind.PROBE))
+            self._peer_monitor.ask(self._parent, Message(Channel.CONTROL, MessageKind.PROBE))
             return
         # All idle ranks ask at about the same time: one poll answers them. It ends, unless a rank does not answer.
         is_due = asyncio.get_running_loop().time() - self._polled_at >= self._stall_after * (1 - 2 * _PRECISION)
         lately = self._polled_at - 2 * max(self._stall_after, timeouts.ANSWER_S)
-        if is_due and (not self._polling or self._hearing.missed_since(lately)):
+        if is_due and (not self._polling or self._peer_monitor.missed_since(lately)):
             self._start_poll()
 
     def _start_poll(self) -> None:
@@ -152,9 +148,9 @@ class Watchdog:
         self._next_poll += 1
 
     def _join(self, number: int) -> None:
-        self._exchange.supersede(_TOPIC, number)
+        self._all_gather.supersede(_TOPIC, number)
         for child in self._children:
-            self._hearing.ask(child, Message(Channel.CONTROL, MessageKind.PROBE, body={"poll": number}))
+            self._peer_monitor.ask(child, Message(Channel.CONTROL, MessageKind.PROBE, body={"poll": number}))
         self._polls.put_nowait(number)
 
 

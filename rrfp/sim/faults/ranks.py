@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rrfp.core.mesh import Mesh, Place
 from rrfp.core.order_log import Group
-from rrfp.runtime.stage_runner import Coordination
+from rrfp.runtime.core_driver import Coordination
 
 #: Hints whose choice is a function of the ready set and of what ran: the only ones that must come to an agreement.
 AGREEABLE = ("bf", "fb", "b-priority", "f-priority", "bfw")

@@ -5,38 +5,31 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from rrfp.core.tasks import Task
 from rrfp.errors import OverdueError
+from rrfp.runtime.context import RankContext
 from rrfp.runtime.stall.progress import Progress
 
 #: A check is late by this part of the limit at most.
 _PRECISION = 0.01
 
 
-class Overdue:
+class TaskTimeout:
     """Watches the lane of one rank.
 
     Args:
-        progress: says what runs.
+        context: the rank.
+        progress: knows what runs.
         limit: seconds that a task may take.
-        describe: says which process this is.
-        stack: the Python stack of the lane.
-        fail: ends the pipeline.
+        describe: names the rank and its process.
     """
 
-    def __init__(
-        self,
-        progress: Progress,
-        limit: float,
-        describe: Callable[[], str],
-        stack: Callable[[], str],
-        fail: Callable[[BaseException, Task | None], None],
-    ) -> None:
+    def __init__(self, context: RankContext, progress: Progress, limit: float, describe: Callable[[int], str]) -> None:
+        self._rank = context.topology.rank
+        self._stack = context.lane.stack
+        self._fail = context.fail
         self._progress = progress
         self._limit = limit
         self._describe = describe
-        self._stack = stack
-        self._fail = fail
 
     async def watch(self) -> None:
         """Fail once something has run for too long."""
@@ -46,6 +39,6 @@ class Overdue:
         stack = self._stack()
         text = (
             f"{running} has not returned for {seconds:.1f} s, longer than abort_after, which is {self._limit:g}, on "
-            f"{self._describe()}"
+            f"{self._describe(self._rank)}"
         )
         self._fail(OverdueError(f"{text}, in:\n{stack}" if stack else text), task)

@@ -1,4 +1,4 @@
-"""Whose event loop answers. A rank whose loop stands still is named on all others.
+"""Watches the event loops of peers. A rank whose loop stands still is named on all others.
 
 A hint that blocks, or a call that keeps the interpreter's lock, stops a rank's loop, while its connections stand: the
 operating system and libzmq's own threads keep them alive. So every question of the watchdog is acknowledged at once by
@@ -9,14 +9,13 @@ peer, since the way along the control tree may lead through the very rank that i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rrfp.core import timeouts
-from rrfp.core.topology import Topology
 from rrfp.errors import PeerLostError, ProtocolError
 from rrfp.log import get_logger
-from rrfp.runtime.departures import Departures
+from rrfp.runtime.context import RankContext
 from rrfp.runtime.processes import ProcessIdentity
 from rrfp.transports.base import Channel, Message, MessageKind
 
@@ -30,7 +29,7 @@ class _Question:
     Attributes:
         since: when it was asked.
         timers: run while it is open.
-        announced: the peer was found to be deaf.
+        announced: this rank has announced that the peer does not answer.
     """
 
     since: float
@@ -38,36 +37,31 @@ class _Question:
     announced: bool = False
 
 
-class Hearing:
+class PeerMonitor:
     """One rank's part. Used on one loop only.
 
     Args:
-        place: where the rank is.
-        peers: the ranks that it is connected to.
+        context: the rank.
+        processes: that of each rank, filled in once all have exchanged theirs.
         post: queues a control message for a peer.
-        fail: ends the pipeline.
-        departures: peers that left in order.
         stall_after: an announcement is repeated after so many seconds, while somebody asks.
         abort_after: seconds of silence of a loop after which the pipeline ends; None: never.
     """
 
     def __init__(
         self,
-        place: Topology,
-        peers: Iterable[int],
+        context: RankContext,
+        processes: Mapping[int, ProcessIdentity],
         post: Callable[[int, Message], None],
-        fail: Callable[[Exception], None],
-        departures: Departures,
         stall_after: float,
         abort_after: float | None,
     ) -> None:
-        #: Which process each rank is, once they have told.
-        self.processes: Mapping[int, ProcessIdentity] = {}
-        self._place = place
-        self._peers = tuple(peers)
+        self._topology = context.topology
+        self._processes = processes
+        self._peers = context.transport.context.peers
+        self._fail = context.fail
+        self._departures = context.departures
         self._post = post
-        self._fail = fail
-        self._departures = departures
         self._repeat_s = stall_after / 2
         self._abort_after = abort_after
         self._open: dict[int, _Question] = {}
@@ -88,9 +82,9 @@ class Hearing:
 
     def acknowledge(self, peer: int) -> None:
         """A question of ``peer`` arrived."""
-        self._post(peer, Message(Channel.CONTROL, MessageKind.PROBE, body={"heard": True}))
+        self._post(peer, Message(Channel.CONTROL, MessageKind.PROBE, body={"acknowledged": True}))
 
-    def heard(self, peer: int) -> None:
+    def on_acknowledged(self, peer: int) -> None:
         """``peer`` acknowledged what it was asked."""
         question = self._open.pop(peer, None)
         if question is None:
@@ -99,16 +93,16 @@ class Hearing:
             timer.cancel()
         if question.announced:
             silent = asyncio.get_running_loop().time() - question.since
-            logger.warning("%s answers again, after %.1f s", self._place.name_of(peer), silent)
+            logger.warning("%s answers again, after %.1f s", self._topology.name_of(peer), silent)
 
-    def take(self, message: Message) -> None:
+    def on_message(self, message: Message) -> None:
         """A peer announced a rank that does not answer.
 
         Raises:
             ProtocolError: if it makes no sense.
         """
         match message.body:
-            case {"deaf": int(rank), "seconds": int() | float() as seconds} if 0 <= rank < self._place.world:
+            case {"unresponsive": int(rank), "seconds": int() | float() as seconds} if 0 <= rank < self._topology.world:
                 self._announce(rank, float(seconds))
             case _:
                 raise ProtocolError(f"rank {message.sender} sent a {message.kind} message that names no rank and time")
@@ -121,26 +115,31 @@ class Hearing:
         self._open.clear()
 
     def missed_since(self, time: float) -> bool:
-        """Whether any rank was found not to answer since ``time``, of the loop's clock."""
+        """Whether any rank was announced since ``time``, of the loop's clock."""
         return any(announced >= time for announced in self._announced_at.values())
 
+    def process_of(self, rank: int) -> str:
+        """The host and process id of ``rank``; empty before all have exchanged theirs."""
+        process = self._processes.get(rank)
+        return "" if process is None else str(process)
+
     def describe(self, rank: int) -> str:
-        """How people call ``rank``, with its host and process id where they are known."""
-        process = self.processes.get(rank)
-        return self._place.name_of(rank) + ("" if process is None else f" ({process})")
+        """The display name of ``rank``, with its host and process id where they are known."""
+        process = self.process_of(rank)
+        return self._topology.name_of(rank) + (f" ({process})" if process else "")
 
     def _missed(self, peer: int) -> None:
         question = self._open[peer]
         if peer in self._departures:  # it left, and answers nothing any more
-            self.heard(peer)
+            self.on_acknowledged(peer)
             return
         question.announced = True
         self._announce(peer, asyncio.get_running_loop().time() - question.since)
 
     def _announce(self, rank: int, seconds: float) -> None:
-        """Say it here, and let the peers say it. Each rank does so once, however many tell it."""
+        """Log it here, and let the peers do so. Each rank logs it once, however many announce it."""
         now = asyncio.get_running_loop().time()
-        if rank == self._place.rank or now - self._announced_at.get(rank, -self._repeat_s) < self._repeat_s:
+        if rank == self._topology.rank or now - self._announced_at.get(rank, -self._repeat_s) < self._repeat_s:
             return
         self._announced_at[rank] = now
         logger.warning(
@@ -148,18 +147,17 @@ class Hearing:
             "blocks it, a call keeps the interpreter's lock, or the process is stopped",
             self.describe(rank),
             seconds,
-            stage=self._place.place_of(rank).stage,
+            stage=self._topology.place_of(rank).stage,
             rank=rank,
         )
         for peer in self._peers:
             if peer != rank:
-                body = {"deaf": rank, "seconds": seconds}
+                body = {"unresponsive": rank, "seconds": seconds}
                 self._post(peer, Message(Channel.CONTROL, MessageKind.PROBE, body=body))
 
     def _give_up(self, peer: int) -> None:
         if peer in self._departures:
             return
         silent = asyncio.get_running_loop().time() - self._open[peer].since
-        process = self.processes.get(peer)
-        told = "" if process is None else f" ({process})"
-        self._fail(PeerLostError(peer, f"its event loop has not run for {silent:.1f} s, which is abort_after{told}"))
+        process = f" ({process})" if (process := self.process_of(peer)) else ""
+        self._fail(PeerLostError(peer, f"its event loop has not run for {silent:.1f} s, which is abort_after{process}"))

@@ -1,4 +1,4 @@
-"""Prints where a process is stuck whose own event loop does not run.
+"""Prints the stacks of a process whose own event loop does not run.
 
 The loop sets a beat. When it misses it for too long, a thread logs the Python stacks of all threads, by name. A call
 that keeps the interpreter's lock stops that thread too; then `faulthandler`'s timer, which needs no lock, prints the
@@ -37,7 +37,7 @@ class _StackTimer:
         self._due: dict[int, float] = {}
 
     def set(self, user: int, due: float) -> None:
-        """Fire at ``due``, a time of ``time.monotonic()``, unless ``user`` says something else before."""
+        """Fire at ``due``, a time of ``time.monotonic()``, unless ``user`` sets another time before."""
         with self._lock:
             self._due[user] = due
             self._arm()
@@ -68,7 +68,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_timer.forget)
 
 
-class LoopWatch:
+class LoopWatchdog:
     """Watches the loop that `start` is called on.
 
     Args:
@@ -77,7 +77,7 @@ class LoopWatch:
         use_timer: print with `faulthandler`'s timer where the interpreter's lock is not free.
         abort_after: seconds without a beat after which `give_up` is called; None: never.
         matters: whether anybody minds that the loop does not run; asked on another thread.
-        give_up: told for how many seconds the loop has not run; called on another thread.
+        give_up: called with the seconds for which the loop has not run, on another thread.
     """
 
     def __init__(
@@ -130,21 +130,21 @@ class LoopWatch:
     # On the thread.
 
     def _watch(self) -> None:
-        told_of = given_up_on = looked_at = 0.0
+        logged = given_up_on = looked_at = 0.0
         while not self._done.wait(self._pause):
             now, beat_at = time.monotonic(), self._beat_at
             # If this thread overslept too, the whole process stood still, and the loop gets its chance first.
             overslept, looked_at = now - looked_at > 2 * self._pause and looked_at > 0, now
             if overslept or not self._matters():
                 continue
-            if now - beat_at >= self._limit and beat_at != told_of:
-                told_of = beat_at
-                self._tell(now - beat_at)
+            if now - beat_at >= self._limit and beat_at != logged:
+                logged = beat_at
+                self._log(now - beat_at)
             if self._abort_after is not None and now - beat_at >= self._abort_after and beat_at != given_up_on:
                 given_up_on = beat_at
                 self._give_up(now - beat_at)
 
-    def _tell(self, seconds: float) -> None:
+    def _log(self, seconds: float) -> None:
         logger.error(
             "%s (pid %d): its event loop has not run for %.1f s; the Python stacks of its threads:\n%s",
             self._name,
@@ -152,4 +152,4 @@ class LoopWatch:
             seconds,
             all_stacks(self._loop_thread),
         )
-        _timer.drop(id(self))  # told; the next beat sets it anew
+        _timer.drop(id(self))  # logged; the next beat sets it anew

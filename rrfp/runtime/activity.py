@@ -1,0 +1,57 @@
+"""The call that a rank is in, and when anything last happened in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rrfp.core.tasks import StepId
+
+
+class RankActivity:
+    """Follows the calls of a rank's caller: steps, and all-gathers between two steps.
+
+    Every rank makes the same calls in the same order. Other parts of a rank read the attributes; only the methods
+    change them.
+
+    Args:
+        now: the clock, in seconds.
+
+    Attributes:
+        step: the step that the rank is in, None between steps.
+        steps_ended: steps that it has completed.
+        is_gathering: whether it is in an all-gather between two steps.
+        gatherings_ended: all-gathers between steps that it has completed.
+        active_at: when anything last happened, of the clock.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.step: StepId | None = None
+        self.steps_ended = 0
+        self.is_gathering = False
+        self.gatherings_ended = 0
+        self.active_at = 0.0
+        self._now = now
+
+    def begin_step(self, step: StepId) -> None:
+        """The caller began ``step``."""
+        self.step = step
+        self.touch()
+
+    def end_step(self) -> None:
+        """The step has ended."""
+        self.step = None
+        self.steps_ended += 1
+
+    @contextmanager
+    def gathering(self) -> Iterator[int]:
+        """In here the rank takes part in an all-gather between two steps; yields its number."""
+        self.touch()
+        self.is_gathering = True
+        yield self.gatherings_ended  # what raises in there ends the pipeline, so there is nothing to take back
+        self.is_gathering = False
+        self.gatherings_ended += 1
+
+    def touch(self) -> None:
+        """Something happened."""
+        self.active_at = self._now()

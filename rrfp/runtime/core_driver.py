@@ -1,0 +1,167 @@
+"""Drives the core of one rank: turns what happens into events, and the core's instructions into I/O.
+
+There is no policy and no wire format in here. A message becomes an event in `Messenger` or in the protocol of the
+group, the end of a task in `LaneExecutor`; the arbiter then decides, and a decision goes to the lane.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Literal
+
+from rrfp.arbiter.agreement import AgreementArbiter
+from rrfp.arbiter.arbiter import Arbiter
+from rrfp.arbiter.leader import LeaderProtocol
+from rrfp.compute.gradients.tied import TiedGradients
+from rrfp.compute.program import StageProgram
+from rrfp.core import events as ev
+from rrfp.core.order_log import Group
+from rrfp.core.stage_core import StageCore
+from rrfp.core.tasks import Task
+from rrfp.core.usage import WaitCause
+from rrfp.errors import ProtocolError
+from rrfp.runtime.batching import Plan
+from rrfp.runtime.context import RankContext
+from rrfp.runtime.grad_finalizer import GradientFinalizer, Reduce
+from rrfp.runtime.group_link import GROUP_KINDS, GroupLink
+from rrfp.runtime.lane_executor import LaneExecutor
+from rrfp.runtime.messenger import Handler, Messenger
+from rrfp.transports.base import MessageKind
+
+#: How the ranks of a group agree on an order: a leader's, or by proposing until they agree (the paper's way).
+Coordination = Literal["leader", "agreement"]
+
+
+class CoreDriver:
+    """See the module's docstring. All methods are called on the loop.
+
+    Args:
+        context: the rank.
+        core: its state machine.
+        program: computes its tasks.
+        coordination: how the ranks of its group agree on an order.
+        depth: tasks enqueued and not complete, at most; see `StageRunner`.
+        reduce: sums the gradients of a virtual stage over the replicas.
+        ties: the rank's copies of tied parameters, if it may have any.
+
+    Attributes:
+        messenger: its messages.
+        executor: its lane.
+        gradients: what follows the last task of a virtual stage.
+        arbiter: decides; to be run while the rank lives.
+        handlers: what takes the messages that become events.
+        finished: set when the core has finished the step.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        core: StageCore,
+        program: StageProgram,
+        coordination: Coordination,
+        depth: int | None,
+        reduce: Reduce | None,
+        ties: TiedGradients | None,
+    ) -> None:
+        self.messenger = Messenger(context, self._on_event)
+        self.executor = LaneExecutor(context, program, self._on_completed)
+        self.gradients = GradientFinalizer(context, program, self.executor, self.messenger.send, reduce, ties)
+        self.finished = asyncio.Event()
+        self._context = context
+        self._core = core
+        self._leader_protocol: LeaderProtocol | None = None
+        self._agreement: AgreementArbiter | None = None
+        self.handlers: Mapping[MessageKind, Handler] = {
+            MessageKind.OUTPUT: self.messenger.on_output,
+            MessageKind.CONSUMED: self.messenger.on_consumed,
+            MessageKind.TIE: self.gradients.on_message,
+            **self._join_group(coordination, depth),
+        }
+
+    def _join_group(self, coordination: Coordination, depth: int | None) -> Mapping[MessageKind, Handler]:
+        """Make the arbiter, and what this rank needs to run one order with its group."""
+        core, topology, lane_depth = self._core, self._context.topology, self._context.lane.depth
+        self.arbiter: Arbiter
+        if topology.members == 1:
+            self.arbiter = Arbiter(core, depth or lane_depth, self._dispatch, self._waiting)
+            return {}
+        group = Group(topology.member, topology.members)
+        link = GroupLink(topology.group, self.messenger.post)
+        if coordination == "leader":
+            self.arbiter = Arbiter(core, depth or max(2, lane_depth), self._dispatch, self._waiting)
+            reports_bytes = core.limit.bytes is not None
+            self._leader_protocol = LeaderProtocol(group, link.send, self._on_event, reports_bytes=reports_bytes)
+            on_message = self._leader_protocol.on_message
+        else:
+            self.arbiter = self._agreement = AgreementArbiter(
+                core, depth or lane_depth, self._dispatch, self._waiting, group=group, send=link.send
+            )
+            on_message = self._agreement.on_message
+        return dict.fromkeys(GROUP_KINDS, lambda message: on_message(*link.read(message)))
+
+    def dispute(self) -> tuple[Task, str] | None:
+        """A task that is ready and does not start because the group disagrees, and why."""
+        return None if self._agreement is None else self._agreement.dispute
+
+    def open_step(self, plan: Plan) -> None:
+        """Begin a step.
+
+        Raises:
+            ProtocolError: if a message of it that came before makes no sense.
+        """
+        step = plan.step
+        self.finished.clear()
+        self.gradients.open(step, plan.reduce_gradients)
+        with self.messenger.opening():
+            if self._agreement is not None:
+                self._agreement.open_step(step)
+            self._on_event(ev.StepOpened(step.number, step.mode, step.microbatches, plan.sizes))
+
+    # Events to the core, its instructions to I/O.
+
+    def _on_event(self, event: ev.Event) -> None:
+        self.arbiter.kick()  # first, so that the next task starts before sends begin to copy their tensors
+        self._apply(event)
+
+    def _apply(self, event: ev.Event) -> None:
+        self._context.activity.touch()
+        for instruction in self._core.apply(event):
+            self._perform(instruction)
+
+    def _perform(self, instruction: ev.Instruction) -> None:
+        context, step = self._context, self._context.activity.step
+        match instruction:
+            case ev.Send():
+                context.supervisor.spawn(self.messenger.send_output(instruction), instruction.task)
+            case ev.Credit():
+                self.messenger.credit(instruction)
+            case ev.Release(task):
+                context.mailbox.drop(task)
+            case ev.ReportReady() | ev.Order() if self._leader_protocol is not None and step is not None:
+                self._leader_protocol.perform(instruction, step)
+            case ev.ReduceChunk(virtual_stage):
+                context.supervisor.spawn(self._reduce(virtual_stage))
+            case ev.FinishStep():
+                self.finished.set()
+            case _:
+                raise ProtocolError(f"stage {self._core.stage} has no way to perform {instruction}")
+
+    async def _reduce(self, virtual_stage: int) -> None:
+        await self.gradients.finalize(virtual_stage)
+        self._on_event(ev.ChunkReduced(virtual_stage))
+
+    # Tasks on the lane.
+
+    def _dispatch(self, task: Task) -> None:
+        self.executor.enqueue(task)  # first, because the lane's thread takes some time to wake up
+        self._apply(ev.Enqueued(task))  # and no kick: the arbiter, which called this, goes on deciding
+
+    def _on_completed(self, completed: ev.Completed) -> None:
+        if self._leader_protocol is not None and self._context.activity.step is not None:
+            self._leader_protocol.on_completed(completed, self._context.activity.step)
+        self._on_event(completed)
+
+    def _waiting(self, cause: WaitCause) -> None:
+        if self._context.activity.step is not None:
+            self._context.recorder.waiting(cause)

@@ -1,0 +1,25 @@
+"""A rank without a pipeline: its context, for tests of one part of it."""
+
+from __future__ import annotations
+
+from rrfp.compute.lanes.timer import TimerLane
+from rrfp.core.graph import Graph
+from rrfp.core.tasks import Task
+from rrfp.core.topology import Topology
+from rrfp.runtime.context import RankContext
+from rrfp.transports.base import Rendezvous, TransportContext
+from rrfp.transports.inproc import InprocTransport
+from rrfp.transports.rendezvous import LocalRendezvous
+
+
+def fail(error: BaseException, task: Task | None = None) -> None:
+    """Nothing fails in these tests."""
+    raise error
+
+
+def context_of(topology: Topology, graph: Graph, met: Rendezvous | None = None) -> RankContext:
+    """The rank at ``topology``, connected with all others where they ``met``; its transport and lane not started."""
+    peers = () if met is None else tuple(rank for rank in range(topology.world) if rank != topology.rank)
+    rendezvous = LocalRendezvous() if met is None else met
+    transport = InprocTransport(TransportContext(topology.rank, peers, "run", rendezvous))
+    return RankContext.create(topology, graph, transport, TimerLane(), fail)

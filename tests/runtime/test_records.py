@@ -1,0 +1,88 @@
+"""Records that ranks exchange: what was packed is read again, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import pytest
+
+from rrfp.compute.gradients.tie_copies import CopyTerms, Tie
+from rrfp.errors import ProtocolError
+from rrfp.runtime.grad_clipping import NormShare
+from rrfp.runtime.records import from_plain, pack, to_plain, unpack
+
+
+@dataclass(frozen=True)
+class Inner:
+    number: float
+
+
+@dataclass(frozen=True)
+class Outer:
+    count: int
+    flag: bool
+    text: str | None
+    data: bytes
+    inner: Inner
+    names: tuple[str, ...] = ()
+    values: Mapping[int, float] = field(default_factory=dict)
+
+
+FULL = Outer(1, True, "x", b"y", Inner(0.5), ("a", "b"), {3: 0.25, 1: 1.0})
+TERMS = CopyTerms("a", 3, "(2, 3) of float", True, False, b"1")
+TIES = (Tie("c", (0, 1)), Tie("a", (0, 3), True))
+
+
+@pytest.mark.parametrize("record", [FULL, Outer(0, False, None, b"", Inner(0.0)), TERMS, NormShare(1.0, 2.0, 0.0)])
+def test_a_record_travels_as_bytes(record: Any) -> None:
+    assert unpack(type(record), pack(record), "it") == record
+
+
+def test_records_travel_inside_other_plain_data() -> None:
+    carried = msgpack.unpackb(msgpack.packb({"ties": to_plain(TIES), "copies": to_plain([TERMS])}))
+    assert from_plain(tuple[Tie, ...], carried["ties"], "ties") == TIES
+    assert from_plain(tuple[CopyTerms, ...], carried["copies"], "copies") == (TERMS,)
+
+
+def test_an_integer_is_read_as_the_number_that_it_is_declared_as() -> None:
+    read = from_plain(Inner, {"number": 3}, "it")
+    assert type(read.number) is float
+    assert read == Inner(3.0)
+
+
+PLAIN: dict[str, Any] = to_plain(FULL)
+
+
+@pytest.mark.parametrize(
+    ("plain", "text"),
+    [
+        (None, "None is no record of count, flag"),
+        ([], r"\[\] is no record of count, flag"),
+        ({}, "{} is no record of count, flag"),
+        ({**PLAIN, "extra": 1}, "is no record of count, flag"),
+        ({**PLAIN, "count": True}, "True is no int"),
+        ({**PLAIN, "count": 1.0}, "1.0 is no int"),
+        ({**PLAIN, "flag": 1}, "1 is no bool"),
+        ({**PLAIN, "text": b"x"}, "b'x' is no str"),
+        ({**PLAIN, "data": None}, "None is no bytes"),
+        ({**PLAIN, "inner": 5}, "5 is no record of number"),
+        ({**PLAIN, "inner": {"number": "x"}}, "'x' is no float"),
+        ({**PLAIN, "names": "ab"}, "'ab' is no list"),
+        ({**PLAIN, "names": ["a", 1]}, "1 is no str"),
+        ({**PLAIN, "values": [[1]]}, "not enough values"),
+        ({**PLAIN, "values": [[[1], 2.0]]}, r"\[1\] is no int"),
+        ({**PLAIN, "values": [1]}, "cannot unpack"),
+    ],
+)
+def test_what_is_no_such_record_is_refused(plain: Any, text: str) -> None:
+    with pytest.raises(ProtocolError, match=f"a test record cannot be read: .*{text}"):
+        unpack(Outer, msgpack.packb(plain), "a test record")
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", pack(FULL)[:-1], pack(FULL) + b"\x00"])
+def test_bytes_that_are_no_plain_data_are_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError, match="a test record cannot be read"):
+        unpack(Outer, data, "a test record")
