@@ -120,6 +120,11 @@ class StageCore:
     # What the shell may ask.
 
     @property
+    def step(self) -> Step | None:
+        """The current, or last, step; None before the first. For `rrfp.core.waiting`, which only reads it."""
+        return self._step
+
+    @property
     def view(self) -> StageView:
         """The read-only view of the current step."""
         assert self._view is not None, "no step was opened"
@@ -149,23 +154,6 @@ class StageCore:
     def wait_cause(self) -> WaitCause:
         """Why there is nothing to decide."""
         return WaitCause.DRAINED if self._step is None else self._step.wait_cause()
-
-    def awaited(self, most: int = 8) -> list[tuple[Task, tuple[Task, ...]]]:
-        """Tasks that were not enqueued, each with its absent inputs; see `rrfp.core.step.Step.awaited`."""
-        return [] if self._step is None else self._step.awaited(most)
-
-    def unreported(self, task: Task) -> tuple[int, ...]:
-        """Leader of a group: its followers that have not reported what ``task`` needs from other stages."""
-        return () if self._step is None else self._step.group.unreported(task)
-
-    def is_ordered(self, task: Task) -> bool:
-        """Follower: whether ``task`` is in the log and was not enqueued."""
-        return self._step is not None and task in self._step.group.pending()
-
-    def unconsumed(self) -> list[tuple[Task, tuple[int, ...]]]:
-        """Forward only: sent outputs, each with the peers whose `Consumed` is missing, lowest microbatch first."""
-        owed = [] if self._step is None else self._step.outputs.unconsumed()
-        return sorted(owed, key=lambda entry: entry[0].microbatch)
 
     # Events.
 

@@ -6,7 +6,6 @@ An event that contradicts the state raises `ProtocolError`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from itertools import chain, islice
 from typing import Any
 
 from rrfp.core import events as ev
@@ -123,20 +122,6 @@ class Step:
         if (cause := self.group.wait_cause()) is not None:
             return cause
         return WaitCause.MEMORY if self.ready.holds_any and not self.ready else WaitCause.INPUT
-
-    def awaited(self, most: int = 8) -> list[tuple[Task, tuple[Task, ...]]]:
-        """Tasks that were not enqueued, each with its absent inputs: at most ``most``, lowest microbatch first.
-
-        On a follower those come first that were ordered, in that order.
-        """
-        if self.num_enqueued == self.num_tasks:
-            return []
-        tasks = self._graph.tasks(self._stage, self.id.microbatches, self.id.mode)
-        unstarted = (task for task in tasks if not self.readiness.is_present(task))
-        waiting = sorted(unstarted, key=lambda task: (task.microbatch, task.kind is not Kind.F))
-        return [
-            (task, self.readiness.absent_inputs(task)) for task in islice(chain(self.group.pending(), waiting), most)
-        ]
 
     def _on_arrived(self, event: ev.Arrived) -> Instructions:
         kind, m, virtual_stage = event.task

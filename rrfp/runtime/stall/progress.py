@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import StepId, Task
 from rrfp.core.topology import Topology
+from rrfp.core.waiting import describe
 from rrfp.runtime.stall.status import RankStatus
-
-#: Absent credits that a status names.
-_MOST_CREDITS = 8
 
 
 class Progress:
@@ -119,35 +117,8 @@ class Progress:
     def _can_run(self) -> bool:
         return self.dispute() is None and self._core.decide() is not None
 
-    def _awaits(self) -> Iterator[str]:
-        dispute = self.dispute()
-        if dispute is not None:
-            yield f"{dispute[0]} ({dispute[1]})"
-        for task, missing in self._core.awaited():
-            if dispute is None or task != dispute[0]:
-                yield f"{task} ({self._lack(task, missing)})"
-        for output, peers in self._core.unconsumed()[:_MOST_CREDITS]:
-            yield f"the credit for {output} (owed by {' and '.join(map(self._owner, peers))})"
-        yield from self.also_awaits()
-
-    def _lack(self, task: Task, missing: Sequence[Task]) -> str:
-        """Why ``task`` does not run."""
-        core, place = self._core, self._place
-        if missing:
-            stage_of = core.graph.placement.stage_of
-            return ", ".join(f"{one} owed by {self._owner(stage_of(one.virtual_stage))}" for one in missing)
-        if core.group.follows and not core.is_ordered(task):
-            return f"not ordered by {place.name_of(place.leader)}, which leads the group"
-        if late := core.unreported(task):
-            return f"not reported by {' and '.join(place.name_of(place.group[member]) for member in late)}"
-        if task not in core.ready:
-            return "kept out by the memory limit"
-        if core.group.follows:
-            return "ordered, after others"
-        return f"ready, but hint {type(core.hint).__name__} does not choose it"
-
-    def _owner(self, stage: int) -> str:
-        return self._place.name_of(self._place.rank_of(stage))
+    def _awaits(self) -> list[str]:
+        return [*describe(self._core, self._place, dispute=self.dispute()), *self.also_awaits()]
 
 
 def _text(task: Task | None) -> str | None:
