@@ -44,10 +44,11 @@ import operator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from rrfp.core.byte_limit import ByteLimit, Owner
+from rrfp.core.byte_limit import ByteLimit
 from rrfp.core.events import HeldReported
+from rrfp.core.held_bytes import HeldBytes, Owner
 from rrfp.core.seen_sizes import SeenSizes
-from rrfp.core.tasks import Kind, Task
+from rrfp.core.tasks import Kind
 from rrfp.errors import ConfigError
 
 LIMIT_PRESETS = ("1f1b", "n", "2n")
@@ -128,20 +129,17 @@ class Admission:
         num_chunks: C.
         reserve: apply the reserve rule.
         seen: sizes of microbatches so far, for a limit on bytes; updated here.
-        followers: ranks of the group that tell what they hold, beside this one.
+        followers: ranks of the group that report what they hold, beside this one.
     """
 
     __slots__ = (
         "_below",
         "_below_later",
-        "_bytes",
-        "_bytes_by_owner",
+        "_byte_limit",
         "_chunks",
-        "_outputs",
+        "bytes",
         "held",
-        "held_bytes",
         "is_serving",
-        "peak_bytes",
         "peak_held",
         "reserve",
         "roomy_below",
@@ -163,19 +161,15 @@ class Admission:
         self._below_later = [self._bound(chunk, is_lowest=False) for chunk in range(num_chunks)]
         #: While D is below this `allows` is true of every forward.
         self.roomy_below = math.inf if self.slots is None else min(*self._below, *self._below_later)
-        self._bytes: ByteLimit | None = None
+        #: The bytes of microbatches in work, after the last completed task of each, and of outputs still in use.
+        self.bytes = HeldBytes(1 + followers)
+        self._byte_limit: ByteLimit | None = None
         if limit.bytes is not None:
             self.roomy_below = 0
-            self._bytes = ByteLimit(limit.bytes, seen, reserve=reserve, ranks=1 + followers)
-        # Bytes of microbatches in work, and of outputs that are still read or sent here.
-        self._bytes_by_owner: dict[Owner, int] = {}
-        self._outputs: dict[Task, int] = {}
+            self._byte_limit = ByteLimit(limit.bytes, self.bytes, seen, reserve=reserve, ranks=1 + followers)
         #: D: chunk tasks that hold a slot.
         self.held = 0
-        #: Bytes held on this rank after the last completed task of each microbatch and chunk, and by outputs.
-        self.held_bytes = 0
         self.peak_held = 0
-        self.peak_bytes = 0
 
     def kept_free(self, chunk: int, *, is_lowest: bool) -> int:
         """How many slots a forward leaves free when it starts: the staircase, and the reserve rule.
@@ -202,74 +196,51 @@ class Admission:
         is_lowest = microbatch == lowest_unforwarded or not self.reserve
         if self.slots is not None and self.held >= (self._below if is_lowest else self._below_later)[chunk]:
             return False
-        if self._bytes is None or self._bytes.fits(chunk, is_lowest=is_lowest):
+        if self._byte_limit is None or self._byte_limit.fits(chunk, is_lowest=is_lowest):
             return True
-        return is_lowest and self._bytes.must_go_on(chunk, microbatch)
+        return is_lowest and self._byte_limit.must_go_on(chunk, microbatch)
 
-    def take(self, chunk: int, microbatch: int) -> None:
-        """The forward of ``microbatch`` on ``chunk`` was enqueued."""
+    def acquire(self, chunk: int, microbatch: int) -> None:
+        """The forward of ``microbatch`` on ``chunk`` was enqueued: it takes a slot."""
         self.held += 1
         if self.held > self.peak_held:
             self.peak_held = self.held
         if self.serves_in_order:
             self.is_serving = self.slots is not None and self.held >= self.slots
-        if self._bytes is not None:
-            self._bytes.take((chunk, microbatch))
+        if self._byte_limit is not None:
+            self._byte_limit.start((chunk, microbatch))
 
-    def complete(self, kind: Kind, chunk: int, microbatch: int, held: int, output: int) -> None:
-        """A task completed and left ``held`` bytes, and ``output`` for a while: what later ones are expected to leave.
-
-        `hold` (or `free`) and `keep_output` count them.
-        """
-        if self._bytes is not None:
-            self._bytes.complete(0, kind, (chunk, microbatch), held, output)
-
-    def hold(self, chunk: int, microbatch: int, num_bytes: int) -> None:
-        """``microbatch`` now holds ``num_bytes`` on ``chunk``."""
-        owner = (chunk, microbatch)
-        if self._bytes is not None:
-            self._bytes.hold(0, owner, num_bytes)
-        before = self._bytes_by_owner.get(owner, 0)
-        if num_bytes != before:
-            self._bytes_by_owner[owner] = num_bytes
-            self._add(num_bytes - before)
-
-    def keep_output(self, task: Task, num_bytes: int) -> None:
-        """The output of ``task`` takes ``num_bytes`` until `drop_output`."""
-        self._outputs[task] = num_bytes
-        self._add(num_bytes)
-        if self._bytes is not None:
-            self._bytes.keep_output(0, task, num_bytes, is_own=True)
-
-    def drop_output(self, task: Task) -> None:
-        """Nobody reads or sends the output of ``task`` any longer."""
-        if self._outputs:
-            self.held_bytes -= self._outputs.pop(task, 0)
-            if self._bytes is not None:
-                self._bytes.drop_output(task)
-
-    def give_back(self) -> None:
+    def release_slot(self) -> None:
         """A slot is free for what the lane runs next."""
         self.held -= 1
         if self.serves_in_order:
             self.is_serving = self.slots is not None and self.held >= self.slots
 
-    def free(self, chunk: int, microbatch: int) -> None:
-        """``microbatch`` holds nothing more on ``chunk``. Its slot is given back apart."""
-        self.held_bytes -= self._bytes_by_owner.pop((chunk, microbatch), 0)
-        if self._bytes is not None:
-            self._bytes.free((chunk, microbatch))
+    def complete(self, kind: Kind, owner: Owner, held: int, output: int, *, is_last: bool) -> None:
+        """A task of ``owner`` completed: ``held`` bytes stay, and nothing after its last task; see `free`.
+
+        Its ``output`` is in the ledger apart, while somebody uses it.
+        """
+        if self._byte_limit is not None:
+            self._byte_limit.complete(kind, owner, held, output)
+        if is_last:
+            self.free(owner)
+        else:
+            self.bytes.hold(owner, held)
 
     def complete_elsewhere(self, rank: int, chunk: int, event: HeldReported) -> None:
         """A task completed on follower ``rank``: what stays there counts as well, where bytes are limited."""
-        if self._bytes is None:
+        limit, task = self._byte_limit, event.task
+        if limit is None:
             return
-        task, owner = event.task, (chunk, event.task.microbatch)
-        self._bytes.complete(rank, task.kind, owner, event.held, event.output)
-        self._bytes.hold(rank, owner, event.held)
-        self._bytes.keep_output(rank, task, event.output, is_own=False)
+        owner = (chunk, task.microbatch)
+        limit.complete(task.kind, owner, event.held, event.output, rank)
+        if limit.is_in_work(owner):
+            self.bytes.hold(owner, event.held, rank)
+        self.bytes.keep_output_elsewhere(task, event.output, rank)
 
-    def _add(self, num_bytes: int) -> None:
-        self.held_bytes += num_bytes
-        if self.held_bytes > self.peak_bytes:
-            self.peak_bytes = self.held_bytes
+    def free(self, owner: Owner) -> None:
+        """``owner`` holds no bytes any more. Its slot is released apart, when its last task is enqueued."""
+        self.bytes.drop(owner)
+        if self._byte_limit is not None:
+            self._byte_limit.free(owner)

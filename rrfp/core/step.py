@@ -14,6 +14,7 @@ from rrfp.core.drain_order import ServiceOrder
 from rrfp.core.durations import MeanDurations
 from rrfp.core.graph import Graph
 from rrfp.core.group_step import GroupStep
+from rrfp.core.held_bytes import Owner
 from rrfp.core.order_log import Group
 from rrfp.core.outputs import Outputs
 from rrfp.core.readiness import ForcedOrder, Readiness
@@ -57,6 +58,7 @@ class Step:
         self.id = step_id
         self.rows = Rows(graph, stage, count, mode)
         self.admission = admission
+        self._bytes = admission.bytes
         self.sizes = sizes
         service = None
         if admission.serves_in_order:
@@ -103,9 +105,7 @@ class Step:
     def peaks(self) -> Peaks:
         """The peaks so far."""
         outputs = self.outputs
-        return Peaks(
-            self.admission.peak_held, self.admission.peak_bytes, outputs.peak_received, outputs.peak_received_bytes
-        )
+        return Peaks(self.admission.peak_held, self._bytes.peak, outputs.peak_received, outputs.peak_received_bytes)
 
     @property
     def holding(self) -> Holding:
@@ -113,7 +113,7 @@ class Step:
         outputs, held = self.outputs, self.admission.held
         if self.in_flight:
             held += sum(map(self._gives_back, self.in_flight)) - sum(task.kind is F for task in self.in_flight[1:])
-        return Holding(held, self.admission.held_bytes, outputs.received, outputs.received_bytes)
+        return Holding(held, self._bytes.own, outputs.received, outputs.received_bytes)
 
     def wait_cause(self) -> WaitCause:
         """Why there is nothing to decide."""
@@ -166,9 +166,9 @@ class Step:
         self.enqueued[kind][row.chunk] += 1
         self.in_flight.append(task)
         if kind is F:
-            self.admission.take(row.chunk, m)
+            self.admission.acquire(row.chunk, m)
         if row.frees_memory and self._is_training:
-            self.admission.give_back()
+            self.admission.release_slot()
         self.outputs.start_reading(row, m)
         if not self._follows:  # or what depends on it was released when it was ordered
             self.readiness.enqueue(row, m)
@@ -192,7 +192,7 @@ class Step:
         instructions: list[ev.Instruction] = [ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in row.peers]
         self._settle_memory(row, task, event.held, event.output)
         if (event.output or self._leads) and (row.peers or row.num_readers):
-            self.admission.keep_output(task, event.output)
+            self._bytes.keep_output(task, event.output)
         for source in row.sources:
             was_last = outputs.end_use(source, m)
             if was_last:
@@ -214,20 +214,17 @@ class Step:
         return ()
 
     def _settle_memory(self, row: Row, task: Task, held: int, output: int) -> None:
-        self.admission.complete(row.kind, row.chunk, task.microbatch, held, output)
-        if row.frees_memory and self._is_training:
-            self.admission.free(row.chunk, task.microbatch)
-            return
-        self.admission.hold(row.chunk, task.microbatch, held)
+        owner = (row.chunk, task.microbatch)
+        self.admission.complete(row.kind, owner, held, output, is_last=row.frees_memory and self._is_training)
         if not self._is_training and not self.outputs.is_awaited(task):
-            self._free(row, task.microbatch)
+            self._free(owner)
 
     def _on_send_released(self, event: ev.SendReleased) -> Instructions:
         was_last = self.outputs.release_send(event.task, event.peer)
         return self._and_finish([self._release(event.task)] if was_last else [])
 
     def _release(self, producer: Task) -> ev.Instruction:
-        self.admission.drop_output(producer)
+        self._bytes.drop(producer)
         return ev.Release(producer)
 
     def _on_consumed(self, event: ev.Consumed) -> Instructions:
@@ -237,11 +234,11 @@ class Step:
     def _consume(self, producer: Task, peer: int) -> None:
         """Forward only: ``peer`` is done with ``producer``'s output; the last to say so frees the slot."""
         if self.outputs.consume(producer, peer):
-            self._free(self.rows.own[F][producer.virtual_stage], producer.microbatch)
+            self._free((self.rows.own[F][producer.virtual_stage].chunk, producer.microbatch))
 
-    def _free(self, row: Row, microbatch: int) -> None:
-        self.admission.give_back()
-        self.admission.free(row.chunk, microbatch)
+    def _free(self, owner: Owner) -> None:
+        self.admission.release_slot()
+        self.admission.free(owner)
 
     def _on_ready_reported(self, event: ev.ReadyReported) -> Instructions:
         self.group.report(event)

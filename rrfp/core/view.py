@@ -63,7 +63,7 @@ class StageView:
     @property
     def held_bytes(self) -> int:
         """Bytes held."""
-        return self._step.admission.held_bytes
+        return self._step.admission.bytes.own
 
     @property
     def last_kind(self) -> Kind | None:
