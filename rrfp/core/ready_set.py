@@ -22,8 +22,9 @@ ChunkOrder = Literal["deeper", "paper"]
 class ReadySet:
     """Tasks of one stage whose inputs are all present; a forward counts as ready only if admission allows it.
 
-    Hints read it: ``head``, ``first``, iteration (F, B, W; deeper chunk first; then by rank), ``in``, ``bool``. Only
-    the core adds and removes. Microbatches of one kind and chunk rank by number unless a hint orders them otherwise.
+    Hints read it: ``head``, ``first``, iteration (F, B, W; deeper chunk first; then by priority), ``in``, ``bool``.
+    Only the core adds and removes. Of one kind and chunk the lower microbatch has priority, unless a hint orders them
+    otherwise.
 
     Args:
         rows: the rows of this stage.
@@ -41,8 +42,8 @@ class ReadySet:
         "_num_forwards",
         "_num_others",
         "_order",
+        "_position_of",
         "_queues",
-        "_rank_of",
         "_rows",
         "_service",
         "_started",
@@ -60,11 +61,11 @@ class ReadySet:
         self._deeper_first = tuple(reversed(range(len(virtual_stages))))
         self._admission = admission
         self._service = service
-        #: Kinds that nothing ever keeps out: backwards and weight tasks, unless a full stage serves in order.
+        #: Kinds that are never blocked: backwards and weight tasks, unless a full stage serves in order.
         self._free_kinds = frozenset[Kind]() if admission.serves_in_order else frozenset({B, W})
-        #: Microbatches by rank, and ranks by microbatch.
+        #: Microbatches in the order of their priority, and the position of each in it.
         self._order: Sequence[int] = range(microbatches)
-        self._rank_of: Sequence[int] = range(microbatches)
+        self._position_of: Sequence[int] = range(microbatches)
         #: By kind and chunk, the queues of the rows; and how many tasks they hold.
         self._queues: dict[Kind, list[list[tuple[int, Task]]]] = {
             kind: [rows.own[kind][v].queue if v in rows.own[kind] else [] for v in virtual_stages] for kind in Kind
@@ -80,7 +81,7 @@ class ReadySet:
         return len(self._deeper_first)
 
     def head(self, kind: Kind, chunk: int) -> Task | None:
-        """The best-ranked ready microbatch of ``kind`` on local ``chunk``, or None."""
+        """The highest-priority ready microbatch of ``kind`` on local ``chunk``, or None."""
         queue = self._queues[kind][chunk]
         if not queue:
             return None
@@ -90,19 +91,19 @@ class ReadySet:
         return self._let_in_before(task, chunk)
 
     def _let_in_before(self, head: Task, chunk: int) -> Task | None:
-        """What may run of the kind and chunk of ``head``, which itself is kept out."""
+        """What may run of the kind and chunk of ``head``, which itself is blocked."""
         if self._admission.is_serving:
             due = self._due()
             is_here = due is not None and due.kind is head.kind and due.virtual_stage == head.virtual_stage
             return due if is_here and due in self else None
         if not self._admission.reserve:
             return None
-        # Under the reserve rule the lowest microbatch may be let in where a better-ranked one is kept out.
+        # Under the reserve rule the lowest microbatch may start where one of higher priority is blocked.
         lowest = Task(F, self._next_forward[chunk], head.virtual_stage)
         return lowest if lowest in self else None
 
     def first(self, kind: Kind, chunk_order: ChunkOrder = "deeper") -> Task | None:
-        """The best-ranked ready task of ``kind``: deeper chunk first, then the microbatch of the best rank.
+        """The highest-priority ready task of ``kind``: deeper chunk first, then its `head`.
 
         Args:
             kind: F, B or W.
@@ -115,7 +116,7 @@ class ReadySet:
         return None
 
     def heads(self) -> Iterator[Task]:
-        """The best-ranked ready microbatch of each kind and chunk that has one."""
+        """The highest-priority ready microbatch of each kind and chunk that has one."""
         for kind in Kind:
             for chunk in self._deeper_first:
                 if (task := self.head(kind, chunk)) is not None:
@@ -125,7 +126,7 @@ class ReadySet:
         if not isinstance(task, Task):
             return False
         row = self._rows[task.kind].get(task.virtual_stage)
-        if row is None or not row.queue or (row.queue[0][1] is not task and self._place(row.queue, task) is None):
+        if row is None or not row.queue or (row.queue[0][1] is not task and self._index(row.queue, task) is None):
             return False
         return task.kind in self._free_kinds or self._admits(task, row.chunk)
 
@@ -144,14 +145,14 @@ class ReadySet:
 
     @property
     def holds_any(self) -> bool:
-        """Whether any task has all its inputs, kept out by memory or not."""
+        """Whether any task has all its inputs, blocked by the memory limit or not."""
         return self._num_forwards + self._num_others > 0
 
     def __repr__(self) -> str:
         return f"ReadySet({' '.join(map(str, self))})"
 
-    def rank_by(self, order: Sequence[int]) -> None:
-        """Rank the microbatches of one kind and chunk in this order. For the core only.
+    def order_by(self, order: Sequence[int]) -> None:
+        """Give the microbatches of one kind and chunk priority in this order. For the core only.
 
         Raises:
             ValueError: unless every microbatch occurs once.
@@ -159,14 +160,14 @@ class ReadySet:
         if sorted(order) != list(range(len(self._order))):
             raise ValueError(f"must hold every microbatch of 0..{len(self._order) - 1} once")
         self._order = list(order)
-        self._rank_of = sorted(range(len(order)), key=self._order.__getitem__)
+        self._position_of = sorted(range(len(order)), key=self._order.__getitem__)
         for queues in self._queues.values():
             for queue in queues:
-                queue[:] = sorted((self._rank_of[task.microbatch], task) for _, task in queue)
+                queue[:] = sorted((self._position_of[task.microbatch], task) for _, task in queue)
 
     def add(self, row: Row, microbatch: int) -> None:
         """All inputs of the task are present. For the core only."""
-        insort(row.queue, (self._rank_of[microbatch], Task(row.kind, microbatch, row.virtual_stage)))
+        insort(row.queue, (self._position_of[microbatch], Task(row.kind, microbatch, row.virtual_stage)))
         if row.kind is F:
             self._num_forwards += 1
         else:
@@ -175,10 +176,10 @@ class ReadySet:
     def remove(self, row: Row, task: Task) -> bool:
         """``task``, one of ``row``, was enqueued. For the core only. False if its inputs were not all present."""
         queue = row.queue
-        place = 0 if queue and queue[0][1] is task else self._place(queue, task)
-        if place is None:
+        index = 0 if queue and queue[0][1] is task else self._index(queue, task)
+        if index is None:
             return False
-        del queue[place]
+        del queue[index]
         if self._service is not None:
             self._service.note(task)
         if row.kind is F:
@@ -190,7 +191,7 @@ class ReadySet:
         return True
 
     def gated(self) -> Iterator[Task]:
-        """Tasks whose inputs are present and which memory keeps out."""
+        """Tasks whose inputs are present and which the memory limit blocks."""
         for task, chunk in self._queued():
             if not self._admits(task, chunk):
                 yield task
@@ -202,13 +203,13 @@ class ReadySet:
                 for _, task in self._queues[kind][chunk]:
                     yield task, chunk
 
-    def _place(self, queue: list[tuple[int, Task]], task: Task) -> int | None:
-        """Where the queue of its row has ``task``."""
-        if not 0 <= task.microbatch < len(self._rank_of):
+    def _index(self, queue: list[tuple[int, Task]], task: Task) -> int | None:
+        """Where ``queue``, that of its row, has ``task``."""
+        if not 0 <= task.microbatch < len(self._position_of):
             return None
-        rank = self._rank_of[task.microbatch]
-        at = bisect_left(queue, rank, key=itemgetter(0))
-        return at if at < len(queue) and queue[at][0] == rank else None
+        position = self._position_of[task.microbatch]
+        at = bisect_left(queue, position, key=itemgetter(0))
+        return at if at < len(queue) and queue[at][0] == position else None
 
     def _admits(self, task: Task, chunk: int) -> bool:
         admission = self._admission

@@ -47,7 +47,7 @@ class StageCore:
     Args:
         graph: the dependency graph of the whole pipeline.
         stage: this stage.
-        hint: ranks ready tasks; one instance a stage. A follower's is neither asked nor told anything.
+        hint: chooses among ready tasks; one instance a stage. A follower's is never called.
         limit: how much this stage may hold.
         group: this rank's tensor-parallel group.
         in_order: (kind, virtual stage) pairs that run in microbatch order, those of all stages.
@@ -238,7 +238,7 @@ class StageCore:
         view = StageView(self.graph, self.stage, step, self._durations)
         if not self.group.follows:
             self.hint.open_step(view)
-            self._rank_microbatches(step, view)
+            self._order_microbatches(step, view)
         # Only now: in a step that its hint refused nothing is decided.
         self._step, self._view, self._next_step = step, view, self._next_step + 1
 
@@ -249,13 +249,13 @@ class StageCore:
         # A follower's bytes count on its leader.
         return replace(limit, bytes=None) if self.group.follows else limit
 
-    def _rank_microbatches(self, step: Step, view: StageView) -> None:
+    def _order_microbatches(self, step: Step, view: StageView) -> None:
         order = self.hint.microbatch_order(view)
         # Where an order is forced, a microbatch started early only holds memory until the lower ones are through.
         if order is None or self._in_order:
             return
         try:
-            step.ready.rank_by(order)
+            step.ready.order_by(order)
         except (TypeError, ValueError) as error:
             raise HintError(f"hint {type(self.hint).__name__} orders microbatches wrongly: {error}") from None
 

@@ -102,7 +102,7 @@ class Row:
         self.missing: Counters = bytearray()
         self.missing_remote: Counters = bytearray()
         self.unreported: Counters = bytearray()
-        #: Ready set: its tasks whose inputs are all there, each behind its rank, the best rank first.
+        #: Ready set: its tasks whose inputs are all there, each behind its position; highest priority first.
         self.queue: list[tuple[int, Task]] = []
 
     def task(self, microbatch: int) -> Task:

@@ -11,7 +11,7 @@ class WaitCause(StrEnum):
     """Why a stage runs nothing."""
 
     INPUT = "input"  # no task has all its inputs (or a strict schedule waits for its next one)
-    MEMORY = "memory"  # a forward has its inputs, and the limit keeps it out
+    MEMORY = "memory"  # a forward has its inputs, and the limit blocks it
     ORDER = "order"  # a task has its inputs here, and the group's order does not have it yet
     DRAINED = "drained"  # every task of the step was enqueued
 

@@ -1,6 +1,6 @@
 """Pyramids: in which order to take microbatches whose sizes are known beforehand, for any hint.
 
-It only orders; which kind of task runs is the wrapped hint's choice. Every stage that is told the sizes ranks its ready
+It only orders; which kind of task runs is the wrapped hint's choice. Every stage that knows the sizes orders its ready
 microbatches by the same order, so none waits for one that comes later. Where any task must run in microbatch order (for
 bitwise reproducible sums, say) the core does not follow it.
 

@@ -15,7 +15,7 @@ ScheduleSource = Callable[[View], Schedule]
 
 
 class ScheduleHint(Hint):
-    """Ranks ready tasks by their place in a schedule, and never waits for one that is not ready.
+    """Prioritizes ready tasks by their position in a schedule, and never waits for one that is not ready.
 
     Args:
         source: the schedule of a step.
