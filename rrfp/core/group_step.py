@@ -13,7 +13,7 @@ from rrfp.core.admission import Admission
 from rrfp.core.order_log import Group, OrderLog
 from rrfp.core.readiness import Readiness
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.task_state import Rows
+from rrfp.core.task_state import TaskStates
 from rrfp.core.tasks import StepId, Task
 from rrfp.core.usage import WaitCause
 from rrfp.errors import ProtocolError
@@ -26,9 +26,9 @@ class GroupStep:
         group: which.
         step_id: which step.
         stage: the group's stage.
-        rows: the rows of this stage.
+        states: of the tasks of this stage.
         readiness: what has all its inputs.
-        ready: what moreover has all reports.
+        ready: what also has all reports.
         admission: what the ranks hold.
     """
 
@@ -38,7 +38,7 @@ class GroupStep:
         step_id: StepId,
         stage: int,
         *,
-        rows: Rows,
+        states: TaskStates,
         readiness: Readiness,
         ready: ReadySet,
         admission: Admission,
@@ -47,7 +47,7 @@ class GroupStep:
         self._group = group
         self._step_id = step_id
         self._stage = stage
-        self._rows = rows
+        self._states = states
         self._readiness = readiness
         self._ready = ready
         self._admission = admission
@@ -77,10 +77,10 @@ class GroupStep:
         task = event.task
         if not self._group.follows:
             raise ProtocolError(f"{task} was ordered on stage {self._stage}, where rank {self._group.rank} leads")
-        if not self._rows.knows(task):
+        if not self._states.knows(task):
             raise ProtocolError(f"{task} was ordered, which does not run on stage {self._stage} in {self._step_id}")
         self.log.receive(event.sequence, task)
-        self._readiness.enqueue(self._rows.own[task.kind][task.virtual_stage], task.microbatch)
+        self._readiness.enqueue(self._states.of(task), task.microbatch)
 
     def report(self, event: ev.ReadyReported) -> None:
         """Leader: a follower has what a task needs from other stages.
@@ -104,12 +104,12 @@ class GroupStep:
         """
         rank, task = event.rank, event.task
         is_follower = 0 < rank <= self._group.num_followers
-        if not is_follower or not self._rows.knows(task) or not self._readiness.is_present(task):
+        if not is_follower or not self._states.knows(task) or not self._readiness.is_present(task):
             raise ProtocolError(f"rank {rank} reports bytes of {task}, which stage {self._stage} does not await")
         if (rank, task) in self._told:
             raise ProtocolError(f"rank {rank} of the group reported the bytes of {task} twice")
         self._told.add((rank, task))
-        self._admission.complete_elsewhere(rank, self._rows.own[task.kind][task.virtual_stage].chunk, event)
+        self._admission.complete_elsewhere(rank, self._states.of(task).chunk, event)
 
     # What may run, and what is awaited.
 

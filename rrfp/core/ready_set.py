@@ -12,7 +12,7 @@ from typing import Literal
 
 from rrfp.core.admission import Admission
 from rrfp.core.drain_order import ServiceOrder
-from rrfp.core.task_state import Row, Rows
+from rrfp.core.task_state import TaskState, TaskStates
 from rrfp.core.tasks import B, F, Kind, Task, W
 
 #: "deeper": forwards of the deeper chunk first. "paper": Algorithm 1's order, the shallower chunk first.
@@ -27,7 +27,7 @@ class ReadySet:
     otherwise.
 
     Args:
-        rows: the rows of this stage.
+        states: of the tasks of this stage.
         virtual_stages: the stage's virtual stages in chunk order.
         admission: gates forwards.
         microbatches: M.
@@ -44,20 +44,20 @@ class ReadySet:
         "_order",
         "_position_of",
         "_queues",
-        "_rows",
         "_service",
         "_started",
+        "_states",
     )
 
     def __init__(
         self,
-        rows: Rows,
+        states: TaskStates,
         virtual_stages: Sequence[int],
         admission: Admission,
         microbatches: int,
         service: ServiceOrder | None,
     ) -> None:
-        self._rows = rows.own
+        self._states = states.own
         self._deeper_first = tuple(reversed(range(len(virtual_stages))))
         self._admission = admission
         self._service = service
@@ -66,9 +66,9 @@ class ReadySet:
         #: Microbatches in the order of their priority, and the position of each in it.
         self._order: Sequence[int] = range(microbatches)
         self._position_of: Sequence[int] = range(microbatches)
-        #: By kind and chunk, the queues of the rows; and how many tasks they hold.
+        #: By kind and chunk, the queues of ready tasks; and how many tasks they hold.
         self._queues: dict[Kind, list[list[tuple[int, Task]]]] = {
-            kind: [rows.own[kind][v].queue if v in rows.own[kind] else [] for v in virtual_stages] for kind in Kind
+            kind: [states.own[kind][v].queue if v in states.own[kind] else [] for v in virtual_stages] for kind in Kind
         }
         self._num_forwards = self._num_others = 0
         # For the reserve rule: per chunk, the lowest microbatch not yet forwarded and the started ones above it.
@@ -125,10 +125,12 @@ class ReadySet:
     def __contains__(self, task: object) -> bool:
         if not isinstance(task, Task):
             return False
-        row = self._rows[task.kind].get(task.virtual_stage)
-        if row is None or not row.queue or (row.queue[0][1] is not task and self._index(row.queue, task) is None):
+        state = self._states[task.kind].get(task.virtual_stage)
+        if state is None or not (queue := state.queue):
             return False
-        return task.kind in self._free_kinds or self._admits(task, row.chunk)
+        if queue[0][1] is not task and self._index(queue, task) is None:
+            return False
+        return task.kind in self._free_kinds or self._admits(task, state.chunk)
 
     def __iter__(self) -> Iterator[Task]:
         for task, chunk in self._queued():
@@ -165,27 +167,27 @@ class ReadySet:
             for queue in queues:
                 queue[:] = sorted((self._position_of[task.microbatch], task) for _, task in queue)
 
-    def add(self, row: Row, microbatch: int) -> None:
+    def add(self, state: TaskState, microbatch: int) -> None:
         """All inputs of the task are present. For the core only."""
-        insort(row.queue, (self._position_of[microbatch], Task(row.kind, microbatch, row.virtual_stage)))
-        if row.kind is F:
+        insort(state.queue, (self._position_of[microbatch], Task(state.kind, microbatch, state.virtual_stage)))
+        if state.kind is F:
             self._num_forwards += 1
         else:
             self._num_others += 1
 
-    def remove(self, row: Row, task: Task) -> bool:
-        """``task``, one of ``row``, was enqueued. For the core only. False if its inputs were not all present."""
-        queue = row.queue
+    def remove(self, state: TaskState, task: Task) -> bool:
+        """``task``, one of ``state``, was enqueued. For the core only. False if its inputs were not all present."""
+        queue = state.queue
         index = 0 if queue and queue[0][1] is task else self._index(queue, task)
         if index is None:
             return False
         del queue[index]
         if self._service is not None:
             self._service.note(task)
-        if row.kind is F:
+        if state.kind is F:
             self._num_forwards -= 1
             if self._admission.reserve:
-                self._note_forward(row.chunk, task.microbatch)
+                self._note_forward(state.chunk, task.microbatch)
         else:
             self._num_others -= 1
         return True
@@ -204,7 +206,7 @@ class ReadySet:
                     yield task, chunk
 
     def _index(self, queue: list[tuple[int, Task]], task: Task) -> int | None:
-        """Where ``queue``, that of its row, has ``task``."""
+        """The position of ``task`` in ``queue``, or None."""
         if not 0 <= task.microbatch < len(self._position_of):
             return None
         position = self._position_of[task.microbatch]

@@ -19,7 +19,7 @@ from rrfp.core.order_log import Group
 from rrfp.core.outputs import Outputs
 from rrfp.core.readiness import ForcedOrder, Readiness
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.task_state import Row, Rows, Uses
+from rrfp.core.task_state import RefCounts, TaskState, TaskStates
 from rrfp.core.tasks import F, Kind, Mode, StepId, Task
 from rrfp.core.usage import Holding, Peaks, WaitCause
 from rrfp.errors import ProtocolError
@@ -56,23 +56,23 @@ class Step:
         mode, count = step_id.mode, step_id.microbatches
         virtual_stages = graph.placement.virtual_stages(stage)
         self.id = step_id
-        self.rows = Rows(graph, stage, count, mode)
+        self.states = TaskStates(graph, stage, count, mode)
         self.admission = admission
         self._bytes = admission.bytes
         self.sizes = sizes
         service = None
         if admission.serves_in_order:
             service = ServiceOrder(virtual_stages, [graph.kinds(v, mode) for v in virtual_stages], count)
-        self.ready = ReadySet(self.rows, virtual_stages, admission, count, service)
+        self.ready = ReadySet(self.states, virtual_stages, admission, count, service)
         self.readiness = Readiness(
-            graph, self.rows, self.ready, count, in_order=in_order, followers=group.num_followers
+            graph, self.states, self.ready, count, in_order=in_order, followers=group.num_followers
         )
-        self.outputs = Outputs(self.rows, stage, mode)
+        self.outputs = Outputs(self.states, stage, mode)
         self.group = GroupStep(
             group,
             step_id,
             stage,
-            rows=self.rows,
+            states=self.states,
             readiness=self.readiness,
             ready=self.ready,
             admission=admission,
@@ -125,13 +125,13 @@ class Step:
 
     def _on_arrived(self, event: ev.Arrived) -> Instructions:
         kind, m, virtual_stage = event.task
-        source = self.rows.read[kind].get(virtual_stage)
+        source = self.states.read[kind].get(virtual_stage)
         if source is None or not 0 <= m < self.id.microbatches or source.is_present[m]:
             raise self._unexpected(event.task)
         if event.sequence is not None:
             self._check_sequence(event, event.sequence)
         if event.consumed is not None:  # the forward and the backward channel may overtake each other
-            peer = source.uses.stage
+            peer = source.refs.stage
             before = self.consumed_by.get(peer, 0)
             self.consumed_by[peer] = event.consumed if event.consumed > before else before
         self.outputs.receive(source, m, event.num_bytes)
@@ -139,7 +139,7 @@ class Step:
         return tuple(map(ev.ReportReady, self.readiness.supplied_by(source, m))) if self._follows else ()
 
     def _unexpected(self, producer: Task) -> ProtocolError:
-        if self.rows.reads(producer):
+        if self.states.reads(producer):
             return ProtocolError(f"{producer} arrived twice on stage {self._stage} in {self.id}")
         return ProtocolError(f"{producer} arrived, which nothing on stage {self._stage} reads in {self.id}")
 
@@ -158,25 +158,25 @@ class Step:
         task = event.task
         instructions = self.group.enqueue(task)
         kind, m, virtual_stage = task
-        row = self.rows.own[kind].get(virtual_stage)
-        if row is None or not self.ready.remove(row, task):
+        state = self.states.own[kind].get(virtual_stage)
+        if state is None or not self.ready.remove(state, task):
             raise ProtocolError(f"{task} was enqueued on stage {self._stage} without its inputs, or twice")
         self.last_kind = kind
         self.num_enqueued += 1
-        self.enqueued[kind][row.chunk] += 1
+        self.enqueued[kind][state.chunk] += 1
         self.in_flight.append(task)
         if kind is F:
-            self.admission.acquire(row.chunk, m)
-        if row.frees_memory and self._is_training:
+            self.admission.acquire(state.chunk, m)
+        if state.frees_memory and self._is_training:
             self.admission.release_slot()
-        self.outputs.start_reading(row, m)
+        self.outputs.start_reading(state, m)
         if not self._follows:  # or what depends on it was released when it was ordered
-            self.readiness.enqueue(row, m)
+            self.readiness.enqueue(state, m)
         return instructions
 
     def _gives_back(self, task: Task) -> bool:
         """Whether ``task`` gives its microbatch's slot back."""
-        return self._is_training and self.rows.own[task.kind][task.virtual_stage].frees_memory
+        return self._is_training and self.states.of(task).frees_memory
 
     def _on_completed(self, event: ev.Completed) -> Instructions:
         task = event.task
@@ -185,15 +185,15 @@ class Step:
             raise ProtocolError(f"{task} completed on stage {self._stage}, where the lane is at {due}")
         del self.in_flight[0]
         kind, m, virtual_stage = task
-        row, outputs = self.rows.own[kind][virtual_stage], self.outputs
-        self._durations.add(kind, row.chunk, event.seconds)
-        outputs.produce(row, task)
+        state, outputs = self.states.own[kind][virtual_stage], self.outputs
+        self._durations.add(kind, state.chunk, event.seconds)
+        outputs.produce(state, task)
         consumed_of = outputs.consumed_of
-        instructions: list[ev.Instruction] = [ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in row.peers]
-        self._settle_memory(row, task, event.held, event.output)
-        if (event.output or self._leads) and (row.peers or row.num_readers):
+        instructions: list[ev.Instruction] = [ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in state.peers]
+        self._settle_memory(state, task, event.held, event.output)
+        if (event.output or self._leads) and (state.peers or state.num_readers):
             self._bytes.keep_output(task, event.output)
-        for source in row.sources:
+        for source in state.sources:
             was_last = outputs.end_use(source, m)
             if was_last:
                 instructions.append(self._release(Task(source.kind, m, source.virtual_stage)))
@@ -204,7 +204,7 @@ class Step:
             instructions.append(ev.ReduceChunk(virtual_stage))
         return self._and_finish(instructions)
 
-    def _stop_using(self, source: Uses, microbatch: int, was_last: bool) -> Instructions:
+    def _stop_using(self, source: RefCounts, microbatch: int, was_last: bool) -> Instructions:
         """Forward only: a task here is done with an output; the last one to use it says so where that was produced."""
         producer = Task(source.kind, microbatch, source.virtual_stage)
         if source.stage == self._stage:
@@ -213,9 +213,9 @@ class Step:
             return (ev.Credit(source.stage, producer),)
         return ()
 
-    def _settle_memory(self, row: Row, task: Task, held: int, output: int) -> None:
-        owner = (row.chunk, task.microbatch)
-        self.admission.complete(row.kind, owner, held, output, is_last=row.frees_memory and self._is_training)
+    def _settle_memory(self, state: TaskState, task: Task, held: int, output: int) -> None:
+        owner = (state.chunk, task.microbatch)
+        self.admission.complete(state.kind, owner, held, output, is_last=state.frees_memory and self._is_training)
         if not self._is_training and not self.outputs.is_awaited(task):
             self._free(owner)
 
@@ -234,7 +234,7 @@ class Step:
     def _consume(self, producer: Task, peer: int) -> None:
         """Forward only: ``peer`` is done with ``producer``'s output; the last to say so frees the slot."""
         if self.outputs.consume(producer, peer):
-            self._free((self.rows.own[F][producer.virtual_stage].chunk, producer.microbatch))
+            self._free((self.states.own[F][producer.virtual_stage].chunk, producer.microbatch))
 
     def _free(self, owner: Owner) -> None:
         self.admission.release_slot()

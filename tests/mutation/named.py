@@ -75,8 +75,8 @@ NAMED: tuple[Named, ...] = (
     Named(
         "one Send dropped",
         "rrfp/core/step.py",
-        "[ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in row.peers]",
-        "[ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in row.peers if m != 3]",
+        "[ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in state.peers]",
+        "[ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in state.peers if m != 3]",
         (CAMPAIGN, tests("core/test_sends_and_numbers.py")),
     ),
     Named(
