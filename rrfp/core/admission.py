@@ -1,21 +1,18 @@
 """Admission: the hard memory limit of a stage, which no hint can break.
 
 A forward takes a slot when it is enqueued; the microbatch's last task on that virtual stage (B, or W where backward is
-split) gives it back when it is enqueued: a lane runs its tasks in order, so whatever is enqueued behind it starts when
-it has completed. Forward only, the slot is free when every successor has consumed the output. D counts taken slots, in
-chunk tasks; there are K * C. Backwards and weight tasks free memory: only the paper's rule ever gates them.
-
-Rules, model-checked by `rrfp.sim.explore.search` (docs/memory-rules.md has the bounds, the cases and the wrong rules):
+split) releases it when it is enqueued: a lane runs its tasks in order, so whatever is enqueued behind it starts when it
+has completed. Forward only, the slot is free when every successor has consumed the output. D counts taken slots, in
+chunk tasks; there are K * C. Backwards and weight tasks free memory: only the paper's rule ever blocks them.
 
 - **Staircase** (C chunks): the forward of local chunk c may start iff D < K*C - (C-1-c). The deepest chunk can always
   use the last slot, so the chain that frees memory never starves. With C = 1 it is plainly D < K.
 - **Paper** (Appendix C, instead of the staircase): while D < K*C any task may start. At D = K*C or above the stage
-  serves: it runs nothing but the tasks of its lowest unfinished microbatch, F from the shallowest chunk to the deepest
-  and then B (each with its W) back, and waits for the next one. D passes K*C by C at most. In forward-only
-  steps, where serving frees nothing, the staircase holds instead.
+  drains: it runs nothing but the tasks of its lowest unfinished microbatch, F from the shallowest chunk to the deepest
+  and then B (each with its W) back, and waits for the next one. D passes K*C by C at most. In forward-only steps, where
+  draining frees nothing, the staircase holds instead.
 - **Reserve** (beside the staircase, when any order is forced): the last C slots admit only the lowest microbatch that
-  has not been forwarded on its chunk. Without it later microbatches fill the memory while the one that everybody waits
-  for stays outside. One slot is enough for C = 1, and not for more.
+  has not been forwarded on its chunk.
 - **Bytes**: a forward of chunk c starts only while the bytes held fit together with those that one forward of each
   chunk from c on is expected to hold (and, under the reserve rule, a whole lowest microbatch), and with what backwards
   are expected to add. `rrfp.core.byte_limit` says how much is expected; that can be wrong, so one forward is always
@@ -25,16 +22,19 @@ Rules, model-checked by `rrfp.sim.explore.search` (docs/memory-rules.md has the 
   forward that was ordered once a slot is free on itself, so that D keeps its bound on every rank. The slots that the
   leader saw free become so there too: by tasks that are in the log before it, and by successors that run those.
 
-Why nothing starves, where every virtual stage reads, directly or not, the one before it. *No order forced*: suppose
-nothing runs, and of the forwards that wait for memory take one on the deepest virtual stage; its chunk is c. What was
-admitted from there on has finished, so the stage holds shallower chunks only; the last of these to start left
-D <= K*C - (C-c), and the staircase, like the byte rule, admits the forward. *Order forced*: let m be the lowest
-microbatch not done everywhere, waiting for its F on chunk c. Its stage holds m on shallower chunks, and later
-microbatches. Whichever started last left D <= K*C - (C-c), by the staircase of a shallower chunk or, where m had not
-been forwarded on that chunk, by the reserve rule. So m is admitted, and its backwards wait for nothing but lower
-microbatches. *Paper*: let m be that same microbatch, and t its first task, in the order in which data passes through
-it, that has not run. All inputs of t are there. Its stage runs anything that is ready, or serves; then m is the lowest
-unfinished microbatch there and t the first of its tasks in that order, so t is served. This holds in any forced order.
+Rejected, each with a deadlock that `rrfp check admission --rule` prints (`rrfp.sim.explore.wrong_rules`):
+
+- D < K*C for every forward, and only backwards from there on. It is what the paper says for one chunk; with two, the
+  shallow chunk takes all slots and the deep one, whose backward would free them, gets none.
+- The staircase alone in a forced order. Later microbatches fill the memory while the one that everybody waits for
+  stays outside.
+- One reserved slot instead of C: enough for one chunk, and not for more, since the lowest microbatch needs a slot on
+  each of its chunks before its first backward frees one.
+
+Nor does the byte limit block backwards, although a split one may hold more than its forward did (inputs and output
+gradients, for W): backwards are all that frees memory, so forwards leave room for their growth instead.
+
+docs/memory-rules.md proves that nothing starves and how large D gets, and says what was model-checked.
 """
 
 from __future__ import annotations
@@ -138,12 +138,12 @@ class Admission:
         "_byte_limit",
         "_chunks",
         "bytes",
+        "drains_in_order",
         "held",
-        "is_serving",
+        "is_draining",
         "peak_held",
         "reserve",
         "roomy_below",
-        "serves_in_order",
         "slots",
     )
 
@@ -153,9 +153,9 @@ class Admission:
         self._chunks = num_chunks
         #: Whether the reserve rule applies, and whether the paper's rule does.
         self.reserve = reserve
-        self.serves_in_order = limit.rule == "paper" and num_chunks > 1
+        self.drains_in_order = limit.rule == "paper" and num_chunks > 1
         #: Paper's rule: the stage is full, and runs the tasks of its lowest unfinished microbatch only, in order.
-        self.is_serving = False
+        self.is_draining = False
         #: By chunk: a forward starts while D is below this; the same for those that the reserve rule holds back.
         self._below = [self._bound(chunk, is_lowest=True) for chunk in range(num_chunks)]
         self._below_later = [self._bound(chunk, is_lowest=False) for chunk in range(num_chunks)]
@@ -178,7 +178,7 @@ class Admission:
             chunk: its local chunk index, 0 the shallowest.
             is_lowest: whether it is of the lowest microbatch not yet forwarded on its chunk, or nothing is reserved.
         """
-        if self.serves_in_order:
+        if self.drains_in_order:
             return 0
         return self._chunks - 1 - chunk if is_lowest else self._chunks
 
@@ -205,16 +205,16 @@ class Admission:
         self.held += 1
         if self.held > self.peak_held:
             self.peak_held = self.held
-        if self.serves_in_order:
-            self.is_serving = self.slots is not None and self.held >= self.slots
+        if self.drains_in_order:
+            self.is_draining = self.slots is not None and self.held >= self.slots
         if self._byte_limit is not None:
             self._byte_limit.start((chunk, microbatch))
 
     def release_slot(self) -> None:
         """A slot is free for what the lane runs next."""
         self.held -= 1
-        if self.serves_in_order:
-            self.is_serving = self.slots is not None and self.held >= self.slots
+        if self.drains_in_order:
+            self.is_draining = self.slots is not None and self.held >= self.slots
 
     def complete(self, kind: Kind, owner: Owner, held: int, output: int, *, is_last: bool) -> None:
         """A task of ``owner`` completed: ``held`` bytes stay, and nothing after its last task; see `free`.

@@ -1,4 +1,4 @@
-"""What a stage's core is told (events, past tense) and what it answers (instructions, imperative).
+"""The input of a stage's core (events, past tense) and its output (instructions, imperative).
 
 Both are plain data that nobody changes. Events that a peer caused carry the :class:`StepId` that the peer was in, so
 that messages which run ahead are filed, and a disagreement about the step is found and named.
@@ -37,7 +37,7 @@ class Arrived:
         task: the *producer*: ``F3@4`` is what the forward of 3 on virtual stage 4 put out, an input of ``F3@5``.
         num_bytes: size of its tensors.
         consumed: how many of this stage's forward outputs the sender had started to use by then, or None if untold.
-        sequence: its place, from 0, among the sender's outputs of this kind to this stage in this step. None where the
+        sequence: its number, from 0, among the sender's outputs of this kind to this stage in this step. None where the
             transport itself finds lost, repeated and reordered messages.
     """
 

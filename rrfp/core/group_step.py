@@ -1,4 +1,4 @@
-"""One rank's part of one step in its group: what is ordered, what is reported, and what one waits for of the other.
+"""One rank's part of one step in its group: what is ordered, what is reported, and what a rank waits for of the others.
 
 The leader appends to the log what it enqueues; followers report to it what has arrived and what tasks left behind. What
 contradicts the state (a report that nobody awaits, an entry out of order) raises `ProtocolError`.
@@ -53,12 +53,12 @@ class GroupStep:
         self._admission = admission
         #: Leader: what each follower has reported: a task as ready, and the bytes after it.
         self._reported: set[tuple[int, Task]] = set()
-        self._told: set[tuple[int, Task]] = set()
+        self._bytes_reported: set[tuple[int, Task]] = set()
 
-    # What is told.
+    # Events.
 
     def enqueue(self, task: Task) -> tuple[ev.Instruction, ...]:
-        """This rank enqueued ``task``. Outside groups nothing comes of it.
+        """This rank enqueued ``task``. Returns () outside a group.
 
         Raises:
             ProtocolError: if it follows, and that is not what the log has next.
@@ -106,9 +106,9 @@ class GroupStep:
         is_follower = 0 < rank <= self._group.num_followers
         if not is_follower or not self._states.knows(task) or not self._readiness.is_present(task):
             raise ProtocolError(f"rank {rank} reports bytes of {task}, which stage {self._stage} does not await")
-        if (rank, task) in self._told:
+        if (rank, task) in self._bytes_reported:
             raise ProtocolError(f"rank {rank} of the group reported the bytes of {task} twice")
-        self._told.add((rank, task))
+        self._bytes_reported.add((rank, task))
         self._admission.complete_elsewhere(rank, self._states.of(task).chunk, event)
 
     # What may run, and what is awaited.
@@ -119,7 +119,7 @@ class GroupStep:
         return head if head is not None and head in self._ready else None
 
     def wait_cause(self) -> WaitCause | None:
-        """Why there is nothing to run, as far as the group tells; None where the rank's own state does.
+        """Why there is nothing to run, as far as the group is the reason; None where the rank's own state does.
 
         For the leader: ORDER while a report is all that some task lacks. A follower waits for what its log's next entry
         lacks, and with the log run up for its next entry, if some task here has its inputs.

@@ -42,7 +42,7 @@ class View(Protocol):
 
     @property
     def sizes(self) -> tuple[float, ...] | None:
-        """How large each microbatch of the current step is, in any unit, where the caller told; else None."""
+        """How large each microbatch of the current step is, in any unit, where the caller says so; else None."""
 
     @property
     def slots(self) -> int | None:

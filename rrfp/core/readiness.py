@@ -5,7 +5,7 @@ inputs of the dependency graph there are two further kinds, treated the same way
 
 - *forced order*: the same kind of the microbatch before on the same virtual stage (backwards in microbatch order);
 - *reports*: on the leader of a group, one from each follower for a task that needs something from another stage. They
-  are counted apart, so that a task which lacks nothing else can be told from one that lacks inputs.
+  are counted apart, to distinguish a task that lacks nothing else from one that lacks inputs.
 """
 
 from __future__ import annotations

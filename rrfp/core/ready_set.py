@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Literal
 
 from rrfp.core.admission import Admission
-from rrfp.core.drain_order import ServiceOrder
+from rrfp.core.drain_order import DrainOrder
 from rrfp.core.task_state import TaskState, TaskStates
 from rrfp.core.tasks import B, F, Kind, Task, W
 
@@ -31,12 +31,13 @@ class ReadySet:
         virtual_stages: the stage's virtual stages in chunk order.
         admission: gates forwards.
         microbatches: M.
-        service: what a full stage serves next, under the paper's admission rule; None under any other.
+        drain_order: what a full stage runs next, under the paper's admission rule; None under any other.
     """
 
     __slots__ = (
         "_admission",
         "_deeper_first",
+        "_drain_order",
         "_free_kinds",
         "_next_forward",
         "_num_forwards",
@@ -44,7 +45,6 @@ class ReadySet:
         "_order",
         "_position_of",
         "_queues",
-        "_service",
         "_started",
         "_states",
     )
@@ -55,14 +55,14 @@ class ReadySet:
         virtual_stages: Sequence[int],
         admission: Admission,
         microbatches: int,
-        service: ServiceOrder | None,
+        drain_order: DrainOrder | None,
     ) -> None:
         self._states = states.own
         self._deeper_first = tuple(reversed(range(len(virtual_stages))))
         self._admission = admission
-        self._service = service
-        #: Kinds that are never blocked: backwards and weight tasks, unless a full stage serves in order.
-        self._free_kinds = frozenset[Kind]() if admission.serves_in_order else frozenset({B, W})
+        self._drain_order = drain_order
+        #: Kinds that are never blocked: backwards and weight tasks, unless a full stage drains in order.
+        self._free_kinds = frozenset[Kind]() if admission.drains_in_order else frozenset({B, W})
         #: Microbatches in the order of their priority, and the position of each in it.
         self._order: Sequence[int] = range(microbatches)
         self._position_of: Sequence[int] = range(microbatches)
@@ -92,7 +92,7 @@ class ReadySet:
 
     def _let_in_before(self, head: Task, chunk: int) -> Task | None:
         """What may run of the kind and chunk of ``head``, which itself is blocked."""
-        if self._admission.is_serving:
+        if self._admission.is_draining:
             due = self._due()
             is_here = due is not None and due.kind is head.kind and due.virtual_stage == head.virtual_stage
             return due if is_here and due in self else None
@@ -141,7 +141,7 @@ class ReadySet:
         return sum(1 for _ in self)
 
     def __bool__(self) -> bool:
-        if self._admission.is_serving:
+        if self._admission.is_draining:
             return self.holds_any and next(self.heads(), None) is not None
         return self._num_others > 0 or (self._num_forwards > 0 and self.first(F) is not None)
 
@@ -182,8 +182,8 @@ class ReadySet:
         if index is None:
             return False
         del queue[index]
-        if self._service is not None:
-            self._service.note(task)
+        if self._drain_order is not None:
+            self._drain_order.note(task)
         if state.kind is F:
             self._num_forwards -= 1
             if self._admission.reserve:
@@ -215,15 +215,15 @@ class ReadySet:
 
     def _admits(self, task: Task, chunk: int) -> bool:
         admission = self._admission
-        if admission.is_serving:
+        if admission.is_draining:
             return task == self._due()
         if task.kind is not F or admission.held < admission.roomy_below:
             return True
         return admission.allows(chunk, task.microbatch, self._next_forward[chunk])
 
     def _due(self) -> Task | None:
-        """What a full stage serves next."""
-        return None if self._service is None else self._service.due()
+        """What a full stage runs next."""
+        return None if self._drain_order is None else self._drain_order.due()
 
     def _note_forward(self, chunk: int, microbatch: int) -> None:
         started = self._started[chunk]

@@ -160,7 +160,7 @@ class StageCore:
     def _on_own(self, event: _Own) -> Instructions:
         step = self._step
         if step is None or step.finished:
-            raise ProtocolError(f"stage {self.stage} was told of a task outside any step")
+            raise ProtocolError(f"stage {self.stage} received an event of a task outside any step")
         instructions = HANDLERS[type(event)](step, event)
         if self._observe is not None:
             self._observe(event)
@@ -244,7 +244,7 @@ class StageCore:
 
     def _limit_in(self, mode: Mode) -> Limit:
         """What bounds a step of ``mode`` on this rank."""
-        # Serving bounds D only where what is served frees memory; forward only, that is up to the successors.
+        # Draining bounds D only where what is drained frees memory; forward only, that is up to the successors.
         limit = replace(self.limit, rule="staircase") if mode is Mode.FORWARD else self.limit
         # A follower's bytes count on its leader.
         return replace(limit, bytes=None) if self.group.follows else limit

@@ -10,7 +10,7 @@ from typing import Any
 
 from rrfp.core import events as ev
 from rrfp.core.admission import Admission
-from rrfp.core.drain_order import ServiceOrder
+from rrfp.core.drain_order import DrainOrder
 from rrfp.core.durations import MeanDurations
 from rrfp.core.graph import Graph
 from rrfp.core.group_step import GroupStep
@@ -60,10 +60,10 @@ class Step:
         self.admission = admission
         self._bytes = admission.bytes
         self.sizes = sizes
-        service = None
-        if admission.serves_in_order:
-            service = ServiceOrder(virtual_stages, [graph.kinds(v, mode) for v in virtual_stages], count)
-        self.ready = ReadySet(self.states, virtual_stages, admission, count, service)
+        drain_order = None
+        if admission.drains_in_order:
+            drain_order = DrainOrder(virtual_stages, [graph.kinds(v, mode) for v in virtual_stages], count)
+        self.ready = ReadySet(self.states, virtual_stages, admission, count, drain_order)
         self.readiness = Readiness(
             graph, self.states, self.ready, count, in_order=in_order, followers=group.num_followers
         )

@@ -86,10 +86,10 @@ def pyramids(sizes: Sequence[float], length: int) -> list[int]:
 
 
 def slot_aware_pyramid() -> Pyramids:
-    """Slot-aware, on microbatches ordered by their sizes where these are told: short, long, short."""
+    """Slot-aware, on microbatches ordered by their sizes where these are known: short, long, short."""
     return Pyramids(SlotAware())
 
 
 def bfw_pyramid() -> Pyramids:
-    """BFW, on microbatches ordered by their sizes where these are told: short, long, short."""
+    """BFW, on microbatches ordered by their sizes where these are known: short, long, short."""
     return Pyramids(BackwardForwardWeight())

@@ -208,9 +208,9 @@ class _Engine:
         self._waiting[stage] = None if cause is None else (cause, now)
 
     def _check_finished(self) -> None:
-        places = (Topology(core.stage, len(self._cores)) for core in self._cores)
-        lacks = [(place.name, describe(core, place, most=1)) for core, place in zip(self._cores, places, strict=True)]
-        lines = [f"  {wait_line(name, texts)}" for name, texts in lacks if texts]
+        ranks = ((core, Topology(core.stage, len(self._cores))) for core in self._cores)
+        waits = ((rank.name, describe(core, rank, most=1)) for core, rank in ranks)
+        lines = [f"  {wait_line(name, texts)}" for name, texts in waits if texts]
         if lines:
             raise DeadlockError("deadlock: every stage is idle and nothing is in flight\n" + "\n".join(lines))
 
