@@ -68,7 +68,7 @@ class GroupStep:
             return ()
         return (ev.Order(self.log.append(task), task),) if self._group.size > 1 else ()
 
-    def order(self, event: ev.Ordered) -> None:
+    def order(self, event: ev.Ordered) -> tuple[()]:
         """Follower: the leader's log has one entry more. What depends on it may be ordered next.
 
         Raises:
@@ -81,8 +81,9 @@ class GroupStep:
             raise ProtocolError(f"{task} was ordered, which does not run on stage {self._stage} in {self._step_id}")
         self.log.receive(event.sequence, task)
         self._readiness.enqueue(self._states.of(task), task.microbatch)
+        return ()
 
-    def report(self, event: ev.ReadyReported) -> None:
+    def report(self, event: ev.ReadyReported) -> tuple[()]:
         """Leader: a follower has what a task needs from other stages.
 
         Raises:
@@ -95,8 +96,9 @@ class GroupStep:
             raise ProtocolError(f"rank {rank} of the group reported {task} as ready twice")
         self._reported.add((rank, task))
         self._readiness.report(task)
+        return ()
 
-    def hold(self, event: ev.HeldReported) -> None:
+    def hold(self, event: ev.HeldReported) -> tuple[()]:
         """Leader: a follower has completed a task.
 
         Raises:
@@ -110,6 +112,7 @@ class GroupStep:
             raise ProtocolError(f"rank {rank} of the group reported the bytes of {task} twice")
         self._bytes_reported.add((rank, task))
         self._admission.complete_elsewhere(rank, self._states.of(task).chunk, event)
+        return ()
 
     # What may run, and what is awaited.
 
