@@ -106,7 +106,7 @@ class GroupStep:
         """
         rank, task = event.rank, event.task
         is_follower = 0 < rank <= self._group.num_followers
-        if not is_follower or not self._states.knows(task) or not self._readiness.is_present(task):
+        if not is_follower or not self._states.knows(task) or not self._readiness.is_available(task):
             raise ProtocolError(f"rank {rank} reports bytes of {task}, which stage {self._stage} does not await")
         if (rank, task) in self._bytes_reported:
             raise ProtocolError(f"rank {rank} of the group reported the bytes of {task} twice")

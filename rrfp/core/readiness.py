@@ -63,7 +63,7 @@ class Readiness:
 
     def arrive(self, source: TaskState, microbatch: int) -> None:
         """An output of another stage is here, for the first time."""
-        source.is_present[microbatch] = True
+        source.is_available[microbatch] = True
         self._supply(source.readers, microbatch)
 
     def supplied_by(self, source: TaskState, microbatch: int) -> list[Task]:
@@ -77,7 +77,7 @@ class Readiness:
 
     def enqueue(self, state: TaskState, microbatch: int) -> None:
         """A local task was enqueued (or, on a follower, ordered)."""
-        state.is_present[microbatch] = True
+        state.is_available[microbatch] = True
         self._supply(state.readers, microbatch)
         if state.is_ordered and microbatch + 1 < len(state.missing):
             self._supply((state,), microbatch + 1)
@@ -98,18 +98,18 @@ class Readiness:
         """Whether no input of ``task`` is missing; reports may be."""
         return self._states.of(task).missing[task.microbatch] == 0
 
-    def is_present(self, task: Task) -> bool:
+    def is_available(self, task: Task) -> bool:
         """Whether ``task`` was enqueued here (on a follower: ordered), or its output has arrived from elsewhere."""
         kind, m, virtual_stage = task
         state = self._states.own[kind].get(virtual_stage) or self._states.read[kind][virtual_stage]
-        return bool(state.is_present[m])
+        return bool(state.is_available[m])
 
     def absent_inputs(self, task: Task) -> tuple[Task, ...]:
         """The inputs of ``task`` that are not here."""
         needed = self._graph.inputs(task)
         if self._states.of(task).is_ordered and task.microbatch:
             needed = (*needed, task._replace(microbatch=task.microbatch - 1))
-        return tuple(producer for producer in needed if not self.is_present(producer))
+        return tuple(producer for producer in needed if not self.is_available(producer))
 
     def _supply(self, states: Sequence[TaskState], microbatch: int) -> None:
         """One more input of ``microbatch`` is there for each of ``states``."""

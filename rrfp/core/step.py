@@ -2,9 +2,9 @@
 
 A task of this stage goes through five states, and never back:
 
-    waiting ------------> queued ------------> ready ------------> in flight ------------> done
-          last input, and       admission            Enqueued               Completed
-          last report           lets it start
+    waiting ------------> present -----------> ready ------------> in flight ------------> done
+          last input, and        admission           Enqueued               Completed
+          last report            lets it start
 
 Only *ready* is not stored: admission changes with every slot, so the ready set asks it anew at each decision, and a
 task may be ready now, blocked after the next event, and ready again. The other states are counters and queues, kept by
@@ -169,7 +169,7 @@ class Step:
     def _on_arrived(self, event: ev.Arrived) -> Instructions:
         kind, m, virtual_stage = event.task
         source = self.states.read[kind].get(virtual_stage)
-        if source is None or not 0 <= m < self.id.microbatches or source.is_present[m]:
+        if source is None or not 0 <= m < self.id.microbatches or source.is_available[m]:
             raise self._unexpected(event.task)
         if event.sequence is not None:
             self._check_sequence(event, event.sequence)

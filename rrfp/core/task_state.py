@@ -58,8 +58,8 @@ class TaskState:
     __slots__ = (
         "chunk",
         "frees_memory",
+        "is_available",
         "is_ordered",
-        "is_present",
         "kind",
         "missing",
         "missing_remote",
@@ -94,7 +94,7 @@ class TaskState:
         self.frees_memory = False
         # Written by `Readiness`.
         #: By microbatch: whether the output is at hand, since it arrived or was enqueued here.
-        self.is_present = bytearray(microbatches)
+        self.is_available = bytearray(microbatches)
         #: Whether its tasks are enqueued in microbatch order.
         self.is_ordered = False
         #: By microbatch: inputs missing; those of them from other stages; on the leader of a group, followers that have

@@ -94,7 +94,7 @@ def _not_enqueued(core: StageCore, step: Step) -> Iterator[Task]:
     yield from step.group.pending()
     if step.num_enqueued < step.num_tasks:
         tasks = core.graph.tasks(core.stage, step.id.microbatches, step.id.mode)
-        unstarted = (task for task in tasks if not step.readiness.is_present(task))
+        unstarted = (task for task in tasks if not step.readiness.is_available(task))
         yield from sorted(unstarted, key=lambda task: (task.microbatch, task.kind is not F))
 
 

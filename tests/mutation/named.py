@@ -117,7 +117,7 @@ NAMED: tuple[Named, ...] = (
     Named(
         "duplicate arrival taken",
         "rrfp/core/step.py",
-        "if source is None or not 0 <= m < self.id.microbatches or source.is_present[m]:",
+        "if source is None or not 0 <= m < self.id.microbatches or source.is_available[m]:",
         "if source is None or not 0 <= m < self.id.microbatches:",
         (CAMPAIGN, tests("core/test_protocol_errors.py")),
     ),
