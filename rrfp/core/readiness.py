@@ -53,7 +53,7 @@ class Readiness:
             inputs = len(graph.inputs(state.task(0)))
             most = inputs + state.is_ordered
             state.missing = counters(microbatches, most, most=most)
-            state.missing[0] = inputs
+            state.missing[0] = inputs  # nothing comes before the first microbatch
             state.missing_remote = counters(microbatches, state.num_remote, most=state.num_remote)
             if followers and state.num_remote:
                 state.unreported = counters(microbatches, followers, most=followers)

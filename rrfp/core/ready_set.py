@@ -71,7 +71,8 @@ class ReadySet:
             kind: [states.own[kind][v].queue if v in states.own[kind] else [] for v in virtual_stages] for kind in Kind
         }
         self._num_forwards = self._num_others = 0
-        # For the reserve rule: per chunk, the lowest microbatch not yet forwarded and the started ones above it.
+        # For the reserve rule: by chunk, the lowest microbatch not yet forwarded and the started ones above it, since a
+        # hint may start microbatches in any order.
         self._next_forward = [0] * len(virtual_stages)
         self._started: list[set[int]] = [set() for _ in virtual_stages]
 
@@ -178,6 +179,7 @@ class ReadySet:
     def remove(self, state: TaskState, task: Task) -> bool:
         """``task``, one of ``state``, was enqueued. For the core only. False if its inputs were not all present."""
         queue = state.queue
+        # Hints return a head as a rule, the very object: that saves the search.
         index = 0 if queue and queue[0][1] is task else self._index(queue, task)
         if index is None:
             return False

@@ -34,7 +34,8 @@ from rrfp.core.usage import Holding, Peaks, WaitCause
 from rrfp.core.view import StageView
 from rrfp.errors import ConfigError, HintError, ProtocolError
 
-#: What a peer may send one step ahead. A `Consumed` cannot be: it answers an output of the step that it names.
+#: What a peer may send one step ahead, and no more: ranks exchange reports at the end of a step, so a peer may have
+#: opened the next one while this rank's caller has not. A `Consumed` cannot be: it answers an output of its own step.
 _Early = ev.Arrived | ev.ReadyReported | ev.Ordered
 _FromPeer = _Early | ev.Consumed
 #: What happens on this rank in the course of a step.
