@@ -66,7 +66,7 @@ def group_of(place: Topology) -> dist.ProcessGroup | None:
     """The process group of this rank's group; every rank makes all of them, in one order."""
     own = None
     for stage in range(place.stages):
-        ranks = Topology(stage, place.stages, layout=place.layout).group
+        ranks = Topology(stage, place.stages, mesh=place.mesh).group
         made = dist.new_group(list(ranks))
         own = made if stage == place.stage else own
     return own

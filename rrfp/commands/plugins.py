@@ -27,7 +27,7 @@ class Known:
 
 
 def hints(json: Json = False) -> None:
-    """List the hints: how a stage ranks the tasks that are ready."""
+    """List the hints: how a stage prioritizes the tasks that are ready."""
     from rrfp.hints.registry import hint_factory, hint_names
     from rrfp.schedules.registry import schedule_generator, schedule_names
 

@@ -1,21 +1,18 @@
 """Admission: the hard memory limit of a stage, which no hint can break.
 
 A forward takes a slot when it is enqueued; the microbatch's last task on that virtual stage (B, or W where backward is
-split) gives it back when it is enqueued: a lane runs its tasks in order, so whatever is enqueued behind it starts when
-it has completed. Forward only, the slot is free when every successor has consumed the output. D counts taken slots, in
-chunk tasks; there are K * C. Backwards and weight tasks free memory: only the paper's rule ever gates them.
-
-Rules, model-checked by `rrfp.sim.explore.search` (docs/memory-rules.md has the bounds, the cases and the wrong rules):
+split) releases it when it is enqueued: a lane runs its tasks in order, so whatever is enqueued behind it starts when it
+has completed. Forward only, the slot is free when every successor has consumed the output. D counts taken slots, in
+chunk tasks; there are K * C. Backwards and weight tasks free memory: only the paper's rule ever blocks them.
 
 - **Staircase** (C chunks): the forward of local chunk c may start iff D < K*C - (C-1-c). The deepest chunk can always
   use the last slot, so the chain that frees memory never starves. With C = 1 it is plainly D < K.
 - **Paper** (Appendix C, instead of the staircase): while D < K*C any task may start. At D = K*C or above the stage
-  serves: it runs nothing but the tasks of its lowest unfinished microbatch, F from the shallowest chunk to the deepest
-  and then B (each with its W) back, and waits for the next one. D passes K*C by C at most. In forward-only
-  steps, where serving frees nothing, the staircase holds instead.
+  drains: it runs nothing but the tasks of its lowest unfinished microbatch, F from the shallowest chunk to the deepest
+  and then B (each with its W) back, and waits for the next one. D passes K*C by C at most. In forward-only steps, where
+  draining frees nothing, the staircase holds instead.
 - **Reserve** (beside the staircase, when any order is forced): the last C slots admit only the lowest microbatch that
-  has not been forwarded on its chunk. Without it later microbatches fill the memory while the one that everybody waits
-  for stays outside. One slot is enough for C = 1, and not for more.
+  has not been forwarded on its chunk.
 - **Bytes**: a forward of chunk c starts only while the bytes held fit together with those that one forward of each
   chunk from c on is expected to hold (and, under the reserve rule, a whole lowest microbatch), and with what backwards
   are expected to add. `rrfp.core.byte_limit` says how much is expected; that can be wrong, so one forward is always
@@ -25,16 +22,19 @@ Rules, model-checked by `rrfp.sim.explore.search` (docs/memory-rules.md has the 
   forward that was ordered once a slot is free on itself, so that D keeps its bound on every rank. The slots that the
   leader saw free become so there too: by tasks that are in the log before it, and by successors that run those.
 
-Why nothing starves, where every virtual stage reads, directly or not, the one before it. *No order forced*: suppose
-nothing runs, and of the forwards that wait for memory take one on the deepest virtual stage; its chunk is c. What was
-admitted from there on has finished, so the stage holds shallower chunks only; the last of these to start left
-D <= K*C - (C-c), and the staircase, like the byte rule, admits the forward. *Order forced*: let m be the lowest
-microbatch not done everywhere, waiting for its F on chunk c. Its stage holds m on shallower chunks, and later
-microbatches. Whichever started last left D <= K*C - (C-c), by the staircase of a shallower chunk or, where m had not
-been forwarded on that chunk, by the reserve rule. So m is admitted, and its backwards wait for nothing but lower
-microbatches. *Paper*: let m be that same microbatch, and t its first task, in the order in which data passes through
-it, that has not run. All inputs of t are there. Its stage runs anything that is ready, or serves; then m is the lowest
-unfinished microbatch there and t the first of its tasks in that order, so t is served. This holds in any forced order.
+Rejected, each with a deadlock that `rrfp check admission --rule` prints (`rrfp.sim.explore.wrong_rules`):
+
+- D < K*C for every forward, and only backwards from there on. It is what the paper says for one chunk; with two, the
+  shallow chunk takes all slots and the deep one, whose backward would free them, gets none.
+- The staircase alone in a forced order. Later microbatches fill the memory while the one that everybody waits for
+  stays outside.
+- One reserved slot instead of C: enough for one chunk, and not for more, since the lowest microbatch needs a slot on
+  each of its chunks before its first backward frees one.
+
+Nor does the byte limit block backwards, although a split one may hold more than its forward did (inputs and output
+gradients, for W): backwards are all that frees memory, so forwards leave room for their growth instead.
+
+docs/memory-rules.md proves that nothing starves and how large D gets, and says what was model-checked.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ import operator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from rrfp.core.byte_limit import ByteLimit, Owner
+from rrfp.core.byte_limit import ByteLimit
 from rrfp.core.events import HeldReported
+from rrfp.core.held_bytes import HeldBytes, Owner
 from rrfp.core.seen_sizes import SeenSizes
-from rrfp.core.tasks import Kind, Task
+from rrfp.core.tasks import Kind
 from rrfp.errors import ConfigError
 
 LIMIT_PRESETS = ("1f1b", "n", "2n")
@@ -128,24 +129,21 @@ class Admission:
         num_chunks: C.
         reserve: apply the reserve rule.
         seen: sizes of microbatches so far, for a limit on bytes; updated here.
-        followers: ranks of the group that tell what they hold, beside this one.
+        followers: ranks of the group that report what they hold, beside this one.
     """
 
     __slots__ = (
         "_below",
         "_below_later",
-        "_bytes",
-        "_bytes_by_owner",
+        "_byte_limit",
         "_chunks",
-        "_outputs",
+        "bytes",
+        "drains_in_order",
         "held",
-        "held_bytes",
-        "is_serving",
-        "peak_bytes",
+        "is_draining",
         "peak_held",
         "reserve",
         "roomy_below",
-        "serves_in_order",
         "slots",
     )
 
@@ -155,27 +153,23 @@ class Admission:
         self._chunks = num_chunks
         #: Whether the reserve rule applies, and whether the paper's rule does.
         self.reserve = reserve
-        self.serves_in_order = limit.rule == "paper" and num_chunks > 1
+        self.drains_in_order = limit.rule == "paper" and num_chunks > 1
         #: Paper's rule: the stage is full, and runs the tasks of its lowest unfinished microbatch only, in order.
-        self.is_serving = False
+        self.is_draining = False
         #: By chunk: a forward starts while D is below this; the same for those that the reserve rule holds back.
         self._below = [self._bound(chunk, is_lowest=True) for chunk in range(num_chunks)]
         self._below_later = [self._bound(chunk, is_lowest=False) for chunk in range(num_chunks)]
         #: While D is below this `allows` is true of every forward.
         self.roomy_below = math.inf if self.slots is None else min(*self._below, *self._below_later)
-        self._bytes: ByteLimit | None = None
+        #: The bytes of microbatches in work, after the last completed task of each, and of outputs still in use.
+        self.bytes = HeldBytes(1 + followers)
+        self._byte_limit: ByteLimit | None = None
         if limit.bytes is not None:
             self.roomy_below = 0
-            self._bytes = ByteLimit(limit.bytes, seen, reserve=reserve, ranks=1 + followers)
-        # Bytes of microbatches in work, and of outputs that are still read or sent here.
-        self._bytes_by_owner: dict[Owner, int] = {}
-        self._outputs: dict[Task, int] = {}
+            self._byte_limit = ByteLimit(limit.bytes, self.bytes, seen, reserve=reserve, ranks=1 + followers)
         #: D: chunk tasks that hold a slot.
         self.held = 0
-        #: Bytes held on this rank after the last completed task of each microbatch and chunk, and by outputs.
-        self.held_bytes = 0
         self.peak_held = 0
-        self.peak_bytes = 0
 
     def kept_free(self, chunk: int, *, is_lowest: bool) -> int:
         """How many slots a forward leaves free when it starts: the staircase, and the reserve rule.
@@ -184,7 +178,7 @@ class Admission:
             chunk: its local chunk index, 0 the shallowest.
             is_lowest: whether it is of the lowest microbatch not yet forwarded on its chunk, or nothing is reserved.
         """
-        if self.serves_in_order:
+        if self.drains_in_order:
             return 0
         return self._chunks - 1 - chunk if is_lowest else self._chunks
 
@@ -202,74 +196,51 @@ class Admission:
         is_lowest = microbatch == lowest_unforwarded or not self.reserve
         if self.slots is not None and self.held >= (self._below if is_lowest else self._below_later)[chunk]:
             return False
-        if self._bytes is None or self._bytes.fits(chunk, is_lowest=is_lowest):
+        if self._byte_limit is None or self._byte_limit.fits(chunk, is_lowest=is_lowest):
             return True
-        return is_lowest and self._bytes.must_go_on(chunk, microbatch)
+        return is_lowest and self._byte_limit.must_go_on(chunk, microbatch)
 
-    def take(self, chunk: int, microbatch: int) -> None:
-        """The forward of ``microbatch`` on ``chunk`` was enqueued."""
+    def acquire(self, chunk: int, microbatch: int) -> None:
+        """The forward of ``microbatch`` on ``chunk`` was enqueued: it takes a slot."""
         self.held += 1
         if self.held > self.peak_held:
             self.peak_held = self.held
-        if self.serves_in_order:
-            self.is_serving = self.slots is not None and self.held >= self.slots
-        if self._bytes is not None:
-            self._bytes.take((chunk, microbatch))
+        if self.drains_in_order:
+            self.is_draining = self.slots is not None and self.held >= self.slots
+        if self._byte_limit is not None:
+            self._byte_limit.start((chunk, microbatch))
 
-    def complete(self, kind: Kind, chunk: int, microbatch: int, held: int, output: int) -> None:
-        """A task completed and left ``held`` bytes, and ``output`` for a while: what later ones are expected to leave.
-
-        `hold` (or `free`) and `keep_output` count them.
-        """
-        if self._bytes is not None:
-            self._bytes.complete(0, kind, (chunk, microbatch), held, output)
-
-    def hold(self, chunk: int, microbatch: int, num_bytes: int) -> None:
-        """``microbatch`` now holds ``num_bytes`` on ``chunk``."""
-        owner = (chunk, microbatch)
-        if self._bytes is not None:
-            self._bytes.hold(0, owner, num_bytes)
-        before = self._bytes_by_owner.get(owner, 0)
-        if num_bytes != before:
-            self._bytes_by_owner[owner] = num_bytes
-            self._add(num_bytes - before)
-
-    def keep_output(self, task: Task, num_bytes: int) -> None:
-        """The output of ``task`` takes ``num_bytes`` until `drop_output`."""
-        self._outputs[task] = num_bytes
-        self._add(num_bytes)
-        if self._bytes is not None:
-            self._bytes.keep_output(0, task, num_bytes, is_own=True)
-
-    def drop_output(self, task: Task) -> None:
-        """Nobody reads or sends the output of ``task`` any longer."""
-        if self._outputs:
-            self.held_bytes -= self._outputs.pop(task, 0)
-            if self._bytes is not None:
-                self._bytes.drop_output(task)
-
-    def give_back(self) -> None:
+    def release_slot(self) -> None:
         """A slot is free for what the lane runs next."""
         self.held -= 1
-        if self.serves_in_order:
-            self.is_serving = self.slots is not None and self.held >= self.slots
+        if self.drains_in_order:
+            self.is_draining = self.slots is not None and self.held >= self.slots
 
-    def free(self, chunk: int, microbatch: int) -> None:
-        """``microbatch`` holds nothing more on ``chunk``. Its slot is given back apart."""
-        self.held_bytes -= self._bytes_by_owner.pop((chunk, microbatch), 0)
-        if self._bytes is not None:
-            self._bytes.free((chunk, microbatch))
+    def complete(self, kind: Kind, owner: Owner, held: int, output: int, *, is_last: bool) -> None:
+        """A task of ``owner`` completed: ``held`` bytes stay, and nothing after its last task; see `free`.
+
+        Its ``output`` is in the ledger apart, while somebody uses it.
+        """
+        if self._byte_limit is not None:
+            self._byte_limit.complete(kind, owner, held, output)
+        if is_last:
+            self.free(owner)
+        else:
+            self.bytes.hold(owner, held)
 
     def complete_elsewhere(self, rank: int, chunk: int, event: HeldReported) -> None:
         """A task completed on follower ``rank``: what stays there counts as well, where bytes are limited."""
-        if self._bytes is None:
+        limit, task = self._byte_limit, event.task
+        if limit is None:
             return
-        task, owner = event.task, (chunk, event.task.microbatch)
-        self._bytes.complete(rank, task.kind, owner, event.held, event.output)
-        self._bytes.hold(rank, owner, event.held)
-        self._bytes.keep_output(rank, task, event.output, is_own=False)
+        owner = (chunk, task.microbatch)
+        limit.complete(task.kind, owner, event.held, event.output, rank)
+        if limit.is_in_work(owner):
+            self.bytes.hold(owner, event.held, rank)
+        self.bytes.keep_output_elsewhere(task, event.output, rank)
 
-    def _add(self, num_bytes: int) -> None:
-        self.held_bytes += num_bytes
-        if self.held_bytes > self.peak_bytes:
-            self.peak_bytes = self.held_bytes
+    def free(self, owner: Owner) -> None:
+        """``owner`` holds no bytes any more. Its slot is released apart, when its last task is enqueued."""
+        self.bytes.drop(owner)
+        if self._byte_limit is not None:
+            self._byte_limit.free(owner)

@@ -1,4 +1,4 @@
-"""The order in which a full stage serves its microbatches under the paper's rule (Appendix C, several chunks)."""
+"""The order in which a full stage drains its microbatches under the paper's rule (Appendix C, several chunks)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rrfp.core.tasks import Kind, Task
 
 
-class ServiceOrder:
+class DrainOrder:
     """Microbatch by microbatch, each F of the shallowest chunk to the deepest, then B, with its W, back.
 
     Args:
@@ -22,12 +22,12 @@ class ServiceOrder:
         forwards = [(Kind.F, v) for v in virtual_stages]
         returns = [
             (kind, v)
-            for v, its in reversed(tuple(zip(virtual_stages, kinds, strict=True)))
-            for kind in its
+            for v, kinds_here in reversed(tuple(zip(virtual_stages, kinds, strict=True)))
+            for kind in kinds_here
             if kind is not Kind.F
         ]
         self._order = (*forwards, *returns)
-        self._bits = {pair: 1 << place for place, pair in enumerate(self._order)}
+        self._bits = {pair: 1 << index for index, pair in enumerate(self._order)}
         self._all = (1 << len(self._order)) - 1
         self._ran = [0] * microbatches
         self._lowest = 0

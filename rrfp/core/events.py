@@ -1,4 +1,4 @@
-"""What a stage's core is told (events, past tense) and what it answers (instructions, imperative).
+"""The input of a stage's core (events, past tense) and its output (instructions, imperative).
 
 Both are plain data that nobody changes. Events that a peer caused carry the :class:`StepId` that the peer was in, so
 that messages which run ahead are filed, and a disagreement about the step is found and named.
@@ -6,12 +6,12 @@ that messages which run ahead are filed, and a disagreement about the step is fo
 
 from __future__ import annotations
 
-from rrfp.core.record import value
+from rrfp.core.record import record
 from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.errors import Origin
 
 
-@value
+@record
 class StepOpened:
     """The caller began a step on this rank. Steps are numbered 0, 1, 2, ... without gaps.
 
@@ -28,7 +28,7 @@ class StepOpened:
     sizes: tuple[float, ...] | None = None
 
 
-@value
+@record
 class Arrived:
     """The output of ``task``, which ran on another stage, is here.
 
@@ -37,7 +37,7 @@ class Arrived:
         task: the *producer*: ``F3@4`` is what the forward of 3 on virtual stage 4 put out, an input of ``F3@5``.
         num_bytes: size of its tensors.
         consumed: how many of this stage's forward outputs the sender had started to use by then, or None if untold.
-        sequence: its place, from 0, among the sender's outputs of this kind to this stage in this step. None where the
+        sequence: its number, from 0, among the sender's outputs of this kind to this stage in this step. None where the
             transport itself finds lost, repeated and reordered messages.
     """
 
@@ -48,14 +48,14 @@ class Arrived:
     sequence: int | None = None
 
 
-@value
+@record
 class Enqueued:
     """The lane accepted ``task``. Local dependants count it as done from here on: the lane runs in order."""
 
     task: Task
 
 
-@value
+@record
 class Completed:
     """``task`` has really finished.
 
@@ -72,7 +72,7 @@ class Completed:
     output: int = 0
 
 
-@value
+@record
 class SendReleased:
     """The transport no longer reads the memory of ``task``'s output on its way to stage ``peer``."""
 
@@ -80,7 +80,7 @@ class SendReleased:
     peer: int
 
 
-@value
+@record
 class Consumed:
     """Forward only: stage ``peer`` is done with the output of ``task``, a forward of this stage."""
 
@@ -89,7 +89,7 @@ class Consumed:
     task: Task
 
 
-@value
+@record
 class ReadyReported:
     """Leader only: on follower ``rank`` everything that ``task`` needs from other stages has arrived."""
 
@@ -98,7 +98,7 @@ class ReadyReported:
     task: Task
 
 
-@value
+@record
 class Ordered:
     """Follower only: entry number ``sequence`` of the leader's log is ``task``."""
 
@@ -107,7 +107,7 @@ class Ordered:
     task: Task
 
 
-@value
+@record
 class HeldReported:
     """Leader only: after ``task`` completed on follower ``rank``, so many bytes stay there; see `Completed`."""
 
@@ -118,14 +118,14 @@ class HeldReported:
     output: int = 0
 
 
-@value
+@record
 class ChunkReduced:
     """The gradients of ``virtual_stage`` are final on this rank."""
 
     virtual_stage: int
 
 
-@value
+@record
 class Aborted:
     """Some rank failed. Terminal."""
 
@@ -147,14 +147,14 @@ Event = (
 )
 
 
-@value
+@record
 class Run:
     """Hand ``task`` to the lane. Only ``decide`` gives this."""
 
     task: Task
 
 
-@value
+@record
 class Send:
     """Send the output of ``task`` to stage ``peer``, and report ``SendReleased`` when the memory is free.
 
@@ -167,14 +167,14 @@ class Send:
     consumed: int = 0
 
 
-@value
+@record
 class Release:
     """Nothing needs the output of ``task``, produced here or received, any longer: drop it."""
 
     task: Task
 
 
-@value
+@record
 class Credit:
     """Forward only: tell stage ``peer`` that this stage is done with the output of ``task``."""
 
@@ -182,14 +182,14 @@ class Credit:
     task: Task
 
 
-@value
+@record
 class ReportReady:
     """Follower only: tell the leader that all that ``task`` needs from other stages has arrived."""
 
     task: Task
 
 
-@value
+@record
 class Order:
     """Leader only: broadcast log entry ``sequence`` = ``task`` to the followers."""
 
@@ -197,21 +197,21 @@ class Order:
     task: Task
 
 
-@value
+@record
 class ReduceChunk:
     """All tasks of ``virtual_stage`` are done: make its gradients final, then report ``ChunkReduced``."""
 
     virtual_stage: int
 
 
-@value
+@record
 class FinishStep:
     """Everything of the step is done on this rank: tasks, sends, credits, reductions."""
 
     step: StepId
 
 
-@value
+@record
 class Abort:
     """Stop, and pass ``origin`` on to the peers. Given once."""
 

@@ -1,4 +1,4 @@
-"""One rank's part of one step in its group: what is ordered, what is reported, and what one waits for of the other.
+"""One rank's part of one step in its group: what is ordered, what is reported, and what a rank waits for of the others.
 
 The leader appends to the log what it enqueues; followers report to it what has arrived and what tasks left behind. What
 contradicts the state (a report that nobody awaits, an entry out of order) raises `ProtocolError`.
@@ -13,7 +13,7 @@ from rrfp.core.admission import Admission
 from rrfp.core.order_log import Group, OrderLog
 from rrfp.core.readiness import Readiness
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.task_state import Rows
+from rrfp.core.task_state import TaskStates
 from rrfp.core.tasks import StepId, Task
 from rrfp.core.usage import WaitCause
 from rrfp.errors import ProtocolError
@@ -26,9 +26,9 @@ class GroupStep:
         group: which.
         step_id: which step.
         stage: the group's stage.
-        rows: the rows of this stage.
+        states: of the tasks of this stage.
         readiness: what has all its inputs.
-        ready: what moreover has all reports.
+        ready: what also has all reports.
         admission: what the ranks hold.
     """
 
@@ -38,7 +38,7 @@ class GroupStep:
         step_id: StepId,
         stage: int,
         *,
-        rows: Rows,
+        states: TaskStates,
         readiness: Readiness,
         ready: ReadySet,
         admission: Admission,
@@ -47,18 +47,18 @@ class GroupStep:
         self._group = group
         self._step_id = step_id
         self._stage = stage
-        self._rows = rows
+        self._states = states
         self._readiness = readiness
         self._ready = ready
         self._admission = admission
         #: Leader: what each follower has reported: a task as ready, and the bytes after it.
         self._reported: set[tuple[int, Task]] = set()
-        self._told: set[tuple[int, Task]] = set()
+        self._bytes_reported: set[tuple[int, Task]] = set()
 
-    # What is told.
+    # Events.
 
     def enqueue(self, task: Task) -> tuple[ev.Instruction, ...]:
-        """This rank enqueued ``task``. Outside groups nothing comes of it.
+        """This rank enqueued ``task``. Returns () outside a group.
 
         Raises:
             ProtocolError: if it follows, and that is not what the log has next.
@@ -68,7 +68,7 @@ class GroupStep:
             return ()
         return (ev.Order(self.log.append(task), task),) if self._group.size > 1 else ()
 
-    def order(self, event: ev.Ordered) -> None:
+    def order(self, event: ev.Ordered) -> tuple[()]:
         """Follower: the leader's log has one entry more. What depends on it may be ordered next.
 
         Raises:
@@ -77,12 +77,13 @@ class GroupStep:
         task = event.task
         if not self._group.follows:
             raise ProtocolError(f"{task} was ordered on stage {self._stage}, where rank {self._group.rank} leads")
-        if not self._rows.knows(task):
+        if not self._states.knows(task):
             raise ProtocolError(f"{task} was ordered, which does not run on stage {self._stage} in {self._step_id}")
         self.log.receive(event.sequence, task)
-        self._readiness.enqueue(self._rows.own[task.kind][task.virtual_stage], task.microbatch)
+        self._readiness.enqueue(self._states.of(task), task.microbatch)
+        return ()
 
-    def report(self, event: ev.ReadyReported) -> None:
+    def report(self, event: ev.ReadyReported) -> tuple[()]:
         """Leader: a follower has what a task needs from other stages.
 
         Raises:
@@ -95,8 +96,9 @@ class GroupStep:
             raise ProtocolError(f"rank {rank} of the group reported {task} as ready twice")
         self._reported.add((rank, task))
         self._readiness.report(task)
+        return ()
 
-    def hold(self, event: ev.HeldReported) -> None:
+    def hold(self, event: ev.HeldReported) -> tuple[()]:
         """Leader: a follower has completed a task.
 
         Raises:
@@ -104,12 +106,13 @@ class GroupStep:
         """
         rank, task = event.rank, event.task
         is_follower = 0 < rank <= self._group.num_followers
-        if not is_follower or not self._rows.knows(task) or not self._readiness.is_present(task):
+        if not is_follower or not self._states.knows(task) or not self._readiness.is_available(task):
             raise ProtocolError(f"rank {rank} reports bytes of {task}, which stage {self._stage} does not await")
-        if (rank, task) in self._told:
+        if (rank, task) in self._bytes_reported:
             raise ProtocolError(f"rank {rank} of the group reported the bytes of {task} twice")
-        self._told.add((rank, task))
-        self._admission.complete_elsewhere(rank, self._rows.own[task.kind][task.virtual_stage].chunk, event)
+        self._bytes_reported.add((rank, task))
+        self._admission.complete_elsewhere(rank, self._states.of(task).chunk, event)
+        return ()
 
     # What may run, and what is awaited.
 
@@ -119,7 +122,7 @@ class GroupStep:
         return head if head is not None and head in self._ready else None
 
     def wait_cause(self) -> WaitCause | None:
-        """Why there is nothing to run, as far as the group tells; None where the rank's own state does.
+        """Why there is nothing to run, as far as the group is the reason; None where the rank's own state does.
 
         For the leader: ORDER while a report is all that some task lacks. A follower waits for what its log's next entry
         lacks, and with the log run up for its next entry, if some task here has its inputs.

@@ -1,8 +1,8 @@
 """The contracts between the core and a hint policy.
 
-A hint ranks; it never decides alone. It sees a read-only :class:`View` of its stage and the ready set, and names one
-ready task. It does no I/O and reads no clock; it may keep state, fed through ``observe``. The core refuses an answer
-that is not ready.
+A hint prioritizes; it never decides alone. It sees a read-only :class:`View` of its stage and the ready set, and names
+one ready task. It does no I/O and reads no clock; it may keep state, fed through ``observe``. The core refuses an
+answer that is not ready.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class View(Protocol):
 
     @property
     def sizes(self) -> tuple[float, ...] | None:
-        """How large each microbatch of the current step is, in any unit, where the caller told; else None."""
+        """How large each microbatch of the current step is, in any unit, where the caller says so; else None."""
 
     @property
     def slots(self) -> int | None:
@@ -76,12 +76,12 @@ class View(Protocol):
 
 
 class Hint(Protocol):
-    """A policy that ranks ready tasks. Subclass it and implement ``choose``; one instance serves one stage.
+    """A policy that prioritizes ready tasks. Subclass it and implement ``choose``; one instance serves one stage.
 
     Attributes:
         may_wait: True lets ``choose`` return None although tasks are ready. Only strict baselines want that.
-        wants_split: the hint ranks weight tasks, so it is at its best with ``split=True``. Without, it works by its
-            other rules.
+        wants_split: the hint prioritizes weight tasks, so it is at its best with ``split=True``. Without, it works by
+            its other rules.
     """
 
     may_wait: bool = False
@@ -104,12 +104,12 @@ class Hint(Protocol):
         return None
 
     def microbatch_order(self, view: View) -> Sequence[int] | None:
-        """In which order the ready set ranks the microbatches of one kind and chunk; asked after `open_step`.
+        """The order in which microbatches of one kind and chunk have priority; asked after `open_step`.
 
         Not followed where any task has to run in microbatch order: the two orders would fill the memory.
 
         Returns:
-            Every microbatch once, the first in rank first; None for 0, 1, 2, ...
+            Every microbatch once, the highest priority first; None for 0, 1, 2, ...
         """
         return None
 

@@ -114,10 +114,10 @@ class Mesh:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The coordinates of ``rank``."""
-        found: dict[str, int] = {}
+        at: dict[str, int] = {}
         for name, size in reversed(self.dims):
-            rank, found[name] = divmod(rank, size)
-        return found
+            rank, at[name] = divmod(rank, size)
+        return at
 
     def place(self, rank: int) -> Place:
         """Where ``rank`` is."""
@@ -125,7 +125,7 @@ class Mesh:
         return Place(at[PIPELINE], self._index(at, self.replicated), self._index(at, self._coordinated))
 
     def rank(self, place: Place) -> int:
-        """Who is at ``place``."""
+        """The rank at ``place``."""
         at = {PIPELINE: place.stage}
         for index, names in ((place.replica, self.replicated), (place.member, self._coordinated)):
             for name in reversed(names):
@@ -133,7 +133,7 @@ class Mesh:
         return self._index(at, [name for name, _ in self.dims])
 
     def name(self, rank: int) -> str:
-        """How people call ``rank``: ``stage 1``, or ``stage 1, dp 0, tp 1 (rank 5)`` where a stage has several."""
+        """The display name of ``rank``: ``stage 1``, or ``stage 1, dp 0, tp 1 (rank 5)`` where a stage has several."""
         if self.size == self.stages:
             return f"stage {self.place(rank).stage}"
         at = self.coordinates(rank)
@@ -155,7 +155,7 @@ class Mesh:
 
 
 def check_sizes(dims: Iterable[tuple[str, Any]]) -> None:
-    """Refuse a dimension whose size is no size.
+    """Refuse a dimension whose size is not a positive integer.
 
     Raises:
         ConfigError: naming it.

@@ -2,12 +2,12 @@
 
 An output produced here is used by each task of another chunk here that reads it, until that completes, and by each
 peer that it goes to, until the send's memory is free. A received output is used by its readers here. In a forward-only
-step the consumers of a forward moreover keep its slot taken.
+step the consumers of a forward also keep its slot taken.
 """
 
 from __future__ import annotations
 
-from rrfp.core.task_state import Row, Rows, Uses
+from rrfp.core.task_state import RefCounts, TaskState, TaskStates
 from rrfp.core.tasks import F, Mode, Task
 from rrfp.errors import ProtocolError
 
@@ -16,13 +16,13 @@ class Outputs:
     """See the module's docstring. Owned by `Step`.
 
     Args:
-        rows: the rows of this stage.
+        states: of the tasks of this stage.
         stage: this stage.
         mode: training or forward only.
     """
 
-    def __init__(self, rows: Rows, stage: int, mode: Mode) -> None:
-        self._rows = rows
+    def __init__(self, states: TaskStates, stage: int, mode: Mode) -> None:
+        self._states = states
         self._stage = stage
         self._is_forward_only = mode is Mode.FORWARD
         #: Sends whose memory is still read.
@@ -32,7 +32,7 @@ class Outputs:
         #: Received outputs that have a reader here that was not enqueued, and their bytes; the most of both.
         self.received = self.received_bytes = 0
         self.peak_received = self.peak_received_bytes = 0
-        self._bytes_of: dict[tuple[Uses, int], int] = {}
+        self._bytes_of: dict[tuple[RefCounts, int], int] = {}
         #: By peer: its forward outputs that this stage has started to use.
         self.consumed_of: dict[int, int] = {}
 
@@ -46,21 +46,21 @@ class Outputs:
         owed = ((task, tuple(peer for peer in uses if peer != self._stage)) for task, uses in self._consumers.items())
         return [(task, peers) for task, peers in owed if peers]
 
-    def receive(self, source: Row, microbatch: int, num_bytes: int = 0) -> None:
+    def receive(self, source: TaskState, microbatch: int, num_bytes: int = 0) -> None:
         """An output of another stage is here."""
-        uses = source.uses
-        uses.left[microbatch] = uses.unread[microbatch] = source.num_readers
+        refs = source.refs
+        refs.left[microbatch] = refs.unread[microbatch] = source.num_readers
         self.received += 1
         if self.received > self.peak_received:
             self.peak_received = self.received
         if num_bytes:
-            self._bytes_of[uses, microbatch] = num_bytes
+            self._bytes_of[refs, microbatch] = num_bytes
             self.received_bytes += num_bytes
             self.peak_received_bytes = max(self.peak_received_bytes, self.received_bytes)
 
-    def start_reading(self, row: Row, microbatch: int) -> None:
+    def start_reading(self, state: TaskState, microbatch: int) -> None:
         """A task was enqueued: what it reads is used from now on."""
-        for source in row.sources:
+        for source in state.sources:
             left = source.unread[microbatch]
             if left:
                 source.unread[microbatch] = left - 1
@@ -71,21 +71,21 @@ class Outputs:
                 if source.kind is F:
                     self.consumed_of[source.stage] = self.consumed_of.get(source.stage, 0) + 1
 
-    def end_use(self, uses: Uses, microbatch: int) -> bool:
+    def end_use(self, refs: RefCounts, microbatch: int) -> bool:
         """A task that read an output completed, or a send released it; returns whether that use was the last."""
-        left = uses.left[microbatch] - 1
-        uses.left[microbatch] = left
+        left = refs.left[microbatch] - 1
+        refs.left[microbatch] = left
         return left == 0
 
-    def produce(self, row: Row, task: Task) -> None:
-        """``task`` completed: its output is on its way to every peer of its row."""
-        m, peers = task.microbatch, row.peers
-        count = row.num_readers + len(peers)
-        row.uses.left[m] = count
+    def produce(self, state: TaskState, task: Task) -> None:
+        """``task`` completed: its output is on its way to every peer."""
+        m, peers = task.microbatch, state.peers
+        count = state.num_readers + len(peers)
+        state.refs.left[m] = count
         if count and self._is_forward_only:
-            self._consumers[task] = [self._stage] * row.num_readers + [*peers]
+            self._consumers[task] = [self._stage] * state.num_readers + [*peers]
         for peer in peers:
-            row.sending[peer].add(m)
+            state.sending[peer].add(m)
             self._num_sending += 1
 
     def release_send(self, task: Task, peer: int) -> bool:
@@ -94,12 +94,12 @@ class Outputs:
         Raises:
             ProtocolError: if no such send is on its way.
         """
-        row, m = self._rows.own[task.kind].get(task.virtual_stage), task.microbatch
-        if row is None or m not in row.sending.get(peer, ()):
+        state, m = self._states.own[task.kind].get(task.virtual_stage), task.microbatch
+        if state is None or m not in state.sending.get(peer, ()):
             raise ProtocolError(f"the send of {task} to stage {peer} was released, which is not on its way")
-        row.sending[peer].remove(m)
+        state.sending[peer].remove(m)
         self._num_sending -= 1
-        return self.end_use(row.uses, m)
+        return self.end_use(state.refs, m)
 
     def consume(self, task: Task, peer: int) -> bool:
         """Forward only: ``peer`` (or this stage) is done with ``task``'s output; returns whether it was the last.

@@ -5,7 +5,7 @@ inputs of the dependency graph there are two further kinds, treated the same way
 
 - *forced order*: the same kind of the microbatch before on the same virtual stage (backwards in microbatch order);
 - *reports*: on the leader of a group, one from each follower for a task that needs something from another stage. They
-  are counted apart, so that a task which lacks nothing else can be told from one that lacks inputs.
+  are counted apart, to distinguish a task that lacks nothing else from one that lacks inputs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 
 from rrfp.core.graph import Graph
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.task_state import Row, Rows, counters
+from rrfp.core.task_state import TaskState, TaskStates, counters
 from rrfp.core.tasks import Kind, Task
 
 #: A kind on a virtual stage whose tasks must be enqueued in microbatch order.
@@ -26,7 +26,7 @@ class Readiness:
 
     Args:
         graph: the dependency graph.
-        rows: the rows of this stage, just made.
+        states: of the tasks of this stage, just made.
         ready: where tasks go that have all their inputs.
         microbatches: M.
         in_order: (kind, virtual stage) pairs that must be enqueued in microbatch order.
@@ -36,7 +36,7 @@ class Readiness:
     def __init__(
         self,
         graph: Graph,
-        rows: Rows,
+        states: TaskStates,
         ready: ReadySet,
         microbatches: int,
         *,
@@ -44,81 +44,81 @@ class Readiness:
         followers: int = 0,
     ) -> None:
         self._graph = graph
-        self._rows = rows
+        self._states = states
         self._ready = ready
         #: Tasks that lack nothing but reports.
         self.num_unreported = 0
-        for row in rows:
-            row.is_ordered = (row.kind, row.virtual_stage) in in_order
-            inputs = len(graph.inputs(row.task(0)))
-            most = inputs + row.is_ordered
-            row.missing = counters(microbatches, most, most=most)
-            row.missing[0] = inputs
-            row.missing_remote = counters(microbatches, row.num_remote, most=row.num_remote)
-            if followers and row.num_remote:
-                row.unreported = counters(microbatches, followers, most=followers)
-            for microbatch, count in enumerate(row.missing):
+        for state in states:
+            state.is_ordered = (state.kind, state.virtual_stage) in in_order
+            inputs = len(graph.inputs(state.task(0)))
+            most = inputs + state.is_ordered
+            state.missing = counters(microbatches, most, most=most)
+            state.missing[0] = inputs  # nothing comes before the first microbatch
+            state.missing_remote = counters(microbatches, state.num_remote, most=state.num_remote)
+            if followers and state.num_remote:
+                state.unreported = counters(microbatches, followers, most=followers)
+            for microbatch, count in enumerate(state.missing):
                 if count == 0:
-                    ready.add(row, microbatch)
+                    ready.add(state, microbatch)
 
-    def arrive(self, source: Row, microbatch: int) -> None:
+    def arrive(self, source: TaskState, microbatch: int) -> None:
         """An output of another stage is here, for the first time."""
-        source.is_present[microbatch] = True
+        source.is_available[microbatch] = True
         self._supply(source.readers, microbatch)
 
-    def supplied_by(self, source: Row, microbatch: int) -> list[Task]:
+    def supplied_by(self, source: TaskState, microbatch: int) -> list[Task]:
         """Follower, once after each `arrive`: the tasks that now have everything they need from other stages."""
         supplied = []
-        for row in source.readers:
-            row.missing_remote[microbatch] -= 1
-            if row.missing_remote[microbatch] == 0:
-                supplied.append(row.task(microbatch))
+        for state in source.readers:
+            state.missing_remote[microbatch] -= 1
+            if state.missing_remote[microbatch] == 0:
+                supplied.append(state.task(microbatch))
         return supplied
 
-    def enqueue(self, row: Row, microbatch: int) -> None:
+    def enqueue(self, state: TaskState, microbatch: int) -> None:
         """A local task was enqueued (or, on a follower, ordered)."""
-        row.is_present[microbatch] = True
-        self._supply(row.readers, microbatch)
-        if row.is_ordered and microbatch + 1 < len(row.missing):
-            self._supply((row,), microbatch + 1)
+        state.is_available[microbatch] = True
+        self._supply(state.readers, microbatch)
+        if state.is_ordered and microbatch + 1 < len(state.missing):
+            self._supply((state,), microbatch + 1)
 
     def report(self, task: Task) -> None:
         """A follower has everything that ``task`` needs from other stages."""
-        row, m = self._rows.own[task.kind][task.virtual_stage], task.microbatch
-        row.unreported[m] -= 1
-        if not row.unreported[m] and not row.missing[m]:
+        state, m = self._states.of(task), task.microbatch
+        state.unreported[m] -= 1
+        if not state.unreported[m] and not state.missing[m]:
             self.num_unreported -= 1
-            self._ready.add(row, m)
+            self._ready.add(state, m)
 
     def expects_reports(self, task: Task) -> bool:
         """Whether followers report on ``task``."""
-        return self._rows.knows(task) and self._rows.own[task.kind][task.virtual_stage].num_remote > 0
+        return self._states.knows(task) and self._states.of(task).num_remote > 0
 
     def has_inputs(self, task: Task) -> bool:
         """Whether no input of ``task`` is missing; reports may be."""
-        return self._rows.own[task.kind][task.virtual_stage].missing[task.microbatch] == 0
+        return self._states.of(task).missing[task.microbatch] == 0
 
-    def is_present(self, task: Task) -> bool:
+    def is_available(self, task: Task) -> bool:
         """Whether ``task`` was enqueued here (on a follower: ordered), or its output has arrived from elsewhere."""
         kind, m, virtual_stage = task
-        row = self._rows.own[kind].get(virtual_stage) or self._rows.read[kind][virtual_stage]
-        return bool(row.is_present[m])
+        state = self._states.own[kind].get(virtual_stage) or self._states.read[kind][virtual_stage]
+        return bool(state.is_available[m])
 
     def absent_inputs(self, task: Task) -> tuple[Task, ...]:
         """The inputs of ``task`` that are not here."""
         needed = self._graph.inputs(task)
-        if self._rows.own[task.kind][task.virtual_stage].is_ordered and task.microbatch:
+        if self._states.of(task).is_ordered and task.microbatch:
             needed = (*needed, task._replace(microbatch=task.microbatch - 1))
-        return tuple(producer for producer in needed if not self.is_present(producer))
+        return tuple(producer for producer in needed if not self.is_available(producer))
 
-    def _supply(self, rows: Sequence[Row], microbatch: int) -> None:
-        """One more input of ``microbatch`` is there for each row."""
-        for row in rows:
-            left = row.missing[microbatch] - 1
-            row.missing[microbatch] = left
+    def _supply(self, states: Sequence[TaskState], microbatch: int) -> None:
+        """One more input of ``microbatch`` is there for each of ``states``."""
+        for state in states:
+            left = state.missing[microbatch] - 1
+            state.missing[microbatch] = left
             if left:
                 continue
-            if row.unreported and row.unreported[microbatch]:
+            if state.unreported and state.unreported[microbatch]:
                 self.num_unreported += 1
             else:
-                self._ready.add(row, microbatch)
+                self._ready.add(state, microbatch)

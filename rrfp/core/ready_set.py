@@ -11,8 +11,8 @@ from operator import itemgetter
 from typing import Literal
 
 from rrfp.core.admission import Admission
-from rrfp.core.drain_order import ServiceOrder
-from rrfp.core.task_state import Row, Rows
+from rrfp.core.drain_order import DrainOrder
+from rrfp.core.task_state import TaskState, TaskStates
 from rrfp.core.tasks import B, F, Kind, Task, W
 
 #: "deeper": forwards of the deeper chunk first. "paper": Algorithm 1's order, the shallower chunk first.
@@ -22,55 +22,57 @@ ChunkOrder = Literal["deeper", "paper"]
 class ReadySet:
     """Tasks of one stage whose inputs are all present; a forward counts as ready only if admission allows it.
 
-    Hints read it: ``head``, ``first``, iteration (F, B, W; deeper chunk first; then by rank), ``in``, ``bool``. Only
-    the core adds and removes. Microbatches of one kind and chunk rank by number unless a hint orders them otherwise.
+    Hints read it: ``head``, ``first``, iteration (F, B, W; deeper chunk first; then by priority), ``in``, ``bool``.
+    Only the core adds and removes. Of one kind and chunk the lower microbatch has priority, unless a hint orders them
+    otherwise.
 
     Args:
-        rows: the rows of this stage.
+        states: of the tasks of this stage.
         virtual_stages: the stage's virtual stages in chunk order.
         admission: gates forwards.
         microbatches: M.
-        service: what a full stage serves next, under the paper's admission rule; None under any other.
+        drain_order: what a full stage runs next, under the paper's admission rule; None under any other.
     """
 
     __slots__ = (
         "_admission",
         "_deeper_first",
+        "_drain_order",
         "_free_kinds",
         "_next_forward",
         "_num_forwards",
         "_num_others",
         "_order",
+        "_position_of",
         "_queues",
-        "_rank_of",
-        "_rows",
-        "_service",
         "_started",
+        "_states",
     )
 
     def __init__(
         self,
-        rows: Rows,
+        states: TaskStates,
         virtual_stages: Sequence[int],
         admission: Admission,
         microbatches: int,
-        service: ServiceOrder | None,
+        drain_order: DrainOrder | None,
     ) -> None:
-        self._rows = rows.own
+        self._states = states.own
         self._deeper_first = tuple(reversed(range(len(virtual_stages))))
         self._admission = admission
-        self._service = service
-        #: Kinds that nothing ever keeps out: backwards and weight tasks, unless a full stage serves in order.
-        self._free_kinds = frozenset[Kind]() if admission.serves_in_order else frozenset({B, W})
-        #: Microbatches by rank, and ranks by microbatch.
+        self._drain_order = drain_order
+        #: Kinds that are never blocked: backwards and weight tasks, unless a full stage drains in order.
+        self._free_kinds = frozenset[Kind]() if admission.drains_in_order else frozenset({B, W})
+        #: Microbatches in the order of their priority, and the position of each in it.
         self._order: Sequence[int] = range(microbatches)
-        self._rank_of: Sequence[int] = range(microbatches)
-        #: By kind and chunk, the queues of the rows; and how many tasks they hold.
+        self._position_of: Sequence[int] = range(microbatches)
+        #: By kind and chunk, the queues of ready tasks; and how many tasks they hold.
         self._queues: dict[Kind, list[list[tuple[int, Task]]]] = {
-            kind: [rows.own[kind][v].queue if v in rows.own[kind] else [] for v in virtual_stages] for kind in Kind
+            kind: [states.own[kind][v].queue if v in states.own[kind] else [] for v in virtual_stages] for kind in Kind
         }
         self._num_forwards = self._num_others = 0
-        # For the reserve rule: per chunk, the lowest microbatch not yet forwarded and the started ones above it.
+        # For the reserve rule: by chunk, the lowest microbatch not yet forwarded and the started ones above it, since a
+        # hint may start microbatches in any order.
         self._next_forward = [0] * len(virtual_stages)
         self._started: list[set[int]] = [set() for _ in virtual_stages]
 
@@ -80,7 +82,7 @@ class ReadySet:
         return len(self._deeper_first)
 
     def head(self, kind: Kind, chunk: int) -> Task | None:
-        """The best-ranked ready microbatch of ``kind`` on local ``chunk``, or None."""
+        """The highest-priority ready microbatch of ``kind`` on local ``chunk``, or None."""
         queue = self._queues[kind][chunk]
         if not queue:
             return None
@@ -90,19 +92,19 @@ class ReadySet:
         return self._let_in_before(task, chunk)
 
     def _let_in_before(self, head: Task, chunk: int) -> Task | None:
-        """What may run of the kind and chunk of ``head``, which itself is kept out."""
-        if self._admission.is_serving:
+        """What may run of the kind and chunk of ``head``, which itself is blocked."""
+        if self._admission.is_draining:
             due = self._due()
             is_here = due is not None and due.kind is head.kind and due.virtual_stage == head.virtual_stage
             return due if is_here and due in self else None
         if not self._admission.reserve:
             return None
-        # Under the reserve rule the lowest microbatch may be let in where a better-ranked one is kept out.
+        # Under the reserve rule the lowest microbatch may start where one of higher priority is blocked.
         lowest = Task(F, self._next_forward[chunk], head.virtual_stage)
         return lowest if lowest in self else None
 
     def first(self, kind: Kind, chunk_order: ChunkOrder = "deeper") -> Task | None:
-        """The best-ranked ready task of ``kind``: deeper chunk first, then the microbatch of the best rank.
+        """The highest-priority ready task of ``kind``: deeper chunk first, then its `head`.
 
         Args:
             kind: F, B or W.
@@ -115,7 +117,7 @@ class ReadySet:
         return None
 
     def heads(self) -> Iterator[Task]:
-        """The best-ranked ready microbatch of each kind and chunk that has one."""
+        """The highest-priority ready microbatch of each kind and chunk that has one."""
         for kind in Kind:
             for chunk in self._deeper_first:
                 if (task := self.head(kind, chunk)) is not None:
@@ -124,10 +126,12 @@ class ReadySet:
     def __contains__(self, task: object) -> bool:
         if not isinstance(task, Task):
             return False
-        row = self._rows[task.kind].get(task.virtual_stage)
-        if row is None or not row.queue or (row.queue[0][1] is not task and self._place(row.queue, task) is None):
+        state = self._states[task.kind].get(task.virtual_stage)
+        if state is None or not (queue := state.queue):
             return False
-        return task.kind in self._free_kinds or self._admits(task, row.chunk)
+        if queue[0][1] is not task and self._index(queue, task) is None:
+            return False
+        return task.kind in self._free_kinds or self._admits(task, state.chunk)
 
     def __iter__(self) -> Iterator[Task]:
         for task, chunk in self._queued():
@@ -138,20 +142,20 @@ class ReadySet:
         return sum(1 for _ in self)
 
     def __bool__(self) -> bool:
-        if self._admission.is_serving:
+        if self._admission.is_draining:
             return self.holds_any and next(self.heads(), None) is not None
         return self._num_others > 0 or (self._num_forwards > 0 and self.first(F) is not None)
 
     @property
     def holds_any(self) -> bool:
-        """Whether any task has all its inputs, kept out by memory or not."""
+        """Whether any task has all its inputs, blocked by the memory limit or not."""
         return self._num_forwards + self._num_others > 0
 
     def __repr__(self) -> str:
         return f"ReadySet({' '.join(map(str, self))})"
 
-    def rank_by(self, order: Sequence[int]) -> None:
-        """Rank the microbatches of one kind and chunk in this order. For the core only.
+    def order_by(self, order: Sequence[int]) -> None:
+        """Give the microbatches of one kind and chunk priority in this order. For the core only.
 
         Raises:
             ValueError: unless every microbatch occurs once.
@@ -159,38 +163,39 @@ class ReadySet:
         if sorted(order) != list(range(len(self._order))):
             raise ValueError(f"must hold every microbatch of 0..{len(self._order) - 1} once")
         self._order = list(order)
-        self._rank_of = sorted(range(len(order)), key=self._order.__getitem__)
+        self._position_of = sorted(range(len(order)), key=self._order.__getitem__)
         for queues in self._queues.values():
             for queue in queues:
-                queue[:] = sorted((self._rank_of[task.microbatch], task) for _, task in queue)
+                queue[:] = sorted((self._position_of[task.microbatch], task) for _, task in queue)
 
-    def add(self, row: Row, microbatch: int) -> None:
+    def add(self, state: TaskState, microbatch: int) -> None:
         """All inputs of the task are present. For the core only."""
-        insort(row.queue, (self._rank_of[microbatch], Task(row.kind, microbatch, row.virtual_stage)))
-        if row.kind is F:
+        insort(state.queue, (self._position_of[microbatch], Task(state.kind, microbatch, state.virtual_stage)))
+        if state.kind is F:
             self._num_forwards += 1
         else:
             self._num_others += 1
 
-    def remove(self, row: Row, task: Task) -> bool:
-        """``task``, one of ``row``, was enqueued. For the core only. False if its inputs were not all present."""
-        queue = row.queue
-        place = 0 if queue and queue[0][1] is task else self._place(queue, task)
-        if place is None:
+    def remove(self, state: TaskState, task: Task) -> bool:
+        """``task``, one of ``state``, was enqueued. For the core only. False if its inputs were not all present."""
+        queue = state.queue
+        # Hints return a head as a rule, the very object: that saves the search.
+        index = 0 if queue and queue[0][1] is task else self._index(queue, task)
+        if index is None:
             return False
-        del queue[place]
-        if self._service is not None:
-            self._service.note(task)
-        if row.kind is F:
+        del queue[index]
+        if self._drain_order is not None:
+            self._drain_order.note(task)
+        if state.kind is F:
             self._num_forwards -= 1
             if self._admission.reserve:
-                self._note_forward(row.chunk, task.microbatch)
+                self._note_forward(state.chunk, task.microbatch)
         else:
             self._num_others -= 1
         return True
 
     def gated(self) -> Iterator[Task]:
-        """Tasks whose inputs are present and which memory keeps out."""
+        """Tasks whose inputs are present and which the memory limit blocks."""
         for task, chunk in self._queued():
             if not self._admits(task, chunk):
                 yield task
@@ -202,25 +207,25 @@ class ReadySet:
                 for _, task in self._queues[kind][chunk]:
                     yield task, chunk
 
-    def _place(self, queue: list[tuple[int, Task]], task: Task) -> int | None:
-        """Where the queue of its row has ``task``."""
-        if not 0 <= task.microbatch < len(self._rank_of):
+    def _index(self, queue: list[tuple[int, Task]], task: Task) -> int | None:
+        """The position of ``task`` in ``queue``, or None."""
+        if not 0 <= task.microbatch < len(self._position_of):
             return None
-        rank = self._rank_of[task.microbatch]
-        at = bisect_left(queue, rank, key=itemgetter(0))
-        return at if at < len(queue) and queue[at][0] == rank else None
+        position = self._position_of[task.microbatch]
+        at = bisect_left(queue, position, key=itemgetter(0))
+        return at if at < len(queue) and queue[at][0] == position else None
 
     def _admits(self, task: Task, chunk: int) -> bool:
         admission = self._admission
-        if admission.is_serving:
+        if admission.is_draining:
             return task == self._due()
         if task.kind is not F or admission.held < admission.roomy_below:
             return True
         return admission.allows(chunk, task.microbatch, self._next_forward[chunk])
 
     def _due(self) -> Task | None:
-        """What a full stage serves next."""
-        return None if self._service is None else self._service.due()
+        """What a full stage runs next."""
+        return None if self._drain_order is None else self._drain_order.due()
 
     def _note_forward(self, chunk: int, microbatch: int) -> None:
         started = self._started[chunk]

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 @dataclass_transform(frozen_default=True)
-def value(cls: type[T]) -> type[T]:
+def record(cls: type[T]) -> type[T]:
     """Make ``cls`` a dataclass with slots, compared and hashed by its fields, which nobody may assign to afterwards.
 
     Returns:

@@ -34,7 +34,8 @@ from rrfp.core.usage import Holding, Peaks, WaitCause
 from rrfp.core.view import StageView
 from rrfp.errors import ConfigError, HintError, ProtocolError
 
-#: What a peer may send one step ahead. A `Consumed` cannot be: it answers an output of the step that it names.
+#: What a peer may send one step ahead, and no more: ranks exchange reports at the end of a step, so a peer may have
+#: opened the next one while this rank's caller has not. A `Consumed` cannot be: it answers an output of its own step.
 _Early = ev.Arrived | ev.ReadyReported | ev.Ordered
 _FromPeer = _Early | ev.Consumed
 #: What happens on this rank in the course of a step.
@@ -47,7 +48,7 @@ class StageCore:
     Args:
         graph: the dependency graph of the whole pipeline.
         stage: this stage.
-        hint: ranks ready tasks; one instance a stage. A follower's is neither asked nor told anything.
+        hint: chooses among ready tasks; one instance a stage. A follower's is never called.
         limit: how much this stage may hold.
         group: this rank's tensor-parallel group.
         in_order: (kind, virtual stage) pairs that run in microbatch order, those of all stages.
@@ -120,6 +121,11 @@ class StageCore:
     # What the shell may ask.
 
     @property
+    def step(self) -> Step | None:
+        """The current, or last, step; None before the first. For `rrfp.core.waiting`, which only reads it."""
+        return self._step
+
+    @property
     def view(self) -> StageView:
         """The read-only view of the current step."""
         assert self._view is not None, "no step was opened"
@@ -150,29 +156,12 @@ class StageCore:
         """Why there is nothing to decide."""
         return WaitCause.DRAINED if self._step is None else self._step.wait_cause()
 
-    def awaited(self, most: int = 8) -> list[tuple[Task, tuple[Task, ...]]]:
-        """Tasks that were not enqueued, each with its absent inputs; see `rrfp.core.step.Step.awaited`."""
-        return [] if self._step is None else self._step.awaited(most)
-
-    def unreported(self, task: Task) -> tuple[int, ...]:
-        """Leader of a group: its followers that have not reported what ``task`` needs from other stages."""
-        return () if self._step is None else self._step.group.unreported(task)
-
-    def is_ordered(self, task: Task) -> bool:
-        """Follower: whether ``task`` is in the log and was not enqueued."""
-        return self._step is not None and task in self._step.group.pending()
-
-    def unconsumed(self) -> list[tuple[Task, tuple[int, ...]]]:
-        """Forward only: sent outputs, each with the peers whose `Consumed` is missing, lowest microbatch first."""
-        owed = [] if self._step is None else self._step.outputs.unconsumed()
-        return sorted(owed, key=lambda entry: entry[0].microbatch)
-
     # Events.
 
     def _on_own(self, event: _Own) -> Instructions:
         step = self._step
         if step is None or step.finished:
-            raise ProtocolError(f"stage {self.stage} was told of a task outside any step")
+            raise ProtocolError(f"stage {self.stage} received an event of a task outside any step")
         instructions = HANDLERS[type(event)](step, event)
         if self._observe is not None:
             self._observe(event)
@@ -250,24 +239,24 @@ class StageCore:
         view = StageView(self.graph, self.stage, step, self._durations)
         if not self.group.follows:
             self.hint.open_step(view)
-            self._rank_microbatches(step, view)
+            self._order_microbatches(step, view)
         # Only now: in a step that its hint refused nothing is decided.
         self._step, self._view, self._next_step = step, view, self._next_step + 1
 
     def _limit_in(self, mode: Mode) -> Limit:
         """What bounds a step of ``mode`` on this rank."""
-        # Serving bounds D only where what is served frees memory; forward only, that is up to the successors.
+        # Draining bounds D only where what is drained frees memory; forward only, that is up to the successors.
         limit = replace(self.limit, rule="staircase") if mode is Mode.FORWARD else self.limit
         # A follower's bytes count on its leader.
         return replace(limit, bytes=None) if self.group.follows else limit
 
-    def _rank_microbatches(self, step: Step, view: StageView) -> None:
+    def _order_microbatches(self, step: Step, view: StageView) -> None:
         order = self.hint.microbatch_order(view)
         # Where an order is forced, a microbatch started early only holds memory until the lower ones are through.
         if order is None or self._in_order:
             return
         try:
-            step.ready.rank_by(order)
+            step.ready.order_by(order)
         except (TypeError, ValueError) as error:
             raise HintError(f"hint {type(self.hint).__name__} orders microbatches wrongly: {error}") from None
 

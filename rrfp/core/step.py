@@ -1,25 +1,68 @@
 """One step of one stage: takes in the events of that step. Knows nothing of other steps, hints or decisions.
 
-An event that contradicts the state raises `ProtocolError`.
+A task of this stage goes through five states, and never back:
+
+    waiting ------------> present -----------> ready ------------> in flight ------------> done
+          last input, and        admission           Enqueued               Completed
+          last report            lets it start
+
+Only *ready* is not stored: admission changes with every slot, so the ready set asks it anew at each decision, and a
+task may be ready now, blocked after the next event, and ready again. The other states are counters and queues, kept by
+kind and virtual stage (`rrfp.core.task_state`), so that an event costs the same in a step of any size.
+
+    event          refused unless                      effect                                instructions
+    Arrived        read here, the first time, in turn  readers here lack one input fewer     follower: ReportReady
+    ReadyReported  leader awaits it, the first time    the task lacks one report fewer
+    Ordered        follower, the next log entry        readers here lack one input fewer
+    Enqueued       ready (follower: next in its log)   F takes a slot, the last kind frees   leader: Order
+                                                       it; readers lack one input fewer
+    Completed      the oldest in flight                bytes are counted; its output gets    Send to each peer; Release
+                                                       users, its inputs lose one            and Credit of inputs; after
+                                                                                             the last task ReduceChunk
+    SendReleased   that send is on its way             the output loses a user               after the last Release
+    Consumed       forward only, that peer owes it     the last one frees slot and bytes
+    HeldReported   leader, ordered, the first time     bytes of a follower are counted
+    ChunkReduced   its tasks are done, the first time  its gradients are final
+
+FinishStep follows the event after which all tasks are done, chunks reduced, sends released and outputs consumed.
+
+Rules behind the table:
+
+1. Inside the rank a task counts as done once it is *enqueued*, outside once it has *completed*. A lane runs tasks in
+   order, so a reader may be enqueued behind its producer while that still runs; otherwise a device would idle between
+   any two tasks. Slots pass on at the same moment for the same reason. But a tensor may leave the rank, and its bytes
+   are known, only after the task has really ended.
+2. On a follower a task counts as done inside as soon as it is *ordered*: whatever comes later in the log runs later.
+   Its own limit still blocks a forward until a slot is free, so that D keeps its bound on every rank.
+3. An output lives until its last user is done: readers here on other virtual stages, and sends. Its own virtual stage
+   is none: what B needs of F there belongs to the program, and counts as held bytes instead of as an output.
+4. Nothing arrives twice or out of turn without `ProtocolError`, which aborts the pipeline: a gradient that is summed
+   twice would give a wrong model without a word.
+5. Instructions come in the order in which they help others: sends before releases, the reduction of a chunk after its
+   last send, FinishStep last.
+
+Rejected: to count a task as done inside once it has completed (simpler, but a lane then holds one task at a time); and
+an object for each task (a simulated step of 64 stages and 1,024 microbatches has 131,072, and the garbage collector
+would walk over all of them).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from itertools import chain, islice
 from typing import Any
 
 from rrfp.core import events as ev
 from rrfp.core.admission import Admission
-from rrfp.core.drain_order import ServiceOrder
+from rrfp.core.drain_order import DrainOrder
 from rrfp.core.durations import MeanDurations
 from rrfp.core.graph import Graph
 from rrfp.core.group_step import GroupStep
+from rrfp.core.held_bytes import Owner
 from rrfp.core.order_log import Group
 from rrfp.core.outputs import Outputs
 from rrfp.core.readiness import ForcedOrder, Readiness
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.task_state import Row, Rows, Uses
+from rrfp.core.task_state import RefCounts, TaskState, TaskStates
 from rrfp.core.tasks import F, Kind, Mode, StepId, Task
 from rrfp.core.usage import Holding, Peaks, WaitCause
 from rrfp.errors import ProtocolError
@@ -56,22 +99,23 @@ class Step:
         mode, count = step_id.mode, step_id.microbatches
         virtual_stages = graph.placement.virtual_stages(stage)
         self.id = step_id
-        self.rows = Rows(graph, stage, count, mode)
+        self.states = TaskStates(graph, stage, count, mode)
         self.admission = admission
+        self._bytes = admission.bytes
         self.sizes = sizes
-        service = None
-        if admission.serves_in_order:
-            service = ServiceOrder(virtual_stages, [graph.kinds(v, mode) for v in virtual_stages], count)
-        self.ready = ReadySet(self.rows, virtual_stages, admission, count, service)
+        drain_order = None
+        if admission.drains_in_order:
+            drain_order = DrainOrder(virtual_stages, [graph.kinds(v, mode) for v in virtual_stages], count)
+        self.ready = ReadySet(self.states, virtual_stages, admission, count, drain_order)
         self.readiness = Readiness(
-            graph, self.rows, self.ready, count, in_order=in_order, followers=group.num_followers
+            graph, self.states, self.ready, count, in_order=in_order, followers=group.num_followers
         )
-        self.outputs = Outputs(self.rows, stage, mode)
+        self.outputs = Outputs(self.states, stage, mode)
         self.group = GroupStep(
             group,
             step_id,
             stage,
-            rows=self.rows,
+            states=self.states,
             readiness=self.readiness,
             ready=self.ready,
             admission=admission,
@@ -104,9 +148,7 @@ class Step:
     def peaks(self) -> Peaks:
         """The peaks so far."""
         outputs = self.outputs
-        return Peaks(
-            self.admission.peak_held, self.admission.peak_bytes, outputs.peak_received, outputs.peak_received_bytes
-        )
+        return Peaks(self.admission.peak_held, self._bytes.peak, outputs.peak_received, outputs.peak_received_bytes)
 
     @property
     def holding(self) -> Holding:
@@ -114,7 +156,7 @@ class Step:
         outputs, held = self.outputs, self.admission.held
         if self.in_flight:
             held += sum(map(self._gives_back, self.in_flight)) - sum(task.kind is F for task in self.in_flight[1:])
-        return Holding(held, self.admission.held_bytes, outputs.received, outputs.received_bytes)
+        return Holding(held, self._bytes.own, outputs.received, outputs.received_bytes)
 
     def wait_cause(self) -> WaitCause:
         """Why there is nothing to decide."""
@@ -124,29 +166,15 @@ class Step:
             return cause
         return WaitCause.MEMORY if self.ready.holds_any and not self.ready else WaitCause.INPUT
 
-    def awaited(self, most: int = 8) -> list[tuple[Task, tuple[Task, ...]]]:
-        """Tasks that were not enqueued, each with its absent inputs: at most ``most``, lowest microbatch first.
-
-        On a follower those come first that were ordered, in that order.
-        """
-        if self.num_enqueued == self.num_tasks:
-            return []
-        tasks = self._graph.tasks(self._stage, self.id.microbatches, self.id.mode)
-        unstarted = (task for task in tasks if not self.readiness.is_present(task))
-        waiting = sorted(unstarted, key=lambda task: (task.microbatch, task.kind is not Kind.F))
-        return [
-            (task, self.readiness.absent_inputs(task)) for task in islice(chain(self.group.pending(), waiting), most)
-        ]
-
     def _on_arrived(self, event: ev.Arrived) -> Instructions:
         kind, m, virtual_stage = event.task
-        source = self.rows.read[kind].get(virtual_stage)
-        if source is None or not 0 <= m < self.id.microbatches or source.is_present[m]:
+        source = self.states.read[kind].get(virtual_stage)
+        if source is None or not 0 <= m < self.id.microbatches or source.is_available[m]:
             raise self._unexpected(event.task)
         if event.sequence is not None:
             self._check_sequence(event, event.sequence)
         if event.consumed is not None:  # the forward and the backward channel may overtake each other
-            peer = source.uses.stage
+            peer = source.refs.stage
             before = self.consumed_by.get(peer, 0)
             self.consumed_by[peer] = event.consumed if event.consumed > before else before
         self.outputs.receive(source, m, event.num_bytes)
@@ -154,7 +182,7 @@ class Step:
         return tuple(map(ev.ReportReady, self.readiness.supplied_by(source, m))) if self._follows else ()
 
     def _unexpected(self, producer: Task) -> ProtocolError:
-        if self.rows.reads(producer):
+        if self.states.reads(producer):
             return ProtocolError(f"{producer} arrived twice on stage {self._stage} in {self.id}")
         return ProtocolError(f"{producer} arrived, which nothing on stage {self._stage} reads in {self.id}")
 
@@ -173,25 +201,25 @@ class Step:
         task = event.task
         instructions = self.group.enqueue(task)
         kind, m, virtual_stage = task
-        row = self.rows.own[kind].get(virtual_stage)
-        if row is None or not self.ready.remove(row, task):
+        state = self.states.own[kind].get(virtual_stage)
+        if state is None or not self.ready.remove(state, task):
             raise ProtocolError(f"{task} was enqueued on stage {self._stage} without its inputs, or twice")
         self.last_kind = kind
         self.num_enqueued += 1
-        self.enqueued[kind][row.chunk] += 1
+        self.enqueued[kind][state.chunk] += 1
         self.in_flight.append(task)
         if kind is F:
-            self.admission.take(row.chunk, m)
-        if row.frees_memory and self._is_training:
-            self.admission.give_back()
-        self.outputs.start_reading(row, m)
+            self.admission.acquire(state.chunk, m)
+        if state.frees_memory and self._is_training:
+            self.admission.release_slot()
+        self.outputs.start_reading(state, m)
         if not self._follows:  # or what depends on it was released when it was ordered
-            self.readiness.enqueue(row, m)
+            self.readiness.enqueue(state, m)
         return instructions
 
     def _gives_back(self, task: Task) -> bool:
         """Whether ``task`` gives its microbatch's slot back."""
-        return self._is_training and self.rows.own[task.kind][task.virtual_stage].frees_memory
+        return self._is_training and self.states.of(task).frees_memory
 
     def _on_completed(self, event: ev.Completed) -> Instructions:
         task = event.task
@@ -200,15 +228,15 @@ class Step:
             raise ProtocolError(f"{task} completed on stage {self._stage}, where the lane is at {due}")
         del self.in_flight[0]
         kind, m, virtual_stage = task
-        row, outputs = self.rows.own[kind][virtual_stage], self.outputs
-        self._durations.add(kind, row.chunk, event.seconds)
-        outputs.produce(row, task)
+        state, outputs = self.states.own[kind][virtual_stage], self.outputs
+        self._durations.add(kind, state.chunk, event.seconds)
+        outputs.produce(state, task)
         consumed_of = outputs.consumed_of
-        instructions: list[ev.Instruction] = [ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in row.peers]
-        self._settle_memory(row, task, event.held, event.output)
-        if (event.output or self._leads) and (row.peers or row.num_readers):
-            self.admission.keep_output(task, event.output)
-        for source in row.sources:
+        instructions: list[ev.Instruction] = [ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in state.peers]
+        self._settle_memory(state, task, event.held, event.output)
+        if (event.output or self._leads) and (state.peers or state.num_readers):
+            self._bytes.keep_output(task, event.output)
+        for source in state.sources:
             was_last = outputs.end_use(source, m)
             if was_last:
                 instructions.append(self._release(Task(source.kind, m, source.virtual_stage)))
@@ -219,7 +247,7 @@ class Step:
             instructions.append(ev.ReduceChunk(virtual_stage))
         return self._and_finish(instructions)
 
-    def _stop_using(self, source: Uses, microbatch: int, was_last: bool) -> Instructions:
+    def _stop_using(self, source: RefCounts, microbatch: int, was_last: bool) -> Instructions:
         """Forward only: a task here is done with an output; the last one to use it says so where that was produced."""
         producer = Task(source.kind, microbatch, source.virtual_stage)
         if source.stage == self._stage:
@@ -228,21 +256,18 @@ class Step:
             return (ev.Credit(source.stage, producer),)
         return ()
 
-    def _settle_memory(self, row: Row, task: Task, held: int, output: int) -> None:
-        self.admission.complete(row.kind, row.chunk, task.microbatch, held, output)
-        if row.frees_memory and self._is_training:
-            self.admission.free(row.chunk, task.microbatch)
-            return
-        self.admission.hold(row.chunk, task.microbatch, held)
+    def _settle_memory(self, state: TaskState, task: Task, held: int, output: int) -> None:
+        owner = (state.chunk, task.microbatch)
+        self.admission.complete(state.kind, owner, held, output, is_last=state.frees_memory and self._is_training)
         if not self._is_training and not self.outputs.is_awaited(task):
-            self._free(row, task.microbatch)
+            self._free(owner)
 
     def _on_send_released(self, event: ev.SendReleased) -> Instructions:
         was_last = self.outputs.release_send(event.task, event.peer)
         return self._and_finish([self._release(event.task)] if was_last else [])
 
     def _release(self, producer: Task) -> ev.Instruction:
-        self.admission.drop_output(producer)
+        self._bytes.drop(producer)
         return ev.Release(producer)
 
     def _on_consumed(self, event: ev.Consumed) -> Instructions:
@@ -252,23 +277,11 @@ class Step:
     def _consume(self, producer: Task, peer: int) -> None:
         """Forward only: ``peer`` is done with ``producer``'s output; the last to say so frees the slot."""
         if self.outputs.consume(producer, peer):
-            self._free(self.rows.own[F][producer.virtual_stage], producer.microbatch)
+            self._free((self.states.own[F][producer.virtual_stage].chunk, producer.microbatch))
 
-    def _free(self, row: Row, microbatch: int) -> None:
-        self.admission.give_back()
-        self.admission.free(row.chunk, microbatch)
-
-    def _on_ready_reported(self, event: ev.ReadyReported) -> Instructions:
-        self.group.report(event)
-        return ()
-
-    def _on_ordered(self, event: ev.Ordered) -> Instructions:
-        self.group.order(event)
-        return ()
-
-    def _on_held_reported(self, event: ev.HeldReported) -> Instructions:
-        self.group.hold(event)
-        return ()
+    def _free(self, owner: Owner) -> None:
+        self.admission.release_slot()
+        self.admission.free(owner)
 
     def _on_chunk_reduced(self, event: ev.ChunkReduced) -> Instructions:
         virtual_stage = event.virtual_stage
@@ -285,15 +298,15 @@ class Step:
         return tuple(instructions)
 
 
-#: What takes in each kind of event of a step.
+#: The table of events; see the module's docstring.
 HANDLERS: dict[type, Callable[[Step, Any], Instructions]] = {
     ev.Arrived: Step._on_arrived,
     ev.Enqueued: Step._on_enqueued,
     ev.Completed: Step._on_completed,
     ev.SendReleased: Step._on_send_released,
     ev.Consumed: Step._on_consumed,
-    ev.ReadyReported: Step._on_ready_reported,
-    ev.Ordered: Step._on_ordered,
-    ev.HeldReported: Step._on_held_reported,
+    ev.ReadyReported: lambda step, event: step.group.report(event),
+    ev.Ordered: lambda step, event: step.group.order(event),
+    ev.HeldReported: lambda step, event: step.group.hold(event),
     ev.ChunkReduced: Step._on_chunk_reduced,
 }

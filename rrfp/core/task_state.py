@@ -1,9 +1,9 @@
-"""Rows: the state of one stage in one step, laid out by kind and virtual stage.
+"""The state of all tasks of one stage in one step, laid out by kind and virtual stage.
 
-A *row* is all microbatches of one kind on one virtual stage. It knows what it is wired to (which rows read it here,
-what it reads, which stages its outputs go to) and keeps a few counters a microbatch. So an event costs one look-up and
-some array entries, however many tasks there are. What the counters mean is up to their owners: `rrfp.core.readiness`,
-`rrfp.core.outputs` and `rrfp.core.ready_set`.
+One `TaskState` holds all microbatches of one kind on one virtual stage. It knows its wiring (which others read its
+outputs here, what it reads, which stages its outputs go to) and keeps a few counters for each microbatch. So an event
+costs one look-up and some array entries, however many tasks there are. Each field has one writer: `TaskStates`, which
+wires it up, or one of `rrfp.core.readiness`, `rrfp.core.outputs` and `rrfp.core.ready_set`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def counters(count: int, start: int, *, most: int) -> Counters:
     return bytearray([start]) * count if most < 256 else [start] * count
 
 
-class Uses:
-    """Who still uses the outputs of one row.
+class RefCounts:
+    """How often the outputs of one `TaskState` are still used. Written by `Outputs`.
 
     Args:
-        kind: of the row.
-        virtual_stage: of the row.
+        kind: of the tasks.
+        virtual_stage: of the tasks.
         stage: where that runs.
         microbatches: M.
         most: uses that an output can have.
@@ -44,7 +44,7 @@ class Uses:
         self.unread = counters(microbatches, 0, most=most)
 
 
-class Row:
+class TaskState:
     """All microbatches of one kind on one virtual stage: tasks of this stage, or outputs of others that it reads.
 
     Args:
@@ -52,14 +52,14 @@ class Row:
         virtual_stage: which virtual stage.
         stage: where that runs.
         microbatches: M.
-        most_uses: uses that an output can have.
+        most_refs: uses that an output can have.
     """
 
     __slots__ = (
         "chunk",
         "frees_memory",
+        "is_available",
         "is_ordered",
-        "is_present",
         "kind",
         "missing",
         "missing_remote",
@@ -68,50 +68,55 @@ class Row:
         "peers",
         "queue",
         "readers",
+        "refs",
         "sending",
         "sources",
         "unreported",
-        "uses",
         "virtual_stage",
     )
 
-    def __init__(self, kind: Kind, virtual_stage: int, stage: int, microbatches: int, most_uses: int) -> None:
+    def __init__(self, kind: Kind, virtual_stage: int, stage: int, microbatches: int, most_refs: int) -> None:
+        # Wiring, fixed once it is made.
         self.kind = kind
         self.virtual_stage = virtual_stage
-        #: Rows of this stage that read its outputs; how many of them are of another virtual stage.
-        self.readers: list[Row] = []
+        #: Those of this stage that read its outputs; how many of them are of another virtual stage.
+        self.readers: list[TaskState] = []
         self.num_readers = 0
-        #: Readiness, by microbatch: whether the output is at hand, since it arrived or was enqueued here.
-        self.is_present = bytearray(microbatches)
-        self.uses = Uses(kind, virtual_stage, stage, microbatches, most_uses)
-        # The rest is for rows that run on this stage.
+        #: The rest of the wiring is of tasks that run on this stage. The local chunk.
         self.chunk = -1
-        #: What its tasks read of other virtual stages; how much of it runs on other stages. Not the rows themselves:
-        #: without cycles a step is freed as soon as it is dropped.
-        self.sources: list[Uses] = []
+        #: What its tasks read of other virtual stages; how much of it runs on other stages. Only the counts: without
+        #: cycles a step is freed as soon as it is dropped.
+        self.sources: list[RefCounts] = []
         self.num_remote = 0
-        #: Stages that its outputs go to; for each, the microbatches whose memory the send still reads.
+        #: Stages that its outputs go to.
         self.peers: tuple[int, ...] = ()
-        self.sending: dict[int, set[int]] = {}
         #: Training: whether a microbatch holds nothing on the virtual stage after this kind.
         self.frees_memory = False
+        # Written by `Readiness`.
+        #: By microbatch: whether the output is at hand, since it arrived or was enqueued here.
+        self.is_available = bytearray(microbatches)
         #: Whether its tasks are enqueued in microbatch order.
         self.is_ordered = False
-        #: Readiness, by microbatch: inputs missing; those of them from other stages; on the leader of a group,
-        #: followers that have not reported theirs (empty where nobody has to).
+        #: By microbatch: inputs missing; those of them from other stages; on the leader of a group, followers that have
+        #: not reported theirs (empty where nobody has to).
         self.missing: Counters = bytearray()
         self.missing_remote: Counters = bytearray()
         self.unreported: Counters = bytearray()
-        #: Ready set: its tasks whose inputs are all there, each behind its rank, the best rank first.
+        # Written by `ReadySet`.
+        #: Its tasks whose inputs are all there, each behind its position; highest priority first.
         self.queue: list[tuple[int, Task]] = []
+        # Written by `Outputs`.
+        self.refs = RefCounts(kind, virtual_stage, stage, microbatches, most_refs)
+        #: For each peer, the microbatches whose memory the send still reads.
+        self.sending: dict[int, set[int]] = {}
 
     def task(self, microbatch: int) -> Task:
         """The task of ``microbatch``."""
         return Task(self.kind, microbatch, self.virtual_stage)
 
 
-class Rows:
-    """Every row of one stage in one step, wired up.
+class TaskStates:
+    """Every `TaskState` of one stage in one step, wired up.
 
     Args:
         graph: the dependency graph.
@@ -125,24 +130,28 @@ class Rows:
         self._microbatches = microbatches
         self._mode = mode
         #: What runs here, and what runs elsewhere and is read here, by kind and virtual stage.
-        self.own: dict[Kind, dict[int, Row]] = {kind: {} for kind in Kind}
-        self.read: dict[Kind, dict[int, Row]] = {kind: {} for kind in Kind}
+        self.own: dict[Kind, dict[int, TaskState]] = {kind: {} for kind in Kind}
+        self.read: dict[Kind, dict[int, TaskState]] = {kind: {} for kind in Kind}
         for chunk, virtual_stage in enumerate(graph.placement.virtual_stages(stage)):
             for kind in graph.kinds(virtual_stage, mode):
-                row = self.own[kind][virtual_stage] = self._row(kind, virtual_stage)
-                row.chunk = chunk
-                row.frees_memory = kind is graph.last_kind(virtual_stage, Mode.TRAIN)
+                state = self.own[kind][virtual_stage] = self._state(kind, virtual_stage)
+                state.chunk = chunk
+                state.frees_memory = kind is graph.last_kind(virtual_stage, Mode.TRAIN)
                 consumers = graph.consumers(kind, virtual_stage, mode)
-                row.peers = tuple(sorted({graph.stage_of[v] for _, v in consumers} - {stage}))
-                row.sending = {peer: set() for peer in row.peers}
-        for row in self:
-            for task in graph.inputs(row.task(0)):
-                self._connect(self._source(task), row)
+                state.peers = tuple(sorted({graph.stage_of[v] for _, v in consumers} - {stage}))
+                state.sending = {peer: set() for peer in state.peers}
+        for state in self:
+            for task in graph.inputs(state.task(0)):
+                self._connect(self._source(task), state)
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[TaskState]:
         """What runs here."""
-        for rows in self.own.values():
-            yield from rows.values()
+        for states in self.own.values():
+            yield from states.values()
+
+    def of(self, task: Task) -> TaskState:
+        """The state that has ``task``, which runs on this stage."""
+        return self.own[task.kind][task.virtual_stage]
 
     def reads(self, producer: Task) -> bool:
         """Whether ``producer`` runs on another stage and some task here reads its output."""
@@ -152,20 +161,20 @@ class Rows:
         """Whether ``task`` runs on this stage in this step."""
         return task.virtual_stage in self.own[task.kind] and 0 <= task.microbatch < self._microbatches
 
-    def _source(self, task: Task) -> Row:
+    def _source(self, task: Task) -> TaskState:
         kind, _, virtual_stage = task
         source = self.own[kind].get(virtual_stage) or self.read[kind].get(virtual_stage)
         if source is None:
-            source = self.read[kind][virtual_stage] = self._row(kind, virtual_stage)
+            source = self.read[kind][virtual_stage] = self._state(kind, virtual_stage)
         return source
 
-    def _row(self, kind: Kind, virtual_stage: int) -> Row:
-        most_uses = len(self._graph.consumers(kind, virtual_stage, self._mode))
-        return Row(kind, virtual_stage, self._graph.stage_of[virtual_stage], self._microbatches, most_uses)
+    def _state(self, kind: Kind, virtual_stage: int) -> TaskState:
+        most_refs = len(self._graph.consumers(kind, virtual_stage, self._mode))
+        return TaskState(kind, virtual_stage, self._graph.stage_of[virtual_stage], self._microbatches, most_refs)
 
-    def _connect(self, source: Row, reader: Row) -> None:
+    def _connect(self, source: TaskState, reader: TaskState) -> None:
         source.readers.append(reader)
         if source.virtual_stage != reader.virtual_stage:
             source.num_readers += 1
-            reader.sources.append(source.uses)
-            reader.num_remote += source.uses.stage != reader.uses.stage
+            reader.sources.append(source.refs)
+            reader.num_remote += source.refs.stage != reader.refs.stage

@@ -1,4 +1,4 @@
-"""Where virtual stages live, and which place of the pipeline a process has."""
+"""Where virtual stages live, and where in the job a process is."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from rrfp.core.mesh import PIPELINE, Mesh, Place, check_sizes
 from rrfp.errors import ConfigError
 
 Layout = Literal["looped", "v"]
+
+#: Stands for the mesh with one rank a stage until the number of stages is known.
+_ONE_RANK_A_STAGE: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The place of this process in the job.
+    """Where in the job this process is.
 
     Attributes:
         stage: this process's stage, 0..stages-1.
@@ -75,10 +78,10 @@ class Topology:
         local_world_size: ranks on this host; equal to all of them when the whole job is on one host.
         replica: which copy of the pipeline this process belongs to.
         member: which rank of its group it is; 0 leads.
-        layout: how all ranks are laid out; by default one rank a stage.
+        mesh: how all ranks are laid out; by default one rank a stage.
 
     Raises:
-        ConfigError: if ``stage``, ``replica`` or ``member`` lies outside the layout.
+        ConfigError: if ``stage``, ``replica`` or ``member`` lies outside the mesh.
     """
 
     stage: int
@@ -88,36 +91,33 @@ class Topology:
     local_world_size: int | None = None
     replica: int = 0
     member: int = 0
-    layout: Mesh | None = None
+    mesh: Mesh = _ONE_RANK_A_STAGE
 
     def __post_init__(self) -> None:
         if self.stages < 1:
             raise ConfigError(f"stages is {self.stages}, must be at least 1")
-        if self.layout is not None and self.layout.stages != self.stages:
-            raise ConfigError(f"stages is {self.stages}, must be the layout's: {self.layout.stages}")
+        if self.mesh is _ONE_RANK_A_STAGE:
+            object.__setattr__(self, "mesh", Mesh(((PIPELINE, self.stages),)))
+        if self.mesh.stages != self.stages:
+            raise ConfigError(f"stages is {self.stages}, must be the mesh's: {self.mesh.stages}")
         for field, size in (("stage", self.stages), ("replica", self.replicas), ("member", self.members)):
             if not 0 <= getattr(self, field) < size:
                 raise ConfigError(f"{field} is {getattr(self, field)}, must be 0..{size - 1}")
 
     @property
-    def mesh(self) -> Mesh:
-        """How all ranks are laid out."""
-        return self.layout if self.layout is not None else Mesh(((PIPELINE, self.stages),))
-
-    @property
     def replicas(self) -> int:
         """Copies of the pipeline, which compute on other data."""
-        return 1 if self.layout is None else self.layout.replicas
+        return self.mesh.replicas
 
     @property
     def members(self) -> int:
         """Ranks of this process's group."""
-        return 1 if self.layout is None else self.layout.members
+        return self.mesh.members
 
     @property
     def world(self) -> int:
         """All ranks of the job."""
-        return self.stages if self.layout is None else self.layout.size
+        return self.mesh.size
 
     @property
     def rank(self) -> int:
@@ -137,31 +137,35 @@ class Topology:
 
     def rank_of(self, stage: int) -> int:
         """The rank of ``stage`` that this process exchanges tensors with: of the same replica, and the same member."""
-        return stage if self.layout is None else self.layout.rank(Place(stage, self.replica, self.member))
+        return stage if self._has_one_rank_a_stage else self.mesh.rank(Place(stage, self.replica, self.member))
 
     def place_of(self, rank: int) -> Place:
         """Where ``rank`` is."""
-        return Place(rank, 0, 0) if self.layout is None else self.layout.place(rank)
+        return Place(rank, 0, 0) if self._has_one_rank_a_stage else self.mesh.place(rank)
 
     def name_of(self, rank: int) -> str:
-        """How people call ``rank``."""
-        return f"stage {rank}" if self.layout is None else self.layout.name(rank)
+        """The display name of ``rank``."""
+        return self.mesh.name(rank)
 
     @property
     def name(self) -> str:
-        """How people call this rank."""
+        """The display name of this rank."""
         return self.name_of(self.rank)
 
     @property
+    def _has_one_rank_a_stage(self) -> bool:
+        return len(self.mesh.dims) == 1  # asked for every message: arithmetic over the dims takes microseconds
+
+    @property
     def single_host(self) -> bool:
-        """True when every rank runs on this host, as far as the launcher told."""
+        """True when every rank runs on this host, as far as the launcher says."""
         return self.local_world_size is None or self.local_world_size == self.world
 
     @classmethod
     def at(cls, rank: int, mesh: Mesh, run_id: str = "local") -> Topology:
-        """The place of ``rank`` in a job of one host that is laid out as ``mesh``."""
+        """``rank`` of a job of one host that is laid out as ``mesh``."""
         stage, replica, member = mesh.place(rank)
-        return cls(stage, mesh.stages, run_id, replica=replica, member=member, layout=mesh)
+        return cls(stage, mesh.stages, run_id, replica=replica, member=member, mesh=mesh)
 
     @classmethod
     def from_env(
@@ -181,29 +185,29 @@ class Topology:
 
         Raises:
             ConfigError: if a variable is missing or not a number (the message says how to launch), or the number of
-                ranks is not that of the layout (it shows the arithmetic).
+                ranks is not that of the mesh (it shows the arithmetic).
         """
         if environ is None:
             import os
 
             environ = os.environ
         rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-        told = _Launch(
+        launch = _Launch(
             environ.get("TORCHELASTIC_RUN_ID", "local"),
             _number(environ, "TORCHELASTIC_RESTART_COUNT", "0"),
             _number(environ, "LOCAL_WORLD_SIZE", environ.get("WORLD_SIZE")),
         )
         if dims is None:
-            return cls(rank, world, *told)
+            return cls(rank, world, *launch)
         mesh = _mesh_of(dims, _names(coordinate), world)
         if not 0 <= rank < world:
             raise ConfigError(f"environment variable RANK is {rank}, must be 0..{world - 1}")
         stage, replica, member = mesh.place(rank)
-        return cls(stage, mesh.stages, *told, replica, member, mesh)
+        return cls(stage, mesh.stages, *launch, replica, member, mesh)
 
     @classmethod
     def from_mesh(cls, device_mesh: Any, coordinate: Sequence[str] = ("tp",)) -> Topology:
-        """The place of this process in a ``torch.distributed.DeviceMesh`` with named dims, one of them ``pp``.
+        """Where this process is in a ``torch.distributed.DeviceMesh`` with named dims, one of them ``pp``.
 
         Of a mesh's part (``mesh["pp", "tp"]``) each is a pipeline of its own, with its own run id.
 
@@ -220,18 +224,18 @@ class Topology:
         if names is None:
             raise ConfigError("mesh has no mesh_dim_names, must name its dims: pp, dp, tp, ...")
         if at is None:
-            raise ConfigError("this process is in no place of the mesh")
+            raise ConfigError("this process is not in the mesh")
         mesh = Mesh(tuple(zip(names, map(int, device_mesh.shape), strict=True)), _names(coordinate))
         rank = 0
         for (_, size), index in zip(mesh.dims, at, strict=True):
             rank = rank * size + index
         stage, replica, member = mesh.place(rank)
-        told = _launch_of_part(os.environ, mesh.size, int(device_mesh.mesh.min()))
-        return cls(stage, mesh.stages, *told, replica, member, mesh)
+        launch = _launch_of_part(os.environ, mesh.size, int(device_mesh.mesh.min()))
+        return cls(stage, mesh.stages, *launch, replica, member, mesh)
 
 
 class _Launch(NamedTuple):
-    """What a launcher tells about the job."""
+    """What a launcher says about the job."""
 
     run_id: str
     restart: int
@@ -239,7 +243,7 @@ class _Launch(NamedTuple):
 
 
 def _launch_of_part(environ: Mapping[str, str], size: int, first: int) -> _Launch:
-    """What a launcher tells about those of a job's ranks that make one mesh.
+    """What a launcher says about those of a job's ranks that make one mesh.
 
     Args:
         environ: the environment.
@@ -252,7 +256,7 @@ def _launch_of_part(environ: Mapping[str, str], size: int, first: int) -> _Launc
     return _Launch(
         f"{run_id}/from-{first}" if first else run_id,
         _number(environ, "TORCHELASTIC_RESTART_COUNT", "0"),
-        # Where the job has several hosts, nothing tells that all of these ranks are on one.
+        # Where the job has several hosts, nothing says that all of these ranks are on one.
         size if local >= world else min(local, size - 1) or size,
     )
 
@@ -263,21 +267,21 @@ def _names(coordinate: Sequence[str]) -> tuple[str, ...]:
 
 
 def _mesh_of(dims: Mapping[str, int], coordinate: tuple[str, ...], world: int) -> Mesh:
-    """The layout of ``world`` ranks.
+    """The mesh of ``world`` ranks.
 
     Raises:
         ConfigError: if their number is another.
     """
-    told = dict(dims)
-    check_sizes(told.items())
-    if PIPELINE not in told:
-        rest = math.prod(told.values())
+    sizes = dict(dims)
+    check_sizes(sizes.items())
+    if PIPELINE not in sizes:
+        rest = math.prod(sizes.values())
         if world % rest:
-            raise ConfigError(f"WORLD_SIZE is {world}, must be a multiple of {_product(told)}")
-        told = {PIPELINE: world // rest, **told}
-    mesh = Mesh(tuple(told.items()), coordinate)
+            raise ConfigError(f"WORLD_SIZE is {world}, must be a multiple of {_product(sizes)}")
+        sizes = {PIPELINE: world // rest, **sizes}
+    mesh = Mesh(tuple(sizes.items()), coordinate)
     if mesh.size != world:
-        raise ConfigError(f"WORLD_SIZE is {world}, must be {_product(told)}")
+        raise ConfigError(f"WORLD_SIZE is {world}, must be {_product(sizes)}")
     return mesh
 
 

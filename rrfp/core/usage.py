@@ -1,4 +1,4 @@
-"""What a stage tells about its own step: why it waits, what it holds, and the most that it held."""
+"""What a stage reports of its own step: why it waits, what it holds, and the most that it held."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class WaitCause(StrEnum):
     """Why a stage runs nothing."""
 
     INPUT = "input"  # no task has all its inputs (or a strict schedule waits for its next one)
-    MEMORY = "memory"  # a forward has its inputs, and the limit keeps it out
+    MEMORY = "memory"  # a forward has its inputs, and the limit blocks it
     ORDER = "order"  # a task has its inputs here, and the group's order does not have it yet
     DRAINED = "drained"  # every task of the step was enqueued
 
@@ -38,7 +38,7 @@ class Peaks(Holding):
     """The most of each that a stage held in one step; not necessarily at one time."""
 
     @classmethod
-    def worst(cls, told: Iterable[Peaks]) -> Peaks:
+    def worst(cls, reports: Iterable[Peaks]) -> Peaks:
         """The most of each, over several ranks or steps; zeros for none."""
-        by_field = zip(*([getattr(peaks, field.name) for field in fields(cls)] for peaks in told), strict=True)
+        by_field = zip(*([getattr(peaks, field.name) for field in fields(cls)] for peaks in reports), strict=True)
         return cls(*map(max, by_field))

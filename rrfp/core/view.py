@@ -1,4 +1,4 @@
-"""The read-only view of a stage that hints are given."""
+"""The read-only view of a stage that hints receive."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class StageView:
 
     @property
     def sizes(self) -> tuple[float, ...] | None:
-        """How large each microbatch is, where the caller told."""
+        """How large each microbatch is, where the caller says so."""
         return self._step.sizes
 
     @property
@@ -63,7 +63,7 @@ class StageView:
     @property
     def held_bytes(self) -> int:
         """Bytes held."""
-        return self._step.admission.held_bytes
+        return self._step.admission.bytes.own
 
     @property
     def last_kind(self) -> Kind | None:

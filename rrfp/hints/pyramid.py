@@ -1,6 +1,6 @@
 """Pyramids: in which order to take microbatches whose sizes are known beforehand, for any hint.
 
-It only orders; which kind of task runs is the wrapped hint's choice. Every stage that is told the sizes ranks its ready
+It only orders; which kind of task runs is the wrapped hint's choice. Every stage that knows the sizes orders its ready
 microbatches by the same order, so none waits for one that comes later. Where any task must run in microbatch order (for
 bitwise reproducible sums, say) the core does not follow it.
 
@@ -86,10 +86,10 @@ def pyramids(sizes: Sequence[float], length: int) -> list[int]:
 
 
 def slot_aware_pyramid() -> Pyramids:
-    """Slot-aware, on microbatches ordered by their sizes where these are told: short, long, short."""
+    """Slot-aware, on microbatches ordered by their sizes where these are known: short, long, short."""
     return Pyramids(SlotAware())
 
 
 def bfw_pyramid() -> Pyramids:
-    """BFW, on microbatches ordered by their sizes where these are told: short, long, short."""
+    """BFW, on microbatches ordered by their sizes where these are known: short, long, short."""
     return Pyramids(BackwardForwardWeight())

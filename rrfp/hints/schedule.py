@@ -15,7 +15,7 @@ ScheduleSource = Callable[[View], Schedule]
 
 
 class ScheduleHint(Hint):
-    """Ranks ready tasks by their place in a schedule, and never waits for one that is not ready.
+    """Prioritizes ready tasks by their position in a schedule, and never waits for one that is not ready.
 
     Args:
         source: the schedule of a step.
@@ -24,7 +24,7 @@ class ScheduleHint(Hint):
     def __init__(self, source: ScheduleSource) -> None:
         self._source = source
         self._order: tuple[Task, ...] = ()
-        self._place: dict[Task, int] = {}
+        self._position_of: dict[Task, int] = {}
         self._is_monotone = True
 
     def open_step(self, view: View) -> None:
@@ -36,9 +36,9 @@ class ScheduleHint(Hint):
         schedule = self._source(view)
         order = schedule.orders[view.stage]
         self._order = order if view.mode is Mode.TRAIN else tuple(task for task in order if task.kind is Kind.F)
-        self._place = {task: place for place, task in enumerate(self._order)}
+        self._position_of = {task: position for position, task in enumerate(self._order)}
         for task in view.graph.tasks(view.stage, view.microbatches, view.mode):
-            if task not in self._place:
+            if task not in self._position_of:
                 raise ConfigError(f"schedule {schedule.name} misses {task} on stage {view.stage}")
         self._is_monotone = _is_monotone(self._order)
 
@@ -46,7 +46,7 @@ class ScheduleHint(Hint):
         """See `rrfp.core.hint.Hint.choose`."""
         # Looking at a thousand ready tasks takes half a millisecond; the heads are enough for every usual schedule.
         candidates = ready.heads() if self._is_monotone else iter(ready)
-        return min(candidates, key=self._place.__getitem__)
+        return min(candidates, key=self._position_of.__getitem__)
 
 
 class Strict(ScheduleHint):

@@ -227,13 +227,13 @@ class RankBuilder:
 
     def _common_terms(self, topology: Topology) -> Terms:
         """What all ranks of the job must have in common."""
-        placement, mesh = self._partition.graph.placement, topology.layout
+        placement, dims = self._partition.graph.placement, _dims_text(topology)
         options = {name: self._options[cast("Literal['seed']", name)] for name in common_options()}
         return {
             "stages": placement.stages,
             "chunks": placement.chunks,
-            "mesh": "" if mesh is None else ", ".join(f"{name} {size}" for name, size in mesh.dims),
-            "coordinate": "" if mesh is None else ", ".join(mesh.coordinate),
+            "mesh": dims,
+            "coordinate": ", ".join(topology.mesh.coordinate) if dims else "",
             **options,
             "hint": self._method.hint_name,
             "limit": self._method.limit_name,
@@ -248,11 +248,11 @@ class RankBuilder:
 
     def _announce(self, topology: Topology) -> None:
         """Log in one line what runs."""
-        mesh, graph = topology.layout, self._partition.graph
+        dims, graph = _dims_text(topology), self._partition.graph
         logger.info(
             "%d rank(s)%s, %d chunk(s) each, %s, backward %s, transport %s; rrfp %s, torch %s, Python %s",
             topology.world,
-            "" if mesh is None else f" ({', '.join(f'{name} {size}' for name, size in mesh.dims)})",
+            f" ({dims})" if dims else "",
             graph.placement.chunks,
             self._method,
             "split" if any(graph.split) else "whole",
@@ -273,3 +273,9 @@ async def _join(reducer: GradientReducer, timeout_s: float) -> None:
         raise TransportError(
             f"the other replicas of this stage did not join its group within {timeout_s:g} s"
         ) from None
+
+
+def _dims_text(topology: Topology) -> str:
+    """The dimensions of the mesh; empty where a stage has one rank."""
+    dims = topology.mesh.dims
+    return ", ".join(f"{name} {size}" for name, size in dims) if len(dims) > 1 else ""

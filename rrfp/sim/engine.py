@@ -22,8 +22,9 @@ from rrfp.core.hint import Hint
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import B, F, Mode, StepId, Task, W
-from rrfp.core.topology import Placement
+from rrfp.core.topology import Placement, Topology
 from rrfp.core.usage import Peaks, WaitCause
+from rrfp.core.waiting import describe, wait_line
 from rrfp.costs.streams import Matrix
 from rrfp.costs.table import CostTable
 from rrfp.errors import DeadlockError
@@ -207,17 +208,9 @@ class _Engine:
         self._waiting[stage] = None if cause is None else (cause, now)
 
     def _check_finished(self) -> None:
-        lines = []
-        for core in self._cores:
-            for task, missing in core.awaited(1):
-                if missing:
-                    owed = ", ".join(f"{i} from stage {self._stage_of[i.virtual_stage]}" for i in missing)
-                    cause = f"waits for {owed}"
-                elif task in core.ready:
-                    cause = f"is ready, and hint {type(core.hint).__name__} waits for something else"
-                else:
-                    cause = "has its inputs, and the memory limit keeps it out"
-                lines.append(f"  stage {core.stage}: {task} {cause}")
+        ranks = ((core, Topology(core.stage, len(self._cores))) for core in self._cores)
+        waits = ((rank.name, describe(core, rank, most=1)) for core, rank in ranks)
+        lines = [f"  {wait_line(name, texts)}" for name, texts in waits if texts]
         if lines:
             raise DeadlockError("deadlock: every stage is idle and nothing is in flight\n" + "\n".join(lines))
 

@@ -18,10 +18,13 @@ from rrfp.core import events as ev
 from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint
+from rrfp.core.mesh import PIPELINE, Mesh
 from rrfp.core.order_log import Group
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Mode, StepId, Task
+from rrfp.core.topology import Topology
+from rrfp.core.waiting import describe, wait_line
 from rrfp.testing.core_node import CoreNode, Followed
 
 #: Which pending message is delivered: any, the oldest, or the newest.
@@ -113,12 +116,11 @@ class CoreNetwork:
             self._pending += [(place, event) for event in node.begin(ids)]
         while self._act():
             pass
-        for node in self._nodes:
+        mesh = Mesh(((PIPELINE, len(self._nodes) // self._members), ("tp", self._members)))
+        for rank, node in enumerate(self._nodes):
             if node.num_finished < len(steps):
-                waiting = "; ".join(f"{task} for {' '.join(map(str, absent))}" for task, absent in node.core.awaited(4))
-                raise AssertionError(
-                    f"nothing can happen any longer: {node.name} waits ({node.core.wait_cause()}): {waiting}"
-                )
+                waits = wait_line(node.name, describe(node.core, Topology.at(rank, mesh), most=4))
+                raise AssertionError(f"nothing can happen any longer: {waits} (idle for: {node.core.wait_cause()})")
         for place, node in enumerate(self._nodes):
             leader = self._nodes[place - place % self._members]
             assert node.orders == leader.orders, f"{node.name} runs another order than its leader"

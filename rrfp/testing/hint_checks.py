@@ -146,7 +146,7 @@ def _orders(factory: HintFactory, case: Case, seed: int, delivery: Delivery = "a
     limits = [Limit.resolve(case.limit, stage, stages) for stage in range(stages)]
     hints = [factory() for _ in range(stages)]
     if any(hint.may_wait for hint in hints):
-        limits = [Limit()] * stages  # a hint that waits for one task must never find it kept out by memory
+        limits = [Limit()] * stages  # a hint that waits for one task must never find it blocked by the memory limit
     network = CoreNetwork(case.graph, hints, limits, seed=seed, depth=case.depth, delivery=delivery)
     try:
         network.run(case.steps)

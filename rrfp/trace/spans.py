@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from rrfp.core.record import value
+from rrfp.core.record import record
 from rrfp.core.tasks import Task
 from rrfp.core.usage import Peaks, WaitCause
 
 DEFAULT_CAPACITY = 65_536
 
 
-@value
+@record
 class TaskSpan:
     """``task`` ran on ``stage`` from ``start`` to ``end``."""
 
@@ -25,7 +25,7 @@ class TaskSpan:
     end: float
 
 
-@value
+@record
 class WaitSpan:
     """The lane of ``stage`` had nothing to run from ``start`` to ``end``, because of ``cause``."""
 
@@ -35,7 +35,7 @@ class WaitSpan:
     end: float
 
 
-@value
+@record
 class MessageSpan:
     """The output of ``task`` left stage ``source`` at ``sent`` and was filed on stage ``target`` at ``arrived``.
 
@@ -54,7 +54,7 @@ class MessageSpan:
 Span = TaskSpan | WaitSpan | MessageSpan
 
 
-@value
+@record
 class StagePeaks:
     """The most that ``stage`` held in a step."""
 
@@ -62,7 +62,7 @@ class StagePeaks:
     peaks: Peaks
 
 
-@value
+@record
 class StepTrace:
     """The spans of one step, of one rank or (merged) of all.
 

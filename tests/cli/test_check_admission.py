@@ -47,7 +47,7 @@ def test_a_wrong_rule_fails_with_the_shortest_way_into_its_deadlock() -> None:
     assert result.exit_code == 1
     assert result.stderr == (
         "rrfp: 8 of 16 cases fail, the first with the shortest way there: N=1 M=2 C=2 looped, whole backward, limit 1, "
-        "backward-drain: deadlock after F0@0 F1@0; stage 0 holds 2: F0@1 waits for memory\n"
+        "backward-drain: deadlock after F0@0 F1@0; stage 0 holds 2, waits for: F0@1 (blocked by the memory limit)\n"
     )
 
 

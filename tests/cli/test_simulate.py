@@ -127,9 +127,9 @@ def test_deadlock_prints_its_report_and_exits_3(costs: Path, hint_file: Path) ->
     assert (result.returncode, result.stdout) == (3, "")
     assert result.stderr.splitlines() == [
         "rrfp: deadlock: every stage is idle and nothing is in flight",
-        "  stage 0: B0@0 waits for B0@1 from stage 1",
-        "  stage 1: F0@1 is ready, and hint Silent waits for something else",
-        "  stage 2: F0@2 waits for F0@1 from stage 1",
+        "  stage 0 waits for: B0@0 (B0@1 owed by stage 1)",
+        "  stage 1 waits for: F0@1 (ready, but hint Silent does not choose it)",
+        "  stage 2 waits for: F0@2 (F0@1 owed by stage 1)",
     ]
 
 

@@ -180,8 +180,8 @@ def test_a_deadlock_names_the_run_and_exits_3(tmp_path: Path) -> None:
     assert "my_hints.py:Silent (hint) on profile=mllm, stages=2" in first
     assert first.endswith("deadlock: every stage is idle and nothing is in flight")
     assert others == [
-        "  stage 0: B0@0 waits for B0@1 from stage 1",
-        "  stage 1: F0@1 is ready, and hint Silent waits for something else",
+        "  stage 0 waits for: B0@0 (B0@1 owed by stage 1)",
+        "  stage 1 waits for: F0@1 (ready, but hint Silent does not choose it)",
     ]
     assert [row["method"] for row in read(path.read_text())] == ["bf"]
 

@@ -6,7 +6,7 @@ import pytest
 from core_script import Script, T
 
 from rrfp.core.admission import Limit
-from rrfp.core.drain_order import ServiceOrder
+from rrfp.core.drain_order import DrainOrder
 from rrfp.core.graph import Graph
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.tasks import Kind, Mode
@@ -36,11 +36,11 @@ def test_below_the_limit_any_task_may_start() -> None:
 def test_at_the_limit_only_the_lowest_unfinished_microbatch_runs_in_its_order() -> None:
     script = script_of(ALONE)
     script.ran("F1@0", "F2@0")
-    served = []
+    drained = []
     while script.core.view.held >= 2:
-        served.append(script.ready)
+        drained.append(script.ready)
         script.ran(script.ready)
-    assert served == ["F0@0", "F0@1", "B0@1", "B0@0", "F1@1", "B1@1", "B1@0"]
+    assert drained == ["F0@0", "F0@1", "B0@1", "B0@0", "F1@1", "B1@1", "B1@0"]
     assert script.ready == "F2@1"  # D = 1: anything again
 
 
@@ -50,11 +50,11 @@ def test_d_passes_the_limit_by_the_number_of_chunks() -> None:
     assert (script.core.view.held, script.core.peaks.held, script.core.view.slots) == (4, 4, 2)
 
 
-def test_a_full_stage_waits_for_what_it_serves_next_although_something_else_is_ready() -> None:
+def test_a_full_stage_waits_for_what_it_drains_next_although_something_else_is_ready() -> None:
     script = script_of(Graph.chain(2, chunks=2))
     script.ran("F0@0", "F1@0")
     script.arrived("F1@1")
-    assert (script.ready, bool(script.core.ready)) == ("", False)  # F1@2 and F2@0 are kept out: F0@2 is served next
+    assert (script.ready, bool(script.core.ready)) == ("", False)  # F1@2 and F2@0 are blocked: F0@2 is next
     assert script.core.wait_cause() is WaitCause.MEMORY
     script.arrived("F0@1")
     assert script.ready == "F0@2"
@@ -70,24 +70,24 @@ def test_backwards_of_later_microbatches_are_kept_out_too() -> None:
     assert script.ready == "F0@1"
 
 
-def test_a_hint_is_asked_for_what_is_served_and_cannot_choose_otherwise() -> None:
+def test_a_hint_is_asked_for_what_is_drained_and_cannot_choose_otherwise() -> None:
     for hint in (BackwardPriority(), ForwardPriority()):
         script = Script(ALONE, microbatches=3, hint=hint, limit=Limit(1, rule="paper"))
         script.ran("F1@0", "F2@0")
         assert script.decisions(4) == "F0@0 F0@1 B0@1 B0@0"
 
 
-def test_weight_tasks_follow_their_backward_when_served() -> None:
+def test_weight_tasks_follow_their_backward_when_drained() -> None:
     script = script_of(Graph.chain(1, chunks=2, split=True))
     script.ran("F1@0", "F2@0")
-    served = []
+    drained = []
     while script.core.view.held >= 2:
-        served.append(script.ready)
+        drained.append(script.ready)
         script.ran(script.ready)
-    assert served == ["F0@0", "F0@1", "B0@1", "W0@1", "B0@0", "W0@0", "F1@1", "B1@1", "W1@1", "B1@0", "W1@0"]
+    assert drained == ["F0@0", "F0@1", "B0@1", "W0@1", "B0@0", "W0@0", "F1@1", "B1@1", "W1@1", "B1@0", "W1@0"]
 
 
-def test_what_has_run_before_is_not_served_again() -> None:
+def test_what_has_run_before_is_not_drained_again() -> None:
     script = script_of(Graph.chain(1, chunks=2, split=True), limit=2)
     script.ran("F0@0", "F0@1", "B0@1", "B0@0", "F1@0", "F2@0")
     assert script.core.view.held == 4
@@ -108,7 +108,7 @@ def test_with_some_stages_split_only_those_serve_weight_tasks() -> None:
     assert script.ready == "W0@0"
 
 
-def test_the_next_microbatch_is_served_while_the_last_task_of_the_one_before_still_runs() -> None:
+def test_the_next_microbatch_is_drained_while_the_last_task_of_the_one_before_still_runs() -> None:
     """Depth 2: B0@0 is on the lane; what is enqueued behind it counts it as done."""
     script = script_of(ALONE)
     script.ran("F1@0", "F2@0", "F0@0", "F0@1", "B0@1")
@@ -145,13 +145,13 @@ def test_forward_only_it_is_the_staircase() -> None:
     assert script.core.view.slots == 2
 
 
-def test_without_a_limit_nothing_is_served() -> None:
+def test_without_a_limit_nothing_is_drained() -> None:
     script = Script(ALONE, microbatches=3, limit=Limit(rule="paper"))
     script.ran("F2@0", "F1@0", "F0@0", "F2@1")
     assert script.ready == "F0@1 F1@1 B2@1"
 
 
-def test_heads_and_the_first_of_a_kind_are_what_is_served() -> None:
+def test_heads_and_the_first_of_a_kind_are_what_is_drained() -> None:
     script = script_of(ALONE)
     script.ran("F1@0", "F2@0", "F0@0")
     ready = script.core.ready
@@ -168,7 +168,7 @@ def test_a_limit_in_bytes_and_an_unknown_rule_are_refused() -> None:
 
 
 def test_a_service_order_follows_the_lowest_microbatch_that_is_not_done() -> None:
-    order = ServiceOrder((0, 3), [(Kind.F, Kind.B), (Kind.F, Kind.B, Kind.W)], 2)
+    order = DrainOrder((0, 3), [(Kind.F, Kind.B), (Kind.F, Kind.B, Kind.W)], 2)
     seen = []
     while (due := order.due()) is not None:
         seen.append(str(due))
@@ -177,7 +177,7 @@ def test_a_service_order_follows_the_lowest_microbatch_that_is_not_done() -> Non
 
 
 def test_a_service_order_skips_what_ran_out_of_turn() -> None:
-    order = ServiceOrder((0, 3), [(Kind.F, Kind.B)] * 2, 2)
+    order = DrainOrder((0, 3), [(Kind.F, Kind.B)] * 2, 2)
     for task in ("F0@0", "B0@3", "F1@0"):
         order.note(T(task))
     assert order.due() == T("F0@3")

@@ -19,6 +19,7 @@ from rrfp.core.order_log import Group
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.core.usage import WaitCause
+from rrfp.core.waiting import Waiting, waiting
 from rrfp.errors import ConfigError
 
 
@@ -170,9 +171,9 @@ def test_a_leader_waits_for_the_order_while_a_report_is_all_that_a_task_lacks() 
     assert script.core.wait_cause() is WaitCause.INPUT
     script.arrived("F0@0", "F1@0")
     assert script.core.wait_cause() is WaitCause.ORDER
-    assert script.core.unreported(T("F0@1")) == (1,)
+    assert waiting(script.core, 1) == [Waiting(T("F0@1"), unreported=(1,), cause=WaitCause.ORDER)]
     reported(script, "F0@1")
-    assert script.core.unreported(T("F0@1")) == ()
+    assert waiting(script.core, 1) == [Waiting(T("F0@1"))]
     script.ran("F0@1", "B0@1")
     assert script.core.wait_cause() is WaitCause.ORDER  # F1 still
     reported(script, "F1@1")
@@ -184,7 +185,7 @@ def test_a_report_without_the_leaders_own_message_is_no_wait_for_the_order() -> 
     script = leader()
     reported(script, "F0@1")
     assert script.core.wait_cause() is WaitCause.INPUT
-    assert script.core.awaited(1) == [(T("F0@1"), (T("F0@0"),))]
+    assert waiting(script.core, 1) == [Waiting(T("F0@1"), absent=(T("F0@0"),), cause=WaitCause.INPUT)]
 
 
 def test_a_follower_waits_for_the_order_of_what_it_has_and_for_inputs_of_what_is_ordered() -> None:
@@ -194,9 +195,11 @@ def test_a_follower_waits_for_the_order_of_what_it_has_and_for_inputs_of_what_is
     assert script.core.wait_cause() is WaitCause.ORDER
     ordered(script, (0, "F0@1"))
     assert script.core.wait_cause() is WaitCause.INPUT
-    assert script.core.is_ordered(T("F0@1"))
     # What is ordered comes first; B0 is not ordered, and its forward counts as run.
-    assert script.core.awaited(2) == [(T("F0@1"), (T("F0@0"),)), (T("B0@1"), ())]
+    assert waiting(script.core, 2) == [
+        Waiting(T("F0@1"), absent=(T("F0@0"),), cause=WaitCause.INPUT),
+        Waiting(T("B0@1"), cause=WaitCause.ORDER),
+    ]
     script.arrived("F0@0")
     assert script.core.decide() == Run(T("F0@1"))
 

@@ -195,7 +195,7 @@ def test_a_report_is_refused_where_nobody_follows() -> None:
 
 def test_events_outside_any_step_are_refused() -> None:
     script = Script(Graph.chain(2), microbatches=0)
-    assert refusal(lambda: script.enqueued("F0@0")) == "stage 0 was told of a task outside any step"
+    assert refusal(lambda: script.enqueued("F0@0")) == "stage 0 received an event of a task outside any step"
 
 
 def test_an_abort_is_passed_on_once_and_then_the_core_is_silent() -> None:

@@ -91,7 +91,7 @@ def test_a_rank_outside_the_job_is_refused(dims: dict[str, int] | None) -> None:
         ({"stage": 2}, "stage is 2, must be 0..1"),
         ({"replica": 3}, "replica is 3, must be 0..2"),
         ({"member": -1}, "member is -1, must be 0..3"),
-        ({"stages": 3}, "stages is 3, must be the layout's: 2"),
+        ({"stages": 3}, "stages is 3, must be the mesh's: 2"),
     ],
 )
 def test_a_place_outside_its_mesh_is_refused(at: Any, message: str) -> None:
@@ -162,4 +162,4 @@ def test_dims_without_names_or_with_strange_ones_are_refused(job: Callable[..., 
 def test_a_process_outside_the_mesh_is_told_so(job: Callable[..., None]) -> None:
     job(3, 4)
     mesh = dist.device_mesh.DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("pp", "tp"))
-    assert refusal(lambda: Topology.from_mesh(mesh)) == "this process is in no place of the mesh"
+    assert refusal(lambda: Topology.from_mesh(mesh)) == "this process is not in the mesh"

@@ -75,8 +75,8 @@ NAMED: tuple[Named, ...] = (
     Named(
         "one Send dropped",
         "rrfp/core/step.py",
-        "[ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in row.peers]",
-        "[ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in row.peers if m != 3]",
+        "[ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in state.peers]",
+        "[ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in state.peers if m != 3]",
         (CAMPAIGN, tests("core/test_sends_and_numbers.py")),
     ),
     Named(
@@ -117,7 +117,7 @@ NAMED: tuple[Named, ...] = (
     Named(
         "duplicate arrival taken",
         "rrfp/core/step.py",
-        "if source is None or not 0 <= m < self.id.microbatches or source.is_present[m]:",
+        "if source is None or not 0 <= m < self.id.microbatches or source.is_available[m]:",
         "if source is None or not 0 <= m < self.id.microbatches:",
         (CAMPAIGN, tests("core/test_protocol_errors.py")),
     ),

@@ -194,8 +194,8 @@ def test_deadlock_names_stage_task_and_who_owes() -> None:
         dispatch(TWO_BY_TWO, Silent)
     assert str(caught.value).splitlines() == [
         "deadlock: every stage is idle and nothing is in flight",
-        "  stage 0: B0@0 waits for B0@1 from stage 1",
-        "  stage 1: F0@1 is ready, and hint Silent waits for something else",
+        "  stage 0 waits for: B0@0 (B0@1 owed by stage 1)",
+        "  stage 1 waits for: F0@1 (ready, but hint Silent does not choose it)",
     ]
 
 
@@ -204,8 +204,8 @@ def test_deadlock_of_a_schedule_that_needs_more_memory_than_there_is() -> None:
     with pytest.raises(DeadlockError) as caught:
         run(TWO_BY_TWO, [create_strict("1f1b"), create_strict("1f1b")], [Limit(1), Limit(1)])
     assert str(caught.value).splitlines()[1:] == [
-        "  stage 0: B0@0 is ready, and hint Strict waits for something else",
-        "  stage 1: F1@1 waits for F1@0 from stage 0",
+        "  stage 0 waits for: B0@0 (ready, but hint Strict does not choose it)",
+        "  stage 1 waits for: F1@1 (F1@0 owed by stage 0)",
     ]
 
 

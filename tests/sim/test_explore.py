@@ -80,14 +80,14 @@ def test_skip_edges_are_followed() -> None:
 def test_a_deadlock_tells_its_trace_and_what_each_stage_waits_for() -> None:
     found = explore(Graph.chain(2), 2, 1, in_order=[(Kind.B, 0), (Kind.B, 1)], admission=Unreserved, reduce=False)
     f1_0, f1_1 = Task(Kind.F, 1, 0), Task(Kind.F, 1, 1)
-    f0_0, f0_1 = Task(Kind.F, 0, 0), Task(Kind.F, 0, 1)
-    stuck = Deadlock(trace=(f1_0, f1_1), held=(1, 1), waiting=((f0_0, ()), (f0_1, (f0_0,))))
+    waits = ("F0@0 (blocked by the memory limit)", "F0@1 (F0@0 owed by stage 0)")
+    stuck = Deadlock(trace=(f1_0, f1_1), held=(1, 1), waits=waits)
     assert found == Exploration(11, 10, (stuck,), peak_held=(1, 1), peak_received=(1, 1), peak_buffered=(0, 1))
     assert str(found) == (
         "11 states, 10 transitions, 1 deadlocks; largest D by stage: 1 1\n"
         "deadlock after F1@0 F1@1\n"
-        "  stage 0 holds 1: F0@0 waits for memory\n"
-        "  stage 1 holds 1: F0@1 waits for F0@0"
+        "  stage 0 holds 1, waits for: F0@0 (blocked by the memory limit)\n"
+        "  stage 1 holds 1, waits for: F0@1 (F0@0 owed by stage 0)"
     )
 
 

@@ -110,7 +110,7 @@ def test_a_lost_credit_that_keeps_a_forward_out_says_so() -> None:
     one = limited(scenario(Lose(credit("F0@0", 1, 0)), steps=((FORWARD, 2),)), Limit(1))
     lines = run_scenario(one).text.splitlines()
     assert lines[1] == "  stage 0 waits for the credit for F0@0, which stage 1 sent, and which never arrived"
-    assert "  stage 0: F1@0 is kept out by the memory limit" in lines
+    assert "  stage 0 waits for: F1@0 (blocked by the memory limit)" in lines
 
 
 def test_a_message_that_comes_twice_is_refused() -> None:

@@ -229,7 +229,7 @@ def test_a_log_without_its_last_entries_stalls_and_both_say_what_is_awaited() ->
         return () if is_lost else (event,)
 
     network = CoreNetwork(Graph.chain(1), [ADVERSARIES[1](random.Random(0))], [Limit()], members=2, carry=carry)
-    with pytest.raises(AssertionError, match=r"stage 0 member 0 waits \(.*\)"):
+    with pytest.raises(AssertionError, match=r"stage 0 member 0 waits for: B0@0 .*\(idle for: .*\)"):
         network.run([(Mode.TRAIN, 3)])
 
 

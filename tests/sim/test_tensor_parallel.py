@@ -112,7 +112,7 @@ def test_agreement_never_ends_with_a_hint_that_goes_by_arrivals() -> None:
         run_tensor_parallel(costs, OTHER_WAY_ROUND, FirstCome, [Limit()] * 2, Agreement())
     assert str(caught.value).splitlines() == [
         "deadlock: every group is idle and nothing is in flight",
-        "  stage 0: B0@0 waits for B0@1 from stage 1",
+        "  stage 0 waits for: B0@0 (B0@1 owed by stage 1)",
         "  stage 1: all messages are here and the ranks of the group will never agree: hint FirstCome picks F0@1 on "
         "rank 0; F1@1 on rank 1; a hint that is not a pure function of the ready set needs the leader "
         "(coordination='leader')",
@@ -159,8 +159,8 @@ def test_a_deadlock_of_the_hint_names_the_group_and_what_it_lacks(coordination: 
     with pytest.raises(DeadlockError) as caught:
         run_tensor_parallel(COSTS, CROSSED, Silent, [Limit()] * 2, coordination)
     assert str(caught.value).splitlines()[1:] == [
-        "  stage 0: B0@0 waits for B0@1 from stage 1",
-        "  stage 1: F0@1 is ready, and hint Silent waits for something else",
+        "  stage 0 waits for: B0@0 (B0@1 owed by stage 1)",
+        "  stage 1 waits for: F0@1 (ready, but hint Silent does not choose it)",
     ]
 
 

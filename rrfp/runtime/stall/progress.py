@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Task
+from rrfp.core.waiting import describe
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.runtime.messenger import Messenger
 from rrfp.runtime.stall.status import RankStatus
-
-#: Absent credits that a status names.
-_MOST_CREDITS = 8
 
 
 class Progress:
@@ -88,32 +86,5 @@ class Progress:
     def _can_run(self) -> bool:
         return self._dispute() is None and self._core.decide() is not None
 
-    def _awaits(self) -> Iterator[str]:
-        dispute = self._dispute()
-        if dispute is not None:
-            yield f"{dispute[0]} ({dispute[1]})"
-        for task, missing in self._core.awaited():
-            if dispute is None or task != dispute[0]:
-                yield f"{task} ({self._lack(task, missing)})"
-        for output, peers in self._core.unconsumed()[:_MOST_CREDITS]:
-            yield f"the credit for {output} (owed by {' and '.join(map(self._owner, peers))})"
-        yield from self._awaited()
-
-    def _lack(self, task: Task, missing: Sequence[Task]) -> str:
-        """Why ``task`` does not run."""
-        core, topology = self._core, self._topology
-        if missing:
-            stage_of = core.graph.placement.stage_of
-            return ", ".join(f"{one} owed by {self._owner(stage_of(one.virtual_stage))}" for one in missing)
-        if core.group.follows and not core.is_ordered(task):
-            return f"not ordered by {topology.name_of(topology.leader)}, which leads the group"
-        if late := core.unreported(task):
-            return f"not reported by {' and '.join(topology.name_of(topology.group[member]) for member in late)}"
-        if task not in core.ready:
-            return "kept out by the memory limit"
-        if core.group.follows:
-            return "ordered, after others"
-        return f"ready, but hint {type(core.hint).__name__} does not choose it"
-
-    def _owner(self, stage: int) -> str:
-        return self._topology.name_of(self._topology.rank_of(stage))
+    def _awaits(self) -> list[str]:
+        return [*describe(self._core, self._topology, dispute=self._dispute()), *self._awaited()]

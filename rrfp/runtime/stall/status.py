@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rrfp.core.waiting import wait_line
+
 #: Stages whose waits are told when messages are in flight for long; in a deep pipeline all the others wait as well.
 _MOST_NAMED = 8
 
@@ -101,7 +103,7 @@ def judge(statuses: Sequence[RankStatus], before: Sequence[RankStatus] | None) -
         reasons.append(f"{in_flight} message(s) are in flight")
         if len(reasons) == 1:  # nobody is busy, so one of them is what these wait for
             waiting = [status for status in statuses if status.awaits][:_MOST_NAMED]
-            reasons += [f"{status.who} waits for: {', '.join(status.awaits)}" for status in waiting]
+            reasons += [wait_line(status.who, status.awaits, ", ") for status in waiting]
     if reasons:
         stacks = [f"{status.who} is in:\n{status.stack}" for status in statuses if status.stack][:_MOST_STACKS]
         return Verdict(False, True, "\n".join(["; ".join(reasons), *stacks]))
@@ -109,7 +111,7 @@ def judge(statuses: Sequence[RankStatus], before: Sequence[RankStatus] | None) -
         return Verdict(False, True, "every task has run, and the ranks are ending the step")
     if before is None or [s.progress for s in before] != [s.progress for s in statuses]:
         return Verdict(False, False, "every rank is idle")
-    lines = [f"  {s.who} waits for: {'; '.join(s.awaits) or 'nothing'}{_process(s)}" for s in statuses]
+    lines = [f"  {wait_line(s.who, s.awaits)}{_process(s)}" for s in statuses]
     head = f"deadlock in step {current}: every rank is idle and nothing is in flight"
     return Verdict(True, True, "\n".join([head, *lines]))
 

@@ -16,7 +16,9 @@ from typing import Protocol
 from rrfp.core import events as ev
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Kind, Mode, StepId, Task
+from rrfp.core.topology import Topology
 from rrfp.core.usage import WaitCause
+from rrfp.core.waiting import describe, wait_line
 from rrfp.costs.rank_latency import RankLatencies
 from rrfp.costs.table import CostTable
 from rrfp.errors import DeadlockError
@@ -180,20 +182,12 @@ class TensorParallelEngine:
     def _check_finished(self) -> None:
         lines = []
         for group in self.groups:
-            for task, missing in group.witness.awaited(1):
+            topology = Topology(group.stage, len(self.groups))
+            if texts := describe(group.witness, topology, most=1):
                 cause = self._coordinator.stalled(group)
-                if cause is None:
-                    cause = f"{task} {self._lack(group, task, missing)}"
-                lines.append(f"  stage {group.stage}: {cause}")
+                lines.append(f"  {wait_line(topology.name, texts) if cause is None else f'{topology.name}: {cause}'}")
         if lines:
             raise DeadlockError("deadlock: every group is idle and nothing is in flight\n" + "\n".join(lines))
-
-    def _lack(self, group: RankGroup, task: Task, missing: Sequence[Task]) -> str:
-        if missing:
-            return "waits for " + ", ".join(f"{i} from stage {self._stage_of[i.virtual_stage]}" for i in missing)
-        if task in group.witness.ready:
-            return f"is ready, and hint {type(group.witness.hint).__name__} waits for something else"
-        return "has its inputs, and the memory limit keeps it out"
 
     def _result(self) -> TensorParallelResult:
         self.now = max((spans[-1].end for spans in self._spans if spans), default=0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rrfp.core.tasks import Task
+from rrfp.core.waiting import wait_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,21 +15,17 @@ class Deadlock:
     Attributes:
         trace: a sequence of tasks that leads there; all such sequences have one length, that of what has run.
         held: D of each stage.
-        waiting: for each stage, its first task that has not run, with the inputs it lacks; None where all have run.
+        waits: for each stage, its first task that has not run, and why; empty where all have run.
     """
 
     trace: tuple[Task, ...]
     held: tuple[int, ...]
-    waiting: tuple[tuple[Task, tuple[Task, ...]] | None, ...]
+    waits: tuple[str, ...]
 
     def __str__(self) -> str:
         lines = [f"deadlock after {' '.join(map(str, self.trace))}"]
-        for stage, (held, entry) in enumerate(zip(self.held, self.waiting, strict=True)):
-            what = "is done"
-            if entry is not None:
-                task, absent = entry
-                what = f"{task} waits for " + (" and ".join(map(str, absent)) or "memory")
-            lines.append(f"  stage {stage} holds {held}: {what}")
+        for stage, (held, text) in enumerate(zip(self.held, self.waits, strict=True)):
+            lines.append(f"  {wait_line(f'stage {stage} holds {held},', (text,) if text else ())}")
         return "\n".join(lines)
 
 

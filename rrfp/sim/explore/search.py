@@ -48,6 +48,8 @@ from rrfp.core.admission import Admission, Limit
 from rrfp.core.graph import Graph
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.tasks import Kind, Mode, StepId, Task
+from rrfp.core.topology import Topology
+from rrfp.core.waiting import describe
 from rrfp.sim.explore.result import Deadlock, Exploration
 from rrfp.sim.explore.stage import Answer, Move, Problem, StageOracle, StageProblem, State, bits_of
 
@@ -171,7 +173,8 @@ class _Explorer:
         for kind, microbatch, virtual_stage in trace:
             ran[microbatch] |= self.bits[kind, virtual_stage]
         cores = [oracle.core(tuple(ran)) for oracle in self.oracles]
-        return Deadlock(trace, tuple(c.view.held for c in cores), tuple(next(iter(c.awaited(1)), None) for c in cores))
+        waits = [describe(core, Topology(core.stage, len(cores)), most=1) for core in cores]
+        return Deadlock(trace, tuple(c.view.held for c in cores), tuple(map("; ".join, waits)))
 
     def _trace(self, state: State, parents: dict[State, tuple[State, Move] | None]) -> tuple[Task, ...]:
         """The tasks that lead to ``state``, each microbatch under one number from start to end."""

@@ -13,11 +13,11 @@ from rrfp.arbiter.agreement import AgreementArbiter
 from rrfp.arbiter.group_messages import GroupMessageKind
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import StepId, Task
+from rrfp.core.topology import Topology
+from rrfp.core.usage import WaitCause
+from rrfp.core.waiting import describe_task, unconsumed, wait_line, waiting
 from rrfp.sim.faults.faults import AnyId, GroupMessageId, MessageId
 from rrfp.sim.faults.ranks import Rank, name_of_rank
-
-#: More entries than a step of a simulated pipeline has.
-_ALL = 1 << 30
 
 
 class Stalled(Protocol):
@@ -64,7 +64,7 @@ class Stall:
         self._nodes = nodes
         self._at = {(n.rank.stage, n.rank.replica, n.rank.member): n for n in nodes}
         #: For each rank, the tasks of its step that have not completed, and those that were not enqueued.
-        self._waiting = {n.rank: dict(n.core.awaited(_ALL)) for n in nodes}
+        self._waiting = {n.rank: {entry.task: entry for entry in waiting(n.core, most=None)} for n in nodes}
         self._undone = {n.rank: {*self._waiting[n.rank], *n.core.in_flight} for n in nodes}
         #: Every message that some rank waits for, those that were sent first.
         debts = (debt for node in nodes for debt in self._debts(node))
@@ -90,10 +90,10 @@ class Stall:
             if core.in_flight:
                 lines.append(f"{node.rank.name}: {core.in_flight[0]} waits for others of its group to begin it")
                 continue
-            for task, missing in core.awaited(1):
-                if not missing and not core.group.follows and not core.unreported(task):
-                    cause = "is ready and not chosen" if task in core.ready else "is kept out by the memory limit"
-                    lines.append(f"{node.rank.name}: {task} {cause}")
+            for entry in waiting(core, most=1):  # other causes are debts, named above
+                if not core.group.follows and entry.cause in (None, WaitCause.MEMORY):
+                    topology = Topology(core.stage, core.graph.placement.stages)
+                    lines.append(wait_line(node.rank.name, [describe_task(core, topology, entry)]))
         return "\n  ".join(lines)
 
     def _debts(self, node: Stalled) -> Iterator[Debt]:
@@ -105,8 +105,8 @@ class Stall:
         core, rank = node.core, node.rank
         if core.group.follows:
             yield from self._orders(node, self._at[rank.stage, rank.replica, 0], step)
-        for task in self._waiting[rank]:
-            for member in core.unreported(task):
+        for task, entry in self._waiting[rank].items():
+            for member in entry.unreported:
                 follower = self._at[rank.stage, rank.replica, member]
                 yield Debt(
                     GroupMessageId(step.number, GroupMessageKind.READY, task, follower.rank, rank),
@@ -115,7 +115,7 @@ class Stall:
 
     def _outputs(self, node: Stalled, step: StepId) -> Iterator[Debt]:
         where, rank = node.core.graph.placement.stage_of, node.rank
-        owed = {source for missing in self._waiting[rank].values() for source in missing}
+        owed = {source for entry in self._waiting[rank].values() for source in entry.absent}
         for source in sorted(owed, key=lambda task: (task.microbatch, task.kind, task.virtual_stage)):
             if (stage := where(source.virtual_stage)) != rank.stage:
                 sender = self._at[stage, rank.replica, rank.member]
@@ -125,7 +125,7 @@ class Stall:
     def _credits(self, node: Stalled, step: StepId) -> Iterator[Debt]:
         core, rank = node.core, node.rank
         where = core.graph.placement.stage_of
-        for output, peers in core.unconsumed():
+        for output, peers in unconsumed(core, most=None):
             for peer in peers:
                 sender = self._at[peer, rank.replica, rank.member]
                 readers = [output._replace(virtual_stage=w) for w in core.graph.successors[output.virtual_stage]]
@@ -136,10 +136,10 @@ class Stall:
     def _orders(self, node: Stalled, leader: Stalled, step: StepId) -> Iterator[Debt]:
         """Entries of the log that a follower has not got: those that its leader has sent, or else the next one."""
         core = node.core
-        if not self._waiting[node.rank]:
+        if core.step is None or not self._waiting[node.rank]:
             return
-        total = len(list(core.graph.tasks(core.stage, step.microbatches, step.mode)))
-        known = total - sum(not core.is_ordered(task) for task in self._waiting[node.rank])
+        total = core.step.num_tasks
+        known = core.step.num_enqueued + len(core.step.group.pending())
         current = leader.step_or_none
         sent = 0
         if current is not None and current.number >= step.number:
@@ -156,8 +156,8 @@ class Stall:
         if follower.step_or_none != step:
             return False
         where = follower.core.graph.placement.stage_of
-        missing = self._waiting[follower.rank].get(task, ())
-        return all(where(source.virtual_stage) == follower.rank.stage for source in missing)
+        entry = self._waiting[follower.rank].get(task)
+        return entry is None or all(where(source.virtual_stage) == follower.rank.stage for source in entry.absent)
 
     def _has_run(self, node: Stalled, step: StepId, tasks: list[Task]) -> bool:
         """Whether ``node`` has completed ``tasks``, in ``step``."""

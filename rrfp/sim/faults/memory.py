@@ -26,7 +26,7 @@ class MemoryWitness:
         self._stage = stage
         chunks = graph.placement.chunks
         self._slots = None if limit.microbatches is None else limit.microbatches * chunks
-        #: By how much D may pass K * C: under the paper's rule by C, where what is served frees memory.
+        #: By how much D may pass K * C: under the paper's rule by C, where what is drained frees memory.
         self._excess = chunks if limit.rule == "paper" and chunks > 1 else 0
         self._own_bytes = own_bytes
         # One forward of each chunk may start on any size: the first, whose size nobody knows, and the one that nothing

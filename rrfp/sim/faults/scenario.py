@@ -211,7 +211,7 @@ def _gates(
 ) -> tuple[tuple[Limit, ...], frozenset[ForcedOrder]]:
     """What may keep a task out although its inputs are there: limits and forced orders."""
     limits, in_order = _limits(rng, graph, microbatches), _in_order(rng, graph)
-    if may_wait:  # a hint that waits for one task must never find it kept out
+    if may_wait:  # a hint that waits for one task must never find it blocked
         return (Limit(),) * graph.placement.stages, frozenset()
     return limits, frozenset() if limits[0].rule == "paper" else in_order  # the paper knows no forced order
 

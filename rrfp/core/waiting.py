@@ -1,0 +1,137 @@
+"""Who waits for what, and who owes it: the one answer, and the one wording, of every report on a stall.
+
+Costs a walk over the tasks of a step, so it is for reports only. `StageCore.wait_cause`, which the shell may ask after
+every decision, is cheap and names no task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from rrfp.core.stage_core import StageCore
+from rrfp.core.step import Step
+from rrfp.core.tasks import F, Task
+from rrfp.core.topology import Topology
+from rrfp.core.usage import WaitCause
+
+#: Tasks, and credits, that a report names for each rank: in a deep pipeline the others wait for these.
+MOST_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A task that was not enqueued.
+
+    Attributes:
+        task: which.
+        absent: its absent inputs. In a forced order the microbatch before is one.
+        unreported: on the leader of a group, followers that have not reported what the task needs from other stages.
+        cause: INPUT: inputs are absent. ORDER: the inputs are here, and the leader lacks a report, or the follower's
+            log lacks the task. MEMORY: the limit blocks it. None: it is ready, or next but some in the leader's log.
+    """
+
+    task: Task
+    absent: tuple[Task, ...] = ()
+    unreported: tuple[int, ...] = ()
+    cause: WaitCause | None = None
+
+
+def waiting(core: StageCore, most: int | None = MOST_NAMED) -> list[Waiting]:
+    """The tasks of ``core``'s step that were not enqueued, lowest microbatch first, on a follower ordered ones before.
+
+    Args:
+        core: of the rank.
+        most: at most so many; None: all.
+    """
+    step = core.step
+    if step is None:
+        return []
+    ordered = frozenset(step.group.pending())
+    return [_waiting(core, step, task, ordered) for task in islice(_not_enqueued(core, step), most)]
+
+
+def unconsumed(core: StageCore, most: int | None = MOST_NAMED) -> list[tuple[Task, tuple[int, ...]]]:
+    """Forward only: sent outputs, each with the stages whose `Consumed` is missing, lowest microbatch first."""
+    owed = [] if core.step is None else core.step.outputs.unconsumed()
+    return sorted(owed, key=lambda entry: entry[0].microbatch)[:most]
+
+
+def describe(
+    core: StageCore, topology: Topology, most: int = MOST_NAMED, dispute: tuple[Task, str] | None = None
+) -> list[str]:
+    """What a rank waits for, one text for each task and for each credit.
+
+    Args:
+        core: of the rank.
+        topology: the rank's, for the names of those who owe something.
+        most: tasks, and credits, to name at most.
+        dispute: a task whose turn the ranks of the group do not agree on, and how so. It comes first.
+    """
+    tasks = (entry for entry in waiting(core, most) if dispute is None or entry.task != dispute[0])
+    return [
+        *([] if dispute is None else [f"{dispute[0]} ({dispute[1]})"]),
+        *(describe_task(core, topology, entry) for entry in tasks),
+        *(
+            f"the credit for {output} (owed by {' and '.join(_owner(topology, stage) for stage in stages)})"
+            for output, stages in unconsumed(core, most)
+        ),
+    ]
+
+
+def describe_task(core: StageCore, topology: Topology, entry: Waiting) -> str:
+    """A task of `waiting`, and why it does not run; see `describe`."""
+    return f"{entry.task} ({_reason(core, topology, entry)})"
+
+
+def wait_line(name: str, texts: Iterable[str], separator: str = "; ") -> str:
+    """What the rank ``name`` waits for, on one line."""
+    return f"{name} waits for: {separator.join(texts) or 'nothing'}"
+
+
+def _not_enqueued(core: StageCore, step: Step) -> Iterator[Task]:
+    yield from step.group.pending()
+    if step.num_enqueued < step.num_tasks:
+        tasks = core.graph.tasks(core.stage, step.id.microbatches, step.id.mode)
+        unstarted = (task for task in tasks if not step.readiness.is_available(task))
+        yield from sorted(unstarted, key=lambda task: (task.microbatch, task.kind is not F))
+
+
+def _waiting(core: StageCore, step: Step, task: Task, ordered: frozenset[Task]) -> Waiting:
+    absent = step.readiness.absent_inputs(task)
+    unreported = step.group.unreported(task)
+    cause = None
+    if absent:
+        cause = WaitCause.INPUT
+    elif unreported or (core.group.follows and task not in ordered):
+        cause = WaitCause.ORDER
+    elif task not in step.ready:
+        cause = WaitCause.MEMORY
+    return Waiting(task, absent, unreported, cause)
+
+
+def _reason(core: StageCore, topology: Topology, entry: Waiting) -> str:
+    match entry.cause:
+        case WaitCause.INPUT:
+            return ", ".join(_debt(core, topology, entry.task, producer) for producer in entry.absent)
+        case WaitCause.ORDER if core.group.follows:
+            return f"not ordered by {topology.name_of(topology.leader)}, which leads the group"
+        case WaitCause.ORDER:
+            late = (topology.name_of(topology.group[member]) for member in entry.unreported)
+            return f"not reported by {' and '.join(late)}"
+        case WaitCause.MEMORY:
+            return "blocked by the memory limit"
+    if core.group.follows:
+        return "ordered, after others"
+    return f"ready, but hint {type(core.hint).__name__} does not choose it"
+
+
+def _debt(core: StageCore, topology: Topology, task: Task, producer: Task) -> str:
+    if (producer.kind, producer.virtual_stage) == (task.kind, task.virtual_stage):
+        return f"{producer} comes first: forced order"
+    return f"{producer} owed by {_owner(topology, core.graph.stage_of[producer.virtual_stage])}"
+
+
+def _owner(topology: Topology, stage: int) -> str:
+    return topology.name_of(topology.rank_of(stage))
