@@ -8,8 +8,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
+from rrfp.compute.lanes.base import Execution, Lane
 from rrfp.compute.mailbox import Mailbox, bytes_after, run_task
-from rrfp.compute.program import Execution, Lane, StageProgram
+from rrfp.compute.program import StageProgram
 from rrfp.core import events as ev
 from rrfp.core.tasks import Task
 from rrfp.runtime.stall.progress import Progress

@@ -18,8 +18,9 @@ from rrfp.arbiter.group_messages import Word
 from rrfp.arbiter.leader import GroupTalk
 from rrfp.arbiter.loop import Arbiter, SettlingLoop
 from rrfp.compute.gradients.tied import TiedGradients
+from rrfp.compute.lanes.base import Lane
 from rrfp.compute.mailbox import Mailbox
-from rrfp.compute.program import Lane, StageProgram
+from rrfp.compute.program import StageProgram
 from rrfp.compute.weighting import Reduction
 from rrfp.core import events as ev
 from rrfp.core import timeouts

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from rrfp.compute.program import Execution, Lane, as_exception
+from rrfp.compute.lanes.base import Execution, Lane, as_exception
 from rrfp.compute.tracebacks import stack_of
 from rrfp.core import timeouts
 from rrfp.errors import ConfigError

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from rrfp.compute.program import Execution, Lane, as_exception
+from rrfp.compute.lanes.base import Execution, Lane, as_exception
 
 T = TypeVar("T")
 
