@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from rrfp.compute.async_tensors import parts
+from rrfp.compute.async_tensors import inner_tensors
 from rrfp.compute.thread_modes import saved_tensor_hooks
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class ActivationMeter:
         if known is not None and callers is None:
             return call(), known
         own = (*self._module.parameters(), *self._module.buffers())
-        storages = Storages(excluded={storage_pointer(part) for tensor in own for part in parts(tensor)})
+        storages = Storages(excluded={storage_pointer(part) for tensor in own for part in inner_tensors(tensor)})
         pack, unpack = (
             (storages.pack, unpack_measured) if callers is None else (storages.around(callers[0]), callers[1])
         )
@@ -132,7 +132,7 @@ class Storages:
 
     def add(self, tensor: Tensor) -> None:
         """Count what ``tensor`` keeps alive."""
-        for part in parts(tensor):
+        for part in inner_tensors(tensor):
             pointer = storage_pointer(part)
             if pointer is None:
                 self.num_bytes += part.numel() * part.element_size()
@@ -143,7 +143,7 @@ class Storages:
 
     def sum_of_seen(self, tensors: Iterable[Tensor]) -> int:
         """Bytes of those tensors whose storage was added."""
-        seen = (part for tensor in tensors for part in parts(tensor) if storage_pointer(part) in self._added)
+        seen = (part for tensor in tensors for part in inner_tensors(tensor) if storage_pointer(part) in self._added)
         return sum(part.numel() * part.element_size() for part in seen)
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, int]:

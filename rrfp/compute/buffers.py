@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from rrfp.compute.async_tensors import parts
+from rrfp.compute.async_tensors import inner_tensors
 from rrfp.compute.gradients.layout import checksum
 from rrfp.compute.loss_module import class_name
 from rrfp.core.readiness import ForcedOrder
@@ -85,7 +85,7 @@ class StateWatch:
         self._in_order: int | None = 0
 
     @contextmanager
-    def over(self, task: Task) -> Iterator[None]:
+    def watching(self, task: Task) -> Iterator[None]:
         """Around ``task``.
 
         Raises:
@@ -199,10 +199,10 @@ class StateWatches:
         for watch in self._watches.values():
             watch.open(step)
 
-    def over(self, task: Task) -> AbstractContextManager[None]:
-        """See `StateWatch.over`."""
+    def watching(self, task: Task) -> AbstractContextManager[None]:
+        """See `StateWatch.watching`."""
         watch = self._watches.get(task.virtual_stage)
-        return nullcontext() if watch is None else watch.over(task)
+        return nullcontext() if watch is None else watch.watching(task)
 
 
 def _exchanges_parameters(part: nn.Module) -> bool:
@@ -218,13 +218,13 @@ def _version(tensor: Tensor) -> int:
 
 
 def _fingerprint(tensor: Tensor) -> list[int]:
-    return [checksum(part) for part in parts(tensor) if _is_readable(part)]
+    return [checksum(part) for part in inner_tensors(tensor) if _is_readable(part)]
 
 
 @torch.no_grad()
 def _equal(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors are the same in every way that can be compared."""
-    pairs = list(zip(parts(left), parts(right), strict=False))
+    pairs = list(zip(inner_tensors(left), inner_tensors(right), strict=False))
     return type(left) is type(right) and all(
         (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
         and _is_readable(a)

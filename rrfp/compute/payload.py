@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rrfp.compute.async_tensors import is_sharded, landed
+from rrfp.compute.async_tensors import is_sharded, wait_async
 from rrfp.compute.named_tuples import is_named, name_of, rebuilt
 from rrfp.errors import StageError
 
@@ -69,7 +69,7 @@ def canonical(tensor: Tensor) -> Tensor:
     round differently, so a result would depend on where a stage lives. The result of an asynchronous collective is
     waited for.
     """
-    tensor = landed(tensor)
+    tensor = wait_async(tensor)
     expected = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if stride != expected:

@@ -148,7 +148,7 @@ def test_a_shared_object_has_a_gradient_for_each_virtual_stage() -> None:
     assert shared.guests_of(1) == (3, 5)
     assert [shared.is_home(weight, v) for v in (1, 3, 5)] == [True, False, False]
     for v in (5, 1, 3, 5):
-        with shared.lent(v):
+        with shared.swapped_in(v):
             (weight * (10.0**v)).sum().backward()  # type: ignore[no-untyped-call]
     assert weight.grad is not None
     assert weight.grad.tolist() == [10.0, 10.0]
@@ -164,7 +164,7 @@ def test_a_lent_gradient_is_back_after_an_error() -> None:
     weight.grad = before = torch.ones(2)
 
     def fail() -> None:
-        with shared.lent(1):
+        with shared.swapped_in(1):
             assert weight.grad is None
             raise ValueError("enough")
 

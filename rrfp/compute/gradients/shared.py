@@ -39,11 +39,11 @@ class SharedGradients:
         self._turn = threading.Lock()
 
     def is_home(self, parameter: nn.Parameter, virtual_stage: int) -> bool:
-        """Whether ``.grad`` is this virtual stage's outside of `lent`."""
+        """Whether ``.grad`` is this virtual stage's outside of `swapped_in`."""
         return parameter not in self._guests.get(virtual_stage, ())
 
     @contextmanager
-    def lent(self, virtual_stage: int) -> Iterator[None]:
+    def swapped_in(self, virtual_stage: int) -> Iterator[None]:
         """Within, ``.grad`` of every parameter of ``virtual_stage`` is its own there. Not reentrant.
 
         On any thread; virtual stages that share something take turns.
@@ -79,9 +79,9 @@ class SharedGradients:
             if first != home:
                 continue
             for v in others:
-                with self.lent(v):
+                with self.swapped_in(v):
                     gradient = _taken(parameter)
-                with self.lent(home):
+                with self.swapped_in(home):
                     if gradient is None:
                         continue
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

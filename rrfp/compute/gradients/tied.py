@@ -100,7 +100,7 @@ class TiedGradients:
             StageError: if it is sparse, or of a kind that cannot be added part by part.
         """
         copy = self._copies[tie, virtual_stage]
-        with self.shared.lent(virtual_stage):
+        with self.shared.swapped_in(virtual_stage):
             gradient, layout = copy.parameter.grad, encode(copy.parameter, _describe(copy))
         if gradient is None or layout == ABSENT:
             return Pieces(ABSENT, copy.parameter.requires_grad)
@@ -127,7 +127,7 @@ class TiedGradients:
             return Pieces(ABSENT, all(term.learns for term in terms.values()))
         first, *rest = (term.tensors for term in terms.values() if term.layout != ABSENT)
         copy = self._copies[tie, stages[0]]
-        with self.shared.lent(stages[0]):
+        with self.shared.swapped_in(stages[0]):
             parameter = copy.parameter
             if parameter.grad is None:
                 parameter.grad = zeros(parameter, layout)
@@ -151,7 +151,7 @@ class TiedGradients:
     def _put(self, tie: str, virtual_stages: Iterable[int], pieces: Pieces) -> None:
         for v in virtual_stages:
             copy = self._copies[tie, v]
-            with self.shared.lent(v):
+            with self.shared.swapped_in(v):
                 self._put_one(copy, pieces)
 
     def _put_one(self, copy: TiedCopy, pieces: Pieces) -> None:
