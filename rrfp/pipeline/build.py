@@ -12,7 +12,7 @@ from typing import Literal, cast
 import torch
 from torch import nn
 
-from rrfp.compute.gradients.own_reduction import check_wrappers
+from rrfp.compute.gradients.module_reduction import check_wrappers
 from rrfp.compute.gradients.process_groups import check_replicas, check_sharded, replica_group, warn_of_unreduced
 from rrfp.compute.gradients.reducer import GradientReducer
 from rrfp.compute.gradients.sparse import check_not_sparse

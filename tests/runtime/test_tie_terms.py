@@ -71,7 +71,7 @@ def test_replicas_that_tie_other_stages_are_refused(second: dict[int, list[CopyT
 
 @pytest.mark.parametrize("data", [None, ["a"], ["a", 0, "kind", True, False, "text"], 5])
 def test_terms_that_cannot_be_read_are_refused(data: object) -> None:
-    with pytest.raises(ProtocolError, match="a tied copy is told as"):
+    with pytest.raises(ProtocolError, match="malformed tied-copy record"):
         CopyTerms.decode(data)
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from rrfp.compute.gradients.own_reduction import reduction_of_its_own
+from rrfp.compute.gradients.module_reduction import needs_whole_backward
 from rrfp.compute.loss_module import class_name
 from rrfp.compute.received import Received
 from rrfp.compute.split.autograd_graph import AutogradGraph, Node, OuterGradients
@@ -62,7 +62,7 @@ class SplitBackward:
             raise ConfigError(f"unsplittable is {unsplittable!r}, must be one of: {', '.join(get_args(Unsplittable))}")
         self._name = f"{class_name(module)} on virtual stage {virtual_stage}"
         self._unsplittable = unsplittable
-        self._obstacle = reduction_of_its_own(module)
+        self._obstacle = needs_whole_backward(module)
         self._told = False
         rules_work()  # tried out here, not in the first task, where a caller's modes would see it
 
