@@ -50,7 +50,7 @@ def test_buckets_hold_one_dtype_and_are_full_but_not_more() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128])
-def test_zeros_are_made_by_the_layout_that_another_replica_told(dtype: torch.dtype) -> None:
+def test_zeros_have_the_layout_of_another_replicas_gradient(dtype: torch.dtype) -> None:
     there, here = nn.Parameter(torch.ones(2, 3, dtype=dtype)), nn.Parameter(torch.ones(2, 3, dtype=dtype))
     assert encode(there, "w") == ABSENT
     there.grad = torch.ones_like(there)
