@@ -1,1 +1,1 @@
-"""Hint policies: how ready tasks are ranked."""
+"""Hint policies: the priorities of ready tasks."""
