@@ -129,7 +129,7 @@ class TorchStage(StageProgram):
             return self._modes.forward(self._forward, task, inputs)
 
     def backward(self, task: Task, grads: tuple[Payload, ...]) -> tuple[Payload, ...]:
-        """See :meth:`StageProgram.backward`. Does nothing where nothing requires grad.
+        """See :meth:`StageProgram.backward`. Does nothing if nothing requires grad.
 
         Raises:
             StageError: if a received tensor was written to since the forward, or a received gradient now.

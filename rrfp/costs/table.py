@@ -44,7 +44,7 @@ class CostTable:
     forward: Matrix
     #: V x M: backward durations, of the input gradient only when `weight` is given ("B").
     backward: Matrix
-    #: V x M: weight-gradient durations, or None where backward is not split ("W").
+    #: V x M: weight-gradient durations, or None if backward is not split ("W").
     weight: Matrix | None
     #: V-1 x M: row v is from the end of F on v to its arrival at v + 1 ("latency_F").
     latency_forward: Matrix

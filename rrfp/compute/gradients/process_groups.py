@@ -76,7 +76,7 @@ def check_sharded(modules: Mapping[int, nn.Module], topology: Topology, ranks: S
     Their collectives run inside tasks, so all ranks of their mesh must be in this rank's group.
 
     Raises:
-        ConfigError: naming the first such parameter and what ``coordinate`` must be.
+        ConfigError: naming the first such parameter and the required ``coordinate``.
     """
     group = {ranks[rank] for rank in topology.group}
     for v, module in sorted(modules.items()):
