@@ -4,10 +4,11 @@ Every task draws from generators seeded by (seed, training step, kind, virtual s
 the same in any order of tasks, on any placement of the stages, after a resume with ``first_step``, with or without
 evaluations between training steps, and in the one-process reference.
 
-Why not give each task a generator? Dropout and its kin take none: they draw from torch's CPU generator and that of each
-CUDA device, which are global to the process. So a fork swaps the state of the *global* generators, and holds a lock of
-the process until the caller's state is restored. Lanes in one process exclude one another; lanes in processes of their
-own do not. A caller who draws random numbers in another thread while a step runs disturbs both streams.
+Why not give each task a generator? Dropout and similar operators take none: they draw from torch's CPU generator and
+that of each CUDA device, which are global to the process. So a fork swaps the state of the *global* generators, and
+holds a lock of the process until the caller's state is restored. Lanes in one process exclude one another; lanes in
+processes of their own do not. A caller who draws random numbers in another thread while a step runs disturbs both
+streams.
 """
 
 from __future__ import annotations
