@@ -25,8 +25,8 @@ def on_three_replicas(tmp_path_factory: pytest.TempPathFactory) -> dict[str, lis
 
 @pytest.mark.parametrize("case", CASES)
 def test_on_three_replicas(case: str, on_three_replicas: dict[str, list[str]]) -> None:
-    told = on_three_replicas[case]
-    assert told == [GOOD] * reduction_cases.REPLICAS, "\n".join(told)
+    outcomes = on_three_replicas[case]
+    assert outcomes == [GOOD] * reduction_cases.REPLICAS, "\n".join(outcomes)
 
 
 def test_deeper_chunks_come_first_and_what_chunks_share_comes_with_the_last() -> None:

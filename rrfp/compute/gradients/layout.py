@@ -52,7 +52,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def encode(parameter: nn.Parameter, name: str) -> int:
-    """The layout of the parameter's gradient, an integer below `TOO_LARGE`; `ABSENT` if the parameter is frozen.
+    """The layout of the parameter's gradient, an integer below `TOO_LARGE`; `ABSENT` if it is None or frozen.
 
     Raises:
         StageError: naming the parameter by ``name``, if its gradient is sparse or cannot be added part by part.
@@ -126,7 +126,7 @@ def _digit(placement: Any, name: str) -> int:
 def empty_totals(totals: dict[int, nn.Parameter]) -> None:
     """Zero the gradients that are totals, because another rank or copy holds them too; remove them from ``totals``.
 
-    A parameter that is frozen now stays in ``totals``: its gradient is neither reduced nor used until it thaws.
+    A parameter that is frozen now stays in ``totals``: its gradient is not reduced until it thaws.
     """
     for key, parameter in list(totals.items()):
         if parameter.requires_grad:
