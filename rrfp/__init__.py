@@ -9,8 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rrfp.compute.lanes.base import Lane
     from rrfp.compute.payload import Payload
-    from rrfp.compute.program import Batch, Lane, StageProgram
+    from rrfp.compute.program import Batch, StageProgram
     from rrfp.core.admission import Limit
     from rrfp.core.hint import Hint, View
     from rrfp.core.ready_set import ReadySet
@@ -29,7 +30,7 @@ _HOMES = {
     "ConfigError": "rrfp.errors",
     "Hint": "rrfp.core.hint",
     "Kind": "rrfp.core.tasks",
-    "Lane": "rrfp.compute.program",
+    "Lane": "rrfp.compute.lanes.base",
     "Limit": "rrfp.core.admission",
     "Message": "rrfp.transports.base",
     "Mode": "rrfp.core.tasks",

@@ -1,1 +1,1 @@
-"""Where tasks compute and what they compute: lanes and stage programs."""
+"""The computation of a rank: stage programs, and the lanes that run them."""

@@ -1,9 +1,9 @@
-"""How many bytes a microbatch keeps between its forward and its backward.
+"""The bytes that a microbatch keeps between its forward and its backward.
 
-autograd does not tell. Saved-tensor hooks see every tensor it keeps, but cost about 1 us a tensor and switch off
-torch's own check that none was overwritten. So they are set only for the first microbatch of each input signature, with
-the check done here, and later microbatches of that signature are taken to keep as much. Where the caller has hooks of
-its own, torch would call only the innermost: there every microbatch is measured, around the caller's hooks.
+autograd does not report them. Saved-tensor hooks see every tensor that it keeps, but cost about 1 us a tensor and
+switch off torch's own check that none was overwritten. So they are set only for the first microbatch of each input
+signature, with that check done here, and later microbatches of the signature count the same. If the caller has set such
+hooks, torch would call only the innermost ones: then every microbatch is measured, around the caller's hooks.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from rrfp.compute.async_tensors import parts
+from rrfp.compute.async_tensors import inner_tensors
 from rrfp.compute.thread_modes import saved_tensor_hooks
 
 T = TypeVar("T")
 
-#: Signatures remembered for a module; beyond that all are forgotten and measured again.
+#: The most signatures that are remembered for a module; then all are dropped and measured again.
 _MAX_SIGNATURES = 4096
 
 
@@ -29,8 +29,8 @@ class Kept:
     """Bytes that a forward keeps.
 
     Attributes:
-        held: in all, storages counted once.
-        of_output: of these, bytes of what the forward returned.
+        held: all bytes, each storage counted once.
+        of_output: the part of them that is output of the forward.
     """
 
     held: int
@@ -38,11 +38,11 @@ class Kept:
 
 
 class ActivationMeter:
-    """Measures what forwards of one module keep.
+    """Measures the bytes that forwards of one module keep.
 
-    Every storage counts once, of sharded tensors this rank's part; the module's own parameters and buffers do not
-    count. Tensors that a checkpoint will recompute are not kept and so not counted. Where the module keeps more for
-    some *values* than for others of the same shape (routing), the number is that of the first.
+    Every storage counts once, of sharded tensors this rank's part; the module's parameters and buffers do not count.
+    Tensors that a checkpoint will recompute are not kept and do not count. If the bytes depend on *values* (routing),
+    the first microbatch of a signature stands for all.
 
     Args:
         module: the module; its parameters are excluded as they are when a measurement is made.
@@ -53,25 +53,23 @@ class ActivationMeter:
         self._known: dict[Hashable, Kept] = {}
 
     def run(self, call: Callable[[], T], signature: Hashable, kept: Iterable[Tensor]) -> tuple[T, Kept]:
-        """Make ``call`` and say how many bytes it keeps for its backward.
+        """Run ``call`` and return its result and the bytes that it keeps for its backward.
 
         Args:
             call: a forward pass.
-            signature: equal for calls that keep equally much; see :func:`describe`.
-            kept: tensors that are kept anyway.
-
-        Returns:
-            What ``call`` returned, and what it keeps.
+            signature: the same for calls that keep the same number of bytes; see :func:`describe`.
+            kept: tensors that are kept in any case.
         """
-        callers = saved_tensor_hooks()
+        caller_hooks = saved_tensor_hooks()
         known = self._known.get(signature)
-        if known is not None and callers is None:
+        if known is not None and caller_hooks is None:
             return call(), known
-        own = (*self._module.parameters(), *self._module.buffers())
-        storages = Storages(excluded={storage_pointer(part) for tensor in own for part in parts(tensor)})
-        pack, unpack = (
-            (storages.pack, unpack_measured) if callers is None else (storages.around(callers[0]), callers[1])
-        )
+        state = (*self._module.parameters(), *self._module.buffers())
+        storages = Storages(excluded={storage_pointer(part) for tensor in state for part in inner_tensors(tensor)})
+        pack: Callable[[Tensor], Any] = storages.pack
+        unpack: Callable[[Any], Tensor] = unpack_measured
+        if caller_hooks is not None:
+            pack, unpack = storages.counting(caller_hooks[0]), caller_hooks[1]
         with saved_tensors_hooks(pack, unpack):
             result = call()
         for tensor in kept:
@@ -79,13 +77,13 @@ class ActivationMeter:
         if len(self._known) >= _MAX_SIGNATURES:
             self._known.clear()
         known = Kept(storages.num_bytes, storages.sum_of_seen(tensors_in(result)))
-        if callers is None:  # else another step's hooks may keep more, or less
+        if caller_hooks is None:  # the hooks of another step may keep more, or less
             self._known[signature] = known
         return result, known
 
 
 def describe(value: Any) -> Hashable:
-    """What of a module's arguments decides how much is kept: shapes, dtypes, and plain values."""
+    """The properties of a module's arguments that decide how much is kept: shapes, dtypes and plain values."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.requires_grad
     if isinstance(value, Mapping):
@@ -108,7 +106,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def storage_pointer(tensor: Tensor) -> int | None:
-    """Address of a tensor's memory; None where it has none of its own kind (sparse and opaque tensors, empty ones)."""
+    """Address of a tensor's memory; None if it has no ordinary storage (sparse, opaque and empty tensors)."""
     try:
         return tensor.untyped_storage().data_ptr() or None
     except (NotImplementedError, RuntimeError):
@@ -122,7 +120,7 @@ class Storages:
         excluded: addresses of storages that do not count.
 
     Attributes:
-        num_bytes: the sum.
+        num_bytes: the bytes of all counted storages.
     """
 
     def __init__(self, excluded: Iterable[int | None] = ()) -> None:
@@ -131,8 +129,8 @@ class Storages:
         self.num_bytes = 0
 
     def add(self, tensor: Tensor) -> None:
-        """Count what ``tensor`` keeps alive."""
-        for part in parts(tensor):
+        """Count the storages that ``tensor`` keeps alive."""
+        for part in inner_tensors(tensor):
             pointer = storage_pointer(part)
             if pointer is None:
                 self.num_bytes += part.numel() * part.element_size()
@@ -143,17 +141,17 @@ class Storages:
 
     def sum_of_seen(self, tensors: Iterable[Tensor]) -> int:
         """Bytes of those tensors whose storage was added."""
-        seen = (part for tensor in tensors for part in parts(tensor) if storage_pointer(part) in self._added)
+        seen = (part for tensor in tensors for part in inner_tensors(tensor) if storage_pointer(part) in self._added)
         return sum(part.numel() * part.element_size() for part in seen)
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, int]:
-        """Count a tensor that autograd saves; what it is to save is undone by `unpack_measured`."""
+        """Count a tensor that autograd saves, and pack it for `unpack_measured`."""
         self.add(tensor)
-        # A node that holds its own output would never be freed, so what has a history is held without it.
+        # Why detach? A node that saves its own output with its history refers to itself and would never be freed.
         return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
 
-    def around(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """A hook that packs as ``pack`` does and counts what is kept of it in the memory where the tensor was."""
+    def counting(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """The hook ``pack``, and count the packed tensors that stay on the device of the original."""
 
         def counted(tensor: Tensor) -> Any:
             packed = pack(tensor)
@@ -166,7 +164,7 @@ class Storages:
 
 
 def unpack_measured(packed: tuple[Tensor, int]) -> Tensor:
-    """What measured forwards saved, as autograd gives it back: any number of times."""
+    """The tensor that `Storages.pack` packed; autograd may unpack it several times."""
     tensor, version = packed
     if tensor._version != version:
         raise RuntimeError(

@@ -1,7 +1,7 @@
-"""Tensors that stand for others: sharded ones (DTensor), and results of collectives that are still on their way.
+"""Tensors made of other tensors: sharded ones (DTensor), and pending results of asynchronous collectives.
 
-Tensor-parallel modules work with both. Nothing here imports ``torch.distributed``: the classes are told by the methods
-that torch gives them, so a pipeline without tensor parallelism never loads it.
+Tensor-parallel modules work with both. Nothing here imports ``torch.distributed``: the classes are recognised by the
+methods that torch gives them, so a pipeline without tensor parallelism never loads it.
 """
 
 from __future__ import annotations
@@ -11,41 +11,41 @@ from typing import Any
 
 from torch import Tensor, nn
 
-#: Tensors that stand for themselves, told apart at once.
+#: The types of ordinary tensors, checked first because nearly all tensors have them.
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors whose memory ``tensor`` is: itself, or what is inside; of a sharded one this rank's shard."""
-    # torch's protocol for tensors made of others: the names of the attributes that hold them, and other things.
+def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that own the memory of ``tensor``: itself, or its components; of a DTensor this rank's shard."""
+    # torch's protocol for tensor subclasses: the attributes that hold the components, and a context that is not needed.
     if type(tensor) in _PLAIN or not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
     names, _ = tensor.__tensor_flatten__()
     for name in names:
         if isinstance(inner := getattr(tensor, name), Tensor):
-            yield from parts(inner)
+            yield from inner_tensors(inner)
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a DTensor, also one that is replicated."""
+    """Whether ``tensor`` is a DTensor, also a replicated one."""
     return type(tensor) not in _PLAIN and hasattr(tensor, "full_tensor")
 
 
-def landed(tensor: Tensor) -> Tensor:
-    """The result of an asynchronous collective once it is there, without a history; any other tensor as it is.
+def wait_async(tensor: Tensor) -> Tensor:
+    """The completed result of an asynchronous collective, without a history; any other tensor unchanged.
 
-    Called within the task that began the collective: whoever reads the tensor later, such as a transport, would not
-    know that it has to wait.
+    Why not wait at the first read? Later readers, such as a transport, do not know that the tensor is pending. So it
+    is waited for in the task that began the collective.
     """
     if type(tensor) in _PLAIN or not hasattr(tensor, "trigger_wait"):
         return tensor
-    arrived: Tensor = tensor.trigger_wait()
-    return arrived
+    completed: Tensor = tensor.trigger_wait()
+    return completed
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a sharded tensor, with its history; any other tensor as it is. A collective."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor of a DTensor, with its history; any other tensor unchanged. A collective of its mesh."""
     if not is_sharded(tensor):
         return tensor
     sharded: Any = tensor

@@ -1,8 +1,8 @@
-"""State that tasks write, such as running statistics: results would depend on the order of tasks.
+"""Watches state that tasks write, such as running statistics, which would make results depend on the order of tasks.
 
-Forwards of modules that are known to write buffers run in microbatch order (`rrfp.pipeline.partition`). Any other write
-that is noticed is refused: of a buffer in a forward without an order, of a buffer in backward, whose place among the
-forwards is open, and of a parameter anywhere. What cannot be noticed is in docs/determinism.md.
+Forwards of modules that are known to write buffers run in microbatch order (`rrfp.pipeline.partition`). Any other
+detected write is refused: of a buffer in a forward without an order, of a buffer in backward, which has no fixed order
+among the forwards, and of a parameter anywhere. docs/determinism.md lists the writes that cannot be detected.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from rrfp.compute.async_tensors import parts
+from rrfp.compute.async_tensors import inner_tensors
 from rrfp.compute.gradients.layout import checksum
 from rrfp.compute.loss_module import class_name
 from rrfp.core.readiness import ForcedOrder
@@ -31,16 +31,16 @@ _Key = tuple[nn.Module, str]
 
 
 def writes_buffers_in_forward(module: nn.Module) -> bool:
-    """Whether a submodule is known to: BatchNorm and its kin while they track statistics."""
-    return any(isinstance(one, _NormBase) and one.track_running_stats for one in module.modules())
+    """Whether a submodule is known to write buffers in forward: a batch or instance norm that tracks statistics."""
+    return any(isinstance(part, _NormBase) and part.track_running_stats for part in module.modules())
 
 
 class _Seen(NamedTuple):
-    """A parameter or buffer as it was when last looked at.
+    """A parameter or buffer after the last task.
 
     Attributes:
         tensor: the object.
-        version: of the writes that torch counted.
+        version: torch's count of its writes.
     """
 
     tensor: Tensor
@@ -52,21 +52,22 @@ class _Seen(NamedTuple):
 
 
 class StateWatch:
-    """Finds out whether tasks of one virtual stage write state that they must not. One task runs at a time.
+    """Detects forbidden writes by the tasks of one virtual stage, which run one at a time.
 
-    A step of one microbatch has only one order of tasks, so it may write anything.
+    A step of one microbatch has only one order of tasks, so any write is allowed.
 
-    A buffer that a task registers is taken for a constant, such as a mask that is made when it is first needed. Unless
-    all forwards so far ran in microbatch order, a warning says so.
-
-    Writes past torch's counter (``.data``, some kernels) are found by a checksum of all buffers around the first F, B
-    and W of training and of evaluation, and again after ``train()`` or ``eval()`` of any submodule.
+    A buffer that a task registers is assumed constant, such as a mask that is made at its first use. A warning is
+    logged unless all forwards so far ran in microbatch order.
 
     Args:
-        unit: what has the virtual stage's parameters and buffers.
+        unit: the module with all parameters and buffers of the virtual stage.
         virtual_stage: its index, for messages.
-        ordered: whether its forwards run in microbatch order, and so may write buffers.
+        ordered: whether its forwards run in microbatch order, and may therefore write buffers.
     """
+
+    # Why two ways to detect writes? torch's version counter costs little, so it is read after every task, but misses
+    # writes through `.data` and some kernels. A checksum finds those and reads all buffers, so it is computed only
+    # around the first F, B and W of training and of evaluation, and again after train() or eval() of any submodule.
 
     def __init__(self, unit: nn.Module, virtual_stage: int, *, ordered: bool) -> None:
         self._unit = unit
@@ -75,21 +76,21 @@ class StateWatch:
         self._checked: set[tuple[Kind, Mode, bytes]] = set()
 
     def open(self, step: StepId) -> None:
-        """A step begins: what was written before it was the caller's to write."""
+        """Begin a step. Writes before it are the caller's, and allowed."""
         self._is_open = step.microbatches > 1
-        # FSDP exchanges parameters for their shards in the middle of tasks.
+        # FSDP replaces parameters by their shards inside tasks, which is no write.
         self._with_parameters = not any(_exchanges_parameters(part) for part in self._unit.modules())
         self._seen = self._look()
         self._case = (step.mode, bytes(part.training for part in self._unit.modules()))
-        #: Forwards so far, while they ran in microbatch order; then None.
+        #: The number of forwards so far, if all ran in microbatch order; else None.
         self._in_order: int | None = 0
 
     @contextmanager
-    def over(self, task: Task) -> Iterator[None]:
-        """Around ``task``.
+    def watching(self, task: Task) -> Iterator[None]:
+        """Watch the writes of ``task``, which runs within.
 
         Raises:
-            StageError: naming what it wrote, and the remedy; an error of the task comes first.
+            StageError: naming the written state and the remedy; not if the task itself raises.
         """
         if not self._is_open:
             yield
@@ -100,8 +101,8 @@ class StateWatch:
         yield
         after = [_fingerprint(self._seen[key].tensor) for key in watched]
         self._checked.add(case)
-        slipped = {key for key, old, new in zip(watched, before, after, strict=True) if old != new}
-        self._compare(task, slipped)
+        uncounted = {key for key, old, new in zip(watched, before, after, strict=True) if old != new}
+        self._compare(task, uncounted)
 
     def _is_fingerprinted(self, key: _Key, task: Task) -> bool:
         return not self._seen[key].is_parameter and not self._may_write(self._seen[key], task)
@@ -110,8 +111,10 @@ class StateWatch:
         return task.kind is Kind.F and self._ordered and not seen.is_parameter
 
     def _look(self) -> dict[_Key, _Seen]:
-        """Everything now. The dicts themselves are read: torch's iterators would take several times as long."""
-        found: dict[_Key, _Seen] = {}
+        """All parameters and buffers now."""
+        # Why not named_parameters and named_buffers? This runs after every task, and torch's iterators take several
+        # times as long as reading the dicts.
+        seen: dict[_Key, _Seen] = {}
         visited: set[nn.Module] = set()
         waiting: list[nn.Module | None] = [self._unit]
         while waiting:
@@ -123,14 +126,14 @@ class StateWatch:
             for tensors in (part._buffers, part._parameters) if self._with_parameters else (part._buffers,):
                 for name, tensor in list(tensors.items()):  # a module may be shared with another lane
                     if tensor is not None:
-                        found[part, name] = _Seen(tensor, _version(tensor))
-        return found
+                        seen[part, name] = _Seen(tensor, _version(tensor))
+        return seen
 
     def _name_of(self, key: _Key) -> str:
         prefix = next((name for name, part in self._unit.named_modules() if part is key[0]), "")
         return repr(".".join(filter(None, (prefix, key[1]))))
 
-    def _compare(self, task: Task, slipped: set[_Key]) -> None:
+    def _compare(self, task: Task, uncounted: set[_Key]) -> None:
         now = self._look()
         for key, old in self._seen.items():
             new = now.get(key)
@@ -139,12 +142,12 @@ class StateWatch:
             elif new.tensor is not old.tensor:
                 verb = "replaces" if _version(old.tensor) != old.version or not _equal(new.tensor, old.tensor) else ""
             else:
-                verb = "writes" if new.version != old.version or key in slipped else ""
+                verb = "writes" if new.version != old.version or key in uncounted else ""
             if verb and not self._may_write(old, task):
                 raise StageError(self._refusal(verb, key, old, task))
         self._note_order(task)
         if created := now.keys() - self._seen.keys():
-            self._tell_of(created, task)
+            self._warn_of(created, task)
         self._seen = now
 
     def _refusal(self, verb: str, key: _Key, old: _Seen, task: Task) -> str:
@@ -169,8 +172,8 @@ class StateWatch:
         if task.kind is Kind.F and self._in_order is not None:
             self._in_order = self._in_order + 1 if task.microbatch == self._in_order else None
 
-    def _tell_of(self, created: set[_Key], task: Task) -> None:
-        if self._in_order is not None and task.kind is Kind.F:  # whatever it is, it is what one process would have
+    def _warn_of(self, created: set[_Key], task: Task) -> None:
+        if self._in_order is not None and task.kind is Kind.F:  # one process would have made the same buffer
             return
         for name in sorted(map(self._name_of, created)):
             logger.warning(
@@ -183,10 +186,10 @@ class StateWatch:
 
 
 class StateWatches:
-    """The watches of the virtual stages of a rank; none where no order is kept.
+    """The watches of the virtual stages of a rank; none if no tasks run in microbatch order.
 
     Args:
-        units: what has parameters and buffers, by virtual stage.
+        units: the module with all parameters and buffers of each virtual stage.
         in_order: (kind, virtual stage) pairs that run in microbatch order.
     """
 
@@ -199,14 +202,14 @@ class StateWatches:
         for watch in self._watches.values():
             watch.open(step)
 
-    def over(self, task: Task) -> AbstractContextManager[None]:
-        """See `StateWatch.over`."""
+    def watching(self, task: Task) -> AbstractContextManager[None]:
+        """See `StateWatch.watching`."""
         watch = self._watches.get(task.virtual_stage)
-        return nullcontext() if watch is None else watch.over(task)
+        return nullcontext() if watch is None else watch.watching(task)
 
 
 def _exchanges_parameters(part: nn.Module) -> bool:
-    """Whether it is what ``fully_shard`` makes of a module."""
+    """Whether ``fully_shard`` was applied to the module."""
     return hasattr(part, "set_requires_gradient_sync")
 
 
@@ -214,17 +217,17 @@ def _version(tensor: Tensor) -> int:
     try:
         return tensor._version
     except RuntimeError:
-        return 0  # an inference tensor, to which nobody may write
+        return 0  # an inference tensor, which is read-only
 
 
 def _fingerprint(tensor: Tensor) -> list[int]:
-    return [checksum(part) for part in parts(tensor) if _is_readable(part)]
+    return [checksum(part) for part in inner_tensors(tensor) if _is_readable(part)]
 
 
 @torch.no_grad()
 def _equal(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors are the same in every way that can be compared."""
-    pairs = list(zip(parts(left), parts(right), strict=False))
+    """Whether two tensors are equal in type, shape, dtype, device and values."""
+    pairs = list(zip(inner_tensors(left), inner_tensors(right), strict=False))
     return type(left) is type(right) and all(
         (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
         and _is_readable(a)

@@ -1,8 +1,9 @@
-"""The caller's thread-local torch state, carried to the thread that computes.
+"""The caller's thread-local torch state, applied on the lane's thread.
 
 torch keeps autocast, the grad mode, the default device, the current CUDA device, the number of threads, its stacks of
-modes and the hooks for saved tensors per thread; the lane's thread would see none of what the caller set around
-``step``. The profiler stays behind: torch attaches it to no other thread; see `rrfp.compute.thread_modes.out_of_reach`.
+modes and the hooks for saved tensors per thread, so the lane's thread does not see the settings around the caller's
+``step``. The profiler cannot be applied: torch attaches it to its own thread; see
+`rrfp.compute.thread_modes.out_of_reach`.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CallerModes:
-    """What was in force where a step was called.
+    """The state of the thread that called a step.
 
     Attributes:
         mode: training or forward only; decides the grad mode.
         autocast: device types with autocast enabled, and the dtype of each.
-        autocast_cache: whether autocast keeps the weights it has cast, which it does for one task at a time.
-        device: the default device, None where it is the CPU.
-        cuda_device: index of the current CUDA device, None where CUDA is not in use.
+        autocast_cache: whether autocast caches cast weights; the cache lasts for one task.
+        device: the default device, None if it is the CPU.
+        cuda_device: index of the current CUDA device, None if CUDA is not in use.
         num_threads: threads that one operator may use on the CPU.
         context: the context variables.
-        carried: torch-function and dispatch modes and saved-tensor hooks, None where there are none.
+        carried: torch-function and dispatch modes and saved-tensor hooks, None if there are none.
     """
 
     mode: Mode
@@ -72,7 +73,7 @@ class CallerModes:
         )
 
     def forward(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call ``function`` as the caller would have: with gradients in a training step, else without."""
+        """Call ``function`` in the caller's state, with gradients enabled in a training step only."""
         with ExitStack() as stack:
             self._enter(stack)
             stack.enter_context(torch.set_grad_enabled(self.mode is Mode.TRAIN))
@@ -82,11 +83,9 @@ class CallerModes:
             return self.context.run(function, *args, **kwargs)
 
     def backward(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call ``function`` as the caller would have, but outside autocast.
-
-        torch advises against backward under autocast: its operators run in the types that autocast chose for the
-        forward ones. A step has both inside the caller's ``with torch.autocast(...)``, so they are told apart here.
-        """
+        """Call ``function`` in the caller's state, but outside autocast."""
+        # Why without autocast? torch advises against backward under it: backward operators run in the types that
+        # autocast chose in forward. A step has both inside the caller's `with torch.autocast(...)`.
         with ExitStack() as stack:
             self._enter(stack)
             self._enter_carried(stack)
@@ -101,7 +100,7 @@ class CallerModes:
             stack.enter_context(self.device)
 
     def _enter_carried(self, stack: ExitStack) -> None:
-        """Last, so that the caller's modes see none of the other settings being made."""
+        # Called last, so that the caller's modes do not see the other settings being made.
         if self.carried is not None:
             stack.enter_context(self.carried.entered())
 

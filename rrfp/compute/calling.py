@@ -1,4 +1,4 @@
-"""What a step hands to the modules of a rank, and what it asks back: arguments, and the loss."""
+"""The arguments of modules and their checks: the batch, the loss, the virtual stages."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rrfp.errors import ConfigError, StageError
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """How a module is called: ``module(*args, **kwargs)``."""
+    """The arguments of a call ``module(*args, **kwargs)``."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     @classmethod
     def spread(cls, values: Iterable[Any]) -> Arguments:
-        """Tuples become positional arguments, dicts keywords, all else, named tuples too, one positional argument each.
+        """Tuples become positional arguments, dicts keywords, other values (named tuples too) one argument each.
 
         Raises:
             StageError: if two dicts name the same keyword.
@@ -44,17 +44,17 @@ class Arguments:
 
 
 def check_batch(batch: Batch, step: StepId, *, first: bool, last: bool, has_loss: bool) -> None:
-    """Refuse a batch that a rank cannot run a step with.
+    """Refuse a batch that lacks data for a rank's step.
 
     Args:
-        batch: what the caller gave.
+        batch: the caller's data.
         step: the step.
-        first: the rank has a virtual stage that reads ``inputs``.
-        last: the rank has a virtual stage that reads ``targets``.
-        has_loss: there is a ``loss_fn``.
+        first: whether the rank has a virtual stage that reads ``inputs``.
+        last: whether the rank has a virtual stage that reads ``targets``.
+        has_loss: whether there is a ``loss_fn``.
 
     Raises:
-        ConfigError: naming the field, and M where it is a matter of length.
+        ConfigError: naming the field, and M if its length is wrong.
     """
     training = step.mode is Mode.TRAIN
     if last and not has_loss and (training or batch.targets is not None):
@@ -68,20 +68,15 @@ def check_batch(batch: Batch, step: StepId, *, first: bool, last: bool, has_loss
     ):
         values = getattr(batch, field)
         if used and (needed if values is None else len(values) != step.microbatches):
-            found = "is missing" if values is None else f"has {len(values)} entries"
-            raise ConfigError(f"{field} {found}, must be a list of {step.microbatches}, one for each microbatch")
+            problem = "is missing" if values is None else f"has {len(values)} entries"
+            raise ConfigError(f"{field} {problem}, must be a list of {step.microbatches}, one for each microbatch")
 
 
 def check_loss(loss: object, microbatch: int, *, differentiable: bool) -> Tensor:
-    """The loss if it is one.
-
-    Args:
-        loss: what ``loss_fn`` returned.
-        microbatch: of which microbatch.
-        differentiable: whether it must require grad.
+    """Check the value that ``loss_fn`` returned for ``microbatch``, and return it.
 
     Raises:
-        StageError: if it is not a scalar floating tensor, or does not require grad and must.
+        StageError: if it is not a scalar floating tensor, or does not require grad although ``differentiable``.
     """
     if not isinstance(loss, Tensor):
         raise StageError(f"loss_fn returned a {type(loss).__name__}, must return a scalar floating tensor")
@@ -104,7 +99,7 @@ def requires_grad(value: Any) -> bool:
 
 
 def detached(value: Any) -> Any:
-    """``value`` without histories: itself where no tensor in its tuples, lists and dicts has one."""
+    """``value`` with all tensors in its tuples, lists and dicts detached; itself if none requires grad."""
     if isinstance(value, Tensor):
         return value.detach() if value.requires_grad else value
     if not requires_grad(value):
@@ -118,15 +113,7 @@ def detached(value: Any) -> Any:
 
 
 def check_placement(modules: Mapping[int, nn.Module], graph: Graph) -> None:
-    """Refuse modules that are not those of one stage.
-
-    Args:
-        modules: by virtual stage.
-        graph: where virtual stages live.
-
-    Raises:
-        ConfigError: naming what they are and what they may be.
-    """
+    """Refuse modules that are not those of one stage with a ConfigError that names the allowed virtual stages."""
     stages = [graph.placement.virtual_stages(stage) for stage in range(graph.placement.stages)]
     if tuple(sorted(modules)) not in stages:
         choices = " or ".join(map(str, stages))

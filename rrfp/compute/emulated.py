@@ -1,8 +1,7 @@
-"""Stages whose tasks take the time that a table says: without a model, or around a real one.
+"""Stages whose tasks last as long as a table prescribes: without a model, or around a real one.
 
-The time is an accelerator's: the lane sleeps and the CPU stays free, as it would behind a GPU. So two cores can carry a
-pipeline of many stages, and what is measured is the runtime and not the machine. On a `rrfp.compute.lanes.timer` it is
-the time of the loop, which may be virtual.
+The lane sleeps and leaves the CPU free, as behind a GPU. So two cores can run a pipeline of many stages, and benchmarks
+measure the runtime and not the machine. On a `rrfp.compute.lanes.timer` the time is the loop's, which may be virtual.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ from rrfp.costs import CostTable
 
 T = TypeVar("T")
 
-#: How long a task takes, in seconds.
+#: The duration of a task in seconds.
 Durations = Callable[[Task], float]
 
-#: Lets so many seconds pass for the task that is running.
+#: Spends so many seconds in the running task.
 Spend = Callable[[float], None]
 
 
 def sleep(seconds: float) -> None:
-    """Let real time pass, on the lane's thread."""
+    """Sleep on the lane's thread, in real time."""
     sleep_until(time.monotonic() + seconds)
 
 
 def table_durations(table: CostTable) -> Durations:
-    """The durations in a cost table.
+    """The durations of a cost table.
 
-    A split table's B is the input gradient only: unsplit stages want its ``to_unsplit()``.
+    B of a split table is the input gradient only: for unsplit stages pass its ``to_unsplit()``.
     """
 
     def duration(task: Task) -> float:
@@ -47,15 +46,15 @@ def table_durations(table: CostTable) -> Durations:
 
 
 class EmulatedStage(StageProgram):
-    """Computes nothing, takes its time, and emits tensors of zeros: outputs and input gradients of one size.
+    """Computes nothing, spends the time of each task, and puts out tensors of zeros of one size.
 
-    Losses are 0. It holds nothing that it would report.
+    Losses are 0, and it reports no held bytes.
 
     Args:
-        graph: who feeds whom.
-        durations: how long each task takes.
-        num_bytes: size of every emitted tensor.
-        spend: lets a task's time pass; for a `TimerLane` its ``spend``.
+        graph: the virtual stages and their edges.
+        durations: the duration of each task.
+        num_bytes: size of every output and input gradient.
+        spend: spends the time of a task; for a `TimerLane` its ``spend``.
 
     Attributes:
         durations: may be replaced between two steps.
@@ -65,52 +64,52 @@ class EmulatedStage(StageProgram):
         self.durations = durations
         self._spend = spend
         self._graph = graph
-        # One tensor serves every message: what is sent is read-only.
-        self._emitted = Payload((torch.zeros(num_bytes, dtype=torch.uint8),), ("t", 0))
+        # One tensor serves every message, because payloads are read-only.
+        self._output = Payload((torch.zeros(num_bytes, dtype=torch.uint8),), ("t", 0))
         self._losses: dict[int, float] = {}
 
     def open(self, step: StepId, batch: Batch) -> None:
-        """Forget the last step. Any batch will do."""
+        """Begin a step; accepts any batch."""
         self._losses = {}
 
     def forward(self, task: Task, inputs: tuple[Payload, ...]) -> Payload:
-        """Take the task's time."""
-        self._take(task)
+        """Spend the task's time."""
+        self._run(task)
         if self._graph.successors[task.virtual_stage]:
-            return self._emitted
+            return self._output
         self._losses[task.microbatch] = 0.0
         return Payload()
 
     def backward(self, task: Task, grads: tuple[Payload, ...]) -> tuple[Payload, ...]:
-        """Take the task's time."""
-        self._take(task)
-        return (Payload(self._emitted.tensors),) * len(self._graph.predecessors[task.virtual_stage])
+        """Spend the task's time."""
+        self._run(task)
+        return (Payload(self._output.tensors),) * len(self._graph.predecessors[task.virtual_stage])
 
     def weight(self, task: Task) -> None:
-        """Take the task's time."""
-        self._take(task)
+        """Spend the task's time."""
+        self._run(task)
 
     def losses(self) -> Mapping[int, float]:
         """0 for every microbatch that the last virtual stage ran."""
         return self._losses
 
-    def _take(self, task: Task) -> None:
+    def _run(self, task: Task) -> None:
         self._spend(self.durations(task))
 
 
 class PacedStage(StageProgram):
-    """Runs another program, and stretches every task to the time that a table says.
+    """Runs another program, and stretches every task to the duration of a table.
 
-    A task that really takes longer than that overruns; the overrun share says how far the emulation can be trusted.
+    A task that takes longer overruns; a small overrun share means that the emulation is faithful.
 
     Args:
-        program: what really runs.
-        durations: how long each task takes at least.
+        program: the program.
+        durations: the least duration of each task.
 
     Attributes:
         durations: may be replaced between two steps.
-        planned_s: sum of the durations of all tasks run so far, in seconds.
-        overrun_s: by how much tasks really took longer than that, in seconds.
+        planned_s: sum of the durations of all tasks so far, in seconds.
+        overrun_s: sum of the times by which tasks took longer, in seconds.
     """
 
     def __init__(self, program: StageProgram, durations: Durations) -> None:
@@ -121,11 +120,11 @@ class PacedStage(StageProgram):
 
     @property
     def overrun_share(self) -> float:
-        """``overrun_s / planned_s``; 0 while nothing was planned."""
+        """``overrun_s / planned_s``; 0 before the first task."""
         return self.overrun_s / self.planned_s if self.planned_s else 0.0
 
     def reset_overrun(self) -> None:
-        """Forget the overrun so far, such as a warm-up's. Call between two steps."""
+        """Set both sums to 0, such as after a warm-up. Call between two steps."""
         self.planned_s = self.overrun_s = 0.0
 
     def open(self, step: StepId, batch: Batch) -> None:

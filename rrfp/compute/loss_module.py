@@ -1,6 +1,6 @@
 """A loss with parameters: the last virtual stage differentiates it together with its module.
 
-So whatever asks for a virtual stage's parameters, buffers or submodules has to see both. That is decided here alone.
+All code that needs a virtual stage's parameters, buffers or submodules must see both, and gets them from here.
 """
 
 from __future__ import annotations
@@ -12,20 +12,15 @@ from torch import nn
 
 from rrfp.core.graph import Graph
 
-#: What the names of the loss's parameters and buffers begin with.
+#: The prefix of the names of the loss's parameters and buffers.
 LOSS = "loss_fn"
 
 
 class WithLoss(nn.Module):
-    """The module of the last virtual stage and the loss, as one.
+    """The module of the last virtual stage and the loss as one module; it cannot be called.
 
-    The module's parts keep their names; those of the loss follow with the prefix ``loss_fn``, and an underscore more
-    where the module has that name itself. What both have counts once, with the module. For parameters, buffers and
-    submodules only: it cannot be called.
-
-    Args:
-        module: the module.
-        loss: the loss.
+    The names of the module's parts do not change. The loss's parts follow with the prefix ``loss_fn``, and a further
+    underscore if the module uses that name. A part of both occurs once, with the module.
     """
 
     def __init__(self, module: nn.Module, loss: nn.Module) -> None:
@@ -39,21 +34,17 @@ class WithLoss(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Those of the module, then those of the loss; ``parameters``, ``buffers`` and ``modules`` follow from them."""
+        """The submodules of the module, then those of the loss."""
+        # torch derives parameters(), buffers(), modules() and their named_ twins from this method.
         memo = set() if memo is None else memo
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
         yield from self.loss.named_modules(memo, ".".join(filter(None, (prefix, self._prefix))), remove_duplicate)
 
 
 def with_loss(modules: Mapping[int, nn.Module], graph: Graph, loss_fn: Any) -> dict[int, nn.Module]:
-    """Everything that each virtual stage differentiates: its module, and on the last one a loss that is a module.
+    """The modules that each virtual stage differentiates; the last one's includes a ``loss_fn`` that is a module.
 
-    Any other ``loss_fn``, also one that uses modules, is the caller's own: nobody sees its parameters.
-
-    Args:
-        modules: by virtual stage.
-        graph: which of them is the last.
-        loss_fn: the loss, or None.
+    The parameters of any other ``loss_fn``, also of a function that uses modules, stay unknown to the pipeline.
     """
     if not isinstance(loss_fn, nn.Module):
         return dict(modules)

@@ -1,7 +1,7 @@
-"""Where a rank keeps tensors between tasks: outputs of its own tasks, and outputs that arrived.
+"""The payloads that a rank keeps between tasks: outputs of its own tasks, and outputs that arrived.
 
-Written by the loop (arrivals) and by the lane's thread (outputs), read by both; single dict operations need no lock.
-What may be dropped, and when, is the core's to say.
+The loop writes arrivals and the lane's thread writes outputs; both read. Single dict operations need no lock. The core
+decides when an output is dropped.
 """
 
 from __future__ import annotations
@@ -22,10 +22,6 @@ class Mailbox:
     """Payloads by the task that produced them.
 
     A forward's payload is the same for every reader. A backward has one payload for each predecessor.
-
-    Args:
-        graph: who reads what.
-        stage: this rank's stage.
     """
 
     def __init__(self, graph: Graph, stage: int) -> None:
@@ -39,25 +35,21 @@ class Mailbox:
         self._forward[task] = output
 
     def put_backward(self, task: Task, grads: Sequence[Payload]) -> None:
-        """Keep the input gradients of a B, one payload for each predecessor in graph order.
-
-        Raises:
-            StageError: if there are more, or fewer.
-        """
+        """Keep the input gradients of a B; raise a StageError unless there is one for each predecessor."""
         predecessors = self._graph.predecessors[task.virtual_stage]
         if len(grads) != len(predecessors):
             raise StageError(f"{len(grads)} input gradients, must be one for each predecessor: {len(predecessors)}")
         self._backward[task] = dict(zip(predecessors, grads, strict=True))
 
     def inputs(self, task: Task) -> tuple[Payload, ...]:
-        """What F or B reads: a payload for each predecessor (F) or successor (B), in graph order."""
+        """The inputs of F or B: a payload for each predecessor (F) or successor (B), in graph order."""
         kind, m, v = task
         if kind is Kind.F:
             return tuple(self._forward[Task(Kind.F, m, u)] for u in self._graph.predecessors[v])
         return tuple(self._backward[Task(Kind.B, m, w)][v] for w in self._graph.successors[v])
 
     def output_bytes(self, task: Task) -> int:
-        """Bytes of all that ``task`` put out, dense."""
+        """Bytes of the output of ``task``, as dense tensors."""
         if task.kind is Kind.F:
             return self._forward[task].num_bytes
         return sum(payload.num_bytes for payload in self._backward.get(task, {}).values())
@@ -73,44 +65,44 @@ class Mailbox:
         self._backward.clear()
 
     def pack(self, task: Task, peer: int) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-        """The tensors and the description of ``task``'s output that stage ``peer`` needs."""
+        """The tensors of ``task``'s output for the stage ``peer``, and their description."""
         if task.kind is Kind.F:
             payload = self._forward[task]
             return payload.tensors, {"structure": payload.structure}
-        place = self._graph.placement
-        parts = {u: p for u, p in self._backward[task].items() if place.stage_of(u) == peer}
-        tensors = tuple(tensor for payload in parts.values() for tensor in payload.tensors)
-        return tensors, {"parts": [[u, len(payload.tensors)] for u, payload in parts.items()]}
+        stage_of = self._graph.placement.stage_of
+        payloads = {u: payload for u, payload in self._backward[task].items() if stage_of(u) == peer}
+        tensors = tuple(tensor for payload in payloads.values() for tensor in payload.tensors)
+        return tensors, {"parts": [[u, len(payload.tensors)] for u, payload in payloads.items()]}
 
     def unpack(self, task: Task, tensors: Sequence[Tensor | None], body: Mapping[str, Any]) -> None:
-        """File what `pack` made on another rank.
+        """Keep an output that `pack` packed on another rank.
 
         Raises:
-            ProtocolError: if the description does not fit.
+            ProtocolError: if the description does not fit the tensors or the graph.
         """
         if task.kind is Kind.F:
             if not isinstance(structure := body.get("structure"), Sequence):
                 raise ProtocolError(f"{task} arrived without the structure of its tensors")
             self._forward[task] = Payload(tuple(tensors), structure)
             return
-        parts, rest = {}, list(tensors)
+        payloads, rest = {}, list(tensors)
         try:
             for virtual_stage, count in body["parts"]:
-                parts[virtual_stage], rest = Payload(tuple(rest[:count])), rest[count:]
+                payloads[virtual_stage], rest = Payload(tuple(rest[:count])), rest[count:]
         except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"{task} arrived with a description that cannot be read: {error!r}") from None
-        place = self._graph.placement
-        readers = {u for u in self._graph.predecessors[task.virtual_stage] if place.stage_of(u) == self._stage}
-        if rest or set(parts) != readers:
-            raise ProtocolError(f"{task} arrived with gradients for {sorted(parts)}, expected {sorted(readers)}")
-        self._backward[task] = parts
+            raise ProtocolError(f"{task} arrived with a malformed description: {error!r}") from None
+        stage_of = self._graph.placement.stage_of
+        readers = {u for u in self._graph.predecessors[task.virtual_stage] if stage_of(u) == self._stage}
+        if rest or set(payloads) != readers:
+            raise ProtocolError(f"{task} arrived with gradients for {sorted(payloads)}, expected {sorted(readers)}")
+        self._backward[task] = payloads
 
 
 def run_task(program: StageProgram, mailbox: Mailbox, task: Task) -> None:
-    """Run ``task`` with what ``mailbox`` holds, and keep what it puts out. Called on the lane's thread.
+    """Run ``task`` on its inputs in ``mailbox``, and keep its output there. Called on the lane's thread.
 
     Raises:
-        StageError: if the program returns something else than its contract says.
+        StageError: if the program returns a value of another type than `StageProgram` requires.
     """
     if task.kind is Kind.F:
         output: Any = program.forward(task, mailbox.inputs(task))
@@ -127,10 +119,10 @@ def run_task(program: StageProgram, mailbox: Mailbox, task: Task) -> None:
 
 
 def bytes_after(program: StageProgram, mailbox: Mailbox, task: Task) -> tuple[int, int]:
-    """What ``task``, which has just run, leaves in memory. Called on the lane's thread.
+    """The memory that ``task``, which has just run, leaves allocated. Called on the lane's thread.
 
     Returns:
-        Bytes that its microbatch holds on its virtual stage, and those of its output that these do not count.
+        Bytes that its microbatch holds on its virtual stage, and the bytes of its output not counted in them.
     """
     _, m, v = task
     output = mailbox.output_bytes(task)

@@ -1,8 +1,7 @@
-"""Named tuples between stages: by the name of their class, which the receiving rank must have loaded.
+"""Named tuples between stages: sent by the name of their class, which the receiving rank must have loaded.
 
-A name that arrives is a stranger's claim. It is only looked up, in the modules that are loaded already: nothing is
-imported, no module's ``__getattr__`` and no constructor runs, and a class counts only if it is a tuple with the very
-fields that were announced.
+A received name is untrusted. It is only looked up in modules that are loaded already: this imports nothing and runs no
+module's ``__getattr__`` and no constructor, and accepts only a tuple class with the fields that were sent.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def name_of(value: Any, path: str) -> str:
     """The name by which another rank finds the class of ``value``: ``module:qualified.name``.
 
     Raises:
-        StageError: if it would not find it, such as a class made within a function.
+        StageError: if that name does not lead to the class, such as for a class defined in a function.
     """
     cls = type(value)
     name = f"{cls.__module__}:{cls.__qualname__}"
@@ -42,7 +41,7 @@ def rebuilt(name: Any, fields: Any, items: Iterable[Any]) -> Any:
     """The named tuple that was sent.
 
     Raises:
-        StageError: if this rank has not loaded its class, or another one.
+        StageError: if this rank has not loaded its class, or one with other fields.
     """
     cls = _find(name) if isinstance(name, str) else None
     known = getattr(cls, "_fields", None) if isinstance(cls, type) and issubclass(cls, tuple) else None
@@ -66,15 +65,15 @@ def with_items(value: Any, items: Iterable[Any]) -> Any:
 
 
 def _find(name: str) -> Any:
-    """What stands under a name in a loaded module; None where there is nothing."""
+    """The object of that name in a loaded module; None if there is none."""
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for part in path.split("."):
-        # The plain lookups of modules and classes: those of a lazy module, or of a metaclass, would run code.
-        if issubclass(type(found), ModuleType):
-            found = ModuleType.__getattribute__(found, "__dict__").get(part)
-        elif issubclass(type(found), type):
-            found = type.__getattribute__(found, "__dict__").get(part)
+        # Why not getattr? A lazy module, or a metaclass, would run code of its own.
+        if issubclass(type(value), ModuleType):
+            value = ModuleType.__getattribute__(value, "__dict__").get(part)
+        elif issubclass(type(value), type):
+            value = type.__getattribute__(value, "__dict__").get(part)
         else:
             return None
-    return found
+    return value

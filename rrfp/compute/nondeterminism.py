@@ -1,7 +1,7 @@
-"""What torch itself does not promise: settings under which the same operators may give other bits.
+"""Settings of torch under which the same operators may give other bits.
 
-The runtime fixes the order of everything that it orders. What a kernel does inside is torch's, and depends on settings
-that belong to the whole process, so they are reported and never changed.
+The runtime fixes the order of tasks and messages. The order inside a kernel is torch's, and depends on settings of the
+whole process, so they are reported and never changed.
 """
 
 from __future__ import annotations
@@ -16,66 +16,65 @@ from rrfp.log import get_logger
 
 logger = get_logger(__name__)
 
-#: Values of CUBLAS_WORKSPACE_CONFIG with which cuBLAS promises the same bits on every run.
+#: Values of CUBLAS_WORKSPACE_CONFIG for which cuBLAS promises the same bits in every run.
 _CUBLAS_FIXED = (":4096:8", ":16:8")
 
 
 def device_types(modules: Iterable[nn.Module]) -> frozenset[str]:
-    """The types of the devices that hold parameters or buffers, ``"cpu"`` where there are none."""
+    """The types of the devices that hold parameters or buffers; ``"cpu"`` if there are none."""
     tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
     return frozenset(tensor.device.type for tensor in tensors) or frozenset({"cpu"})
 
 
 def not_promised(types: Iterable[str]) -> list[str]:
-    """What may differ between runs, or between machines, under the settings in force on this thread.
+    """What may differ between runs, or between machines, under the settings of this thread.
 
     Args:
         types: device types that compute.
 
     Returns:
-        One sentence each, with what would change it; empty if nothing is known.
+        One clause each, with the setting that fixes it; empty if nothing is known to differ.
     """
-    found: list[str] = []
-    for kind in sorted(types):
-        found += {"cpu": _on_cpu, "cuda": _on_cuda}.get(kind, lambda kind=kind: _elsewhere(kind))()
-    return found
+    on_device = {"cpu": _on_cpu, "cuda": _on_cuda, "meta": list[str]}
+    unknown = "anything on devices of type {}, of which nothing is known here"
+    return [
+        clause
+        for kind in sorted(types)
+        for clause in (on_device[kind]() if kind in on_device else [unknown.format(kind)])
+    ]
 
 
 def warn_of_torch(modules: Iterable[nn.Module]) -> None:
-    """Log in one line what `not_promised` finds for ``modules``, if anything."""
-    if found := not_promised(device_types(modules)):
-        logger.warning("deterministic=True orders tasks; torch itself does not promise: %s", "; ".join(found))
+    """Log the clauses of `not_promised` for ``modules``, if any, in one line."""
+    if clauses := not_promised(device_types(modules)):
+        logger.warning("deterministic=True orders tasks; torch itself does not promise: %s", "; ".join(clauses))
 
 
 def _on_cpu() -> list[str]:
     threads = torch.get_num_threads()
     if threads == 1:
         return []
-    found = [
+    clauses = [
         f"the same bits with another number of threads than {threads}, here or in the reference (torch.set_num_threads,"
         " OMP_NUM_THREADS)"
     ]
     if not _is_strict():
-        found.append(
+        clauses.append(
             "the gradient of indexing with a tensor, which several threads add in any order "
             "(torch.use_deterministic_algorithms(True), or one thread)"
         )
-    return found
+    return clauses
 
 
 def _on_cuda() -> list[str]:
-    found = []
+    clauses = []
     if not _is_strict():
-        found.append("CUDA kernels that add in any order (torch.use_deterministic_algorithms(True))")
+        clauses.append("CUDA kernels that add in any order (torch.use_deterministic_algorithms(True))")
     if torch.backends.cudnn.benchmark:  # each of the algorithms may be deterministic, and the choice is not
-        found.append("cuDNN, which picks algorithms by a measurement (torch.backends.cudnn.benchmark = False)")
+        clauses.append("cuDNN, which picks algorithms by a measurement (torch.backends.cudnn.benchmark = False)")
     if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in _CUBLAS_FIXED:
-        found.append(f"cuBLAS on several streams (CUBLAS_WORKSPACE_CONFIG={_CUBLAS_FIXED[0]})")
-    return found
-
-
-def _elsewhere(kind: str) -> list[str]:
-    return [] if kind == "meta" else [f"anything on devices of type {kind}, of which nothing is known here"]
+        clauses.append(f"cuBLAS on several streams (CUBLAS_WORKSPACE_CONFIG={_CUBLAS_FIXED[0]})")
+    return clauses
 
 
 def _is_strict() -> bool:

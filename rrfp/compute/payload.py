@@ -1,8 +1,8 @@
-"""What flows between virtual stages: tensors and the nesting that they came in.
+"""The payload between virtual stages: tensors and their nesting.
 
-A module may return a tensor, or tuples, named tuples, lists and dicts of tensors and plain numbers. On the wire there
-is only a flat list of tensors beside a small description of the nesting, so nothing ever has to be unpickled. Other
-classes derived from tuple, list and dict, such as the outputs of transformers, arrive as plain ones.
+A module may return a tensor, or tuples, named tuples, lists and dicts of tensors and plain values. A message holds a
+flat list of tensors and a small description of the nesting, so nothing is ever unpickled. Other classes derived from
+tuple, list and dict, such as the outputs of transformers, arrive as plain tuples, lists and dicts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rrfp.compute.async_tensors import is_sharded, landed
+from rrfp.compute.async_tensors import is_sharded, wait_async
 from rrfp.compute.named_tuples import is_named, name_of, rebuilt
 from rrfp.errors import StageError
 
@@ -25,12 +25,12 @@ Structure = Sequence[Any]
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Tensors and how they nest.
+    """Tensors and their nesting.
 
     Attributes:
-        tensors: the leaves; None stands for "no gradient".
-        structure: the nesting of the leaves, plain data. Gradients have the structure of what they are gradients of, so
-            they travel without one (an empty tuple).
+        tensors: the leaves; None means no gradient.
+        structure: the nesting of the leaves, as plain data. Gradients have the nesting of their outputs, so their own
+            structure is an empty tuple.
     """
 
     tensors: tuple[Tensor | None, ...] = ()
@@ -40,36 +40,36 @@ class Payload:
     def pack(cls, value: Any) -> Payload:
         """Flatten ``value``.
 
+        Args:
+            value: a tensor, None, bool, int, float or str, or a nesting of these in tuples, lists and dicts.
+
         Raises:
-            StageError: if a leaf is neither a dense tensor nor None, bool, int, float or str, or is a DTensor, a dict
-                key is not a string, or other ranks could not find the class of a named tuple.
+            StageError: if a leaf has another type, is a DTensor or not dense, if a dict key is no string, or if other
+                ranks cannot find the class of a named tuple by its name.
         """
         leaves: list[Tensor | None] = []
         structure = _describe(value, leaves, "output")
         return cls(tuple(leaves), structure)
 
     def unpack(self) -> Any:
-        """The value that was packed, with this payload's tensors.
+        """The inverse of `pack`, with this payload's tensors.
 
         Raises:
-            StageError: if this rank does not know the class of a named tuple.
+            StageError: if this rank has not loaded the class of a named tuple.
         """
         return _rebuild(self.structure, self.tensors)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors, dense."""
+        """Bytes of all tensors, as dense ones."""
         return sum(t.numel() * t.element_size() for t in self.tensors if t is not None)
 
 
 def canonical(tensor: Tensor) -> Tensor:
-    """The same values in row-major memory, itself where that is so already.
-
-    Between virtual stages every tensor has this form, whether it travels or is handed over: products over other strides
-    round differently, so a result would depend on where a stage lives. The result of an asynchronous collective is
-    waited for.
-    """
-    tensor = landed(tensor)
+    """The same values in row-major memory; ``tensor`` itself if it is row-major. Waits for a pending collective."""
+    # Why also for a payload that stays on its rank? Products over other strides round differently, so results would
+    # depend on the placement. Why not is_contiguous()? It ignores the strides of dims of size 1, which kernels read.
+    tensor = wait_async(tensor)
     expected = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if stride != expected:
@@ -109,17 +109,17 @@ def _describe(value: Any, leaves: list[Tensor | None], path: str) -> list[Any]:
 
 
 def _check_dense(tensor: Tensor, path: str) -> None:
-    """Refuse a tensor that is not one block of numbers."""
+    """Refuse nested, sparse, opaque and quantized tensors."""
     if tensor.is_nested:
-        what, remedy = "nested", f"list({path}.unbind()), or {path}.to_padded_tensor(0.0)"
+        kind, remedy = "nested", f"list({path}.unbind()), or {path}.to_padded_tensor(0.0)"
     elif tensor.layout is not torch.strided:
         parts = "" if tensor.is_mkldnn else ", or its indices and values"
-        what, remedy = f"{tensor.layout}", f"{path}.to_dense(){parts}"
+        kind, remedy = f"{tensor.layout}", f"{path}.to_dense(){parts}"
     elif tensor.is_quantized:
-        what, remedy = "quantized", f"{path}.dequantize(), or its int_repr() and its scale"
+        kind, remedy = "quantized", f"{path}.dequantize(), or its int_repr() and its scale"
     else:
         return
-    raise StageError(f"{path} is a {what} tensor; between stages travel dense ones: return {remedy}")
+    raise StageError(f"{path} is a {kind} tensor; between stages travel dense ones: return {remedy}")
 
 
 def _rebuild(structure: Structure, tensors: Sequence[Tensor | None]) -> Any:

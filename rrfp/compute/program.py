@@ -1,40 +1,30 @@
-"""The contracts of compute: what runs (`StageProgram`) and where it runs (`Lane`).
-
-A lane runs one task at a time, in the order in which tasks were enqueued. Being enqueued and being complete are two
-moments: on a CPU lane a task is complete when its call returns; on a CUDA lane the call only puts kernels on a stream,
-and the task is complete when the stream has got there. Whatever depends on a task *on the same lane* may therefore be
-enqueued behind it at once, while anything that leaves the rank waits for completion.
-"""
+"""The contract of a rank's computation: `StageProgram`, and the `Batch` that a step passes to it."""
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from rrfp.compute.payload import Payload
 from rrfp.core.tasks import StepId, Task
-from rrfp.errors import StageError
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What the caller handed to one step on this rank; lists by microbatch, None where this rank has no use for them.
+    """The caller's data for one step on this rank: lists by microbatch, or None if this rank does not use them.
 
     Attributes:
         inputs: arguments of the first virtual stage: a tensor or a named tuple, a tuple (positional) or a dict
             (keywords).
         targets: second argument of ``loss_fn`` on the last virtual stage.
         kwargs: further keyword arguments for every module of this rank.
-        gradient_weights: for each microbatch the factor that its loss is differentiated with (weight over normaliser,
-            times ``grad_scale``); known before the first backward.
-        return_outputs: whether `StageProgram.outputs` holds the outputs of an evaluation; None: where it has no loss.
-        training_step: the number of the training step, from the pipeline's ``first_step`` on; of an evaluation, that of
-            the training step after it. Random numbers depend on this number.
+        gradient_weights: for each microbatch the factor on its loss in backward (weight over normaliser, times
+            ``grad_scale``); known before the first backward.
+        return_outputs: whether `StageProgram.outputs` holds the outputs of an evaluation; None: if it has no loss.
+        training_step: the number of the training step, from the pipeline's ``first_step`` on; in an evaluation, the
+            number of the next training step. Random numbers depend on it.
     """
 
     inputs: Sequence[Any] | None = None
@@ -46,17 +36,22 @@ class Batch:
 
 
 class StageProgram(ABC):
-    """What a rank computes. Called on the lane's thread only, one call at a time, except where said otherwise.
+    """The computation of one rank: F, B and W of its virtual stages.
 
-    Implement this to embed another trainer. Errors that a method raises abort the pipeline and name the task.
+    Implement it to embed another trainer. Methods are called on the lane's thread, one at a time, unless their
+    docstring says otherwise. An exception that a method raises aborts the pipeline; the abort names the task.
     """
 
     @abstractmethod
     def open(self, step: StepId, batch: Batch) -> None:
-        """Begin a step: forget what an earlier one left, take the caller's data. Called on the caller's thread.
+        """Begin a step: drop the state of the previous one and keep ``batch``. Called on the caller's thread.
+
+        Args:
+            step: the step.
+            batch: the caller's data.
 
         Raises:
-            ConfigError: if the batch lacks what this rank needs; raised to the caller before anything is sent.
+            ConfigError: if ``batch`` lacks data that this rank needs. ``step()`` raises it before any message is sent.
         """
 
     @abstractmethod
@@ -68,37 +63,41 @@ class StageProgram(ABC):
             inputs: one payload for each predecessor of the virtual stage, in graph order; empty on the first.
 
         Returns:
-            The outputs, the same for every successor; on the last virtual stage the payload is not sent.
+            The outputs, the same for every successor. The payload of the last virtual stage is not sent.
         """
 
     @abstractmethod
     def backward(self, task: Task, grads: tuple[Payload, ...]) -> tuple[Payload, ...]:
-        """Run B: the input gradient only if the virtual stage is split.
+        """Run B; on a split virtual stage only the gradients of inputs.
 
         Args:
             task: the task.
             grads: gradients of the outputs, one payload for each successor, in graph order; empty on the last.
 
         Returns:
-            Input gradients, one payload for each predecessor; None inside a payload where there is no gradient.
+            Gradients of the inputs, one payload for each predecessor; None inside a payload means no gradient.
         """
 
     def weight(self, task: Task) -> None:
-        """Run W: the weight gradient of a split virtual stage."""
+        """Run W: the gradients of weights, on a split virtual stage.
+
+        Args:
+            task: the task.
+
+        Raises:
+            NotImplementedError: unless overridden.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no split backward, so it cannot run {task}")
 
     def finish(self, virtual_stage: int) -> None:  # noqa: B027 - optional
-        """All tasks of ``virtual_stage`` are done: make its gradients final."""
+        """Make the gradients of ``virtual_stage`` final. Called after its last task of a training step."""
 
     def held_bytes(self, microbatch: int, virtual_stage: int) -> int:
-        """Bytes kept for ``microbatch`` on ``virtual_stage`` between its tasks. May be called on any thread."""
+        """Bytes kept for ``microbatch`` on ``virtual_stage`` between its tasks. Called on any thread."""
         return 0
 
     def held_output_bytes(self, microbatch: int, virtual_stage: int) -> int:
-        """Bytes of the forward's output that `held_bytes` counts already, because they are kept for the backward.
-
-        May be called on any thread.
-        """
+        """The part of `held_bytes` that is output of the forward, kept for the backward. Called on any thread."""
         return 0
 
     def losses(self) -> Mapping[int, float]:
@@ -106,75 +105,8 @@ class StageProgram(ABC):
         return {}
 
     def outputs(self) -> Mapping[int, Any]:
-        """Outputs of the last virtual stage by microbatch, detached, where the batch of a forward-only step wants them.
+        """Detached outputs of the last virtual stage, by microbatch, in a forward-only step that returns them.
 
         Called after the last task.
         """
         return {}
-
-
-@dataclass(frozen=True, slots=True)
-class Execution(Generic[T]):
-    """A finished task on a lane.
-
-    Attributes:
-        result: what the call returned.
-        started: when the lane began it, seconds of the lane's clock.
-        ended: when it was complete, on the same clock.
-    """
-
-    result: T
-    started: float
-    ended: float
-
-
-class Lane(ABC):
-    """Where a rank's compute runs, one task at a time, in the order enqueued.
-
-    Calls are made one after the other on one thread: a call begins when the one before it *returned*, not when that was
-    complete. So a call may use what an earlier call left in memory of the rank (a saved graph, an output for the next
-    chunk), but it has to look it up when it runs, since a future's result comes only with completion.
-
-    Attributes:
-        depth: how many tasks may be enqueued and not complete. 1 where completion is what frees the lane.
-    """
-
-    depth: int = 1
-
-    @abstractmethod
-    def start(self) -> None:
-        """Begin to serve. Called on the loop that futures will belong to."""
-
-    @abstractmethod
-    def enqueue(self, call: Callable[[], T]) -> asyncio.Future[Execution[T]]:
-        """Run ``call`` after everything enqueued before it.
-
-        The future fails with whatever the call raised. It is never cancelled by the lane; cancelling it does not stop
-        the call. Called on the loop of ``start``.
-        """
-
-    @abstractmethod
-    def now(self) -> float:
-        """The lane's clock, seconds; comparable between the ranks of one host."""
-
-    def stack(self) -> str:
-        """Where the call that is being made is, as a Python stack; empty where there is none. On any thread."""
-        return ""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Serve nothing more. Never waits for a running call; futures of calls not yet begun stay pending."""
-
-
-def as_exception(error: BaseException) -> Exception:
-    """What the future of a call that raised ``error`` fails with.
-
-    Returns:
-        ``error`` itself, or a :class:`StageError` caused by it where a future could not carry it without harm to the
-        loop: ``StopIteration``, and whatever is not an ``Exception``.
-    """
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):
-        return error
-    wrapped = StageError(f"the stage program raised {type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped

@@ -1,7 +1,7 @@
-"""Tensors from other virtual stages: read-only by contract, and proof that the contract was kept.
+"""Tensors from other virtual stages: read-only by contract, and the check of that contract.
 
-A transport may hand out memory that others still read, and the sender may hold the very same tensor, so a stage must
-not write into what it received. Every write through torch raises a tensor's version, and that is what is compared here.
+A stage must not write into a received tensor: its memory may still be read by others, and the sender may hold the same
+tensor. Every write through torch increases the version of a tensor, and versions are compared here.
 """
 
 from __future__ import annotations
@@ -23,12 +23,7 @@ _REMEDY = "what comes from another stage is read-only; use an out-of-place opera
 
 
 class ReadOnly:
-    """Watches tensors for writes.
-
-    Args:
-        payloads: what to watch.
-        sources: for each payload where it comes from, in words.
-    """
+    """Detects writes into the tensors of ``payloads``; ``sources`` describes the origin of each for messages."""
 
     __slots__ = ("_payloads", "_sources", "_versions")
 
@@ -38,7 +33,7 @@ class ReadOnly:
         self._versions = [[_version(tensor) for tensor in payload.tensors] for payload in payloads]
 
     def written(self) -> str | None:
-        """The first tensor written to since construction, in words; None where there is none."""
+        """A description of the first tensor written to since construction; None if there is none."""
         for payload, source, versions in zip(self._payloads, self._sources, self._versions, strict=True):
             for index, (tensor, version) in enumerate(zip(payload.tensors, versions, strict=True)):
                 if _version(tensor) != version:
@@ -46,29 +41,25 @@ class ReadOnly:
         return None
 
     def check(self, module: nn.Module, virtual_stage: int, when: str) -> None:
-        """Raise if any tensor was written to.
-
-        Raises:
-            StageError: naming the module, its submodules that are suspect, the tensor and the remedy.
-        """
-        if (what := self.written()) is None:
+        """Raise a StageError if a tensor was written to; it names module, tensor, likely submodules and the remedy."""
+        if (tensor := self.written()) is None:
             return
-        suspects = [
+        inplace = [
             f"{name!r} ({type(m).__name__})" for name, m in module.named_modules() if getattr(m, "inplace", False)
         ]
-        hint = f"; submodules with inplace=True: {', '.join(suspects)}" if suspects else ""
+        hint = f"; submodules with inplace=True: {', '.join(inplace)}" if inplace else ""
         raise StageError(
-            f"{type(module).__name__} on virtual stage {virtual_stage} wrote into {what} {when}{hint}; {_REMEDY}"
+            f"{type(module).__name__} on virtual stage {virtual_stage} wrote into {tensor} {when}{hint}; {_REMEDY}"
         )
 
 
 class Received:
-    """The forward inputs of one task: fresh leaves on the received memory, so that each collects a gradient of its own.
+    """The forward inputs of one task: new leaves on the received memory, each with a gradient of its own.
 
     Args:
         payloads: one for each predecessor.
         predecessors: their virtual stages.
-        training: whether leaves require grad where the sent tensor did.
+        training: whether a leaf requires grad if the sent tensor did.
     """
 
     __slots__ = ("_watch", "payloads")
@@ -81,13 +72,9 @@ class Received:
         self._watch = ReadOnly(self.payloads, [f"received from virtual stage {u}" for u in predecessors])
 
     def values(self, *, hidden: bool = False) -> list[Any]:
-        """For each predecessor the value that it sent, with the leaves in it.
-
-        Args:
-            hidden: with views of the leaves in their place. A hook for the gradients of several tensors at once, as
-                ``torch.utils.flop_counter`` registers on the inputs of modules, fails on a leaf whose gradient is
-                asked for by ``torch.autograd.grad``, as a split backward does.
-        """
+        """The value of each predecessor, made of the leaves; if ``hidden``, of views of them."""
+        # Why views? A split backward calls torch.autograd.grad for the leaves, and a hook for several tensors, as
+        # torch.utils.flop_counter registers on the inputs of modules, fails there on a leaf.
         payloads = self.payloads
         if hidden:
             payloads = tuple(Payload(tuple(map(_view, payload.tensors)), payload.structure) for payload in payloads)
@@ -102,17 +89,17 @@ class Received:
         self._watch.check(module, virtual_stage, when)
 
     def gradients(self) -> tuple[Payload, ...]:
-        """The gradients that the leaves collected, one payload for each predecessor; None where there is none."""
+        """The gradients of the leaves, one payload for each predecessor; None for a leaf without one."""
         return tuple(
             Payload(tuple(None if t is None or t.grad is None else canonical(_dense(t.grad)) for t in payload.tensors))
             for payload in self.payloads
         )
 
     def explain(self, error: RuntimeError, module: nn.Module, virtual_stage: int) -> StageError | None:
-        """What torch's error about a write into a leaf means here; None for any other error.
+        """The StageError for torch's error about a write into a leaf; None for any other error.
 
-        A received tensor that requires grad is such a leaf. In one process it would have been an intermediate result,
-        and the same module would have been allowed to write into it.
+        A received tensor that requires grad is a leaf. In one process it is an intermediate result, into which the same
+        module may write; hence the explanation.
         """
         if _LEAF_ERROR not in str(error) or not any(tensor.requires_grad for tensor in self.tensors()):
             return None
@@ -126,19 +113,19 @@ class Received:
 def _leaf(tensor: Tensor | None, training: bool) -> Tensor | None:
     if tensor is None:
         return None
-    # detach shares the version with its source, so a write through either is seen
+    # A detached tensor shares the version of its source, so a write through either one is detected.
     return tensor.detach().requires_grad_(training and tensor.requires_grad)
 
 
 def _view(leaf: Tensor | None) -> Tensor | None:
     if leaf is None or not leaf.requires_grad:
         return leaf
-    view: Tensor = torch.ops.aten.alias(leaf)  # the one view whose gradient may be sparse
+    view: Tensor = torch.ops.aten.alias(leaf)  # the only view whose gradient may be sparse
     return view
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """What travels of a gradient; that of a received table of embeddings may be sparse."""
+    """A gradient as it is sent; the one of a received embedding table may be sparse."""
     return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
@@ -169,14 +156,14 @@ def _paths(structure: Structure, prefix: str) -> Iterator[tuple[int, str]]:
 
 
 def _innermost_submodule(traceback: TracebackType | None, module: nn.Module) -> str:
-    """The submodule that was running when an error was raised, in words; read off the traceback's frames."""
+    """A description of the innermost submodule in the frames of ``traceback``; empty if there is none."""
     names = {id(submodule): name for name, submodule in module.named_modules()}
-    found: nn.Module | None = None
+    innermost: nn.Module | None = None
     while traceback is not None:
         candidate = traceback.tb_frame.f_locals.get("self")
         if id(candidate) in names:
-            found = candidate
+            innermost = candidate
         traceback = traceback.tb_next
-    if found is None or found is module:
+    if innermost is None or innermost is module:
         return ""
-    return f", in its submodule {names[id(found)]!r} ({type(found).__name__})"
+    return f", in its submodule {names[id(innermost)]!r} ({type(innermost).__name__})"

@@ -1,13 +1,14 @@
-"""Random numbers that depend on what is computed, never on when.
+"""Random numbers that depend on the task and never on its time.
 
 Every task draws from generators seeded by (seed, training step, kind, virtual stage, microbatch), so dropout masks are
 the same in any order of tasks, on any placement of the stages, after a resume with ``first_step``, with or without
 evaluations between training steps, and in the one-process reference.
 
-torch's CPU generator, and each CUDA device's, is one object for the whole process. A fork therefore swaps the state of
-the *global* generators, and one lock, shared by every stage of the process, is held from the swap until the caller's
-state is back. Lanes that live in one process take turns; lanes in processes of their own never meet. A caller who draws
-random numbers in another thread while a step runs would disturb both streams: torch offers no way to keep them apart.
+Why not give each task a generator? Dropout and similar operators take none: they draw from torch's CPU generator and
+that of each CUDA device, which are global to the process. So a fork swaps the state of the *global* generators, and
+holds a lock of the process until the caller's state is restored. Lanes in one process exclude one another; lanes in
+processes of their own do not. A caller who draws random numbers in another thread while a step runs disturbs both
+streams.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _generators_in_use = threading.Lock()
 
 
 def replica_seed(seed: int, replica: int) -> int:
-    """The seed of a replica's run: its microbatches are other data, so their dropout masks are others too."""
+    """The seed of a replica: replicas have other microbatches, and need other dropout masks."""
     if replica == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}/{replica}".encode(), digest_size=8).digest(), "big") >> 1
@@ -53,7 +54,7 @@ class RandomForks:
     Python's and numpy's generators are left alone.
 
     Attributes:
-        seed: the run's seed; None turns forking, and the lock that it needs, off.
+        seed: the run's seed; None disables forking and its lock.
         devices: CUDA devices whose generators are forked along with the CPU's.
     """
 
@@ -62,12 +63,7 @@ class RandomForks:
 
     @contextmanager
     def fork(self, step: int, task: Task) -> Iterator[None]:
-        """Give the global generators to ``task`` of ``step``; afterwards they are as they were before. Not reentrant.
-
-        Args:
-            step: the number of the training step.
-            task: what is going to run.
-        """
+        """Within, the global generators are seeded for ``task`` of training step ``step``. Not reentrant."""
         if self.seed is None:
             yield
             return

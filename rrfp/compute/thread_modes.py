@@ -1,7 +1,7 @@
 """The modes and hooks that torch keeps for each thread: read on one thread, entered on another.
 
-torch has no public way to carry them. Every private name of torch that this takes stands in this file. They are tried
-once; where they do not work, nothing is carried, and `out_of_reach` says so.
+torch has no public functions for that. All private names of torch that are needed stand in this file. They are tried
+once; if one does not work, nothing is carried over, and `out_of_reach` says so.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._device import DeviceContext
 
-#: What packs a tensor that autograd saves, and what unpacks it.
+#: The functions that pack and unpack a tensor that autograd saves.
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
-#: Held while modes of a caller are entered: they are objects of the caller's, and the lanes of one process are several.
-_turn = threading.Lock()
+#: Held while a caller's modes are entered: they are the caller's objects, and a process may have several lanes.
+_entering = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadModes:
-    """What is active on a thread, innermost last.
+    """The modes and hooks that are active on a thread, innermost last.
 
     Attributes:
         functions: torch-function modes, without the default device.
         dispatch: dispatch modes, such as those that count operations.
-        hooks: the innermost default hooks for saved tensors, the only ones that torch calls.
+        hooks: the innermost default hooks for saved tensors; torch calls no others.
     """
 
     functions: tuple[Any, ...]
@@ -41,7 +41,7 @@ class ThreadModes:
 
     @classmethod
     def read(cls) -> ThreadModes | None:
-        """Those of the calling thread; None where there are none, or where this torch does not let them be read."""
+        """Those of the calling thread; None if there are none, or if this torch does not allow reading them."""
         private = _private()
         if private is None:
             return None
@@ -51,13 +51,12 @@ class ThreadModes:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Within, they are active on the calling thread too. Only one thread of the process is within at a time.
-
-        A mode's own ``__enter__`` is not called again: what it sets up is set up already.
-        """
+        """Within, they are active on the calling thread too; one thread of the process at a time."""
+        # Why push them, and not enter them with `with`? The caller has entered them, and their __enter__ has side
+        # effects.
         private = _private()
         assert private is not None, "modes were read, so they can be entered"
-        with _turn, ExitStack() as stack:
+        with _entering, ExitStack() as stack:
             for mode in self.functions:
                 private.push_function(mode)
                 stack.callback(private.pop_function)
@@ -70,27 +69,27 @@ class ThreadModes:
 
 
 def saved_tensor_hooks() -> Hooks | None:
-    """The hooks that the calling thread's saved tensors go through by default."""
+    """The default saved-tensor hooks of the calling thread; None if there are none."""
     private = _private()
     return None if private is None else private.hooks(False)
 
 
 def out_of_reach() -> str | None:
-    """What of the calling thread's does not act on tasks, and how to get it, in words; None where there is nothing."""
-    found: list[str] = []
+    """The state of the calling thread that does not act on tasks, with the remedy, as text; None if there is none."""
+    clauses: list[str] = []
     is_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: False)
-    if is_profiled():  # not so where the profiler records all threads
-        found.append(
+    if is_profiled():  # false if the profiler records all threads
+        clauses.append(
             "the profiler records the calling thread only, and tasks run on threads of their own: give "
             "torch.profiler.profile the argument "
             "experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)"
         )
     if _private() is None:
-        found.append(
+        clauses.append(
             f"torch {torch.__version__} does not let torch-function modes, dispatch modes and saved-tensor hooks be "
             "read, so those of the caller do not act on tasks: enter them inside the module's forward"
         )
-    return "; ".join(found) or None
+    return "; ".join(clauses) or None
 
 
 class _Private(NamedTuple):
@@ -98,11 +97,11 @@ class _Private(NamedTuple):
 
     Attributes:
         functions: the calling thread's torch-function modes.
-        push_function: adds one.
-        pop_function: takes the last away.
+        push_function: enters a torch-function mode.
+        pop_function: leaves the last one.
         dispatch: the calling thread's dispatch modes.
-        push_dispatch: adds one.
-        pop_dispatch: takes one away: the last of its kind, None for those of users.
+        push_dispatch: enters a dispatch mode.
+        pop_dispatch: leaves the last one of a kind; None is the kind of user modes.
         hooks: the innermost default hooks; its argument is for compilers.
     """
 
@@ -117,7 +116,7 @@ class _Private(NamedTuple):
 
 @lru_cache(maxsize=1)
 def _private() -> _Private | None:
-    """The private functions, or None where this version of torch lacks one or it does something else."""
+    """The private functions; None if this version of torch lacks one, or one behaves otherwise."""
     try:
         from torch import overrides
         from torch.utils import _python_dispatch as dispatch
@@ -138,7 +137,7 @@ def _private() -> _Private | None:
 
 
 def _works(private: _Private, function: Any, dispatch: Any) -> bool:
-    """Whether what is entered on this thread can be read, and is gone afterwards."""
+    """Whether entered modes and hooks can be read on this thread, and are gone after leaving."""
     hooks: Hooks = (_same, _same)
     before = private.functions(), private.dispatch(), private.hooks(False)
     private.push_function(function)

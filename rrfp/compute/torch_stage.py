@@ -1,33 +1,32 @@
 """`TorchStage`: forward and backward of ordinary ``nn.Module`` s, one for each virtual stage of a rank.
 
-Invariants: tasks of any microbatches may come in any order that the graph allows; whatever a forward keeps belongs to
-one (microbatch, virtual stage) and is gone after its backward; every gradient is the one that autograd would form in
+Invariants: tasks of any microbatches may run in any order that the graph allows; the state that a forward saves belongs
+to one (microbatch, virtual stage) and is freed by its backward; every gradient is the one that autograd would form in
 one process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rrfp.compute.activations import ActivationMeter, describe, tensors_in
-from rrfp.compute.async_tensors import landed, whole
+from rrfp.compute.async_tensors import full_tensor, wait_async
 from rrfp.compute.buffers import StateWatches
 from rrfp.compute.caller_context import CallerModes
 from rrfp.compute.calling import Arguments, check_batch, check_loss, check_placement, detached, requires_grad
-from rrfp.compute.gradients.own_gradients import OwnGradients
+from rrfp.compute.gradients.adopted import AdoptedGradients
 from rrfp.compute.gradients.shared import SharedGradients
 from rrfp.compute.loss_module import with_loss
 from rrfp.compute.payload import Payload, canonical
 from rrfp.compute.program import Batch, StageProgram
 from rrfp.compute.received import ReadOnly, Received
 from rrfp.compute.rng import RandomForks, devices_of
-from rrfp.compute.split.backward import Root, SplitBackward, Unsplittable
+from rrfp.compute.saved_forward import SavedForward
+from rrfp.compute.split.backward import SplitBackward, Unsplittable
 from rrfp.compute.split.pending_weights import PendingWeights
 from rrfp.core.graph import Graph
 from rrfp.core.readiness import ForcedOrder
@@ -36,56 +35,37 @@ from rrfp.core.tasks import Kind, Mode, StepId, Task
 LossFunction = Callable[[Any, Any], Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """What a forward leaves for its backward.
-
-    Attributes:
-        received: the input leaves, which collect the input gradients.
-        roots: for each output tensor where backward enters the graph, None where it does not require grad. Edges and
-            not tensors, so that an output is freed once it is sent, unless autograd itself saved it. Empty on the last.
-        loss: the loss with its graph, on the last virtual stage; None for one that counts for nothing.
-        idle: outputs of the last virtual stage whose loss counts for nothing, and whose backward runs all the same.
-    """
-
-    received: Received
-    roots: tuple[GradientEdge | None, ...]
-    loss: Tensor | None = None
-    idle: tuple[Tensor, ...] = ()
-
-
 class TorchStage(StageProgram):
     """Runs the modules of one rank.
 
-    How a module is called: the first virtual stage gets ``inputs[m]``, every other one what its predecessor returned. A
-    tuple is spread over positional arguments, a dict over keywords, anything else is one argument, a named tuple too;
-    several predecessors are spread one after the other, in graph order. ``kwargs[m]`` is added on every virtual stage
-    of the rank. A module returns a tensor, or a nesting that :class:`Payload` can carry. Received tensors must not be
-    written to; that is checked.
+    The first virtual stage is called with ``inputs[m]``, every other one with the outputs of its predecessors. A tuple
+    becomes positional arguments, a dict keyword arguments, and any other value, also a named tuple, one argument; the
+    outputs of several predecessors follow one another in graph order. ``kwargs[m]`` is added on every virtual stage of
+    the rank. A module returns a tensor, or a nesting that :class:`Payload` can carry. A module must not write to
+    received tensors; this is checked.
 
-    Gradients are added to ``.grad``, over microbatches and over steps; zeroing them is the caller's. Parameters may be
-    frozen or unused. Modules are used in the train or eval mode that they are in: ``evaluate`` does not switch it.
+    Gradients are added to ``.grad``, over microbatches and over steps; the caller zeroes them. Parameters may be frozen
+    or unused. Modules run in their current train or eval mode: ``evaluate`` does not switch it.
 
-    An output may share memory with an input or with a parameter, so whoever receives or sends a payload must keep its
-    memory for as long as tensors on it live.
+    An output may share memory with an input or a parameter, so a sender or receiver of a payload must keep its memory
+    alive as long as tensors on it.
 
     Args:
         modules: by virtual stage; exactly those that one stage of ``graph`` holds.
-        graph: who feeds whom.
+        graph: the virtual stages and their edges.
         loss_fn: ``loss_fn(output, target)``, a scalar floating tensor: the mean over the microbatch. Needed on the last
-            virtual stage in training. If it is a module, its parameters are treated as those of the last one's.
-        seed: seed of the random forks, the same on all ranks. None: draw from torch's generators as they are.
-        unsplittable: what to do with a split virtual stage whose module differentiates only as a whole: ``"whole"``
-            runs its backward in B and nothing in W, ``"refuse"`` raises a StageError that names it.
-        in_order: (kind, virtual stage) pairs that run in microbatch order. Where any order is kept, a task that writes
-            state which depends on another order (`StateWatches`), and a whole backward in an unordered B, raise a
-            StageError.
-        shared: keeps gradients of parameters apart that several virtual stages of the process share.
-        grouped: ranks with data of their own join in collectives inside tasks, so every backward runs. A loss whose
-            factor is 0 is never differentiated; there, backward enters at the outputs, with zeros.
+            virtual stage in training. If it is a module, its parameters are treated as parameters of that stage.
+        seed: seed of the random forks, the same on all ranks. None: draw from torch's generators without forking.
+        unsplittable: how to run a split virtual stage whose module differentiates only as a whole: ``"whole"`` runs the
+            whole backward in B and nothing in W, ``"refuse"`` raises a StageError that names the module.
+        in_order: (kind, virtual stage) pairs that run in microbatch order. If there are any, a task that writes state
+            outside such an order (`StateWatches`), and a whole backward in an unordered B, raise a StageError.
+        shared: separates the gradients of parameters that several virtual stages of the process share.
+        grouped: whether ranks with other data join in collectives inside tasks, so that every backward has to run. A
+            loss of weight 0 is never differentiated; its backward then enters at the outputs, with zeros.
 
     Raises:
-        ConfigError: if ``modules`` is not what one stage holds.
+        ConfigError: if ``modules`` are not those of one stage.
     """
 
     def __init__(
@@ -102,7 +82,7 @@ class TorchStage(StageProgram):
     ) -> None:
         check_placement(modules, graph)
         self._modules = dict(modules)
-        #: What has the parameters, buffers and submodules of each virtual stage.
+        #: By virtual stage, a module with all its parameters, buffers and submodules, those of the loss included.
         self._units = with_loss(modules, graph, loss_fn)
         self._shared = SharedGradients({}) if shared is None else shared
         self._graph = graph
@@ -110,11 +90,11 @@ class TorchStage(StageProgram):
         self._seed = seed
         self._grouped = grouped
         self._meters = {v: ActivationMeter(unit) for v, unit in self._units.items()}
-        keeps = frozenset(in_order)
-        # Where gradients are added in order, a whole backward in B would add them out of it.
-        whole = "refuse" if any(kind is Kind.W for kind, _ in keeps) else unsplittable
-        self._split = {v: SplitBackward(unit, v, whole) for v, unit in self._units.items() if graph.split[v]}
-        self._state = StateWatches(self._units, keeps)
+        forced = frozenset(in_order)
+        # Ws that run in order fix the order of additions to `.grad`; a whole backward in B would add out of that order.
+        unsplittable = "refuse" if any(kind is Kind.W for kind, _ in forced) else unsplittable
+        self._split = {v: SplitBackward(unit, v, unsplittable) for v, unit in self._units.items() if graph.split[v]}
+        self._state = StateWatches(self._units, forced)
         self._is_first = any(not graph.predecessors[v] for v in self._modules)
         self._is_last = any(not graph.successors[v] for v in self._modules)
         self._step: StepId | None = None
@@ -124,8 +104,8 @@ class TorchStage(StageProgram):
         """Begin a step, in the modes of the calling thread. See :meth:`StageProgram.open`.
 
         Raises:
-            ConfigError: if the batch lacks what this rank needs, a list has not M entries, a training step has no
-                ``loss_fn`` or is called under ``no_grad``.
+            ConfigError: if the batch lacks data that this rank needs, a list has not M entries, or a training step has
+                no ``loss_fn`` or is called under ``no_grad``.
         """
         check_batch(batch, step, first=self._is_first, last=self._is_last, has_loss=self._loss_fn is not None)
         self._modes = CallerModes.capture(step.mode)
@@ -133,61 +113,61 @@ class TorchStage(StageProgram):
         self._step, self._batch = step, batch
         self._clear()
         for v, unit in self._units.items():
-            with self._shared.lent(v):
-                self._own[v] = OwnGradients(unit)
+            with self._shared.swapped_in(v):
+                self._adopted[v] = AdoptedGradients(unit)
         self._state.open(step)
 
     def forward(self, task: Task, inputs: tuple[Payload, ...]) -> Payload:
         """See :meth:`StageProgram.forward`.
 
         Raises:
-            StageError: if the module wrote into a received tensor, returned what cannot travel, or the loss is no
-                scalar.
+            StageError: if the module wrote into a received tensor or returned a value that a payload cannot carry, or
+                if the loss is no scalar.
         """
         assert self._step is not None
-        with self._forks.fork(self._batch.training_step, task), self._state.over(task):
+        with self._forks.fork(self._batch.training_step, task), self._state.watching(task):
             return self._modes.forward(self._forward, task, inputs)
 
     def backward(self, task: Task, grads: tuple[Payload, ...]) -> tuple[Payload, ...]:
-        """See :meth:`StageProgram.backward`. Does nothing where nothing requires grad.
+        """See :meth:`StageProgram.backward`. Does nothing if nothing requires grad.
 
         Raises:
             StageError: if a received tensor was written to since the forward, or a received gradient now.
         """
         assert self._step is not None
         _, m, v = task
-        kept = self._kept.pop((m, v))
+        saved = self._saved.pop((m, v))
         module = self._modules[v]
-        kept.received.check(module, v, "after its forward")
+        saved.received.check(module, v, "after its forward")
         watch = ReadOnly(grads, [f"of the output gradients from virtual stage {w}" for w in self._graph.successors[v]])
-        with self._shared.lent(v):
-            with self._forks.fork(self._batch.training_step, task), self._state.over(task):
-                pending = self._modes.backward(self._differentiate, kept, task, grads)
-            foreign = self._own[v].foreign(grads)
+        with self._shared.swapped_in(v):
+            with self._forks.fork(self._batch.training_step, task), self._state.watching(task):
+                pending = self._modes.backward(self._differentiate, saved, v, grads)
+            memory = self._adopted[v].memory_of(grads)
             if pending is None:
-                self._own[v].settle(foreign)
+                self._adopted[v].copy_out_of(memory)
         watch.check(module, v, "in its backward")
         if pending is None:
             self._held.pop((m, v), None)
         else:
-            self._pending[m, v] = (pending, foreign)
+            self._pending[m, v] = (pending, memory)
             self._held[m, v] = pending.num_bytes
-        return kept.received.gradients()
+        return saved.received.gradients()
 
     def weight(self, task: Task) -> None:
         """See :meth:`StageProgram.weight`."""
         _, m, v = task
-        pending, foreign = self._pending.pop((m, v))
-        with self._shared.lent(v), self._state.over(task):
+        pending, memory = self._pending.pop((m, v))
+        with self._shared.swapped_in(v), self._state.watching(task):
             self._modes.backward(pending.add_to_gradients)
-            self._own[v].settle(foreign)
+            self._adopted[v].copy_out_of(memory)
         self._held.pop((m, v), None)
 
     def held_bytes(self, microbatch: int, virtual_stage: int) -> int:
-        """Bytes of received inputs and of what autograd saved, storages counted once, parameters and buffers never.
+        """Bytes of received inputs and of tensors that autograd saved; parameters and buffers do not count.
 
-        Measured on the first microbatch of each input signature; see :class:`ActivationMeter`. Between a split
-        virtual stage's B and W: bytes of what W needs.
+        Measured on the first microbatch of each input signature; see :class:`ActivationMeter`. Between B and W of a
+        split virtual stage: bytes of the tensors that W needs.
         """
         return self._held.get((microbatch, virtual_stage), 0)
 
@@ -196,22 +176,23 @@ class TorchStage(StageProgram):
         return self._held_outputs.get((microbatch, virtual_stage), 0)
 
     def losses(self) -> Mapping[int, float]:
-        """See :meth:`StageProgram.losses`. Waits for the device, so not to be called between tasks."""
+        """See :meth:`StageProgram.losses`. Waits for the device, so it must not be called between tasks."""
         return {m: float(self._losses[m]) for m in sorted(self._losses)}
 
     def outputs(self) -> Mapping[int, Any]:
-        """See :meth:`StageProgram.outputs`: by default kept in a forward-only step without targets or ``loss_fn``."""
+        """See :meth:`StageProgram.outputs`; by default kept in a forward-only step without targets or ``loss_fn``."""
         return {m: self._outputs[m] for m in sorted(self._outputs)}
 
     def _clear(self) -> None:
-        self._kept: dict[tuple[int, int], _Kept] = {}
+        #: By microbatch and virtual stage, as are the bytes and the pending weights.
+        self._saved: dict[tuple[int, int], SavedForward] = {}
         self._held: dict[tuple[int, int], int] = {}
         self._held_outputs: dict[tuple[int, int], int] = {}
         self._losses: dict[int, Tensor] = {}
         self._outputs: dict[int, Any] = {}
-        #: What B left for W, and the received memory that no gradient may keep, by microbatch and virtual stage.
+        #: The work that B left to W, and the addresses of received gradients that no `.grad` may keep.
         self._pending: dict[tuple[int, int], tuple[PendingWeights, frozenset[int]]] = {}
-        self._own: dict[int, OwnGradients] = {}
+        self._adopted: dict[int, AdoptedGradients] = {}
 
     def _forward(self, task: Task, inputs: tuple[Payload, ...]) -> Payload:
         _, m, v = task
@@ -235,46 +216,45 @@ class TorchStage(StageProgram):
                 raise explained from error
             raise
         received.check(module, v, "in its forward")
-        return self._keep(task, received, output, loss)
+        return self._save(task, received, output, loss)
 
-    def _keep(self, task: Task, received: Received, output: Any, loss: Tensor | None) -> Payload:
+    def _save(self, task: Task, received: Received, output: Any, loss: Tensor | None) -> Payload:
+        """Save the state for the backward; returns the payload for the successors."""
         _, m, v = task
-        batch, training = self._batch, self._modes.mode is Mode.TRAIN
+        training = self._modes.mode is Mode.TRAIN
         if not self._graph.successors[v]:
-            if not training and (loss is None if batch.return_outputs is None else batch.return_outputs):
-                self._outputs[m] = detached(output)
-                for tensor in tensors_in(self._outputs[m]):
-                    landed(tensor)
-            if loss is not None:
-                self._losses[m] = landed(loss.detach())
-            if training and self._batch.gradient_weights[m]:
-                self._kept[m, v] = _Kept(received, (), loss)
-            elif training:
-                idle = tuple(t for t in tensors_in(output) if t.requires_grad) if self._grouped else ()
-                self._kept[m, v] = _Kept(received, (), None, idle)
+            self._save_results(m, output, loss)
+            if training:
+                self._saved[m, v] = self._saved_loss(m, received, output, loss)
             return Payload()
         packed = Payload.pack(output)
         if training:
-            roots = tuple(get_gradient_edge(t) if t is not None and t.requires_grad else None for t in packed.tensors)
-            self._kept[m, v] = _Kept(received, roots)
+            self._saved[m, v] = SavedForward.of_outputs(received, packed.tensors)
         return Payload(tuple(map(_detached, packed.tensors)), packed.structure)
 
-    def _differentiate(self, kept: _Kept, task: Task, grads: tuple[Payload, ...]) -> PendingWeights | None:
-        """Run B; returns what is left for W, None where the virtual stage is not split."""
-        _, m, v = task
-        roots: list[Root] = [*kept.idle]
-        gradients = [torch.zeros_like(output) for output in kept.idle]
-        if kept.loss is not None and kept.loss.requires_grad:
-            roots, gradients = [kept.loss], [torch.full_like(kept.loss, self._batch.gradient_weights[m])]
-        elif kept.loss is None:
-            for payload in grads:
-                for root, gradient in zip(kept.roots, payload.tensors, strict=True):
-                    if root is not None and gradient is not None:
-                        roots.append(root)
-                        gradients.append(gradient)
+    def _save_results(self, m: int, output: Any, loss: Tensor | None) -> None:
+        returns = self._batch.return_outputs
+        if self._modes.mode is not Mode.TRAIN and (loss is None if returns is None else returns):
+            self._outputs[m] = detached(output)
+            for tensor in tensors_in(self._outputs[m]):
+                wait_async(tensor)
+        if loss is not None:
+            self._losses[m] = wait_async(loss.detach())
+
+    def _saved_loss(self, m: int, received: Received, output: Any, loss: Tensor | None) -> SavedForward:
+        if factor := self._batch.gradient_weights[m]:
+            return SavedForward(received, loss=loss, loss_weight=factor)
+        # Why not differentiate with the factor 0? The loss of an empty microbatch may be nan, and 0 * nan is nan. The
+        # backward may have to run all the same, for the other ranks of its collectives.
+        outputs = tuple(t for t in tensors_in(output) if t.requires_grad) if self._grouped else ()
+        return SavedForward(received, unweighted=outputs)
+
+    def _differentiate(self, saved: SavedForward, v: int, grads: tuple[Payload, ...]) -> PendingWeights | None:
+        """Run B; returns the work left to W, None if the virtual stage is not split."""
+        roots, gradients = saved.roots(grads)
         if v in self._split:
-            return self._split[v].run(roots, gradients, kept.received)
-        if roots:  # a root named twice gets the sum of its gradients
+            return self._split[v].run(roots, gradients, saved.received)
+        if roots:  # autograd adds the gradients of a root that occurs twice
             torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
         return None
 
@@ -284,7 +264,7 @@ class TorchStage(StageProgram):
             return None
         loss = self._loss_fn(output, self._batch.targets[m])
         if isinstance(loss, Tensor):
-            loss = whole(loss)
+            loss = full_tensor(loss)
         learns = requires_grad(output) or any(parameter.requires_grad for parameter in self._units[v].parameters())
         return check_loss(loss, m, differentiable=self._modes.mode is Mode.TRAIN and learns)
 
@@ -304,5 +284,5 @@ class TorchStage(StageProgram):
 
 
 def _detached(tensor: Tensor | None) -> Tensor | None:
-    """What is sent: the same memory without a history, and whether a gradient is wanted back."""
+    """A tensor as it is sent: the same memory without a history; it requires grad if its gradient is wanted back."""
     return None if tensor is None else canonical(tensor.detach()).requires_grad_(tensor.requires_grad)

@@ -1,4 +1,4 @@
-"""Python stacks as people read them, of stuck threads and of errors: without the frames of this package in front."""
+"""Python stacks of stuck threads and of errors, without the leading frames of this package."""
 
 from __future__ import annotations
 
@@ -9,75 +9,69 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType, TracebackType
 
-#: Frames of one stack, and characters of one text, that are told; the innermost ones, which say most.
+#: The most frames of one stack, and characters of one text, that are reported: the innermost ones, which say most.
 MOST_FRAMES = 40
 MOST_CHARACTERS = 8192
 
-_OWN = str(Path(__file__).parents[1])
+_PACKAGE = str(Path(__file__).parents[1])
 
 
 def stack_of(thread: int | None) -> str:
-    """The stack of the thread with ident ``thread``, the innermost call last, from the first frame of other code on.
+    """The stack of the thread with ident ``thread``, innermost call last; empty if there is none.
 
-    Returns:
-        One or two lines a frame; empty where there is no such thread.
+    It begins with the first frame outside this package, and has one or two lines a frame.
     """
     frame = None if thread is None else sys._current_frames().get(thread)
-    return "" if frame is None else _format(frame, skip_own=True)
+    return "" if frame is None else _format(frame, skip_package=True)
 
 
 def all_stacks(first: int | None = None) -> str:
-    """The stacks of all threads of this process, whole, each under the thread's name.
-
-    Args:
-        first: the ident of the thread to begin with.
-    """
+    """The full stacks of all other threads of this process by name, that of ident ``first`` first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != first)
-    own = threading.get_ident()
-    told = (f"thread {names.get(ident, ident)}:\n{_format(frame)}" for ident, frame in frames if ident != own)
-    return "\n".join(told)
+    this = threading.get_ident()
+    return "\n".join(f"thread {names.get(ident, ident)}:\n{_format(frame)}" for ident, frame in frames if ident != this)
 
 
 def trim(error: BaseException) -> None:
-    """Leave out how the runtime came to call the code that raised ``error``, here and in what led to it."""
+    """Drop the leading frames of this package from the tracebacks of ``error``, its causes and contexts."""
     seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        one.__traceback__ = _without_own(one.__traceback__)
-        one = one.__cause__ or one.__context__
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        current.__traceback__ = _without_package(current.__traceback__)
+        current = current.__cause__ or current.__context__
 
 
 def place_of(error: BaseException) -> str:
-    """Where ``error`` was raised, in one line; empty where that was in this package, or is not known."""
-    told = traceback.extract_tb(error.__traceback__)
-    if not told or told[-1].filename.startswith(_OWN):
+    """The file, line and function that raised ``error``, in one line; empty if unknown or in this package."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or frames[-1].filename.startswith(_PACKAGE):
         return ""
-    last = told[-1]
+    last = frames[-1]
     return f"{last.filename}:{last.lineno}, in {last.name}" + (f": {last.line}" if last.line else "")
 
 
-def _without_own(found: TracebackType | None) -> TracebackType | None:
-    first = found
-    while first is not None and first.tb_frame.f_code.co_filename.startswith(_OWN):
+def _without_package(whole: TracebackType | None) -> TracebackType | None:
+    first = whole
+    while first is not None and first.tb_frame.f_code.co_filename.startswith(_PACKAGE):
         first = first.tb_next
-    return found if first is None else first  # an error of the runtime itself stays whole
+    return whole if first is None else first  # an error of the runtime itself keeps all frames
 
 
-def _format(frame: FrameType, *, skip_own: bool = False) -> str:
+def _format(frame: FrameType, *, skip_package: bool = False) -> str:
     summary: Iterable[traceback.FrameSummary] = traceback.extract_stack(frame)[-MOST_FRAMES:]
-    if skip_own:
+    if skip_package:
         summary = _from_first_other(list(summary))
     text = "".join(traceback.format_list(list(summary))).rstrip()
     return text if len(text) <= MOST_CHARACTERS else "..." + text[-MOST_CHARACTERS:]
 
 
 def _from_first_other(summary: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """Leave out how the runtime came to call somebody else's code; everything stays where it did not."""
-    own = [index for index, frame in enumerate(summary) if frame.filename.startswith(_OWN)]
-    if not own:
+    """Drop the frames up to the last leading one of this package; none if the stack has no other code after it."""
+    package = [index for index, frame in enumerate(summary) if frame.filename.startswith(_PACKAGE)]
+    if not package:
         return summary
-    # The frames of the thread's start are in front of the package's first one.
-    first = next((i for i in range(own[0], len(summary)) if not summary[i].filename.startswith(_OWN)), None)
+    # The frames of the thread's start precede the first frame of the package.
+    first = next((i for i in range(package[0], len(summary)) if not summary[i].filename.startswith(_PACKAGE)), None)
     return summary if first is None else summary[first:]

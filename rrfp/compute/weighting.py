@@ -1,10 +1,10 @@
-"""How the losses of microbatches become one loss: the arithmetic of ``weights`` and ``reduction``, in one place.
+"""The loss of a step from the losses of its microbatches: the arithmetic of ``weights`` and ``reduction``.
 
 A step differentiates ``sum(w_i * loss_i) / sum(w_i)`` for ``"mean"`` and ``sum(w_i * loss_i)`` for ``"sum"``. No loss
-is known when the first backward starts, so the weights alone say what each microbatch's loss is differentiated with.
+is known when the first backward starts, so the factor of each microbatch's loss depends on the weights alone.
 
-A microbatch of weight 0, such as one without tokens, is no part of these sums, whatever its own loss is: a mean over
-nothing is nan, and 0 * nan would be nan too. Nor is it differentiated (see `TorchStage` for the exception).
+A microbatch of weight 0, such as one without tokens, does not enter these sums, whatever its loss is: a mean over
+nothing is nan, and so is 0 * nan. It is not differentiated either (see `TorchStage` for the exception).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Reduction = Literal["mean", "sum"]
 def gradient_weights(
     weights: Sequence[float] | None, microbatches: int, reduction: str = "mean", grad_scale: float = 1.0
 ) -> tuple[float, ...]:
-    """The factor that each microbatch's loss is differentiated with.
+    """The factor on each microbatch's loss in backward.
 
     Args:
         weights: one weight a microbatch, finite and >= 0, such as its number of tokens. None: all 1.
@@ -33,7 +33,7 @@ def gradient_weights(
         M factors.
 
     Raises:
-        ConfigError: if an argument breaks what is said above, or ``"mean"`` finds that all weights are 0.
+        ConfigError: if an argument is not as above, or all weights are 0 for ``"mean"``.
     """
     normaliser = _normaliser(checked := _checked(weights, microbatches), reduction)
     if not math.isfinite(grad_scale):
@@ -44,7 +44,7 @@ def gradient_weights(
 def shared_gradient_weights(
     weights: Sequence[float], total: float, reduction: str = "mean", grad_scale: float = 1.0
 ) -> tuple[float, ...]:
-    """The factors of one replica's microbatches, where several replicas share a step.
+    """The factors of one replica's microbatches in a step of several replicas.
 
     Args:
         weights: of this replica's microbatches.
@@ -53,7 +53,7 @@ def shared_gradient_weights(
         grad_scale: as in :func:`gradient_weights`.
 
     Raises:
-        ConfigError: if ``"mean"`` finds that all weights are 0.
+        ConfigError: if all weights are 0 for ``"mean"``.
     """
     normaliser = _normaliser((total,), reduction)
     return tuple(weight / normaliser * grad_scale for weight in weights)

@@ -1,6 +1,6 @@
-"""Seeded tables of what a step costs, for emulated lanes, the simulator and benchmarks.
+"""Seeded cost tables of a step, for emulated lanes, the simulator and benchmarks.
 
-Pure numpy: no clock, no torch, no I/O but the cost file. The same seed gives every method the bitwise same table.
+Pure numpy: no clock, no torch, no I/O except the cost file. The same seed gives every method the same table, bitwise.
 """
 
 from rrfp.costs.files import from_json, read_costs, to_json, write_costs

@@ -11,12 +11,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rrfp.costs.atomic_files import write_atomically
 from rrfp.costs.streams import Matrix
 from rrfp.costs.table import CostTable
-from rrfp.costs.whole_files import write_whole
 from rrfp.errors import ConfigError
 
-#: Name in the file -> attribute of the table, in the order they are written.
+#: Name in the file -> attribute of the table, in the order of writing.
 FIELDS = {
     "stages": "stages",
     "chunks": "chunks",
@@ -36,7 +36,7 @@ def read_costs(path: str | os.PathLike[str]) -> CostTable:
     """Read a cost file.
 
     Raises:
-        ConfigError: it cannot be read or is malformed; one line naming the file and the field.
+        ConfigError: if the file cannot be read or is malformed; one line that names the file and the field.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -51,21 +51,21 @@ def read_costs(path: str | os.PathLike[str]) -> CostTable:
 
 
 def write_costs(path: str | os.PathLike[str], table: CostTable) -> None:
-    """Write a cost file, replacing what was there.
+    """Write a cost file, or replace it.
 
     Raises:
-        ConfigError: the file cannot be written; what was there stays then.
+        ConfigError: if the file cannot be written; an old file stays.
     """
-    write_whole(path, to_json(table))
+    write_atomically(path, to_json(table))
 
 
 def from_json(text: str) -> CostTable:
-    """The table that a cost file's text describes.
+    """The table of a cost file's text.
 
     Every field is required except W; with one virtual stage the latencies are empty lists.
 
     Raises:
-        ConfigError: the text is not JSON, a field is missing, unknown or repeated, or a value is wrong.
+        ConfigError: if the text is not JSON, a field is missing, unknown or repeated, or a value is wrong.
     """
     try:
         document = json.loads(text, object_pairs_hook=_without_repeats)
@@ -93,7 +93,7 @@ def from_json(text: str) -> CostTable:
 
 
 def to_json(table: CostTable) -> str:
-    """The cost file's text, one row a line, ending in a newline; `from_json` gives back the bitwise same table."""
+    """The cost file's text, one row a line, ending in a newline; `from_json` returns the same table, bitwise."""
     lines = []
     for name, field in FIELDS.items():
         value = getattr(table, field)
@@ -107,7 +107,7 @@ def _rows(matrix: Matrix) -> str:
 
 
 def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Build a JSON object; a repeated name would otherwise silently win over the first."""
+    """Build a JSON object and refuse repeated names, of which json keeps the last one silently."""
     document = dict(pairs)
     if len(document) != len(pairs):
         names = [name for name, _ in pairs]
@@ -117,9 +117,9 @@ def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _check_numbers(name: str, rows: object) -> None:
-    """Refuse entries that numpy would convert without a word: booleans, numbers in quotes, null.
+    """Refuse entries that numpy would convert silently: booleans, numbers in quotes, null.
 
-    What is not a list of lists is left to `CostTable`, except null, which would pass for an absent W.
+    `CostTable` refuses values that are no list of lists, except null, which would count as an absent W.
     """
     if not isinstance(rows, list):
         raise ConfigError(f"{name} must be a list of rows of numbers")

@@ -1,16 +1,16 @@
 """Jitter: seeded delays of single tasks, by the formula of the paper's Table 6.
 
 A stage keeps a running average e of its task times c: e = 0.9 e + 0.1 c. With probability p a task is lengthened by
-alpha * max(floor, e) * (0.5 + U(0, 1)), and its lane is busy for all of it. Decided here, so that every method and
-every level meets the same misfortune:
+alpha * max(floor, e) * (0.5 + U(0, 1)), and its lane is busy for the whole delay. The rules below make the delays the
+same for every method, and comparable between levels:
 
 - e follows the *un-jittered* times in the fixed order F0, B0, F1, B1, ..., whatever order a method runs. It starts at
-  the first time, and a task's own time is in the average that sizes its delay.
+  the first time, and the average that scales a delay includes the task's own time.
 - The two uniforms of a task come from (seed, step, virtual stage, microbatch, kind) alone. The levels compare them with
   growing p, so a hit at J1 is a hit at J2 and J3.
-- B is one task. When backward is split, c is B + W, and the whole delay falls on B: a stall happens once, and there it
-  holds up the gradient as it does unsplit. Merging B and W therefore gives the unsplit table.
-- With chunks every virtual stage keeps its own average and its own uniforms.
+- If backward is split, c is B + W, and the whole delay falls on B: a stall happens once, and delays the gradient as in
+  the unsplit backward. Merging B and W therefore gives the unsplit table.
+- With chunks every virtual stage has its own average and uniforms.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rrfp.costs.streams import Matrix, Stream, generator, whole
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError
 
-_KEEP, _TAKE = 0.9, 0.1
+_OLD_WEIGHT, _NEW_WEIGHT = 0.9, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class JitterLevel:
 
     #: p: the chance that a task is lengthened.
     probability: float
-    #: B in the paper: the least average that a delay is measured by, in seconds.
+    #: B in the paper: the smallest average that scales a delay, in seconds.
     floor: float
     #: alpha: the mean delay in units of max(floor, average).
     scale: float
@@ -56,7 +56,7 @@ def with_jitter(table: CostTable, level: str, *, seed: int = 0, step: int = 0) -
         step: >= 0; every step has its own hits.
 
     Raises:
-        ConfigError: no such level, or a negative seed or step.
+        ConfigError: if the level is unknown, or seed or step is negative.
     """
     seed, step = whole("seed", seed, 0), whole("step", step, 0)
     if level not in JITTER_LEVELS:
@@ -68,7 +68,7 @@ def with_jitter(table: CostTable, level: str, *, seed: int = 0, step: int = 0) -
 
 def _delays(forward: Matrix, backward: Matrix, level: JitterLevel, seed: int, step: int) -> tuple[Matrix, Matrix]:
     """Seconds by which each F and each B is lengthened, both V x M."""
-    # The last two axes are (F, B) and (is it hit, by how much): microbatch by microbatch, so that M does not matter.
+    # The last two axes are (F, B) and (hit, size). Microbatches are drawn in order, so M does not change the numbers.
     draws = [generator(Stream.JITTER, seed, step, v).random((forward.shape[1], 2, 2)) for v in range(len(forward))]
     uniform = np.stack(draws)
     averages = _running_averages(np.stack([forward, backward], axis=2))
@@ -84,6 +84,6 @@ def _running_averages(times: Matrix) -> Matrix:
     for m in range(times.shape[1]):
         for kind in range(2):
             if m or kind:
-                average = _KEEP * average + _TAKE * times[:, m, kind]
+                average = _OLD_WEIGHT * average + _NEW_WEIGHT * times[:, m, kind]
             averages[:, m, kind] = average
     return averages

@@ -1,7 +1,7 @@
-"""Latency models: how long a tensor travels from the end of one task to its arrival at the next virtual stage.
+"""Latency models: the time between the end of a task and the arrival of its output at the next virtual stage.
 
-Every message draws on its own, by (seed, step, direction, edge, microbatch); `spike` is `wire` with spikes on the very
-same wire times. A tensor handed over on one stage arrives at once in every model.
+Every message draws independently, by (seed, step, direction, edge, microbatch); `spike` adds spikes to the times of
+`wire`. A tensor that stays on its stage arrives at once in every model.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from rrfp.costs.streams import Matrix, Stream, exp, generator, whole
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError
 
-#: How to name each model, for help texts and errors.
+#: The names of the models, for help texts and errors.
 LATENCY_MODELS = ("none", "constant", "constant:SECONDS", "wire", "spike")
 
-#: Seconds, where `constant` names none.
+#: Seconds of `constant` without a number.
 CONSTANT_DEFAULT = 0.001
 #: Seconds: the median of the lognormal wire time, and the deviation of its logarithm.
 WIRE_MEDIAN, WIRE_SIGMA = 0.0004, 0.5
-#: The chance of a spike, and the most seconds that it lasts (uniform from 0).
+#: The probability of a spike, and its most seconds (uniform from 0).
 SPIKE_PROBABILITY, SPIKE_LONGEST = 0.21, 0.030
 
 
@@ -37,7 +37,7 @@ def with_latency(table: CostTable, model: str, *, seed: int = 0, step: int = 0) 
         step: >= 0; every step has its own draws.
 
     Raises:
-        ConfigError: no such model, a bad number of seconds, or a negative seed or step.
+        ConfigError: if the model is unknown, its seconds are no finite number >= 0, or seed or step is negative.
     """
     seed, step = whole("seed", seed, 0), whole("step", step, 0)
     shape = table.latency_forward.shape
@@ -77,7 +77,7 @@ def _wire(stream: Stream, shape: tuple[int, ...], seed: int, step: int) -> Matri
 
 
 def _spikes(stream: Stream, shape: tuple[int, ...], seed: int, step: int) -> Matrix:
-    """What spikes add, in seconds: 0 for most messages."""
+    """The seconds that spikes add: 0 for most messages."""
     rows = [generator(stream, seed, step, v).random((shape[1], 2)) for v in range(shape[0])]
     uniform = np.array(rows, dtype=np.float64).reshape(*shape, 2)
     return np.where(uniform[..., 0] < SPIKE_PROBABILITY, SPIKE_LONGEST * uniform[..., 1], 0.0)

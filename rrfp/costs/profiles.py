@@ -1,6 +1,6 @@
 """Named workloads, and `make_costs`, which turns a name and a seed into a cost table.
 
-A profile says how much slower than a plain stage each stage is for each microbatch. A plain stage takes 10 ms forward
+A profile gives for each stage and microbatch a factor on the time of a plain stage. A plain stage takes 10 ms forward
 and 20 ms backward (10 for the input gradient, 10 for the weight gradient). With C chunks every virtual stage costs 1/C
 of the stage that holds it, so that neither chunks nor placement change a stage's work.
 """
@@ -47,9 +47,9 @@ def llm(stages: int, microbatches: int, random: np.random.Generator, /) -> Matri
 def mllm(stages: int, microbatches: int, random: np.random.Generator, /) -> Matrix:
     """A vision encoder on the first max(1, N // 4) stages, a language model on the others.
 
-    Images and text vary on their own: the vision stages share the microbatch's factor exp(0.6 z - 0.18), times 1.3, the
-    others share its length factor exp(0.25 z' - 0.03125), both of mean 1 and clipped to [0.2, 5]. The last stage is
-    1.2x.
+    Images and text vary independently: the vision stages share the microbatch's factor exp(0.6 z - 0.18), times 1.3;
+    the others share its length factor exp(0.25 z' - 0.03125). Both have mean 1 and are clipped to [0.2, 5]. The last
+    stage is 1.2x.
     """
     normal = random.standard_normal((microbatches, 2))
     vision = np.clip(exp(0.6 * normal[:, 0] - 0.18), SMALLEST_FACTOR, LARGEST_FACTOR) * VISION_FACTOR
@@ -60,7 +60,7 @@ def mllm(stages: int, microbatches: int, random: np.random.Generator, /) -> Matr
     return factors
 
 
-#: Every profile by the name that `make_costs` and the command line take.
+#: The profiles by the names that `make_costs` and the command line accept.
 PROFILES: dict[str, Profile] = {"llm": llm, "mllm": mllm}
 
 
@@ -77,7 +77,7 @@ def make_costs(
     jitter: str = "J0",
     latency: str = "none",
 ) -> CostTable:
-    """One step's costs, the bitwise same table for the same arguments on every machine.
+    """The costs of one step: the same table, bitwise, for the same arguments on every machine.
 
     Split and unsplit tables of one seed agree: `make_costs(..., split=True).to_unsplit()` is the unsplit one.
 
@@ -94,22 +94,22 @@ def make_costs(
         latency: a model of `LATENCY_MODELS`.
 
     Raises:
-        ConfigError: any of these is not allowed; one line naming it and the allowed values.
+        ConfigError: if an argument is not allowed; one line that names it and the allowed values.
     """
     factors, chunks = _factors(profile, stages, microbatches, seed, step), whole("chunks", chunks, 1)
     table = _spread(factors / chunks, chunks, placement)
     table = with_latency(with_jitter(table, jitter, seed=seed, step=step), latency, seed=seed, step=step)
-    # Split first and merged last: so both forms take the same time to the last bit.
+    # Why not build unsplit tables directly? Split first and merged last, both forms take the same time to the last bit.
     return table if split else table.to_unsplit()
 
 
 def microbatch_sizes(
     profile: str, stages: int, microbatches: int, *, seed: int = 0, step: int = 0
 ) -> tuple[float, ...]:
-    """How large each microbatch of `make_costs` is, as a trainer can tell before the step.
+    """The size of each microbatch of `make_costs`, as a trainer knows it before the step.
 
-    It is the time that all tasks of a microbatch take together, in seconds, without what nobody knows beforehand:
-    jitter and latency. One number a microbatch, so it does not tell which stages the time is spent on.
+    It is the time of all tasks of a microbatch together, in seconds, without jitter and latency, which are unknown
+    beforehand. It is one number a microbatch, so it does not show how the time is distributed over stages.
 
     Args:
         profile: a name in `PROFILES`.
@@ -122,7 +122,7 @@ def microbatch_sizes(
         M numbers > 0.
 
     Raises:
-        ConfigError: any of these is not allowed; one line naming it and the allowed values.
+        ConfigError: if an argument is not allowed; one line that names it and the allowed values.
     """
     total = _factors(profile, stages, microbatches, seed, step).sum(axis=0)
     return tuple((total * (PLAIN_FORWARD + PLAIN_BACKWARD + PLAIN_WEIGHT)).tolist())

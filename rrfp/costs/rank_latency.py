@@ -1,7 +1,7 @@
-"""Latencies of tensor-parallel ranks: rank t of a stage sends to rank t of the next, and each message has its own.
+"""Latencies of tensor-parallel ranks: rank t of a stage sends to rank t of the next, each message with its latency.
 
-Knows nothing of groups, coordination or order: it turns a cost table into numbers, one for each edge, microbatch and
-rank. Rank 0 travels exactly as the table says, whatever drew the table.
+It turns a cost table into one number for each edge, microbatch and rank, and knows nothing of groups, coordination or
+order. The latencies of rank 0 are the table's.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from rrfp.errors import ConfigError
 #: Edges x microbatches x ranks.
 Cube: TypeAlias = npt.NDArray[np.float64]
 
-#: For tables that no model drew: every further rank travels as long as the table's own messages of the edge, shuffled.
+#: For tables that no model drew: every other rank has the table's latencies of the edge, shuffled.
 SHUFFLED = "shuffled"
 RANK_LATENCY_MODELS = (*LATENCY_MODELS, SHUFFLED)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankLatencies:
-    """How long the messages of every rank travel, in seconds; both (V-1) x M x T, copied and made read-only.
+    """The latencies of every rank's messages, in seconds; both (V-1) x M x T, copied and made read-only.
 
     Attributes:
         forward: row v is from the end of F on v to its arrival at v + 1, by microbatch and rank.
@@ -59,17 +59,17 @@ class RankLatencies:
 
     @classmethod
     def same_on_all(cls, costs: CostTable, tp: int) -> RankLatencies:
-        """Every one of ``tp`` ranks travels exactly as the table says.
+        """The latencies of the table for all ``tp`` ranks.
 
         Raises:
-            ConfigError: if ``tp`` is no whole number >= 1.
+            ConfigError: if ``tp`` is not a whole number >= 1.
         """
         count = whole("tp", tp, 1)
         forward, backward = (np.repeat(rows[:, :, None], count, axis=2) for rows in costs.acting_latencies())
         return cls(forward, backward)
 
     def slowest(self, costs: CostTable) -> CostTable:
-        """The table of the group as one rank: every message takes as long as its slowest rank's.
+        """The table of the group as one rank: every message takes as long as that of the slowest rank.
 
         Raises:
             ConfigError: if the latencies are not of this table's shape.
@@ -95,32 +95,32 @@ def rank_latencies(costs: CostTable, model: str, tp: int, *, seed: int = 0, step
 
     Args:
         costs: one step's costs; rank 0 has its latencies.
-        model: how the other ranks draw, each on its own: a name of `LATENCY_MODELS` (the one that drew the table), or
-            ``"shuffled"``: the table's own latencies of that edge, in another order.
+        model: the model of the other ranks, which draw independently: a name of `LATENCY_MODELS` (the one that drew the
+            table), or ``"shuffled"``: the table's latencies of the edge in another order.
         tp: T, ranks a group, >= 1.
         seed: >= 0.
         step: >= 0.
 
     Raises:
-        ConfigError: no such model, or a number that is not allowed.
+        ConfigError: if the model is unknown, or a number is not allowed.
     """
     count, seed, step = whole("tp", tp, 1), whole("seed", seed, 0), whole("step", step, 0)
     if model != SHUFFLED and model.partition(":")[0] not in LATENCY_MODELS:
         raise ConfigError(f"latency is {model!r}, must be one of {', '.join(RANK_LATENCY_MODELS)}")
-    own = costs.acting_latencies()
-    drawn = [own]
+    of_table = costs.acting_latencies()
+    drawn = [of_table]
     for rank in range(1, count):
         if model == SHUFFLED:
-            drawn.append(_shuffled(own, seed, step, rank))
+            drawn.append(_shuffled(of_table, seed, step, rank))
         else:
-            own_seed = int(generator(Stream.RANK, seed, rank).integers(2**63))
-            drawn.append(with_latency(costs, model, seed=own_seed, step=step).acting_latencies())
-    forward, backward = (np.stack([pair[way] for pair in drawn], axis=2) for way in range(2))
+            rank_seed = int(generator(Stream.RANK, seed, rank).integers(2**63))
+            drawn.append(with_latency(costs, model, seed=rank_seed, step=step).acting_latencies())
+    forward, backward = (np.stack([pair[direction] for pair in drawn], axis=2) for direction in range(2))
     return RankLatencies(forward, backward)
 
 
-def _shuffled(own: tuple[Matrix, Matrix], seed: int, step: int, rank: int) -> tuple[Matrix, Matrix]:
-    """The latencies of each edge and direction in an order of this rank's own."""
+def _shuffled(latencies: tuple[Matrix, Matrix], seed: int, step: int, rank: int) -> tuple[Matrix, Matrix]:
+    """The latencies of each edge and direction in the random order of ``rank``."""
     random = generator(Stream.RANK, seed, rank, step)
-    forward, backward = (random.permuted(rows, axis=1) for rows in own)
+    forward, backward = (random.permuted(rows, axis=1) for rows in latencies)
     return forward, backward

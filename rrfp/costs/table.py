@@ -1,7 +1,7 @@
-"""One step's costs: how long every task takes and every tensor travels.
+"""The costs of one step: the durations of tasks and the latencies of messages.
 
-`CostTable` is the cost file in memory (the names in brackets are the file's). It knows durations and where virtual
-stages live, and nothing of schedules, hints, limits or randomness. A table is complete and valid, or it was never made.
+`CostTable` is the cost file in memory (the names in brackets are the file's). It knows durations and the placement, and
+nothing of schedules, hints, limits or randomness. Every table is complete and valid: the constructor checks all fields.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ PLACEMENTS: tuple[str, ...] = get_args(Layout)
 class CostTable:
     """Durations and latencies of one step, in seconds; V = stages x chunks virtual stages, M microbatches.
 
-    Anything of the right shape may be passed for a matrix; it is copied, checked and made read-only.
+    A matrix may be any nested sequence of the right shape; it is copied, checked and made read-only.
 
     Raises:
-        ConfigError: a size, a shape or an entry is wrong; the message names the field as the cost file does.
+        ConfigError: if a size, shape or entry is wrong; the message names the field as the cost file does.
     """
 
     #: Number of stages N >= 1 ("stages").
@@ -44,7 +44,7 @@ class CostTable:
     forward: Matrix
     #: V x M: backward durations, of the input gradient only when `weight` is given ("B").
     backward: Matrix
-    #: V x M: weight-gradient durations, or None where backward is not split ("W").
+    #: V x M: weight-gradient durations, or None if backward is not split ("W").
     weight: Matrix | None
     #: V-1 x M: row v is from the end of F on v to its arrival at v + 1 ("latency_F").
     latency_forward: Matrix
@@ -84,10 +84,10 @@ class CostTable:
         return Placement(self.stages, self.chunks, self.placement).virtual_stages(stage)
 
     def duration(self, kind: str, virtual_stage: int, microbatch: int) -> float:
-        """Seconds that one task occupies its lane; `kind` is "F", "B" or "W".
+        """Seconds for which one task occupies its lane; `kind` is "F", "B" or "W".
 
         Raises:
-            ConfigError: `kind` is "W" and the table is not split, or no such kind exists.
+            ConfigError: if `kind` is unknown, or is "W" and the table is not split.
         """
         rows = {"F": self.forward, "B": self.backward, "W": self.weight}.get(kind)
         if rows is None:
@@ -96,14 +96,14 @@ class CostTable:
         return float(rows[virtual_stage, microbatch])
 
     def acting_latencies(self) -> tuple[Matrix, Matrix]:
-        """The forward and backward latencies as they act, both V-1 x M: zero between two chunks of one stage."""
+        """The effective forward and backward latencies, both V-1 x M: zero between two chunks of one stage."""
         stages = [self.stage_of(v) for v in range(self.num_virtual_stages)]
         crosses = np.array([here != there for here, there in itertools.pairwise(stages)], dtype=bool)
         keep = crosses[:, np.newaxis]
         return np.where(keep, self.latency_forward, 0.0), np.where(keep, self.latency_backward, 0.0)
 
     def work(self) -> Matrix:
-        """Seconds of lane time of each stage in the whole step, shape (N,)."""
+        """Seconds of lane time of each stage in the step, shape (N,)."""
         total = np.zeros(self.stages)
         for rows in (self.forward, self.backward, self.weight):
             if rows is not None:
@@ -111,7 +111,7 @@ class CostTable:
         return total
 
     def to_unsplit(self) -> CostTable:
-        """The same step with every B and its W as one task; this very table where backward is not split."""
+        """The same step with every B and its W as one task; this table itself if backward is not split."""
         return self if self.weight is None else replace(self, backward=self.backward + self.weight, weight=None)
 
     def digest(self) -> str:
@@ -135,7 +135,7 @@ class CostTable:
 
 
 def _length(value: object) -> int | None:
-    """How many entries a list, tuple or array has; None for anything else."""
+    """The number of entries of a list, tuple or array; None for any other value."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     is_array = isinstance(value, np.ndarray) and value.ndim > 0
     return len(value) if is_list or is_array else None  # type: ignore[arg-type]
@@ -143,11 +143,11 @@ def _length(value: object) -> int | None:
 
 def _matrix(name: str, rows: Matrix, num_rows: int, num_columns: int, meaning: str) -> Matrix:
     """A checked, read-only float64 copy of `rows`."""
-    found = _length(rows)
-    if found is None:
+    length = _length(rows)
+    if length is None:
         raise ConfigError(f"{name} must be a list of {num_rows} rows ({meaning})")
-    if found != num_rows:
-        raise ConfigError(f"{name} has {found} rows, must have {num_rows} ({meaning})")
+    if length != num_rows:
+        raise ConfigError(f"{name} has {length} rows, must have {num_rows} ({meaning})")
     for index, row in enumerate(rows):
         entries = _length(row)
         if entries is None:

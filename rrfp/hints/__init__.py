@@ -1,1 +1,1 @@
-"""Hint policies: which ready task runs first."""
+"""Hint policies: the priorities of ready tasks."""

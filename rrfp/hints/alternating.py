@@ -8,10 +8,11 @@ from rrfp.core.tasks import B, F, Kind, Task, W
 
 
 class Alternating(Hint):
-    """Backward and forward take turns at the first chance; weight tasks fill the gaps.
+    """Backward and forward alternate in priority; weight tasks run if neither is ready.
 
     Args:
-        chunk_order: which chunk's forwards come first: ``"deeper"``, or ``"paper"`` for Algorithm 1's shallower first.
+        chunk_order: the chunk whose forwards come first: ``"deeper"``, or ``"paper"`` for Algorithm 1's shallower
+            first.
     """
 
     def __init__(self, chunk_order: ChunkOrder = "deeper") -> None:
@@ -22,9 +23,9 @@ class Alternating(Hint):
 
 
 class BackwardForward(Alternating):
-    """BF: after a backward, forward has the first chance; otherwise, and at the start, backward has.
+    """BF: after a backward, forwards have priority; otherwise, and at the start, backwards have.
 
-    A chance not taken passes to the other kind, and waiting changes nothing: a round ends with what was enqueued.
+    If no task of that kind is ready, the other kind runs. Only an enqueued task changes the priority, waiting does not.
     """
 
     def choose(self, ready: ReadySet, view: View) -> Task | None:
@@ -35,7 +36,7 @@ class BackwardForward(Alternating):
 
 
 class ForwardBackward(Alternating):
-    """FB: after a forward, backward has the first chance; otherwise, and at the start, forward has."""
+    """FB: after a forward, backwards have priority; otherwise, and at the start, forwards have."""
 
     def choose(self, ready: ReadySet, view: View) -> Task | None:
         """See `rrfp.core.hint.Hint.choose`."""

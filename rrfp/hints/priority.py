@@ -8,10 +8,10 @@ from rrfp.core.tasks import Kind, Task
 
 
 class FixedPriority(Hint):
-    """Always the first kind of ``order`` that has a ready task.
+    """Chooses the first kind of ``order`` that has a ready task.
 
     Args:
-        chunk_order: which chunk's forwards come first.
+        chunk_order: the chunk whose forwards come first.
     """
 
     order: tuple[Kind, Kind, Kind]

@@ -1,17 +1,17 @@
-"""Pyramids: in which order to take microbatches whose sizes are known beforehand, for any hint.
+"""Pyramids: an order of microbatches whose sizes are known beforehand, for any hint.
 
-It only orders; which kind of task runs is the wrapped hint's choice. Every stage that knows the sizes orders its ready
-microbatches by the same order, so none waits for one that comes later. Where any task must run in microbatch order (for
-bitwise reproducible sums, say) the core does not follow it.
+It only orders microbatches; the wrapped hint chooses the kind of task. Every stage that knows the sizes uses the same
+order, so none waits for a microbatch that comes later. If a task must run in microbatch order (for bitwise reproducible
+sums, say), the core ignores it.
 
-A step's microbatches are cut, in their own order, into runs of about 4 N, and each run goes short, long, short: the
-smallest at both ends, sizes rising to the middle and falling again. Neighbours are then of similar size. That matters
-in tight memory: a short microbatch between two long ones waits behind them on every stage, and holds its slots
-meanwhile. And a step that begins and ends with short ones fills and drains the pipeline fast.
+A step's microbatches are cut, in the caller's order, into runs of about 4 N, and each run is sorted short, long, short:
+sizes rise to the middle and fall again. Neighbours then have similar sizes. That matters in tight memory: a short
+microbatch between two long ones waits behind them on every stage, and holds its slots meanwhile. A step that begins and
+ends with short ones also fills and drains the pipeline fast.
 
-Why several pyramids: a size is one number, and stages differ in what they make of it (images cost a vision stage,
-text a language stage). One pyramid over a long step gathers all that is large for one stage in one place, where no
-other stage can keep up. Over 4 N microbatches such differences still average out, and neighbours are similar enough.
+Why not one pyramid? A size is one number, and stages depend on it differently (images cost a vision stage, text a
+language stage). One pyramid over a long step would put all microbatches that are large for one stage side by side, and
+the other stages would idle. Over 4 N microbatches such differences average out, and neighbours are similar enough.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ LENGTH_PER_STAGE = 4
 
 
 class Pyramids(Hint):
-    """``within``, on microbatches ordered by size; see the module's docstring.
+    """The hint ``within`` on microbatches ordered by size; see the module's docstring.
 
-    Without sizes, or with equal ones, it is ``within`` and nothing else.
+    Without sizes, or with equal ones, it does the same as ``within``.
 
     Args:
-        within: chooses among ready tasks. Its own order of microbatches, if it has one, is replaced where sizes are
-            known.
+        within: chooses among ready tasks. If sizes are known, its own order of microbatches is replaced.
     """
 
     def __init__(self, within: Hint) -> None:
@@ -49,11 +48,11 @@ class Pyramids(Hint):
         return self.within.choose(ready, view)
 
     def open_step(self, view: View) -> None:
-        """Passed on."""
+        """Passed to the wrapped hint."""
         self.within.open_step(view)
 
     def observe(self, event: Event) -> None:
-        """Passed on."""
+        """Passed to the wrapped hint."""
         self.within.observe(event)
 
     def microbatch_order(self, view: View) -> Sequence[int] | None:
@@ -69,11 +68,10 @@ def pyramids(sizes: Sequence[float], length: int) -> list[int]:
 
     Args:
         sizes: of the microbatches 0, 1, ..., in any unit.
-        length: microbatches in one pyramid, at least 1; the step is cut into the whole number of equal runs that comes
-            closest.
+        length: microbatches in one pyramid, at least 1; the step is cut into equal runs of nearly this length.
 
     Returns:
-        Every microbatch once. Of equal ones the lower number counts as smaller.
+        Every microbatch once. Of equal sizes the lower number counts as smaller.
     """
     count = len(sizes)
     runs = max(1, round(count / length))
@@ -86,10 +84,10 @@ def pyramids(sizes: Sequence[float], length: int) -> list[int]:
 
 
 def slot_aware_pyramid() -> Pyramids:
-    """Slot-aware, on microbatches ordered by their sizes where these are known: short, long, short."""
+    """Slot-aware on microbatches ordered by size, if sizes are known: short, long, short."""
     return Pyramids(SlotAware())
 
 
 def bfw_pyramid() -> Pyramids:
-    """BFW, on microbatches ordered by their sizes where these are known: short, long, short."""
+    """BFW on microbatches ordered by size, if sizes are known: short, long, short."""
     return Pyramids(BackwardForwardWeight())

@@ -1,4 +1,4 @@
-"""Hints by name: our own, schedules used as hints, and plugins of the entry point group ``rrfp.hints``."""
+"""Hints by name: built in, schedules used as hints, and plugins of the entry point group ``rrfp.hints``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rrfp.hints.slot_aware import SlotAware
 from rrfp.hints.split import BackwardForwardWeight
 from rrfp.schedules.registry import make_schedule, schedule_names
 
-#: What a caller may pass as a hint: a name, a class or other factory, or an instance, which every stage gets a copy of.
+#: A caller's hint: a name, a class or other factory, or an instance, of which every stage gets a copy.
 HintSpec = str | Hint | Callable[[], Hint]
 
 _GROUP = "rrfp.hints"
@@ -33,9 +33,9 @@ _BUILT_IN: dict[str, Callable[[], Hint]] = {
 
 
 def hint_names() -> tuple[str, ...]:
-    """Every name that `create_hint` takes: built in, plugins, schedules."""
-    ours = (*_BUILT_IN, *schedule_names())
-    plugins = {point.name for point in entry_points(group=_GROUP)}.difference(ours)
+    """Every name that `create_hint` accepts: built in, plugins, schedules."""
+    reserved = (*_BUILT_IN, *schedule_names())
+    plugins = {point.name for point in entry_points(group=_GROUP)}.difference(reserved)
     return (*_BUILT_IN, *sorted(plugins), *schedule_names())
 
 
@@ -43,7 +43,7 @@ def create_hint(spec: HintSpec) -> Hint:
     """A fresh hint for one stage.
 
     Raises:
-        ConfigError: for an unknown name, or something that is not a hint.
+        ConfigError: for an unknown name, or an object that is no hint.
     """
     if isinstance(spec, str):
         spec = hint_factory(spec)
@@ -66,7 +66,7 @@ def create_strict(name: str) -> Hint:
 
 
 def hint_factory(name: str) -> Callable[[], Hint]:
-    """What makes the hint ``name``: a class, or any other callable.
+    """The factory of the hint ``name``: a class, or any other callable.
 
     Raises:
         ConfigError: for an unknown name.

@@ -1,4 +1,4 @@
-"""A schedule as a hint, and its strict consumption: the fixed-order baseline."""
+"""A schedule as a hint, and run strictly: the fixed-order baseline."""
 
 from __future__ import annotations
 
@@ -10,47 +10,48 @@ from rrfp.core.schedule import Schedule
 from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.errors import ConfigError
 
-#: Gives the schedule for the step that a view shows; it must hold every task of that step, weight tasks included.
+#: Returns the schedule for the step of a view, with every task of that step, weight tasks included.
 ScheduleSource = Callable[[View], Schedule]
 
 
 class ScheduleHint(Hint):
-    """Prioritizes ready tasks by their position in a schedule, and never waits for one that is not ready.
+    """Orders ready tasks by their position in a schedule, and never waits for a task that is not ready.
 
     Args:
-        source: the schedule of a step.
+        source: returns the schedule of a step.
     """
 
     def __init__(self, source: ScheduleSource) -> None:
         self._source = source
         self._order: tuple[Task, ...] = ()
-        self._position_of: dict[Task, int] = {}
+        self._position: dict[Task, int] = {}
         self._is_monotone = True
 
     def open_step(self, view: View) -> None:
-        """Look the step's order up.
+        """Look up the order of the step.
 
         Raises:
-            ConfigError: if the schedule misses a task of this stage.
+            ConfigError: if the schedule lacks a task of this stage.
         """
         schedule = self._source(view)
         order = schedule.orders[view.stage]
         self._order = order if view.mode is Mode.TRAIN else tuple(task for task in order if task.kind is Kind.F)
-        self._position_of = {task: position for position, task in enumerate(self._order)}
+        self._position = {task: position for position, task in enumerate(self._order)}
         for task in view.graph.tasks(view.stage, view.microbatches, view.mode):
-            if task not in self._position_of:
+            if task not in self._position:
                 raise ConfigError(f"schedule {schedule.name} misses {task} on stage {view.stage}")
         self._is_monotone = _is_monotone(self._order)
 
     def choose(self, ready: ReadySet, view: View) -> Task | None:
         """See `rrfp.core.hint.Hint.choose`."""
-        # Looking at a thousand ready tasks takes half a millisecond; the heads are enough for every usual schedule.
+        # Why only the heads? Looking at a thousand ready tasks takes half a millisecond, and in a schedule that keeps
+        # microbatch order no other task can come first.
         candidates = ready.heads() if self._is_monotone else iter(ready)
-        return min(candidates, key=self._position_of.__getitem__)
+        return min(candidates, key=self._position.__getitem__)
 
 
 class Strict(ScheduleHint):
-    """Runs a schedule to the letter: waits for its next task, whatever else is ready."""
+    """Runs a schedule to the letter: waits for its next task, whichever others are ready."""
 
     may_wait = True
 
@@ -61,7 +62,7 @@ class Strict(ScheduleHint):
 
 
 def _is_monotone(order: Sequence[Task]) -> bool:
-    """Whether each kind of each virtual stage comes in microbatch order."""
+    """Whether the tasks of each kind and virtual stage are in microbatch order."""
     last: dict[tuple[Kind, int], int] = {}
     for kind, microbatch, virtual_stage in order:
         if last.get((kind, virtual_stage), -1) > microbatch:

@@ -1,22 +1,22 @@
-"""Slot-aware: BFW for tight memory, where what holds a stage back is a free slot more often than an input.
+"""Slot-aware: BFW for tight memory, in which a stage waits for a free slot more often than for an input.
 
-Three rules on top of BFW, each for a way in which BFW wastes slots. They read a few counters and no clock, so a
-decision costs the same at any size. W below is a weight task, D what the stage holds, N - s the forwards that 1F1B runs
-on stage s before its first backward; with C chunks all three are in chunk tasks, N - s and s times C.
+It adds three rules to BFW, each for a way in which BFW wastes slots. They read a few counters and no clock, so a
+decision costs the same at any size. W below is a weight task, D the slots taken on the stage, N - s the forwards that
+1F1B runs on stage s before its first backward; with C chunks all three are in chunk tasks, N - s and s times C.
 
 1. **Weight tasks that hold too many slots go first.** A microbatch keeps its slot until its W has run. BFW runs W when
-   nothing else is ready, so with tight memory finished backwards fill the slots that forwards need. When the limit
-   holds forwards back and more than max(s, slots - (N - s)) Ws wait, W runs first. Up to N slots stage s puts off s Ws,
-   as in ZB-H1 (Zero Bubble, Qi et al. 2023). Where memory is ample hardly any W is forced.
-2. **So does a weight task whose slot feeds a starving stage.** When the limit holds forwards back and the stages behind
-   have started all that was sent to them, a freed slot is the fastest way to give them work. What they have started is
-   a counter that travels with gradients, hence a little old. Not with several chunks: the sum over chunks does not tell
-   which one starves.
-3. **Forwards first until N - s microbatches are on their way, then BFW.** Fewer, and the stages behind run dry at the
-   next delay; more, and slots are taken long before they are of use.
-   BFW's alternation beyond that depth is better than backwards first when durations vary.
+   nothing else is ready, so with tight memory finished backwards fill the slots that forwards need. If the limit blocks
+   forwards and more than max(s, slots - (N - s)) Ws wait, W runs first. Up to N slots stage s defers s Ws, as in ZB-H1
+   (Zero Bubble, Qi et al. 2023). With ample memory hardly any W is forced.
+2. **So does a weight task whose slot feeds an idle stage.** If the limit blocks forwards and the later stages have
+   started all tasks that were sent to them, a freed slot is the fastest way to give them work. Their count of started
+   tasks travels with gradients, so it is slightly old. The rule does not apply to several chunks: the sum over chunks
+   does not show which of them is idle.
+3. **Forwards first until N - s microbatches are in flight, then BFW.** With fewer, later stages run dry at the next
+   delay; with more, slots are taken long before they are needed. Beyond that depth BFW's alternation is better than
+   backwards first when durations vary.
 
-On unsplit stages and without a limit rules 1 and 2 never apply.
+Rules 1 and 2 never apply to unsplit stages, or without a limit.
 """
 
 from __future__ import annotations
@@ -28,32 +28,30 @@ from rrfp.core.tasks import B, F, Task, W
 
 
 class SlotAware(Hint):
-    """Slot-aware: BFW that runs a weight task early where the slot it holds is needed.
-
-    The module's docstring says when.
+    """Slot-aware: BFW that runs a weight task early if its slot is needed; the module's docstring has the rules.
 
     Args:
-        chunk_order: which chunk's forwards come first.
+        chunk_order: the chunk whose forwards come first.
     """
 
     wants_split = True
 
     def __init__(self, chunk_order: ChunkOrder = "deeper") -> None:
         self.chunk_order: ChunkOrder = chunk_order
-        #: Chunk tasks on their way, forwards less backwards, up to which forwards go first.
+        #: Forwards go first while fewer chunk tasks are in flight (forwards less backwards).
         self._depth = 0
-        #: D from which the limit holds forwards back; None: unlimited.
+        #: The smallest D at which the limit blocks forwards; None: unlimited.
         self._full: int | None = None
-        #: Weight tasks that may wait on a full stage.
-        self._patience = 0
-        #: Forwards of the step: once all have run, a slot is worth nothing.
+        #: The most weight tasks that may wait on a full stage.
+        self._deferred_weights = 0
+        #: The number of forwards of the step: after the last one, no slot is needed.
         self._forwards = 0
         self._split_chunks: tuple[int, ...] = ()
-        #: Stages that each forward's output goes to; 0 with several chunks, where rule 2 does not apply.
+        #: The number of stages that receive each forward's output; 0 with several chunks, which rule 2 does not cover.
         self._receivers = 0
 
     def open_step(self, view: View) -> None:
-        """Work the thresholds of this stage out."""
+        """Compute the thresholds of this stage."""
         stages, chunks = view.placement.stages, view.placement.chunks
         here = view.placement.virtual_stages(view.stage)
         self._depth = (stages - view.stage) * chunks
@@ -61,9 +59,9 @@ class SlotAware(Hint):
         if view.slots is None:
             self._full = None
         else:
-            # Under the staircase rule the last C - 1 slots are kept for deeper chunks.
+            # The staircase rule reserves the last C - 1 slots for deeper chunks.
             self._full = view.slots - (chunks - 1)
-            self._patience = max(view.stage * chunks, view.slots - self._depth)
+            self._deferred_weights = max(view.stage * chunks, view.slots - self._depth)
         self._split_chunks = tuple(chunk for chunk, v in enumerate(here) if view.graph.split[v])
         self._receivers = _receivers(view.graph, here[0]) if chunks == 1 else 0
 
@@ -78,17 +76,17 @@ class SlotAware(Hint):
         return ready.first(B) or forward or ready.first(W)
 
     def _wants_slots(self, view: View) -> bool:
-        """Whether a slot is worth more than a backward: rules 1 and 2."""
+        """Whether a free slot is better than a backward: rules 1 and 2."""
         if self._full is None or view.held < self._full or view.num_enqueued(F) == self._forwards:
             return False
         waiting = sum(view.num_enqueued(B, c) - view.num_enqueued(W, c) for c in self._split_chunks)
-        if waiting > self._patience:
+        if waiting > self._deferred_weights:
             return True
         consumed = view.consumed_downstream
         return bool(self._receivers) and consumed is not None and consumed >= view.num_enqueued(F) * self._receivers
 
 
 def _receivers(graph: Graph, virtual_stage: int) -> int:
-    """How many other stages read the forward of ``virtual_stage``."""
+    """The number of other stages that read the forward of ``virtual_stage``."""
     stage_of = graph.placement.stage_of
     return len({stage_of(v) for v in graph.successors[virtual_stage]} - {stage_of(virtual_stage)})

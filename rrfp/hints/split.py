@@ -6,10 +6,10 @@ from rrfp.hints.alternating import BackwardForward
 
 
 class BackwardForwardWeight(BackwardForward):
-    """BFW: BF, and a weight task when neither a backward nor a forward is ready; a new round starts after it.
+    """BFW: BF, and a weight task if neither a backward nor a forward is ready; after it backwards have priority.
 
-    That is what BF does once backward is split, since weight tasks are filler for every hint that does not name them
-    and only a backward leaves the next chance to forward. On unsplit stages it is BF.
+    Why no code of its own? BF does this once backward is split: weight tasks come last in its order, and only after a
+    backward do forwards have priority. On unsplit stages it is BF.
     """
 
     wants_split = True

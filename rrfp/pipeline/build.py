@@ -12,14 +12,15 @@ from typing import Literal, cast
 import torch
 from torch import nn
 
-from rrfp.compute.gradients.own_reduction import check_wrappers
+from rrfp.compute.gradients.module_reduction import check_wrappers
 from rrfp.compute.gradients.process_groups import check_replicas, check_sharded, replica_group, warn_of_unreduced
 from rrfp.compute.gradients.reducer import GradientReducer
 from rrfp.compute.gradients.sparse import check_not_sparse
 from rrfp.compute.gradients.tie_copies import Ties
 from rrfp.compute.gradients.tied import ProcessTies, TiedGradients
+from rrfp.compute.lanes.base import Lane
 from rrfp.compute.lanes.thread import ThreadLane
-from rrfp.compute.program import Lane, StageProgram
+from rrfp.compute.program import StageProgram
 from rrfp.compute.rng import replica_seed
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.core.order_log import Group

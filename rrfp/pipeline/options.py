@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, TypedDict, cast, get_args, get_type_hints
 
+from rrfp.compute.lanes.base import Lane
 from rrfp.compute.lanes.thread import LOWEST_NICE
-from rrfp.compute.program import Lane
 from rrfp.compute.split.backward import Unsplittable
 from rrfp.compute.weighting import Reduction
 from rrfp.core import timeouts

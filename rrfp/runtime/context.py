@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from rrfp.compute.lanes.base import Lane
 from rrfp.compute.mailbox import Mailbox
-from rrfp.compute.program import Lane
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Task
 from rrfp.core.topology import Topology

@@ -64,7 +64,9 @@ class Clipping:
             raise ConfigError("clip_grad_norm_ needs modules: the gradients of a StageProgram are its own to clip")
         self._holder = holder
         self._terms = (float(max_norm), float(norm_type))
-        self._own = local_norm(holder.modules, norm_type, place=holder.topology, ranks=holder.ranks, skip=holder.skip)
+        self._own = local_norm(
+            holder.modules, norm_type, topology=holder.topology, ranks=holder.ranks, skip=holder.skip
+        )
 
     def share(self) -> bytes:
         """This rank's part of the norm."""

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
+from rrfp.compute.lanes.base import Execution
 from rrfp.compute.mailbox import bytes_after, run_task
-from rrfp.compute.program import Execution, StageProgram
+from rrfp.compute.program import StageProgram
 from rrfp.core import events as ev
 from rrfp.core.tasks import Task
 from rrfp.runtime.context import RankContext

@@ -14,7 +14,8 @@ from dataclasses import replace
 
 from rrfp.arbiter.loop import SettlingLoop, run_arbiter
 from rrfp.compute.gradients.tied import TiedGradients
-from rrfp.compute.program import Lane, StageProgram
+from rrfp.compute.lanes.base import Lane
+from rrfp.compute.program import StageProgram
 from rrfp.compute.weighting import Reduction
 from rrfp.core import events as ev
 from rrfp.core import timeouts

@@ -81,7 +81,7 @@ class TiedReduction:
         ties = [tie for tie, own in self._here.values() if virtual_stage in own and (reduces or tie.is_shared)]
         for tie in ties:
             if not self._leads(tie):
-                gradient = await self._on_lane(tie, partial(self._gradients.take, tie.name, virtual_stage))
+                gradient = await self._on_lane(tie, partial(self._gradients.pieces, tie.name, virtual_stage))
                 await self._send_pieces(step, tie, virtual_stage, gradient, [self._leader(tie)])
         for tie in ties:
             self._unfinished[tie.name].discard(virtual_stage)

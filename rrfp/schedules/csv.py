@@ -1,7 +1,7 @@
 """Schedules as CSV in the compute-only grammar of torch.distributed.pipelining.
 
 One row a stage (torch: rank), one cell a task: virtual stage (torch: stage index), type, microbatch, such as ``2F0``.
-Empty cells are idle slots and mean nothing here. Types: F is F; I is a split backward's B; W is W; B is an unsplit
+Empty cells are idle slots and are ignored. Types: F is F; I is a split backward's B; W is W; B is an unsplit
 backward, which on a split virtual stage means B and W together.
 """
 
@@ -30,11 +30,10 @@ def to_csv(schedule: Schedule, graph: Graph) -> str:
 
 
 def from_csv(text: str, graph: Graph, name: str = "csv") -> Schedule:
-    """Read a schedule back; it is not validated (see `Schedule.validate`).
+    """Parse a schedule, without validating it (see `Schedule.validate`).
 
     Raises:
-        ConfigError: naming the row and column of a cell that is not in the compute-only grammar, or does not fit
-            ``graph``.
+        ConfigError: naming row and column of a cell that is not in the compute-only grammar or does not fit ``graph``.
     """
     rows = list(csv.reader(io.StringIO(text)))
     if len(rows) != graph.placement.stages:

@@ -2,7 +2,7 @@
 
 Forwards go group by group: N microbatches through chunk 0, the same N through chunk 1, and so on to the last chunk;
 backwards likewise, from the last chunk to the first. Stage i warms up with 2 (N - 1 - i) + (C - 1) N forwards, then
-alternates. With one chunk that would be twice 1F1B's warm-up for nothing, so there it is 1F1B's own, N - 1 - i.
+alternates. With one chunk that would be twice 1F1B's warm-up without gain, so it then is 1F1B's own, N - 1 - i.
 
 The published schedule takes M in multiples of N. Here the last group may be shorter: see `rrfp.schedules.slots`.
 """

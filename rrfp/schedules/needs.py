@@ -1,4 +1,4 @@
-"""What a schedule takes of a graph: chunks, placement, split backward. Knows nothing of orders."""
+"""The graphs that a schedule accepts: chunks, placement, split backward. It knows nothing of orders."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rrfp.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a graph must be like for a schedule to be made for it.
+    """The properties of a graph that a schedule requires.
 
     Attributes:
         chunks: C; None: any.
         layout: the placement of two and more chunks (with one chunk all placements are the same); None: any.
-        split: at least one virtual stage must have a split backward; a schedule that places no weight tasks itself
-            takes any.
+        split: whether at least one virtual stage must have a split backward; not required by a schedule that places no
+            weight tasks.
     """
 
     chunks: int | None = None
@@ -25,13 +25,13 @@ class Needs:
     split: bool = False
 
     def check(self, name: str, graph: Graph) -> None:
-        """Refuse a graph for which the schedule ``name`` is not made.
+        """Refuse a graph that the schedule ``name`` does not accept.
 
         Raises:
-            ConfigError: in one line, what the schedule takes and what the graph has instead.
+            ConfigError: one line with the requirements and the graph's properties that do not meet them.
         """
         placement = graph.placement
-        # (what it takes, what there is, whether that will do)
+        # (requirement, the graph's property, whether it fits)
         demands = []
         if self.chunks is not None:
             demands.append((_count(self.chunks), _count(placement.chunks), placement.chunks == self.chunks))

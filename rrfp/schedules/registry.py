@@ -11,8 +11,7 @@ from rrfp.errors import ConfigError
 from rrfp.schedules import gpipe, interleaved, one_f_one_b, zb_h1, zb_v
 from rrfp.schedules.needs import Needs
 
-#: Makes the order of every stage for a graph and M microbatches, without weight tasks where it does not place them
-#: itself.
+#: Makes the order of every stage for a graph and M microbatches; may leave out weight tasks.
 ScheduleGenerator = Callable[[Graph, int], Schedule]
 
 _KNOWN: dict[str, tuple[ScheduleGenerator, Needs]] = {
@@ -30,7 +29,7 @@ def schedule_names() -> tuple[str, ...]:
 
 
 def schedule_generator(name: str) -> ScheduleGenerator:
-    """What makes the schedule ``name``.
+    """The generator of the schedule ``name``.
 
     Raises:
         ConfigError: for an unknown name.
@@ -39,7 +38,7 @@ def schedule_generator(name: str) -> ScheduleGenerator:
 
 
 def schedule_needs(name: str) -> Needs:
-    """What the schedule ``name`` takes of a graph.
+    """The requirements of the schedule ``name`` on a graph.
 
     Raises:
         ConfigError: for an unknown name.
@@ -47,10 +46,10 @@ def schedule_needs(name: str) -> Needs:
     return _known(name)[1]
 
 
-# A schedule of a thousand stages takes a hundred megabytes.
+# Why so few? A schedule of a thousand stages takes a hundred megabytes.
 @lru_cache(maxsize=16)
 def make_schedule(name: str, graph: Graph, microbatches: int) -> Schedule:
-    """The schedule ``name`` for ``graph``, complete and validated; a W that it does not place runs right after its B.
+    """The schedule ``name`` for ``graph``, complete and validated; a W that it leaves out runs right after its B.
 
     Raises:
         ConfigError: for an unknown name, or a schedule that does not fit the graph.

@@ -1,10 +1,10 @@
-"""Schedules written as patterns: which kind of which chunk comes when, before anyone says which microbatch.
+"""Schedules written as patterns: a sequence of (kind, chunk) slots without microbatches.
 
-Each kind of each chunk takes the microbatches in order 0, 1, 2, ... A pattern may have more slots than there are
-microbatches: those left over stay empty. So a pattern that is textbook for some M only (a multiple of N, or at least
-2N - 1) serves smaller ones: it is the schedule for the larger M without the tasks of its last microbatches. No task of
-one microbatch reads another's, so what is left cannot deadlock if the whole does not; no stage holds more than in the
-whole, and run strictly no task starts later.
+Each kind of each chunk runs the microbatches in order 0, 1, 2, ... A pattern may have more slots than there are
+microbatches: surplus slots stay empty. So a pattern that is published for some M only (a multiple of N, or at least
+2N - 1) also serves a smaller M: it is the schedule for the larger M without the tasks of its last microbatches. No task
+reads another microbatch's output, so the remaining tasks cannot deadlock if the full schedule does not. No stage holds
+more than in the full schedule, and run strictly no task starts later.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def fill(slots: Iterable[Slot], graph: Graph, stage: int, microbatches: int) -> 
 
     Args:
         slots: the pattern. Weight slots of a virtual stage whose backward is not split stay empty.
-        graph: the dependency graph.
-        stage: which stage.
+        graph: the graph.
+        stage: the stage.
         microbatches: M.
     """
     tasks = {
@@ -32,6 +32,6 @@ def fill(slots: Iterable[Slot], graph: Graph, stage: int, microbatches: int) -> 
         for chunk, v in enumerate(graph.placement.virtual_stages(stage))
         for kind in graph.kinds(v, Mode.TRAIN)
     }
-    nothing = iter(())
-    filled = (next(tasks.get(slot, nothing), None) for slot in slots)
+    no_tasks = iter(())
+    filled = (next(tasks.get(slot, no_tasks), None) for slot in slots)
     return tuple(task for task in filled if task is not None)

@@ -1,12 +1,12 @@
 """ZB-H1: 1F1B with split backward, weight tasks deferred into the bubbles (Qi et al., Zero Bubble, 2023).
 
-F and B come in 1F1B's order; the weight task of microbatch m waits until B of m + i has run on stage i. So each stage
-holds the same, N microbatches, which is what 1F1B holds on its first stage, and the later a stage the more weight tasks
-it has left for the end, where 1F1B idles.
+F and B run in 1F1B's order; the weight task of microbatch m waits until B of m + i has run on stage i. So each stage
+holds N microbatches, as many as 1F1B's first stage, and later stages have more weight tasks left for the end, when 1F1B
+idles.
 
-It could not keep to 1F1B's own memory stage by stage, N - i counting a microbatch until its W: the last stage, allowed
-one microbatch, would have to run F, B, W of each before the next F, and that is 1F1B. The paper, too, compares the
-peaks of the worst stage. Counted until B, stage i does hold no more than N - i.
+Why not N - i on stage i, 1F1B's own memory? If a microbatch counts until its W, the last stage may hold one, and would
+run F, B, W of each before the next F: that is 1F1B. The paper, too, compares the peaks of the worst stage. If it counts
+until its B, stage i holds N - i at most.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """ZB-V: two chunks a stage in V placement, split backward, nearly no bubble (Qi et al., Controllable Memory, 2024).
 
-The V brings the first microbatch back to stage 0, which also has the last virtual stage, so that backwards start there
-while forwards still go down the first arm. With F = B = W every stage then has one period of six chunk tasks: F, B and
-W of either chunk.
+The V returns the first microbatch to stage 0, which also has the last virtual stage, so backwards start there while
+forwards still run down the first arm. With F = B = W every stage then repeats six chunk tasks: F, B and W of both
+chunks.
 
 The published schedule takes M >= 2N - 1; for fewer see `rrfp.schedules.slots`.
 """
@@ -36,14 +36,14 @@ def zb_v(graph: Graph, microbatches: int) -> Schedule:
 def _slots(stage: int, stages: int, microbatches: int) -> list[Slot]:
     to_turn = stages - stage  # stages from here to the turn of the V, this one included
     return [
-        # Until microbatch 0 is back from the turn, the first chunk fills the memory; then both take turns.
+        # Until microbatch 0 returns from the turn, the first chunk fills the memory; then both chunks alternate.
         *[_F0] * (2 * to_turn - 1),
         *[_F1, _F0] * stage,
-        # The second chunk's backwards have come down the second arm, the first chunk's not yet.
+        # The second chunk's backwards have arrived down the second arm, the first chunk's not yet.
         *[_F1, _B1, _W1] * to_turn,
         # Steady: the first chunk is `to_turn - 1` + `stage` forwards ahead, so its F slots run out before the others.
         *[_F0, _B0, _W0, _F1, _B1, _W1] * (microbatches - stages),
-        # Drain: what other stages wait for first.
+        # Drain: tasks that other stages wait for come first.
         *[_B0, _B1] * stage,
         *[_B0, _W0] * to_turn,
         *[_W1] * stage,

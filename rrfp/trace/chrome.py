@@ -17,7 +17,7 @@ from itertools import zip_longest
 from typing import Any
 
 from rrfp.core.tasks import Kind, Task
-from rrfp.costs.whole_files import write_whole
+from rrfp.costs.atomic_files import write_atomically
 from rrfp.trace.breakdown import CAUSE_LABELS, idle_waits
 from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan
 
@@ -43,7 +43,7 @@ def write_chrome(path: str | os.PathLike[str], traces: Sequence[StepTrace], *, n
         ConfigError: if the file cannot be written; what was there stays then.
     """
     document = {"displayTimeUnit": "ms", "traceEvents": chrome_events(traces, name=name)}
-    write_whole(path, json.dumps(document, separators=(",", ":")))
+    write_atomically(path, json.dumps(document, separators=(",", ":")))
 
 
 def chrome_events(traces: Sequence[StepTrace], *, name: str = "pipeline", pid: int = 1) -> list[Event]:

@@ -52,7 +52,7 @@ def outcomes(module: str, cases: list[str], count: int, folder: Path) -> dict[st
         connections.append(here)
         processes.append(process)
     try:
-        told = [connection.recv() if connection.poll(50) else {} for connection in connections]
+        outcomes = [connection.recv() if connection.poll(50) else {} for connection in connections]
         for process in processes:
             process.join(10)
         ended = [process.exitcode for process in processes]
@@ -61,20 +61,20 @@ def outcomes(module: str, cases: list[str], count: int, folder: Path) -> dict[st
             process.kill()
             process.join(10)
     assert ended == [0] * count
-    return {case: [each.get(case, "not run") for each in told] for case in cases}
+    return {case: [each.get(case, "not run") for each in outcomes] for case in cases}
 
 
 def _run(module: str, cases: list[str], rank: int, count: int, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
     functions = vars(__import__(module, fromlist=["cases"]))
-    told = {}
+    outcomes = {}
     for case in cases:
         try:
             functions[case](rank)
-            told[case] = GOOD
+            outcomes[case] = GOOD
         except BaseException:
-            told[case] = traceback.format_exc()
+            outcomes[case] = traceback.format_exc()
             break  # the others may wait for this rank
-    connection.send(told)
+    connection.send(outcomes)
     connection.close()

@@ -96,7 +96,7 @@ def whole(gradient: Tensor | None) -> Tensor:
 def norm_of_all(modules: Mapping[int, nn.Module], norm_type: float = 2.0, **options: Any) -> float:
     """What the ranks answer for, together."""
     shares: list[Any] = [None] * RANKS
-    own = local_norm(modules, norm_type, place=place(), ranks=global_ranks(place(), meshes()), **options)
+    own = local_norm(modules, norm_type, topology=place(), ranks=global_ranks(place(), meshes()), **options)
     dist.all_gather_object(shares, own)
     return combined_norm(shares, norm_type)
 
@@ -199,7 +199,7 @@ def what_is_sharded_over_a_part_of_the_group_counts_once(rank: int) -> None:
     module = Holding(distribute_tensor(torch.zeros(4, dtype=torch.float64), meshes()["tp"], [Shard(0)]))
     module.w.grad = distribute_tensor(torch.ones(4, dtype=torch.float64), meshes()["tp"], [Shard(0)])
     shares: list[Any] = [None] * RANKS
-    dist.all_gather_object(shares, local_norm({0: module}, place=both))
+    dist.all_gather_object(shares, local_norm({0: module}, topology=both))
     assert combined_norm(shares) == 2.0
 
 

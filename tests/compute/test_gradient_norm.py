@@ -80,9 +80,9 @@ def test_what_is_skipped_is_scaled_but_does_not_count() -> None:
 
 @pytest.mark.parametrize(("rank", "counts"), [(0, True), (1, False), (2, False), (3, False)])
 def test_plain_gradients_count_on_the_first_member_of_the_first_replica(rank: int, counts: bool) -> None:
-    place = rrfp.Topology.at(rank, Mesh((("pp", 1), ("dp", 2), ("tp", 2))))
+    topology = rrfp.Topology.at(rank, Mesh((("pp", 1), ("dp", 2), ("tp", 2))))
     module = with_gradients()
-    assert local_norm({0: module}, place=place) == (local_norm({0: module}) if counts else 0.0)
+    assert local_norm({0: module}, topology=topology) == (local_norm({0: module}) if counts else 0.0)
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
@@ -133,7 +133,7 @@ def test_a_gradient_in_another_layout_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((-1.0,), r"^max_norm is -1\.0, must be a number from 0 on$"),
+        ((-1.0,), r"^max_norm is -1\.0, must be a number >= 0$"),
         ((math.nan,), r"^max_norm is nan, must be"),
         (("1",), r"^max_norm is '1', must be"),
         ((True,), r"^max_norm is True, must be"),

@@ -25,8 +25,8 @@ def on_three_replicas(tmp_path_factory: pytest.TempPathFactory) -> dict[str, lis
 
 @pytest.mark.parametrize("case", CASES)
 def test_on_three_replicas(case: str, on_three_replicas: dict[str, list[str]]) -> None:
-    told = on_three_replicas[case]
-    assert told == [GOOD] * reduction_cases.REPLICAS, "\n".join(told)
+    outcomes = on_three_replicas[case]
+    assert outcomes == [GOOD] * reduction_cases.REPLICAS, "\n".join(outcomes)
 
 
 def test_deeper_chunks_come_first_and_what_chunks_share_comes_with_the_last() -> None:
@@ -50,7 +50,7 @@ def test_buckets_hold_one_dtype_and_are_full_but_not_more() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128])
-def test_zeros_are_made_by_the_layout_that_another_replica_told(dtype: torch.dtype) -> None:
+def test_zeros_have_the_layout_of_another_replicas_gradient(dtype: torch.dtype) -> None:
     there, here = nn.Parameter(torch.ones(2, 3, dtype=dtype)), nn.Parameter(torch.ones(2, 3, dtype=dtype))
     assert encode(there, "w") == ABSENT
     there.grad = torch.ones_like(there)

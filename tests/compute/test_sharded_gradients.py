@@ -28,5 +28,5 @@ def on_four_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[st
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_on_two_replicas_of_two_members(case: str, on_four_ranks: dict[str, list[str]]) -> None:
-    told = on_four_ranks[case]
-    assert told == [GOOD] * RANKS, "\n".join(dict.fromkeys(told))
+    outcomes = on_four_ranks[case]
+    assert outcomes == [GOOD] * RANKS, "\n".join(dict.fromkeys(outcomes))

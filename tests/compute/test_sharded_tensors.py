@@ -22,8 +22,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rrfp.compute.activations import ActivationMeter
-from rrfp.compute.async_tensors import landed
-from rrfp.compute.gradients.own_gradients import OwnGradients
+from rrfp.compute.async_tensors import wait_async
+from rrfp.compute.gradients.adopted import AdoptedGradients
 from rrfp.compute.payload import Payload, canonical
 from rrfp.compute.program import Batch
 from rrfp.compute.received import Received
@@ -52,14 +52,14 @@ def perceptron(mesh: DeviceMesh) -> nn.Sequential:
 
 def test_a_forward_keeps_this_ranks_part_of_sharded_activations_and_no_weights(perceptron: nn.Sequential) -> None:
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    _, kept = ActivationMeter(perceptron).run(lambda: landed(perceptron(x)), "any", [x])
+    _, kept = ActivationMeter(perceptron).run(lambda: wait_async(perceptron(x)), "any", [x])
     assert kept.held == ROWS * (WIDTH + HIDDEN // 2) * FLOAT
 
 
 def test_what_w_needs_is_this_ranks_part_and_of_no_collective(perceptron: nn.Sequential) -> None:
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     output = perceptron(x)
-    landed(output)
+    wait_async(output)
     (gradient,), pending = input_gradients([output], [torch.ones(ROWS, WIDTH)], [x], min_flops=0)
     assert gradient is not None
     assert type(gradient) is Tensor
@@ -107,7 +107,7 @@ def test_the_result_of_a_collective_is_waited_for_before_it_leaves(mesh: DeviceM
 def test_a_stage_that_ends_in_a_collective_hands_over_an_ordinary_tensor(perceptron: nn.Sequential) -> None:
     bare = perceptron(torch.randn(ROWS, WIDTH))
     assert isinstance(bare, AsyncCollectiveTensor)
-    landed(bare)
+    wait_async(bare)
     stage = TorchStage({0: perceptron}, Graph.chain(2), loss_fn=total)
     stage.open(TRAIN_2, Batch([torch.randn(ROWS, WIDTH)] * 2, None, None, [0.5, 0.5]))
     output = stage.forward(Task(Kind.F, 0, 0), ())
@@ -125,10 +125,10 @@ def test_a_sharded_tensor_cannot_leave_a_stage(mesh: DeviceMesh) -> None:
 def test_a_sharded_gradient_does_not_stay_in_received_memory(mesh: DeviceMesh) -> None:
     module = nn.Module()
     module.weight = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
-    own = OwnGradients(module)
+    adopted = AdoptedGradients(module)
     received = torch.ones(2, 2)
     module.weight.grad = DTensor.from_local(received, mesh, [Shard(0)], run_check=False)
-    own.settle(own.foreign([Payload((received,))]))
+    adopted.copy_out_of(adopted.memory_of([Payload((received,))]))
     received.zero_()
     assert module.weight.grad is not None
     assert module.weight.grad._local_tensor.tolist() == [[1.0, 1.0], [1.0, 1.0]]

@@ -26,7 +26,7 @@ def one(parameter: nn.Parameter) -> nn.Module:
 
 
 def ranks(parameters: list[nn.Parameter], most_bytes: int = 1 << 20) -> list[Any]:
-    """What is tied on each of so many ranks, which all have one virtual stage."""
+    """The tied gradients of each rank; every rank has one virtual stage."""
     tied = [ProcessTies({"it": parameter}, [{v: one(parameter)}]).ranks[0] for v, parameter in enumerate(parameters)]
     for each in tied:
         each.agree([TIE], most_bytes)
@@ -44,7 +44,7 @@ def parameter(gradient: Tensor | None, like: Tensor | None = None) -> nn.Paramet
 def through(tied: list[Any]) -> None:
     """Sum the tie, as ranks do."""
     first, *others = tied
-    total = first.add("it", {v: rank.take("it", v) for v, rank in enumerate(tied) if v})
+    total = first.add("it", {v: rank.pieces("it", v) for v, rank in enumerate(tied) if v})
     for rank in others:
         rank.put("it", total)
 
@@ -74,7 +74,7 @@ def test_gradients_that_are_absent_count_for_nothing(present: tuple[int, ...]) -
     like = torch.zeros(3)
     parameters = [parameter(torch.full((3,), 2.0**v) if v in present else None, like) for v in range(3)]
     tied = ranks(parameters)
-    assert [rank.take("it", v).layout != ABSENT for v, rank in enumerate(tied)] == [v in present for v in range(3)]
+    assert [rank.pieces("it", v).layout != ABSENT for v, rank in enumerate(tied)] == [v in present for v in range(3)]
     through(tied)
     for each in parameters:
         if not present:
@@ -98,7 +98,7 @@ def test_what_was_summed_is_zero_everywhere_but_on_the_first_copy_when_the_next_
 def test_gradients_of_several_dtypes_or_sizes_are_refused() -> None:
     parameters = [parameter(torch.ones(2)) for _ in range(3)]
     first = ranks(parameters)[0]
-    others = {v: Pieces(first.take("it", 0).layout, True, (torch.ones(2),)) for v in (1, 2)}
+    others = {v: Pieces(first.pieces("it", 0).layout, True, (torch.ones(2),)) for v in (1, 2)}
     for odd in (Pieces(others[1].layout + 1, True, (torch.ones(2),)), Pieces(others[1].layout, True, (torch.ones(3),))):
         with pytest.raises(StageError, match="tie 'it' has gradients of different dtypes or placements"):
             first.add("it", {**others, 2: odd})
@@ -107,7 +107,7 @@ def test_gradients_of_several_dtypes_or_sizes_are_refused() -> None:
 def test_a_sparse_gradient_is_refused_by_name() -> None:
     weight = parameter(torch.ones(2, 2).to_sparse(), torch.zeros(2, 2))
     with pytest.raises(StageError, match=r"tie 'it' on virtual stage 1 has a gradient of layout torch.sparse_coo"):
-        ranks([parameter(torch.ones(2, 2)), weight, parameter(torch.ones(2, 2))])[1].take("it", 1)
+        ranks([parameter(torch.ones(2, 2)), weight, parameter(torch.ones(2, 2))])[1].pieces("it", 1)
 
 
 @pytest.fixture
@@ -148,23 +148,23 @@ def test_a_shared_object_has_a_gradient_for_each_virtual_stage() -> None:
     assert shared.guests_of(1) == (3, 5)
     assert [shared.is_home(weight, v) for v in (1, 3, 5)] == [True, False, False]
     for v in (5, 1, 3, 5):
-        with shared.lent(v):
+        with shared.swapped_in(v):
             (weight * (10.0**v)).sum().backward()  # type: ignore[no-untyped-call]
     assert weight.grad is not None
     assert weight.grad.tolist() == [10.0, 10.0]
     shared.gather(1)
     assert weight.grad.tolist() == [10.0 + 1e3 + 2e5] * 2
     shared.gather(1)
-    assert weight.grad.tolist() == [10.0 + 1e3 + 2e5] * 2, "guests have begun anew"
+    assert weight.grad.tolist() == [10.0 + 1e3 + 2e5] * 2, "the gradients of guests are cleared"
 
 
-def test_a_lent_gradient_is_back_after_an_error() -> None:
+def test_a_shared_gradient_is_restored_after_an_error() -> None:
     weight = nn.Parameter(torch.zeros(2))
     shared = SharedGradients({0: one(weight), 1: one(weight)})
     weight.grad = before = torch.ones(2)
 
     def fail() -> None:
-        with shared.lent(1):
+        with shared.swapped_in(1):
             assert weight.grad is None
             raise ValueError("enough")
 

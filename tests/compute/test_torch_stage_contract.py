@@ -109,8 +109,8 @@ def test_a_module_that_cannot_be_split_runs_its_whole_backward_in_b(caplog: pyte
         assert ours.grad is not None
         assert theirs.grad is not None
         assert torch.equal(ours.grad, theirs.grad)
-    told = [record.message for record in caplog.records if "is not split" in record.message]
-    assert len(told) == 1, "said once"
+    warnings = [record.message for record in caplog.records if "is not split" in record.message]
+    assert len(warnings) == 1, "said once"
 
 
 # --- what a loss function may return
@@ -207,7 +207,7 @@ def test_backward_frees_what_forward_kept() -> None:
 
 
 def test_a_forward_without_backward_is_freed_by_the_next_step() -> None:
-    """Nothing may hold a node that holds its own output: an aborted step would stay in memory for ever."""
+    """Nothing may hold a node that holds its own output: an aborted step would stay in memory forever."""
     kept: list[weakref.ref[Any]] = []
 
     class Watched(nn.Module):

@@ -113,7 +113,7 @@ def test_two_steps_accumulate() -> None:
 
 
 class Nested(nn.Module):
-    """Passes dicts, tuples, lists, plain numbers, integer tensors, and one output that nobody uses."""
+    """Passes dicts, tuples, lists, plain numbers, integer tensors, and one unused output."""
 
     def __init__(self, *, last: bool = False) -> None:
         super().__init__()

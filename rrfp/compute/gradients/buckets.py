@@ -1,6 +1,6 @@
-"""The sum over replicas of some tensors: many small ones travel as one, and in a fixed order where that is asked for.
+"""The sum of tensors over replicas: small ones travel together, and the order of additions may be fixed.
 
-Blocks until the sum is there, on whatever thread it is called.
+Blocks the calling thread until the sum is complete.
 """
 
 from __future__ import annotations
@@ -13,21 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-#: What travels at once, in bytes: enough that latency does not matter, and little beside a model.
+#: Bytes of one collective: enough that latency does not matter, and little beside a model.
 BUCKET_BYTES = 25 * 2**20
 
 
 class CollectiveError(Exception):
-    """A collective raised; the cause says what."""
+    """A collective failed; the cause is the error of torch.distributed."""
 
 
 @contextmanager
 def collective() -> Iterator[None]:
-    """What a call of torch.distributed raises in here is told from errors of this rank alone.
-
-    Raises:
-        CollectiveError: if it raises.
-    """
+    """Wrap errors of torch.distributed in a `CollectiveError`, to tell them from errors of this rank alone."""
     try:
         yield
     except RuntimeError as error:
@@ -37,14 +33,14 @@ def collective() -> Iterator[None]:
 def sum_over(tensors: Iterable[Tensor], group: dist.ProcessGroup, *, in_order: bool = False) -> None:
     """Replace each tensor by its sum over the ranks of ``group``.
 
-    Raises:
-        CollectiveError: if a rank is gone, or a backend does not know a dtype.
-
     Args:
-        tensors: dense; alike on all ranks in number, order, shapes and dtypes.
+        tensors: dense; the same on all ranks in number, order, shapes and dtypes.
         group: the ranks.
-        in_order: add in the order of ranks in the group, so that the bits of the result are defined; otherwise as the
-            backend likes. It costs the memory of one bucket for each rank.
+        in_order: add in the order of ranks, so that the bits of the result are defined; otherwise the backend chooses
+            the order. It takes the memory of one bucket for each rank.
+
+    Raises:
+        CollectiveError: if a rank is gone, or the backend does not support a dtype.
     """
     for bucket in buckets(tensors):
         flat = _flat(bucket)
@@ -57,9 +53,9 @@ def sum_over(tensors: Iterable[Tensor], group: dist.ProcessGroup, *, in_order: b
 
 
 def buckets(tensors: Iterable[Tensor], most_bytes: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
-    """Cut into lists of one device and dtype, each of ``most_bytes`` at most or one tensor that is larger.
+    """Cut ``tensors`` into lists of one device and dtype, each of ``most_bytes`` at most or of one larger tensor.
 
-    Empty tensors are left out. The cut depends only on what all ranks have in common, and on no order but theirs.
+    Empty tensors are left out. The cut depends on order, shapes and dtypes alone, which are the same on all ranks.
     """
     filling: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     num_bytes: defaultdict[tuple[torch.device, torch.dtype], int] = defaultdict(int)
@@ -77,7 +73,7 @@ def buckets(tensors: Iterable[Tensor], most_bytes: int = BUCKET_BYTES) -> Iterat
 
 
 def _flat(bucket: Sequence[Tensor]) -> Tensor:
-    """All of ``bucket`` as one row; the memory of the tensor itself where it is a single one without gaps."""
+    """``bucket`` as one dimension; a view of its tensor if it has only one and that is contiguous."""
     if len(bucket) == 1:
         return bucket[0].reshape(-1)
     return torch.cat([tensor.reshape(-1) for tensor in bucket])
@@ -93,11 +89,12 @@ def _spread(flat: Tensor, bucket: Sequence[Tensor]) -> None:
 
 
 def _sum_in_order(flat: Tensor, group: dist.ProcessGroup) -> None:
-    # In pieces, or a large tensor would need room for as many copies of itself as there are ranks.
+    # Why not all_reduce? The backend chooses the order of its additions, and with it the bits. Why in pieces?
+    # all_gather needs memory for a copy of each rank, and a single tensor may be larger than a bucket.
     for piece in torch.split(flat, max(1, BUCKET_BYTES // flat.element_size())):
-        of_all = [torch.empty_like(piece) for _ in range(group.size())]
+        terms = [torch.empty_like(piece) for _ in range(group.size())]
         with collective():
-            dist.all_gather(of_all, piece, group=group)
-        piece.copy_(of_all[0])
-        for other in of_all[1:]:
+            dist.all_gather(terms, piece, group=group)
+        piece.copy_(terms[0])
+        for other in terms[1:]:
             piece.add_(other)

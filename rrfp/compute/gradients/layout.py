@@ -1,11 +1,13 @@
-"""How a gradient lies in memory, and the part of it that this rank has.
+"""The layout of a gradient, and the part of it that this rank has.
 
-A gradient is a plain tensor, or a ``DTensor`` of which every rank of a mesh has a local part. What adds gradients over
-replicas works on local parts, element by element: that is right as long as all replicas have them laid out in the same
-way, and the whole is linear in its parts, which holds for shards, copies and *partial sums*. The latter are ordinary:
-under sequence parallelism the gradient of a norm's weight is one until somebody asks for its value.
+A gradient is a plain tensor, or a ``DTensor`` of which every rank of a mesh has a local part. Sums over replicas add
+local parts, element by element. That is correct if all replicas have the same layout and the full tensor is linear in
+its parts, which holds for shards, copies and *partial sums*. Partial sums are common: under sequence parallelism the
+gradient of a norm's weight stays one until its value is read.
 
-So that replicas can compare, a layout is one whole number, and one that lacks a gradient makes zeros by it.
+Replicas compare layouts in every step, and not once: a gradient may be absent in one step, or placed otherwise. So a
+layout is encoded as one integer, of which a single all-reduce finds the largest and the smallest over all replicas, and
+a replica without a gradient makes zeros of the layout that the others have.
 """
 
 from __future__ import annotations
@@ -21,42 +23,39 @@ from rrfp.errors import StageError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-#: The number of no gradient.
+#: The layout of an absent gradient.
 ABSENT = 0
-#: Above every layout's number.
+#: An upper bound of all layouts.
 TOO_LARGE = 1 << 62
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
-#: A number is the dtype's place in `_DTYPES` plus 1, in so many bits, and above it as many for each dim of the mesh:
+#: Bits of one digit of a layout. The lowest digit is the dtype's index in `_DTYPES` plus 1; then follows one digit for
+#: each dim of the mesh, of the values below.
 _BITS = 5
-#: for a placement like the parameter's own, a copy, a partial sum, or a shard along dim k (as `_SHARD` + k).
-_OWN, _COPY, _PARTIAL, _SHARD = 0, 1, 2, 3
+#: Placed as the parameter is, a copy, a partial sum, or a shard along dim k (as `_SHARD` + k).
+_SAME, _COPY, _PARTIAL, _SHARD = 0, 1, 2, 3
 
 
 def as_dtensor(tensor: Tensor | None) -> DTensor | None:
     """``tensor`` if it is a DTensor, else None.
 
-    Where nobody has imported ``torch.distributed.tensor`` there is none; importing it takes seconds.
+    Never imports ``torch.distributed.tensor``, which takes seconds: without it no DTensor can exist.
     """
     module = sys.modules.get("torch.distributed.tensor")
     return cast("DTensor", tensor) if module is not None and isinstance(tensor, module.DTensor) else None
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The memory of ``tensor`` on this rank, without a history: a change of it is a change of ``tensor``."""
+    """The memory of ``tensor`` on this rank, without a history; writing to it writes to ``tensor``."""
     sharded = as_dtensor(tensor.detach())
     return tensor.detach() if sharded is None else sharded.to_local()
 
 
 def encode(parameter: nn.Parameter, name: str) -> int:
-    """The layout of the parameter's gradient as a number below `TOO_LARGE`.
-
-    Args:
-        parameter: whose gradient it is; a frozen one counts as without.
-        name: how people call it.
+    """The layout of the parameter's gradient, an integer below `TOO_LARGE`; `ABSENT` if it is None or frozen.
 
     Raises:
-        StageError: if the gradient is sparse, or of a kind that cannot be added part by part.
+        StageError: naming the parameter by ``name``, if its gradient is sparse or cannot be added part by part.
     """
     gradient = parameter.grad
     if gradient is None or not parameter.requires_grad:
@@ -65,30 +64,26 @@ def encode(parameter: nn.Parameter, name: str) -> int:
     if gradient.dtype not in _DTYPES:
         raise StageError(f"{name} has a gradient of {gradient.dtype}, must be one of: {', '.join(map(str, _DTYPES))}")
     digits = [_DTYPES.index(gradient.dtype) + 1, *_placement_digits(parameter, gradient, name)]
-    number = sum(digit << place * _BITS for place, digit in enumerate(digits))
-    if number >= TOO_LARGE:
+    layout = sum(digit << index * _BITS for index, digit in enumerate(digits))
+    if layout >= TOO_LARGE:
         raise StageError(f"{name} is spread over a mesh of {len(digits) - 1} dims, too many to compare its layout")
-    return number
+    return layout
 
 
 def check_dense(gradient: Tensor, name: str) -> None:
-    """Refuse a sparse gradient.
-
-    Raises:
-        StageError: naming the parameter.
-    """
-    if (found := local_part(gradient).layout) is not torch.strided:
-        raise StageError(f"{name} has a gradient of layout {found}, must be dense (for an embedding: sparse=False)")
+    """Refuse a sparse gradient with a StageError that names the parameter."""
+    if (layout := local_part(gradient).layout) is not torch.strided:
+        raise StageError(f"{name} has a gradient of layout {layout}, must be dense (for an embedding: sparse=False)")
 
 
 #: Integers by their size in bytes.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def zeros(parameter: nn.Parameter, number: int) -> Tensor:
-    """A gradient of zeros for ``parameter``, laid out as `encode` told on another replica."""
+def zeros(parameter: nn.Parameter, layout: int) -> Tensor:
+    """A gradient of zeros for ``parameter``, of a layout that `encode` returned on another replica."""
     mask = (1 << _BITS) - 1
-    dtype, digits = _DTYPES[(number & mask) - 1], number >> _BITS
+    dtype, digits = _DTYPES[(layout & mask) - 1], layout >> _BITS
     part = torch.zeros_like(local_part(parameter), dtype=dtype)
     sharded = as_dtensor(parameter)
     if sharded is None:
@@ -99,20 +94,20 @@ def zeros(parameter: nn.Parameter, number: int) -> Tensor:
     mesh, placements = sharded.device_mesh, list(sharded.placements)
     for dim in range(mesh.ndim):
         digit = digits >> dim * _BITS & mask
-        if digit != _OWN:
+        if digit != _SAME:
             placements[dim] = {_COPY: Replicate(), _PARTIAL: Partial()}.get(digit) or Shard(digit - _SHARD)
-    if digits:  # a part of another size; a partial sum has the size of a copy
+    if digits:  # the local part may have another size than the parameter's; a partial sum has the size of a copy
         sizes = [Replicate() if placement.is_partial() else placement for placement in placements]
         part = sharded_zeros(sharded.shape, dtype=dtype, device_mesh=mesh, placements=sizes).to_local()
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=sharded.shape, stride=sharded.stride())
 
 
 def _placement_digits(parameter: nn.Parameter, gradient: Tensor, name: str) -> list[int]:
-    whole, sharded = as_dtensor(parameter), as_dtensor(gradient)
-    if whole is None or sharded is None:
+    sharded, sharded_gradient = as_dtensor(parameter), as_dtensor(gradient)
+    if sharded is None or sharded_gradient is None:
         return []
-    pairs = zip(sharded.placements, whole.placements, strict=True)
-    return [_OWN if placement == own else _digit(placement, name) for placement, own in pairs]
+    pairs = zip(sharded_gradient.placements, sharded.placements, strict=True)
+    return [_SAME if placement == expected else _digit(placement, name) for placement, expected in pairs]
 
 
 def _digit(placement: Any, name: str) -> int:
@@ -129,9 +124,9 @@ def _digit(placement: Any, name: str) -> int:
 
 @torch.no_grad()
 def empty_totals(totals: dict[int, nn.Parameter]) -> None:
-    """Put zeros in place of gradients that are totals which another rank, or copy, holds too, and forget them.
+    """Zero the gradients that are totals, because another rank or copy holds them too; remove them from ``totals``.
 
-    A frozen parameter's waits until it thaws.
+    A parameter that is frozen now stays in ``totals``: its gradient is not reduced until it thaws.
     """
     for key, parameter in list(totals.items()):
         if parameter.requires_grad:
@@ -142,10 +137,10 @@ def empty_totals(totals: dict[int, nn.Parameter]) -> None:
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> int:
-    """A number of 48 bits that this rank's values of ``tensor`` decide; equal values have equal ones."""
+    """48 bits computed from this rank's values of ``tensor``; the same for the same values."""
     part = local_part(tensor).contiguous().view(-1)
-    whole = torch.view_as_real(part).view(-1) if part.is_complex() else part
-    bits = whole.view(_INTEGERS[whole.element_size()])
-    # The product spreads every bit of the sum over the upper ones, which are kept.
+    real = torch.view_as_real(part).view(-1) if part.is_complex() else part
+    bits = real.view(_INTEGERS[real.element_size()])
+    # Why not the sum alone? Its upper bits hardly differ; the product spreads every bit of the sum over the bits kept.
     mixed = int(bits.sum(dtype=torch.int64)) * 0x9E3779B97F4A7C15 & ((1 << 64) - 1)
     return mixed >> 16

@@ -1,14 +1,14 @@
-"""The norm of all gradients of a model that is spread over stages, shards and replicas, and scaling them by it.
+"""The norm of all gradients of a model over stages, shards and replicas, and their scaling by it.
 
-The norm of a model is the norm of the norms of its parts, provided that every element is in exactly one part. So each
-rank gives the norm of what it answers for:
+The norm of a model is the norm of the norms of its parts, if every element is in exactly one part. So each rank
+computes the norm of the gradients that it *counts*:
 
-- of several replicas, which hold the same totals after their reduction, the first;
-- a plain tensor is the same on all ranks of a group, and member 0 answers for it;
-- of a ``DTensor`` every rank answers for its shard. Where it is a copy along a dim of its mesh, and along the group's
-  dims that its mesh does not have, the ranks with coordinate 0 there do.
+- of several replicas, which hold the same totals after their reduction, the first counts them;
+- a plain tensor is the same on all ranks of a group, and member 0 counts it;
+- every rank counts its shard of a ``DTensor``. Along the dims of its mesh where it is a copy, and along the group's
+  dims that its mesh does not have, the ranks with coordinate 0 count it.
 
-Norms are formed in float64 and combined in the order of ranks, so all ranks get the same number to the last bit.
+Norms are computed in float64 and combined in the order of ranks, so all ranks get the same number to the last bit.
 """
 
 from __future__ import annotations
@@ -27,19 +27,15 @@ from rrfp.errors import ConfigError
 
 
 def check_norm(max_norm: float, norm_type: float) -> None:
-    """Refuse what is no norm to clip by.
-
-    Raises:
-        ConfigError: if ``max_norm`` is not a number from 0 on, or ``norm_type`` none above 0 (infinity is one).
-    """
-    told: tuple[tuple[str, Any, str], ...] = (
-        ("max_norm", max_norm, "a number from 0 on"),
+    """Refuse a ``max_norm`` below 0 and a ``norm_type`` that is not above 0 (inf is) with a ConfigError."""
+    fields: tuple[tuple[str, Any, str], ...] = (
+        ("max_norm", max_norm, "a number >= 0"),
         ("norm_type", norm_type, "a number above 0, or inf"),
     )
-    for field, value, wanted in told:
+    for field, value, allowed in fields:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not value >= 0 or (field == "norm_type" and value == 0):
-            raise ConfigError(f"{field} is {value!r}, must be {wanted}")
+            raise ConfigError(f"{field} is {value!r}, must be {allowed}")
 
 
 @torch.no_grad()
@@ -47,28 +43,28 @@ def local_norm(
     modules: Mapping[int, nn.Module],
     norm_type: float = 2.0,
     *,
-    place: Topology | None = None,
+    topology: Topology | None = None,
     ranks: Sequence[int] | None = None,
     skip: Collection[Tensor] = (),
 ) -> float:
-    """The norm of the gradients that this rank answers for.
+    """The norm of the gradients that this rank counts.
 
-    A gradient that is a partial sum over a mesh becomes a copy: its ranks exchange their parts, so all of them have to
-    make this call, and no task may run. Call it on the thread of the optimizer.
+    A gradient that is a partial sum over a mesh becomes a copy: its ranks exchange their parts, so all of them must
+    make this call while no task runs. Call it on the thread of the optimizer.
 
     Args:
-        modules: of this process, by virtual stage; what several of them share counts once.
+        modules: of this process, by virtual stage; a parameter that several of them share counts once.
         norm_type: p of the p-norm.
-        place: where this rank is; by default it answers for all that it has.
-        ranks: the ranks of the layout in ``torch.distributed``; by default with the same numbers.
-        skip: parameters that another rank answers for, such as those that two stages share.
+        topology: where this rank is; by default it counts all its gradients.
+        ranks: for each rank of the topology its number in ``torch.distributed``; by default the same number.
+        skip: parameters that another rank counts, such as those that two stages share.
 
     Raises:
-        StageError: if a gradient is neither dense nor of the layout ``torch.sparse_coo``; names the parameter.
+        StageError: naming the parameter, if a gradient is neither dense nor of the layout ``torch.sparse_coo``.
     """
     skipped = {id(tensor) for tensor in skip}
-    place = Topology(0, 1) if place is None else place
-    numbers = range(place.world) if ranks is None else ranks
+    topology = Topology(0, 1) if topology is None else topology
+    ranks = range(topology.world) if ranks is None else ranks
     norms: list[float] = []
     for name, parameter in parameters_once(modules):
         if parameter.grad is None:
@@ -76,9 +72,9 @@ def local_norm(
         if parameter.grad.layout is not torch.sparse_coo:
             check_dense(parameter.grad, name)
         parameter.grad = gradient = _without_partial_sums(parameter.grad)
-        if id(parameter) not in skipped and _answers_for(gradient, place, numbers):
+        if id(parameter) not in skipped and _counts(gradient, topology, ranks):
             part = local_part(gradient)
-            if part.is_sparse:  # entries of one index are one element
+            if part.is_sparse:  # several entries may have one index: their sum is the element
                 part = part.coalesce().values()
             if part.numel():
                 part = part.abs() if part.is_complex() else part
@@ -87,7 +83,7 @@ def local_norm(
 
 
 def combined_norm(norms: Sequence[float], norm_type: float = 2.0) -> float:
-    """The norm of the whole, from those of its parts."""
+    """The norm of a model, from the norms of its parts."""
     if not norms:
         return 0.0
     return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), norm_type))
@@ -97,8 +93,8 @@ def combined_norm(norms: Sequence[float], norm_type: float = 2.0) -> float:
 def clip(modules: Mapping[int, nn.Module], max_norm: float, norm: float) -> None:
     """Scale all gradients in place so that their norm, which was ``norm``, is ``max_norm`` at most.
 
-    As ``torch.nn.utils.clip_grad_norm_`` does it: by ``max_norm / (norm + 1e-6)`` where that is below 1, and where that
-    is not a number, so that a NaN is not hidden. Where ``max_norm`` is inf nothing is scaled, whatever the norm.
+    As in ``torch.nn.utils.clip_grad_norm_`` the factor is ``max_norm / (norm + 1e-6)``, used if it is below 1 or nan: a
+    nan must stay visible. An infinite ``max_norm`` scales nothing.
     """
     factor = max_norm / (norm + 1e-6)
     if math.isinf(max_norm) or factor >= 1.0:
@@ -110,7 +106,7 @@ def clip(modules: Mapping[int, nn.Module], max_norm: float, norm: float) -> None
 
 
 def parameters_once(modules: Mapping[int, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter once, with what people call it."""
+    """Every parameter once, with its display name."""
     seen: set[int] = set()
     for v, module in sorted(modules.items()):
         for name, parameter in named_parameters(v, module):
@@ -125,27 +121,31 @@ def _without_partial_sums(gradient: Tensor) -> Tensor:
         return gradient
     from torch.distributed.tensor import Replicate
 
-    wanted = [Replicate() if placement.is_partial() else placement for placement in sharded.placements]
-    copies: Tensor = sharded.redistribute(placements=wanted)
+    placements = [Replicate() if placement.is_partial() else placement for placement in sharded.placements]
+    copies: Tensor = sharded.redistribute(placements=placements)
     return copies
 
 
-def _answers_for(gradient: Tensor, place: Topology, ranks: Sequence[int]) -> bool:
-    """Whether it is this rank whose part of ``gradient`` counts, of all that hold the same."""
-    if place.replica != 0:
+def _counts(gradient: Tensor, topology: Topology, ranks: Sequence[int]) -> bool:
+    """Whether this rank, of all that hold the same part of ``gradient``, counts it."""
+    if topology.replica != 0:
         return False
     sharded = as_dtensor(gradient)
-    here = place.mesh.coordinates(place.rank)
+    mesh = topology.mesh
+    coordinates = mesh.coordinates(topology.rank)
     spanned: set[str] = set()
     if sharded is not None:
-        at: Sequence[int] = sharded.device_mesh.get_coordinate() or ()
-        if any(index and placement.is_replicate() for index, placement in zip(at, sharded.placements, strict=True)):
+        indices: Sequence[int] = sharded.device_mesh.get_coordinate() or ()
+        if any(
+            index and placement.is_replicate() for index, placement in zip(indices, sharded.placements, strict=True)
+        ):
             return False
-        spanned = _spanned(sharded.device_mesh, place, ranks)
-    return not any(here[name] for name, _ in place.mesh.dims if name in place.mesh.coordinate and name not in spanned)
+        spanned = _spanned(sharded.device_mesh, topology, ranks)
+    return not any(coordinates[name] for name, _ in mesh.dims if name in mesh.coordinate and name not in spanned)
 
 
-def _spanned(device_mesh: Any, place: Topology, ranks: Sequence[int]) -> set[str]:
-    """The dims of the layout along which a DTensor's mesh has several ranks."""
-    met = [place.mesh.coordinates(ranks.index(rank)) for rank in device_mesh.mesh.flatten().tolist() if rank in ranks]
-    return {name for each in met for name, index in each.items() if index != met[0][name]}
+def _spanned(device_mesh: Any, topology: Topology, ranks: Sequence[int]) -> set[str]:
+    """The dims of the topology's mesh along which a DTensor's mesh has several ranks."""
+    members = [rank for rank in device_mesh.mesh.flatten().tolist() if rank in ranks]
+    coordinates = [topology.mesh.coordinates(ranks.index(rank)) for rank in members]
+    return {name for of_rank in coordinates for name, index in of_rank.items() if index != coordinates[0][name]}

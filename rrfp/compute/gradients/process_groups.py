@@ -1,7 +1,7 @@
-"""Where a pipeline meets ``torch.distributed``: which ranks are which, the groups of replicas, and what is refused.
+"""The ranks and groups of ``torch.distributed`` that a pipeline uses, and checks that they fit.
 
-A pipeline's ranks are numbered by its layout; in ``torch.distributed`` the same processes may have other numbers, if a
-`DeviceMesh` says so.
+A pipeline numbers its ranks by its topology; ``torch.distributed`` may number the same processes otherwise, if the
+topology was read from a `DeviceMesh`.
 """
 
 from __future__ import annotations
@@ -27,126 +27,107 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-def global_ranks(place: Topology, mesh: DeviceMesh | None = None) -> tuple[int, ...]:
-    """For each rank of the layout, its number in ``torch.distributed``.
-
-    Args:
-        place: where this process is.
-        mesh: the mesh that the place was read from; without one the numbers are the same.
-    """
+def global_ranks(topology: Topology, mesh: DeviceMesh | None = None) -> tuple[int, ...]:
+    """For each rank of ``topology`` its number in ``torch.distributed``: the same, unless it was read from ``mesh``."""
     if mesh is None:
-        return tuple(range(place.world))
+        return tuple(range(topology.world))
     return tuple(int(rank) for rank in mesh.mesh.flatten())
 
 
-def replica_group(place: Topology, ranks: Sequence[int]) -> ProcessGroup:
-    """Make a group of this rank and its likes in the other replicas, in the order of replicas.
+def replica_group(topology: Topology, ranks: Sequence[int]) -> ProcessGroup:
+    """Make a group of this rank and its counterparts in the other replicas, in the order of replicas.
 
-    It is a group of its own even where a mesh has one over the same ranks, since its collectives are made on another
-    thread than the caller's. It lives until ``torch.distributed`` ends.
-
-    Blocks until all its ranks are here. That cannot go round in a circle: these groups do not overlap, a rank waits for
-    its own only, and every rank of a job enters its pipelines in the same order (the caller waits meanwhile, so it is
-    not in the midst of whatever else the job does).
+    It blocks until all its ranks have joined, and lives until ``torch.distributed`` ends.
 
     Args:
-        place: where this process is.
-        ranks: those of `global_ranks`.
+        topology: where this rank is.
+        ranks: the numbers that `global_ranks` returned.
     """
-    places = (Place(place.stage, replica, place.member) for replica in range(place.replicas))
-    like = [ranks[place.mesh.rank(each)] for each in places]
-    group: ProcessGroup = dist.new_group(like, use_local_synchronization=True)
+    # Why not a group of the DeviceMesh over the same ranks? The caller may use that one, and these collectives run on
+    # another thread. Blocking cannot deadlock: these groups do not overlap, each rank joins one, and all ranks of a job
+    # enter their pipelines in the same order.
+    places = (Place(topology.stage, replica, topology.member) for replica in range(topology.replicas))
+    counterparts = [ranks[topology.mesh.rank(place)] for place in places]
+    group: ProcessGroup = dist.new_group(counterparts, use_local_synchronization=True)
     return group
 
 
-def check_replicas(place: Topology, ranks: Sequence[int]) -> None:
-    """Refuse a place with replicas whose gradients cannot be summed.
-
-    Args:
-        place: where this process is.
-        ranks: those of `global_ranks`.
+def check_replicas(topology: Topology, ranks: Sequence[int]) -> None:
+    """Refuse a topology with replicas unless ``torch.distributed`` can sum their gradients.
 
     Raises:
-        ConfigError: if ``torch.distributed`` is not initialised, or has other ranks.
+        ConfigError: if ``torch.distributed`` is not initialised, or numbers the ranks otherwise than ``ranks``.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise ConfigError(
-            f"topology has {place.replicas} replicas, whose gradients torch.distributed sums: call "
+            f"topology has {topology.replicas} replicas, whose gradients torch.distributed sums: call "
             "torch.distributed.init_process_group() before the pipeline is made"
         )
-    if dist.get_world_size() <= max(ranks) or dist.get_rank() != ranks[place.rank]:
+    if dist.get_world_size() <= max(ranks) or dist.get_rank() != ranks[topology.rank]:
         raise ConfigError(
-            f"topology says that this is rank {place.rank} of {place.world}, torch.distributed says rank "
+            f"topology says that this is rank {topology.rank} of {topology.world}, torch.distributed says rank "
             f"{dist.get_rank()} of {dist.get_world_size()}: must be the same, or give mesh= instead of topology="
         )
 
 
-def check_sharded(modules: Mapping[int, nn.Module], place: Topology, ranks: Sequence[int]) -> None:
-    """Refuse parameters whose collectives would run between ranks that do not keep one order of tasks.
+def check_sharded(modules: Mapping[int, nn.Module], topology: Topology, ranks: Sequence[int]) -> None:
+    """Refuse DTensor parameters over ranks that do not run their tasks in one order.
 
-    A module with DTensor parameters talks to the ranks of their mesh in the middle of its tasks, so all of those must
-    be in this rank's group.
-
-    Args:
-        modules: by virtual stage.
-        place: where this process is.
-        ranks: those of `global_ranks`.
+    Their collectives run inside tasks, so all ranks of their mesh must be in this rank's group.
 
     Raises:
-        ConfigError: naming the first such parameter and what ``coordinate`` must be.
+        ConfigError: naming the first such parameter and the required ``coordinate``.
     """
-    group = {ranks[rank] for rank in place.group}
+    group = {ranks[rank] for rank in topology.group}
     for v, module in sorted(modules.items()):
         for name, parameter in named_parameters(v, module):
             if (sharded := as_dtensor(parameter)) is None:
                 continue
-            met = sharded.device_mesh.mesh.flatten().tolist()
-            if len(met) > 1 and not group.issuperset(met):
-                raise ConfigError(f"{name} {_why_refused(met, place, ranks)}")
+            members = sharded.device_mesh.mesh.flatten().tolist()
+            if len(members) > 1 and not group.issuperset(members):
+                raise ConfigError(f"{name} {_why_refused(members, topology, ranks)}")
 
 
-def warn_of_unreduced(modules: Mapping[int, nn.Module], place: Topology, ranks: Sequence[int]) -> None:
-    """Say where the gradients of coordinated ``dp`` dims are summed by nobody, as far as can be told.
-
-    Args:
-        modules: by virtual stage.
-        place: where this process is.
-        ranks: those of `global_ranks`.
-    """
-    mesh = place.mesh
-    here, sizes = mesh.coordinates(place.rank), dict(mesh.dims)
+def warn_of_unreduced(modules: Mapping[int, nn.Module], topology: Topology, ranks: Sequence[int]) -> None:
+    """Warn about gradients of coordinated ``dp`` dims that no one seems to reduce."""
+    # Over a dim that is not coordinated the pipeline reduces; over a coordinated one a sharded parameter's own
+    # collectives do. A module may also call collectives of its own, which cannot be seen: so this only warns.
+    mesh = topology.mesh
+    here, sizes = mesh.coordinates(topology.rank), dict(mesh.dims)
     parameters = [parameter for module in modules.values() for parameter in module.parameters()]
-    met = {
+    members = {
         rank
-        for one in map(as_dtensor, parameters)
-        if one is not None
-        for rank in one.device_mesh.mesh.flatten().tolist()
+        for sharded in map(as_dtensor, parameters)
+        if sharded is not None
+        for rank in sharded.device_mesh.mesh.flatten().tolist()
     }
-    spread = [mesh.coordinates(ranks.index(rank)) for rank in met if rank in ranks]
+    coordinates = [mesh.coordinates(ranks.index(rank)) for rank in members if rank in ranks]
     for name in mesh.coordinate:
-        is_met = any(at[name] != here[name] for at in spread if name in at)
-        if parameters and name.startswith(REPLICATED) and sizes.get(name, 1) > 1 and not is_met:
+        is_sharded = any(of_rank[name] != here[name] for of_rank in coordinates if name in of_rank)
+        if parameters and name.startswith(REPLICATED) and sizes.get(name, 1) > 1 and not is_sharded:
             logger.warning(
-                "mesh dim %r is coordinated and no parameter is sharded over it: nobody sums gradients over it, unless "
-                "the module does",
+                "mesh dim %r is coordinated and no parameter is sharded over it: no gradients are summed over it, "
+                "unless the module does that itself",
                 name,
             )
 
 
-def _why_refused(met: Iterable[int], place: Topology, ranks: Sequence[int]) -> str:
-    """Why a DTensor over the ranks ``met`` does not fit."""
-    told = f"is a DTensor over the ranks {sorted(met)}, and its collectives run inside tasks"
-    if strangers := sorted(set(met) - set(ranks)):
-        return f"{told}, but the topology has no ranks {strangers}: must have the DTensor's dims, or be made by mesh="
-    mesh = place.mesh
-    here = mesh.coordinates(place.rank)
-    spread = {
+def _why_refused(members: Iterable[int], topology: Topology, ranks: Sequence[int]) -> str:
+    """Why a DTensor over the ranks ``members`` does not fit."""
+    problem = f"is a DTensor over the ranks {sorted(members)}, and its collectives run inside tasks"
+    if unknown := sorted(set(members) - set(ranks)):
+        return f"{problem}, but the topology has no ranks {unknown}: must have the DTensor's dims, or be made by mesh="
+    mesh = topology.mesh
+    here = mesh.coordinates(topology.rank)
+    crossed = {
         name
-        for rank in met
+        for rank in members
         for name, index in mesh.coordinates(ranks.index(rank)).items()
         if index != here[name] and name not in mesh.coordinate
     }
-    if PIPELINE in spread:
-        return f"{told}, but these ranks are of several stages: the DTensor's mesh must not have the dim {PIPELINE!r}"
-    wanted = (*mesh.coordinate, *(name for name, _ in mesh.dims if name in spread))
-    return f"{told}: coordinate is {mesh.coordinate!r}, must be {wanted!r}"
+    if PIPELINE in crossed:
+        return (
+            f"{problem}, but these ranks are of several stages: the DTensor's mesh must not have the dim {PIPELINE!r}"
+        )
+    coordinate = (*mesh.coordinate, *(name for name, _ in mesh.dims if name in crossed))
+    return f"{problem}: coordinate is {mesh.coordinate!r}, must be {coordinate!r}"

@@ -1,13 +1,14 @@
 """The sum of gradients over data-parallel replicas, chunk by chunk, while other chunks still compute.
 
-A collective works only if all replicas begin it at the same point of one sequence, but replicas finish their chunks in
-different orders. So there is one agreed order, deeper chunks first since those are usually done first, and a chunk that
-is done early waits for its turn. One thread makes all the calls, which block; it is a daemon and nobody joins it.
+All replicas must begin their collectives in the same order, but they finish their chunks in different orders. So there
+is one fixed order, the deepest chunk first because it usually ends first, and a chunk that ends early waits for its
+turn. The calls block, so they run on one daemon thread, which is never joined.
 
-Which parameters have a gradient may differ (an expert that no token of a replica chose): the replicas first agree on
-that, and zeros stand in. Over several steps without ``zero_grad`` the total must count once, though every replica holds
-it: before the next gradients are added to it, all replicas but the first put zeros in its place. Whatever the caller
-did to the total in between (clipped, scaled, zeroed, dropped it), the same on all replicas, thus stays done.
+Replicas may lack different gradients (an expert that no token of a replica chose): they first agree on the layouts, and
+replace an absent gradient by zeros. Over several steps without ``zero_grad`` the total must count once, though every
+replica holds it: before the next gradients are added, all replicas but the first replace it by zeros. So any change
+that the caller makes to the total in between (clipping, scaling, zeroing, dropping) lasts, if it is the same on all
+replicas.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ _Named = list[tuple[str, nn.Parameter]]
 
 
 class GradientReducer:
-    """Sums the gradients of one rank's chunks with those of the same rank in the other replicas.
+    """Sums the gradients of one rank's chunks over its counterparts in the other replicas.
 
-    A DTensor's local part is summed. A parameter that several chunks share is summed once, with the last of them.
+    Of a DTensor it sums the local part. A parameter that several chunks share is summed once, with the last of them.
 
     Args:
         modules: the chunks of the rank, by virtual stage.
-        make_group: makes the group of the rank and its likes in the other replicas, in the order of replicas; may
-            block. Nobody else may use it.
-        replica: which replica this rank belongs to.
-        deterministic: add in the order of replicas, so that the result's bits do not depend on the backend.
+        make_group: makes the group of the rank and its counterparts, in the order of replicas; may block. The group is
+            for this object alone.
+        replica: the replica that this rank belongs to.
+        deterministic: add in the order of replicas, so that the bits of the result do not depend on the backend.
     """
 
     def __init__(
@@ -70,10 +71,10 @@ class GradientReducer:
         self._replica = replica
         self._deterministic = deterministic
         self._lane = ThreadLane("rrfp-gradients")
-        #: What each chunk sums in this step, and what opens when its turn comes.
+        #: For each chunk the parameters that it sums in this step, and the event of its turn.
         self._shares: dict[int, _Named] = {}
         self._turns: dict[int, asyncio.Event] = {}
-        #: Parameters whose gradient is, or was when last seen, the total.
+        #: Parameters whose gradient is the total of all replicas, unless the caller has changed it since.
         self._totals: dict[int, nn.Parameter] = {}
         self._compared = False
 
@@ -82,17 +83,17 @@ class GradientReducer:
         self._lane.start()
 
     async def join(self) -> None:
-        """Make the group; returns when all its ranks are here. Once, before the first step."""
+        """Make the group; returns when all its ranks have joined. Called once, before the first step."""
         self._group = (await self._lane.enqueue(self._make_group)).result
 
     def open(self, reduces: bool) -> None:
-        """A training step is about to begin. Called on the caller's thread, between steps.
+        """Prepare for a training step. Called on the caller's thread, between steps.
 
         Args:
-            reduces: whether `reduce` will be called for every chunk, or, the same on all replicas, for none.
+            reduces: whether `reduce` will be called for every chunk or for none; the same on all replicas.
         """
         if self._replica != 0:
-            empty_totals(self._totals)  # replica 0 has them too
+            empty_totals(self._totals)  # replica 0 keeps them
         else:
             self._totals.clear()
         if reduces:
@@ -105,7 +106,7 @@ class GradientReducer:
 
         Raises:
             StageError: if a gradient cannot be summed, or the replicas' models differ.
-            Exception: whatever a collective raised, after `COLLECTIVE_ERROR_S`.
+            Exception: the error of a failed collective, after `COLLECTIVE_ERROR_S`.
         """
         await self._turns[virtual_stage].wait()
         summing = self._lane.enqueue(partial(self._sum, virtual_stage))
@@ -114,11 +115,12 @@ class GradientReducer:
         try:
             await summing
         except CollectiveError as error:
+            # Why not raise at once? torch names a connection; meanwhile the control plane may name the rank that died.
             await asyncio.sleep(timeouts.COLLECTIVE_ERROR_S)
             raise error.__cause__ or error from None
 
     def close(self) -> None:
-        """Sum nothing more. Never waits for a running collective. May be called twice."""
+        """Stop without waiting for a running collective. May be called twice."""
         self._lane.close()
 
     def _next_turn(self) -> None:
@@ -134,48 +136,49 @@ class GradientReducer:
         if not self._compared:
             self._compare_models()
         present: list[nn.Parameter] = []
-        for (_, parameter), number in zip(share, self._agree(share), strict=True):
-            if number != ABSENT:
+        for (_, parameter), layout in zip(share, self._agree(share), strict=True):
+            if layout != ABSENT:
                 if parameter.grad is None:
-                    parameter.grad = zeros(parameter, number)
+                    parameter.grad = zeros(parameter, layout)
                 present.append(parameter)
         gradients = (local_part(parameter.grad) for parameter in present if parameter.grad is not None)
         sum_over(gradients, self._group, in_order=self._deterministic)
         self._totals.update((id(parameter), parameter) for parameter in present)
 
     def _agree(self, share: _Named) -> list[int]:
-        """How each gradient is laid out on the replicas that have it.
+        """The layout of each gradient on the replicas that have it.
 
         Raises:
-            StageError: if they do not all have it in the same way.
+            StageError: if they do not all have the same layout.
         """
         if not share:
             return []
-        own = [encode(parameter, name) for name, parameter in share]
-        # The largest, and the smallest as the largest difference to a bound; absence is below both.
-        told = own + [ABSENT if number == ABSENT else TOO_LARGE - number for number in own]
-        found = self._largest(told)
-        largest, smallest = found[: len(own)], found[len(own) :]
-        for (name, _), high, low in zip(share, largest, smallest, strict=True):
+        layouts = [encode(parameter, name) for name, parameter in share]
+        # One MAX-reduction compares them: it gives the largest layout and, by its distance to a bound, the smallest.
+        # ABSENT is below both, so replicas without the gradient do not count.
+        distances = [ABSENT if layout == ABSENT else TOO_LARGE - layout for layout in layouts]
+        reduced = self._largest(layouts + distances)
+        largest, farthest = reduced[: len(layouts)], reduced[len(layouts) :]
+        for (name, _), high, low in zip(share, largest, farthest, strict=True):
             if high != ABSENT and high != TOO_LARGE - low:
                 raise StageError(f"{name} has gradients of different dtypes or placements on the replicas")
         return largest
 
     def _compare_models(self) -> None:
-        """Make sure that the replicas have the same parameters, or sums of this and that would be formed.
+        """Compare the parameters of the replicas once, lest unrelated gradients be summed.
 
         Raises:
-            StageError: if not, or if a parameter has other values.
+            StageError: if their names, shapes, dtypes, placements or values differ.
         """
-        named = [each for share in self._shares.values() for each in share]
-        text = "\n".join(_describe(*each) for each in named)
+        named = [pair for share in self._shares.values() for pair in share]
+        text = "\n".join(_describe(*pair) for pair in named)
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
         high, low = self._largest([digest, -digest])
         if high != -low:
             raise StageError("the replicas of this stage differ in the names, shapes or dtypes of their parameters")
-        values = [checksum(parameter) for _, parameter in named]
-        found = self._largest([*values, *(-value for value in values)])
-        for (name, _), high, low in zip(named, found, found[len(values) :], strict=False):
+        checksums = [checksum(parameter) for _, parameter in named]
+        reduced = self._largest([*checksums, *(-value for value in checksums)])
+        for (name, _), high, low in zip(named, reduced, reduced[len(checksums) :], strict=False):
             if high != -low:
                 raise StageError(
                     f"{name} has other values on this rank or another replica's: must start equal, from one checkpoint "
@@ -194,23 +197,25 @@ class GradientReducer:
         return largest
 
     def _device(self) -> torch.device:
-        """Where the group's collectives work: where the parameters are."""
+        """The device of the parameters, on which the group's collectives work."""
         named = (parameter for share in self._shares.values() for _, parameter in share)
         return next((parameter.device for parameter in named), torch.device("cpu"))
 
 
 def shares(modules: Mapping[int, nn.Module]) -> dict[int, _Named]:
-    """The parameters that each chunk sums, the deepest chunk first; each parameter once, with the last chunk of it."""
-    found: dict[int, _Named] = {}
+    """The parameters that each chunk sums, the deepest chunk first; a shared parameter with the last of its chunks."""
+    by_chunk: dict[int, _Named] = {}
     seen: set[int] = set()
     for v, module in sorted(modules.items()):
-        found[v] = [(name, parameter) for name, parameter in named_parameters(v, module) if id(parameter) not in seen]
-        seen.update(id(parameter) for _, parameter in found[v])
-    return dict(sorted(found.items(), reverse=True))
+        by_chunk[v] = [
+            (name, parameter) for name, parameter in named_parameters(v, module) if id(parameter) not in seen
+        ]
+        seen.update(id(parameter) for _, parameter in by_chunk[v])
+    return dict(sorted(by_chunk.items(), reverse=True))
 
 
 def named_parameters(virtual_stage: int, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Each parameter of ``module`` once, with what people call it."""
+    """Each parameter of ``module`` once, with its display name."""
     for name, parameter in module.named_parameters():
         yield f"parameter {name!r} of virtual stage {virtual_stage}", parameter
 

@@ -1,8 +1,9 @@
 """One parameter object on several virtual stages of a process: a gradient for each of them.
 
-autograd knows one ``.grad`` for an object. Virtual stages would add to it in an order that depends on timing, and, from
-the lanes of several stages, at the same moment. So while a task of a virtual stage forms gradients, ``.grad`` is that
-virtual stage's own. At all other times it is that of the *home*: the lowest virtual stage that has the object.
+autograd has one ``.grad`` for an object. Virtual stages would add to it in an order that depends on timing, and, from
+the lanes of several stages, at the same time. So while a task of a virtual stage forms gradients, ``.grad`` is the
+gradient of that virtual stage. At all other times it is the gradient of the *home*: the lowest virtual stage that has
+the object. The object is a *guest* on its other virtual stages.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 
 
 class SharedGradients:
-    """See the module's docstring.
+    """The gradients of all shared parameters of a process.
 
     Args:
-        modules: all of the process, by virtual stage.
+        modules: all modules of the process, by virtual stage.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module]) -> None:
@@ -29,7 +30,7 @@ class SharedGradients:
                 holders.setdefault(id(parameter), (parameter, []))[1].append(v)
         #: Each shared parameter with its virtual stages, ascending; the first is its home.
         self.holders = [(parameter, tuple(stages)) for parameter, stages in holders.values() if len(stages) > 1]
-        #: For each virtual stage that shares anything the parameters that are not at home there, and their gradients.
+        #: The guests of each virtual stage that has a shared parameter, and their gradients.
         self._guests: dict[int, dict[nn.Parameter, Tensor | None]] = {
             v: {} for _, stages in self.holders for v in stages
         }
@@ -39,14 +40,14 @@ class SharedGradients:
         self._turn = threading.Lock()
 
     def is_home(self, parameter: nn.Parameter, virtual_stage: int) -> bool:
-        """Whether ``.grad`` is this virtual stage's outside of `lent`."""
+        """Whether ``.grad`` is the gradient of this virtual stage outside `swapped_in`."""
         return parameter not in self._guests.get(virtual_stage, ())
 
     @contextmanager
-    def lent(self, virtual_stage: int) -> Iterator[None]:
-        """Within, ``.grad`` of every parameter of ``virtual_stage`` is its own there. Not reentrant.
+    def swapped_in(self, virtual_stage: int) -> Iterator[None]:
+        """Within, ``.grad`` of every parameter of ``virtual_stage`` is its gradient there. Not reentrant.
 
-        On any thread; virtual stages that share something take turns.
+        Called on any thread; virtual stages with shared parameters exclude one another.
         """
         guests = self._guests.get(virtual_stage)
         if guests is None:
@@ -64,30 +65,29 @@ class SharedGradients:
                     parameter.grad = gradient
 
     def guests_of(self, home: int) -> tuple[int, ...]:
-        """The virtual stages with a parameter whose home is ``home``."""
-        found = {v for _, stages in self.holders if stages[0] == home for v in stages[1:]}
-        return tuple(sorted(found))
+        """The virtual stages with a guest whose home is ``home``."""
+        return tuple(sorted({v for _, stages in self.holders if stages[0] == home for v in stages[1:]}))
 
     def homes_of(self, guest: int) -> tuple[int, ...]:
-        """The virtual stages at which a parameter of ``guest`` is at home, other than itself."""
+        """The homes of the guests of virtual stage ``guest``."""
         return tuple(sorted({stages[0] for _, stages in self.holders if guest in stages[1:]}))
 
     @torch.no_grad()
     def gather(self, home: int) -> None:
-        """Add to each gradient at ``home`` those of the other virtual stages, in their order; these begin anew."""
+        """Add the gradients of guests to those at ``home``, in the order of virtual stages, and clear them."""
         for parameter, (first, *others) in self.holders:
             if first != home:
                 continue
             for v in others:
-                with self.lent(v):
-                    gradient = _taken(parameter)
-                with self.lent(home):
+                with self.swapped_in(v):
+                    gradient = _pop_gradient(parameter)
+                with self.swapped_in(home):
                     if gradient is None:
                         continue
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
-def _taken(parameter: nn.Parameter) -> Tensor | None:
+def _pop_gradient(parameter: nn.Parameter) -> Tensor | None:
     gradient = parameter.grad
     parameter.grad = None
     return gradient

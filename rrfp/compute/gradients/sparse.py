@@ -1,4 +1,4 @@
-"""Tables whose gradients are sparse: who has them, and where they are refused before the first step."""
+"""Embedding tables with sparse gradients, and their refusal before the first step."""
 
 from __future__ import annotations
 
@@ -10,36 +10,25 @@ from rrfp.errors import ConfigError
 
 
 def sparse_tables(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The path and weight of each submodule of torch that is made with ``sparse=True`` and learns."""
+    """The path and weight of each embedding of torch with ``sparse=True`` and a weight that requires grad."""
     for path, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
             yield path, part.weight
 
 
 def check_not_sparse(modules: Mapping[int, nn.Module], because: str) -> None:
-    """Refuse tables with sparse gradients.
-
-    Args:
-        modules: by virtual stage.
-        because: what cannot add sparse gradients, for the message.
-
-    Raises:
-        ConfigError: naming the first such submodule.
-    """
+    """Refuse tables with sparse gradients with a ConfigError that names the first one and the reason ``because``."""
     for v, module in sorted(modules.items()):
         for path, _ in sparse_tables(module):
             raise ConfigError(f"{_describe(path, v)} has sparse=True, must be sparse=False: {because}")
 
 
 def check_ties_not_sparse(modules: Mapping[int, nn.Module], tied: Mapping[str, list[Tensor]]) -> None:
-    """Refuse ties of tables with sparse gradients.
+    """Refuse tied tables with sparse gradients with a ConfigError that names the first one and its tie.
 
     Args:
         modules: by virtual stage.
         tied: the parameters of each tie.
-
-    Raises:
-        ConfigError: naming the first such submodule and its tie.
     """
     names = {id(parameter): name for name, parameters in tied.items() for parameter in parameters}
     for v, module in sorted(modules.items()):

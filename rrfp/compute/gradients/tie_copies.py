@@ -1,7 +1,7 @@
 """Ties: a parameter of which several virtual stages hold a copy, such as an embedding that is the head's weight too.
 
-Here is who holds what, as each rank tells it. A parameter *object* that several virtual stages of a process share is
-tied without a name given.
+This module collects the copies of a process, and the description of each copy that ranks compare. A parameter *object*
+that several virtual stages of a process share is tied without being named by the caller.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rrfp.compute.gradients.shared import SharedGradients
 from rrfp.compute.gradients.sparse import check_ties_not_sparse
 from rrfp.errors import ConfigError
 
-#: By the tie's name: this rank's copy, or its copies where several of its chunks have one.
+#: By the name of the tie: this rank's copy, or its copies if several of its chunks have one.
 Ties = Mapping[str, Tensor | Sequence[Tensor]]
 
-#: What is read at once to compare values, in bytes.
+#: Bytes that are copied to the CPU at once to compare values.
 _SLICE_BYTES = 16 << 20
 
 
@@ -31,10 +31,10 @@ class TiedCopy:
     """A copy of a tied parameter.
 
     Attributes:
-        tie: the tie's name.
-        virtual_stage: who has it.
+        tie: the name of the tie.
+        virtual_stage: the virtual stage that holds the copy.
         parameter: the copy.
-        is_guest: the object is at home on a lower virtual stage of this process (`SharedGradients`).
+        is_guest: whether the object's home is a lower virtual stage of this process (`SharedGradients`).
     """
 
     tie: str
@@ -43,27 +43,27 @@ class TiedCopy:
     is_guest: bool
 
     def terms(self) -> CopyTerms:
-        """What the other ranks compare. Reads the values."""
+        """The description that ranks compare. Reads the values."""
         parameter = self.parameter
         sharded = as_dtensor(parameter)
         kind = f"{tuple(parameter.shape)} of {parameter.dtype}"
         if sharded is not None:
             kind += f", {' and '.join(map(str, sharded.placements))}"
-        values = b"" if self.is_guest else _digest(parameter)  # a guest has those of its home
+        values = b"" if self.is_guest else _digest(parameter)  # a guest is the same object as its home
         return CopyTerms(self.tie, self.virtual_stage, kind, parameter.requires_grad, self.is_guest, values)
 
 
 @dataclass(frozen=True, slots=True)
 class CopyTerms:
-    """What a rank tells about a copy.
+    """The description of a copy that ranks compare in the handshake.
 
     Attributes:
-        tie: the tie's name.
-        virtual_stage: who has it.
-        kind: shape, dtype and placement, for people.
-        learns: whether it requires grad.
+        tie: the name of the tie.
+        virtual_stage: the virtual stage that holds the copy.
+        kind: shape, dtype and placement, as text for messages.
+        learns: whether the copy requires grad.
         is_guest: see `TiedCopy`.
-        values: a digest; empty where another copy of the same rank has the same memory.
+        values: a digest of the values; empty for a guest, which is the same object as its home.
     """
 
     tie: str
@@ -76,13 +76,13 @@ class CopyTerms:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """What all ranks know of a tie.
+    """A tie that all ranks agree on.
 
     Attributes:
-        name: the tie's.
-        virtual_stages: those with a copy, ascending: the order in which gradients are added.
-        is_shared: some copies are one object; then a step that reduces nothing sums it all the same, because there is
-            one ``.grad`` for them.
+        name: the name of the tie.
+        virtual_stages: the virtual stages with a copy, ascending: the order in which gradients are added.
+        is_shared: whether some copies are one object. Such a tie is summed even in a step that reduces nothing, because
+            the object has one ``.grad``.
     """
 
     name: str
@@ -93,15 +93,15 @@ class Tie:
 def find_copies(
     ties: Ties | Sequence[Ties] | None, modules: Sequence[Mapping[int, nn.Module]], shared: SharedGradients
 ) -> list[TiedCopy]:
-    """All copies on the ranks of this process, by tie and virtual stage.
+    """All copies on the ranks of this process, sorted by tie and virtual stage.
 
     Args:
         ties: by name the parameters of all ranks of this process, or such a mapping for each rank.
         modules: of each rank by virtual stage.
-        shared: what virtual stages of the process share, which is tied unless ``ties`` says so.
+        shared: the parameters that virtual stages of the process share; they are tied even if ``ties`` lacks them.
 
     Raises:
-        ConfigError: if ``ties`` is something else, or names a parameter that the modules do not have, or twice.
+        ConfigError: if ``ties`` has another type, names a parameter twice, or one that the modules do not have.
     """
     copies = list(_named_copies(_by_name(ties, modules), modules, shared))
     named = {id(copy.parameter) for copy in copies}
@@ -112,38 +112,42 @@ def find_copies(
     tied: dict[str, list[Tensor]] = {}
     for copy in copies:
         tied.setdefault(copy.tie, []).append(copy.parameter)
-    check_ties_not_sparse({v: module for own in modules for v, module in own.items()}, tied)
+    check_ties_not_sparse(_merged(modules), tied)
     return sorted(copies, key=lambda copy: (copy.tie, copy.virtual_stage))
 
 
 def _by_name(
     ties: Ties | Sequence[Ties] | None, modules: Sequence[Mapping[int, nn.Module]]
 ) -> dict[str, list[nn.Parameter]]:
-    """The parameters of each tie, each once."""
+    """The parameters of each tie, without repeats."""
     if ties is None or isinstance(ties, Mapping):
-        everywhere = {v: module for own in modules for v, module in own.items()}
-        pairs: list[tuple[Ties, Mapping[int, nn.Module]]] = [(ties or {}, everywhere)]
+        pairs: list[tuple[Ties, Mapping[int, nn.Module]]] = [(ties or {}, _merged(modules))]
     elif isinstance(ties, list | tuple) and len(ties) == len(modules):
         pairs = list(zip(ties, modules, strict=True))
     else:
         raise ConfigError(f"ties is {type(ties).__name__}, must be a dict, or a list of {len(modules)}, one a stage")
-    found: dict[str, dict[int, nn.Parameter]] = {}
-    for told, own in pairs:
-        for name, parameter in _checked(told, own):
-            found.setdefault(name, {})[id(parameter)] = parameter
-    return {name: list(parameters.values()) for name, parameters in found.items()}
+    by_name: dict[str, dict[int, nn.Parameter]] = {}
+    for rank_ties, rank_modules in pairs:
+        for name, parameter in _checked(rank_ties, rank_modules):
+            by_name.setdefault(name, {})[id(parameter)] = parameter
+    return {name: list(parameters.values()) for name, parameters in by_name.items()}
+
+
+def _merged(modules: Sequence[Mapping[int, nn.Module]]) -> dict[int, nn.Module]:
+    """All modules of the process by virtual stage."""
+    return {v: module for rank_modules in modules for v, module in rank_modules.items()}
 
 
 def _checked(ties: Any, modules: Mapping[int, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """The pairs in what one rank passes."""
+    """The (name, parameter) pairs of one rank's ``ties``."""
     if not isinstance(ties, Mapping):
         raise ConfigError(f"ties is {type(ties).__name__}, must be a dict of parameters by name")
-    own = {id(parameter) for module in modules.values() for parameter in module.parameters()}
-    for name, told in ties.items():
+    known = {id(parameter) for module in modules.values() for parameter in module.parameters()}
+    for name, value in ties.items():
         if not isinstance(name, str):
             raise ConfigError(f"ties has the key {name!r}, must be a name")
-        for parameter in told if isinstance(told, list | tuple) else [told]:
-            if not isinstance(parameter, nn.Parameter) or id(parameter) not in own:
+        for parameter in value if isinstance(value, list | tuple) else [value]:
+            if not isinstance(parameter, nn.Parameter) or id(parameter) not in known:
                 what = f"of shape {tuple(parameter.shape)}" if isinstance(parameter, Tensor) else repr(parameter)
                 raise ConfigError(
                     f"ties[{name!r}] is a {type(parameter).__name__} {what} that no module of this rank has: must be "
@@ -155,32 +159,33 @@ def _checked(ties: Any, modules: Mapping[int, nn.Module]) -> Iterator[tuple[str,
 def _named_copies(
     by_name: Mapping[str, Sequence[nn.Parameter]], modules: Sequence[Mapping[int, nn.Module]], shared: SharedGradients
 ) -> Iterator[TiedCopy]:
-    taken: dict[int, str] = {}
+    tie_of: dict[int, str] = {}
     for name, parameters in by_name.items():
-        places: dict[int, nn.Parameter] = {}
+        by_stage: dict[int, nn.Parameter] = {}
         for parameter in parameters:
-            if (other := taken.setdefault(id(parameter), name)) != name:
+            if (other := tie_of.setdefault(id(parameter), name)) != name:
                 raise ConfigError(f"ties[{name!r}] is the parameter of ties[{other!r}] too, must be in one tie")
             for v in _holders(parameter, modules):
-                if v in places:
+                if v in by_stage:
                     raise ConfigError(f"ties[{name!r}] has two parameters of virtual stage {v}, must have one")
-                places[v] = parameter
-        for v, parameter in sorted(places.items()):
+                by_stage[v] = parameter
+        for v, parameter in sorted(by_stage.items()):
             yield TiedCopy(name, v, parameter, not shared.is_home(parameter, v))
 
 
 def _holders(parameter: nn.Parameter, modules: Sequence[Mapping[int, nn.Module]]) -> list[int]:
-    pairs = (pair for own in modules for pair in own.items())
-    return sorted(v for v, module in pairs if any(parameter is other for other in module.parameters()))
+    return sorted(
+        v for v, module in _merged(modules).items() if any(parameter is other for other in module.parameters())
+    )
 
 
 def _qualified(parameter: nn.Parameter, modules: Sequence[Mapping[int, nn.Module]], virtual_stage: int) -> str:
-    (module,) = (own[virtual_stage] for own in modules if virtual_stage in own)
-    return next(name for name, other in module.named_parameters() if other is parameter)
+    names = _merged(modules)[virtual_stage].named_parameters()
+    return next(name for name, other in names if other is parameter)
 
 
 def _digest(parameter: nn.Parameter) -> bytes:
-    """Of this rank's values, which fixes them bit by bit."""
+    """A digest of this rank's values, bit by bit."""
     digest = hashlib.blake2b(digest_size=16)
     flat = local_part(parameter).reshape(-1)
     for piece in torch.split(flat, max(1, _SLICE_BYTES // flat.element_size())):

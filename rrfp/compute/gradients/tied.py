@@ -1,12 +1,12 @@
-"""The gradients of one rank's copies of tied parameters: taken out, added in the order of virtual stages, put back.
+"""The gradients of one rank's copies of tied parameters: cut into pieces, added in the order of virtual stages.
 
 After a step that sums a tie, every copy's ``.grad`` is the sum. Over several steps without ``zero_grad`` that total
-must count once: it stays with the first copy, and before the next gradients are added to it the other copies put zeros
-in its place. So whatever the caller did to it in between (clipped, scaled, zeroed, dropped it), the same on all copies,
-stays done. `rrfp.compute.gradients.reducer` does likewise over replicas, and the two go together: what is left holds
-the total once.
+must count once: the first copy keeps it, and before the next gradients are added the other copies replace it by zeros.
+So any change that the caller makes in between (clipping, scaling, zeroing, dropping) lasts, if it is the same on all
+copies. `rrfp.compute.gradients.reducer` does the same over replicas. The two combine: only the first copy on the first
+replica keeps the total.
 
-Knows no messages: gradients leave and come in pieces of flat memory.
+This module knows no messages: gradients leave and arrive as pieces of flat memory.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from rrfp.compute.gradients.shared import SharedGradients
 from rrfp.compute.gradients.tie_copies import CopyTerms, Tie, TiedCopy, Ties, find_copies
 from rrfp.errors import StageError
 
-#: What a piece has at most, in bytes: large enough for speed, small enough that other messages get their turn.
+#: The most bytes of a piece: large enough for speed, small enough that other messages do not wait long behind it.
 PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A gradient on its way, or that there is none.
+    """The gradient of a copy or the sum of a tie, as it is sent; possibly absent.
 
     Attributes:
-        layout: see `rrfp.compute.gradients.layout.encode`; ``ABSENT`` where there is no gradient.
+        layout: see `rrfp.compute.gradients.layout.encode`; ``ABSENT`` if there is no gradient.
         learns: whether the copy requires grad.
-        tensors: this rank's part of the gradient, cut; one-dimensional, on the CPU, and nobody's to write to.
+        tensors: this rank's part of the gradient, cut into pieces: one-dimensional, on the CPU, read-only.
     """
 
     layout: int
@@ -42,13 +42,12 @@ class Pieces:
 
 
 class TiedGradients:
-    """See the module's docstring. Called on the lane's thread while a step runs, except where said otherwise.
+    """The copies of one rank. Methods of a running step are called on the lane's thread.
 
     Args:
         copies: of this rank.
-        shared: what virtual stages of the process share.
-        repeated: gets, once all ranks agree, the parameters of which a lower virtual stage has a copy, so that their
-            gradients repeat that one's.
+        shared: the parameters that virtual stages of the process share.
+        repeated: receives, once all ranks agree, the parameters whose gradients repeat those of a lower virtual stage.
     """
 
     def __init__(
@@ -56,28 +55,28 @@ class TiedGradients:
     ) -> None:
         self.shared = shared
         self._piece_bytes = PIECE_BYTES
-        #: What the other ranks compare, once it was read.
+        #: The descriptions that ranks compare; filled by `read`.
         self.terms: tuple[CopyTerms, ...] = ()
-        #: The ties of the job, once all ranks agree.
+        #: The ties of the job; filled by `agree`.
         self.ties: tuple[Tie, ...] = ()
         self._repeated = [] if repeated is None else repeated
         self._copies = {(copy.tie, copy.virtual_stage): copy for copy in copies}
         self._ties: dict[str, Tie] = {}
-        #: Parameters whose gradient is a total that another virtual stage has too.
+        #: Parameters whose gradient is a total that the first copy keeps.
         self._totals: dict[int, nn.Parameter] = {}
 
-    # On the caller's thread.
+    # Called on the caller's thread.
 
     def read(self) -> None:
-        """Read the values of all copies: they are compared at the start."""
+        """Read the values of all copies, which ranks compare in the handshake."""
         self.terms = tuple(copy.terms() for copy in self._copies.values())
 
     def agree(self, ties: Iterable[Tie], most_bytes: int = PIECE_BYTES) -> None:
-        """All ranks agree on ``ties``; some of them have copies here.
+        """Keep the ties that all ranks agreed on.
 
         Args:
-            ties: of the job.
-            most_bytes: what can travel at once.
+            ties: all ties of the job, also those without a copy here.
+            most_bytes: the most bytes of one message.
         """
         self.ties = tuple(ties)
         self._piece_bytes = min(PIECE_BYTES, most_bytes)
@@ -87,20 +86,20 @@ class TiedGradients:
                 self._repeated.append(copy.parameter)
 
     def open(self) -> None:
-        """A training step is about to begin: totals that the first copies hold become zeros elsewhere."""
+        """Prepare for a training step: totals that the first copies keep become zeros elsewhere."""
         empty_totals(self._totals)
 
-    # On the lane's thread.
+    # Called on the lane's thread.
 
     @torch.no_grad()
-    def take(self, tie: str, virtual_stage: int) -> Pieces:
-        """The gradient of a copy; it stays where it is and must not change while its pieces are read.
+    def pieces(self, tie: str, virtual_stage: int) -> Pieces:
+        """The gradient of a copy, cut into pieces that may share its memory: it must not change while they are read.
 
         Raises:
-            StageError: if it is sparse, or of a kind that cannot be added part by part.
+            StageError: if the gradient is sparse, or cannot be added part by part.
         """
         copy = self._copies[tie, virtual_stage]
-        with self.shared.lent(virtual_stage):
+        with self.shared.swapped_in(virtual_stage):
             gradient, layout = copy.parameter.grad, encode(copy.parameter, _describe(copy))
         if gradient is None or layout == ABSENT:
             return Pieces(ABSENT, copy.parameter.requires_grad)
@@ -110,53 +109,57 @@ class TiedGradients:
 
     @torch.no_grad()
     def add(self, tie: str, others: Mapping[int, Pieces]) -> Pieces:
-        """Add up all copies of a tie whose first copy is here, in the order of virtual stages; all copies here get it.
+        """Sum a tie whose first copy is on this rank, in the order of virtual stages, into all copies of this rank.
 
         Args:
-            tie: the tie's name.
+            tie: the name of the tie.
             others: the gradients of the copies of other ranks, by virtual stage.
 
+        Returns:
+            The sum, for the other ranks.
+
         Raises:
-            StageError: if copies differ in layout, or only some of them learn.
+            StageError: if copies differ in layout, or only some of them require grad.
         """
         stages = self._ties[tie].virtual_stages
-        own = [v for v in stages if v not in others]
-        terms = {v: others[v] if v in others else self.take(tie, v) for v in stages}
+        local = [v for v in stages if v not in others]
+        terms = {v: others[v] if v in others else self.pieces(tie, v) for v in stages}
         layout = _common_layout(tie, terms)
         if layout == ABSENT:
             return Pieces(ABSENT, all(term.learns for term in terms.values()))
         first, *rest = (term.tensors for term in terms.values() if term.layout != ABSENT)
         copy = self._copies[tie, stages[0]]
-        with self.shared.lent(stages[0]):
+        with self.shared.swapped_in(stages[0]):
             parameter = copy.parameter
             if parameter.grad is None:
                 parameter.grad = zeros(parameter, layout)
             part = local_part(parameter.grad)
         total = part.contiguous().view(-1)
+        # Why write the first term? 0 + x is x but for the sign of a zero: -0.0 would become 0.0.
         if terms[stages[0]].layout == ABSENT:
             _write(total, first)
         for tensors in rest:
             _add(total, tensors)
         if total.data_ptr() != part.data_ptr():
             part.copy_(total.view(part.shape))
-        pieces = self.take(tie, stages[0])
-        self._put(tie, own[1:], pieces)
+        pieces = self.pieces(tie, stages[0])
+        self._put(tie, local[1:], pieces)
         return pieces
 
     @torch.no_grad()
     def put(self, tie: str, pieces: Pieces) -> None:
-        """Give all copies here the sum of a tie, or leave them as they are where it has none."""
+        """Write the sum of a tie into all copies of this rank; an absent sum changes nothing."""
         self._put(tie, [v for name, v in self._copies if name == tie], pieces)
 
     def _put(self, tie: str, virtual_stages: Iterable[int], pieces: Pieces) -> None:
         for v in virtual_stages:
             copy = self._copies[tie, v]
-            with self.shared.lent(v):
+            with self.shared.swapped_in(v):
                 self._put_one(copy, pieces)
 
     def _put_one(self, copy: TiedCopy, pieces: Pieces) -> None:
         parameter = copy.parameter
-        if copy.is_guest:  # the object's gradient is at home
+        if copy.is_guest:  # the home of the object has the sum already
             parameter.grad = None
         elif pieces.layout != ABSENT:
             if parameter.grad is None:
@@ -170,36 +173,29 @@ class TiedGradients:
 
 
 class ProcessTies:
-    """The ties of the ranks of one process.
-
-    Args:
-        ties: by name the parameters of all ranks of this process, or such a mapping for each rank.
-        modules: of each rank by virtual stage.
-
-    Raises:
-        ConfigError: if ``ties`` is something else, or names a parameter that the modules do not have, or twice.
+    """The ties of the ranks of one process. See `find_copies` for the arguments and errors.
 
     Attributes:
-        shared: what virtual stages of the process share.
-        ranks: what is tied, for each rank.
+        shared: the parameters that virtual stages of the process share.
+        ranks: the tied gradients of each rank.
         repeated: see `TiedGradients`; of all ranks of the process.
     """
 
     def __init__(self, ties: Ties | Sequence[Ties] | None, modules: Sequence[Mapping[int, nn.Module]]) -> None:
-        self.shared = SharedGradients({v: module for own in modules for v, module in own.items()})
+        self.shared = SharedGradients({v: module for by_stage in modules for v, module in by_stage.items()})
         self.repeated: list[nn.Parameter] = []
         copies = find_copies(ties, modules, self.shared)
         self.ranks = [
-            TiedGradients([copy for copy in copies if copy.virtual_stage in own], self.shared, self.repeated)
-            for own in modules
+            TiedGradients([copy for copy in copies if copy.virtual_stage in by_stage], self.shared, self.repeated)
+            for by_stage in modules
         ]
 
 
 def _common_layout(tie: str, terms: Mapping[int, Pieces]) -> int:
-    """The layout of the gradients that are there.
+    """The layout of the gradients that are not absent.
 
     Raises:
-        StageError: if there are several, or only some copies learn.
+        StageError: if there are several, or only some copies require grad.
     """
     if len({term.learns for term in terms.values()}) > 1:
         frozen = ", ".join(str(v) for v, term in terms.items() if not term.learns)

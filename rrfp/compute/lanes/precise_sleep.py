@@ -1,7 +1,7 @@
 """Sleeping to a point in time, to a few microseconds, with the CPU idle until shortly before.
 
 Linux lets a timer fire up to 50 us late to save wake-ups, a thread's "timer slack". The slack of the calling thread is
-lowered once; what then remains of the way to the deadline is spent yielding.
+lowered once; the thread yields for the rest of the time to the deadline.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 
-#: Seconds before the deadline at which the sleep is planned to end; about what a thread takes to wake up.
+#: Seconds before the deadline at which the sleep ends; about the time in which a thread wakes up.
 _MARGIN_S = 50e-6
 
 _PR_SET_TIMERSLACK = 29
@@ -24,16 +24,16 @@ def sleep_until(deadline: float) -> None:
     """Return as soon as possible after ``deadline``.
 
     Args:
-        deadline: a time of ``time.monotonic()``, in seconds; one that has passed returns at once.
+        deadline: a time of ``time.monotonic()`` in seconds; returns at once if it has passed.
     """
-    if not getattr(_this_thread, "is_punctual", False):
+    if not getattr(_this_thread, "has_low_slack", False):
         _lower_timer_slack()
-        _this_thread.is_punctual = True
+        _this_thread.has_low_slack = True
     remaining = deadline - time.monotonic()
     if remaining > _MARGIN_S:
         time.sleep(remaining - _MARGIN_S)
     while time.monotonic() < deadline:
-        time.sleep(0)  # lets go of the GIL and of the core, or the event loop would wait for us
+        time.sleep(0)  # releases the GIL and the core, for which the event loop may be waiting
 
 
 def _lower_timer_slack() -> None:

@@ -1,7 +1,6 @@
-"""A lane for work that is done when its call returns: one daemon thread, fed by a queue.
+"""A lane for calls that are complete when they return: one daemon thread, fed by a queue.
 
-The thread knows nothing of tasks. It is a daemon and never joined, so a call that hangs cannot keep the process from
-ending.
+The thread knows nothing of tasks. It is a daemon and never joined, so a hanging call cannot keep the process alive.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from rrfp.compute.program import Execution, Lane, as_exception
+from rrfp.compute.lanes.base import Execution, Lane, as_exception
 from rrfp.compute.tracebacks import stack_of
 from rrfp.core import timeouts
 from rrfp.errors import ConfigError
 
 T = TypeVar("T")
 
-#: The lowest priority that Linux knows.
+#: The lowest priority of a thread on Linux.
 LOWEST_NICE = 19
 
 #: Threads of closed lanes.
@@ -38,10 +37,9 @@ class ThreadLane(Lane):
 
     Args:
         name: name of the thread.
-        nice: 0..19, added to the thread's nice value on Linux (elsewhere ignored). Where the event loop has to share
-            cores with computing threads, 10 keeps its reactions fast: the loop wakes at once instead of after the
-            lane's time slice. Threads that torch starts from within a call inherit it. It cannot be taken back without
-            privileges.
+        nice: 0..19, added to the thread's nice value on Linux (ignored elsewhere). If the event loop shares cores with
+            computing threads, 10 keeps it fast: it wakes at once instead of after the lane's time slice. Threads that
+            torch starts in a call inherit the value. Lowering it again needs privileges.
 
     Raises:
         ConfigError: if ``nice`` is outside 0..19.
@@ -60,7 +58,7 @@ class ThreadLane(Lane):
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread. Called once, on the loop that futures will belong to."""
+        """Start the thread. See :meth:`Lane.start`."""
         if self._loop is not None:
             raise RuntimeError("the lane was started before")
         self._loop = asyncio.get_running_loop()
@@ -70,9 +68,8 @@ class ThreadLane(Lane):
     def enqueue(self, call: Callable[[], T]) -> asyncio.Future[Execution[T]]:
         """See :meth:`Lane.enqueue`.
 
-        A call that raises something that is not an ``Exception`` (``SystemExit``, ``CancelledError``), or
-        ``StopIteration``, fails with a :class:`StageError` caused by it: a future could not carry those without harm to
-        the loop.
+        If a call raises an exception that a future must not carry, the future fails with a :class:`StageError` caused
+        by it; see `as_exception`.
         """
         if self._loop is None or self._closed:
             raise RuntimeError(f"the lane is {'closed' if self._closed else 'not started'}")
@@ -89,7 +86,7 @@ class ThreadLane(Lane):
         return "" if self._thread is None else stack_of(self._thread.ident)
 
     def close(self) -> None:
-        """Serve nothing more, without waiting. May be called twice, and from any thread."""
+        """See :meth:`Lane.close`. May be called twice, and on any thread."""
         self._closed = True
         self._calls.put(None)
         if self._thread is not None:
@@ -99,11 +96,11 @@ class ThreadLane(Lane):
         _lower_priority(self._nice)
         while (item := self._calls.get()) is not None and not self._closed:
             _run(*item, loop)
-            del item  # or the last call, and whatever it closes over, would live until the next one
+            del item  # otherwise the last call and its closure would live until the next one
 
 
 def _run(call: Callable[[], T], future: asyncio.Future[Execution[T]], loop: asyncio.AbstractEventLoop) -> None:
-    """Make one call and tell the loop. A function of its own, so that nothing of the call outlives it."""
+    """Run one call and complete its future on the loop. A function, so that no local of the call outlives it."""
     started = time.monotonic()
     execution: Execution[T] | None = None
     failure: Exception | None = None
@@ -112,7 +109,7 @@ def _run(call: Callable[[], T], future: asyncio.Future[Execution[T]], loop: asyn
     except BaseException as error:
         failure = as_exception(error)
     try:
-        loop.call_soon_threadsafe(_settle, future, execution, failure)
+        loop.call_soon_threadsafe(_complete, future, execution, failure)
     except RuntimeError:
         if not loop.is_closed():
             raise
@@ -121,8 +118,8 @@ def _run(call: Callable[[], T], future: asyncio.Future[Execution[T]], loop: asyn
         del call, future, execution, failure
 
 
-def _settle(future: asyncio.Future[Execution[T]], execution: Execution[T] | None, failure: Exception | None) -> None:
-    if future.done():  # cancelled meanwhile
+def _complete(future: asyncio.Future[Execution[T]], execution: Execution[T] | None, failure: Exception | None) -> None:
+    if future.done():  # cancelled in the meantime
         return
     if failure is not None:
         future.set_exception(failure)
@@ -133,10 +130,8 @@ def _settle(future: asyncio.Future[Execution[T]], execution: Execution[T] | None
 
 @atexit.register
 def _let_calls_end() -> None:
-    """Let calls return that a failure has left behind, such as a collective whose other ranks are about to end.
-
-    One that returned into an interpreter which is being taken down would end the process by SIGABRT.
-    """
+    """Wait a moment for running calls of closed lanes, such as a collective that fails when its other ranks end."""
+    # Why not just exit? A call that returns while the interpreter shuts down ends the process by SIGABRT.
     deadline = time.monotonic() + timeouts.EXIT_GRACE_S
     for thread in list(_closed):
         thread.join(max(0.0, deadline - time.monotonic()))

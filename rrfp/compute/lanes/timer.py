@@ -1,8 +1,7 @@
-"""A lane that takes time without doing anything: each call says how long it takes, and a timer of the loop ends it.
+"""A lane without a thread: each call declares its duration, and a timer of the loop completes it.
 
-On a loop with a virtual clock that is exact: a call that began at s and takes t ends at s + t, that very float, and no
-real time passes. On any other loop it is as punctual as the loop's timers. There is no thread: calls run on the loop,
-so they must not block.
+On a loop with a virtual clock this is exact: a call that began at s and takes t ends at the float s + t, and no real
+time passes. On any other loop it is as precise as the loop's timers. Calls run on the loop, so they must not block.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from rrfp.compute.program import Execution, Lane, as_exception
+from rrfp.compute.lanes.base import Execution, Lane, as_exception
 
 T = TypeVar("T")
 
 
 class TimerLane(Lane):
-    """Runs each call when the lane gets to it, and is busy for as long as the call says with `spend`.
+    """Runs each call when its turn comes, and is busy for as long as the call declares with `spend`.
 
-    A call that says nothing takes no time. Complete means that the time has passed, so ``depth`` is 1. The clock is the
-    loop's.
+    A call that declares nothing takes no time. Complete means that the time has passed, so ``depth`` is 1. The clock is
+    the loop's.
     """
 
     depth = 1
@@ -32,17 +31,17 @@ class TimerLane(Lane):
         self._calls: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
         self._is_busy = False
         self._closed = False
-        #: When the call that is being made ends, as far as it has told; None outside calls.
+        #: When the running call ends, by its declarations so far; None outside calls.
         self._until: float | None = None
 
     def start(self) -> None:
-        """Begin to serve. Called once, on the loop that futures will belong to."""
+        """See :meth:`Lane.start`."""
         if self._loop is not None:
             raise RuntimeError("the lane was started before")
         self._loop = asyncio.get_running_loop()
 
     def enqueue(self, call: Callable[[], T]) -> asyncio.Future[Execution[T]]:
-        """See :meth:`Lane.enqueue`. What a call raises is reported when the time that it spent until then is over."""
+        """See :meth:`Lane.enqueue`. A call that raises fails when the time that it has declared is over."""
         if self._loop is None or self._closed:
             raise RuntimeError(f"the lane is {'closed' if self._closed else 'not started'}")
         future: asyncio.Future[Execution[T]] = self._loop.create_future()
@@ -53,7 +52,7 @@ class TimerLane(Lane):
         return future
 
     def spend(self, seconds: float) -> None:
-        """The call that is being made takes so many seconds; more if it says so again.
+        """Declare that the running call takes ``seconds``; several declarations add up.
 
         Raises:
             ValueError: if ``seconds`` is not a number >= 0.
@@ -70,12 +69,12 @@ class TimerLane(Lane):
         return 0.0 if self._loop is None else self._loop.time()
 
     def close(self) -> None:
-        """Serve nothing more. May be called twice."""
+        """See :meth:`Lane.close`. May be called twice."""
         self._closed = True
         self._calls.clear()
 
     def _begin(self) -> None:
-        """Make the next call, if there is one."""
+        """Run the next call, if there is one."""
         assert self._loop is not None
         self._is_busy = bool(self._calls)
         if not self._is_busy:
@@ -85,7 +84,7 @@ class TimerLane(Lane):
         result, failure = None, None
         try:
             result = call()
-        except (KeyboardInterrupt, SystemExit):  # this is the loop's thread: they are for whoever runs it
+        except (KeyboardInterrupt, SystemExit):  # this is the loop's thread, so they must end the loop
             raise
         except BaseException as error:
             failure = as_exception(error)
@@ -94,13 +93,13 @@ class TimerLane(Lane):
         del call, future, result, failure  # a failure's traceback holds this frame, so the frame must not hold it
 
     def _end_at(self, ended: float, complete: Callable[[], None]) -> None:
-        """The call that was made ends at ``ended``: let it be complete then."""
+        """Complete the call at the time ``ended``."""
         assert self._loop is not None
         self._loop.call_at(ended, complete)
 
     def _complete(self, future: asyncio.Future[Any], result: Any, failure: Exception | None, started: float) -> None:
         assert self._loop is not None
-        if not future.done():  # or it was cancelled meanwhile
+        if not future.done():  # else it was cancelled in the meantime
             if failure is not None:
                 future.set_exception(failure)
             else:

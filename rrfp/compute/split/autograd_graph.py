@@ -1,6 +1,6 @@
-"""The autograd graph of one forward pass, as far as a split backward has to know it.
+"""The autograd graph of one forward pass, as a split backward needs it.
 
-Reads public attributes of graph nodes (`next_functions`, `name`, `variable`) and their hooks; knows no formulas.
+It reads public attributes of graph nodes (`next_functions`, `name`, `variable`) and their hooks, and knows no formulas.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.autograd.graph import register_multi_grad_hook
 Node = Any
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
-#: What reentrant checkpointing puts into the graph: it runs a backward of its own and allows no other.
+#: The node of reentrant checkpointing, which runs a backward of its own and refuses `autograd.grad`.
 REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
-#: What torch.compile puts there: one node for a whole compiled region.
+#: The node of torch.compile: one for a whole compiled region.
 COMPILED = "CompiledFunctionBackward"
 
 
@@ -28,8 +28,8 @@ class AutogradGraph:
     """All nodes that a backward from some roots may visit.
 
     Attributes:
-        names: every node and its operator's name, such as ``AddmmBackward0``.
-        incoming: for each node that another one leads to, those nodes and the position of the edge in them.
+        names: by node the name of its operator, such as ``AddmmBackward0``.
+        incoming: by node the edges that lead to it: the node that each starts from, and its position there.
         roots: where backward enters.
     """
 
@@ -39,7 +39,7 @@ class AutogradGraph:
 
     @classmethod
     def walk(cls, roots: Iterable[Node]) -> AutogradGraph:
-        """Visit everything that ``roots`` lead to."""
+        """Visit all nodes that are reachable from ``roots``."""
         entered = frozenset(roots)
         names: dict[Node, str] = {node: node.name() for node in entered}
         incoming: dict[Node, list[tuple[Node, int]]] = {}
@@ -56,11 +56,11 @@ class AutogradGraph:
         return cls(names, incoming, entered)
 
     def leaves(self) -> list[tuple[Node, Tensor]]:
-        """Every leaf that gradients reach: its node and the tensor."""
+        """The node and the tensor of every leaf."""
         return [(node, node.variable) for node, name in self.names.items() if name == _ACCUMULATE]
 
     def obstacle(self) -> str | None:
-        """Why this graph has to be differentiated in one go, or None."""
+        """Why this graph can only be differentiated as a whole; None if it can be split."""
         names = self.names.values()
         if REENTRANT_CHECKPOINT in names:
             return "it uses reentrant checkpointing, which differentiates only as a whole (use_reentrant=False splits)"
@@ -72,10 +72,8 @@ class AutogradGraph:
 
 
 def has_hooks(node: Node) -> bool:
-    """Whether Python code hooked the node itself (``register_hook``, ``register_prehook``), not a tensor.
-
-    torch tells nobody which hooks a node has, but the handle of a further hook refers to all of its kind.
-    """
+    """Whether the node itself has Python hooks (``register_hook``, ``register_prehook``)."""
+    # torch does not list the hooks of a node, but the handle of a further hook refers to all hooks of its kind.
     for register in (node.register_prehook, node.register_hook):
         handle = register(_nothing)
         hooks = handle.hooks_dict_ref()
@@ -86,37 +84,38 @@ def has_hooks(node: Node) -> bool:
 
 
 class OuterGradients:
-    """Within, takes the gradients that the engine gives to some nodes, after all hooks in front of them.
-
-    Whom the engine is asked for the gradient of, it answers before the hooks of a node that it then runs. So each node
-    gets a hook, which is its last. A node that the engine does not run calls no hooks; there its answer is right.
+    """Within, records the gradients that the engine passes to some nodes, after all hooks in front of them.
 
     Args:
-        nodes: which; of one output each.
+        nodes: the nodes, with one output each.
 
     Attributes:
-        found: by node, if the engine ran it.
+        by_node: the recorded gradients, of nodes that the engine ran.
     """
+
+    # Why not take the results of autograd.grad? For a node that it also runs, the engine reports the gradient before
+    # the prehooks of that node. So each node gets a last prehook. The engine calls no hooks of a node that it does not
+    # run; for such a node its result is right.
 
     def __init__(self, nodes: Iterable[Node]) -> None:
         self._nodes = tuple(nodes)
         self._handles: list[Any] = []
-        self.found: dict[Node, Tensor | None] = {}
+        self.by_node: dict[Node, Tensor | None] = {}
 
     def __enter__(self) -> OuterGradients:
-        self._handles = [node.register_prehook(partial(self._take, node)) for node in self._nodes]
+        self._handles = [node.register_prehook(partial(self._record, node)) for node in self._nodes]
         return self
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _take(self, node: Node, gradients: tuple[Tensor | None, ...]) -> None:
-        (self.found[node],) = gradients
+    def _record(self, node: Node, gradients: tuple[Tensor | None, ...]) -> None:
+        (self.by_node[node],) = gradients
 
 
 def _counts_leaves(leaf: Tensor) -> bool:
-    """Whether a hook of several tensors is on this leaf: it refuses to run in ``autograd.grad``."""
+    """Whether the leaf has a hook of several tensors, which refuses to run in ``autograd.grad``."""
     hooks = (leaf._backward_hooks or {}).values()
     return any(getattr(hook, "__module__", None) == register_multi_grad_hook.__module__ for hook in hooks)
 
@@ -126,5 +125,5 @@ def _nothing(*_: object) -> None:
 
 
 def is_leaf(node: Node) -> bool:
-    """Whether gradients end here, at a leaf tensor."""
+    """Whether the node accumulates the gradient of a leaf."""
     return bool(node.name() == _ACCUMULATE)

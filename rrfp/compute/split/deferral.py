@@ -1,4 +1,4 @@
-"""Which gradients of a graph B forms, and which it leaves to W."""
+"""The choice of the gradients that B computes and holds, and of those that it defers to W."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rrfp.compute.split.autograd_graph import AutogradGraph, Node, has_hooks
-from rrfp.compute.split.weight_rules import PASSED_ON, RULES, rules_work
+from rrfp.compute.split.weight_rules import RULES, VIEWS_AND_CASTS, rules_work
 
 
 @dataclass(frozen=True, slots=True)
 class Deferral:
-    """Which gradients are held and which deferred.
+    """The gradients that are held and those that are deferred.
 
     Attributes:
-        held: AccumulateGrad nodes of the parameters whose gradients B forms.
+        held: AccumulateGrad nodes of the parameters whose gradients B computes.
         operators: operators whose weight gradients are deferred, with the edges that lead to deferred parameters.
     """
 
@@ -25,21 +25,15 @@ class Deferral:
 
     @classmethod
     def of(cls, graph: AutogradGraph, inputs: Sequence[Tensor], min_flops: float) -> Deferral:
-        """Decide for all parameters of ``graph``.
-
-        Args:
-            graph: what B differentiates.
-            inputs: leaves that are no parameters.
-            min_flops: operators whose weight gradient takes fewer operations are not deferred.
-        """
-        searched = _Search(graph, min_flops)
-        taken = {id(tensor) for tensor in inputs}
+        """Decide for all parameters of ``graph``; ``inputs`` are its leaves that are no parameters."""
+        search = _Search(graph, min_flops)
+        input_ids = {id(tensor) for tensor in inputs}
         held: list[Node] = []
         operators: dict[Node, list[int]] = {}
         for node, tensor in graph.leaves():
-            if id(tensor) in taken or not tensor.requires_grad:
+            if id(tensor) in input_ids or not tensor.requires_grad:
                 continue
-            sources = None if tensor._backward_hooks else searched.sources(node)
+            sources = None if tensor._backward_hooks else search.sources(node)
             if sources is None:
                 held.append(node)
                 continue
@@ -49,44 +43,45 @@ class Deferral:
 
 
 class _Search:
-    """Finds, for a parameter, the operators that all of its gradient comes from."""
+    """Finds the operators that together produce the whole gradient of a parameter."""
 
     def __init__(self, graph: AutogradGraph, min_flops: float) -> None:
         self._graph = graph
         self._min_flops = min_flops if rules_work() else float("inf")
-        self._is_worth: dict[Node, bool] = {}
+        self._deferrable: dict[Node, bool] = {}
 
     def sources(self, node: Node) -> list[tuple[Node, int]] | None:
-        """(operator, edge) pairs that lead to ``node``, directly or passed on; None where anything else does."""
+        """(operator, edge) pairs that lead to ``node``, directly or by views; None if any other operator does."""
         if node in self._graph.roots:
             return None
         incoming = self._graph.incoming.get(node, ())
-        passed = [self._graph.names[before] in PASSED_ON for before, _ in incoming]
-        if len(incoming) > 2 and any(passed) and not all(passed):
-            return None  # in W those not passed on are added first, which changes the bits of a sum of three
-        found: list[tuple[Node, int]] = []
-        for (before, edge), is_passed in zip(incoming, passed, strict=True):
-            if is_passed:
+        indirect = [self._graph.names[before] in VIEWS_AND_CASTS for before, _ in incoming]
+        if len(incoming) > 2 and any(indirect) and not all(indirect):
+            # Why not defer? W would add the direct ones first, which changes the bits of a sum of three.
+            return None
+        sources: list[tuple[Node, int]] = []
+        for (before, edge), is_indirect in zip(incoming, indirect, strict=True):
+            if is_indirect:
                 further = self.sources(before)
                 if further is None:
                     return None
-                found += further
+                sources += further
             elif self._defers(before, edge):
-                found.append((before, edge))
+                sources.append((before, edge))
             else:
                 return None
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(sources))
 
     def _defers(self, node: Node, edge: int) -> bool:
         rule = RULES.get(self._graph.names[node])
         if rule is None or edge not in rule.edges:
             return False
-        if node not in self._is_worth:
-            # In this order: only `keeps` does not read what a checkpoint would recompute for it.
-            self._is_worth[node] = (
-                rule.keeps(node)
+        if node not in self._deferrable:
+            # `can_read` comes first: all others read saved tensors, which a checkpoint would recompute for that.
+            self._deferrable[node] = (
+                rule.can_read(node)
                 and rule.flops(node) >= self._min_flops
                 and rule.save(node) is not None
                 and not has_hooks(node)
             )
-        return self._is_worth[node]
+        return self._deferrable[node]

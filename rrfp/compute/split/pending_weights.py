@@ -1,8 +1,8 @@
-"""What B leaves for W, and W: autograd goes on where B left it.
+"""The work that B leaves to W, and W itself: autograd continues where B stopped.
 
-W forms the gradients that single operators send to their weights and enters autograd behind these operators. From there
-on autograd does all: views and casts of weights with their hooks, sums of several uses, hooks of AccumulateGrad nodes,
-adding to ``.grad`` (dense or sparse), post-accumulate hooks. A gradient that B formed enters at its parameter.
+W computes the gradients that single operators send to their weights and enters autograd behind these operators. Then
+autograd does the rest: views and casts of weights with their hooks, sums of several uses, hooks of AccumulateGrad
+nodes, adding to ``.grad`` (dense or sparse), post-accumulate hooks. A gradient that B computed enters at its parameter.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from rrfp.compute.activations import Storages, storage_pointer
 from rrfp.compute.split.autograd_graph import Node, is_leaf
 from rrfp.compute.split.weight_rules import RULES, Saved
 
-#: ``torch.autograd.backward`` without the checks of its arguments, which cost more than adding a small gradient.
+#: ``torch.autograd.backward`` without its argument checks, which take longer than adding a small gradient.
 _run_engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
 class Deferred(NamedTuple):
-    """An operator whose weight gradients W forms.
+    """An operator whose weight gradients W computes.
 
     Attributes:
         node: the operator.
-        saved: what its rule kept.
+        saved: the tensors that its rule kept.
         outer: the gradient of its output, after all hooks.
         edges: positions of its inputs that lead to parameters.
     """
@@ -42,12 +42,12 @@ class Deferred(NamedTuple):
 
 @dataclass(slots=True)
 class PendingWeights:
-    """What B leaves for W.
+    """The work that B leaves to W.
 
     Attributes:
-        held: gradients that B formed, after the parameters' tensor hooks, each with the AccumulateGrad node of its
+        held: gradients that B computed, after the parameters' tensor hooks, each with the AccumulateGrad node of its
             parameter.
-        deferred: operators whose weight gradients B left out.
+        deferred: operators whose weight gradients B did not compute.
         num_bytes: bytes kept, storages counted once, parameters not.
     """
 
@@ -58,17 +58,19 @@ class PendingWeights:
     def __post_init__(self) -> None:
         storages = Storages()
         kept = [gradient for _, gradient in self.held]
-        for one in self.deferred:
-            kept += [tensor for tensor in (*one.saved.tensors, one.outer) if not isinstance(tensor, nn.Parameter)]
+        for operator in self.deferred:
+            kept += [
+                tensor for tensor in (*operator.saved.tensors, operator.outer) if not isinstance(tensor, nn.Parameter)
+            ]
         for tensor in kept:
             storages.add(tensor)
         self.num_bytes = storages.num_bytes
 
     def add_to_gradients(self) -> None:
-        """W: form what was deferred, and add all to the parameters' ``.grad``. Once."""
+        """W: compute the deferred gradients, and add them and the held ones to ``.grad``. Called once."""
         entrances, gradients = _Entrances(), []
         with torch.no_grad():
-            # As autograd would: the latest operator of the forward first. That fixes the order of sums.
+            # The latest operator of the forward first, as in autograd: the order of entries fixes the order of sums.
             for node, saved, outer, edges in sorted(self.deferred, key=_latest_first):
                 for edge in edges:
                     gradient = RULES[node.name()].gradient(saved, edge, outer)
@@ -82,19 +84,18 @@ class PendingWeights:
 
 
 class _Entrances:
-    """The edges of the graph by which W enters.
+    """The edges of the graph at which W enters."""
 
-    autograd adopts a gradient as ``.grad`` only where nobody else refers to it, and copies it otherwise. All that
-    enters is referred to here; so where an adoption would be right (a product just formed, and no ``.grad`` yet), the
-    gradient enters by a view of the parameter, behind which it is autograd's alone.
-    """
+    # Why through views? autograd adopts a gradient as `.grad` only if nothing else refers to it, and copies it
+    # otherwise. W refers to all gradients that it enters with. So if adoption is right (a new product, and no `.grad`
+    # yet), the gradient enters at a view of the parameter, behind which only autograd refers to it.
 
     def __init__(self) -> None:
         self.edges: list[GradientEdge] = []
         self._views: dict[Node, Node] = {}
 
     def add(self, edge: GradientEdge, gradient: Tensor, outer: Tensor) -> Tensor:
-        """Enter by ``edge``; returns the gradient in the shape that is wanted there."""
+        """Enter at ``edge``; returns the gradient, summed to the shape of that edge."""
         following: Node = edge.node
         gradient = gradient.sum_to_size(following._input_metadata[edge.output_nr].shape)
         if is_leaf(following) and self._may_be_adopted(following, gradient, outer):
@@ -121,7 +122,7 @@ def _latest_first(deferred: Deferred) -> int:
 
 @contextmanager
 def _without_tensor_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Within, tensor hooks of ``parameters`` do not run: they did so in B."""
+    """Within, tensor hooks of ``parameters`` do not run: they ran in B."""
     hooked = [(hooks, dict(hooks)) for parameter in parameters if (hooks := parameter._backward_hooks)]
     for hooks, _ in hooked:
         hooks.clear()
@@ -133,7 +134,7 @@ def _without_tensor_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _enter(edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-    """Let autograd go on from ``edges``."""
+    """Run autograd from ``edges``."""
     if not edges:
         return
     if _run_engine is None:

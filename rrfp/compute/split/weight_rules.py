@@ -1,8 +1,8 @@
-"""How the weight gradients of single operators are formed, later than autograd would and bitwise as it would.
+"""Rules that compute the weight gradients of single operators later than autograd, and bitwise as autograd.
 
-A rule keeps what the operator's own backward reads for its parameters (its input, never a copy) and repeats autograd's
-formula. The attributes `_saved_*` of graph nodes are private to torch; what they must give is probed once
-(`rules_work`), and where they do not, nothing is deferred.
+A rule keeps the tensors that the operator's own backward reads for its parameters (its input, never a copy) and repeats
+autograd's formula. The attributes `_saved_*` of graph nodes are private to torch; they are probed once (`rules_work`),
+and if the probe fails, nothing is deferred.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from rrfp.compute.split.autograd_graph import Node
 
 
 class Saved:
-    """What a rule keeps of one node until the weight gradients are formed.
+    """The values that a rule keeps of one node until W.
 
     Attributes:
-        tensors: the kept tensors, for counting.
+        tensors: the kept tensors, whose bytes are counted.
         arguments: further plain arguments of the formula.
     """
 
@@ -45,28 +45,26 @@ class Rule(ABC):
     edges: tuple[int, ...]
     saved: tuple[str, ...]
 
-    def keeps(self, node: Node) -> bool:
-        """Whether the node's tensors can be read now: none of them is behind a foreign saved-tensor hook.
-
-        Checkpointing recomputes behind such a hook, and once only.
-        """
+    def can_read(self, node: Node) -> bool:
+        """Whether the node's saved tensors can be read: no saved-tensor hook of other code packed them."""
+        # Why not unpack them? Checkpointing recomputes in such a hook, and may be unpacked only once.
         return all(getattr(node, f"_raw{name}").unpack_hook in (None, unpack_measured) for name in self.saved)
 
     @abstractmethod
     def save(self, node: Node) -> Saved | None:
-        """Take what the formula needs; before autograd frees it. None where this node is not the usual case."""
+        """Read the values of the formula, before autograd frees them; None if the rule does not cover this node."""
 
     @abstractmethod
     def gradient(self, saved: Saved, edge: int, grad: Tensor) -> Tensor:
-        """The gradient that leaves the node by ``edge``, given that of its output."""
+        """The gradient along ``edge``, from the gradient ``grad`` of the output."""
 
     @abstractmethod
     def flops(self, node: Node) -> float:
-        """Roughly how many operations forming the weight gradient takes."""
+        """Floating-point operations of the weight gradient, roughly."""
 
 
 class _MatrixProduct(Rule):
-    """``mm(input, weight.t())``: what a linear layer without bias runs."""
+    """``mm(input, weight.t())``: a linear layer without bias."""
 
     edges: tuple[int, ...] = (1,)
     saved: tuple[str, ...] = ("_saved_self",)
@@ -74,7 +72,7 @@ class _MatrixProduct(Rule):
     def save(self, node: Node) -> Saved | None:
         (left,) = (getattr(node, name) for name in self.saved)
         strides, sizes = node._saved_mat2_sym_strides, node._saved_mat2_sym_sizes
-        if not strides or left.is_complex():  # nothing was saved for a frozen weight
+        if not strides or left.is_complex():  # torch saves no strides for a frozen weight
             return None
         return Saved((left,), (strides[0] == 1 and strides[1] == sizes[0],))
 
@@ -88,7 +86,7 @@ class _MatrixProduct(Rule):
 
 
 class _MatrixProductAndSum(_MatrixProduct):
-    """``addmm(bias, input, weight.t())``: what a linear layer with bias runs."""
+    """``addmm(bias, input, weight.t())``: a linear layer with bias."""
 
     edges = (0, 2)
     saved = ("_saved_mat1",)
@@ -99,7 +97,7 @@ class _MatrixProductAndSum(_MatrixProduct):
         return super().save(node)
 
     def gradient(self, saved: Saved, edge: int, grad: Tensor) -> Tensor:
-        # Summed to the bias's shape on its way, as autograd sums whatever was broadcast.
+        # `_Entrances` sums it to the shape of the bias, as autograd does for every broadcast input.
         return grad if edge == 0 else super().gradient(saved, edge, grad)
 
 
@@ -115,18 +113,18 @@ class _Convolution(Rule):
         return Saved((node._saved_input, node._saved_weight), (node._saved_bias_sym_sizes_opt, *settings))
 
     def gradient(self, saved: Saved, edge: int, grad: Tensor) -> Tensor:
-        wanted = [False, edge == 1, edge == 2]
-        gradients = torch.ops.aten.convolution_backward(grad, *saved.tensors, *saved.arguments, wanted)
+        output_mask = [False, edge == 1, edge == 2]
+        gradients = torch.ops.aten.convolution_backward(grad, *saved.tensors, *saved.arguments, output_mask)
         result: Tensor = gradients[edge]
         return result
 
     def flops(self, node: Node) -> float:
-        weight, given = node._saved_weight, node._saved_input
-        return 2.0 * float(weight.numel() * given.shape[0] * given[0, 0].numel())
+        weight, batch = node._saved_weight, node._saved_input
+        return 2.0 * float(weight.numel() * batch.shape[0] * batch[0, 0].numel())
 
 
 class _Embedding(Rule):
-    """A table lookup: kept are the indices, where autograd would form a gradient as large as the table."""
+    """A table lookup: it keeps the indices, instead of a gradient as large as the table."""
 
     edges = (0,)
     saved = ("_saved_indices",)
@@ -147,11 +145,11 @@ class _Embedding(Rule):
         return result
 
     def flops(self, node: Node) -> float:
-        return float("inf")  # never for its time, always for its memory
+        return float("inf")  # always deferred, to save memory and not time
 
 
 def _signed(number: int) -> int:
-    """torch shows -1 as an unsigned number of 64 bits."""
+    """torch returns -1 as an unsigned integer of 64 bits."""
     return number - (1 << 64) if number >> 63 else number
 
 
@@ -162,8 +160,8 @@ RULES: Mapping[str, Rule] = {
     "EmbeddingBackward0": _Embedding(),
 }
 
-#: Operators between a parameter and a rule's operator: one input, and they may be called again on a gradient.
-PASSED_ON = frozenset(
+#: Operators between a parameter and a rule's operator: with one input, and callable once more in W.
+VIEWS_AND_CASTS = frozenset(
     {
         "TBackward0",
         "TransposeBackward0",
@@ -182,7 +180,7 @@ def rules_work() -> bool:
     node: Node = torch.nn.functional.linear(torch.ones(1, 2), weight, torch.ones(2)).grad_fn
     try:
         rule = RULES[node.name()]
-        saved = rule.save(node) if rule.keeps(node) else None
+        saved = rule.save(node) if rule.can_read(node) else None
         return saved is not None and torch.equal(
             rule.gradient(saved, rule.edges[-1], torch.ones(1, 2)).t(), torch.ones(2, 2)
         )

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 from rrfp.errors import ConfigError
 
 
-def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Write ``text``, in UTF-8, beside ``path`` and put it in its place; what was there stays if that fails.
+def write_atomically(path: str | os.PathLike[str], text: str) -> None:
+    """Replace the file at ``path`` by one with ``text`` in UTF-8; if that fails, the old file stays.
 
-    What is no ordinary file, such as a pipe, is written to as it is.
+    A path that is no ordinary file, such as a pipe, is written to directly.
 
     Raises:
         ConfigError: if the file cannot be written; names it and the reason.
     """
-    target = Path(path).resolve()  # the file that a link leads to is replaced, not the link
+    target = Path(path).resolve()  # a link stays; the file that it points to is replaced
     beside = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}")
     try:
         if target.exists() and not target.is_file():

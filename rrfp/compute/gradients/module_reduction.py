@@ -1,6 +1,6 @@
-"""Modules that reduce their own gradients over processes: they hook a backward, and count on how often it comes.
+"""Modules that reduce their own gradients over processes, by hooks on backward that count its calls.
 
-They are told by the methods that torch gives them, so that a pipeline without them never loads their packages.
+They are recognised by the methods that torch gives them, so a pipeline without them never loads their packages.
 """
 
 from __future__ import annotations
@@ -12,26 +12,23 @@ from torch import nn
 from rrfp.errors import ConfigError
 
 
-def reduction_of_its_own(module: nn.Module) -> str | None:
-    """Why the whole backward of a module is needed by what reduces its gradients, or None."""
-    if any(hasattr(part, "set_requires_gradient_sync") for part in module.modules()):  # what fully_shard makes of one
+def needs_whole_backward(module: nn.Module) -> str | None:
+    """Why the hooks that reduce the gradients of ``module`` need a whole backward; None if there are none."""
+    if any(hasattr(part, "set_requires_gradient_sync") for part in module.modules()):  # fully_shard adds this method
         return "fully_shard reduces its gradients, by hooks on a whole backward"
     return None
 
 
 def check_wrappers(modules: Mapping[int, nn.Module]) -> None:
-    """Refuse modules that reduce with every pair of a forward and a backward; a step has many, in any order.
-
-    Args:
-        modules: by virtual stage.
+    """Refuse modules that reduce once for each forward and backward: a step has many of both, in any order.
 
     Raises:
         ConfigError: naming the first such module.
     """
     for v, module in sorted(modules.items()):
         for path, part in module.named_modules():
-            if (found := _wrapper(part)) is not None:
-                name, remedy = found
+            if (wrapper := _wrapper(part)) is not None:
+                name, remedy = wrapper
                 where = f"the submodule {path!r} of virtual stage {v}" if path else f"the module of virtual stage {v}"
                 raise ConfigError(
                     f"{where} is in {name}, which reduces once for each forward and backward and gives wrong gradients "
@@ -40,8 +37,8 @@ def check_wrappers(modules: Mapping[int, nn.Module]) -> None:
 
 
 def _wrapper(part: nn.Module) -> tuple[str, str] | None:
-    """What reduces the gradients of ``part`` in the wrong way, and what to do instead; None where nothing does."""
-    # The second is what torch.distributed._composable.replicate makes of a module.
+    """The wrapper that ``part`` is, and the remedy; None if it is no wrapper."""
+    # torch.distributed._composable.replicate adds both methods and changes no class.
     is_composed = hasattr(part, "set_requires_gradient_sync") and hasattr(part, "register_comm_hook")
     if isinstance(part, nn.parallel.DistributedDataParallel) or is_composed:
         remedy = (

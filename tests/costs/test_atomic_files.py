@@ -9,15 +9,15 @@ from unittest.mock import patch
 
 import pytest
 
-from rrfp.costs.whole_files import write_whole
+from rrfp.costs.atomic_files import write_atomically
 from rrfp.errors import ConfigError
 
 
 def test_a_file_is_replaced_and_keeps_its_mode(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    write_whole(path, "first, and long")
+    write_atomically(path, "first, and long")
     path.chmod(0o640)
-    write_whole(path, "sécond")
+    write_atomically(path, "sécond")
     assert path.read_text(encoding="utf-8") == "sécond"
     assert path.stat().st_mode & 0o777 == 0o640
     assert os.listdir(tmp_path) == ["t.json"]
@@ -38,7 +38,7 @@ def test_what_was_there_stays_when_writing_fails_in_the_middle(tmp_path: Path) -
         patch.object(Path, "write_text", half),
         pytest.raises(ConfigError, match=r"t\.json: cannot be written \(No space left on device\)$"),
     ):
-        write_whole(path, "afterwards")
+        write_atomically(path, "afterwards")
     assert path.read_text() == "before"
     assert os.listdir(tmp_path) == ["t.json"]
 
@@ -47,7 +47,7 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_text("before")
     link.symlink_to(target)
-    write_whole(link, "after")
+    write_atomically(link, "after")
     assert link.is_symlink()
     assert target.read_text() == "after"
 
@@ -58,7 +58,7 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
     read: list[str] = []
     reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
     reader.start()
-    write_whole(pipe, "through")
+    write_atomically(pipe, "through")
     reader.join()
     assert read == ["through"]
 
@@ -66,4 +66,4 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["missing/t.json", "."])
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
-        write_whole(tmp_path / name, "x")
+        write_atomically(tmp_path / name, "x")

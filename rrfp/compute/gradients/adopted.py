@@ -1,0 +1,42 @@
+"""Parameter gradients that autograd adopted from received memory, and which must be copied out of it.
+
+autograd adopts a gradient without a copy if it can, and views reach back: the ``.grad`` of a parameter that is an
+output up to its shape would be the received tensor, which must not be written to, accumulated into or kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from rrfp.compute.activations import storage_pointer
+from rrfp.compute.async_tensors import inner_tensors
+from rrfp.compute.payload import Payload
+
+
+class AdoptedGradients:
+    """Copies adopted gradients of one module, in one step.
+
+    Args:
+        module: the module; only gradients of its own parameters are copied.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        #: Parameters without a gradient: autograd adopts a first gradient only, and adds later ones in place.
+        self._gradless = [p for p in module.parameters() if p.requires_grad and p.grad is None]
+
+    def memory_of(self, received: Iterable[Payload]) -> frozenset[int]:
+        """The addresses of received gradients, for `copy_out_of`; empty if no gradient can be adopted."""
+        if not self._gradless:
+            return frozenset()
+        tensors = (tensor for payload in received for tensor in payload.tensors if tensor is not None)
+        return frozenset(pointer for tensor in tensors if (pointer := storage_pointer(tensor)) is not None)
+
+    def copy_out_of(self, memory: frozenset[int]) -> None:
+        """Copy the gradients that lie in ``memory``. Called after the task that formed them."""
+        for parameter in self._gradless:
+            gradient = parameter.grad
+            if gradient is not None and any(storage_pointer(inner) in memory for inner in inner_tensors(gradient)):
+                parameter.grad = gradient.clone()
+        self._gradless = [parameter for parameter in self._gradless if parameter.grad is None]

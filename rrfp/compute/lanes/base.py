@@ -1,0 +1,86 @@
+"""The contract of a lane: where a rank computes.
+
+A lane runs one task at a time, in the order in which tasks were enqueued. Enqueued and complete are two moments: on a
+CPU lane a task is complete when its call returns; on a CUDA lane the call only puts kernels on a stream, and the task
+is complete when the stream has run them. So a task that depends on another one *on the same lane* may be enqueued
+behind it at once, while a result that leaves the rank waits for completion.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from rrfp.errors import StageError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Execution(Generic[T]):
+    """A completed call.
+
+    Attributes:
+        result: the return value of the call.
+        started: when the lane began the call, seconds of the lane's clock.
+        ended: when the call was complete, on the same clock.
+    """
+
+    result: T
+    started: float
+    ended: float
+
+
+class Lane(ABC):
+    """Runs the calls of one rank, one at a time, in the order in which they were enqueued.
+
+    All calls run on one thread. A call begins when the one before it *returned*, which may be before that one is
+    complete. A call may therefore use what an earlier call left in the rank's memory (a saved graph, an output for the
+    next chunk), but must look it up when it runs: the earlier call's future gets its result only on completion.
+
+    Attributes:
+        depth: how many tasks may be enqueued and not complete. 1 if the lane is free only after completion.
+    """
+
+    depth: int = 1
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start the lane. Called once, on the event loop of all later futures."""
+
+    @abstractmethod
+    def enqueue(self, call: Callable[[], T]) -> asyncio.Future[Execution[T]]:
+        """Run ``call`` after all calls enqueued before it. Called on the loop of `start`.
+
+        Returns:
+            A future that gets the result, or fails with the exception that ``call`` raised. The lane never cancels it,
+            and cancelling it does not stop the call.
+        """
+
+    @abstractmethod
+    def now(self) -> float:
+        """The lane's clock in seconds; comparable between the ranks of one host."""
+
+    def stack(self) -> str:
+        """The Python stack of the running call, for reports; empty if none runs. Called on any thread."""
+        return ""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Start no further call, without waiting for a running one. Futures of calls not begun stay pending."""
+
+
+def as_exception(error: BaseException) -> Exception:
+    """The exception for the future of a call that raised ``error``.
+
+    That is ``error`` itself, or a :class:`StageError` caused by it: asyncio refuses ``StopIteration`` in a future, and
+    an exception that is no ``Exception`` (``SystemExit``, ``CancelledError``) would stop the loop or the waiting task.
+    """
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    wrapped = StageError(f"the stage program raised {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

@@ -1,0 +1,60 @@
+"""The state that a forward saves for its backward: received inputs, and where backward enters the autograd graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from rrfp.compute.payload import Payload
+from rrfp.compute.received import Received
+from rrfp.compute.split.backward import Root
+
+
+@dataclass(frozen=True, slots=True)
+class SavedForward:
+    """One microbatch on one virtual stage, between F and B.
+
+    Attributes:
+        received: the input leaves, which collect the input gradients.
+        edges: the gradient edge of each sent tensor, None if it does not require grad. Empty on the last virtual stage.
+        loss: the loss with its graph, on the last virtual stage; None if its weight is 0.
+        loss_weight: the factor on the loss in backward.
+        unweighted: outputs of the last virtual stage whose loss has weight 0 and whose backward runs all the same.
+    """
+
+    received: Received
+    edges: tuple[GradientEdge | None, ...] = ()
+    loss: Tensor | None = None
+    loss_weight: float = 0.0
+    unweighted: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of_outputs(cls, received: Received, outputs: Iterable[Tensor | None]) -> SavedForward:
+        """For a virtual stage that sends ``outputs``."""
+        # Why not keep the tensors? An edge refers to the graph alone, so an output is freed once it is sent, unless
+        # autograd itself saved it.
+        edges = (get_gradient_edge(t) if t is not None and t.requires_grad else None for t in outputs)
+        return cls(received, tuple(edges))
+
+    def roots(self, grads: Iterable[Payload]) -> tuple[list[Root], list[Tensor]]:
+        """Where backward enters the graph, and the gradient for each entry; a root may occur several times.
+
+        Args:
+            grads: the received gradients of the outputs, one payload for each successor.
+        """
+        if self.loss is not None:
+            if not self.loss.requires_grad:
+                return [], []
+            return [self.loss], [torch.full_like(self.loss, self.loss_weight)]
+        roots: list[Root] = [*self.unweighted]
+        gradients = [torch.zeros_like(output) for output in self.unweighted]
+        for payload in grads:
+            for edge, gradient in zip(self.edges, payload.tensors, strict=True):
+                if edge is not None and gradient is not None:
+                    roots.append(edge)
+                    gradients.append(gradient)
+        return roots, gradients
