@@ -1,18 +1,21 @@
-"""What `rrfp simulate` shows of one run: a table, a timeline, a trace. Large steps are shown in part, and say so."""
+"""The report of one run: a table, a timeline, a trace. Large steps are shown in part, and say so."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
+
+from rrfp.commands.output import check_folder
 from rrfp.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from rrfp.costs.table import CostTable
+    from rrfp.sim.cluster.simulation import TensorParallelSimulation
     from rrfp.sim.simulation import Simulation
 
 #: A table of more stages than the first shows only as many of the outermost ones, at each end, as the second.
@@ -40,16 +43,6 @@ def check_timeline(path: Path, costs: CostTable) -> None:
         )
 
 
-def check_folder(path: Path) -> None:
-    """Refuse a file whose folder cannot be written to, before anything runs.
-
-    Raises:
-        ConfigError: naming the file.
-    """
-    if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-        raise ConfigError(f"{path}: cannot be written (no such folder, or not allowed)")
-
-
 def write_pictures(title: str, simulation: Simulation, timeline: Path | None, trace: Path | None) -> None:
     """Draw the timeline and write the trace, where they are wanted.
 
@@ -71,13 +64,23 @@ def show_run(title: str, simulation: Simulation) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)
-    console.print(f"{title}: {shape(simulation.costs)}", soft_wrap=True)
+    console.print(f"{title}: {_size(simulation.costs)}", soft_wrap=True)
     console.print(_table(simulation))
     makespan, bound = f"{simulation.makespan:.6g} s", f"{simulation.lower_bound:.6g} s"
     console.print(f"makespan {makespan}, lower bound {bound}, ratio {simulation.ratio:.4f}")
 
 
-def shape(costs: CostTable) -> str:
+def show_groups(run: TensorParallelSimulation) -> None:
+    """Print what the ranks of a group cost each other, in one line."""
+    result, way = run.result, type(run.coordination).__name__.lower()
+    ranks = "1 rank" if result.ranks == 1 else f"{result.ranks} ranks"
+    typer.echo(
+        f"{ranks} a stage, {way}: coordination {result.coordination_share:.2%} of the step, "
+        f"{result.failed_rounds_per_task:.3g} failed rounds a task, {result.messages_per_task:.3g} messages a task"
+    )
+
+
+def _size(costs: CostTable) -> str:
     """How large a step is, in a few words."""
     chunks = "" if costs.chunks == 1 else f" x {costs.chunks} chunks ({costs.placement})"
     split = ", split backward" if costs.split else ""
