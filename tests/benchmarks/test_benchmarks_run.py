@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 def quick(name: str) -> Any:
     """The JSON of a benchmark's smoke run."""
-    command = [sys.executable, str(ROOT / "benchmarks" / name), "--quick", "--json"]
+    command = [sys.executable, str(ROOT / "benchmarks" / name / "run.py"), "--quick", "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -34,7 +34,7 @@ def check_aims(aims: list[dict[str, Any]]) -> None:
 
 
 def test_dispatch_reports_every_latency_with_its_aim() -> None:
-    told = quick("dispatch.py")
+    told = quick("dispatch")
 
     assert {(row["hint"], row["ready"]) for row in told["decisions"]} == {
         (hint, ready) for hint in ("bf", "b-priority", "1f1b") for ready in (4, 64, 1024)
@@ -49,7 +49,7 @@ def test_dispatch_reports_every_latency_with_its_aim() -> None:
 
 
 def test_against_torch_reports_every_method_under_every_jitter() -> None:
-    told = quick("against_torch.py")
+    told = quick("against_torch")
 
     assert set(told["figures"]) == {"J0", "J3"}
     for methods in told["figures"].values():
@@ -67,7 +67,7 @@ def test_against_torch_reports_every_method_under_every_jitter() -> None:
 
 
 def test_tp_simulated_compares_every_way_at_every_number_of_ranks() -> None:
-    told = quick("tp_simulated.py")
+    told = quick("tp_simulated")
 
     assert [(row["hint"], row["tp"]) for row in told["rows"]] == [(h, tp) for h in ("bf", "bfw") for tp in (2, 4)]
     for row in told["rows"]:
@@ -86,7 +86,7 @@ def test_tp_simulated_compares_every_way_at_every_number_of_ranks() -> None:
 
 
 def test_tp_coordination_reports_every_way_to_one_order() -> None:
-    told = quick("tp_coordination.py")
+    told = quick("tp")
 
     methods = told["figures"]["2"]
     assert set(methods) == {"leader, depth 2", "leader, depth 1", "agreement"}

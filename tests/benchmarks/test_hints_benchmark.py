@@ -15,7 +15,7 @@ import pytest
 from rrfp.hints.registry import hint_names
 from rrfp.schedules.registry import schedule_names
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "hints.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "hints" / "run.py"
 #: bf is bfw once backward is split; a hint made of a schedule is that schedule's affair.
 LEFT_OUT = {"bf", *schedule_names()}
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "memory.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "memory" / "run.py"
 MIB = 1 << 20
 #: Of the quick run: an activation inside a stage, and what travels; a stage has two parts.
 WIDE, NARROW = MIB, MIB // 4

@@ -16,7 +16,14 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_every_table_of_the_paper_has_its_figures_beside_ours_and_what_they_rest_on(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "paper.py"), "--quick", "--json", "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "paper" / "run.py"),
+        "--quick",
+        "--json",
+        "--out",
+        str(tmp_path),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -42,7 +49,7 @@ def test_every_table_of_the_paper_has_its_figures_beside_ours_and_what_they_rest
 
 
 def test_a_wrong_table_is_refused_with_the_names_of_all() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "paper.py"), "--only", "table-9"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "paper" / "run.py"), "--only", "table-9"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "table-1" in done.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "split_backward.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "split_backward" / "run.py"
 
 
 @pytest.mark.slow

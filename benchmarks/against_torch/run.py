@@ -1,6 +1,6 @@
 """RRFP beside torch.distributed.pipelining on the same emulated stages. Takes about two minutes.
 
-    python benchmarks/against_torch.py [--profile mllm|llm] [--rounds N] [--quick] [--json]
+    python benchmarks/against_torch/run.py [--profile mllm|llm] [--rounds N] [--quick] [--json]
 
 Four processes under torchrun run torch's ScheduleGPipe and Schedule1F1B (gloo) and RRFP (zmq), alternating by step. All
 run the very same modules, which sleep a cost table's time and put out 2 MiB. Every round has a table of its own; J0 is
@@ -22,21 +22,22 @@ shows that everything runs: its figures mean nothing.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import median
 
-from _comparison import BASELINE, JITTERS, METHODS, RRFP_METHODS, Settings
-from _figures import Aim, table_of
-from _load import OtherLoad
-from _overhead import Line, Overhead, transfer_of
-from _workers import run_workers
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks.against_torch.overhead import Line, Overhead, transfer_of
+from benchmarks.against_torch.settings import BASELINE, JITTERS, METHODS, RRFP_METHODS, Settings
+from benchmarks.shared.figures import Aim, table_of
+from benchmarks.shared.load import OtherLoad
+from benchmarks.shared.options import parsed, parser_of
+from benchmarks.shared.workers import run_workers
 from rrfp.costs import PROFILES
 from rrfp.sim.bound import lower_bound
 
@@ -150,14 +151,10 @@ def _aim_name(jitter: str, method: str) -> str:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="RRFP beside torch.distributed.pipelining.")
+    parser = parser_of("RRFP beside torch.distributed.pipelining.")
     parser.add_argument("--profile", choices=list(PROFILES), default=Settings().profile, help="the workload")
     parser.add_argument("--rounds", type=int, default=Settings().rounds, help="measured rounds, at least 1")
-    parser.add_argument("--quick", action="store_true", help="a smoke run: its figures mean nothing")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    arguments = parser.parse_args()
-    if arguments.rounds < 1:
-        parser.error(f"--rounds is {arguments.rounds}, must be at least 1")
+    arguments = parsed(parser, "rounds")
     settings = Settings(profile=arguments.profile, rounds=arguments.rounds)
     if arguments.quick:
         settings = replace(settings, microbatches=settings.stages, rounds=1)
@@ -165,7 +162,7 @@ def main() -> None:
     lines, load = [], OtherLoad()
     with Progress(console=Console(stderr=True), transient=True) as progress:
         steps = progress.add_task("steps", total=len(METHODS) * (1 + settings.rounds * len(JITTERS)))
-        for line in run_workers("_comparison_worker.py", settings.stages, settings.to_json()):
+        for line in run_workers(Path(__file__).with_name("worker.py"), settings.stages, settings.to_json()):
             lines.append(line)
             progress.advance(steps)
     figures = figures_of(settings, lines)

@@ -1,6 +1,6 @@
 """Every hint within every limit, simulated, beside a lower bound for the same memory. Under five minutes on two cores.
 
-    python benchmarks/hints.py [--profile mllm] [--seeds 5] [--latency none] [--size-error 0]
+    python benchmarks/hints/run.py [--profile mllm] [--seeds 5] [--latency none] [--size-error 0]
                                [--unsplit] [--jobs J] [--csv FILE] [--png FILE] [--quick] [--json]
 
 Backward is split, unless --unsplit is given. Microbatches: 64. A hint may hold, on stage i of N: N - i microbatches
@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -30,15 +29,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from _hints_figures import Figure, Figures
-from _hints_plot import plot
-from _hints_runs import HINTS, Case, Row, run_cases
-from _hints_tables import tables
-from _load import OtherLoad
 from rich.console import Console
 
+from benchmarks.hints.figures import Figure, Figures
+from benchmarks.hints.plot import plot
+from benchmarks.hints.runs import HINTS, Case, Row, run_cases
+from benchmarks.hints.tables import tables
+from benchmarks.shared.load import OtherLoad
+from benchmarks.shared.options import parsed, parser_of
 from rrfp.costs import JITTER_LEVELS, PROFILES
 from rrfp.errors import ConfigError
+from rrfp.sim.sweep.pool import usable_cores
 from rrfp.trace.plot import require_matplotlib
 
 STAGES, MICROBATCHES = (4, 8, 16, 32, 64), 64
@@ -91,21 +92,16 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 def arguments_of() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Every hint within every limit, beside a lower bound.")
+    parser = parser_of("Every hint within every limit, beside a lower bound.")
     parser.add_argument("--profile", choices=list(PROFILES), action="append", help="this one only; may be repeated")
     parser.add_argument("--seeds", type=int, default=5, help="draws of every workload, at least 1")
     parser.add_argument("--latency", default="none", help="a latency model, such as none, wire or spike")
     parser.add_argument("--unsplit", action="store_true", help="backward is one task: no weight tasks, no zb-h1")
     parser.add_argument("--size-error", type=float, default=0.0, help="relative error of the sizes that hints are told")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes, at least 1")
+    parser.add_argument("--jobs", type=int, default=usable_cores(), help="processes, at least 1")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every run")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw percent above the bound over PP")
-    parser.add_argument("--quick", action="store_true", help="a smoke run: its figures mean nothing")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    arguments = parser.parse_args()
-    for option in ("seeds", "jobs"):
-        if getattr(arguments, option) < 1:
-            parser.error(f"--{option} is {getattr(arguments, option)}, must be at least 1")
+    arguments = parsed(parser, "seeds", "jobs")
     if not 0 <= arguments.size_error <= 1:
         parser.error(f"--size-error is {arguments.size_error}, must be 0 to 1")
     return arguments

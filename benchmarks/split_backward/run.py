@@ -1,6 +1,6 @@
 """A split backward beside the ordinary one and torch.distributed.pipelining's: time and bytes. About three minutes.
 
-    python benchmarks/split_backward.py [--rounds N] [--quick] [--json]
+    python benchmarks/split_backward/run.py [--rounds N] [--quick] [--json]
 
 A stack of GPT blocks on one thread, sequence 256, a microbatch of one sequence. All ways alternate in every round;
 times are CPU times of the thread, figures are medians of ratios to the ordinary backward in the same round.
@@ -20,9 +20,7 @@ The second table is why: what deferring one linear layer costs, beside its weigh
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -31,11 +29,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _figures import Aim, aims_table, table_of
-from _load import OtherLoad
-from _split_ways import BLOCKS, ORDINARY, SEQUENCE, WAYS, ideal_bytes
 from rich.console import Console
 
+from benchmarks.shared.figures import Aim, aims_table, table_of
+from benchmarks.shared.load import OtherLoad
+from benchmarks.shared.options import parsed, parser_of
+from benchmarks.shared.workers import environment_with
+from benchmarks.split_backward.ways import BLOCKS, ORDINARY, SEQUENCE, WAYS, ideal_bytes
 from rrfp.compute.split.backward import MIN_FLOPS
 
 HIDDEN: Sequence[int] = (64, 128, 256, 512, 768)
@@ -84,9 +84,10 @@ def run(what: str, hidden: int, rounds: int, ways: Sequence[str], malloc: Mappin
     Raises:
         subprocess.CalledProcessError: if it failed.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **malloc}
-    command = [sys.executable, str(Path(__file__).with_name("_split_process.py")), what, str(hidden), str(rounds)]
-    done = subprocess.run([*command, *ways], stdout=subprocess.PIPE, text=True, env=environment, check=True)
+    command = [sys.executable, str(Path(__file__).with_name("process.py")), what, str(hidden), str(rounds)]
+    done = subprocess.run(
+        [*command, *ways], stdout=subprocess.PIPE, text=True, env=environment_with(malloc), check=True
+    )
     return json.loads(done.stdout)
 
 
@@ -158,13 +159,9 @@ def _figure(value: float | None, digits: int = 3) -> str:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="Split backward, ordinary backward and torch's split.")
+    parser = parser_of("Split backward, ordinary backward and torch's split.")
     parser.add_argument("--rounds", type=int, default=15, help="measured rounds, at least 1")
-    parser.add_argument("--quick", action="store_true", help="a smoke run: its figures mean nothing")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    arguments = parser.parse_args()
-    if arguments.rounds < 1:
-        parser.error(f"--rounds is {arguments.rounds}, must be at least 1")
+    arguments = parsed(parser, "rounds")
     load = OtherLoad()
     sizes, layer_sizes, rounds = HIDDEN, LAYER_HIDDEN, arguments.rounds
     if arguments.quick:

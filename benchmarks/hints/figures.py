@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from _hints_runs import LIMITS, STRICT, Row
+from benchmarks.hints.runs import LIMITS, STRICT, Row
 
 BASE = "bfw"
 #: A cell is one of these, averaged over the seeds.

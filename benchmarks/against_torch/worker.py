@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _comparison import JITTERS, METHODS, NUM_BYTES, RRFP_METHODS, Settings
-from _sleeping import SleepingStage, loss_fn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+from benchmarks.against_torch.settings import JITTERS, METHODS, NUM_BYTES, RRFP_METHODS, Settings
+from benchmarks.against_torch.sleeping import SleepingStage, loss_fn
 from rrfp.compute.lanes.precise_sleep import sleep_until
 from rrfp.core.topology import Topology
 from rrfp.pipeline.api import Pipeline

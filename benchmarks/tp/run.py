@@ -1,6 +1,6 @@
 """What it costs that the ranks of a group run the same tasks in the same order. Takes about two minutes.
 
-    python benchmarks/tp_coordination.py [--tp 2,4,8] [--quick] [--json]
+    python benchmarks/tp/run.py [--tp 2,4,8] [--quick] [--json]
 
 PP 2 x TP ranks under torchrun, over zmq, with a leader or by agreement. Tasks of 10 ms (7-13) begin with a real gloo
 collective over the group and then sleep, as an accelerator leaves the CPU idle. Every rank sends its tensors up to 4 ms
@@ -24,17 +24,19 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from _figures import Aim, Spread, table_of, us
-from _load import OtherLoad
-from _tp_oracle import GroupStep, measure
-from _tp_settings import METHODS, Settings
-from _workers import run_workers
 from rich.console import Console
 from rich.progress import track
 
+from benchmarks.shared.figures import Aim, Spread, table_of, us
+from benchmarks.shared.load import OtherLoad
+from benchmarks.shared.options import parsed, parser_of
+from benchmarks.shared.workers import run_workers
+from benchmarks.tp.oracle import GroupStep, measure
+from benchmarks.tp.settings import METHODS, Settings
 from rrfp.core.graph import Graph
 from rrfp.trace.plain import from_plain
 
@@ -124,11 +126,9 @@ def print_tables(figures: Mapping[int, Mapping[str, Figures]], aims: Sequence[Ai
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, quick="a smoke run: TP 2, one short step")
     parser.add_argument("--tp", default="2,4,8", help="ranks in a group, comma-separated (default: 2,4,8)")
-    parser.add_argument("--quick", action="store_true", help="a smoke run: TP 2, one short step")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    given = parser.parse_args()
+    given = parsed(parser)
     try:
         given.sizes = [int(text) for text in given.tp.split(",")]
     except ValueError:
@@ -145,7 +145,8 @@ def main() -> None:
     for tp in track(given.sizes, "TP", disable=given.json, transient=True):
         settings = Settings(tp, microbatches=4, rounds=1) if given.quick else Settings(tp)
         figures[tp] = figures_of(
-            settings, list(run_workers("_tp_worker.py", settings.stages * settings.tp, settings.to_json()))
+            settings,
+            list(run_workers(Path(__file__).with_name("worker.py"), settings.stages * settings.tp, settings.to_json())),
         )
     aims = aims_of(figures)
     if given.json:

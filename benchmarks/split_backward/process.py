@@ -15,8 +15,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from _split_ways import LAYERS, ORDINARY, WAYS, Weight, blocks, layers, microbatch, timed
 from torch import nn
+
+from benchmarks.split_backward.ways import LAYERS, ORDINARY, WAYS, Weight, blocks, layers, microbatch, timed
 
 #: Microbatches between B and W when memory is measured.
 PENDING = 8

@@ -10,9 +10,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import zmq
-from _ranks import MESSAGE_BYTES, FilingClock, Rank, Sender
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from benchmarks.dispatch.ranks import MESSAGE_BYTES, FilingClock, Rank, Sender
 from rrfp.pipeline.loop_thread import LoopThread
 from rrfp.trace.plain import from_plain, to_plain
 from rrfp.trace.spans import StepTrace

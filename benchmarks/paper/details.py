@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from statistics import fmean
 
 import numpy as np
-from _paper_claims import BOTTLENECK, COMPUTE_SPREAD, DEFAULT_LIMIT, MESSAGE_SPREAD, SATURATION
-from _paper_runs import BF, BF_EQUAL, BLOCKING, EAGER, Method, Runs
-from _paper_tables import Section, Table
-from _paper_workloads import Workload
 
+from benchmarks.paper.claims import BOTTLENECK, COMPUTE_SPREAD, DEFAULT_LIMIT, MESSAGE_SPREAD, SATURATION
+from benchmarks.paper.runs import BF, BF_EQUAL, BLOCKING, EAGER, Method, Runs
+from benchmarks.paper.tables import Section, Table
+from benchmarks.paper.workloads import Workload
 from rrfp.costs import CostTable
 
 #: By how much longer the last stage takes than in the profile.

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
-from _paper_claims import COMPUTE_SPREAD
 
+from benchmarks.paper.claims import COMPUTE_SPREAD
 from rrfp.costs import CostTable, make_costs, with_jitter, with_latency
 from rrfp.costs.profiles import PLAIN_BACKWARD, PLAIN_FORWARD, PLAIN_WEIGHT
 from rrfp.costs.rank_latency import rank_latencies

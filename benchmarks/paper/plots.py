@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from _paper_tables import Table
-
+from benchmarks.paper.tables import Table
 from rrfp.trace.plot import require_matplotlib
 
 #: Paper, over blocking, over eager, at equal memory: distinct in grey and for colour-blind eyes.

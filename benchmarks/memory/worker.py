@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import torch
-from _memory_settings import NARROW, PARTS, SLOWER, STRICT, WIDE, Method, Settings
 from torch import Tensor, nn
 
+from benchmarks.memory.settings import NARROW, PARTS, SLOWER, STRICT, WIDE, Method, Settings
 from rrfp.compute.emulated import Durations, PacedStage, table_durations
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.core.graph import Graph

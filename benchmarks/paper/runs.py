@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import closing
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Literal
 
-from _paper_claims import DEFAULT_LIMIT
-from _paper_workloads import Workload
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks.paper.claims import DEFAULT_LIMIT
+from benchmarks.paper.workloads import Workload
 from rrfp.core.admission import Limit
 from rrfp.hints.registry import create_hint, create_strict
 from rrfp.sim.blocking import run_blocking
 from rrfp.sim.cluster.simulation import simulate_tensor_parallel
 from rrfp.sim.engine import EngineResult
 from rrfp.sim.engine import run as run_engine
+from rrfp.sim.sweep.pool import run_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,9 @@ class Outcome:
     coordination: float = 0.0
 
 
-def run(method: Method, workload: Workload, seed: int) -> Outcome:
-    """Simulate one iteration."""
+def run(experiment: tuple[Method, Workload, int]) -> Outcome:
+    """Simulate one iteration: a method on a workload's draw."""
+    method, workload, seed = experiment
     if method.kind == "leader" or method.kind == "agreement":
         return _coordinated(method, method.kind, workload, seed)
     split = workload.costs(seed)
@@ -131,20 +132,13 @@ class Runs:
             for seed in range(self.seeds * replicas)
         ]
         keys.sort(key=lambda key: -key[1].stages * key[1].microbatches)  # long ones first: no straggler at the end
-        context = multiprocessing.get_context("spawn")
+        experiments = [(method, self._cut(workload), seed) for method, workload, seed in keys]
         with (
             Progress(console=Console(stderr=True), transient=True) as progress,
-            ProcessPoolExecutor(jobs, mp_context=context) as pool,
+            closing(run_all(run, experiments, jobs=jobs)) as outcomes,
         ):
-            done = progress.add_task("runs", total=len(keys))
-            futures = {pool.submit(run, key[0], self._cut(key[1]), key[2]): key for key in keys}
-            try:
-                for future in as_completed(futures):
-                    self._found[futures[future]] = future.result()
-                    progress.advance(done)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+            for key, outcome in zip(keys, progress.track(outcomes, len(keys), description="runs"), strict=True):
+                self._found[key] = outcome
 
     def _cut(self, workload: Workload) -> Workload:
         most = self._most_microbatches

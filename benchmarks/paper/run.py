@@ -1,29 +1,30 @@
 """Every table of the paper's section 7 as a simulation, the paper's figures beside ours. Under five minutes.
 
-    python benchmarks/paper.py [--only table-1] [--seeds N] [--out DIR] [--quick] [--json]
+    python benchmarks/paper/run.py [--only table-1] [--seeds N] [--out DIR] [--quick] [--json]
 
 The workloads are simulated, so absolute seconds mean nothing; compare speed-ups. One model serves all cells
-(`benchmarks/_paper_workloads.py` says what each part of it follows from), nothing is fitted to a cell, and each table
+(`benchmarks/paper/workloads.py` says what each part of it follows from), nothing is fitted to a cell, and each table
 says what its figures rest on. Where a claim does not reproduce, the table says so. `--quick` only shows that everything
 runs: its figures mean nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import time
 from pathlib import Path
 
-from _figures import table_of
-from _load import OtherLoad
-from _paper_breakdown import breakdown
-from _paper_details import dominance, saturation, workload_statistics
-from _paper_plots import plot
-from _paper_runs import Runs
-from _paper_tables import SECTIONS, Section, Table
 from rich.console import Console
+
+from benchmarks.paper.breakdown import breakdown
+from benchmarks.paper.details import dominance, saturation, workload_statistics
+from benchmarks.paper.plots import plot
+from benchmarks.paper.runs import Runs
+from benchmarks.paper.tables import SECTIONS, Section, Table
+from benchmarks.shared.figures import table_of
+from benchmarks.shared.load import OtherLoad
+from benchmarks.shared.options import parsed, parser_of
+from rrfp.sim.sweep.pool import usable_cores
 
 ALL: dict[str, Section] = {
     **{name: SECTIONS[name] for name in ("table-1", "table-2")},
@@ -53,17 +54,12 @@ def print_table(console: Console, table: Table) -> None:
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description="The paper's tables, simulated.")
+    parser = parser_of("The paper's tables, simulated.")
     parser.add_argument("--only", choices=list(ALL), action="append", help="this table only; may be repeated")
     parser.add_argument("--seeds", type=int, default=3, help="draws of every workload, at least 1")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes, at least 1")
+    parser.add_argument("--jobs", type=int, default=usable_cores(), help="processes, at least 1")
     parser.add_argument("--out", type=Path, default=Path("out/paper"), help="where pictures are written")
-    parser.add_argument("--quick", action="store_true", help="a smoke run: its figures mean nothing")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    arguments = parser.parse_args()
-    for option in ("seeds", "jobs"):
-        if getattr(arguments, option) < 1:
-            parser.error(f"--{option} is {getattr(arguments, option)}, must be at least 1")
+    arguments = parsed(parser, "seeds", "jobs")
 
     names = arguments.only or list(ALL)
     runs = Runs(1 if arguments.quick else arguments.seeds, most_microbatches=8 if arguments.quick else None)

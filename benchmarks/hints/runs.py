@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import closing
 from dataclasses import astuple, dataclass
+from functools import partial
 from statistics import fmean
 
 import numpy as np
@@ -17,6 +17,7 @@ from rrfp.costs import CostTable, make_costs, microbatch_sizes
 from rrfp.hints.registry import create_hint, create_strict
 from rrfp.sim.bound import lower_bound
 from rrfp.sim.engine import EngineResult, run
+from rrfp.sim.sweep.pool import run_all
 
 #: bf and bfw are one rule: a weight task, where there is one, is what runs when nothing else is ready.
 HINTS = ("bfw", "fb", "b-priority", "f-priority", "slot-aware", "bfw-pyramid", "slot-aware-pyramid")
@@ -140,16 +141,11 @@ def run_cases(cases: Sequence[Case], hints: Sequence[str], jobs: int) -> Iterato
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with (
         Progress(*columns, console=Console(stderr=True), transient=True) as progress,
-        ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool,
+        closing(run_all(partial(run_case, hints=hints), [group[0] for group in groups], jobs=jobs)) as outcomes,
     ):
         bar = progress.add_task("tasks", total=sum(group[0].stages * group[0].microbatches for group in groups))
-        futures = {pool.submit(run_case, group[0], hints): group for group in groups}
-        try:
-            for future in as_completed(futures):
-                for case in futures[future]:
-                    for row in future.result():
-                        yield Row(case, *astuple(row)[1:])
-                progress.advance(bar, futures[future][0].stages * futures[future][0].microbatches)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        for group, rows in zip(groups, outcomes, strict=True):
+            for case in group:
+                for row in rows:
+                    yield Row(case, *astuple(row)[1:])
+            progress.advance(bar, group[0].stages * group[0].microbatches)

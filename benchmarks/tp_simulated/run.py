@@ -1,6 +1,6 @@
 """Tensor parallelism simulated: a leader against the paper's agreement. Takes about 3 minutes on 2 cores.
 
-    python benchmarks/tp_simulated.py [--seeds N] [--quick] [--json]
+    python benchmarks/tp_simulated/run.py [--seeds N] [--quick] [--json]
 
 PP 8, 64 microbatches, profile mllm, spike latency drawn anew for every rank, limit 2N; bf on whole and bfw on split
 backwards. A word from rank to rank takes 60 us, an all-gather 120 us. All makespans are over the leader's (depth 1) on
@@ -19,20 +19,31 @@ slower control: what happens when words take longer; tasks take 10 to 30 ms.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields
-from multiprocessing import get_context
+from itertools import islice
 from statistics import fmean, pstdev
 
-from _figures import table_of
-from _load import OtherLoad
-from _tp_runs import AGREEMENT, AHEAD, FREE_AGREEMENT, HINTS, LEADER, Case, Compared, Way, compare, slower_control
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.shared.figures import table_of
+from benchmarks.shared.load import OtherLoad
+from benchmarks.shared.options import parsed, parser_of
+from benchmarks.tp_simulated.ways import (
+    AGREEMENT,
+    AHEAD,
+    FREE_AGREEMENT,
+    HINTS,
+    LEADER,
+    Case,
+    Compared,
+    Way,
+    compare,
+    slower_control,
+)
+from rrfp.sim.sweep.pool import run_all, usable_cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +127,9 @@ def measure(size: Size, seeds: int) -> tuple[list[Row], list[ControlRow]]:
     """Run everything, a process a core."""
     cases = [Case(hint, tp, seed, size.microbatches) for hint in HINTS for tp in size.tps for seed in range(seeds)]
     slow = [Case("bf", size.control_tp, seed, size.microbatches) for seed in range(seeds)]
-    with ProcessPoolExecutor(max_workers=os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        compared = list(pool.map(compare, cases))
-        by_control = {ms: list(pool.map(slower_control, slow, [ms / 1e3] * seeds)) for ms in size.control_ms}
+    compared = list(run_all(compare, cases, jobs=usable_cores()))
+    slower = run_all(slower_control, [(case, ms / 1e3) for ms in size.control_ms for case in slow], jobs=usable_cores())
+    by_control = {ms: list(islice(slower, seeds)) for ms in size.control_ms}
     free = [one[LEADER] for one in by_control[0.0]]
     control_rows = [
         ControlRow(
@@ -135,13 +146,9 @@ def measure(size: Size, seeds: int) -> tuple[list[Row], list[ControlRow]]:
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description="Tensor parallelism simulated.")
+    parser = parser_of("Tensor parallelism simulated.")
     parser.add_argument("--seeds", type=int, default=5, help="draws of the workload, at least 1")
-    parser.add_argument("--quick", action="store_true", help="a smoke run: its figures mean nothing")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    arguments = parser.parse_args()
-    if arguments.seeds < 1:
-        parser.error(f"--seeds is {arguments.seeds}, must be at least 1")
+    arguments = parsed(parser, "seeds")
     load = OtherLoad()
     rows, control = measure(QUICK, min(2, arguments.seeds)) if arguments.quick else measure(Size(), arguments.seeds)
     if arguments.json:

@@ -1,6 +1,6 @@
 """What each hint holds at each memory limit, beside schedules run to the letter. Takes about two and a half minutes.
 
-    python benchmarks/memory.py [--rounds N] [--quick] [--json]
+    python benchmarks/memory/run.py [--rounds N] [--quick] [--json]
 
 Four processes under torchrun train the same modules over zmq, one method after the other. A stage has two parts; for
 each microbatch a part keeps an activation of 8 MiB and its input of 2 MiB, and 2 MiB travel between stages. Tasks are
@@ -19,20 +19,22 @@ temporary memory of operators; but not the inputs of the first stage, which were
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _figures import table_of
-from _load import OtherLoad
-from _memory_settings import BASELINE, Settings
-from _workers import run_workers
 from rich.console import Console
 from rich.progress import Progress
+
+from benchmarks.memory.settings import BASELINE, Settings
+from benchmarks.shared.figures import table_of
+from benchmarks.shared.load import OtherLoad
+from benchmarks.shared.options import parsed, parser_of
+from benchmarks.shared.workers import run_workers
 
 Line = Mapping[str, Any]
 
@@ -108,20 +110,16 @@ def _mebibytes(num_bytes: int) -> str:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="Peak memory of every hint at every limit.")
+    parser = parser_of("Peak memory of every hint at every limit.", quick="a smoke run: its times mean nothing")
     parser.add_argument("--rounds", type=int, default=Settings().rounds, help="measured steps a method, at least 1")
-    parser.add_argument("--quick", action="store_true", help="a smoke run: its times mean nothing")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    arguments = parser.parse_args()
-    if arguments.rounds < 1:
-        parser.error(f"--rounds is {arguments.rounds}, must be at least 1")
+    arguments = parsed(parser, "rounds")
     settings = Settings(rounds=arguments.rounds)
     if arguments.quick:
         settings = Settings(stages=2, microbatches=4, rows=4096, rounds=1, hints=("bf", "bfw"))
     lines, load = [], OtherLoad()
     with Progress(console=Console(stderr=True), transient=True) as progress:
         steps = progress.add_task("steps", total=len(settings.methods) * settings.rounds * settings.stages)
-        for line in run_workers("_memory_worker.py", settings.stages, settings.to_json(), **MALLOC):
+        for line in run_workers(Path(__file__).with_name("worker.py"), settings.stages, settings.to_json(), **MALLOC):
             lines.append(line)
             progress.advance(steps)
     figures = figures_of(settings, lines)

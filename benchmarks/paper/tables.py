@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from _paper_claims import (
+from benchmarks.paper.claims import (
     DEFAULT_LIMIT,
     TABLE_1,
     TABLE_2,
@@ -19,8 +19,8 @@ from _paper_claims import (
     TABLE_8_VISION,
     Setting,
 )
-from _paper_runs import BF, BF_EQUAL, BFW, BFW_EQUAL, BLOCKING, EAGER, ZB, Method, Runs
-from _paper_workloads import Workload
+from benchmarks.paper.runs import BF, BF_EQUAL, BFW, BFW_EQUAL, BLOCKING, EAGER, ZB, Method, Runs
+from benchmarks.paper.workloads import Workload
 
 #: What stands for a larger ViT: how much longer the vision stages take.
 VISION_FACTORS = (1.0, 1.25, 1.5, 1.75)

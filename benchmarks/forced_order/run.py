@@ -1,6 +1,6 @@
 """What a forced order costs: `deterministic=True` against free order, simulated. Under a minute on two idle cores.
 
-    python benchmarks/forced_order.py [--profile mllm] [--seeds 3] [--jobs J] [--quick] [--json]
+    python benchmarks/forced_order/run.py [--profile mllm] [--seeds 3] [--jobs J] [--quick] [--json]
 
 Forced is what a deterministic pipeline forces: on every virtual stage the tasks that add to gradients run in microbatch
 order (B, or W where backward is split), and the reserve rule keeps slots for the lowest microbatch. "F too" forces
@@ -15,22 +15,19 @@ hint's order, against that hint in free order. `--quick` only shows that everyth
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from multiprocessing import get_context
 from statistics import fmean
 
-from _figures import table_of
-from _load import OtherLoad
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.shared.figures import table_of
+from benchmarks.shared.load import OtherLoad
+from benchmarks.shared.options import parsed, parser_of
 from rrfp.core.admission import Limit
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.tasks import Kind
@@ -39,6 +36,7 @@ from rrfp.costs.table import CostTable
 from rrfp.hints.pyramid import LENGTH_PER_STAGE, pyramids
 from rrfp.hints.registry import create_hint
 from rrfp.sim.engine import run
+from rrfp.sim.sweep.pool import run_all, usable_cores
 
 STAGES, MICROBATCHES = (4, 8, 16), 64
 QUICK_STAGES, QUICK_MICROBATCHES = (2, 4), 8
@@ -154,21 +152,15 @@ def _figure(percents: Sequence[float]) -> str:
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description="What a forced order costs, simulated.")
+    parser = parser_of("What a forced order costs, simulated.")
     parser.add_argument("--profile", choices=list(PROFILES), action="append", help="this one only; may be repeated")
     parser.add_argument("--seeds", type=int, default=3, help="draws of every workload, at least 1")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes, at least 1")
-    parser.add_argument("--quick", action="store_true", help="a smoke run: its figures mean nothing")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    arguments = parser.parse_args()
-    for option in ("seeds", "jobs"):
-        if getattr(arguments, option) < 1:
-            parser.error(f"--{option} is {getattr(arguments, option)}, must be at least 1")
+    parser.add_argument("--jobs", type=int, default=usable_cores(), help="processes, at least 1")
+    arguments = parsed(parser, "seeds", "jobs")
     load, started = OtherLoad(), time.monotonic()
     seeds = 1 if arguments.quick else arguments.seeds
     cases = cases_of(arguments.profile or ("llm", "mllm"), seeds, quick=arguments.quick)
-    with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
-        costs = list(pool.map(cost_of, cases, chunksize=4))
+    costs = list(run_all(cost_of, cases, jobs=arguments.jobs))
     if arguments.json:
         print(json.dumps({"costs": [asdict(cost) for cost in costs], "other_load": load.share()}))
         return

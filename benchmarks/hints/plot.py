@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from _hints_figures import Figure, Figures
-from _hints_runs import ALIASES, LIMITS, STRICT, Row
-
+from benchmarks.hints.figures import Figure, Figures
+from benchmarks.hints.runs import ALIASES, LIMITS, STRICT, Row
 from rrfp.trace.plot import DARK, DPI, MUTED, TEXT_SIZE, TITLE_SIZE, require_matplotlib
 
 if TYPE_CHECKING:

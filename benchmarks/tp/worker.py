@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _tp_settings import METHODS, Settings
 
+from benchmarks.tp.settings import METHODS, Settings
 from rrfp.compute.emulated import EmulatedStage
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Task

@@ -1,4 +1,4 @@
-"""What `tp_simulated.py` runs: one workload for groups of T ranks, each way to come to one order, on the same draws."""
+"""One workload for groups of T ranks, each way to come to one order, on the same draws."""
 
 from __future__ import annotations
 
@@ -100,8 +100,9 @@ def compare(case: Case) -> Compared:
     return Compared(case, ways, free, strict)
 
 
-def slower_control(case: Case, seconds: float) -> dict[str, float]:
-    """Makespans where a word takes ``seconds`` and an all-gather twice as long."""
+def slower_control(slowed: tuple[Case, float]) -> dict[str, float]:
+    """Makespans of a case where a word takes so many seconds, and an all-gather twice as long."""
+    case, seconds = slowed
     costs, ranks = draw(case)
     ways: dict[str, Coordination] = {
         LEADER: Leader(1, seconds),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from _figures import table_of
-from _hints_figures import Figure, Figures
-from _hints_runs import ALIASES, LIMITS, STRICT, Row
 from rich.table import Table
+
+from benchmarks.hints.figures import Figure, Figures
+from benchmarks.hints.runs import ALIASES, LIMITS, STRICT, Row
+from benchmarks.shared.figures import table_of
 
 
 def tables(figures: Figures) -> Iterator[Table]:

@@ -1,6 +1,6 @@
 """What dispatching costs, from a decision to the start of a task. Takes about 30 s.
 
-    python benchmarks/dispatch.py [--quick] [--json]
+    python benchmarks/dispatch/run.py [--quick] [--json]
 
 decisions: time of one decision and of taking it in (`core.decide`, `core.apply(Enqueued)`), by hint, with so many ready
 tasks. "1f1b" is that schedule used as a hint.
@@ -18,7 +18,6 @@ Columns p50 and p99 are quantiles. `--quick` only shows that everything runs: it
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import threading
@@ -28,13 +27,14 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from _decisions import EngineSpeed, time_decisions, time_engine
-from _figures import Aim, Spread, aims_table, table_of, us
-from _load import OtherLoad
-from _peer import Peer, rendezvous_in
-from _ranks import GAP_S, FilingClock, Rank, Receiver, Sender
 from rich.console import Console
 
+from benchmarks.dispatch.decisions import EngineSpeed, time_decisions, time_engine
+from benchmarks.dispatch.peer import Peer, rendezvous_in
+from benchmarks.dispatch.ranks import GAP_S, FilingClock, Rank, Receiver, Sender
+from benchmarks.shared.figures import Aim, Spread, aims_table, table_of, us
+from benchmarks.shared.load import OtherLoad
+from benchmarks.shared.options import parsed, parser_of
 from rrfp.core.tasks import Kind, Task
 from rrfp.pipeline.loop_thread import LoopThread
 from rrfp.trace.spans import StepTrace, merge
@@ -201,10 +201,8 @@ def aims_of(arrivals: dict[str, Spread], engine: Sequence[EngineSpeed]) -> list[
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="What dispatching costs.")
-    parser.add_argument("--quick", action="store_true", help="a smoke run: its figures mean nothing")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    arguments = parser.parse_args()
+    parser = parser_of("What dispatching costs.")
+    arguments = parsed(parser)
     size = QUICK if arguments.quick else Size()
 
     load = OtherLoad()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from statistics import fmean
 
-from _paper_claims import DEFAULT_LIMIT, TABLE_3, Parts
-from _paper_runs import BLOCKING, EAGER, Method, Runs
-from _paper_tables import Section, Table
-from _paper_workloads import Workload
+from benchmarks.paper.claims import DEFAULT_LIMIT, TABLE_3, Parts
+from benchmarks.paper.runs import BLOCKING, EAGER, Method, Runs
+from benchmarks.paper.tables import Section, Table
+from benchmarks.paper.workloads import Workload
 
 _AGREED = Method("agreement", "bf", DEFAULT_LIMIT)
 _LED = Method("leader", "bf", DEFAULT_LIMIT)
