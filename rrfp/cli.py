@@ -33,7 +33,7 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
 
 
 class Commands(TyperGroup):
-    """The commands; whatever one raises on purpose is told in one line and an exit code."""
+    """The commands; an error that one raises on purpose becomes one line and an exit code."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run the command line and exit."""

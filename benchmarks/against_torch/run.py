@@ -169,8 +169,8 @@ def main() -> None:
     aims = aims_of(figures)
     if arguments.json:
         plain = {jitter: {name: asdict(one) for name, one in methods.items()} for jitter, methods in figures.items()}
-        told = {"settings": asdict(settings), "figures": plain, "aims": [aim.to_json() for aim in aims]}
-        print(json.dumps({**told, "other_load": load.share()}))
+        document = {"settings": asdict(settings), "figures": plain, "aims": [aim.to_json() for aim in aims]}
+        print(json.dumps({**document, "other_load": load.share()}))
     else:
         print_tables(settings, figures, aims)
         print(load.sentence())

@@ -55,7 +55,7 @@ def _panel(axes: Axes, figures: Figures, profile: str, limit: str) -> None:
         cells = [Figure.of(figures.select(profile, method, limit, stages=n), _above) for n in figures.stages]
         shown = [(n, cell) for n, cell in zip(figures.stages, cells, strict=True) if cell is not None]
         axes.errorbar(
-            # A little apart, so that whiskers of equal methods can be told from each other.
+            # A little apart, so that whiskers of equal methods can be distinguished.
             [n * 1.02 ** (place - len(methods) / 2) for n, _ in shown],
             [cell.mean for _, cell in shown],
             [cell.spread for _, cell in shown],

@@ -6,7 +6,7 @@
 Backward is split, unless --unsplit is given. Microbatches: 64. A hint may hold, on stage i of N: N - i microbatches
 (limit 1f1b), N, or 2N. Beside them the schedules 1f1b and zb-h1, run strictly with eager sends; their own order holds
 what the limits 1f1b and N allow. All methods meet the same cost tables (profiles llm and mllm, jitter J0 to J3, 5
-seeds). The pyramid hints are told each microbatch's planned time, without jitter; the others make nothing of it. bf and
+seeds). The pyramid hints receive each microbatch's planned time, without jitter; the others ignore it. bf and
 bfw are one rule and are run once.
 
 Each figure is a mean over its cells; ± is the standard deviation over the seeds. A gain compares makespans on the same
@@ -97,7 +97,7 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=5, help="draws of every workload, at least 1")
     parser.add_argument("--latency", default="none", help="a latency model, such as none, wire or spike")
     parser.add_argument("--unsplit", action="store_true", help="backward is one task: no weight tasks, no zb-h1")
-    parser.add_argument("--size-error", type=float, default=0.0, help="relative error of the sizes that hints are told")
+    parser.add_argument("--size-error", type=float, default=0.0, help="relative error of the sizes that hints receive")
     parser.add_argument("--jobs", type=int, default=usable_cores(), help="processes, at least 1")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every run")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw percent above the bound over PP")

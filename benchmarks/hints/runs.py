@@ -40,7 +40,7 @@ class Case:
     jitter: str
     latency: str
     seed: int
-    #: How wrong the sizes are that hints are told: the deviation of the error's logarithm.
+    #: How wrong the sizes are that hints receive: the deviation of the error's logarithm.
     size_error: float = 0.0
     split: bool = True
 
@@ -57,7 +57,7 @@ class Case:
         )
 
     def sizes(self) -> list[float]:
-        """What hints are told."""
+        """The sizes that hints receive."""
         planned = np.array(microbatch_sizes(self.profile, self.stages, self.microbatches, seed=self.seed))
         error = np.random.default_rng(self.seed).standard_normal(self.microbatches)
         sizes: list[float] = (planned * np.exp(self.size_error * error)).tolist()

@@ -124,8 +124,8 @@ def main() -> None:
             progress.advance(steps)
     figures = figures_of(settings, lines)
     if arguments.json:
-        told = {"settings": asdict(settings), "figures": [asdict(one) for one in figures]}
-        print(json.dumps({**told, "other_load": load.share()}))
+        document = {"settings": asdict(settings), "figures": [asdict(one) for one in figures]}
+        print(json.dumps({**document, "other_load": load.share()}))
     else:
         print_table(settings, figures)
         print(load.sentence())

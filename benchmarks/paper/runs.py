@@ -87,7 +87,7 @@ def run(experiment: tuple[Method, Workload, int]) -> Outcome:
 def _coordinated(method: Method, how: Literal["leader", "agreement"], workload: Workload, seed: int) -> Outcome:
     """A hint whose ranks have to come to one order."""
     split = workload.first_rank(seed)
-    told = simulate_tensor_parallel(
+    groups = simulate_tensor_parallel(
         split if method.split else split.to_unsplit(),
         workload.tp,
         coordination=how,
@@ -96,7 +96,7 @@ def _coordinated(method: Method, how: Literal["leader", "agreement"], workload: 
         latency=workload.latency,
         seed=seed,
     )
-    return replace(_outcome(told.simulation.result), coordination=told.result.coordination_share)
+    return replace(_outcome(groups.simulation.result), coordination=groups.result.coordination_share)
 
 
 def _outcome(result: EngineResult) -> Outcome:

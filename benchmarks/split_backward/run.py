@@ -5,8 +5,8 @@
 A stack of GPT blocks on one thread, sequence 256, a microbatch of one sequence. All ways alternate in every round;
 times are CPU times of the thread, figures are medians of ratios to the ordinary backward in the same round.
 
-F+B+W: the whole of a microbatch over F + ordinary backward. The aim is at most 1.03 from hidden size 512 on. malloc is
-told to keep freed memory, as an accelerator's allocator does. "by default" it gives much of it back to the kernel, and
+F+B+W: the whole of a microbatch over F + ordinary backward. The aim is at most 1.03 from hidden size 512 on. malloc
+keeps freed memory, as an accelerator's allocator does. "by default" it gives much of it back to the kernel, and
 what waits for W then costs page faults too.
 B+W, B: over the ordinary backward alone.
 kept: bytes that stay allocated between B and W for a microbatch, measured by the process's memory over several
@@ -117,8 +117,8 @@ def _ratio(times: Times, way: str, own: Sequence[int], base: Sequence[int]) -> f
 
 def measure_layer(hidden: int, rounds: int) -> Layer:
     """One linear layer, deferred whatever its size."""
-    told = run("layer", hidden, rounds, ["rrfp, all deferred"], KEEPING)
-    return Layer(hidden, 2.0 * SEQUENCE * hidden**2, told["cost"], told["product"])
+    document = run("layer", hidden, rounds, ["rrfp, all deferred"], KEEPING)
+    return Layer(hidden, 2.0 * SEQUENCE * hidden**2, document["cost"], document["product"])
 
 
 def aims_of(figures: Mapping[int, Mapping[str, Figures]]) -> list[Aim]:
@@ -171,8 +171,8 @@ def main() -> None:
     aims = aims_of(figures)
     if arguments.json:
         plain = {hidden: {way: asdict(one) for way, one in ways.items()} for hidden, ways in figures.items()}
-        told = {"figures": plain, "layers": [asdict(layer) for layer in layers]}
-        print(json.dumps({**told, "aims": [aim.to_json() for aim in aims], "other_load": load.share()}))
+        document = {"figures": plain, "layers": [asdict(layer) for layer in layers]}
+        print(json.dumps({**document, "aims": [aim.to_json() for aim in aims], "other_load": load.share()}))
     else:
         print_tables(figures, layers, aims)
         print(load.sentence())

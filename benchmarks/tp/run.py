@@ -118,10 +118,10 @@ def print_tables(figures: Mapping[int, Mapping[str, Figures]], aims: Sequence[Ai
         table.add_section()
     console.print(table)
     if aims:
-        told = table_of("aims", "share of the step", "measured %", "aim %", "met")
+        shares = table_of("aims", "share of the step", "measured %", "aim %", "met")
         for aim in aims:
-            told.add_row(aim.name, f"{aim.value:.2f}", f"at most {aim.limit:g}", "yes" if aim.met else "NO")
-        console.print(told)
+            shares.add_row(aim.name, f"{aim.value:.2f}", f"at most {aim.limit:g}", "yes" if aim.met else "NO")
+        console.print(shares)
 
 
 def arguments() -> argparse.Namespace:
@@ -150,8 +150,8 @@ def main() -> None:
         )
     aims = aims_of(figures)
     if given.json:
-        told = {tp: {method: asdict(each) for method, each in methods.items()} for tp, methods in figures.items()}
-        print(json.dumps({"figures": told, "aims": [aim.to_json() for aim in aims], "other_load": load.share()}))
+        plain = {tp: {method: asdict(each) for method, each in methods.items()} for tp, methods in figures.items()}
+        print(json.dumps({"figures": plain, "aims": [aim.to_json() for aim in aims], "other_load": load.share()}))
         return
     print_tables(figures, aims)
     print(load.sentence())

@@ -27,8 +27,8 @@ def test_every_table_of_the_paper_has_its_figures_beside_ours_and_what_they_rest
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    told = json.loads(done.stdout)
-    tables = told["tables"]
+    document = json.loads(done.stdout)
+    tables = document["tables"]
 
     assert list(tables) == [
         *("table-1", "table-2", "table-3", "tables-4-5", "table-6", "table-7", "table-8"),
@@ -44,8 +44,13 @@ def test_every_table_of_the_paper_has_its_figures_beside_ours_and_what_they_rest
             assert product == pytest.approx(row["over_blocking"]["bf"], rel=0.05)  # means of ratios, one seed
             assert row["factors"]["sends"] >= 1, "blocking sends are never faster"
             assert row["paper"]["bfw"] > row["paper"]["bf"] > 1
-    assert [Path(path).name for path in told["pictures"]] == ["table-1.png", "table-2.png", "table-6.png", "limit.png"]
-    assert all((tmp_path / Path(path).name).stat().st_size > 10_000 for path in told["pictures"])
+    assert [Path(path).name for path in document["pictures"]] == [
+        "table-1.png",
+        "table-2.png",
+        "table-6.png",
+        "limit.png",
+    ]
+    assert all((tmp_path / Path(path).name).stat().st_size > 10_000 for path in document["pictures"])
 
 
 def test_a_wrong_table_is_refused_with_the_names_of_all() -> None:

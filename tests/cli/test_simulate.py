@@ -161,9 +161,9 @@ def test_a_hint_is_told_the_sizes(tmp_path: Path, sizes: str) -> None:
     (tmp_path / "sized.py").write_text(SIZED_HINT)
     total = (table.forward + table.backward).sum(axis=0).tolist()
     (tmp_path / "sizes.json").write_text(json.dumps(total))
-    told = "planned" if sizes == "planned" else tmp_path / "sizes.json"
+    sent = "planned" if sizes == "planned" else tmp_path / "sizes.json"
     hint = f"{tmp_path / 'sized.py'}:LargestFirst"
-    result = rrfp("simulate", "--costs", tmp_path / "costs.json", "--hint", hint, "--sizes", told, "--json")
+    result = rrfp("simulate", "--costs", tmp_path / "costs.json", "--hint", hint, "--sizes", sent, "--json")
     order = json.loads(result.stdout)["order"][0]
     largest_first = sorted(range(4), key=lambda m: -total[m])
     assert [task for task in order if task[0] == "F"] == [f"F{m}@0" for m in largest_first]
@@ -223,19 +223,19 @@ def test_one_rank_runs_as_without_groups(costs: Path) -> None:
 
 
 def test_a_strict_schedule_needs_no_coordination(costs: Path) -> None:
-    told = json.loads(rrfp("simulate", "--costs", costs, "--strict", "1f1b", "--tp", "4", "--json").stdout)["tp"]
-    assert (told["coordination"], told["messages_per_task"], told["coordination_share"]) == ("independent", 0, 0)
+    groups = json.loads(rrfp("simulate", "--costs", costs, "--strict", "1f1b", "--tp", "4", "--json").stdout)["tp"]
+    assert (groups["coordination"], groups["messages_per_task"], groups["coordination_share"]) == ("independent", 0, 0)
 
 
 def test_the_text_shows_the_cost_of_coordination(costs: Path) -> None:
     options = ("simulate", "--costs", costs, "--hint", "bf", "--tp", "4", "--coordination", "agreement")
     lines = rrfp(*options).stdout.splitlines()
     assert lines[0] == "bf: 3 stages, 8 microbatches"
-    told = json.loads(rrfp(*options, "--json").stdout)["tp"]
-    assert told["failed_rounds_per_task"] > 0
+    tp = json.loads(rrfp(*options, "--json").stdout)["tp"]
+    assert tp["failed_rounds_per_task"] > 0
     assert lines[-1] == (
-        f"4 ranks a stage, agreement: coordination {told['coordination_share']:.2%} of the step, "
-        f"{told['failed_rounds_per_task']:.3g} failed rounds a task, {told['messages_per_task']:.3g} messages a task"
+        f"4 ranks a stage, agreement: coordination {tp['coordination_share']:.2%} of the step, "
+        f"{tp['failed_rounds_per_task']:.3g} failed rounds a task, {tp['messages_per_task']:.3g} messages a task"
     )
 
 

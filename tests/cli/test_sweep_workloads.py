@@ -83,9 +83,9 @@ def test_hints_receive_the_sizes_of_files(tmp_path: Path, sizes: str) -> None:
     (tmp_path / "sizes.json").write_text(json.dumps((table.forward + table.backward).sum(axis=0).tolist()))
     source = "planned" if sizes == "planned" else tmp_path / "sizes.json"
     options = ("--costs", tmp_path / "costs.json", "--hint", "slot-aware-pyramid", "--limit", "1f1b")
-    (told,), (untold,) = rows(*options, "--sizes", source), rows(*options)
+    (sized,), (unsized,) = rows(*options, "--sizes", source), rows(*options)
     single = json.loads(rrfp("simulate", *options, "--sizes", source, "--json").stdout)
-    assert told["makespan"] == single["makespan"] != untold["makespan"]
+    assert sized["makespan"] == single["makespan"] != unsized["makespan"]
 
 
 def test_saved_costs_are_those_that_ran(tmp_path: Path) -> None:

@@ -92,16 +92,16 @@ def test_no_experiments_no_rows() -> None:
     assert sweep([]).rows == ()
 
 
-def test_hints_are_told_the_profiles_sizes() -> None:
-    told: set[tuple[float, ...] | None] = set()
+def test_hints_receive_the_profiles_sizes() -> None:
+    seen: set[tuple[float, ...] | None] = set()
 
     class Listening(Hint):
         def choose(self, ready: ReadySet, view: View) -> Task | None:
-            told.add(view.sizes)
+            seen.add(view.sizes)
             return next(iter(ready))
 
     Experiment(WORKLOAD, Method(hint=Listening)).simulate()
-    assert told == {tuple(WORKLOAD.sizes())}
+    assert seen == {tuple(WORKLOAD.sizes())}
 
 
 def test_a_class_that_cannot_be_pickled_runs_beside_other_processes() -> None:
