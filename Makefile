@@ -55,7 +55,7 @@ fmt: $(READY)
 	$(BIN)/ruff format $(CODE)
 
 bench: $(READY)
-	@set -e; for file in benchmarks/[!_]*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
+	@set -e; for file in benchmarks/*/run.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
 
 clean:
 	rm -rf .venv out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

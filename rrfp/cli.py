@@ -19,17 +19,21 @@ from rrfp.commands.demo import demo
 from rrfp.commands.doctor import doctor
 from rrfp.commands.plugins import hints, transports
 from rrfp.commands.simulate import simulate
+from rrfp.commands.sweep import sweep
 from rrfp.commands.trace import trace
 from rrfp.errors import ConfigError, DeadlockError, RrfpError
 
 FAILED, USAGE, DEADLOCK, INTERRUPTED = 1, 2, 3, 130
+
+#: One run and many: whoever gives one an option of the other means the other.
+_SIBLINGS = {"simulate": "sweep", "sweep": "simulate"}
 
 # The base of all that typer raises about arguments. Which module it lives in depends on typer's version.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
 
 
 class Commands(TyperGroup):
-    """The commands; whatever one raises on purpose is told in one line and an exit code."""
+    """The commands; an error that one raises on purpose becomes one line and an exit code."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run the command line and exit."""
@@ -65,9 +69,19 @@ def _usage(error: Any) -> str:
     context = getattr(error, "ctx", None)
     if context is None:
         return message
+    if _is_siblings(getattr(error, "option_name", None), context):
+        message += f"; it is an option of rrfp {_SIBLINGS[context.command.name]}"
     if isinstance(context.command, TyperGroup) and "option" not in message:
         message += f", must be one of: {', '.join(context.command.list_commands(context))}"
     return f"{message} (see {context.command_path} --help)"
+
+
+def _is_siblings(option: str | None, context: Any) -> bool:
+    """Whether an option that is unknown to a command is one of its sibling's."""
+    if option is None or context.command.name not in _SIBLINGS:
+        return False
+    sibling = context.parent.command.commands[_SIBLINGS[context.command.name]]
+    return any(option in parameter.opts for parameter in sibling.params)
 
 
 def _fail(message: str, code: int) -> None:
@@ -101,6 +115,7 @@ def _rrfp(
 
 app.command()(demo)
 app.command()(simulate)
+app.command()(sweep)
 app.command()(trace)
 app.command()(hints)
 app.command()(transports)

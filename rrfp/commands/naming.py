@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rrfp.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rrfp.core.hint import Hint
     from rrfp.hints.registry import HintSpec
 
 
@@ -38,15 +41,33 @@ def named_or_loaded(what: str, text: str) -> Any:
         raise ConfigError(f"{what} is {text!r}: {home!r} has no attribute {attribute!r}") from None
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedHint:
+    """Makes the hint that a text with a colon leads to; another process can load it as well."""
+
+    text: str
+
+    def __call__(self) -> Hint:
+        """A fresh hint."""
+        from rrfp.hints.registry import create_hint
+
+        return create_hint(_loaded(self.text))
+
+
+@lru_cache(maxsize=64)
+def _loaded(text: str) -> Any:
+    return named_or_loaded("hint", text)
+
+
 def named_or_loaded_hint(text: str) -> HintSpec:
-    """What `create_hint` takes for a hint that a user named; it was tried once.
+    """What `create_hint` accepts for a hint that a user named; it was tried once.
 
     Raises:
         ConfigError: if the name is unknown, or what it leads to makes no hint.
     """
     from rrfp.hints.registry import create_hint
 
-    spec: HintSpec = named_or_loaded("hint", text)
+    spec: HintSpec = LoadedHint(text) if ":" in text else text
     try:
         create_hint(spec)
     except ConfigError:

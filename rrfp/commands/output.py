@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from rrfp.errors import ConfigError
 
 #: The option that every command has.
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON instead of text.")]
@@ -15,6 +19,16 @@ Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON inste
 def print_json(document: Mapping[str, Any] | Sequence[Any]) -> None:
     """Write ``document`` as one line; equal documents give equal bytes."""
     typer.echo(json.dumps(document, allow_nan=False))
+
+
+def check_folder(path: Path) -> None:
+    """Refuse a file whose folder cannot be written to, before anything runs.
+
+    Raises:
+        ConfigError: naming the file.
+    """
+    if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        raise ConfigError(f"{path}: cannot be written (no such folder, or not allowed)")
 
 
 def first_line(text: str | None) -> str:

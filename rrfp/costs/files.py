@@ -7,6 +7,7 @@ checked by `CostTable`. Numbers survive a round trip bitwise.
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,28 @@ def read_costs(path: str | os.PathLike[str]) -> CostTable:
         return from_json(text)
     except ConfigError as error:
         raise ConfigError(f"{os.fspath(path)}: {error}") from None
+
+
+def read_sizes(path: str | os.PathLike[str], microbatches: int) -> list[float]:
+    """Read the sizes of ``microbatches`` microbatches, in any unit: a JSON list of numbers.
+
+    Raises:
+        ConfigError: it cannot be read, or is not such a list; one line naming the file.
+    """
+    name = os.fspath(path)
+    try:
+        sizes = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"sizes is {name!r}, must be planned or a file ({error.strerror or error})") from None
+    except ValueError as error:  # not UTF-8, not JSON
+        raise ConfigError(f"sizes: {name}: is not JSON ({error})") from None
+    if not isinstance(sizes, list) or len(sizes) != microbatches or not all(map(_is_size, sizes)):
+        raise ConfigError(f"sizes: {name}: must be a list of {microbatches} finite numbers >= 0, one a microbatch")
+    return sizes
+
+
+def _is_size(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0  # type: ignore[arg-type, operator]
 
 
 def write_costs(path: str | os.PathLike[str], table: CostTable) -> None:

@@ -14,7 +14,7 @@ from rrfp.hints.pyramid import bfw_pyramid, slot_aware_pyramid
 from rrfp.hints.schedule import ScheduleHint, ScheduleSource, Strict
 from rrfp.hints.slot_aware import SlotAware
 from rrfp.hints.split import BackwardForwardWeight
-from rrfp.schedules.registry import make_schedule, schedule_names
+from rrfp.schedules.registry import ScheduleSpec, make_schedule, schedule_names
 
 #: A caller's hint: a name, a class or other factory, or an instance, of which every stage gets a copy.
 HintSpec = str | Hint | Callable[[], Hint]
@@ -54,15 +54,15 @@ def create_hint(spec: HintSpec) -> Hint:
     return hint
 
 
-def create_strict(name: str) -> Hint:
-    """A hint that runs the schedule ``name`` to the letter.
+def create_strict(spec: ScheduleSpec) -> Hint:
+    """A hint that runs the schedule ``spec`` to the letter.
 
     Raises:
         ConfigError: for an unknown schedule.
     """
-    if name not in schedule_names():
-        raise ConfigError(f"strict is {name!r}, must be one of: {', '.join(schedule_names())}")
-    return Strict(_source(name))
+    if isinstance(spec, str) and spec not in schedule_names():
+        raise ConfigError(f"strict is {spec!r}, must be one of: {', '.join(schedule_names())}")
+    return Strict(_source(spec))
 
 
 def hint_factory(name: str) -> Callable[[], Hint]:
@@ -82,5 +82,5 @@ def hint_factory(name: str) -> Callable[[], Hint]:
     raise ConfigError(f"hint is {name!r}, must be one of: {', '.join(hint_names())}")
 
 
-def _source(name: str) -> ScheduleSource:
-    return lambda view: make_schedule(name, view.graph, view.microbatches)
+def _source(spec: ScheduleSpec) -> ScheduleSource:
+    return lambda view: make_schedule(spec, view.graph, view.microbatches)

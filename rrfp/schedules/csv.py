@@ -1,7 +1,7 @@
 """Schedules as CSV in the compute-only grammar of torch.distributed.pipelining.
 
-One row a stage (torch: rank), one cell a task: virtual stage (torch: stage index), type, microbatch, such as ``2F0``.
-Empty cells are idle slots and are ignored. Types: F is F; I is a split backward's B; W is W; B is an unsplit
+One line a stage (torch: rank), one cell a task: virtual stage (torch: stage index), type, microbatch, such as ``2F0``.
+Empty cells are idle slots and mean nothing here. Types: F is F; I is a split backward's B; W is W; B is an unsplit
 backward, which on a split virtual stage means B and W together.
 """
 
@@ -11,13 +11,46 @@ import csv
 import io
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from rrfp.core.graph import Graph
 from rrfp.core.schedule import Schedule
 from rrfp.core.tasks import Kind, Task
 from rrfp.errors import ConfigError
 
-_CELL = re.compile(r"([0-9]+)([FBIW])([0-9]+)")
+# Nine digits are more than any pipeline has, and an int for certain.
+_CELL = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
+_FORMS = "a virtual stage, a type (F, B, I or W) and a microbatch, such as 2F0"
+
+
+@dataclass(frozen=True, slots=True)
+class CsvSchedule:
+    """The text of a schedule file: a schedule for whatever graph it fits.
+
+    Attributes:
+        name: the file's, for reports.
+        text: the file's content.
+    """
+
+    name: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    def for_graph(self, graph: Graph, microbatches: int) -> Schedule:
+        """The order of every stage, complete and validated.
+
+        Raises:
+            ConfigError: naming the line at fault.
+        """
+        schedule = from_csv(self.text, graph, self.name)
+        try:
+            return schedule.validate(graph, microbatches)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error} (stage i is line i + 1, with every task of {microbatches} microbatches)"
+            ) from None
 
 
 def to_csv(schedule: Schedule, graph: Graph) -> str:
@@ -33,20 +66,31 @@ def from_csv(text: str, graph: Graph, name: str = "csv") -> Schedule:
     """Parse a schedule, without validating it (see `Schedule.validate`).
 
     Raises:
-        ConfigError: naming row and column of a cell that is not in the compute-only grammar or does not fit ``graph``.
+        ConfigError: naming the line and column of a cell that is not in the compute-only grammar, or does not fit
+            ``graph``.
     """
-    rows = list(csv.reader(io.StringIO(text)))
-    if len(rows) != graph.placement.stages:
-        raise ConfigError(
-            f"schedule {name}: has {len(rows)} rows, must have {graph.placement.stages}, one for each stage"
-        )
+    stages = graph.placement.stages
+    lines = _lines(text, name)
+    if len(lines) != stages:
+        raise ConfigError(f"schedule {name}: has {len(lines)} lines, must have {stages}, one for each stage")
     orders = []
-    for row, cells in enumerate(rows):
+    for stage, cells in enumerate(lines):
         order: list[Task] = []
-        for column, cell in enumerate(cells):
-            order += _tasks(cell.strip(), graph, f"schedule {name}: row {row}, column {column}")
+        for column, cell in enumerate(cells, 1):
+            order += _tasks(cell.strip(), stage, graph, f"schedule {name}: line {stage + 1}, column {column}")
         orders.append(tuple(order))
     return Schedule(name, tuple(orders))
+
+
+def _lines(text: str, name: str) -> list[list[str]]:
+    """The cells of each line; blank lines at the end are none."""
+    lines = []
+    for number, line in enumerate(text.rstrip().splitlines(), 1):
+        try:
+            lines.append(next(csv.reader([line]), []))
+        except csv.Error as error:
+            raise ConfigError(f"schedule {name}: line {number}: is not CSV ({error})") from None
+    return lines
 
 
 def _cell(task: Task, graph: Graph) -> str:
@@ -54,18 +98,19 @@ def _cell(task: Task, graph: Graph) -> str:
     return f"{task.virtual_stage}{kind}{task.microbatch}"
 
 
-def _tasks(cell: str, graph: Graph, where: str) -> Iterator[Task]:
+def _tasks(cell: str, stage: int, graph: Graph, where: str) -> Iterator[Task]:
     if not cell:
         return
     match = _CELL.fullmatch(cell)
     if match is None:
-        raise ConfigError(f"{where}: {cell!r} is not a compute action such as 2F0 (types F, B, I, W)")
+        raise ConfigError(f"{where}: {cell!r} must be {_FORMS}")
     virtual_stage, kind, microbatch = int(match[1]), match[2], int(match[3])
-    if virtual_stage >= graph.placement.num_virtual_stages:
-        raise ConfigError(f"{where}: {cell!r}: virtual stages are 0..{graph.placement.num_virtual_stages - 1}")
+    own = graph.placement.virtual_stages(stage)
+    if virtual_stage not in own:
+        raise ConfigError(f"{where}: {cell!r}: the virtual stages of this line are {', '.join(map(str, own))}")
     split = graph.split[virtual_stage]
     if kind in "IW" and not split:
-        raise ConfigError(f"{where}: {cell!r}: the backward of virtual stage {virtual_stage} is not split")
+        raise ConfigError(f"{where}: {cell!r}: the backward of virtual stage {virtual_stage} is not split: F or B")
     if kind == "B" and split:
         yield Task(Kind.B, microbatch, virtual_stage)
         yield Task(Kind.W, microbatch, virtual_stage)

@@ -9,10 +9,14 @@ from rrfp.core.graph import Graph
 from rrfp.core.schedule import Schedule
 from rrfp.errors import ConfigError
 from rrfp.schedules import gpipe, interleaved, one_f_one_b, zb_h1, zb_v
+from rrfp.schedules.csv import CsvSchedule
 from rrfp.schedules.needs import Needs
 
 #: Makes the order of every stage for a graph and M microbatches; may leave out weight tasks.
 ScheduleGenerator = Callable[[Graph, int], Schedule]
+
+#: A schedule's name, or the text of a schedule file.
+ScheduleSpec = str | CsvSchedule
 
 _KNOWN: dict[str, tuple[ScheduleGenerator, Needs]] = {
     "gpipe": (gpipe.gpipe, gpipe.NEEDS),
@@ -48,14 +52,16 @@ def schedule_needs(name: str) -> Needs:
 
 # Why so few? A schedule of a thousand stages takes a hundred megabytes.
 @lru_cache(maxsize=16)
-def make_schedule(name: str, graph: Graph, microbatches: int) -> Schedule:
-    """The schedule ``name`` for ``graph``, complete and validated; a W that it leaves out runs right after its B.
+def make_schedule(spec: ScheduleSpec, graph: Graph, microbatches: int) -> Schedule:
+    """The schedule ``spec`` for ``graph``, complete and validated; a W that a named one omits runs right after its B.
 
     Raises:
         ConfigError: for an unknown name, or a schedule that does not fit the graph.
     """
-    generate, needs = _known(name)
-    needs.check(name, graph)
+    if isinstance(spec, CsvSchedule):
+        return spec.for_graph(graph, microbatches)
+    generate, needs = _known(spec)
+    needs.check(spec, graph)
     return generate(graph, microbatches).with_weights(graph).validate(graph, microbatches)
 
 

@@ -15,7 +15,7 @@ from rrfp.costs.streams import Matrix
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict
-from rrfp.schedules.registry import make_schedule
+from rrfp.schedules.registry import ScheduleSpec, make_schedule
 from rrfp.sim.bound import lower_bound
 from rrfp.sim.engine import EngineResult, graph_of, run
 
@@ -85,7 +85,7 @@ def simulate(
     costs: CostTable,
     *,
     hint: HintSpec | None = None,
-    strict: str | None = None,
+    strict: ScheduleSpec | None = None,
     limit: Limit | int | str | None = None,
     admission: AdmissionRule | None = None,
     sends: Sends = "eager",
@@ -96,7 +96,7 @@ def simulate(
     Args:
         costs: what tasks and messages take.
         hint: a hint's name, class or instance.
-        strict: a schedule's name; its stages wait for their next task.
+        strict: a schedule's name, or a schedule file's text; its stages wait for their next task.
         limit: with a hint, how many microbatches a stage may hold (default ``2n``); a strict schedule takes none, and
             its bound uses the memory that the schedule itself needs.
         admission: with a hint, how chunks share the limit's slots; None: the limit's own rule, ``staircase`` unless it
@@ -135,16 +135,16 @@ def planned_sizes(costs: CostTable) -> list[float]:
     return sizes
 
 
-def _strict(costs: CostTable, name: str, sends: Sends) -> Simulation:
-    hints = [create_strict(name) for _ in range(costs.stages)]
+def _strict(costs: CostTable, strict: ScheduleSpec, sends: Sends) -> Simulation:
+    hints = [create_strict(strict) for _ in range(costs.stages)]
     graph = graph_of(costs)
-    schedule = make_schedule(name, graph, costs.microbatches)
+    schedule = make_schedule(strict, graph, costs.microbatches)
     # The bound counts microbatches, as a limit does; peaks are in chunk tasks.
     peaks = (schedule.peak_held(stage, graph) for stage in range(costs.stages))
     needed = [-(-peak // costs.chunks) for peak in peaks]
     if sends == "blocking":
-        if name != BLOCKING_SCHEDULE:
-            raise ConfigError(f"sends is 'blocking', must be eager with strict {name}: only 1f1b has a blocking form")
+        if strict != BLOCKING_SCHEDULE:
+            raise ConfigError(f"sends is 'blocking', must be eager with strict {strict}: only 1f1b has a blocking form")
         from rrfp.sim.blocking import run_blocking
 
         result = run_blocking(costs)

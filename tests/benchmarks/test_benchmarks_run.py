@@ -18,13 +18,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 def quick(name: str) -> Any:
     """The JSON of a benchmark's smoke run."""
-    command = [sys.executable, str(ROOT / "benchmarks" / name), "--quick", "--json"]
+    command = [sys.executable, str(ROOT / "benchmarks" / name / "run.py"), "--quick", "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    told = json.loads(done.stdout)
-    assert told["other_load"] is None or told["other_load"] >= 0
-    return told
+    document = json.loads(done.stdout)
+    assert document["other_load"] is None or document["other_load"] >= 0
+    return document
 
 
 def check_aims(aims: list[dict[str, Any]]) -> None:
@@ -34,25 +34,25 @@ def check_aims(aims: list[dict[str, Any]]) -> None:
 
 
 def test_dispatch_reports_every_latency_with_its_aim() -> None:
-    told = quick("dispatch.py")
+    document = quick("dispatch")
 
-    assert {(row["hint"], row["ready"]) for row in told["decisions"]} == {
+    assert {(row["hint"], row["ready"]) for row in document["decisions"]} == {
         (hint, ready) for hint in ("bf", "b-priority", "1f1b") for ready in (4, 64, 1024)
     }
-    assert len(told["arrivals"]) == 7
-    for spread in (*told["decisions"], *told["arrivals"].values()):
+    assert len(document["arrivals"]) == 7
+    for spread in (*document["decisions"], *document["arrivals"].values()):
         assert 0 < spread["p50"] <= spread["p99"]
         assert spread["samples"] >= 10
-    assert [(speed["stages"], speed["tasks_per_s"] > 0) for speed in told["engine"]] == [(4, True), (64, True)]
-    assert len(told["aims"]) == 7
-    check_aims(told["aims"])
+    assert [(speed["stages"], speed["tasks_per_s"] > 0) for speed in document["engine"]] == [(4, True), (64, True)]
+    assert len(document["aims"]) == 7
+    check_aims(document["aims"])
 
 
 def test_against_torch_reports_every_method_under_every_jitter() -> None:
-    told = quick("against_torch.py")
+    document = quick("against_torch")
 
-    assert set(told["figures"]) == {"J0", "J3"}
-    for methods in told["figures"].values():
+    assert set(document["figures"]) == {"J0", "J3"}
+    for methods in document["figures"].values():
         assert methods["torch 1F1B"]["per_baseline"] == 1.0
         assert methods["torch GPipe"]["held"] == methods["rrfp strict gpipe"]["held"] == [4, 4, 4, 4]
         assert methods["torch 1F1B"]["held"] == methods["rrfp strict 1f1b"]["held"] == [4, 3, 2, 1]
@@ -62,15 +62,15 @@ def test_against_torch_reports_every_method_under_every_jitter() -> None:
         for name, figures in methods.items():
             assert figures["per_bound"] >= 1.0
             assert (figures["transfer_s"] is None) == name.startswith("torch")
-    assert len(told["aims"]) == 2 * 4
-    check_aims(told["aims"])
+    assert len(document["aims"]) == 2 * 4
+    check_aims(document["aims"])
 
 
 def test_tp_simulated_compares_every_way_at_every_number_of_ranks() -> None:
-    told = quick("tp_simulated.py")
+    document = quick("tp_simulated")
 
-    assert [(row["hint"], row["tp"]) for row in told["rows"]] == [(h, tp) for h in ("bf", "bfw") for tp in (2, 4)]
-    for row in told["rows"]:
+    assert [(row["hint"], row["tp"]) for row in document["rows"]] == [(h, tp) for h in ("bf", "bfw") for tp in (2, 4)]
+    for row in document["rows"]:
         tp, ways = row["tp"], row["ways"]
         assert set(ways) == {"leader", "leader, depth 2", "agreement", "agreement, free"}
         for name in ("leader", "leader, depth 2"):
@@ -80,15 +80,15 @@ def test_tp_simulated_compares_every_way_at_every_number_of_ranks() -> None:
         assert agreed["rounds"] == pytest.approx(1 + agreed["failed"])
         assert agreed["messages"] == pytest.approx(agreed["rounds"] * tp * (tp - 1))
         assert 0 < agreed["disputed"] < agreed["failed"]
-    free, slow = told["control"]
+    free, slow = document["control"]
     assert free["over_free_leader"]["leader"] == {"mean": 1, "deviation": 0}
     assert slow["over_free_leader"]["leader"]["mean"] > 1
 
 
 def test_tp_coordination_reports_every_way_to_one_order() -> None:
-    told = quick("tp_coordination.py")
+    document = quick("tp")
 
-    methods = told["figures"]["2"]
+    methods = document["figures"]["2"]
     assert set(methods) == {"leader, depth 2", "leader, depth 1", "agreement"}
     assert methods["leader, depth 2"]["iteration"] == 1.0
     for figures in methods.values():
@@ -96,4 +96,4 @@ def test_tp_coordination_reports_every_way_to_one_order() -> None:
         assert 0 <= figures["to_start"]["p50"] <= figures["to_start"]["p99"]
         assert figures["to_start"]["samples"] == 2 * 7  # of two stages with 8 tasks each, from the second task on
         assert figures["words_per_task"] > 1
-    check_aims(told["aims"])
+    check_aims(document["aims"])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "forced_order.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "forced_order" / "run.py"
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 from rrfp.hints.registry import hint_names
 from rrfp.schedules.registry import schedule_names
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "hints.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "hints" / "run.py"
 #: bf is bfw once backward is split; a hint made of a schedule is that schedule's affair.
 LEFT_OUT = {"bf", *schedule_names()}
 
@@ -32,18 +32,18 @@ def test_every_hint_is_run_within_every_limit_and_the_cells_follow_from_the_runs
     runs_file, picture = tmp_path / "runs.csv", tmp_path / "hints.png"
     done = benchmark("--quick", "--json", "--csv", str(runs_file), "--png", str(picture))
     assert done.returncode == 0, done.stderr[-4000:]
-    told = json.loads(done.stdout)
+    document = json.loads(done.stdout)
     with runs_file.open() as file:
         runs = list(csv.DictReader(file))
-    assert told["runs"] == len(runs)
+    assert document["runs"] == len(runs)
     assert picture.stat().st_size > 10_000
 
-    shown = {(cell["method"], cell["limit"]) for cell in told["cells"]}
+    shown = {(cell["method"], cell["limit"]) for cell in document["cells"]}
     ours = [name for name in hint_names() if name not in LEFT_OUT]
     hints = {(name, limit) for name in ours for limit in ("1f1b", "N", "2N")}
     assert shown == {*hints, ("1f1b", "1f1b"), ("zb-h1", "N")}
     keys = ("profile", "stages", "jitter", "method", "limit")
-    for cell in told["cells"]:
+    for cell in document["cells"]:
         here = [run for run in runs if all(run[key] == str(cell[key]) for key in keys)]
         assert fmean(float(run["percent_above"]) for run in here) == pytest.approx(cell["above"]["mean"])
         assert cell["above"]["mean"] >= -1e-9

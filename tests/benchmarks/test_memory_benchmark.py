@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "memory.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "memory" / "run.py"
 MIB = 1 << 20
 #: Of the quick run: an activation inside a stage, and what travels; a stage has two parts.
 WIDE, NARROW = MIB, MIB // 4
@@ -31,8 +31,8 @@ def benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_every_hint_is_measured_at_every_limit_beside_strict_schedules() -> None:
     done = benchmark("--quick", "--json")
     assert done.returncode == 0, done.stderr[-4000:]
-    told = json.loads(done.stdout)
-    methods: dict[tuple[str, str], Any] = {(one["name"], one["limit"]): one for one in told["figures"]}
+    document = json.loads(done.stdout)
+    methods: dict[tuple[str, str], Any] = {(one["name"], one["limit"]): one for one in document["figures"]}
     hints = product(("bf", "bfw"), ("1", "1f1b", "n", "2n", "bytes"))
     assert set(methods) == {("1f1b", ""), ("zb-h1", ""), ("zb-v", ""), *hints}
     strict = methods["1f1b", ""]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "split_backward.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "split_backward" / "run.py"
 
 
 @pytest.mark.slow
@@ -20,8 +20,8 @@ def test_all_ways_are_compared_in_time_and_bytes() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    told = json.loads(done.stdout)
-    (ways,) = told["figures"].values()
+    document = json.loads(done.stdout)
+    (ways,) = document["figures"].values()
     ordinary, rrfp, everything, nothing, torchs = (
         ways[way] for way in ("ordinary", "rrfp", "rrfp, all deferred", "rrfp, none deferred", "torch pipelining")
     )
@@ -33,7 +33,7 @@ def test_all_ways_are_compared_in_time_and_bytes() -> None:
     # Inputs and output gradients of the linear layers, and little else; torch keeps much more.
     assert 0.95 <= everything["kept"] <= 1.10
     assert torchs["kept"] > 1.3
-    (layer,) = told["layers"]
+    (layer,) = document["layers"]
     assert layer["product_s"] > 0
     assert layer["flops"] == 2 * 256 * layer["hidden"] ** 2
-    assert told["aims"] == []
+    assert document["aims"] == []

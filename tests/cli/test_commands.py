@@ -18,7 +18,7 @@ from rrfp.sim.simulation import simulate
 from rrfp.trace.chrome import chrome_events, write_chrome
 
 CHECKS = ("check faults", "check admission", "check hint", "check transport")
-COMMANDS = ("demo", "simulate", "trace", "hints", "transports", "doctor", *CHECKS)
+COMMANDS = ("demo", "simulate", "sweep", "trace", "hints", "transports", "doctor", *CHECKS)
 
 CHEAT = """
 from rrfp import Hint, Kind, Task
@@ -73,7 +73,7 @@ def test_light_commands_do_not_import_torch() -> None:
 import sys
 from typer.testing import CliRunner
 from rrfp.cli import app
-for arguments in (["--help"], ["hints"], ["simulate", "--help"]):
+for arguments in (["--help"], ["hints"], ["simulate", "--help"], ["sweep", "--help"]):
     assert CliRunner().invoke(app, arguments).exit_code == 0
     assert "torch" not in sys.modules, arguments
 """

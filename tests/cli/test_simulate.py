@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli.shell import rrfp, rrfp_process
 
+from rrfp.core.graph import Graph
 from rrfp.costs import make_costs, write_costs
+from rrfp.schedules.csv import to_csv
+from rrfp.schedules.registry import make_schedule
+from rrfp.sim.cluster.simulation import simulate_tensor_parallel
 
 KEYS = ["makespan", "lower_bound", "ratio", "busy", "peak", "received_peak", "limit", "order", "start"]
 #: Every hint but the schedules that need a split backward or two chunks.
@@ -156,9 +161,9 @@ def test_a_hint_is_told_the_sizes(tmp_path: Path, sizes: str) -> None:
     (tmp_path / "sized.py").write_text(SIZED_HINT)
     total = (table.forward + table.backward).sum(axis=0).tolist()
     (tmp_path / "sizes.json").write_text(json.dumps(total))
-    told = "planned" if sizes == "planned" else tmp_path / "sizes.json"
+    sent = "planned" if sizes == "planned" else tmp_path / "sizes.json"
     hint = f"{tmp_path / 'sized.py'}:LargestFirst"
-    result = rrfp("simulate", "--costs", tmp_path / "costs.json", "--hint", hint, "--sizes", told, "--json")
+    result = rrfp("simulate", "--costs", tmp_path / "costs.json", "--hint", hint, "--sizes", sent, "--json")
     order = json.loads(result.stdout)["order"][0]
     largest_first = sorted(range(4), key=lambda m: -total[m])
     assert [task for task in order if task[0] == "F"] == [f"F{m}@0" for m in largest_first]
@@ -173,3 +178,71 @@ def test_blocking_sends_are_never_faster(costs: Path) -> None:
     assert blocking["makespan"] > eager["makespan"]
     assert (blocking["order"], blocking["peak"]) == (eager["order"], eager["peak"])
     assert blocking["lower_bound"] == eager["lower_bound"]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_schedule_file_runs_as_the_schedule_that_it_holds(tmp_path: Path, schedule: str) -> None:
+    """`rrfp.schedules.csv.to_csv` writes what torch's own schedules write."""
+    costs, graph = tmp_path / "costs.json", Graph.chain(3, split=True)
+    write_costs(costs, make_costs("mllm", 3, 8, split=True, latency="spike"))
+    (tmp_path / "mine.csv").write_text(to_csv(make_schedule(schedule, graph, 8), graph))
+    of_file = rrfp("simulate", "--costs", costs, "--strict", tmp_path / "mine.csv", "--json")
+    assert (of_file.exit_code, of_file.stderr) == (0, "")
+    assert of_file.stdout == rrfp("simulate", "--costs", costs, "--strict", schedule, "--json").stdout
+
+
+def test_a_table_of_many_stages_shows_the_ends_and_the_mean(tmp_path: Path) -> None:
+    write_costs(tmp_path / "costs.json", make_costs("mllm", 40, 4))
+    lines = rrfp("simulate", "--costs", tmp_path / "costs.json", "--hint", "bf").stdout.splitlines()
+    first_cells = [line.split("│")[1].strip() for line in lines if line.startswith("│")]
+    assert first_cells == [*map(str, range(8)), "... 24 more", *map(str, range(32, 40)), "mean"]
+
+
+@pytest.mark.parametrize("coordination", [None, "leader", "agreement"])
+def test_groups_of_ranks_have_the_files_own_latencies_shuffled(costs: Path, coordination: str | None) -> None:
+    way = () if coordination is None else ("--coordination", coordination)
+    result = rrfp("simulate", "--costs", costs, "--hint", "bf", "--limit", "n", "--tp", "3", *way, "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    name: Any = coordination or "leader"
+    table = make_costs("mllm", 3, 8, jitter="J2", latency="wire")
+    run = simulate_tensor_parallel(table, 3, hint="bf", limit="n", coordination=name)
+    assert result.stdout == json.dumps(run.to_json()) + "\n"
+    answer = json.loads(result.stdout)
+    assert list(answer) == [*KEYS, "tp"]
+    assert answer["tp"]["ranks"] == 3
+    assert answer["tp"]["coordination_share"] > 0
+
+
+def test_one_rank_runs_as_without_groups(costs: Path) -> None:
+    alone, group = (
+        json.loads(rrfp("simulate", "--costs", costs, "--hint", "bf", *tp, "--json").stdout)
+        for tp in ((), ("--tp", "1"))
+    )
+    assert group["tp"]["messages_per_task"] == 0
+    assert {key: group[key] for key in KEYS} == alone
+
+
+def test_a_strict_schedule_needs_no_coordination(costs: Path) -> None:
+    groups = json.loads(rrfp("simulate", "--costs", costs, "--strict", "1f1b", "--tp", "4", "--json").stdout)["tp"]
+    assert (groups["coordination"], groups["messages_per_task"], groups["coordination_share"]) == ("independent", 0, 0)
+
+
+def test_the_text_shows_the_cost_of_coordination(costs: Path) -> None:
+    options = ("simulate", "--costs", costs, "--hint", "bf", "--tp", "4", "--coordination", "agreement")
+    lines = rrfp(*options).stdout.splitlines()
+    assert lines[0] == "bf: 3 stages, 8 microbatches"
+    tp = json.loads(rrfp(*options, "--json").stdout)["tp"]
+    assert tp["failed_rounds_per_task"] > 0
+    assert lines[-1] == (
+        f"4 ranks a stage, agreement: coordination {tp['coordination_share']:.2%} of the step, "
+        f"{tp['failed_rounds_per_task']:.3g} failed rounds a task, {tp['messages_per_task']:.3g} messages a task"
+    )
+
+
+def test_timeline_and_trace_show_groups_as_stages(costs: Path, tmp_path: Path) -> None:
+    picture, trace = tmp_path / "t.png", tmp_path / "t.json"
+    outputs = ("--timeline", picture, "--trace", trace)
+    assert rrfp("simulate", "--costs", costs, "--hint", "bf", "--tp", "2", *outputs).exit_code == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    (run,) = json.loads(rrfp("trace", trace, "--json").stdout)
+    assert len(run["steps"][0]["stages"]) == 3

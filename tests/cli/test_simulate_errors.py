@@ -50,7 +50,7 @@ BAD = {
     "unknown option": (("--hnt", "bf"), "No such option: --hnt (Possible options: "),
     "option without value": (("--hint",), "Option '--hint' requires an argument"),
     "extra argument": (("--hint", "bf", "more"), "unexpected extra argument"),
-    "two hints": (("--hint", "bf,fb"), "a cost file runs one method, these are 2: lists go with --profile"),
+    "two hints": (("--hint", "bf,fb"), "rrfp simulate runs one method, these are 2: lists go with rrfp sweep"),
     "one hint twice": (("--hint", "bf,bf"), "hint is 'bf,bf', must name 'bf' once"),
     "strict and admission": (("--strict", "1f1b", "--admission", "paper"), "--admission goes with --hint"),
     "hint and sends": (("--hint", "bf", "--sends", "blocking"), "--sends goes with --strict"),
@@ -59,10 +59,25 @@ BAD = {
     "blocking gpipe": (("--strict", "gpipe", "--sends", "blocking"), "only 1f1b has a blocking form"),
     "strict and sizes": (("--strict", "1f1b", "--sizes", "planned"), "--sizes goes with --hint"),
     "absent sizes": (("--hint", "bf", "--sizes", "no/such"), "sizes is 'no/such', must be planned or a file"),
-    "a profile too": (("--hint", "bf", "--profile", "llm"), "exactly one of --costs FILE and --profile NAME"),
-    "stages": (("--hint", "bf", "--stages", "4"), "--stages goes with --profile"),
-    "seeds": (("--hint", "bf", "--seeds", "4"), "--seeds goes with --profile"),
-    "csv": (("--hint", "bf", "--csv", "x.csv"), "--csv goes with --profile"),
+    "two limits": (("--hint", "bf", "--limit", "n,2n"), "these are 2: lists go with rrfp sweep"),
+    "two sends": (("--strict", "1f1b", "--sends", "eager,blocking"), "these are 2: lists go with rrfp sweep"),
+    "a profile": (("--profile", "llm", "--hint", "bf"), "it is an option of rrfp sweep (see"),
+    "stages": (("--hint", "bf", "--stages", "4"), "it is an option of rrfp sweep (see"),
+    "seeds": (("--hint", "bf", "--seeds", "4"), "it is an option of rrfp sweep"),
+    "csv": (("--hint", "bf", "--csv", "x.csv"), "it is an option of rrfp sweep"),
+    "absent schedule": (("--strict", "no/such.csv"), "strict is 'no/such.csv': cannot be read (No such file"),
+    "no group": (("--hint", "bf", "--tp", "0"), "Invalid value for '--tp'"),
+    "coordination alone": (("--hint", "bf", "--coordination", "leader"), "--coordination goes with --tp"),
+    "unknown coordination": (
+        ("--hint", "bf", "--tp", "2", "--coordination", "x"),
+        "coordination is 'x', must be one of: leader, agreement",
+    ),
+    "strict and coordination": (
+        ("--strict", "1f1b", "--tp", "2", "--coordination", "leader"),
+        "--coordination goes with --hint",
+    ),
+    "groups by the paper's rule": (("--hint", "bf", "--tp", "2", "--admission", "paper"), "must be staircase with tp"),
+    "blocking groups": (("--strict", "1f1b", "--tp", "2", "--sends", "blocking"), "must be eager with tp"),
     "unwritable picture": (
         ("--hint", "bf", "--timeline", "/no/such/dir/t.png"),
         "/no/such/dir/t.png: cannot be written",
@@ -138,10 +153,44 @@ def test_wrong_sizes_are_named(costs: Path, tmp_path: Path, text: str, message: 
     assert message in result.stderr
 
 
-def test_neither_a_file_nor_a_profile() -> None:
+def test_no_cost_file() -> None:
     result = rrfp("simulate", "--hint", "bf")
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert "exactly one of --costs FILE and --profile NAME is needed" in result.stderr
+    assert "Missing option '--costs'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"0F0,0B0", "has 1 lines, must have 3, one for each stage"),
+        (
+            b"0F0\n1F0,1X0\n2F0",
+            "line 2, column 2: '1X0' must be a virtual stage, a type (F, B, I or W) and a microbatch",
+        ),
+        (b"0F0\n2F0\n1F0", "line 2, column 1: '2F0': the virtual stages of this line are 1"),
+        (b"0F0,0B0\n1F0,1B0\n2F0,2B0", "stage 0 misses 14 task(s), the first is B1@0 (stage i is line i + 1"),
+        (b"0F0\n\xff\n2F0", "is not CSV (not UTF-8 text)"),
+    ],
+)
+@pytest.mark.parametrize("groups", [(), ("--tp", "2")])
+def test_bad_schedule_file_names_the_line(
+    costs: Path, tmp_path: Path, content: bytes, message: str, groups: tuple[str, ...]
+) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_bytes(content)
+    result = rrfp("simulate", "--costs", costs, "--strict", path, *groups)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert str(path) in result.stderr
+    assert message in result.stderr
+
+
+def test_a_timeline_of_a_huge_step_is_refused_before_it_runs(tmp_path: Path) -> None:
+    write_costs(tmp_path / "costs.json", make_costs("llm", 101, 100))
+    result = rrfp("simulate", "--costs", tmp_path / "costs.json", "--hint", "bf", "--timeline", tmp_path / "t.png")
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert "a timeline shows at most 20000 tasks, this step has 20200: take fewer stages" in result.stderr
+    assert "--trace FILE.json" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["costs.json"]
 
 
 def test_hint_whose_constructor_fails(costs: Path, tmp_path: Path) -> None:

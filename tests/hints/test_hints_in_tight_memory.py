@@ -1,7 +1,7 @@
 """What the slot-aware hint and pyramids are for, on fixed workloads that they were not tuned on.
 
 The engine is deterministic, so these are exact numbers, not timings; they stand a few tenths below what was measured.
-`benchmarks/hints.py` shows the whole grid.
+`benchmarks/hints/run.py` shows the whole grid.
 """
 
 from __future__ import annotations

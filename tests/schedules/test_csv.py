@@ -11,9 +11,12 @@ from torch.distributed.pipelining.schedules import _Action
 from rrfp.core.graph import Graph
 from rrfp.core.schedule import Schedule
 from rrfp.core.topology import Placement
+from rrfp.costs import make_costs
 from rrfp.errors import ConfigError
-from rrfp.schedules.csv import from_csv, to_csv
+from rrfp.schedules.csv import CsvSchedule, from_csv, to_csv
 from rrfp.schedules.registry import make_schedule
+from rrfp.sim.cluster.simulation import simulate_tensor_parallel
+from rrfp.sim.simulation import simulate
 
 UNSPLIT, SPLIT = Graph.chain(2), Graph.chain(2, split=True)
 MIXED = Graph(Placement(2), split=(False, True))
@@ -76,31 +79,82 @@ def test_idle_cells_and_blanks_mean_nothing() -> None:
 
 @pytest.mark.parametrize(
     "cell",
-    ["0X0", "F0", "0F", "0f0", "-1F0", "0F0;", "0FB0", "0BI0", "0SEND_F1", "1UNSHARD", "(0F0;1B1)OVERLAP_F_B", "٣F0"],
+    [
+        "0X0",
+        "F0",
+        "0F",
+        "0f0",
+        "-1F0",
+        "0F0;",
+        "0FB0",
+        "0BI0",
+        "0SEND_F1",
+        "1UNSHARD",
+        "(0F0;1B1)OVERLAP_F_B",
+        "٣F0",
+        f"0F{'9' * 5000}",
+    ],
 )
-def test_a_bad_cell_is_named_by_row_and_column(cell: str) -> None:
+def test_a_bad_cell_is_named_by_line_and_column(cell: str) -> None:
     with pytest.raises(ConfigError) as caught:
         from_csv(f"0F0,0B0\n1F0,1B0,{cell}\n", UNSPLIT, "mine")
-    where = "schedule mine: row 1, column 2"
-    assert str(caught.value) == f"{where}: {cell!r} is not a compute action such as 2F0 (types F, B, I, W)"
+    where = "schedule mine: line 2, column 3"
+    forms = "a virtual stage, a type (F, B, I or W) and a microbatch, such as 2F0"
+    assert str(caught.value) == f"{where}: {cell!r} must be {forms}"
 
 
 @pytest.mark.parametrize(
     ("cell", "reason"),
     [
-        ("2F0", "virtual stages are 0..1"),
-        ("0I0", "the backward of virtual stage 0 is not split"),
-        ("0W0", "the backward of virtual stage 0 is not split"),
+        ("2F0", "the virtual stages of this line are 0"),
+        ("1F0", "the virtual stages of this line are 0"),
+        ("0I0", "the backward of virtual stage 0 is not split: F or B"),
+        ("0W0", "the backward of virtual stage 0 is not split: F or B"),
     ],
 )
-def test_a_cell_that_does_not_fit_the_graph_is_named_by_row_and_column(cell: str, reason: str) -> None:
+def test_a_cell_that_does_not_fit_the_graph_is_named_by_line_and_column(cell: str, reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
         from_csv(f"{cell}\n1F0\n", MIXED)
-    assert str(caught.value) == f"schedule csv: row 0, column 0: {cell!r}: {reason}"
+    assert str(caught.value) == f"schedule csv: line 1, column 1: {cell!r}: {reason}"
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_row_for_each_stage_is_needed(rows: int) -> None:
+def test_a_line_for_each_stage_is_needed(rows: int) -> None:
     with pytest.raises(ConfigError) as caught:
         from_csv("0F0\n" * rows, UNSPLIT)
-    assert str(caught.value) == f"schedule csv: has {rows} rows, must have 2, one for each stage"
+    assert str(caught.value) == f"schedule csv: has {rows} lines, must have 2, one for each stage"
+
+
+def test_blank_lines_at_the_end_are_no_stages() -> None:
+    assert from_csv("0F0,0B0\r\n1F0,1B0\r\n\r\n \n", UNSPLIT).orders == (order_of("F0@0 B0@0"), order_of("F0@1 B0@1"))
+
+
+def test_a_line_that_is_not_csv_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"schedule csv: line 2: is not CSV \(field larger than field limit"):
+        from_csv("0F0,0B0\n" + "1" * 200_000 + "\n", UNSPLIT)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0B0,0F1\n1F0,1B0,1F1,1B1", "stage 0 misses 1 task(s), the first is B1@0"),
+        ("0F0,0B0,0F0,0F1,0B1\n1F0,1B0,1F1,1B1", "stage 0, entry 0: F0@0 occurs 2 times"),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1,1F2", "stage 1, entry 4: F2@1 does not run on this stage"),
+        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", "deadlocks: stage 0, entry 1: B0@0 waits for B0@1"),
+    ],
+)
+def test_a_schedule_file_that_is_no_complete_order_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_schedule(CsvSchedule("mine.csv", text), UNSPLIT, 2)
+    assert str(caught.value).startswith("schedule mine.csv")
+    assert message in str(caught.value)
+    assert "stage i is line i + 1" in str(caught.value)
+
+
+def test_a_schedule_file_runs_as_the_schedule_that_was_written() -> None:
+    costs = make_costs("mllm", 3, 6, split=True, jitter="J2", latency="spike")
+    graph = Graph.chain(3, split=True)
+    text = to_csv(make_schedule("zb-h1", graph, 6), graph)
+    assert simulate(costs, strict=CsvSchedule("mine.csv", text)) == simulate(costs, strict="zb-h1")
+    grouped = simulate_tensor_parallel(costs, 2, strict=CsvSchedule("mine.csv", text)).result
+    assert grouped == simulate_tensor_parallel(costs, 2, strict="zb-h1").result

@@ -5,8 +5,11 @@ from __future__ import annotations
 import csv
 import os
 import signal
+import threading
+import traceback
 from contextlib import closing
 from dataclasses import asdict, replace
+from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
@@ -14,19 +17,23 @@ import pytest
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Task
+from rrfp.costs import write_costs
 from rrfp.errors import ConfigError, DeadlockError, LocalError
+from rrfp.sim.cluster.simulation import simulate_tensor_parallel
 from rrfp.sim.simulation import simulate
-from rrfp.sim.sweep.experiment import Cell, Method, Workload
-from rrfp.sim.sweep.runs import COLUMNS, Row, RowFile, Skip, sweep
-from rrfp.sim.sweep.workers import WorkerLostError, in_order
+from rrfp.sim.sweep import runs
+from rrfp.sim.sweep.experiment import CostFile, Experiment, Method, Workload
+from rrfp.sim.sweep.pool import WorkerLostError, run_all
+from rrfp.sim.sweep.rows import COLUMNS, Row, RowFile
+from rrfp.sim.sweep.runs import Skip, sweep
 
 WORKLOAD = Workload(profile="mllm", stages=3, microbatches=6, split=True, jitter="J2", latency="wire", seed=4)
 METHODS = (Method(hint="bfw", limit="1f1b"), Method(hint="bf", limit=2, admission="paper"), Method(strict="1f1b"))
 
 
-def cells() -> list[Cell]:
+def experiments() -> list[Experiment]:
     workloads = [replace(WORKLOAD, stages=n, seed=s, chunks=c) for n in (2, 4) for c in (1, 2) for s in (0, 1)]
-    return [Cell(workload, method) for workload in workloads for method in METHODS]
+    return [Experiment(workload, method) for workload in workloads for method in METHODS]
 
 
 class Silent(Hint):
@@ -39,7 +46,7 @@ class Silent(Hint):
 
 
 def test_a_row_says_what_the_single_run_says() -> None:
-    result = sweep([Cell(WORKLOAD, method) for method in METHODS], jobs=1)
+    result = sweep([Experiment(WORKLOAD, method) for method in METHODS], jobs=1)
     costs = WORKLOAD.costs()
     for row, answer in zip(
         result.rows,
@@ -64,126 +71,223 @@ def test_a_row_says_what_the_single_run_says() -> None:
 
 def test_processes_change_nothing_and_outcomes_come_in_order() -> None:
     seen: list[Row | Skip] = []
-    alone = sweep(cells(), jobs=1)
-    several = sweep(cells(), jobs=3, progress=seen.append)
+    alone = sweep(experiments(), jobs=1)
+    several = sweep(experiments(), jobs=3, progress=seen.append)
     assert several == alone
     assert [outcome for outcome in seen if isinstance(outcome, Row)] == list(alone.rows)
     assert [outcome for outcome in seen if isinstance(outcome, Skip)] == list(alone.skipped)
-    assert len(seen) == len(cells())
+    assert len(seen) == len(experiments())
 
 
 def test_what_does_not_fit_is_skipped_with_its_reason() -> None:
-    result = sweep(cells(), jobs=1)
-    assert [skip.cell for skip in result.skipped] == [
-        cell for cell in cells() if cell.method.kind == "strict" and cell.workload.chunks == 2
+    result = sweep(experiments(), jobs=1)
+    assert [skip.experiment for skip in result.skipped] == [
+        one for one in experiments() if one.method.kind == "strict" and one.workload.chunks == 2
     ]
     assert all("schedule 1f1b takes 1 chunk a stage" in skip.reason for skip in result.skipped)
-    assert len(result.rows) + len(result.skipped) == len(cells())
+    assert len(result.rows) + len(result.skipped) == len(experiments())
 
 
-def test_no_cells_no_rows() -> None:
+def test_no_experiments_no_rows() -> None:
     assert sweep([]).rows == ()
 
 
-def test_hints_are_told_the_profiles_sizes() -> None:
-    told: set[tuple[float, ...] | None] = set()
+def test_hints_receive_the_profiles_sizes() -> None:
+    seen: set[tuple[float, ...] | None] = set()
 
     class Listening(Hint):
         def choose(self, ready: ReadySet, view: View) -> Task | None:
-            told.add(view.sizes)
+            seen.add(view.sizes)
             return next(iter(ready))
 
-    Cell(WORKLOAD, Method(hint=Listening)).simulate()
-    assert told == {tuple(WORKLOAD.sizes())}
+    Experiment(WORKLOAD, Method(hint=Listening)).simulate()
+    assert seen == {tuple(WORKLOAD.sizes())}
 
 
-def test_a_class_that_cannot_be_pickled_runs_in_other_processes() -> None:
+def test_a_class_that_cannot_be_pickled_runs_beside_other_processes() -> None:
     class Local(Hint):
         def choose(self, ready: ReadySet, view: View) -> Task | None:
             return next(iter(ready))
 
-    result = sweep([Cell(replace(WORKLOAD, seed=s), Method(hint=Local)) for s in range(3)], jobs=2)
-    assert [row.method for row in result.rows] == ["Local"] * 3
+    methods = (Method(hint=Local), Method(hint="bf"))
+    several = sweep([Experiment(WORKLOAD, method) for method in methods], jobs=2)
+    assert [row.method for row in several.rows] == ["Local", "bf"]
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_deadlock_ends_the_sweep_and_names_the_run(jobs: int) -> None:
-    two = [Cell(replace(WORKLOAD, seed=s), Method(hint=Silent, name="mine")) for s in (8, 9)]
+    two = [Experiment(replace(WORKLOAD, seed=s), Method(hint=Silent, name="mine")) for s in (8, 9)]
     message = r"mine \(hint\) on profile=mllm, stages=3, .*seed=8: deadlock: every stage is idle"
     with pytest.raises(DeadlockError, match=message):
         sweep(two, jobs=jobs)
 
 
-def test_an_error_in_a_hint_comes_with_the_workers_traceback() -> None:
-    class Broken(Hint):
-        def choose(self, ready: ReadySet, view: View) -> Task | None:
-            raise KeyError("no such thing")
+def test_groups_of_ranks_have_columns_of_their_own() -> None:
+    groups, alone = replace(WORKLOAD, tp=2), WORKLOAD
+    methods = (Method(hint="bf", coordination="agreement"), Method(strict="1f1b"))
+    rows = sweep([Experiment(groups, method) for method in methods] + [Experiment(alone, METHODS[0])], jobs=1).rows
+    run = simulate_tensor_parallel(
+        WORKLOAD.costs(), 2, hint="bf", coordination="agreement", latency="wire", seed=4, sizes=WORKLOAD.sizes()
+    )
+    first = rows[0]
+    assert (first.makespan, first.ratio) == (run.simulation.makespan, run.simulation.ratio)
+    assert first.coordination_share == run.result.coordination_share > 0
+    assert first.failed_rounds_per_task == run.result.failed_rounds_per_task > 0
+    assert first.messages_per_task == run.result.messages_per_task > 0
+    assert [(row.tp, row.coordination) for row in rows] == [(2, "agreement"), (2, "independent"), (None, None)]
+    assert rows[2].coordination_share is rows[2].failed_rounds_per_task is rows[2].messages_per_task is None
 
-    with pytest.raises(KeyError, match="no such thing") as caught:
-        sweep([Cell(replace(WORKLOAD, seed=s), Method(hint=Broken)) for s in (0, 1)], jobs=2)
-    assert "in choose" in "".join(caught.value.__notes__)
+
+def test_rules_that_groups_cannot_follow_are_skipped_with_the_reason() -> None:
+    methods = (Method(hint="bf", admission="paper"), Method(strict="1f1b", sends="blocking"))
+    result = sweep([Experiment(replace(WORKLOAD, tp=2), method) for method in methods], jobs=1)
+    assert [skip.reason for skip in result.skipped] == [
+        "admission is 'paper', must be staircase with tp",
+        "sends is 'blocking', must be eager with tp",
+    ]
+    alone = sweep([Experiment(WORKLOAD, Method(hint="bf", coordination="leader"))], jobs=1)
+    assert alone.skipped[0].reason == "coordination is 'leader', must be None without tp"
+
+
+def test_a_cost_file_is_a_workload_without_profile_and_seed(tmp_path: Path) -> None:
+    path = str(tmp_path / "costs.json")
+    write_costs(path, WORKLOAD.costs())
+    of_file, of_profile = sweep(
+        [Experiment(CostFile(costs_file=path), METHODS[0]), Experiment(WORKLOAD, METHODS[0])], jobs=1
+    ).rows
+    own = {"costs": path, "profile": None, "jitter": None, "latency": None, "seed": None}
+    assert asdict(of_file) == {**asdict(of_profile), **own}
+    assert str(Experiment(CostFile(costs_file=path, tp=2), METHODS[0])).endswith(f"on costs_file={path}, tp=2")
+
+
+def test_few_tasks_are_not_worth_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[int] = []
+
+    def run_here(run: object, items: list[Experiment], *, jobs: int) -> object:
+        used.append(jobs)
+        return run_all(run, items, jobs=1)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runs, "run_all", run_here)
+    monkeypatch.setattr(runs, "usable_cores", lambda: 64)
+    sweep([Experiment(WORKLOAD, METHODS[0])])
+    monkeypatch.setattr(runs, "TASKS_WORTH_A_PROCESS", WORKLOAD.num_tasks)
+    sweep([Experiment(WORKLOAD, METHODS[0])] * 3)
+    assert used == [1, 1 + 3]
+
+
+def broken(item: int) -> int:
+    raise KeyError(f"no such thing as {item}")
+
+
+def fails_later(item: int) -> int:
+    """Item 0 takes much longer than the others, which fail."""
+    return broken(item) if item else 0 * sum(range(3_000_000))
+
+
+class OddError(Exception):
+    """It pickles, and cannot be read back."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first + second)
+
+
+def odd(item: int) -> int:
+    raise OddError("item ", str(item))
+
+
+def kills_itself(item: int) -> int:
+    if item == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return item
+
+
+def slow_at_first(item: int) -> int:
+    return item + 0 * sum(range((12 - item) * 20_000))
+
+
+def sleeps_after_the_first(item: int) -> int:
+    if item:
+        threading.Event().wait()  # forever
+    return item
+
+
+class Nowhere:
+    """It pickles, and only this process can load it."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _only_here, (os.getpid(),)
+
+
+def _only_here(pid: int) -> Nowhere:
+    if pid != os.getpid():
+        raise ImportError("no module named notebook")
+    return Nowhere()
 
 
 def test_the_first_error_in_order_is_raised_after_everything_before_it() -> None:
-    """Whichever worker is faster: place 0 takes much longer than the two that fail."""
-
-    def work(place: int) -> int:
-        if place:
-            raise KeyError(place)
-        return 0 * sum(range(3_000_000))
-
-    answers = in_order(work, 3, jobs=3)
-    assert next(answers) == 0
-    with pytest.raises(KeyError, match="1"):
-        next(answers)
+    """Whichever worker is faster; the error shows where in the worker it was raised."""
+    outcomes = run_all(fails_later, range(3), jobs=3)
+    assert next(outcomes) == 0
+    with pytest.raises(KeyError, match="no such thing as 1") as caught:
+        next(outcomes)
+    assert "in broken" in "".join(traceback.format_exception(caught.value))
 
 
-def test_an_error_that_cannot_be_pickled_comes_as_a_local_error() -> None:
-    class Odd(Exception):
-        pass
+def test_an_error_that_cannot_travel_comes_as_a_local_error() -> None:
+    with pytest.raises(LocalError, match="OddError: item 0") as caught:
+        list(run_all(odd, range(2), jobs=2))
+    assert "in odd" in "".join(traceback.format_exception(caught.value))
 
-    def work(place: int) -> int:
-        raise Odd(f"place {place}")
 
-    with pytest.raises(LocalError, match="Odd: place 0"):
-        list(in_order(work, 2, jobs=2))
+def test_what_a_worker_cannot_load_is_one_clear_error() -> None:
+    with pytest.raises(LocalError, match=r"cannot load what it is to run \(ImportError: no module named notebook\)"):
+        list(run_all(str, [Nowhere(), Nowhere()], jobs=2))
 
 
 def test_a_killed_worker_is_an_error_not_a_hang() -> None:
-    def work(place: int) -> int:
-        if place == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return place
-
-    with pytest.raises(WorkerLostError, match=r"ended by itself \(exit code -9\)"):
-        list(in_order(work, 3, jobs=2))
+    with pytest.raises(WorkerLostError, match="a worker process ended by itself: is there enough memory"):
+        list(run_all(kills_itself, range(3), jobs=2))
 
 
-def test_answers_come_in_order_however_long_each_takes() -> None:
-    def work(place: int) -> int:
-        return place + 0 * sum(range((30 - place) * 20_000))
-
-    assert list(in_order(work, 30, jobs=4)) == list(range(30))
+def test_outcomes_come_in_order_however_long_each_takes() -> None:
+    assert list(run_all(slow_at_first, range(12), jobs=3)) == list(range(12))
 
 
-def test_closing_early_leaves_no_process() -> None:
-    """The guard of every test looks for processes that are left behind."""
-    read, write = os.pipe()
+def test_closing_early_ends_workers_that_would_never_end() -> None:
+    with closing(run_all(sleeps_after_the_first, range(3), jobs=3)) as outcomes:
+        assert next(outcomes) == 0
+    assert active_children() == []
 
-    def work(place: int) -> int:
-        if place:
-            os.read(read, 1)  # for ever
-        return place
 
-    with closing(in_order(work, 3, jobs=3)) as answers:
-        assert next(answers) == 0
-    os.close(read)
-    os.close(write)
+def test_a_lock_that_another_thread_holds_is_not_held_in_the_workers() -> None:
+    """A forked worker would find `lock` locked by a thread that it does not have."""
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    try:
+        assert list(run_all(takes_the_lock, range(2), jobs=2)) == [True, True]
+    finally:
+        done.set()
+        thread.join()
+
+
+lock = threading.Lock()
+
+
+def takes_the_lock(item: int) -> bool:
+    return lock.acquire(timeout=5)
 
 
 def test_wrong_jobs_are_refused() -> None:
     with pytest.raises(ConfigError, match="jobs is 0, must be a whole number >= 1"):
-        sweep(cells(), jobs=0)
+        sweep(experiments(), jobs=0)
 
 
 @pytest.mark.parametrize(
@@ -197,6 +301,7 @@ def test_wrong_jobs_are_refused() -> None:
         ({"jitter": "J4"}, "jitter is 'J4', must be one of J0, J1, J2, J3"),
         ({"latency": "slow"}, "latency is 'slow', must be one of none, constant"),
         ({"seed": -1}, "seed is -1, must be a whole number >= 0"),
+        ({"tp": 0}, "tp is 0, must be a whole number >= 1"),
     ],
 )
 def test_a_workload_refuses_what_no_table_could_be_made_of(change: dict[str, object], message: str) -> None:
@@ -214,6 +319,7 @@ def test_a_workload_refuses_what_no_table_could_be_made_of(change: dict[str, obj
         ({"hint": "bf", "limit": "lots"}, "limit is 'lots', must be a number of microbatches or one of: 1f1b, n, 2n"),
         ({"hint": "bf", "admission": "none"}, "admission is 'none', must be one of: staircase, paper"),
         ({"strict": "1f1b", "sends": "late"}, "sends is 'late', must be one of: eager, blocking"),
+        ({"hint": "bf", "coordination": "vote"}, "coordination is 'vote', must be one of: leader, agreement"),
     ],
 )
 def test_a_method_refuses_what_no_workload_could_run(values: dict[str, str], message: str) -> None:
@@ -223,7 +329,7 @@ def test_a_method_refuses_what_no_workload_could_run(values: dict[str, str], mes
 
 @pytest.fixture
 def rows() -> tuple[Row, ...]:
-    return sweep([Cell(WORKLOAD, method) for method in METHODS], jobs=1).rows
+    return sweep([Experiment(WORKLOAD, method) for method in METHODS], jobs=1).rows
 
 
 def test_a_csv_file_reads_back_bitwise(rows: tuple[Row, ...], tmp_path: Path) -> None:
@@ -255,3 +361,12 @@ def test_a_csv_file_is_complete_after_every_row(rows: tuple[Row, ...], tmp_path:
 def test_a_csv_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent/rows\.csv: cannot be written \(No such file"):
         RowFile(tmp_path / "absent" / "rows.csv")
+
+
+def test_a_cost_file_that_changed_is_read_again(tmp_path: Path) -> None:
+    path = str(tmp_path / "costs.json")
+    digests = []
+    for seed in (1, 2):
+        write_costs(path, replace(WORKLOAD, seed=seed).costs())
+        digests.append(CostFile(costs_file=path).costs().digest())
+    assert digests == [replace(WORKLOAD, seed=seed).costs().digest() for seed in (1, 2)]

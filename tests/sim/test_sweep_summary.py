@@ -17,21 +17,24 @@ from matplotlib.text import Text
 
 from rrfp.errors import ConfigError
 from rrfp.sim.sweep.plot import MOST_METHODS, draw_sweep, plot_sweep
-from rrfp.sim.sweep.runs import Row
+from rrfp.sim.sweep.rows import Row
 from rrfp.sim.sweep.summary import Spread, in_common, label, summarise, varied
 
 HINT = Row(
+    costs=None,
     profile="mllm",
     stages=4,
     microbatches=8,
     chunks=1,
     placement="looped",
     split=False,
+    tp=None,
     method="bf",
     kind="hint",
     limit="2n",
     admission="staircase",
     sends="eager",
+    coordination=None,
     jitter="J0",
     latency="none",
     seed=0,
@@ -41,6 +44,9 @@ HINT = Row(
     peak_max=8,
     received_peak_max=3,
     busy_share=0.5,
+    coordination_share=None,
+    failed_rounds_per_task=None,
+    messages_per_task=None,
     digest="0" * 16,
 )
 STRICT = replace(HINT, method="1f1b", kind="strict", limit=None, admission=None, makespan=3.0, ratio=3.0, peak_max=4)
@@ -95,6 +101,30 @@ def test_what_is_common_and_what_varies() -> None:
     assert varied(rows, ("profile", "stages", "jitter", "seed")) == ["stages", "seed"]
     assert in_common(rows) == "mllm, microbatches 8, whole backward, J0, latency none; 2 seeds: mean, least and most"
     assert in_common([replace(HINT, chunks=2)]).startswith("mllm, stages 4, microbatches 8, chunks 2, looped, whole")
+
+
+def groups(seed: int, share: float) -> Row:
+    own = {"coordination_share": share, "failed_rounds_per_task": 2 * share, "messages_per_task": 3.0}
+    return replace(HINT, tp=4, coordination="agreement", seed=seed, **own)  # type: ignore[arg-type]
+
+
+def test_groups_of_ranks_are_another_workload_with_figures_of_their_own() -> None:
+    alone, group = summarise([HINT, groups(0, 0.1), groups(1, 0.3)])
+    assert (alone.has_groups, group.has_groups) == (False, True)
+    assert "coordination_share" not in alone.to_json()
+    document = group.to_json()
+    assert (document["tp"], document["coordination"], group.label) == (4, "agreement", "bf, limit 2n, agreement")
+    assert document["coordination_share"]["mean"] == pytest.approx(0.2)
+    assert document["failed_rounds_per_task"]["max"] == 0.6
+    assert in_common([groups(0, 0.1)]).endswith("whole backward, tp 4, J0, latency none, seed 0")
+
+
+def test_cost_files_have_neither_profile_nor_seed() -> None:
+    file = replace(HINT, costs="a.json", profile=None, jitter=None, latency=None, seed=None)
+    assert in_common([file]) == "a.json, stages 4, microbatches 8, whole backward"
+    one, other = summarise([file, replace(file, costs="b.json")])
+    assert (one.workload["costs"], other.workload["costs"]) == ("a.json", "b.json")
+    assert draw_sweep([file, replace(file, costs="b.json")]).axes[1].get_xlabel() == "costs"
 
 
 def many() -> list[Row]:

@@ -18,6 +18,7 @@ from rrfp.costs.rank_latency import SHUFFLED, rank_latencies
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict
+from rrfp.schedules.registry import ScheduleSpec
 from rrfp.sim.bound import lower_bound
 from rrfp.sim.cluster.result import TensorParallelResult
 from rrfp.sim.cluster.tensor_parallel import Agreement, Coordination, Independent, Leader, run_tensor_parallel
@@ -68,7 +69,7 @@ def simulate_tensor_parallel(
     *,
     coordination: Coordination | CoordinationName | None = None,
     hint: HintSpec | None = None,
-    strict: str | None = None,
+    strict: ScheduleSpec | None = None,
     limit: Limit | int | str | None = None,
     latency: str = SHUFFLED,
     seed: int = 0,
@@ -82,7 +83,7 @@ def simulate_tensor_parallel(
         coordination: with a hint, ``"leader"`` (the default) or ``"agreement"`` with their default times, or either
             with its own. A strict schedule takes none: it is the same on every rank, so there is nothing to agree on.
         hint: a hint's name, class or instance.
-        strict: a schedule's name; its stages wait for their next task.
+        strict: a schedule's name, or a schedule file's text; its stages wait for their next task.
         limit: with a hint, how many microbatches a stage may hold (default ``2n``); a strict schedule takes none.
         latency: how the messages of ranks 1..T-1 draw their times; see `rrfp.costs.rank_latency.rank_latencies`.
         seed: of those draws.
@@ -100,8 +101,9 @@ def simulate_tensor_parallel(
         if limit is not None or coordination is not None:
             what = "limit" if limit is not None else "coordination"
             raise ConfigError(f"{what} goes with a hint; a strict schedule is one order on every rank")
+        assert strict is not None
         way: Coordination = Independent()
-        make, limits = partial(create_strict, str(strict)), [Limit()] * costs.stages
+        make, limits = partial(create_strict, strict), [Limit()] * costs.stages
     else:
         way = _resolve(coordination)
         spec = DEFAULT_LIMIT if limit is None else limit

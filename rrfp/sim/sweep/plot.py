@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rrfp.errors import ConfigError
-from rrfp.sim.sweep.runs import Row
+from rrfp.sim.sweep.rows import Row
 from rrfp.sim.sweep.summary import WORKLOAD_COLUMNS, Group, Spread, in_common, label, named, summarise, varied
 from rrfp.trace.plot import DARK, DPI, MUTED, TEXT_SIZE, TITLE_SIZE, require_matplotlib
 
@@ -31,7 +31,7 @@ MOST_METHODS, MOST_WORKLOADS = 16, 240
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a7d00", "#000000")
 SHAPES = ("o", "s")
 #: What may be the horizontal axis, the best first.
-ACROSS = ("stages", "microbatches", "chunks", "jitter", "latency", "placement", "profile", "split")
+ACROSS = ("stages", "microbatches", "tp", "chunks", "jitter", "latency", "placement", "profile", "split", "costs")
 
 #: Inches: a panel's width and the height of its two parts, the seam between these, the gap between columns.
 WIDTH, SPEED, MEMORY, SEAM, GAP = 3.1, 2.0, 0.9, 0.08, 0.22

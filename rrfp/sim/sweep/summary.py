@@ -10,11 +10,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rrfp.sim.sweep.runs import Row
+from rrfp.sim.sweep.rows import Row
 
 #: The columns that a workload has beside its seed, and those of a method.
-WORKLOAD_COLUMNS = ("profile", "stages", "microbatches", "chunks", "placement", "split", "jitter", "latency")
-METHOD_COLUMNS = ("method", "kind", "limit", "admission", "sends")
+WORKLOAD_COLUMNS = (
+    *("costs", "profile", "stages", "microbatches", "chunks", "placement", "split", "tp", "jitter", "latency"),
+)
+METHOD_COLUMNS = ("method", "kind", "limit", "admission", "sends", "coordination")
+#: The columns that have a spread, and those that only groups of ranks have.
+NUMBERS = ("makespan", "ratio", "peak_max", "received_peak_max", "busy_share")
+GROUP_NUMBERS = ("coordination_share", "failed_rounds_per_task", "messages_per_task")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,11 @@ class Group:
         """The method in a few words."""
         return label(self.rows[0])
 
+    @property
+    def has_groups(self) -> bool:
+        """Whether its stages are groups of ranks."""
+        return self.rows[0].tp is not None
+
     def spread(self, column: str) -> Spread:
         """Of one of the columns that hold numbers."""
         return Spread.of(getattr(row, column) for row in self.rows)
@@ -78,8 +88,8 @@ class Group:
         return Spread.of(before / after if after else 1.0 for before, after in pairs) if pairs else None
 
     def to_json(self) -> dict[str, Any]:
-        """As ``rrfp simulate --json`` prints it."""
-        numbers = ("makespan", "ratio", "peak_max", "received_peak_max", "busy_share")
+        """As ``rrfp sweep --json`` prints it."""
+        numbers = (*NUMBERS, *(GROUP_NUMBERS if self.has_groups else ()))
         speed_up = self.speed_up
         over = None if speed_up is None else {"over": label(self.baseline[0]), **asdict(speed_up)}
         return {
@@ -109,7 +119,8 @@ def label(row: Row) -> str:
     """A method in a few words: what it is, and the memory that it may hold."""
     if row.kind == "strict":
         return f"{row.method} (strict)" + (", blocking sends" if row.sends == "blocking" else "")
-    return f"{row.method}, limit {row.limit}" + (", paper's rule" if row.admission == "paper" else "")
+    rule = ", paper's rule" if row.admission == "paper" else ""
+    return f"{row.method}, limit {row.limit}" + rule + (f", {row.coordination}" if row.coordination else "")
 
 
 def varied(rows: Sequence[Row], columns: Iterable[str]) -> list[str]:
@@ -121,7 +132,7 @@ def named(column: str, value: Any) -> str:
     """A workload's value with its name, "stages 8"; words that speak for themselves stand alone."""
     if column == "split":
         return "split backward" if value else "whole backward"
-    return str(value) if column in ("profile", "placement", "jitter") else f"{column} {value}"
+    return str(value) if column in ("costs", "profile", "placement", "jitter") else f"{column} {value}"
 
 
 def in_common(rows: Sequence[Row]) -> str:
@@ -130,9 +141,12 @@ def in_common(rows: Sequence[Row]) -> str:
     alike = set(WORKLOAD_COLUMNS).difference(varied(rows, WORKLOAD_COLUMNS))
     if {row.chunks for row in rows} == {1}:
         alike -= {"chunks", "placement"}
-    fixed = ", ".join(named(column, getattr(first, column)) for column in WORKLOAD_COLUMNS if column in alike)
-    seeds = sorted({row.seed for row in rows})
-    return f"{fixed}; {len(seeds)} seeds: mean, least and most" if len(seeds) > 1 else f"{fixed}, seed {seeds[0]}"
+    values = {column: getattr(first, column) for column in WORKLOAD_COLUMNS if column in alike}
+    fixed = ", ".join(named(column, value) for column, value in values.items() if value is not None)
+    seeds = {row.seed for row in rows}
+    if len(seeds) > 1:
+        return f"{fixed}; {len(seeds)} seeds: mean, least and most"
+    return fixed if first.seed is None else f"{fixed}, seed {first.seed}"
 
 
 def _values(row: Row, columns: Iterable[str]) -> dict[str, Any]:

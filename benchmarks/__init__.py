@@ -1,0 +1,1 @@
+"""Benchmarks, a folder each: ``python benchmarks/NAME/run.py``."""

@@ -1,0 +1,135 @@
+"""One rank of the memory benchmark, started by torchrun: one method after the other, in one process.
+
+Every rank prints a line of JSON for each measured step. The process is measured by the kernel's own mark of the largest
+resident size, which is set back before a step.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.memory.settings import NARROW, PARTS, SLOWER, STRICT, WIDE, Method, Settings
+from rrfp.compute.emulated import Durations, PacedStage, table_durations
+from rrfp.compute.torch_stage import TorchStage
+from rrfp.core.graph import Graph
+from rrfp.core.topology import Topology
+from rrfp.pipeline.api import Pipeline
+from rrfp.runtime.result import StepResult
+
+_STATUS, _SET_BACK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class Part(nn.Module):
+    """Narrow rows to wide ones, and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen, self.narrow = nn.Linear(NARROW, WIDE), nn.Linear(WIDE, NARROW)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rows x narrow; kept for backward are the input and one wide activation."""
+        result: Tensor = self.narrow(torch.relu_(self.widen(x)))
+        return result
+
+
+class Process:
+    """How much this process grows."""
+
+    def __init__(self) -> None:
+        gc.collect()  # or what an earlier pipeline left might go in the middle of the step
+        _SET_BACK.write_text("5")  # the largest resident size becomes the current one
+        self._before = _status("VmRSS")
+
+    def grown(self) -> int:
+        """Bytes by which it was larger since then, at most."""
+        return max(0, _status("VmHWM") - self._before)
+
+
+def _status(name: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) << 10
+
+
+class Worker:
+    """This rank.
+
+    Args:
+        settings: the run's.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._place = Topology.from_env()
+        torch.manual_seed(settings.seed)
+        self._inputs = [torch.randn(settings.rows, NARROW) for _ in range(settings.microbatches)]
+        self._targets = [torch.zeros(settings.rows, NARROW)] * settings.microbatches
+        #: What the baseline held on its fullest stage.
+        self._baseline_bytes = 0
+
+    def run(self, method: Method) -> None:
+        """All steps of one method, in a pipeline of its own. The first is neither paced nor measured."""
+        settings, place = self._settings, self._place
+        graph = Graph.chain(settings.stages, chunks=method.chunks, layout=method.placement, split=method.split)
+        parts = PARTS // method.chunks
+        modules: dict[int, nn.Module] = {
+            v: nn.Sequential(*[Part() for _ in range(parts)]) for v in graph.placement.virtual_stages(place.stage)
+        }
+        program = TorchStage(modules, graph, loss_fn=nn.functional.mse_loss)
+        paced = PacedStage(program, lambda task: 0.0)
+        with Pipeline(paced, topology=place, **method.options(self._baseline_bytes)).blocking() as pipe:
+            for number in range(1 + settings.rounds):
+                process = Process()
+                result = pipe.step(
+                    self._inputs if place.stage == 0 else None,
+                    self._targets if self._has_losses(graph) else None,
+                    microbatches=settings.microbatches,
+                )
+                if number:
+                    self._say(method, number, result, process.grown(), paced.overrun_share)
+                paced.durations = _slowed(table_durations(settings.costs(number, method)))
+                paced.reset_overrun()
+        if method == STRICT[0]:
+            self._baseline_bytes = max(result.peak_bytes)
+
+    def _has_losses(self, graph: Graph) -> bool:
+        return any(not graph.successors[v] for v in graph.placement.virtual_stages(self._place.stage))
+
+    def _say(self, method: Method, number: int, result: StepResult, grown: int, overrun: float) -> None:
+        peaks = result.peaks[self._place.stage]
+        line = {
+            "name": method.name,
+            "limit": method.limit,
+            "round": number,
+            "stage": self._place.stage,
+            "seconds": result.seconds,
+            "held": peaks.held,
+            "held_bytes": peaks.num_bytes,
+            "received_bytes": peaks.received_bytes,
+            "grown_bytes": grown,
+            "overrun": overrun,
+        }
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+
+
+def _slowed(durations: Durations) -> Durations:
+    return lambda task: SLOWER * durations(task)
+
+
+def main() -> None:
+    """Entry point under torchrun."""
+    torch.set_num_threads(1)
+    settings = Settings.from_json(sys.argv[1])
+    worker = Worker(settings)
+    for method in settings.methods:
+        worker.run(method)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Every table of the paper's section 7 as a simulation, the paper's figures beside ours. Under five minutes.
+
+    python benchmarks/paper/run.py [--only table-1] [--seeds N] [--out DIR] [--quick] [--json]
+
+The workloads are simulated, so absolute seconds mean nothing; compare speed-ups. One model serves all cells
+(`benchmarks/paper/workloads.py` says what each part of it follows from), nothing is fitted to a cell, and each table
+says what its figures rest on. Where a claim does not reproduce, the table says so. `--quick` only shows that everything
+runs: its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.paper.breakdown import breakdown
+from benchmarks.paper.details import dominance, saturation, workload_statistics
+from benchmarks.paper.plots import plot
+from benchmarks.paper.runs import Runs
+from benchmarks.paper.tables import SECTIONS, Section, Table
+from benchmarks.shared.figures import table_of
+from benchmarks.shared.load import OtherLoad
+from benchmarks.shared.options import parsed, parser_of
+from rrfp.sim.sweep.pool import usable_cores
+
+ALL: dict[str, Section] = {
+    **{name: SECTIONS[name] for name in ("table-1", "table-2")},
+    "table-3": breakdown(),
+    **{name: SECTIONS[name] for name in ("tables-4-5", "table-6", "table-7", "table-8")},
+    "limit": saturation(),
+    "statistics": workload_statistics(),
+    "dominance": dominance(),
+}
+
+#: What a section reads of another's runs.
+_NEEDS = {"tables-4-5": ("table-1", "table-2")}
+
+
+def print_table(console: Console, table: Table) -> None:
+    """For people."""
+    drawn = table_of(table.title, *table.columns)
+    drawn.columns[-1].justify = "left"
+    drawn.columns[-1].no_wrap = False
+    for row in table.rows:
+        drawn.add_row(*row)
+    console.print(drawn)
+    for note in table.notes:
+        console.print(f"  {note}", highlight=False)
+    console.print()
+
+
+def main() -> None:
+    """Run and print."""
+    parser = parser_of("The paper's tables, simulated.")
+    parser.add_argument("--only", choices=list(ALL), action="append", help="this table only; may be repeated")
+    parser.add_argument("--seeds", type=int, default=3, help="draws of every workload, at least 1")
+    parser.add_argument("--jobs", type=int, default=usable_cores(), help="processes, at least 1")
+    parser.add_argument("--out", type=Path, default=Path("out/paper"), help="where pictures are written")
+    arguments = parsed(parser, "seeds", "jobs")
+
+    names = arguments.only or list(ALL)
+    runs = Runs(1 if arguments.quick else arguments.seeds, most_microbatches=8 if arguments.quick else None)
+    needed = [need for name in names for need in _NEEDS.get(name, ())]
+    for name in dict.fromkeys([*names, *needed]):
+        ALL[name].want(runs)
+    load, started = OtherLoad(), time.monotonic()
+    runs.run(arguments.jobs)
+    tables = {name: ALL[name].table(runs) for name in names}
+    pictures = plot(tables, arguments.out)
+    took = time.monotonic() - started
+    if arguments.json:
+        plain = {name: {"columns": t.columns, "rows": t.rows, "data": t.data} for name, t in tables.items()}
+        pictured = [str(path) for path in pictures]
+        print(json.dumps({"tables": plain, "pictures": pictured, "seconds": took, "other_load": load.share()}))
+        return
+    console = Console(width=max(Console().width, 170))
+    for table in tables.values():
+        print_table(console, table)
+    print(f"{len(runs.found)} runs, {runs.seeds} seeds, {took:.0f} s; pictures: {', '.join(map(str, pictures))}")
+    print(load.sentence())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""`rrfp sweep`: every method on every workload and seed, a bar while they run; then a table, a CSV file, a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rrfp.commands import method_options as options
+from rrfp.commands.method_options import OUTPUT, WORKLOAD, listed, option
+from rrfp.commands.output import Json, check_folder
+from rrfp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rrfp.sim.sweep.experiment import CostFile, Experiment, Workload
+    from rrfp.sim.sweep.rows import Row
+    from rrfp.sim.sweep.runs import Skip, SweepResult
+
+_COSTS = "Cost files (JSON), instead of a profile; may be given several times."
+_SPLIT = "Split backward into input gradient and weight gradient; bfw on whole backwards is bf."
+_LATENCY = "none, constant, constant:SECONDS, wire or spike. Default none."
+_SEEDS = "Run this many seeds, from --seed on, and show mean and spread."
+_JOBS = "Processes; default: usable cores, as far as there is work for them."
+_SAVE = "Write the cost file of every workload of a profile into this folder."
+_PROFILE_DEFAULTS = {
+    **{"profile": "", "stages": "8", "microbatches": "64", "chunks": "1", "placement": "looped"},
+    **{"jitter": "J0", "latency": "none"},
+}
+_NUMBERS = ("stages", "microbatches", "chunks")
+
+
+def sweep(
+    costs: Annotated[list[str] | None, option("costs", "FILE", _COSTS, WORKLOAD)] = None,
+    sizes: options.Sizes = None,
+    profile: Annotated[str | None, option("profile", "llm|mllm", "A named, seeded workload.", WORKLOAD)] = None,
+    stages: Annotated[str | None, option("stages", "N", "Stages; default 8.", WORKLOAD)] = None,
+    microbatches: Annotated[str | None, option("microbatches", "M", "Microbatches; default 64.", WORKLOAD)] = None,
+    chunks: Annotated[str | None, option("chunks", "C", "Chunks a stage; default 1.", WORKLOAD)] = None,
+    placement: Annotated[
+        str | None, option("placement", "looped|v", "Where chunks live; default looped.", WORKLOAD)
+    ] = None,
+    split: Annotated[bool | None, typer.Option("--split/--no-split", help=_SPLIT, rich_help_panel=WORKLOAD)] = None,
+    jitter: Annotated[
+        str | None, option("jitter", "J0..J3", "How much tasks are delayed; default J0.", WORKLOAD)
+    ] = None,
+    latency: Annotated[str | None, option("latency", "MODEL", _LATENCY, WORKLOAD)] = None,
+    seed: Annotated[int | None, option("seed", "S", "The first seed; default 0.", WORKLOAD, 0)] = None,
+    seeds: Annotated[int | None, option("seeds", "K", _SEEDS, WORKLOAD, 1)] = None,
+    tp: Annotated[str | None, option("tp", "T", options.TP_HELP, WORKLOAD)] = None,
+    hint: options.HintName = None,
+    strict: options.Strict = None,
+    limit: options.LimitText = None,
+    admission: options.Admission = None,
+    sends: options.Sends = None,
+    coordination: options.CoordinationName = None,
+    jobs: Annotated[int | None, option("jobs", "P", _JOBS, OUTPUT, 1)] = None,
+    csv: Annotated[Path | None, option("csv", "FILE.csv", "Write a row a run.", OUTPUT)] = None,
+    plot: Annotated[Path | None, option("plot", "FILE.png", "Draw speed and memory of all runs.", OUTPUT)] = None,
+    save_costs: Annotated[Path | None, option("save-costs", "FOLDER", _SAVE, OUTPUT)] = None,
+    json: Json = False,
+) -> None:
+    """Simulate every method on every workload and seed, and compare them with each other and the lower bound.
+
+    Options of workload and method take several values with commas between them (--stages 4,8,16 --hint bf,fb
+    --strict 1f1b --seeds 5): all combinations run.
+    """
+    from rrfp.commands.sweep_report import show_sweep
+    from rrfp.sim.sweep.experiment import Experiment
+    from rrfp.sim.sweep.plot import plot_sweep
+
+    texts: options.Texts = {"hint": hint, "strict": strict, "limit": limit, "admission": admission, "sends": sends}
+    texts = {**texts, "coordination": coordination, "tp": tp, "sizes": sizes}
+    named: options.Texts = {"profile": profile, "stages": stages, "microbatches": microbatches, "chunks": chunks}
+    named = {**named, "placement": placement, "split": split, "jitter": jitter, "latency": latency}
+    named = {**named, "seed": seed, "seeds": seeds, "save-costs": save_costs}
+    _check_source(costs, named, sizes)
+    methods = options.methods_of(texts)
+    workloads: Sequence[Workload | CostFile]
+    workloads = _profiles(named, _ranks(tp)) if costs is None else _files(costs, sizes, _ranks(tp))
+    experiments = [Experiment(workload, method) for workload in workloads for method in methods]
+    if plot is not None:
+        _check_plot(plot, experiments)
+    options.warn_of_serial_chunks(experiments)
+    if save_costs is not None:
+        _save_costs(save_costs, experiments)
+    result = _run(experiments, jobs=jobs, csv=csv)
+    if plot is not None:
+        plot_sweep(result.rows, plot)
+    show_sweep(result, json=json)
+
+
+def _check_source(costs: list[str] | None, named: options.Texts, sizes: str | None) -> None:
+    """Refuse cost files beside the options of a profile, and neither of the two."""
+    if (costs is None) == (named["profile"] is None):
+        raise ConfigError("exactly one of --costs FILE and --profile NAME is needed (profiles: llm, mllm)")
+    if costs is None and sizes is not None:
+        raise ConfigError("--sizes goes with --costs; a profile tells hints its own")
+    for name, value in named.items():
+        if costs is not None and value is not None:
+            raise ConfigError(f"--{name} goes with --profile; a cost file is one workload by itself")
+
+
+def _profiles(texts: options.Texts, ranks: Sequence[int | None]) -> list[Workload]:
+    """Every combination of the listed values, seeds innermost."""
+    from rrfp.costs.streams import whole
+    from rrfp.sim.sweep.experiment import Workload
+
+    lists: dict[str, Sequence[Any]] = {
+        name: listed(name, texts[name], default) for name, default in _PROFILE_DEFAULTS.items()
+    }
+    for name in _NUMBERS:
+        lists[name] = [whole(name, _number(text), 1) for text in lists[name]]
+    first = texts["seed"] or 0
+    lists = {**lists, "split": [bool(texts["split"])], "tp": ranks}
+    lists["seed"] = range(first, first + (texts["seeds"] or 1))
+    return [Workload(**dict(zip(lists, values, strict=True))) for values in product(*lists.values())]
+
+
+def _files(texts: Sequence[str], sizes: str | None, ranks: Sequence[int | None]) -> list[CostFile]:
+    """Every file with every number of ranks."""
+    from rrfp.sim.sweep.experiment import CostFile
+
+    paths = listed("costs", ",".join(texts))
+    return [CostFile(costs_file=path, sizes_from=sizes, tp=tp) for path in paths for tp in ranks]
+
+
+def _ranks(text: str | None) -> list[int | None]:
+    from rrfp.costs.streams import whole
+
+    return [None] if text is None else [whole("tp", _number(value), 1) for value in listed("tp", text)]
+
+
+def _number(text: str) -> int | str:
+    """A whole number where the text is one, else the text, which `whole` refuses."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def _save_costs(folder: Path, experiments: Sequence[Experiment]) -> None:
+    """Write a cost file for each profile's workload, named by its values.
+
+    Raises:
+        ConfigError: if one cannot be written.
+    """
+    from rrfp.costs import write_costs
+    from rrfp.sim.sweep.experiment import Workload
+
+    for workload in dict.fromkeys(experiment.workload for experiment in experiments):
+        if isinstance(workload, Workload):
+            write_costs(folder / f"{workload.short_name}.json", workload.costs())
+
+
+def _check_plot(path: Path, experiments: Sequence[Experiment]) -> None:
+    """Refuse a picture that could not be drawn, before anything runs.
+
+    Raises:
+        ConfigError: if there is nothing to draw with, too much to draw, or no folder to write to.
+    """
+    from rrfp.sim.sweep.plot import check_size
+    from rrfp.trace.plot import require_matplotlib
+
+    require_matplotlib("a plot")
+    methods, workloads = {one.method for one in experiments}, {one.workload.without_seed() for one in experiments}
+    check_size(len(methods), len(workloads))
+    check_folder(path)
+
+
+def _run(experiments: Sequence[Experiment], *, jobs: int | None, csv: Path | None) -> SweepResult:
+    """Run all with a progress bar on the terminal, and write each row as soon as it is known.
+
+    Raises:
+        ConfigError: if no method fits, or the file cannot be written.
+        DeadlockError, HintError: see `rrfp.sim.sweep.runs.sweep`.
+    """
+    from rrfp.sim.sweep.rows import Row, RowFile
+    from rrfp.sim.sweep.runs import sweep as run_sweep
+
+    with nullcontext() if csv is None else RowFile(csv) as file, _progress_bar(len(experiments)) as advance:
+
+        def on_outcome(outcome: Row | Skip) -> None:
+            if file is not None and isinstance(outcome, Row):
+                file.add(outcome)
+            advance()
+
+        try:
+            result = run_sweep(experiments, jobs=jobs, progress=on_outcome)
+        except KeyboardInterrupt:
+            if file is not None:
+                typer.echo(f"{csv} has the first {file.rows} of {len(experiments)} runs", err=True)
+            raise
+    if not result.rows:
+        raise ConfigError(result.skipped[0].reason)
+    return result
+
+
+@contextmanager
+def _progress_bar(total: int) -> Iterator[Any]:
+    """A bar on a terminal's stderr; gives what advances it by one."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (TextColumn("runs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.update(task, advance=1)

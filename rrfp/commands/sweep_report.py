@@ -1,0 +1,111 @@
+"""The report of a sweep: a row a method and workload with mean and spread over seeds, or everything as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rrfp.commands.output import print_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rrfp.sim.sweep.rows import Row
+    from rrfp.sim.sweep.runs import Skip, SweepResult
+    from rrfp.sim.sweep.summary import Group, Spread
+
+#: Columns of a table that goes to a file.
+FILE_WIDTH = 140
+
+
+def show_sweep(result: SweepResult, *, json: bool) -> None:
+    """Print all runs and their summary as JSON, or the summary as a table."""
+    from rrfp.sim.sweep.summary import in_common, summarise
+
+    groups = summarise(result.rows)
+    if json:
+        document = {"runs": list(map(asdict, result.rows)), "summary": [group.to_json() for group in groups]}
+        print_json({**document, "skipped": list(map(_plain, result.skipped))})
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:  # a file or a pager has no edge to wrap at
+        console.width = max(console.width, FILE_WIDTH)
+    console.print(in_common(result.rows), soft_wrap=True)
+    console.print(_table(result.rows, groups))
+    methods = Counter(
+        (skip.experiment.method.name, skip.experiment.method.kind, skip.reason) for skip in result.skipped
+    )
+    for (name, kind, reason), count in methods.items():
+        runs = "1 run" if count == 1 else f"{count} runs"
+        console.print(f"skipped {runs} of {name} ({kind}): {reason}", soft_wrap=True)
+
+
+def _plain(skip: Skip) -> dict[str, Any]:
+    method = skip.experiment.method
+    return {**asdict(skip.experiment.workload), "method": method.name, "kind": method.kind, "reason": skip.reason}
+
+
+def _table(rows: Sequence[Row], groups: Sequence[Group]) -> Table:
+    """A row a group; an empty line between workloads."""
+    from rich.table import Table
+
+    from rrfp.sim.sweep.summary import WORKLOAD_COLUMNS, label, varied
+
+    changing = varied(rows, WORKLOAD_COLUMNS)
+    over = {label(group.baseline[0]) for group in groups if group.baseline}
+    figures = _figures(groups, has_speed_ups=bool(over))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    if over:
+        table.caption = f"speed-up over {' or '.join(sorted(over))}, seed by seed"
+    for column in (*changing, "method"):
+        table.add_column(column, no_wrap=True)
+    for column in figures:
+        table.add_column(column, justify="right")
+    before = None
+    for group in groups:
+        here = ["-" if (value := group.workload[column]) is None else str(value) for column in changing]
+        if before is not None and here != before:
+            table.add_row()
+        shown = [""] * len(here) if here == before else here
+        table.add_row(*shown, group.label, *(figure(group) for figure in figures.values()))
+        before = here
+    return table
+
+
+def _figures(groups: Sequence[Group], *, has_speed_ups: bool) -> dict[str, Callable[[Group], str]]:
+    """The columns that hold figures: the head, and the text of a group's cell."""
+    figures: dict[str, Callable[[Group], str]] = {"makespan (s)": lambda g: _mean(g.spread("makespan"), "#.4g", ".2g")}
+    if any(len(group.rows) > 1 for group in groups):
+        figures["least - most"] = lambda group: _range(group.spread("makespan"), "#.4g")
+    figures["/ bound"] = lambda group: f"{group.spread('ratio').mean:.3f}"
+    figures["peak held"] = _held
+    if has_speed_ups:
+        figures["speed-up"] = lambda g: "-" if g.speed_up is None else _mean(g.speed_up, ".3f", ".3f")
+    if any(group.has_groups for group in groups):
+        figures["coordination"] = _of_groups("coordination_share", ".2%")
+        figures["failed rounds a task"] = _of_groups("failed_rounds_per_task", ".3g")
+        figures["messages a task"] = _of_groups("messages_per_task", ".3g")
+    return figures
+
+
+def _held(group: Group) -> str:
+    peak = group.spread("peak_max")
+    return f"{peak.max:.0f}" if peak.min == peak.max else _range(peak, ".0f")
+
+
+def _of_groups(column: str, form: str) -> Callable[[Group], str]:
+    return lambda group: _mean(group.spread(column), form, form) if group.has_groups else "-"
+
+
+def _range(spread: Spread, form: str) -> str:
+    return f"{spread.min:{form}} - {spread.max:{form}}"
+
+
+def _mean(spread: Spread, mean: str, std: str) -> str:
+    """The mean, and the standard deviation where several seeds tell it, each in its format."""
+    text = f"{spread.mean:{mean}}"
+    return text if spread.std is None else f"{text} ±{spread.std:{std}}"
