@@ -71,11 +71,11 @@ def transport(name: Name, json: Json = False) -> None:
 
     from rrfp.commands.pair import started_pair
     from rrfp.testing.transport_checks import ALL_CHECKS, Check
-    from rrfp.transports.registry import transport_factory
+    from rrfp.transports.registry import TRANSPORTS
 
     spec = named_or_loaded("transport", name)
     if isinstance(spec, str):
-        transport_factory(spec)  # an unknown name is bad usage, not a failed check
+        TRANSPORTS.load(spec)  # an unknown name is bad usage, not a failed check
     make_pair = partial(started_pair, spec)
 
     def run(one: Check) -> None:

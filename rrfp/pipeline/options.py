@@ -19,7 +19,7 @@ from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec
 from rrfp.runtime.stage_runner import Coordination
 from rrfp.transports.base import DEFAULT_MAX_MESSAGE_BYTES, DEFAULT_QUEUE_BYTES
-from rrfp.transports.registry import TransportSpec, transport_names
+from rrfp.transports.registry import TRANSPORTS, TransportSpec
 
 #: Makes the lane of a stage.
 LaneFactory = Callable[[int], Lane]
@@ -79,8 +79,8 @@ class Options(TypedDict, total=False):
         TransportSpec,
         Option(
             "zmq",
-            lambda: f"a factory or one of: {', '.join(transport_names())}",
-            lambda value: callable(value) or value in transport_names(),
+            lambda: f"a factory or one of: {', '.join(TRANSPORTS.names())}",
+            lambda value: callable(value) or value in TRANSPORTS.names(),
         ).common(),
     ]
     """A transport's name, class or factory."""

@@ -107,7 +107,7 @@ def test_transports_are_listed() -> None:
 
 def test_plugin_that_cannot_be_loaded_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("mine", "no_such_module:Hint", "rrfp.hints")
-    monkeypatch.setattr("rrfp.hints.registry.entry_points", lambda group: [point])
+    monkeypatch.setattr("rrfp.core.registry.entry_points", lambda group: [point])
     known = {one["name"]: one for one in json.loads(rrfp("hints", "--json").stdout)}
     assert known["mine"]["description"].startswith("cannot be loaded (ModuleNotFoundError")
     assert known["mine"]["origin"].startswith("plugin")
