@@ -148,8 +148,8 @@ def test_check_of_a_transport(name: str) -> None:
     skipped = {check["name"]: check["message"] for check in answer["checks"] if check["outcome"] != "ok"}
     assert {check["outcome"] for check in answer["checks"]} == {"ok", "skipped"}
     assert skipped == {
-        "silent_peer": "the pair has no `silence` to make a peer stop answering",
-        "bad_frames": "the pair has no `inject` to put bad frames on the way",
+        "silent_peer": "the pair has no `silence` to stop a peer from answering",
+        "bad_frames": "the pair has no `inject` to send bad frames",
     }
     assert (result.returncode, answer["ok"]) == (0, True)
 
