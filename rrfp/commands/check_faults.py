@@ -38,14 +38,14 @@ def faults(
     spec = None if hint is None else named_or_loaded_hint(hint)
     suffix = "" if hint is None else f" --hint {hint}"
     if runs is None:
-        failed = _one(seed, spec, suffix, trace=trace, json=json)
+        failed = _run_one(seed, spec, suffix, trace=trace, json=json)
     else:
-        failed = _many(seed, runs, spec, suffix, json=json)
+        failed = _run_many(seed, runs, spec, suffix, json=json)
     if failed:
         raise RrfpError(failed)
 
 
-def _one(seed: int, hint: HintSpec | None, suffix: str, *, trace: bool, json: bool) -> str:
+def _run_one(seed: int, hint: HintSpec | None, suffix: str, *, trace: bool, json: bool) -> str:
     """Make one run and print it; returns its failure, or an empty text."""
     from rrfp.sim.faults.campaign import run_seed
 
@@ -62,7 +62,7 @@ def _one(seed: int, hint: HintSpec | None, suffix: str, *, trace: bool, json: bo
     return _failure(seed, run.problems[0], suffix) if run.problems else ""
 
 
-def _many(first: int, runs: int, hint: HintSpec | None, suffix: str, *, json: bool) -> str:
+def _run_many(first: int, runs: int, hint: HintSpec | None, suffix: str, *, json: bool) -> str:
     """Make many runs and print their summary; returns the first failure, or an empty text."""
     from rrfp.sim.faults.campaign import run_campaign
 

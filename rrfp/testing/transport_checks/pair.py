@@ -137,14 +137,14 @@ def bits(tensor: Tensor) -> bytes:
     return bytes(dense.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
-def assert_same(received: Tensor | None, sent: Tensor | None, what: str) -> None:
+def assert_same(received: Tensor | None, sent: Tensor | None, label: str) -> None:
     """Equal in dtype, shape, requires_grad and every bit."""
     if sent is None or received is None:
-        assert received is sent, f"{what}: sent {_outline(sent)}, received {_outline(received)}"
+        assert received is sent, f"{label}: sent {_outline(sent)}, received {_outline(received)}"
         return
-    assert _outline(received) == _outline(sent), f"{what}: sent {_outline(sent)}, received {_outline(received)}"
-    assert received.is_leaf, f"{what}: the received tensor is not a leaf"
-    assert bits(received) == bits(sent), f"{what}: the values differ"
+    assert _outline(received) == _outline(sent), f"{label}: sent {_outline(sent)}, received {_outline(received)}"
+    assert received.is_leaf, f"{label}: the received tensor is not a leaf"
+    assert bits(received) == bits(sent), f"{label}: the values differ"
 
 
 def _outline(tensor: Tensor | None) -> object:
