@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py
     torchrun --standalone --nproc-per-node 8 examples/train_gpt.py --pp 2 --tp 2 --dp 2 --steps 3
 
-Everything but the five lines that mention ``pipe`` is what any PyTorch training script has.
+All but the five lines that mention ``pipe`` is an ordinary PyTorch training script.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def arguments() -> tuple[argparse.Namespace, rrfp.Topology]:
     """The command line, and this rank's topology."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pp", type=int, help="pipeline stages; by default as many as the other two leave")
-    parser.add_argument("--dp", type=int, default=1, help="replicas, each with data of its own")
+    parser.add_argument("--dp", type=int, default=1, help="replicas, each with its own data")
     parser.add_argument("--tp", type=int, default=1, choices=(1, 2, 4), help="ranks that share a stage's heads")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--microbatches", type=int, default=24)

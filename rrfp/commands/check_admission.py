@@ -33,7 +33,7 @@ def admission(
     stages: Annotated[str, _list("stages", "N,..", "Numbers of stages.")] = "1,2,3",
     microbatches: Annotated[str, _list("microbatches", "M,..", "Numbers of microbatches.")] = "1,2,3",
     chunks: Annotated[str, _list("chunks", "C,..", "Numbers of chunks a stage.")] = "1,2",
-    placement: Annotated[str, _list("placement", "looped,v", "Where chunks live.")] = "looped,v",
+    placement: Annotated[str, _list("placement", "looped,v", "Placements of chunks.")] = "looped,v",
     backward: Annotated[str, _list("backward", "whole,split,mixed", "Backward by virtual stage.")] = "whole,split",
     mode: Annotated[str, _list("mode", "train,forward", "Training or forward only.")] = "train,forward",
     limit: Annotated[str, _list("limit", "K,..,1f1b", "Limits; those above M are left out.")] = "1,2,3,4,1f1b",

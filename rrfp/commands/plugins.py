@@ -61,7 +61,7 @@ def _show(known: Iterable[Known], *, json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("name", "origin", "what it does", box=None, pad_edge=False)
+    table = Table("name", "origin", "description", box=None, pad_edge=False)
     for entry in known:
         table.add_row(entry.name, entry.origin, entry.description)
     Console(highlight=False, markup=False).print(table)

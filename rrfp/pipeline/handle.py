@@ -25,7 +25,7 @@ from rrfp.runtime.statistics import RankStatistics
 
 T = TypeVar("T")
 
-#: ``"own"``: a thread with a loop of its own. ``"caller"``: the loop that enters the pipeline (async only).
+#: ``"own"``: a loop in its own thread. ``"caller"``: the loop that enters the pipeline (async only).
 LoopChoice = Literal["own", "caller"]
 
 

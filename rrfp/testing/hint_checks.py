@@ -110,7 +110,7 @@ def check_choosing_changes_nothing(factory: HintFactory) -> None:
         asked_once = _orders(factory, case, 2)
         asked_more = _orders(lambda: _AskedAgain(factory()), case, 2)
         if asked_once != asked_more:
-            raise AssertionError(f"{case.name}: asked more often in one state, the hint chooses otherwise")
+            raise AssertionError(f"{case.name}: called more often in one state, the hint chooses otherwise")
 
 
 ALL_CHECKS: tuple[Check, ...] = (

@@ -1,4 +1,4 @@
-"""Where a stage's time went in one step: computing, blocked and on what, or in the runtime itself.
+"""The breakdown of a stage's time in one step: compute, blocked by cause, and the runtime itself.
 
 Every instant of the step counts exactly once, so the parts sum to the step's time whatever was recorded: where spans
 overlap, compute wins over waiting and an earlier wait over a later one. What no span covers is the runtime's own time

@@ -84,7 +84,7 @@ def draw_timelines(rows: Sequence[tuple[str, StepTrace]]) -> Figure:
         rows: title and merged trace of every run, at least one; a title is followed by the run's makespan.
 
     Returns:
-        A figure on a canvas of its own, unknown to pyplot.
+        A figure with its own canvas, unknown to pyplot.
 
     Raises:
         ConfigError: if matplotlib is not installed.

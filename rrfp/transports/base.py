@@ -1,6 +1,6 @@
 """The contract of a transport: how messages travel between the ranks of one pipeline.
 
-A transport moves :class:`Message` values. It knows nothing of readiness, schedules or memory limits: those live above
+A transport moves :class:`Message` values. It knows no readiness, schedules or memory limits: those are above
 it.
 
 The contract, which `rrfp.testing.transport_checks` verifies for any implementation:
@@ -18,7 +18,7 @@ The contract, which `rrfp.testing.transport_checks` verifies for any implementat
   once, after every message that the peer had delivered; ``send`` to it raises the same from then on. A peer that closed
   in order is not an error for ``receive``.
 - **Bad input** from the network is dropped and raised by ``receive`` as one :class:`FrameError` that names peer and
-  field. The next call goes on with the next message.
+  field. The next call returns the next message.
 - ``close`` delivers the accepted messages, notifies the peers and frees all resources; ``abort`` frees them at once.
   Both may be called twice, and while other calls wait: those then raise :class:`TransportClosedError`.
 
@@ -171,7 +171,7 @@ class TransportContext:
 
 @dataclass(frozen=True, slots=True)
 class TransportStatistics:
-    """A snapshot of what a transport has moved since ``start``.
+    """A snapshot of a transport's counters since ``start``.
 
     Attributes:
         messages_sent: messages that ``send`` accepted, all channels.
@@ -238,7 +238,7 @@ class Transport(ABC):
 
         Raises:
             PeerLostError: once for each lost peer, after its last message.
-            FrameError: a bad frame was dropped; the next call goes on.
+            FrameError: a bad frame was dropped; the next call returns the next message.
             TransportClosedError: this end is closed.
         """
 

@@ -171,7 +171,7 @@ async def _connect(environ: Mapping[str, str], timeout_s: float) -> Any:
 
 
 async def in_thread(function: Callable[[], _Result]) -> _Result:
-    """Run a blocking ``function`` in its own thread. Cancelled, the function goes on and its result is dropped."""
+    """Run a blocking ``function`` in its own thread. Cancelled, the function continues and its result is dropped."""
     # Not the loop's executor: closing a loop waits for its threads, and a store that hangs would hang the exit.
     loop = asyncio.get_running_loop()
     future: asyncio.Future[_Result] = loop.create_future()

@@ -1,8 +1,8 @@
-"""Messages as bytes: a msgpack header of at most 64 KiB in a frame of its own, then the raw bytes of each tensor.
+"""Messages as bytes: a msgpack header of at most 64 KiB in its own frame, then the raw bytes of each tensor.
 
 Pure: no socket, no clock. Every field of a header is checked before memory is allocated for it, and nothing is ever
 unpickled. A header is one msgpack array. It begins with the *seal*, [version, run id, restart, sender, kind],
-which other frames of a transport share (`Codec.seal`, `Codec.open`); a message goes on with [channel, sequence, step,
+which other frames of a transport share (`Codec.seal`, `Codec.open`); a message continues with [channel, sequence, step,
 task, tensors, body]: step is [number, mode, M] or nil, task [kind, microbatch, virtual stage] or nil, tensors a list of
 [dtype, shape, requires_grad] or nil, body a map.
 """
@@ -147,7 +147,7 @@ class Codec:
         """The header and the frames after it; views of the tensors' memory where that is contiguous.
 
         Args:
-            message: what to send.
+            message: of any channel.
             sequence: its number in its channel; ``message.sequence`` does not count.
 
         Raises:

@@ -1,6 +1,6 @@
 """The receiving side of a rank: one bound ROUTER to which every channel of every peer connects, and its monitor.
 
-It only receives, checks the senders of frames, and assembles messages; their meaning is its owner's business.
+It only receives, checks the senders of frames, and assembles messages; their meaning is up to its owner.
 
 libzmq's descriptor is edge-triggered: it fires when the socket's state changes, not while messages wait. So after it
 fires, everything must be read; between two batches the loop runs.

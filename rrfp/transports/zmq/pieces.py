@@ -89,7 +89,7 @@ class Assembly:
         # A start without inline pieces has one empty part, so that it is multi-part.
         if [part.nbytes for part in inline] != ([piece.num_bytes for piece in pieces] or [0]):
             lengths = [part.nbytes for part in inline]
-            raise self._error(f"the parts after the header have lengths {lengths!r:.80}, not what it announces")
+            raise self._error(f"the parts after the header have lengths {lengths!r:.80}, not the announced ones")
         self._next = next(self._rest, None)
         if self._next is None:  # each frame is one part, whose memory becomes the tensor's; an empty frame has none
             self._buffers = [_NOTHING] * len(sizes)

@@ -2,8 +2,8 @@
 
 Every rank binds one socket and publishes its address; for each channel of each peer it connects one socket that only
 sends. So the three channels are connections of their own, and control never waits behind tensors. This file joins the
-parts: `inlet` (what arrives), `outlet` (one channel to one peer), `link` (the state between two ranks),
-`pieces` (how messages are cut) and `endpoint` (what may be bound).
+parts: `inlet` (receiving), `outlet` (one channel to one peer), `link` (the state of a connection),
+`pieces` (cutting messages) and `endpoint` (addresses).
 """
 
 from __future__ import annotations
