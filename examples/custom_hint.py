@@ -2,8 +2,8 @@
 
     python examples/custom_hint.py
 
-A hint is asked whenever the stage could start something. It sees what is ready and a read-only view of the stage, and
-names one ready task. It cannot break correctness or the memory limit: readiness and admission are decided before that.
+A hint is called whenever the stage could start a task. It reads the ready set and a read-only view of the stage, and
+returns one ready task. It cannot break correctness or the memory limit: readiness and admission are decided before.
 """
 
 import rrfp
@@ -14,7 +14,7 @@ from rrfp.sim.simulation import simulate
 
 
 class DrainWhenFull(rrfp.Hint):
-    """Forwards first while less than half of the memory is taken, backwards first above that."""
+    """Forwards first while less than half of the memory is held, backwards first above that."""
 
     def choose(self, ready: rrfp.ReadySet, view: rrfp.View) -> rrfp.Task | None:
         """The next task."""
@@ -35,7 +35,7 @@ def main() -> None:
     costs = make_costs("mllm", 8, 64, seed=1, jitter="J2", latency="wire")
     sizes = microbatch_sizes("mllm", 8, 64, seed=1)
     print(f"{'hint':18} {'makespan':>10} {'/ bound':>8}   peak microbatches held")
-    # A schedule is a hint, too, but some take split or chunked stages only.
+    # A schedule is a hint, too, but some need split or chunked stages.
     built_in = [name for name in hint_names() if name not in schedule_names()]
     hints: dict[str, HintSpec] = {"DrainWhenFull": DrainWhenFull, **{name: name for name in built_in}}
     for name, hint in hints.items():

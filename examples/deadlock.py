@@ -1,4 +1,4 @@
-"""What a deadlock looks like: a hint that waits for a task that can never come, and the report that ends it.
+"""A deadlock and its report: a hint waits for a task that can never become ready.
 
 python examples/deadlock.py
 """
@@ -12,7 +12,7 @@ import rrfp
 
 
 class Stubborn(rrfp.Hint):
-    """On stage 1 runs microbatch 1 before 0, and waits for it; with room for one microbatch it never comes."""
+    """Waits on stage 1 for microbatch 1 before 0; with memory for one microbatch it never arrives."""
 
     may_wait = True
 

@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def compare(stages: list[nn.Module], inputs: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
-    """Print the largest difference to the gradients of an ordinary backward over the whole batch."""
+    """Print the largest difference from the gradients of an ordinary backward over the whole batch."""
     whole = nn.Sequential(*build())
     torch.autograd.backward(nn.functional.cross_entropy(whole(torch.cat(inputs)), torch.cat(targets)))
     pairs = zip((p for stage in stages for p in stage.parameters()), whole.parameters(), strict=True)

@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py
     torchrun --standalone --nproc-per-node 8 examples/train_gpt.py --pp 2 --tp 2 --dp 2 --steps 3
 
-Everything but the five lines that mention ``pipe`` is what any PyTorch training script has.
+All but the five lines that mention ``pipe`` is an ordinary PyTorch training script.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class Block(nn.Module):
         return y
 
     def shard(self, mesh: DeviceMesh) -> None:
-        """Leave each rank of ``mesh`` some heads and some hidden units."""
+        """Give each rank of ``mesh`` some of the heads and hidden units."""
         columns = {name: ColwiseParallel() for name in ("query", "key", "value", "up")}
         parallelize_module(self, mesh, {**columns, "out": RowwiseParallel(), "down": RowwiseParallel()})
 
@@ -87,10 +87,10 @@ def batch(data: Tensor, microbatches: int, size: int, generator: torch.Generator
 
 
 def arguments() -> tuple[argparse.Namespace, rrfp.Topology]:
-    """The command line, and this rank's place in the job."""
+    """The command line, and this rank's topology."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pp", type=int, help="pipeline stages; by default as many as the other two leave")
-    parser.add_argument("--dp", type=int, default=1, help="replicas, each with data of its own")
+    parser.add_argument("--dp", type=int, default=1, help="replicas, each with its own data")
     parser.add_argument("--tp", type=int, default=1, choices=(1, 2, 4), help="ranks that share a stage's heads")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--microbatches", type=int, default=24)
@@ -102,7 +102,7 @@ def arguments() -> tuple[argparse.Namespace, rrfp.Topology]:
     parser.add_argument("--limit", default="2n", help="microbatches that a stage may hold: a number, 1f1b, n or 2n")
     parser.add_argument("--transport", default="zmq")
     parser.add_argument("--evaluate-every", type=int, default=50, help="steps; 0: never")
-    parser.add_argument("--text", type=argparse.FileType("rb"), help="what to learn; default: Python's reference")
+    parser.add_argument("--text", type=argparse.FileType("rb"), help="the text to learn; default: Python's reference")
     args = parser.parse_args()
     pp = {} if args.pp is None else {"pp": args.pp}
     try:
@@ -110,7 +110,7 @@ def arguments() -> tuple[argparse.Namespace, rrfp.Topology]:
         if topology.stages > LAYERS:
             raise rrfp.ConfigError(f"--pp is {topology.stages}, must be at most {LAYERS}, one for each layer")
         return args, topology
-    except rrfp.ConfigError as error:  # the same on all ranks: the first one tells, and torchrun ends the others
+    except rrfp.ConfigError as error:  # the same on all ranks: rank 0 prints it, and torchrun ends the others
         if os.environ.get("RANK", "0") != "0":
             time.sleep(5)
             parser.exit(2)
@@ -118,7 +118,7 @@ def arguments() -> tuple[argparse.Namespace, rrfp.Topology]:
 
 
 def join(topology: rrfp.Topology) -> None:
-    """Set torch.distributed up; on keys of this attempt, or gloo would find addresses from before a restart."""
+    """Initialise torch.distributed, with keys of this restart: gloo would else read addresses from before it."""
     store, rank, world = next(rendezvous("env://"))
     dist.init_process_group("gloo", store=PrefixStore(str(topology.restart), store), rank=rank, world_size=world)
 

@@ -8,72 +8,52 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+# For type checkers, which do not run __getattr__: `as` marks a public name.
 if TYPE_CHECKING:
-    from rrfp.compute.lanes.base import Lane
-    from rrfp.compute.payload import Payload
-    from rrfp.compute.program import Batch, StageProgram
-    from rrfp.core.admission import Limit
-    from rrfp.core.hint import Hint, View
-    from rrfp.core.ready_set import ReadySet
-    from rrfp.core.tasks import Kind, Mode, Task
-    from rrfp.core.topology import Topology
-    from rrfp.errors import ConfigError, PipelineAborted, RrfpError
-    from rrfp.pipeline.api import Pipeline, local
-    from rrfp.runtime.result import StepResult
-    from rrfp.runtime.statistics import RankStatistics
-    from rrfp.transports.base import Message, Transport
-    from rrfp.version import __version__
+    from rrfp.compute.lanes.base import Lane as Lane
+    from rrfp.compute.payload import Payload as Payload
+    from rrfp.compute.program import Batch as Batch
+    from rrfp.compute.program import StageProgram as StageProgram
+    from rrfp.core.admission import Limit as Limit
+    from rrfp.core.hint import Hint as Hint
+    from rrfp.core.hint import View as View
+    from rrfp.core.ready_set import ReadySet as ReadySet
+    from rrfp.core.tasks import Kind as Kind
+    from rrfp.core.tasks import Mode as Mode
+    from rrfp.core.tasks import Task as Task
+    from rrfp.core.topology import Topology as Topology
+    from rrfp.errors import ConfigError as ConfigError
+    from rrfp.errors import PipelineAborted as PipelineAborted
+    from rrfp.errors import RrfpError as RrfpError
+    from rrfp.pipeline.api import Pipeline as Pipeline
+    from rrfp.pipeline.api import local as local
+    from rrfp.runtime.result import StepResult as StepResult
+    from rrfp.runtime.statistics import RankStatistics as RankStatistics
+    from rrfp.transports.base import Message as Message
+    from rrfp.transports.base import Transport as Transport
+    from rrfp.version import __version__ as __version__
 
-
-_HOMES = {
-    "Batch": "rrfp.compute.program",
-    "ConfigError": "rrfp.errors",
-    "Hint": "rrfp.core.hint",
-    "Kind": "rrfp.core.tasks",
-    "Lane": "rrfp.compute.lanes.base",
-    "Limit": "rrfp.core.admission",
-    "Message": "rrfp.transports.base",
-    "Mode": "rrfp.core.tasks",
-    "Payload": "rrfp.compute.payload",
-    "Pipeline": "rrfp.pipeline.api",
-    "PipelineAborted": "rrfp.errors",
-    "RankStatistics": "rrfp.runtime.statistics",
-    "ReadySet": "rrfp.core.ready_set",
-    "RrfpError": "rrfp.errors",
-    "StageProgram": "rrfp.compute.program",
-    "StepResult": "rrfp.runtime.result",
-    "Task": "rrfp.core.tasks",
-    "Topology": "rrfp.core.topology",
-    "Transport": "rrfp.transports.base",
-    "View": "rrfp.core.hint",
-    "__version__": "rrfp.version",
-    "local": "rrfp.pipeline.api",
+#: Every public name, by the module that defines it.
+_PUBLIC = {
+    "rrfp.compute.lanes.base": ("Lane",),
+    "rrfp.compute.payload": ("Payload",),
+    "rrfp.compute.program": ("Batch", "StageProgram"),
+    "rrfp.core.admission": ("Limit",),
+    "rrfp.core.hint": ("Hint", "View"),
+    "rrfp.core.ready_set": ("ReadySet",),
+    "rrfp.core.tasks": ("Kind", "Mode", "Task"),
+    "rrfp.core.topology": ("Topology",),
+    "rrfp.errors": ("ConfigError", "PipelineAborted", "RrfpError"),
+    "rrfp.pipeline.api": ("local", "Pipeline"),
+    "rrfp.runtime.result": ("StepResult",),
+    "rrfp.runtime.statistics": ("RankStatistics",),
+    "rrfp.transports.base": ("Message", "Transport"),
+    "rrfp.version": ("__version__",),
 }
 
-__all__ = [
-    "Batch",
-    "ConfigError",
-    "Hint",
-    "Kind",
-    "Lane",
-    "Limit",
-    "Message",
-    "Mode",
-    "Payload",
-    "Pipeline",
-    "PipelineAborted",
-    "RankStatistics",
-    "ReadySet",
-    "RrfpError",
-    "StageProgram",
-    "StepResult",
-    "Task",
-    "Topology",
-    "Transport",
-    "View",
-    "__version__",
-    "local",
-]
+_HOMES = {name: home for home, names in _PUBLIC.items() for name in names}
+
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
@@ -83,4 +63,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return list(__all__)

@@ -1,4 +1,4 @@
-"""The console script ``rrfp``: commands are put together here, and every error becomes one line.
+"""The console script ``rrfp``: all commands, and one line for every error.
 
 Exit codes: 0 done, 1 failed, 2 bad usage or bad input, 3 the simulated run deadlocks, 130 interrupted. A command's
 module is imported for ``rrfp --help`` as well, so those modules import numpy, torch and the like when they run.
@@ -28,12 +28,12 @@ FAILED, USAGE, DEADLOCK, INTERRUPTED = 1, 2, 3, 130
 #: One run and many: whoever gives one an option of the other means the other.
 _SIBLINGS = {"simulate": "sweep", "sweep": "simulate"}
 
-# The base of all that typer raises about arguments. Which module it lives in depends on typer's version.
+# The base of typer's errors about arguments. Its module depends on typer's version.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
 
 
 class Commands(TyperGroup):
-    """The commands; an error that one raises on purpose becomes one line and an exit code."""
+    """The commands. An `RrfpError` becomes one line on stderr and an exit code."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run the command line and exit."""
@@ -51,10 +51,10 @@ class Commands(TyperGroup):
             _fail(_one_line(error), FAILED)
         except (typer.Abort, KeyboardInterrupt):
             _fail("interrupted", INTERRUPTED)
-        except BrokenPipeError:  # the reader of our output, such as `head`, has gone
+        except BrokenPipeError:  # the reader of the output, such as `head`, is gone
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             sys.exit(FAILED)
-        if result == INTERRUPTED:  # typer caught Ctrl-C itself, and says nothing
+        if result == INTERRUPTED:  # typer caught Ctrl-C itself and prints nothing
             _fail("interrupted", INTERRUPTED)
         sys.exit(result if isinstance(result, int) else 0)
 
@@ -64,7 +64,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _usage(error: Any) -> str:
-    """What is wrong with the arguments, the choices where a command is missing or unknown, and where help is."""
+    """The fault in the arguments, the choices where a command is missing or unknown, and the help option."""
     message = " ".join(error.format_message().split()).removesuffix(".")
     context = getattr(error, "ctx", None)
     if context is None:

@@ -1,9 +1,9 @@
-"""The exception tree, ordered by whose fault it is.
+"""The exception tree, ordered by fault.
 
-Every error that this package raises on purpose derives from :class:`RrfpError`. Below it, the second level says who has
-to act: the caller (`ConfigError`), code that the caller plugged in (`LocalError`), another rank (`PeerError`), the way
-between two ranks (`TransportError`). `PipelineAborted` is what every rank sees when any rank failed; it names the
-origin.
+Every error that this package raises on purpose derives from :class:`RrfpError`. The second level names the part at
+fault: the caller (`ConfigError`), code that the caller plugged in (`LocalError`), another rank (`PeerError`), the
+connection between two ranks (`TransportError`). When any rank fails, every rank raises `PipelineAborted`, which names
+the origin.
 
 Every error survives pickling, because launchers carry exceptions between processes.
 """
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-#: Who sent something: another stage, or a member of the rank's own group.
+#: The sender of a message: another stage, or a member of the rank's own group, with its index.
 ToldBy = tuple[Literal["stage", "member"], int]
 
 
@@ -41,7 +41,7 @@ class RrfpError(Exception):
 
 
 class ConfigError(RrfpError, ValueError):
-    """The caller asked for something that does not exist or does not fit; names the field and the choices."""
+    """A value of the caller does not exist or does not fit; names the field and the allowed values."""
 
 
 class LocalError(RrfpError):
@@ -49,7 +49,7 @@ class LocalError(RrfpError):
 
 
 class HintError(LocalError):
-    """A hint policy answered with a task that is not ready, or with None although it may not wait."""
+    """A hint chose a task that is not ready, or None although it may not wait."""
 
 
 class StageError(LocalError):
@@ -68,7 +68,8 @@ class ProtocolError(PeerError):
     """A peer's message contradicts this rank's state: duplicate, out of step, unknown task, other step size or mode.
 
     Attributes:
-        told_by: who sent the message, if it was kept for a while and only now taken in.
+        told_by: the sender, for a message that arrived before its step and was applied when the step opened; None for
+            all others, whose sender the runtime knows.
     """
 
     told_by: ToldBy | None = None
@@ -79,7 +80,7 @@ class PeerLostError(PeerError):
 
     Attributes:
         peer: the lost rank.
-        reason: what was observed.
+        reason: the observation, such as a connection that ended.
     """
 
     def __init__(self, peer: int, reason: str) -> None:
@@ -92,20 +93,20 @@ class PeerLostError(PeerError):
 
 
 class TransportError(RrfpError):
-    """Moving a message failed for a reason that lies between the ranks."""
+    """Sending or receiving failed for a reason that is neither rank's fault."""
 
 
 class TransportClosedError(TransportError):
-    """The transport was closed or aborted while, or before, the call was made."""
+    """The transport was closed or aborted before the call or during it."""
 
 
 class FrameError(TransportError):
     """A received frame was malformed; it was dropped.
 
     Attributes:
-        peer: rank of the sender, or None where the frame does not even tell that.
+        peer: rank of the sender, or None where the frame does not identify it.
         field: the header field or frame at fault.
-        reason: what is wrong with it and what would be right.
+        reason: the fault and the allowed values.
     """
 
     def __init__(self, peer: int | None, field: str, reason: str) -> None:
@@ -127,7 +128,7 @@ class Origin:
         stage: stage index of the rank that failed.
         task: the task it was running, in its text form, or None.
         cause: the exception as one line, ``TypeName: message``.
-        rank: the rank, where a stage has several; None where the stage tells it.
+        rank: the rank, where a stage has several; None where the stage identifies it.
     """
 
     stage: int
@@ -141,7 +142,7 @@ class Origin:
 
 
 class PipelineAborted(RrfpError):
-    """The pipeline ended on every rank because one rank failed. Terminal: build a new Pipeline to go on.
+    """The pipeline ended on every rank because one rank failed. It cannot be used again: build a new Pipeline.
 
     Gradients are undefined afterwards: some microbatches may have been added to ``.grad`` and others not.
 

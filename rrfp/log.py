@@ -1,8 +1,8 @@
 """Loggers: structured events on the standard library's loggers under ``rrfp``.
 
-A library must not configure logging for everybody. So each logger carries its own processors, and hands the sentence
-to `logging` with its fields as attributes of the record: plain formatters print the sentence, structured ones the
-fields too.
+A library must not configure logging for the whole program. So each logger has its own processors, and passes the
+sentence to `logging` with its fields as attributes of the record: plain formatters print the sentence, structured ones
+the fields too.
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ check = typer.Typer(help="Check that a plugin keeps its contract; exit code 1 if
 check.command()(faults)
 check.command()(admission)
 
-#: Where Python's own modules are.
+#: The folders of Python's own modules.
 _STANDARD = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"])
 
-#: Libraries that rrfp itself calls: an error raised in one is blamed on its caller.
+#: Libraries that rrfp itself calls: for an error raised in one, its caller is named.
 _USED = frozenset({"torch", "numpy", "zmq", "msgpack", "uvloop"})
 
 _MARKS = {"ok": "ok  ", "skipped": "skip", "failed": "FAIL"}
@@ -39,12 +39,12 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help=_NAME)]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one check.
+    """The result of one check.
 
     Attributes:
         name: the check's name.
         outcome: whether the contract holds; "skipped" where the check did not look.
-        message: what was checked, what it lacked to look, or how the contract broke.
+        message: the promise that holds, the part that a skipped check lacks, or the breach of the contract.
     """
 
     name: str
@@ -60,7 +60,7 @@ def hint(name: Name, json: Json = False) -> None:
 
     spec = named_or_loaded_hint(name)
     make_hint = partial(create_hint, spec)
-    outcomes = (_outcome(one, partial(one, make_hint)) for one in ALL_CHECKS)
+    outcomes = (_outcome(contract, partial(contract, make_hint)) for contract in ALL_CHECKS)
     _report("hint", name, outcomes, json=json)
 
 
@@ -71,37 +71,37 @@ def transport(name: Name, json: Json = False) -> None:
 
     from rrfp.commands.pair import started_pair
     from rrfp.testing.transport_checks import ALL_CHECKS, Check
-    from rrfp.transports.registry import transport_factory
+    from rrfp.transports.registry import TRANSPORTS
 
     spec = named_or_loaded("transport", name)
     if isinstance(spec, str):
-        transport_factory(spec)  # an unknown name is bad usage, not a failed check
+        TRANSPORTS.load(spec)  # an unknown name is bad usage, not a failed check
     make_pair = partial(started_pair, spec)
 
-    def run(one: Check) -> None:
-        asyncio.run(one(make_pair))
+    def run(contract: Check) -> None:
+        asyncio.run(contract(make_pair))
 
-    outcomes = (_outcome(one, partial(run, one)) for one in ALL_CHECKS)
+    outcomes = (_outcome(contract, partial(run, contract)) for contract in ALL_CHECKS)
     _report("transport", name, outcomes, json=json)
 
 
-def _outcome(what: Callable[..., object], run: Callable[[], object]) -> Outcome:
-    name = what.__name__.removeprefix("check_")
+def _outcome(contract: Callable[..., object], run: Callable[[], object]) -> Outcome:
+    name = contract.__name__.removeprefix("check_")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of dtypes that the checks send
+            warnings.simplefilter("ignore")  # torch warns about some dtypes that the checks send
             run()
     except SkippedError as error:
         return Outcome(name, "skipped", str(error))
     except AssertionError as error:
         return Outcome(name, "failed", " ".join(str(error).split()))
     except Exception as error:  # the plugin may raise anything
-        return Outcome(name, "failed", f"{' '.join(f'{type(error).__name__}: {error}'.split())}{_place_of(error)}")
-    return Outcome(name, "ok", first_line(what.__doc__))
+        return Outcome(name, "failed", f"{' '.join(f'{type(error).__name__}: {error}'.split())}{_location(error)}")
+    return Outcome(name, "ok", first_line(contract.__doc__))
 
 
-def _place_of(error: Exception) -> str:
-    """Where the plugin's own code raised ``error``, or called what did; empty where no code outside rrfp took part."""
+def _location(error: Exception) -> str:
+    """The last line of the plugin's own code in the traceback; empty where no code outside rrfp took part."""
     ours = str(Path(rrfp.__file__).parent)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         parts = Path(frame.filename).parts

@@ -33,7 +33,7 @@ def admission(
     stages: Annotated[str, _list("stages", "N,..", "Numbers of stages.")] = "1,2,3",
     microbatches: Annotated[str, _list("microbatches", "M,..", "Numbers of microbatches.")] = "1,2,3",
     chunks: Annotated[str, _list("chunks", "C,..", "Numbers of chunks a stage.")] = "1,2",
-    placement: Annotated[str, _list("placement", "looped,v", "Where chunks live.")] = "looped,v",
+    placement: Annotated[str, _list("placement", "looped,v", "Placements of chunks.")] = "looped,v",
     backward: Annotated[str, _list("backward", "whole,split,mixed", "Backward by virtual stage.")] = "whole,split",
     mode: Annotated[str, _list("mode", "train,forward", "Training or forward only.")] = "train,forward",
     limit: Annotated[str, _list("limit", "K,..,1f1b", "Limits; those above M are left out.")] = "1,2,3,4,1f1b",
@@ -55,10 +55,10 @@ def admission(
         _numbers("chunks", chunks),
         cast("list[Layout]", _names("placement", placement, get_args(Layout))),
         cast("list[Backward]", _names("backward", backward, get_args(Backward))),
-        [Mode(one) for one in _names("mode", mode, list(Mode))],
-        ["1f1b" if one == "1f1b" else _number("limit", one, " or 1f1b") for one in limit.split(",")],
+        [Mode(name) for name in _names("mode", mode, list(Mode))],
+        ["1f1b" if text == "1f1b" else _number("limit", text, " or 1f1b") for text in limit.split(",")],
         _names("rule", rule, list(RULES)),
-        [None if one == "none" else Kind(one) for one in _names("in-order", in_order or "none", ["none", *Kind])],
+        [None if name == "none" else Kind(name) for name in _names("in-order", in_order or "none", ["none", *Kind])],
         cast("list[Where]", _names("where", where, get_args(Where))),
     )
     cases = list(grid)
@@ -68,18 +68,18 @@ def admission(
     done = list(explored(_shown(cases, quiet=json), reduce=False if full else None))
     if not done:
         raise ConfigError("no case is left: limits above M, or an order of a kind that no virtual stage runs")
-    bad = [one for one in done if not one.is_safe]
+    bad = [explored_case for explored_case in done if not explored_case.is_safe]
     if json:
-        print_json({"ok": not bad, "cases": [_document(one) for one in done]})
+        print_json({"ok": not bad, "cases": [_document(result) for result in done]})
     else:
         _print(_table(done))
-        typer.echo(f"{len(done)} cases, {sum(one.found.states for one in done)} states, {len(bad)} cases failed")
+        typer.echo(f"{len(done)} cases, {sum(result.found.states for result in done)} states, {len(bad)} cases failed")
     if bad:
         raise RrfpError(f"{len(bad)} of {len(done)} cases fail, the first with the shortest way there: {_worst(bad)}")
 
 
 def _numbers(field: str, text: str) -> list[int]:
-    return [_number(field, one) for one in text.split(",")]
+    return [_number(field, number) for number in text.split(",")]
 
 
 def _number(field: str, text: str, otherwise: str = "") -> int:
@@ -97,7 +97,7 @@ def _names(field: str, text: str, allowed: Iterable[str]) -> list[str]:
 
 
 def _shown(cases: list[Case], *, quiet: bool) -> Iterable[Case]:
-    """The cases, with a progress bar where somebody looks."""
+    """The cases, with a progress bar on a terminal."""
     from rich.console import Console
     from rich.progress import track
 
@@ -106,28 +106,28 @@ def _shown(cases: list[Case], *, quiet: bool) -> Iterable[Case]:
 
 
 def _worst(bad: list[Explored]) -> str:
-    """The deadlock with the shortest trace, or else the first bound that was passed."""
-    stuck = [one for one in bad if one.found.deadlocks]
+    """The deadlock with the shortest trace, or else the first bound that was exceeded."""
+    stuck = [result for result in bad if result.found.deadlocks]
     if not stuck:
         return f"{bad[0].case}: {bad[0].broken[0]}"
-    first = min(stuck, key=lambda one: len(one.found.deadlocks[0].trace))
+    first = min(stuck, key=lambda result: len(result.found.deadlocks[0].trace))
     return f"{first.case}: " + "; ".join(line.strip() for line in str(first.found.deadlocks[0]).splitlines())
 
 
-def _document(one: Explored) -> dict[str, Any]:
-    found = one.found
+def _document(result: Explored) -> dict[str, Any]:
+    search = result.found
     return {
-        "case": str(one.case),
-        "ok": one.is_safe,
-        "states": found.states,
-        "transitions": found.transitions,
-        "seconds": one.seconds,
-        "deadlocks": len(found.deadlocks),
-        "deadlock": [str(task) for task in found.deadlocks[0].trace] if found.deadlocks else None,
-        "peak_held": found.peak_held,
-        "peak_received": found.peak_received,
-        "peak_buffered": found.peak_buffered,
-        "broken": one.broken,
+        "case": str(result.case),
+        "ok": result.is_safe,
+        "states": search.states,
+        "transitions": search.transitions,
+        "seconds": result.seconds,
+        "deadlocks": len(search.deadlocks),
+        "deadlock": [str(task) for task in search.deadlocks[0].trace] if search.deadlocks else None,
+        "peak_held": search.peak_held,
+        "peak_received": search.peak_received,
+        "peak_buffered": search.peak_buffered,
+        "broken": result.broken,
     }
 
 
@@ -141,21 +141,21 @@ def _table(done: list[Explored]) -> Table:
     for column in ("cases", "states", "s", "stuck", "D", "received", "buffered"):
         table.add_column(column, justify="right", no_wrap=True)
     rows: dict[tuple[str, ...], list[Explored]] = {}
-    for one in done:
-        case = one.case
+    for result in done:
+        case = result.case
         step = "forward" if case.mode is Mode.FORWARD else case.backward
-        rows.setdefault((case.rule, str(case.chunks), step, str(case.in_order or "-")), []).append(one)
-    for key, its in rows.items():
-        found = [one.found for one in its]
+        rows.setdefault((case.rule, str(case.chunks), step, str(case.in_order or "-")), []).append(result)
+    for key, results in rows.items():
+        searches = [result.found for result in results]
         table.add_row(
             *key,
-            str(len(its)),
-            str(sum(one.states for one in found)),
-            f"{sum(one.seconds for one in its):.1f}",
-            str(sum(len(one.deadlocks) for one in found)),
-            str(max(max(one.peak_held) for one in found)),
-            str(max(max(one.peak_received) for one in found)),
-            str(max(max(one.peak_buffered) for one in found)),
+            str(len(results)),
+            str(sum(search.states for search in searches)),
+            f"{sum(result.seconds for result in results):.1f}",
+            str(sum(len(search.deadlocks) for search in searches)),
+            str(max(max(search.peak_held) for search in searches)),
+            str(max(max(search.peak_received) for search in searches)),
+            str(max(max(search.peak_buffered) for search in searches)),
         )
     return table
 

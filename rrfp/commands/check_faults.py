@@ -38,15 +38,15 @@ def faults(
     spec = None if hint is None else named_or_loaded_hint(hint)
     suffix = "" if hint is None else f" --hint {hint}"
     if runs is None:
-        failed = _one(seed, spec, suffix, trace=trace, json=json)
+        failed = _run_one(seed, spec, suffix, trace=trace, json=json)
     else:
-        failed = _many(seed, runs, spec, suffix, json=json)
+        failed = _run_many(seed, runs, spec, suffix, json=json)
     if failed:
         raise RrfpError(failed)
 
 
-def _one(seed: int, hint: HintSpec | None, suffix: str, *, trace: bool, json: bool) -> str:
-    """Make one run and print it; returns what is wrong with it, or nothing."""
+def _run_one(seed: int, hint: HintSpec | None, suffix: str, *, trace: bool, json: bool) -> str:
+    """Make one run and print it; returns its failure, or an empty text."""
     from rrfp.sim.faults.campaign import run_seed
 
     events: list[str] = []
@@ -62,8 +62,8 @@ def _one(seed: int, hint: HintSpec | None, suffix: str, *, trace: bool, json: bo
     return _failure(seed, run.problems[0], suffix) if run.problems else ""
 
 
-def _many(first: int, runs: int, hint: HintSpec | None, suffix: str, *, json: bool) -> str:
-    """Make many runs and print their summary; returns what is wrong with the first bad one, or nothing."""
+def _run_many(first: int, runs: int, hint: HintSpec | None, suffix: str, *, json: bool) -> str:
+    """Make many runs and print their summary; returns the first failure, or an empty text."""
     from rrfp.sim.faults.campaign import run_campaign
 
     campaign = run_campaign(_shown(range(first, first + runs), quiet=json), hint)
@@ -83,7 +83,7 @@ def _failure(seed: int, problem: str, suffix: str) -> str:
 
 
 def _shown(seeds: range, *, quiet: bool) -> Iterable[int]:
-    """``seeds``, with a progress bar where somebody looks."""
+    """``seeds``, with a progress bar on a terminal."""
     from rich.console import Console
     from rich.progress import track
 
@@ -92,7 +92,7 @@ def _shown(seeds: range, *, quiet: bool) -> Iterable[int]:
 
 
 def _table(campaign: Campaign) -> Table:
-    """A row a kind of fault."""
+    """One row for each kind of fault."""
     from rich.table import Table
 
     from rrfp.sim.faults.checker import Ending

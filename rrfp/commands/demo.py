@@ -11,7 +11,7 @@ from rrfp.commands.output import Json
 
 
 def demo(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for what the demo writes.")] = Path("out/demo"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the demo's files.")] = Path("out/demo"),
     text: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Text to learn; Python's manual by default.")
     ] = None,

@@ -1,4 +1,4 @@
-"""`rrfp doctor`: can this machine run the package, and what is missing?"""
+"""`rrfp doctor`: checks whether this machine can run the package, and lists missing parts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _NUM_ROUND_TRIPS = 100
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one look.
 
     Attributes:
-        ok: it is there and works.
-        required: without it nothing runs; otherwise it only adds something.
-        detail: the version, or what is wrong.
+        ok: whether the part is there and works.
+        required: whether RRFP needs it to run.
+        detail: the version, or the fault.
     """
 
     ok: bool
@@ -54,7 +54,7 @@ def _examine(look: Callable[[], str], required: bool) -> Finding:
         return Finding(True, required, look())
     except PackageNotFoundError as error:
         return Finding(False, required, f"not installed: pip install {error.name}")
-    except Exception as error:  # whatever is broken on this machine is the answer
+    except Exception as error:  # a broken package may raise anything
         return Finding(False, required, " ".join(f"{type(error).__name__}: {error}".split()))
 
 
@@ -72,7 +72,7 @@ def _cores() -> str:
 
 
 def _package(name: str) -> Callable[[], str]:
-    """Looks for an installed package that can be imported."""
+    """A look at an installed package that can be imported."""
 
     def look() -> str:
         version = installed_version(name)
@@ -119,7 +119,7 @@ async def _round_trip_s() -> float:
             best = min(best, time.perf_counter() - start)
     tensor = received.tensors[0]
     if tensor is None or not torch.equal(tensor, torch.arange(1024.0)):
-        raise RuntimeError("a tensor came back changed")
+        raise RuntimeError("a tensor changed on the round trip")
     return best
 
 
@@ -137,7 +137,7 @@ def _cuda() -> str:
     return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
 
 
-#: Name -> how to look at it, and whether it is required.
+#: By name: the look, and whether the part is required.
 _LOOKS: dict[str, tuple[Callable[[], str], bool]] = {
     "python": (_python, True),
     "platform": (_platform, True),

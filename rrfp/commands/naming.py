@@ -1,4 +1,4 @@
-"""What a user may write for a plugin: a registered name, ``module:attribute``, or ``file.py:attribute``."""
+"""Plugins on the command line: a registered name, ``module:attribute``, or ``file.py:attribute``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from rrfp.hints.registry import HintSpec
 
 
-def named_or_loaded(what: str, text: str) -> Any:
-    """``text`` itself where it is a name, and the object that it leads to where it holds a colon.
+def named_or_loaded(field: str, text: str) -> Any:
+    """``text`` itself where it is a name; with a colon, the object that it names.
 
     Args:
-        what: the field, for errors.
-        text: what the user wrote. Modules of the working directory are found.
+        field: for errors.
+        text: the user's. Modules are also looked up in the working directory.
 
     Raises:
         ConfigError: if the module cannot be imported or has no such attribute.
@@ -34,11 +34,11 @@ def named_or_loaded(what: str, text: str) -> Any:
     try:
         module = _from_file(Path(home)) if home.endswith(".py") else _from_path(home)
     except Exception as error:  # the user's module may raise anything
-        raise ConfigError(f"{what} is {text!r}: cannot import {home!r} ({type(error).__name__}: {error})") from error
+        raise ConfigError(f"{field} is {text!r}: cannot import {home!r} ({type(error).__name__}: {error})") from error
     try:
         return getattr(module, attribute)
     except AttributeError:
-        raise ConfigError(f"{what} is {text!r}: {home!r} has no attribute {attribute!r}") from None
+        raise ConfigError(f"{field} is {text!r}: {home!r} has no attribute {attribute!r}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,10 @@ def _loaded(text: str) -> Any:
 
 
 def named_or_loaded_hint(text: str) -> HintSpec:
-    """What `create_hint` accepts for a hint that a user named; it was tried once.
+    """The argument of `create_hint` for the user's ``text``; tried once.
 
     Raises:
-        ConfigError: if the name is unknown, or what it leads to makes no hint.
+        ConfigError: if the name is unknown, or the object makes no hint.
     """
     from rrfp.hints.registry import create_hint
 

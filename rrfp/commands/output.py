@@ -1,4 +1,4 @@
-"""What all commands share: JSON on stdout, and the option that asks for it."""
+"""Output shared by all commands: JSON on stdout, and the option for it."""
 
 from __future__ import annotations
 

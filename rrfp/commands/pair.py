@@ -1,4 +1,4 @@
-"""Two or three transports of one kind that are each other's only peers, in this process: for checks and the doctor."""
+"""Two or three connected transports of one kind in this process: for the checks and the doctor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RUN_ID = "checks"
 
 @asynccontextmanager
 async def started_pair(spec: TransportSpec, options: PairOptions) -> AsyncIterator[Pair]:
-    """A started pair, or three where the options ask for them; all are aborted in the end.
+    """A started pair, or three transports with ``options.ranks`` 3; all are aborted in the end.
 
     Raises:
         ConfigError: for an unknown name, or something that does not make a Transport.

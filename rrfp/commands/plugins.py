@@ -1,23 +1,23 @@
-"""`rrfp hints` and `rrfp transports`: what may be named, what it does and where it comes from."""
+"""`rrfp hints` and `rrfp transports`: the known names, their origins and descriptions."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from importlib.metadata import entry_points
 from typing import Any
 
 from rrfp.commands.output import Json, first_line, print_json
+from rrfp.core.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A name that can be asked for.
+    """A name and its plugin.
 
     Attributes:
         name: the name.
-        origin: ``built in``, ``schedule``, or ``plugin`` and the distribution that brings it.
+        origin: ``built in``, ``schedule``, or ``plugin`` and the distribution that declares it.
         description: the first line of its docstring, or why it cannot be loaded.
     """
 
@@ -27,12 +27,12 @@ class Known:
 
 
 def hints(json: Json = False) -> None:
-    """List the hints: how a stage prioritizes the tasks that are ready."""
-    from rrfp.hints.registry import hint_factory, hint_names
+    """List the hints: how a stage orders the tasks that are ready."""
+    from rrfp.hints.registry import HINTS
     from rrfp.schedules.registry import schedule_generator, schedule_names
 
     schedules = schedule_names()
-    known = [_known("rrfp.hints", name, hint_factory) for name in hint_names() if name not in schedules]
+    known = [_known(HINTS, name) for name in HINTS.names() if name not in schedules]
     for name in schedules:
         module = sys.modules[schedule_generator(name).__module__]
         known.append(Known(name, "schedule", first_line(module.__doc__)))
@@ -41,34 +41,27 @@ def hints(json: Json = False) -> None:
 
 def transports(json: Json = False) -> None:
     """List the transports: how stages exchange tensors."""
-    from rrfp.transports.registry import transport_factory, transport_names
+    from rrfp.transports.registry import TRANSPORTS
 
-    _show((_known("rrfp.transports", name, transport_factory) for name in transport_names()), json=json)
+    _show((_known(TRANSPORTS, name) for name in TRANSPORTS.names()), json=json)
 
 
-def _known(group: str, name: str, load: Callable[[str], Any]) -> Known:
+def _known(registry: Registry[Any], name: str) -> Known:
     try:
-        factory = load(name)
+        description = first_line(registry.load(name).__doc__)
     except Exception as error:  # a plugin's import may raise anything, and must not hide the others
-        return Known(name, _plugin(group, name), f"cannot be loaded ({type(error).__name__}: {error})")
-    is_ours = str(getattr(factory, "__module__", "")).split(".")[0] == "rrfp"
-    return Known(name, "built in" if is_ours else _plugin(group, name), first_line(factory.__doc__))
-
-
-def _plugin(group: str, name: str) -> str:
-    """The distribution that registers ``name``."""
-    found = (point.dist.name for point in entry_points(group=group, name=name) if point.dist is not None)
-    return f"plugin {next(found, '?')}"
+        description = f"cannot be loaded ({type(error).__name__}: {error})"
+    return Known(name, registry.origin(name), description)
 
 
 def _show(known: Iterable[Known], *, json: bool) -> None:
     if json:
-        print_json([asdict(one) for one in known])
+        print_json([asdict(entry) for entry in known])
         return
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("name", "origin", "what it does", box=None, pad_edge=False)
-    for one in known:
-        table.add_row(one.name, one.origin, one.description)
+    table = Table("name", "origin", "description", box=None, pad_edge=False)
+    for entry in known:
+        table.add_row(entry.name, entry.origin, entry.description)
     Console(highlight=False, markup=False).print(table)

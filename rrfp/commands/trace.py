@@ -1,4 +1,4 @@
-"""`rrfp trace FILE...`: where the time of recorded steps went."""
+"""`rrfp trace FILE...`: the breakdown of recorded steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def trace(
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """One step: of every stage the breakdown, the peak D (chunk tasks), and the peak bytes where the trace has them."""
+    """One step: each stage's breakdown, peak D (chunk tasks), and peak bytes where the trace has them."""
 
     step: int
     stages: tuple[Breakdown, ...]
@@ -50,13 +50,14 @@ class _Report:
         from rrfp.trace.breakdown import by_stage
 
         peak_held = [_peak_held(trace, stage) for stage in range(num_stages)]
-        told = {one.stage: one.peaks.num_bytes for one in trace.peaks}
-        peak_bytes = [told[stage] for stage in range(num_stages)] if set(told) == set(range(num_stages)) else None
+        by_stage_bytes = {entry.stage: entry.peaks.num_bytes for entry in trace.peaks}
+        stages = range(num_stages)
+        peak_bytes = [by_stage_bytes[stage] for stage in stages] if set(by_stage_bytes) == set(stages) else None
         return cls(trace.step, by_stage(trace, num_stages), peak_held, peak_bytes)
 
 
 def _peak_held(trace: StepTrace, stage: int) -> int:
-    """The largest D, from F's start to the end of the same chunk task's last span; what ends frees before a start."""
+    """The largest D. A chunk task is held from its F's start to its last span's end; at one instant ends come first."""
     changes: Counter[tuple[float, int]] = Counter()
     ends: dict[tuple[int, int], float] = {}
     for span in trace.tasks:
@@ -79,12 +80,12 @@ def _document(path: Path, run: TracedRun, reports: list[_Report]) -> dict[str, A
         "run": run.name,
         "steps": [
             {
-                "step": one.step,
-                "stages": [part.to_json() for part in one.stages],
-                "peak_held": one.peak_held,
-                "peak_bytes": one.peak_bytes,
+                "step": report.step,
+                "stages": [part.to_json() for part in report.stages],
+                "peak_held": report.peak_held,
+                "peak_bytes": report.peak_bytes,
             }
-            for one in reports
+            for report in reports
         ],
     }
 
@@ -96,11 +97,11 @@ def _show(path: Path, run: TracedRun, reports: list[_Report]) -> None:
     from rrfp.trace.table import breakdown_table
 
     console = Console(highlight=False, markup=False)
-    for one in reports:
-        console.print(f"{path}: {run.name}, step {one.step}", soft_wrap=True)
-        console.print(breakdown_table(one.stages, peak_held=one.peak_held, peak_bytes=one.peak_bytes))
-    total = mean(part for one in reports for part in one.stages)
+    for report in reports:
+        console.print(f"{path}: {run.name}, step {report.step}", soft_wrap=True)
+        console.print(breakdown_table(report.stages, peak_held=report.peak_held, peak_bytes=report.peak_bytes))
+    total = mean(part for report in reports for part in report.stages)
     console.print(
         f"{run.name}: {len(reports)} step(s) of {total.step * 1e3:.1f} ms, computing {total.compute_share:.1%},"
-        f" blocked {total.blocking_share:.1%}, peak held {max(max(one.peak_held) for one in reports)}\n"
+        f" blocked {total.blocking_share:.1%}, peak held {max(max(report.peak_held) for report in reports)}\n"
     )

@@ -25,7 +25,7 @@ def run_demo(settings: DemoSettings, *, as_json: bool) -> None:
     """Run the demo and print its table, or its JSON.
 
     Raises:
-        ConfigError: before anything is started, if something that it needs is missing.
+        ConfigError: before any process starts, if matplotlib, the text or the folder is missing.
         DemoFailedError: if a worker failed.
     """
     require_matplotlib()
@@ -54,7 +54,7 @@ def _prepare(settings: DemoSettings) -> Path:
         shutil.rmtree(out / "parts", ignore_errors=True)
         (out / "parts").mkdir(parents=True)
         for stale in (out / "summary.json", out / "timeline.png", *out.glob("trace-*.json")):
-            stale.unlink(missing_ok=True)  # what lies here after a failed run must not look like its result
+            stale.unlink(missing_ok=True)  # or old files would look like the result of a run that failed
     except OSError as error:
         raise ConfigError(f"out {out}: cannot be written ({error.strerror})") from None
     return out

@@ -1,4 +1,4 @@
-"""Starts the demo's workers under torchrun and reads what rank 0 says."""
+"""Starts the demo's workers under torchrun and reads the lines of rank 0."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from rrfp.errors import RrfpError
 
 
 class DemoFailedError(RrfpError):
-    """The workers did not get to the end."""
+    """A worker failed, or torchrun was killed."""
 
 
 def run_workers(settings: DemoSettings, log: Path) -> Iterator[Mapping[str, Any]]:
-    """Run the workers, and yield each line that rank 0 prints. Leaves no process behind, however it ends.
+    """Run the workers, and yield each line that rank 0 prints. Leaves no process behind, whatever the end.
 
     Args:
         settings: the run's.
-        log: file for everything else that the workers print.
+        log: file for all other output of the workers.
 
     Raises:
-        DemoFailedError: if a worker failed; names the origin where it is known, and the log.
+        DemoFailedError: if a worker failed; names the origin, where known, and the log.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings.stages)]
     command += ["--monitor-interval", str(timeouts.MONITOR_S)]
@@ -63,7 +63,7 @@ def run_workers(settings: DemoSettings, log: Path) -> Iterator[Mapping[str, Any]
 
 
 class _Reaper:
-    """Sees to it that the workers end soon after a failure, whether torchrun and the workers answer or not.
+    """Ends the workers soon after a failure, whether torchrun and the workers react or not.
 
     torchrun by itself waits 30 s for a stopped worker, and leaves its workers running when it is killed.
 
@@ -72,9 +72,9 @@ class _Reaper:
     """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
-        #: Process ids of the workers, as they tell them.
+        #: Process ids that the workers reported.
         self.pids: set[int] = set()
-        #: A worker told of a failure.
+        #: Set when a worker has reported a failure.
         self.failed = threading.Event()
         self._process = process
         self._done = threading.Event()
@@ -82,7 +82,7 @@ class _Reaper:
         self._thread.start()
 
     def end(self) -> None:
-        """Nothing is left to wait for: end what still runs."""
+        """End all processes that still run."""
         self._done.set()
         self._thread.join()
         if self._process.poll() is None:
@@ -105,7 +105,7 @@ class _Reaper:
                 os.kill(pid, signal.SIGKILL)
         if self._process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(1.0)  # its workers are gone: it ends by itself
+                self._process.wait(1.0)  # without workers it ends by itself
             self._process.kill()
 
 

@@ -1,7 +1,7 @@
 """The demo's model: a small byte-level GPT, cut into stages of ordinary torch modules.
 
-Nothing here knows about pipelines beyond "a list of modules, each fed with what the one before returned". A layer's
-weights depend on the seed and the layer's place alone, so every cut of the model into stages is the same model.
+It knows nothing of pipelines but "a list of modules, each of which reads the output of the one before". A layer's
+weights depend on the seed and the layer's index alone, so every cut of the model into stages is the same model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class GptConfig:
 def build_stages(config: GptConfig, num_stages: int, seed: int = 0) -> list[nn.Module]:
     """The whole model as ``num_stages`` modules: embedding in the first, final norm and head in the last.
 
-    Each takes the output of the one before; the first takes tokens (batch x length, int64), the last returns logits
+    Each reads the output of the one before; the first reads tokens (batch x length, int64), the last returns logits
     (batch x length x vocabulary). torch's random state is left as it was.
 
     Raises:
@@ -92,7 +92,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block: causal attention and a two-layer perceptron, both with a norm in front."""
+    """One transformer block: causal attention and a two-layer perceptron, a norm before each."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Block(nn.Module):
         return out
 
     def attention(self, x: Tensor) -> Tensor:
-        """Every token attends to itself and what is before it."""
+        """Every token attends to itself and to those before it."""
         parts = self.query_key_value(x).chunk(3, dim=-1)
         query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -135,7 +135,7 @@ class Head(nn.Module):
 
 
 def _seed_layer(seed: int, layer: int) -> None:
-    """Every layer draws from a stream of its own."""
+    """Every layer draws from its own stream."""
     torch.manual_seed(int(np.random.SeedSequence([seed, layer]).generate_state(1, np.uint64)[0]))
 
 

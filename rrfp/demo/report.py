@@ -1,4 +1,4 @@
-"""What a demo run leaves: a table, summary.json, timeline.png and a trace for each method."""
+"""The results of a demo run: a table, summary.json, timeline.png and a trace for each method."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from rrfp.trace.plain import from_plain
 from rrfp.trace.plot import plot_timelines
 from rrfp.trace.spans import StepTrace, merge
 
-#: What the timeline shows, top to bottom.
+#: The methods in the timeline, top to bottom.
 SHOWN = (BASELINE, "bf")
 
 
 class DemoReport:
-    """Everything that is known after a run.
+    """All results of a run.
 
     Args:
         settings: the run's.
-        steps: what rank 0 told.
+        steps: the lines of rank 0.
 
     Attributes:
         figures: every method's.
-        lower_bound_s: mean over the measured steps of what no method can beat, in seconds; None with real compute.
-        overrun_share: by how much tasks took longer than planned, in sum and relative to the plan; None with real
+        lower_bound_s: mean over the measured steps of the lower bound, in seconds; None with real compute.
+        overrun_share: the seconds by which tasks took longer than planned, over the planned ones; None with real
             compute.
     """
 
@@ -62,7 +62,7 @@ class DemoReport:
         }
 
     def weights_sha256(self, method: str) -> str:
-        """Of the whole model after the last step."""
+        """The digest of the whole model after the last step."""
         stages = (part["weights_sha256"] for part in self._parts[method])
         return hashlib.sha256("".join(stages).encode()).hexdigest()
 
@@ -102,10 +102,10 @@ class DemoReport:
         return caption
 
     def _losses(self) -> str:
-        told = {method: f"{f.losses[0]:.2f} -> {f.losses[-1]:.2f}" for method, f in self.figures.items()}
-        if len(set(told.values())) == 1:
-            return f"{told[BASELINE]} by every method"
-        return ", ".join(f"{losses} ({method})" for method, losses in told.items())
+        losses = {method: f"{f.losses[0]:.2f} -> {f.losses[-1]:.2f}" for method, f in self.figures.items()}
+        if len(set(losses.values())) == 1:
+            return f"{losses[BASELINE]} by every method"
+        return ", ".join(f"{text} ({method})" for method, text in losses.items())
 
     def _emulation(self) -> str:
         if self.overrun_share is None:
@@ -137,7 +137,7 @@ class DemoReport:
         return overrun / planned
 
 
-#: Shown for a figure that does not exist or is zero for a method; a column of nothing else is left out.
+#: The cell of a figure that is missing or zero; a column of these alone is left out.
 _NOTHING = "-"
 
 

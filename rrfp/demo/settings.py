@@ -1,4 +1,4 @@
-"""What a demo run is made of: shared by the command that starts it and by the workers that run it."""
+"""The settings of a demo run, shared by the command that starts it and the workers that run it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rrfp.costs.profiles import microbatch_sizes
 from rrfp.demo.model import GptConfig
 from rrfp.errors import ConfigError
 
-#: The methods compared, and the pipeline options that make them. The first is the baseline.
+#: The compared methods and their pipeline options. The first is the baseline.
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "1f1b": {"strict": "1f1b", "split": False},
     "zb-h1": {"strict": "zb-h1", "split": True},
@@ -37,14 +37,14 @@ class DemoSettings:
     """One demo run.
 
     Attributes:
-        out: folder for everything that it writes.
+        out: folder for all files that it writes.
         text: a file to learn, or None for the language reference.
         stages: N, one process each.
         microbatches: M.
-        warm_up: steps a method that are not measured.
-        steps: measured steps a method.
+        warm_up: steps of each method that are not measured.
+        steps: measured steps of each method.
         seed: of model, data and cost tables.
-        real_compute: tasks take the time that they really take.
+        real_compute: tasks are not stretched to a cost table.
         deterministic: every method trains bitwise the same model.
 
     Raises:
@@ -82,11 +82,11 @@ class DemoSettings:
         return cls(**json.loads(text))
 
     def costs(self, step: int, *, split: bool) -> CostTable:
-        """What the tasks of ``step`` take at least; the same for every method, with or without split backward."""
+        """The least seconds of each task of ``step``: the same for every method, with or without split backward."""
         return make_costs(
             PROFILE, self.stages, self.microbatches, split=split, seed=self.seed, step=step, jitter=JITTER
         )
 
     def sizes(self, step: int) -> tuple[float, ...]:
-        """How large the microbatches of ``step`` are, as far as that can be known before it."""
+        """The sizes of the microbatches of ``step``, known before it."""
         return microbatch_sizes(PROFILE, self.stages, self.microbatches, seed=self.seed, step=step)

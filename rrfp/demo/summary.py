@@ -24,8 +24,8 @@ class MethodFigures:
         speedup: median over the steps of the baseline's time for that step over this method's.
         blocking: share of the step in which a stage was idle, mean over stages and steps.
         blocking_by_cause: the same by cause.
-        peak_held: for each stage the most microbatches that it held in any step.
-        peak_bytes: for each stage the most bytes that it held in any step.
+        peak_held: the most microbatches held in any step, by stage.
+        peak_bytes: the most bytes held in any step, by stage.
         ratio: median over the steps of time over lower bound; None with real compute, which has no table.
         losses: of all steps, the warm-up's too.
     """
@@ -57,12 +57,12 @@ class Steps:
         self._lines[line["method"]].append(line)
 
     def bounds(self) -> list[float] | None:
-        """For each measured step, the seconds that no method can beat, whatever memory it takes."""
+        """The lower bound of each measured step in seconds, without a memory limit."""
         settings = self._settings
         if settings.real_compute:
             return None
         measured = range(settings.warm_up, settings.warm_up + settings.steps)
-        # Of the split table: who splits backward may end earlier than anybody who does not.
+        # Of the split table: a method that splits backward may end earlier than all that do not.
         return [lower_bound(settings.costs(step, split=True), None) for step in measured]
 
     def seconds(self, method: str) -> list[float]:

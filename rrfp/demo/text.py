@@ -1,6 +1,6 @@
 """The demo's data: the bytes of a text, and batches cut from random places of it.
 
-A batch depends on the seed and the step alone, so every rank makes the same one by itself and none is ever sent.
+A batch depends on the seed and the step alone, so every rank makes the same batch and none is sent.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ SHORTEST = 0.25
 
 
 def load_text(path: str | os.PathLike[str] | None = None, *, at_least: int = 2) -> bytes:
-    """The text to learn.
+    """Read the text to learn.
 
     Args:
         path: a file of any bytes; by default the language reference that CPython ships, about half a megabyte.
-        at_least: bytes needed: one more than a sequence has.
+        at_least: the fewest bytes: one more than a sequence has.
 
     Raises:
         ConfigError: if the file cannot be read or is too short.
@@ -73,12 +73,12 @@ def batches(
 
     Args:
         text: at least ``sequence_length + 1`` bytes.
-        steps: how many batches; None for no end.
+        steps: the number of batches; None for an endless iterator.
         microbatches: M.
         microbatch_size: sequences in a microbatch.
         sequence_length: bytes in a sequence.
         seed: >= 0; the same arguments give the same batches, and more steps the same first ones.
-        ragged: whether every microbatch has a length of its own, from a quarter of ``sequence_length`` up to it.
+        ragged: whether microbatches differ in length, from a quarter of ``sequence_length`` up to all of it.
 
     Raises:
         ConfigError: if a size is below 1, the seed negative, or the text too short.

@@ -34,12 +34,12 @@ from rrfp.trace.plain import to_plain
 
 
 class MethodRun:
-    """One method on this rank: its own copy of the model and optimizer, its own pipeline.
+    """One method on this rank, with its own copy of model and optimizer and its own pipeline.
 
     Args:
         name: the method's.
         settings: the run's.
-        topology: this rank's place.
+        topology: this rank's.
     """
 
     def __init__(self, name: str, settings: DemoSettings, topology: Topology) -> None:
@@ -79,7 +79,7 @@ class MethodRun:
         return result
 
     def write(self, folder: Path) -> None:
-        """Leave the spans of the measured steps, and the overrun, for the command to collect."""
+        """Write the spans of the measured steps, and the overrun, for the command to collect."""
         paced = self._paced
         overrun = None if paced is None else {"planned_s": paced.planned_s, "overrun_s": paced.overrun_s}
         part = {"traces": self.traces, "overrun": overrun, "weights_sha256": weights_sha256(self._module)}
@@ -87,7 +87,7 @@ class MethodRun:
 
 
 def weights_sha256(module: nn.Module) -> str:
-    """What two modules share exactly when all their parameters are bitwise equal."""
+    """A digest that is equal for two modules exactly when all their parameters are bitwise equal."""
     total = hashlib.sha256()
     for name, parameter in module.named_parameters():
         total.update(name.encode())
@@ -122,7 +122,7 @@ def train(settings: DemoSettings, topology: Topology) -> None:
 
 
 def report(method: str, number: int, result: StepResult) -> None:
-    """Tell the command how a step went."""
+    """Print the result of a step for the command."""
     line = {
         "event": "step",
         "method": method,
@@ -133,11 +133,11 @@ def report(method: str, number: int, result: StepResult) -> None:
         "peak_bytes": result.peak_bytes,
         "breakdown": [asdict(part) for part in result.breakdown],
     }
-    say(line)
+    print_line(line)
 
 
-def say(line: dict[str, Any]) -> None:
-    """Print one line of JSON. A reader that is gone ends the run."""
+def print_line(line: dict[str, Any]) -> None:
+    """Print one line of JSON; raises, and so ends the run, when the reader is gone."""
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 
@@ -147,11 +147,11 @@ def main() -> int:
     torch.set_num_threads(1)
     settings = DemoSettings.from_json(sys.argv[1])
     topology = Topology.from_env()
-    say({"event": "started", "pid": os.getpid()})
+    print_line({"event": "started", "pid": os.getpid()})
     try:
         train(settings, topology)
     except PipelineAborted as error:
-        say({"event": "aborted", "stage": topology.stage, "origin": error.origin.stage, "error": str(error)})
+        print_line({"event": "aborted", "stage": topology.stage, "origin": error.origin.stage, "error": str(error)})
         return 1
     return 0
 

@@ -1,46 +1,47 @@
-"""Hints by name: built in, schedules used as hints, and plugins of the entry point group ``rrfp.hints``."""
+"""Hints by name: built in, plugins of the entry point group ``rrfp.hints``, and schedules used as hints."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from importlib.metadata import entry_points
 
 from rrfp.core.hint import Hint
+from rrfp.core.registry import Registry
 from rrfp.errors import ConfigError
-from rrfp.hints.alternating import BackwardForward, ForwardBackward
-from rrfp.hints.priority import BackwardPriority, ForwardPriority
-from rrfp.hints.pyramid import bfw_pyramid, slot_aware_pyramid
 from rrfp.hints.schedule import ScheduleHint, ScheduleSource, Strict
-from rrfp.hints.slot_aware import SlotAware
-from rrfp.hints.split import BackwardForwardWeight
 from rrfp.schedules.registry import ScheduleSpec, make_schedule, schedule_names
 
-#: A caller's hint: a name, a class or other factory, or an instance, of which every stage gets a copy.
+#: The ``hint`` option: a name, a class or other factory, or an instance, of which every stage gets a copy.
 HintSpec = str | Hint | Callable[[], Hint]
 
-_GROUP = "rrfp.hints"
-_BUILT_IN: dict[str, Callable[[], Hint]] = {
-    "bf": BackwardForward,
-    "fb": ForwardBackward,
-    "b-priority": BackwardPriority,
-    "f-priority": ForwardPriority,
-    "bfw": BackwardForwardWeight,
-    "slot-aware": SlotAware,
-    "slot-aware-pyramid": slot_aware_pyramid,
-    "bfw-pyramid": bfw_pyramid,
-}
+#: All hints but the schedules.
+HINTS: Registry[Callable[[], Hint]] = Registry(
+    "hint",
+    "rrfp.hints",
+    {
+        "bf": "rrfp.hints.alternating:BackwardForward",
+        "fb": "rrfp.hints.alternating:ForwardBackward",
+        "b-priority": "rrfp.hints.priority:BackwardPriority",
+        "f-priority": "rrfp.hints.priority:ForwardPriority",
+        "bfw": "rrfp.hints.split:BackwardForwardWeight",
+        "slot-aware": "rrfp.hints.slot_aware:SlotAware",
+        "slot-aware-pyramid": "rrfp.hints.pyramid:slot_aware_pyramid",
+        "bfw-pyramid": "rrfp.hints.pyramid:bfw_pyramid",
+    },
+)
 
 
 def hint_names() -> tuple[str, ...]:
     """Every name that `create_hint` accepts: built in, plugins, schedules."""
-    reserved = (*_BUILT_IN, *schedule_names())
-    plugins = {point.name for point in entry_points(group=_GROUP)}.difference(reserved)
-    return (*_BUILT_IN, *sorted(plugins), *schedule_names())
+    schedules = schedule_names()
+    return (*(name for name in HINTS.names() if name not in schedules), *schedules)
 
 
 def create_hint(spec: HintSpec) -> Hint:
     """A fresh hint for one stage.
+
+    Args:
+        spec: a name, a factory, or an instance to copy.
 
     Raises:
         ConfigError: for an unknown name, or an object that is no hint.
@@ -66,20 +67,16 @@ def create_strict(spec: ScheduleSpec) -> Hint:
 
 
 def hint_factory(name: str) -> Callable[[], Hint]:
-    """The factory of the hint ``name``: a class, or any other callable.
+    """The class, or other callable, that makes the hint ``name``.
 
     Raises:
         ConfigError: for an unknown name.
     """
-    if name in _BUILT_IN:
-        return _BUILT_IN[name]
-    if name in schedule_names():
+    if name in schedule_names():  # before plugins, which cannot replace a schedule
         return lambda: ScheduleHint(_source(name))
-    for point in entry_points(group=_GROUP):
-        if point.name == name:
-            factory: Callable[[], Hint] = point.load()
-            return factory
-    raise ConfigError(f"hint is {name!r}, must be one of: {', '.join(hint_names())}")
+    if name not in (names := hint_names()):
+        raise ConfigError(f"hint is {name!r}, must be one of: {', '.join(names)}")
+    return HINTS.load(name)
 
 
 def _source(spec: ScheduleSpec) -> ScheduleSource:

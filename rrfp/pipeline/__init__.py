@@ -1,1 +1,1 @@
-"""The public way in: a Pipeline, its options, and how it becomes running ranks."""
+"""The public API: a Pipeline, its options, and the builder of its running ranks."""

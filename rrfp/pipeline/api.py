@@ -1,4 +1,4 @@
-"""`Pipeline`, what a trainer holds, and `local`, all of one in one process."""
+"""`Pipeline`, one rank of a pipeline over several processes, and `local`, all stages in one process."""
 
 from __future__ import annotations
 
@@ -32,27 +32,28 @@ _numbers: defaultdict[str | None, Iterator[int]] = defaultdict(itertools.count)
 class Pipeline(PipelineHandle):
     """This rank's part of a pipeline over several processes.
 
-    It owns neither model nor optimizer. Every rank makes the same calls in the same order. After `PipelineAborted` it
-    is of no further use.
+    It owns neither model nor optimizer. Every rank must make the same calls in the same order. After `PipelineAborted`
+    it cannot be used again.
 
-    A rank's third pipeline talks to the third of the other ranks, unless a ``name`` says which belong together. Where
-    one rank may skip a pipeline that the others make (a sweep that goes on after an error), give each a name. Ranks
-    compare their options and topology when they enter.
+    The third pipeline of a rank pairs with the third of every other rank, unless they have a ``name``. Where one rank
+    may skip a pipeline that the others build (a sweep that continues after an error), give each a name. Ranks compare
+    their options and topology when they enter.
 
-    Where the layout has several replicas, ``torch.distributed`` sums their gradients: it must be initialised then, and
-    making the pipeline waits for this rank's likes in the other replicas. Gradients that are summed in every step and
-    not zeroed count once all the same; what is done to them between steps has to be the same on all replicas. A
-    `StageProgram` sums its own in `finish`.
+    Where the mesh has several replicas, ``torch.distributed`` sums their gradients: it must be initialised, and
+    entering the pipeline waits for this rank's counterparts in the other replicas. Gradients that stay over several
+    steps without ``zero_grad`` are not summed twice; between steps, the caller must change them alike on all replicas.
+    A `StageProgram` sums its own in `finish`.
 
     Args:
         module: this rank's part of the model: a module, a list with one module for each chunk, or a `StageProgram`.
-        topology: this rank's place; from torchrun's environment by default.
+        topology: this rank's; from torchrun's environment by default.
         mesh: instead of ``topology``: a mesh with named dims, one of them ``pp``; see `Topology.from_mesh`.
         coordinate: with ``mesh``: the dims whose collectives run inside a task, by default ``("tp",)``.
-        rendezvous: where ranks find each other; torchrun's store by default.
+        rendezvous: the ranks' store of endpoints; torchrun's by default.
         name: pairs this pipeline with those of the same name on the other ranks, the first of a name with the first.
-            Up to 64 characters, no slash. By default pipelines pair in the order in which they are made.
-        loop: where the runtime lives.
+            Up to 64 characters, no slash. By default pipelines pair in the order in which they are built.
+        loop: the runtime's event loop: ``"own"``, in its own thread, or ``"caller"``, the one that enters the pipeline
+            (async only).
         ties: parameters of which other virtual stages have copies too, such as an embedding that is the head's weight:
             this rank's copy (or copies, where several of its chunks have one) by a name that all ranks use. Their
             values must be equal when the pipeline is entered. At the end of a step each copy's ``.grad`` is the sum of
@@ -60,7 +61,7 @@ class Pipeline(PipelineHandle):
         options: see `rrfp.pipeline.options.Options`.
 
     Raises:
-        ConfigError: for an argument that does not exist or does not fit.
+        ConfigError: for an unknown argument or a value that does not fit; names the field and the allowed values.
     """
 
     def __init__(
@@ -76,7 +77,9 @@ class Pipeline(PipelineHandle):
         ties: Ties | None = None,
         **options: Unpack[Options],
     ) -> None:
-        label = _label(name)  # first, so that a pipeline that is refused here still counts
+        # First, so that a pipeline that is refused below still counts: otherwise a rank that catches the error would
+        # pair its next pipeline with the others' last one.
+        label = _label(name)
         settings = complete(options, "topology, mesh, coordinate, rendezvous, name, loop, ties")
         check_rendezvous(rendezvous)
         own = _topology(topology, mesh, coordinate)
@@ -125,34 +128,41 @@ def local(
 ) -> LocalPipeline:
     """All stages of a pipeline in one process, over the ``inproc`` transport: for tests, debugging and small models.
 
-    The CPU tasks of all stages share torch's one random generator, so they take one lock: nothing runs in parallel, but
-    everything else (readiness, arbitration, messages, failures) is as between processes.
+    The CPU tasks of all stages share torch's one random generator, and therefore one lock: no two run in parallel.
+    Readiness, arbitration, messages and failures are the same as between processes.
 
     Args:
-        modules: one a stage, in order; with chunks, a list of modules for each stage.
-        loop: where the runtime lives.
+        modules: one module for each stage, in order; with chunks, a list of modules for each stage.
+        loop: as in `Pipeline`.
         ties: as in `Pipeline`, with all copies by name, or a list with one such dict for each stage. A parameter object
-            that several modules share is tied by itself.
-        options: see `rrfp.pipeline.options.Options`.
+            that several modules share is tied without being named.
+        options: see `rrfp.pipeline.options.Options`; ``transport`` is ``"inproc"`` and ``stack_timer`` False by
+            default.
+
+    Returns:
+        The pipeline, not entered.
+
+    Raises:
+        ConfigError: for an unknown argument or a value that does not fit; names the field and the allowed values.
     """
     return LocalPipeline(modules, loop=loop, ties=ties, **options)
 
 
 def _topology(topology: Topology | None, mesh: DeviceMesh | None, coordinate: Sequence[str] | None) -> Topology:
-    """The topology of this rank, from whichever argument gives it."""
+    """The topology of this rank, from ``topology``, ``mesh`` or torchrun's environment."""
     if mesh is None:
         if coordinate is not None:
             raise ConfigError("coordinate goes with mesh; with topology, give it to Topology.from_env or from_mesh")
         return Topology.from_env() if topology is None else topology
     if topology is not None:
-        raise ConfigError("topology and mesh both tell the place of this rank: must be one of them")
+        raise ConfigError("topology and mesh both place this rank: must be one of them")
     if not hasattr(mesh, "mesh_dim_names"):
         raise ConfigError(f"mesh is a {type(mesh).__name__}, must be a torch.distributed DeviceMesh")
     return Topology.from_mesh(mesh) if coordinate is None else Topology.from_mesh(mesh, coordinate)
 
 
 def _label(name: str | None) -> str:
-    """Under which the ranks of a pipeline find each other; of another form with a name than without."""
+    """The key that pairs the pipelines of all ranks; named and unnamed ones never pair."""
     if name is None:
         return str(next(_numbers[None]))
     if type(name) is not str or not 0 < len(name) <= MAX_NAME_LENGTH or "/" in name:
@@ -161,7 +171,7 @@ def _label(name: str | None) -> str:
 
 
 def check_rendezvous(rendezvous: Rendezvous | None) -> None:
-    """Refuse something that is no rendezvous.
+    """Refuse an object that is not a `Rendezvous`.
 
     Raises:
         ConfigError: if a method is missing.

@@ -1,4 +1,4 @@
-"""The blocking face of a pipeline, for ordinary training loops."""
+"""The blocking API of a pipeline, for ordinary training loops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rrfp.runtime.statistics import RankStatistics
 
 T = TypeVar("T")
 
-#: Why neither pickle nor deepcopy works.
+#: The error of pickle and deepcopy.
 NO_COPY = "a pipeline can be neither pickled nor copied, as it holds threads and connections: build one there"
 
 
@@ -30,7 +30,7 @@ class BlockingPipeline:
     every rank.
 
     Args:
-        session: what it drives; not entered.
+        session: of the pipeline; not entered.
     """
 
     def __init__(self, session: Session) -> None:
@@ -56,8 +56,8 @@ class BlockingPipeline:
             return
         self._session.check_leaving()
         try:
-            if not self._session.has_given_up:  # or there is nobody to wait for
-                _settle(self._session.submit(self._session.close(error)), timeouts.LEAVE_S)
+            if not self._session.has_given_up:  # else the loop is stuck, and waiting for it is in vain
+                _wait(self._session.submit(self._session.close(error)), timeouts.LEAVE_S)
         finally:
             self._session.leave()
 
@@ -94,16 +94,16 @@ class BlockingPipeline:
             return session.submit(coroutine).result()
         except PipelineAborted as error:
             aborted = error
-        except BaseException as error:  # Ctrl-C ended the wait; if the step itself failed, this is no news
+        except BaseException as error:  # Ctrl-C ended the wait; after a failure of the step itself this has no effect
             session.fail_soon(error)
             raise
         finally:
             session.end()
-        raise aborted.with_traceback(None)  # how the runtime came to raise it concerns nobody
+        raise aborted.with_traceback(None)  # the runtime's frames would bury the caller's
 
 
-def _settle(leaving: Future[None], timeout_s: float) -> None:
-    """Wait until everything is freed. Another Ctrl-C meanwhile does not cut that short, but is raised afterwards."""
+def _wait(leaving: Future[None], timeout_s: float) -> None:
+    """Wait until all resources are freed; a Ctrl-C meanwhile is raised afterwards."""
     deadline = time.monotonic() + timeout_s
     interrupt = None
     while True:

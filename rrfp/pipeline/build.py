@@ -49,11 +49,11 @@ class _Rank:
     """A rank of this process before it starts.
 
     Attributes:
-        topology: where it is.
-        program: what its tasks compute.
-        in_order: what it runs in microbatch order.
+        topology: the rank's.
+        program: computes its tasks.
+        in_order: its forced orders.
         ties: its copies of tied parameters.
-        reducer: sums its gradients over the replicas, where there are several.
+        reducer: sums its gradients over the replicas; None with one replica.
     """
 
     topology: Topology
@@ -64,14 +64,14 @@ class _Rank:
 
 
 class RankBuilder:
-    """Checks the parts of this process's ranks, and makes the ranks.
+    """Checks the modules of this process's ranks, and builds the ranks.
 
     Args:
         options: complete.
         topologies: of each rank of this process.
         parts: the part of the model that each rank runs.
         run_id: identifies this pipeline.
-        meet: finds the rendezvous; called on the loop on which the ranks will run.
+        meet: connects to the rendezvous; called on the loop on which the ranks will run.
         ties: see `rrfp.Pipeline`.
         torch_ranks: for each rank of the job its number in ``torch.distributed``; None where all ranks are in this
             process.
@@ -161,11 +161,11 @@ class RankBuilder:
         )
 
     async def runners(self) -> Sequence[StageRunner]:
-        """Meet the other ranks of the job, and make the runners. On the loop that will run them.
+        """Compare options with the other ranks of the job, and build the runners. On the loop that will run them.
 
         Raises:
-            ConfigError: if the ranks do not have in common what they must; the same on all.
-            TransportError: if a rank does not come.
+            ConfigError: if ranks differ where they must not; the same on all.
+            TransportError: if a rank does not connect.
         """
         rendezvous = await self._meet()
         return await together(self._runner(rank, rendezvous) for rank in self._ranks)
@@ -222,12 +222,12 @@ class RankBuilder:
         )
 
     def _lane(self, stage: int) -> Lane:
-        if (make := self._options["lane"]) is not None:
-            return make(stage)
+        if (make_lane := self._options["lane"]) is not None:
+            return make_lane(stage)
         return ThreadLane(f"rrfp-lane-{stage}", nice=self._options["lane_nice"])
 
     def _common_terms(self, topology: Topology) -> Terms:
-        """What all ranks of the job must have in common."""
+        """The values that must be the same on all ranks of the job."""
         placement, dims = self._partition.graph.placement, _dims_text(topology)
         options = {name: self._options[cast("Literal['seed']", name)] for name in common_options()}
         return {
@@ -248,7 +248,7 @@ class RankBuilder:
         return transport if isinstance(transport, str) else name_of(transport)
 
     def _announce(self, topology: Topology) -> None:
-        """Log in one line what runs."""
+        """Log one line: ranks, method, transport and versions."""
         dims, graph = _dims_text(topology), self._partition.graph
         logger.info(
             "%d rank(s)%s, %d chunk(s) each, %s, backward %s, transport %s; rrfp %s, torch %s, Python %s",

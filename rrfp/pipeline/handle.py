@@ -1,8 +1,8 @@
-"""What every pipeline lets its caller do: enter, take steps, leave.
+"""The public calls of a pipeline: enter, step, leave.
 
-The runtime owns its loop: a thread with one loop serves the ranks of this process, so an optimizer step, data loading
-or a checkpoint in the caller's code never stalls receiving, heartbeats or an abort. The async API awaits that loop from
-the caller's, the blocking API waits for the same future.
+The runtime owns its loop: one thread with one loop serves the ranks of this process, so an optimizer step, data loading
+or a checkpoint in the caller's code never delays receiving, heartbeats or an abort. The async API awaits that loop from
+the caller's; the blocking API waits for the same future.
 """
 
 from __future__ import annotations
@@ -25,21 +25,24 @@ from rrfp.runtime.statistics import RankStatistics
 
 T = TypeVar("T")
 
-#: ``"own"``: a thread with a loop of its own. ``"caller"``: the loop that enters the pipeline (async only).
+#: ``"own"``: a loop in its own thread. ``"caller"``: the loop that enters the pipeline (async only).
 LoopChoice = Literal["own", "caller"]
 
 
 class PipelineHandle:
-    """What `Pipeline` and `rrfp.local` have in common: entering, leaving, and steps.
+    """The base of `Pipeline` and `LocalPipeline`: entering, steps, leaving.
 
     Use it as ``async with pipeline as pipe``, or ``with pipeline.blocking() as pipe``. An exception that leaves the
-    block aborts the pipeline on every rank, and so does leaving it while a step runs. If another rank failed and no
-    step told, leaving raises `PipelineAborted`.
+    block aborts the pipeline on every rank, and so does leaving it during a step. If another rank failed and no step
+    has raised it, leaving raises `PipelineAborted`.
 
     Args:
         ranks: the ranks of this process.
-        loop: where they run.
+        loop: their event loop.
         name: of the loop's thread.
+
+    Raises:
+        ConfigError: if ``loop`` is not one of its values.
     """
 
     def __init__(self, ranks: LocalRanks, loop: LoopChoice, name: str) -> None:
@@ -72,7 +75,7 @@ class PipelineHandle:
             return
         self._session.check_leaving()
         try:
-            if self._session.has_given_up:  # there is nobody to wait for
+            if self._session.has_given_up:  # the loop is stuck, and waiting for it is in vain
                 return
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeouts.LEAVE_S):
@@ -86,9 +89,9 @@ class PipelineHandle:
         targets: Sequence[Any] | None = None,
         **arguments: Unpack[StepArguments],
     ) -> StepResult:
-        """Train on one batch: gradients are added to ``.grad``; the optimizer's step is the caller's.
+        """Train on one batch: adds gradients to ``.grad``; the optimizer's step is the caller's.
 
-        Lists are by microbatch; shapes may differ. A rank that is given none of them passes ``microbatches``.
+        Lists are by microbatch; shapes may differ. A rank that passes no list passes ``microbatches``.
 
         Args:
             inputs: for the first virtual stage: a tensor or named tuple (one argument), a tuple (positional arguments)
@@ -98,17 +101,18 @@ class PipelineHandle:
                 list for each stage that has any, ``{stage: [{...}, ...]}``, of which every rank takes its own stage's.
                 ``weights``: of the microbatches' losses, such as token counts, 1 by default; needed on the last
                 virtual stage. A microbatch of weight 0 is in neither loss nor gradients.
-                ``sizes``: how large each microbatch is, in any unit, for hints that ask. ``microbatches``: M, where no
-                list tells it. ``grad_scale``: a factor on every gradient, 1.0 by default; the reported loss is without
-                it. ``reduce_gradients``: False leaves gradients unreduced over data-parallel replicas, for all but the
-                last of several steps that accumulate.
+                ``sizes``: the size of each microbatch, in any unit, for hints that read it. ``microbatches``: M, where
+                no list is passed. ``grad_scale``: a factor on every gradient, 1.0 by default; the reported loss is
+                without it. ``reduce_gradients``: False leaves gradients unreduced over data-parallel replicas, for all
+                but the last of several steps that accumulate.
 
         Returns:
-            The result, on every rank.
+            The result of the step, on every rank.
 
         Raises:
             ConfigError: if the arguments do not fit; nothing was sent then.
             PipelineAborted: if any rank failed. Gradients are undefined.
+            RrfpError: if the pipeline is not entered, was left, or another call runs.
         """
         return await self._run(self._session.step(Mode.TRAIN, inputs, targets, arguments), "the step")
 
@@ -118,29 +122,36 @@ class PipelineHandle:
         targets: Sequence[Any] | None = None,
         **arguments: Unpack[EvaluateArguments],
     ) -> StepResult:
-        """Forward only, without gradients. Errors as in `step`.
+        """Run a batch forward only, without gradients.
 
-        Modules are used in the mode that they are in: call ``module.eval()`` where that matters.
+        Modules keep their mode: call ``module.eval()`` before, where that matters.
 
         Args:
             inputs: as in `step`.
             targets: as in `step`; without them there are no losses.
             arguments: ``kwargs``, ``weights``, ``sizes`` and ``microbatches`` as in `step`. ``return_outputs``: whether
-                the result's ``outputs`` hold what the last virtual stage put out, detached, on its rank: True, False,
-                or None: where no loss is computed.
+                the result's ``outputs`` hold the outputs of the last virtual stage, detached, on its rank: True, False,
+                or None for True where no loss is computed.
+
+        Returns:
+            The result, on every rank.
+
+        Raises:
+            ConfigError: as `step`.
+            PipelineAborted: as `step`.
+            RrfpError: as `step`.
         """
         return await self._run(self._session.step(Mode.FORWARD, inputs, targets, arguments), "the step")
 
     async def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Clip the gradients of the whole model by their norm: over all stages, shards and replicas.
 
-        What ``torch.nn.utils.clip_grad_norm_`` does for a model in one process. Called between steps, on every rank,
-        with reduced gradients; it needs no process group. Shards have to be DTensors: of a plain tensor the ranks of a
-        group are taken to have the same. A factor that is in the gradients (``grad_scale``) is in
-        their norm too.
+        The counterpart of ``torch.nn.utils.clip_grad_norm_`` for a model in one process. Call it between steps, on
+        every rank, with reduced gradients; it needs no process group. Shards must be DTensors: a plain tensor counts as
+        the same on all ranks of a group. A factor in the gradients (``grad_scale``) is in their norm too.
 
         Args:
-            max_norm: gradients are scaled in place so that their norm is this at most; inf only measures it.
+            max_norm: the largest norm; gradients above it are scaled in place. inf only measures.
             norm_type: p of the p-norm; may be inf.
 
         Returns:
@@ -149,21 +160,28 @@ class PipelineHandle:
         Raises:
             ConfigError: for an impossible argument, arguments that differ between ranks, or a `StageProgram`.
             PipelineAborted: if any rank failed.
-            StageError: if a gradient has a layout whose norm cannot be formed.
+            StageError: if a gradient has a layout without a norm.
+            RrfpError: as `step`.
         """
         clipping = self._session.clip(max_norm, norm_type)
         return clipping.clip(await self._run(self._session.ranks.share(clipping), "clipping gradients"))
 
     def statistics(self) -> tuple[RankStatistics, ...]:
-        """What the ranks of this process hold now, have held at most and have moved; by rank.
+        """Held now, peaks and moved messages of the ranks of this process, for monitoring.
 
-        For monitoring: it only reads counters, never waits, and may be called at any time, also while a step runs or
-        after the pipeline was left, and on any thread. Before it was entered there is nothing to tell.
+        It only reads counters, never waits, and may be called at any time, also while a step runs or after the pipeline
+        was left, and on any thread.
+
+        Returns:
+            One entry for each rank of this process; none before the pipeline is entered.
         """
         return self._session.ranks.statistics()
 
     def blocking(self) -> BlockingPipeline:
         """The same pipeline for ordinary loops: ``with pipeline.blocking() as pipe: pipe.step(...)``.
+
+        Returns:
+            The blocking API, to be entered instead of this object.
 
         Raises:
             ConfigError: if it runs on the caller's loop.
@@ -172,17 +190,17 @@ class PipelineHandle:
             raise ConfigError("loop is 'caller', must be 'own' for the blocking API")
         return BlockingPipeline(self._session)
 
-    async def _run(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
+    async def _run(self, coroutine: Coroutine[Any, Any, T], call: str) -> T:
         try:
             return await self._on_loop(coroutine)
         except PipelineAborted as error:
             aborted = error
         except asyncio.CancelledError:
-            self._session.fail_soon(RrfpError(f"{what} was cancelled by its caller"))
+            self._session.fail_soon(RrfpError(f"{call} was cancelled by its caller"))
             raise
         finally:
             self._session.end()
-        raise aborted.with_traceback(None)  # how the runtime came to raise it concerns nobody
+        raise aborted.with_traceback(None)  # the runtime's frames would bury the caller's
 
     async def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
         if self._session.thread is None:
@@ -192,5 +210,5 @@ class PipelineHandle:
     async def _leave(self) -> None:
         if self._session.thread is None:
             self._session.leave()
-        else:  # joining a thread blocks, and the caller's loop has other things to do
+        else:  # joining a thread would block the caller's loop
             await asyncio.to_thread(self._session.leave)

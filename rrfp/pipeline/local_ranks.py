@@ -1,4 +1,4 @@
-"""The ranks that this process runs, usually one, driven together on the runtime's loop."""
+"""The ranks of this process, usually one, which run together on the runtime's loop."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ logger = get_logger(__name__)
 
 T = TypeVar("T")
 
-#: Makes the runners; called on the loop that they will run on.
+#: Builds the runners; called on the loop on which they will run.
 MakeRunners = Callable[[], Awaitable[Sequence[StageRunner]]]
 
 
 class LocalRanks:
-    """The runners of one process. Methods are called on the runtime's loop, except where said otherwise.
+    """The runners of one process. Methods are called on the runtime's loop, unless their docstring names a thread.
 
     Args:
-        programs: what each rank computes.
+        programs: compute the tasks of each rank.
         options: complete.
-        make_runners: makes the runners.
-        topologies: where each rank is; by default one stage after the other.
-        holder: the gradients that the programs form.
-        reducers: sum them over replicas.
+        make_runners: builds the runners.
+        topologies: of each rank; by default one stage after the other.
+        holder: the gradients of the programs.
+        reducers: sum these over replicas.
         ties: the tied gradients of each rank.
     """
 
@@ -78,7 +78,7 @@ class LocalRanks:
         return self._options["first_step"]
 
     def announce(self) -> None:
-        """Say what cannot be kept of what was promised, and read what ranks compare.
+        """Read the tied parameters, which ranks compare, and warn about settings of torch that are not deterministic.
 
         Called on the caller's thread, whose settings apply.
         """
@@ -88,16 +88,16 @@ class LocalRanks:
             warn_of_torch(list(self._holder.modules.values()))
 
     def plan(self, number: int, training_step: int, mode: Mode, **arguments: Any) -> Plan:
-        """Check a step's arguments and hand them to the programs. Called on the caller's thread, whose modes apply.
+        """Check a step's arguments and pass them to the programs. Called on the caller's thread, whose modes apply.
 
         Args:
-            number: the step's, evaluations counted.
-            training_step: training steps before it, those before ``first_step`` counted.
+            number: the step's, counting evaluations.
+            training_step: training steps before it, counting those before ``first_step``.
             mode: training or forward only.
             arguments: those of `rrfp.runtime.batching.plan_step`.
 
         Raises:
-            ConfigError: if they do not fit; nothing has happened then.
+            ConfigError: if they do not fit; nothing has changed then.
         """
         topology = self._topologies[0]
         known: Any = {
@@ -106,7 +106,7 @@ class LocalRanks:
             "is_shared": topology.replicas > 1,
         }
         plan = plan_step(number, mode, self._options["reduction"], **arguments, **known)
-        self._warn_of_what_stays()
+        self._warn_about_modes()
         for program, topology in zip(self._programs, self._topologies, strict=True):
             program.open(plan.step, plan.batch_of(topology.stage))
         if mode is Mode.TRAIN:
@@ -116,17 +116,17 @@ class LocalRanks:
                 reducer.open(plan.reduce_gradients)
         return plan
 
-    def _warn_of_what_stays(self) -> None:
-        """Say once what of the caller's thread does not act on tasks."""
-        if not self._has_warned and (found := out_of_reach()) is not None:
-            logger.warning("around step or evaluate, %s (docs/profiling.md)", found)
+    def _warn_about_modes(self) -> None:
+        """Warn once about modes of the caller's thread that do not act on tasks."""
+        if not self._has_warned and (modes := out_of_reach()) is not None:
+            logger.warning("around step or evaluate, %s (docs/profiling.md)", modes)
             self._has_warned = True
 
     async def start(self, give_up: Callable[[PipelineAborted], None] | None = None) -> None:
-        """Connect and begin to serve; when one rank cannot, free what the others have.
+        """Connect and begin to serve; when one rank cannot, free the others' resources.
 
         Args:
-            give_up: told, on another thread, the failure of a loop that is the runtime's own and has not run for
+            give_up: called on another thread with the failure when the runtime's own loop has not run for
                 ``abort_after`` seconds; None on the caller's loop.
         """
         for reducer in self._reducers:
@@ -151,13 +151,13 @@ class LocalRanks:
         return Clipping(self._holder, max_norm, norm_type)
 
     async def share(self, clipping: Clipping) -> list[bytes]:
-        """Tell all ranks the share of this process, and hear those of all. The first rank here speaks for it."""
+        """All-gather the shares of all processes; the first rank of this process contributes its share."""
         first, *others = self._runners
         shares = [first.gather(clipping.share()), *(runner.gather(clipping.empty_share()) for runner in others)]
         return (await _all(shares))[0]
 
     def statistics(self) -> tuple[RankStatistics, ...]:
-        """What each rank holds and has moved; none before the start. May be called on any thread."""
+        """The statistics of each rank; none before the start. May be called on any thread."""
         return tuple(runner.statistics() for runner in self._runners)
 
     def computes_here(self) -> bool:
@@ -165,18 +165,18 @@ class LocalRanks:
         return any(runner.computes_here() for runner in self._runners)
 
     def fail(self, error: BaseException) -> None:
-        """End the pipeline because of ``error`` in the caller's code; no news to a rank that has failed already."""
+        """End the pipeline because of ``error`` in the caller's code; no effect on a rank that has failed already."""
         for runner in self._runners:
             runner.fail(error)
 
     async def close(self, *, quiet: bool = False) -> None:
-        """Leave: in order, or after a failure once the peers were told.
+        """Leave in order, or after a failure once the peers have the abort.
 
         Args:
-            quiet: the caller knows of the failure.
+            quiet: the caller knows the failure.
 
         Raises:
-            PipelineAborted: if the pipeline failed and no call has told the caller, unless ``quiet``.
+            PipelineAborted: if the pipeline failed and no call has raised it, unless ``quiet``.
         """
         try:
             with suppress(PipelineAborted) if quiet else nullcontext():
@@ -190,16 +190,16 @@ class LocalRanks:
     async def let_culprit_end(self, error: PipelineAborted) -> None:
         """Under torchrun, wait until the process in which ``error`` began has ended; `CULPRIT_GRACE_S` at most.
 
-        torchrun calls the first process that it finds ended the root cause, and ends the others. A process that is lost
-        has ended already, or is stopped and will not.
+        torchrun takes the first process that it finds ended as the root cause, and ends the others. A lost process has
+        ended already, or is stopped and will not end.
         """
         is_lost = error.origin.cause.startswith(f"{PeerLostError.__name__}: ")
         if "TORCHELASTIC_RUN_ID" in os.environ and not is_lost:
             await asyncio.gather(*(runner.let_culprit_end(error.origin) for runner in self._runners))
 
     def _watch_loop(self, give_up: Callable[[PipelineAborted], None] | None) -> None:
-        """Print the stacks of this process when its loop stands still."""
-        if isinstance(asyncio.get_running_loop(), SettlingLoop):  # virtual time says nothing about real time
+        """Print the stacks of this process when its loop does not run."""
+        if isinstance(asyncio.get_running_loop(), SettlingLoop):  # virtual time is not related to real time
             return
         options, first = self._options, self._runners[0]
 
@@ -211,7 +211,7 @@ class LocalRanks:
             ", ".join(runner.topology.name for runner in self._runners),
             options["stall_after"],
             use_timer=options["stack_timer"] and give_up is not None,
-            # On the caller's loop it is the caller's business how long a callback takes, unless a rank is waited for.
+            # On the caller's loop the caller's callbacks may take long, except while a peer waits for a rank.
             matters=lambda: give_up is not None or any(runner.is_awaited for runner in self._runners),
             abort_after=None if give_up is None else options["abort_after"],
             give_up=end,

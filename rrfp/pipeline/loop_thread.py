@@ -1,4 +1,4 @@
-"""A loop in a thread of its own, so that nothing the caller does can stall receiving, heartbeats or an abort."""
+"""A loop in its own thread, so that the caller's code cannot delay receiving, heartbeats or an abort."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def close(self) -> None:
-        """Stop the loop and join the thread; whatever still ran on it is cancelled.
+        """Stop the loop, cancel its tasks and join the thread.
 
-        A callback that never ends (a hint in an endless loop) is left behind after `JOIN_S`: the thread is a
-        daemon and does not keep the process from ending.
+        A callback that never ends (a hint in an endless loop) is left running after `JOIN_S`: the thread is a daemon
+        and does not keep the process from ending.
         """
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)

@@ -1,4 +1,4 @@
-"""How the tasks of a pipeline are scheduled: a hint under a memory limit, or a schedule to the letter."""
+"""The method that orders a pipeline's tasks: a hint under a memory limit, or a strict schedule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rrfp.schedules.registry import schedule_names, schedule_needs
 
 logger = get_logger(__name__)
 
-#: The hint and limit where the caller names none; docs/hints.md says why these.
+#: The default hint and limit; docs/hints.md gives the reasons.
 DEFAULT_HINT = "slot-aware-pyramid"
 DEFAULT_LIMIT = "2n"
 
@@ -28,7 +28,7 @@ class Method:
         options: complete; ``strict``, ``hint``, ``limit``, ``split`` and ``coordination`` are read.
 
     Raises:
-        ConfigError: if they do not go together, or one does not exist.
+        ConfigError: if they exclude each other, or a name is unknown.
     """
 
     def __init__(self, options: Options) -> None:
@@ -50,7 +50,8 @@ class Method:
         """The limit of one rank; a strict schedule needs none.
 
         Raises:
-            ConfigError: if it is a limit on bytes, which keeps the ranks of a group from agreeing without a leader.
+            ConfigError: for a limit on bytes with coordination "agreement": members that hold different amounts would
+                never agree.
         """
         if self.strict is not None:
             return Limit()
@@ -84,17 +85,17 @@ class Method:
             )
 
     def _schedule(self) -> str | None:
-        """The schedule that orders tasks, to the letter or as a hint."""
+        """The schedule that orders tasks, strict or as a hint."""
         if self.strict is not None:
             return self.strict
         return self._hint if isinstance(self._hint, str) and self._hint in schedule_names() else None
 
     def warn_unless_split(self) -> None:
-        """Log that the hint orders weight tasks, and there are none. The default hint is meant for both ways."""
+        """Log that the hint orders weight tasks without any; at INFO for the default hint, which serves both cases."""
         if self._split or self.strict is not None or not self.new_hint().wants_split:
             return
         level = logging.INFO if self._hint == DEFAULT_HINT else logging.WARNING
-        text = "the hint %s orders weight tasks, and without split=True there are none: it works by its other rules"
+        text = "the hint %s orders weight tasks, and without split=True there are none: its other rules apply"
         logger.log(level, text, self.hint_name)
 
     @property
@@ -116,6 +117,6 @@ class Method:
 
 
 def name_of(plugged_in: object) -> str:
-    """A class or function by its full name, anything else by that of its class."""
+    """The full name of a class or function; of any other object, of its class."""
     named = plugged_in if hasattr(plugged_in, "__qualname__") else type(plugged_in)
     return f"{named.__module__}.{named.__qualname__}"

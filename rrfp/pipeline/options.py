@@ -1,4 +1,4 @@
-"""The options of a pipeline: each listed once, with its type, default and allowed values."""
+"""The options of a pipeline: each stands once, with its type, default and allowed values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec
 from rrfp.runtime.core_driver import Coordination
 from rrfp.transports.base import DEFAULT_MAX_MESSAGE_BYTES, DEFAULT_QUEUE_BYTES
-from rrfp.transports.registry import TransportSpec, transport_names
+from rrfp.transports.registry import TRANSPORTS, TransportSpec
 
 #: Makes the lane of a stage.
 LaneFactory = Callable[[int], Lane]
@@ -27,12 +27,12 @@ LaneFactory = Callable[[int], Lane]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What an option may be.
+    """The default and the allowed values of an option.
 
     Attributes:
-        default: its value where the caller gives none.
-        wanted: the allowed values, for the error; a function where plugins add some.
-        fits: whether a value is one of them.
+        default: its value where the caller passes none.
+        wanted: the allowed values, for the error; a function where plugins add values.
+        fits: whether a value is allowed.
         is_common: whether it must be the same on all ranks of a pipeline.
     """
 
@@ -79,37 +79,37 @@ class Options(TypedDict, total=False):
         TransportSpec,
         Option(
             "zmq",
-            lambda: f"a factory or one of: {', '.join(transport_names())}",
-            lambda value: callable(value) or value in transport_names(),
+            lambda: f"a factory or one of: {', '.join(TRANSPORTS.names())}",
+            lambda value: callable(value) or value in TRANSPORTS.names(),
         ).common(),
     ]
     """A transport's name, class or factory."""
 
     hint: Annotated[HintSpec | None, Option(None).common()]
-    """A hint's name, class or instance; ``slot-aware-pyramid`` unless ``strict`` is given."""
+    """A hint's name, class or instance; ``slot-aware-pyramid`` by default, unless ``strict`` is set."""
 
     strict: Annotated[str | None, Option(None).common()]
-    """A schedule's name, to run it to the letter: the fixed-order baseline. Excludes ``hint`` and ``limit``."""
+    """The name of a schedule to run strictly: the fixed-order baseline. Excludes ``hint`` and ``limit``."""
 
     limit: Annotated[Limit | int | str | None, Option(None).common()]
     """Microbatches that a stage may hold: a number, ``"1f1b"``, ``"n"``, ``"2n"`` (the default) or a `rrfp.Limit`."""
 
     loss_fn: Annotated[Callable[[Any, Any], Any] | None, _function("loss_fn(output, target)")]
-    """``loss_fn(output, target)``, the mean over a microbatch. The parameters of one that is a module belong to the
-    last virtual stage; the other ranks do not use theirs."""
+    """``loss_fn(output, target)``, the mean over a microbatch. If it is a module, its parameters belong to the last
+    virtual stage; the other ranks do not use theirs."""
 
     reduction: Annotated[Reduction, _one_of("mean", Reduction).common()]
     """How microbatches' losses combine: ``"mean"`` (weighted) or ``"sum"``."""
 
     seed: Annotated[int, _integer(0).common()]
-    """Of the random forks, one for each task; the same on all ranks."""
+    """Seed of the random numbers of each task; the same on all ranks."""
 
     first_step: Annotated[int, _integer(0, least=0).common()]
-    """The number of the first training step, for a run that resumes after as many. Random numbers depend on the number
-    of the training step, and never on evaluations between."""
+    """The number of the first training step, for a run that resumes. Random numbers depend on the number of the
+    training step, and never on evaluations between."""
 
     stall_after: Annotated[float, _above_zero(timeouts.STALL_AFTER_S)]
-    """Seconds of idleness in a step after which all ranks are asked why."""
+    """Seconds of idleness in a step after which all ranks are polled for the reason."""
 
     abort_after: Annotated[
         float | None,
@@ -119,21 +119,21 @@ class Options(TypedDict, total=False):
         ),
     ]
     """Seconds after which a task that has not returned, or a rank whose event loop does not run, ends the job; None
-    (the default): never. Give it several times the time of the slowest task."""
+    (the default): never. Set it to several times the duration of the slowest task."""
 
     stack_timer: Annotated[bool, _flag(True)]
-    """Whether a process whose event loop does not run may print its stacks with `faulthandler`'s timer, of which a
-    process has one: False where the program uses that timer itself. `rrfp.local` never does."""
+    """Whether a process whose event loop does not run may print its stacks with `faulthandler`'s timer. A process has
+    one such timer: set False where the program uses it itself. `rrfp.local` never uses it."""
 
     connect_timeout: Annotated[float, _above_zero(timeouts.CONNECT_S)]
     """Seconds to wait for the peers at the start."""
 
     heartbeat: Annotated[float, _above_zero(timeouts.HEARTBEAT_S)]
-    """Seconds of silence after which a peer is asked for a sign of life."""
+    """Seconds of silence after which a peer is sent a heartbeat."""
 
     patience: Annotated[float, _above_zero(timeouts.PATIENCE_S)]
-    """Seconds for which a connected peer may be silent, stopped by a debugger or a migration, before it is given up;
-    at least three heartbeats. A process that has ended is noticed at once."""
+    """Seconds for which a connected peer may be silent, stopped by a debugger or a migration, before it is lost; at
+    least three heartbeats. A process that has ended is noticed at once."""
 
     queue_bytes: Annotated[int, _above_zero(DEFAULT_QUEUE_BYTES)]
     """The most bytes queued for one peer and channel before a send waits."""
@@ -151,32 +151,32 @@ class Options(TypedDict, total=False):
     """Makes the lane of a stage, such as a `TimerLane` for virtual time; a compute thread by default."""
 
     placement: Annotated[Layout, _one_of("looped", Layout).common()]
-    """Where a rank's chunks are in the model: ``"looped"`` or ``"v"``."""
+    """Which virtual stages a stage holds: ``"looped"`` or ``"v"``."""
 
     chunks: Annotated[int | None, _or_none(_integer(1, least=1), "to count the modules")]
     """Model chunks (virtual stages) of a rank; torch.distributed.pipelining calls microbatches chunks. Needed only for
-    a `StageProgram`: a list of modules tells it."""
+    a `StageProgram`; otherwise the modules are counted."""
 
     split: Annotated[bool, _flag(False).common()]
-    """Whether backward is split into input gradients (B) and weight gradients (W). No hint turns it on: one that orders
-    weight tasks works by its other rules where there are none. A schedule that places them needs it."""
+    """Whether backward is split into input gradients (B) and weight gradients (W). No hint turns it on: without weight
+    tasks, the other rules of a hint that orders them apply. A schedule that places weight tasks needs it."""
 
     unsplittable: Annotated[Unsplittable, _one_of("whole", Unsplittable).common()]
-    """What to do with a module that differentiates only as a whole where backward is split: ``"whole"`` or
+    """For a module that differentiates only as a whole, with ``split``: ``"whole"``, B runs all of backward, or
     ``"refuse"``; see `TorchStage`."""
 
     deterministic: Annotated[bool, _flag(False).common()]
-    """Gradients are added in microbatch order and buffers written in order, so that a step's result is bitwise the same
-    whatever the timing, and equal to `rrfp.testing.reference`'s. The sums of replicas are added in the order of
-    replicas."""
+    """Whether gradients are added in microbatch order and buffers written in order, so that a step's result is bitwise
+    the same whatever the timing, and equal to `rrfp.testing.reference`'s. The sums of replicas are added in the order
+    of replicas."""
 
     coordination: Annotated[Coordination, _one_of("leader", Coordination).common()]
     """How the ranks of a group (tensor parallelism) agree on an order: ``"leader"``, or ``"agreement"``, the paper's
     all-gather with retries."""
 
     depth: Annotated[int | None, _or_none(_integer(1, least=1), "for the lane's")]
-    """Tasks that a rank has enqueued and not completed, at most; by default 1 on a CPU, and 2 where a group has a
-    leader, so that its decisions travel while the task before is running."""
+    """The most tasks that a rank has enqueued and not completed; by default 1 on a CPU, and 2 where a group has a
+    leader, so that its decisions travel while the task before runs."""
 
 
 @cache
@@ -195,8 +195,8 @@ def complete(options: Options, arguments: str = "") -> Options:
     """``options`` with the defaults of all that it leaves out.
 
     Args:
-        options: what the caller gave.
-        arguments: the names of keyword arguments that are no options, for the error.
+        options: the caller's.
+        arguments: the names of keyword arguments that are not options, for the error.
 
     Raises:
         ConfigError: for an unknown name, or a value that does not fit; names the allowed ones.

@@ -1,4 +1,4 @@
-"""How a model is cut into stages and chunks, and in what order gradients are formed. The same on all ranks."""
+"""The cut of a model into stages and chunks, and the forced orders of its gradients. The same on all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rrfp.pipeline.options import Options
 
 _ALLOWED = "an nn.Module, a list of them (one for each chunk), or a rrfp.StageProgram"
 
-#: What a rank runs: one module, one for each of its chunks, or a program of the caller's own.
+#: The part of a rank: one module, one for each of its chunks, or the caller's own program.
 StagePart = nn.Module | Sequence[nn.Module] | StageProgram
 
 
@@ -29,9 +29,9 @@ class Partition:
     """See the module's docstring.
 
     Attributes:
-        graph: virtual stages, where they live, and which of them are split.
+        graph: virtual stages, their placement, and which of them are split.
         deterministic: whether gradients are added in microbatch order.
-        loss_fn: the loss; one that is a module belongs to the last virtual stage.
+        loss_fn: the loss; if it is a module, it belongs to the last virtual stage.
     """
 
     graph: Graph
@@ -61,17 +61,17 @@ class Partition:
         return cls(graph, options["deterministic"], options["loss_fn"])
 
     def modules(self, part: StagePart, stage: int) -> dict[int, nn.Module]:
-        """All that ``stage`` differentiates, by virtual stage: its modules, and the loss if it is one (`with_loss`).
+        """The modules of ``stage`` by virtual stage, with a loss that is a module (`with_loss`).
 
         Errors as in `chunks`.
         """
         return with_loss(self.chunks(part, stage), self.graph, self.loss_fn)
 
     def chunks(self, part: StagePart, stage: int) -> dict[int, nn.Module]:
-        """The modules of ``stage`` by virtual stage; none for a program, which knows its own.
+        """The modules of ``stage`` by virtual stage; none for a program, which has its own.
 
         Raises:
-            ConfigError: if ``part`` is none of what it may be, or the number of chunks is not the graph's.
+            ConfigError: if ``part`` is not a `StagePart`, or its number of chunks is not the graph's.
         """
         if isinstance(part, StageProgram):
             return {}
@@ -81,10 +81,10 @@ class Partition:
         return dict(zip(self.graph.placement.virtual_stages(stage), chunks, strict=True))
 
     def check_shared(self, modules: Mapping[int, nn.Module]) -> None:
-        """Refuse written buffers that two virtual stages of one process share, where such are written in order.
+        """Refuse written buffers that two virtual stages of one process share, if ``deterministic``.
 
-        That order is kept within a virtual stage; between two it is a matter of timing. (Parameters may be shared: each
-        virtual stage has a gradient of its own, see `rrfp.compute.gradients.shared`.)
+        Writes are in order within a virtual stage; between two the order depends on timing. (Parameters may be shared:
+        each virtual stage has its own gradient, see `rrfp.compute.gradients.shared`.)
 
         Args:
             modules: by virtual stage.
@@ -114,7 +114,7 @@ class Partition:
             )
 
     def in_order(self, modules: Mapping[int, nn.Module]) -> frozenset[ForcedOrder]:
-        """What runs in microbatch order: where gradients are added, and forwards that write buffers.
+        """The forced orders: tasks that add gradients, and forwards that write buffers.
 
         Args:
             modules: those of the rank, by virtual stage.
@@ -131,7 +131,7 @@ def chunks_of(part: StagePart) -> tuple[nn.Module, ...]:
     """The modules in ``part``, one for each chunk.
 
     Raises:
-        ConfigError: if it is something else than a module or a list of modules.
+        ConfigError: if it is neither a module nor a list of modules.
     """
     if isinstance(part, nn.Module) and not isinstance(part, nn.ModuleList):  # that one has no forward
         return (part,)
@@ -151,10 +151,10 @@ def chunks_of(part: StagePart) -> tuple[nn.Module, ...]:
 
 
 def check_modules(modules: object) -> None:
-    """Refuse what is no list of stages.
+    """Refuse an object that is not a list of stages, or is empty.
 
     Raises:
-        ConfigError: if it is something else, or empty.
+        ConfigError: naming its type and the allowed ones.
     """
     if not isinstance(modules, list | tuple | nn.ModuleList | nn.Sequential):
         remedy = ": write [module] for a pipeline of one stage" if isinstance(modules, nn.Module | StageProgram) else ""
@@ -164,7 +164,7 @@ def check_modules(modules: object) -> None:
 
 
 def check_initialised(modules: Mapping[int, nn.Module]) -> None:
-    """Refuse parameters and buffers that torch has yet to make, at the first forward of a lazy module.
+    """Refuse parameters and buffers of lazy modules, which torch creates at the first forward.
 
     Args:
         modules: by virtual stage.

@@ -1,4 +1,4 @@
-"""One use of a pipeline: its ranks, the loop they run on, and whose turn it is. Both faces of a pipeline drive one."""
+"""One use of a pipeline: its ranks, their loop, and the state. Both the async and the blocking API drive a session."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 State = Literal["new", "open", "in a step", "clipping gradients", "closed"]
 
-#: What a step takes beside inputs and targets.
+#: The arguments of a step beside inputs and targets.
 _ARGUMENTS: Mapping[Mode, frozenset[str]] = {
     Mode.TRAIN: StepArguments.__required_keys__ | StepArguments.__optional_keys__,
     Mode.FORWARD: EvaluateArguments.__required_keys__ | EvaluateArguments.__optional_keys__,
@@ -32,7 +32,7 @@ _ARGUMENTS: Mapping[Mode, frozenset[str]] = {
 
 
 class Session:
-    """See the module's docstring. Called on the caller's thread, except where said otherwise.
+    """See the module's docstring. Methods are called on the caller's thread, unless their docstring names another.
 
     Args:
         ranks: the ranks of this process.
@@ -43,22 +43,22 @@ class Session:
         self.ranks = ranks
         self.thread: LoopThread | None = None
         self.thread_name = thread_name
-        #: Steps begun, evaluations counted, as all ranks count them; and the number of the next training step.
+        #: Steps begun, counting evaluations, the same on all ranks; and the number of the next training step.
         self._next_step, self._training_step = 0, ranks.first_step
-        #: Calls whose arguments were refused: ranks compare them, since a batch may have been dropped with each.
+        #: Calls whose arguments were refused. Ranks compare the number, since each may have dropped a batch.
         self._refused = 0
         self._state: State = "new"
-        #: Held while the state changes: a second caller on another thread must not pass where the first is.
+        #: Held while the state changes: a second caller on another thread must not begin a step as well.
         self._lock = threading.Lock()
-        #: The caller has been told that the loop does not run any more.
+        #: Whether the caller was notified that the loop does not run any more.
         self.has_given_up = False
         self._outcomes: set[concurrent.futures.Future[Any]] = set()
-        #: The process, and where the pipeline runs on the caller's loop that loop, which entered it.
+        #: The process that entered the pipeline, and with loop "caller" the loop that did.
         self._pid: int | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def enter(self) -> None:
-        """Begin.
+        """Enter the pipeline.
 
         Raises:
             RrfpError: the second time.
@@ -87,16 +87,16 @@ class Session:
             The rest of the step, to run on the runtime's loop.
 
         Raises:
-            ConfigError: if the arguments do not fit; nothing has happened then.
-            RrfpError: if it is not the time for a step.
+            ConfigError: if the arguments do not fit; nothing has changed then.
+            RrfpError: if the pipeline is not open for a step.
         """
         with self._beginning("in a step"):
             for name in arguments:
                 if name not in _ARGUMENTS[mode]:
                     allowed = ", ".join(["inputs", "targets", *sorted(_ARGUMENTS[mode])])
                     raise ConfigError(f"unknown argument {name!r}, must be one of: {allowed}")
-            given = {"inputs": inputs, "targets": targets, **arguments}
-            plan = self.ranks.plan(self._next_step, self._training_step, mode, **given)
+            batch = {"inputs": inputs, "targets": targets, **arguments}
+            plan = self.ranks.plan(self._next_step, self._training_step, mode, **batch)
             self._next_step += 1
             self._training_step += mode is Mode.TRAIN
             return self.ranks.step(replace(plan, refused=self._refused))
@@ -106,14 +106,14 @@ class Session:
 
         Raises:
             ConfigError: as in `Clipping`.
-            RrfpError: if it is not the time for it.
+            RrfpError: if the pipeline is not open for it.
             StageError: as in `Clipping`.
         """
         with self._beginning("clipping gradients"):
             return self.ranks.clipping(max_norm, norm_type)
 
     def end(self) -> None:
-        """The step, or clipping, has ended, one way or another."""
+        """The step, or clipping, has ended, with or without an error."""
         with self._lock:
             if self._state in ("in a step", "clipping gradients"):  # and not closed meanwhile
                 self._state = "open"
@@ -130,7 +130,7 @@ class Session:
         with self._lock:
             self._outcomes.add(outcome)
         outcome.add_done_callback(partial(self._forget, inner))
-        inner.add_done_callback(partial(_settle, outcome))
+        inner.add_done_callback(partial(_complete, outcome))
         return outcome
 
     def _forget(self, inner: concurrent.futures.Future[T], outcome: concurrent.futures.Future[T]) -> None:
@@ -144,27 +144,27 @@ class Session:
         return self.ranks.start(None if self.thread is None else self._give_up)
 
     def _give_up(self, error: PipelineAborted) -> None:
-        """The loop has not run for too long: whoever waits for it is told, on the thread that noticed."""
+        """The loop has not run for too long: pass ``error`` to all callers that wait. On the thread that noticed."""
         with self._lock:
             self.has_given_up = True
             outcomes = list(self._outcomes)
         for outcome in outcomes:
-            with suppress(concurrent.futures.InvalidStateError):  # it has just come
+            with suppress(concurrent.futures.InvalidStateError):  # it completed meanwhile
                 outcome.set_exception(error)
 
     def fail_soon(self, error: BaseException) -> None:
-        """End the pipeline because the caller gave up waiting; before anything that is submitted later."""
+        """End the pipeline because the caller gave up waiting. Runs before all that is submitted later."""
         if self.thread is None:
             self.ranks.fail(error)
         else:
             self.thread.loop.call_soon_threadsafe(self.ranks.fail, error)
 
     @contextmanager
-    def _beginning(self, what: State) -> Iterator[None]:
-        """In here something begins, unless it raises.
+    def _beginning(self, state: State) -> Iterator[None]:
+        """Enter ``state``; back to open if the block raises.
 
         Raises:
-            RrfpError: if it is not the time or the place for it.
+            RrfpError: if the pipeline is not open, or belongs to another process or loop.
         """
         if self.is_foreign:
             raise RrfpError(
@@ -178,7 +178,7 @@ class Session:
             if self._state != "open":
                 then = "" if self._state == "closed" else "; await that first: it takes one call at a time"
                 raise RrfpError(f"this pipeline is {self._state}{then}")
-            self._state = what
+            self._state = state
         try:
             yield
         except BaseException as error:
@@ -196,10 +196,10 @@ class Session:
             raise RrfpError("this pipeline runs on the loop that entered it (loop is 'caller'): await it there")
 
     def check_leaving(self) -> None:
-        """Called where the pipeline is left.
+        """Refuse to leave from another loop, or from inside a task.
 
         Raises:
-            RrfpError: if it cannot be left from there.
+            RrfpError: saying where to leave.
         """
         self._check_loop()
         if self.ranks.computes_here():
@@ -212,7 +212,7 @@ class Session:
         """Leave, because of ``error`` or in order. On the runtime's loop.
 
         Raises:
-            PipelineAborted: if the pipeline failed, no call has told the caller, and there is no ``error``.
+            PipelineAborted: if the pipeline failed, no call has raised it, and there is no ``error``.
         """
         if error is not None:
             self.ranks.fail(error)
@@ -221,15 +221,15 @@ class Session:
             await self.ranks.let_culprit_end(error)
 
     def leave(self) -> None:
-        """Stop the thread, if there is one."""
+        """Stop the loop's thread, if any."""
         with self._lock:
             self._state = "closed"
         if self.thread is not None:
             self.thread.close()
 
 
-def _settle(outcome: concurrent.futures.Future[T], inner: concurrent.futures.Future[T]) -> None:
-    """``inner`` has ended: so has ``outcome``, unless it did before."""
+def _complete(outcome: concurrent.futures.Future[T], inner: concurrent.futures.Future[T]) -> None:
+    """Copy the result of ``inner`` to ``outcome``, unless that has one already."""
     with suppress(concurrent.futures.InvalidStateError):
         if inner.cancelled():
             outcome.cancel()

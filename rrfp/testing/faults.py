@@ -1,9 +1,9 @@
-"""Fault simulation for authors of hints: does a hint end every run well, or with one error that names its cause?
+"""Fault simulation for authors of hints: every run must finish, or end with one error that names its cause.
 
 ``run_campaign(range(1000), MyHint)`` makes a thousand small random pipelines under the hint, most of them with a lost,
-repeated, late or overtaken message, a latency spike, a rank that stands still or one that dies, and judges how each
-ends. ``campaign.failed`` holds the seeds that failed, and why; ``run_seed(seed, MyHint, trace=print)`` shows one.
-A hint that is made for some pipelines only says so by raising `ConfigError` in ``open_step``; such a run is "unfit".
+repeated, late or overtaken message, a latency spike, a rank that pauses or one that dies, and checks how each ends.
+``campaign.failed`` holds the seeds that failed, with the reason; ``run_seed(seed, MyHint, trace=print)`` shows one. A
+hint for some pipelines only raises `ConfigError` in ``open_step`` on the others; such a run is "unfit".
 """
 
 from rrfp.sim.faults.campaign import Campaign, FaultRun, run_campaign, run_scenario, run_seed

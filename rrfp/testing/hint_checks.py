@@ -1,10 +1,10 @@
-"""What every hint must do, for authors of hints: ``run_hint_checks(MyHint)``.
+"""The contract of hints as checks, for authors of hints: ``run_hint_checks(MyHint)``.
 
 The checks run small pipelines on the real cores, without time, in many orders of events, and need no test framework. A
-check that fails raises `AssertionError`, which says what the hint did in which pipeline.
+check that fails raises `AssertionError`, which names the pipeline and the breach.
 
-A hint that is made for some pipelines only, such as a schedule for one chunk a stage, says so by raising `ConfigError`
-in ``open_step``; it is then not tried on that pipeline.
+A hint for some pipelines only, such as a schedule for one chunk a stage, raises `ConfigError` in ``open_step`` on the
+others; these are then left out.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Case:
     """One small pipeline and the steps that it runs.
 
     Attributes:
-        what: what it is there for, as reports say it.
+        name: for reports.
         graph: the dependency graph.
         steps: (mode, M) of each step.
         limit: the limit of every stage, in any form that `Limit.resolve` takes.
-        depth: tasks enqueued and not complete, at most, a stage.
+        depth: the most tasks of a stage that are enqueued and not completed.
     """
 
-    what: str
+    name: str
     graph: Graph
     steps: tuple[tuple[Mode, int], ...]
     limit: int | str | None = None
@@ -62,12 +62,15 @@ CASES = (
 )
 
 
-#: What a check is: it takes the factory and raises `AssertionError` if its docstring does not hold.
+#: A check: raises `AssertionError` if its docstring does not hold for the hints of a factory.
 Check = Callable[[HintFactory], None]
 
 
 def run_hint_checks(factory: HintFactory) -> None:
     """Run every check on hints that ``factory`` makes.
+
+    Args:
+        factory: makes a fresh hint for one stage, such as the hint's class.
 
     Raises:
         AssertionError: of the first check that failed, with its name.
@@ -87,27 +90,27 @@ def check_answers_are_ready_and_every_run_ends(factory: HintFactory) -> None:
 
 
 def check_extreme_delays_are_survived(factory: HintFactory) -> None:
-    """Every run ends, too, when the oldest, or always the newest, message is delivered first."""
+    """Every run also ends when the oldest message, or the newest, is always delivered first."""
     for case in CASES:
         _orders(factory, case, 0, "oldest")
         _orders(factory, case, 0, "newest")
 
 
 def check_same_history_same_choices(factory: HintFactory) -> None:
-    """Two fresh hints that see the same events choose the same: no clock, no global randomness, no shared state."""
+    """Two fresh hints choose alike after the same events: no clock, no global randomness, no shared state."""
     for case in CASES:
         first, second = _orders(factory, case, 1), _orders(factory, case, 1)
         if first != second:
-            raise AssertionError(f"{case.what}: two runs of the same events differ: {first} and {second}")
+            raise AssertionError(f"{case.name}: two runs of the same events differ: {first} and {second}")
 
 
 def check_choosing_changes_nothing(factory: HintFactory) -> None:
-    """Asked twice in one state, the hint answers the same: it learns from ``observe`` and ``open_step`` only."""
+    """Asked twice in one state, the hint answers alike: only ``observe`` and ``open_step`` change its state."""
     for case in CASES:
         asked_once = _orders(factory, case, 2)
         asked_more = _orders(lambda: _AskedAgain(factory()), case, 2)
         if asked_once != asked_more:
-            raise AssertionError(f"{case.what}: asked more often in one state, the hint chooses otherwise")
+            raise AssertionError(f"{case.name}: called more often in one state, the hint chooses otherwise")
 
 
 ALL_CHECKS: tuple[Check, ...] = (
@@ -119,39 +122,39 @@ ALL_CHECKS: tuple[Check, ...] = (
 
 
 class _AskedAgain(Hint):
-    """Asks the hint within three times, and takes the last answer."""
+    """Asks the inner hint three times, and returns the last answer."""
 
-    def __init__(self, within: Hint) -> None:
-        self._within = within
-        self.may_wait = within.may_wait
+    def __init__(self, inner: Hint) -> None:
+        self._inner = inner
+        self.may_wait = inner.may_wait
 
     def choose(self, ready: ReadySet, view: View) -> Task | None:
         for _ in range(2):
-            self._within.choose(ready, view)
-        return self._within.choose(ready, view)
+            self._inner.choose(ready, view)
+        return self._inner.choose(ready, view)
 
     def open_step(self, view: View) -> None:
-        self._within.open_step(view)
+        self._inner.open_step(view)
 
     def microbatch_order(self, view: View) -> Sequence[int] | None:
-        return self._within.microbatch_order(view)
+        return self._inner.microbatch_order(view)
 
     def observe(self, event: Event) -> None:
-        self._within.observe(event)
+        self._inner.observe(event)
 
 
 def _orders(factory: HintFactory, case: Case, seed: int, delivery: Delivery = "any") -> list[list[list[Task]]]:
-    """What ran, by stage and step; empty if the hint refuses the pipeline."""
+    """The tasks that ran, by stage and step; empty if the hint refuses the pipeline."""
     stages = case.graph.placement.stages
     limits = [Limit.resolve(case.limit, stage, stages) for stage in range(stages)]
     hints = [factory() for _ in range(stages)]
     if any(hint.may_wait for hint in hints):
-        limits = [Limit()] * stages  # a hint that waits for one task must never find it blocked by the memory limit
+        limits = [Limit()] * stages  # a hint that waits for a task that the memory limit blocks would deadlock
     network = CoreNetwork(case.graph, hints, limits, seed=seed, depth=case.depth, delivery=delivery)
     try:
         network.run(case.steps)
     except ConfigError:
         return []
     except (HintError, AssertionError) as error:
-        raise AssertionError(f"{case.what}: {error}") from error
+        raise AssertionError(f"{case.name}: {error}") from error
     return network.orders

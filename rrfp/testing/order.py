@@ -1,6 +1,6 @@
-"""A transport that delivers in another order than messages came, as slow and busy networks do.
+"""A transport that delivers messages in another order than they arrived, as slow and busy networks do.
 
-Use it to show that a hint, a stage program or a trainer does not depend on the order of arrival::
+It shows that a hint, a stage program or a trainer does not depend on the order of arrival::
 
     choices = random.Random(seed)
     rrfp.local(modules, transport=reordered(InprocTransport, lambda count: choices.randrange(count)))
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from rrfp.errors import RrfpError
 from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
 
-#: Picks one of so many, 0 being the first.
+#: Picks an index below a count, 0 being the first.
 Pick = Callable[[int], int]
 
 #: Longest pause before a delivery, in steps of `PAUSE_S` seconds.
@@ -25,23 +25,26 @@ PAUSE_S = 0.0005
 def reordered(
     factory: Callable[[TransportContext], Transport], pick: Pick
 ) -> Callable[[TransportContext], ReorderingTransport]:
-    """A factory, to pass as ``transport``.
+    """A factory to pass as ``transport``.
 
     Args:
-        factory: makes the transport that really moves messages.
-        pick: decides pauses and order; called with a count, answers below it.
+        factory: makes the transport that moves the messages.
+        pick: decides pauses and order: called with a count, it returns an index below it.
+
+    Returns:
+        A factory of `ReorderingTransport`s.
     """
     return lambda context: ReorderingTransport(context, factory(context), pick)
 
 
 class ReorderingTransport(Transport):
-    """Holds what arrives for a while, and releases what ``pick`` says.
+    """Holds arrived messages for a while, and delivers the one that ``pick`` chooses.
 
-    Tensor messages may overtake each other even within a channel, which goes beyond the contract of a transport: a
-    rank must not depend on their order at all. Control messages of one peer stay in order.
+    Tensor messages may overtake each other even within a channel, which a transport's contract excludes: a rank must
+    not depend on their order at all. Control messages of one peer stay in order.
 
     Args:
-        context: who this rank is.
+        context: this rank, its peers and the limits.
         inner: moves the messages.
         pick: see `reordered`.
     """
@@ -64,7 +67,7 @@ class ReorderingTransport(Transport):
         await self._inner.send(peer, message)
 
     async def receive(self) -> Message:
-        """One of the messages held; errors keep their place among them."""
+        """One of the held messages; an error waits for those before it."""
         while not self._held:
             self._filled.clear()
             await self._filled.wait()
@@ -90,18 +93,18 @@ class ReorderingTransport(Transport):
         return self._inner.statistics()
 
     def _candidates(self) -> Iterator[int]:
-        """Places in ``_held`` of what may be delivered next."""
-        controlled: set[int] = set()
-        for place, entry in enumerate(self._held):
+        """Indices in ``_held`` of the entries that may be delivered next."""
+        control_senders: set[int] = set()
+        for index, entry in enumerate(self._held):
             if isinstance(entry, RrfpError):
-                if place == 0:
-                    yield place
+                if index == 0:
+                    yield index
                 return
             if entry.channel is not Channel.CONTROL:
-                yield place
-            elif entry.sender not in controlled:
-                controlled.add(entry.sender)
-                yield place
+                yield index
+            elif entry.sender not in control_senders:
+                control_senders.add(entry.sender)
+                yield index
 
     async def _read(self) -> None:
         running = True
@@ -115,7 +118,7 @@ class ReorderingTransport(Transport):
             self._held.append(entry)
             self._filled.set()
             if isinstance(entry, RrfpError):
-                await asyncio.sleep(0)  # an end that is closed raises without waiting
+                await asyncio.sleep(0)  # a closed transport raises at once: do not keep the loop from running
 
     def _stop(self) -> None:
         if self._reader is not None:

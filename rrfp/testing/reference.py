@@ -1,13 +1,12 @@
-"""The one-process reference: what a pipeline must compute, done in the plainest way.
+"""The one-process reference: the result that a pipeline must compute, in the plainest way.
 
-The modules of all virtual stages are chained in one process and differentiated by ordinary autograd, microbatches in
+It chains the modules of all virtual stages in one process and differentiates them by ordinary autograd, microbatches in
 order. It shares with the pipeline the random forks, the arithmetic of weights and the memory format between virtual
 stages, and nothing else.
 
-A parameter that several modules share is one of which every module has a copy: each copy's gradient is formed in
-microbatch order, and then they are added in the order of the modules. That is what a pipeline does with copies on
-several stages, which differs in the last bits from autograd's own order: both modules' shares, microbatch by
-microbatch.
+Of a parameter that several modules share, every module has a copy: each copy's gradient is formed in microbatch order,
+then the copies are added in the order of the modules. A pipeline does the same with copies on several stages. Autograd
+itself would add both modules' shares microbatch by microbatch, which differs in the last bits.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from rrfp.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ReferenceResult:
-    """What one step computed.
+    """The results of one step.
 
     Attributes:
         losses: the loss of each microbatch, in order; empty without ``loss_fn``.
         loss: the step's loss, or None without ``loss_fn``.
-        outputs: what the last module returned for each microbatch, detached.
+        outputs: the last module's output for each microbatch, detached.
     """
 
     losses: tuple[float, ...]
@@ -62,8 +61,7 @@ def reference(
 ) -> ReferenceResult:
     """Run one step and add its gradients to the ``.grad`` of the modules' parameters.
 
-    What several modules share, they share as the same parameter object. A ``loss_fn`` that is a module counts as a part
-    of the last one.
+    Modules share a parameter by using the same object. A ``loss_fn`` that is a module counts as a part of the last one.
 
     Under ``torch.no_grad()``, or without ``loss_fn``, it is a forward-only step. The caller's autocast acts on
     forwards, and not on backwards, as in a pipeline. Random numbers agree with a pipeline's wherever they are drawn in
@@ -82,6 +80,9 @@ def reference(
         step: the number of the training step, a pipeline's ``first_step`` (0) for its first. For an evaluation, that of
             the training step after it.
         grad_scale: as in :func:`gradient_weights`.
+
+    Returns:
+        Losses and outputs; the gradients are in the parameters.
 
     Raises:
         ConfigError: if lists differ in length, ``targets`` are missing, or the weights are not valid.
@@ -103,7 +104,7 @@ def reference(
                     if loss_fn is not None and targets is not None and v == last:
                         loss = _loss(loss_fn, copies, last, (value, targets[m]))
                 if v != last:
-                    value = _handed_over(value)
+                    value = _across_boundary(value)
         outputs.append(_detached(value))
         if loss is not None:
             losses.append(loss.item())
@@ -126,7 +127,7 @@ def _check_lengths(
 
 
 def _call(module: nn.Module, parameters: dict[str, Tensor], value: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Call ``module``, with ``parameters`` in place of its own."""
+    """Call ``module`` with ``parameters`` instead of its own."""
     args: tuple[Any, ...] = ()
     if isinstance(value, Mapping):
         kwargs = {**value, **kwargs}
@@ -145,13 +146,13 @@ def _loss(loss_fn: Callable[[Any, Any], Tensor], copies: _Copies, last: int, arg
 
 
 class _Copies:
-    """Stand-ins for shared parameters: the same memory, and a gradient for each module but the first that has one."""
+    """Copies of shared parameters: the same memory, and a separate gradient for each module but the first."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         first: dict[int, int] = {}
-        #: For each module the stand-ins of its parameters.
+        #: For each module the copies of its parameters.
         self._of: list[dict[nn.Parameter, nn.Parameter]] = []
-        #: Each shared parameter with its stand-ins, in the order of modules.
+        #: Each shared parameter with its copies, in the order of modules.
         self._all: list[tuple[nn.Parameter, nn.Parameter]] = []
         for v, module in enumerate(modules):
             copies: dict[nn.Parameter, nn.Parameter] = {}
@@ -162,12 +163,12 @@ class _Copies:
             self._of.append(copies)
 
     def of(self, index: int, part: nn.Module) -> dict[str, Tensor]:
-        """What ``part`` of module ``index`` is to use in place of its own parameters, by name."""
+        """The copies that replace parameters of ``part``, which belongs to module ``index``, by name."""
         copies = self._of[index]
         return {name: copies[parameter] for name, parameter in part.named_parameters() if parameter in copies}
 
     def add_up(self) -> None:
-        """Add the stand-ins' gradients to those of the parameters."""
+        """Add the copies' gradients to those of the parameters."""
         for parameter, copy in self._all:
             if copy.grad is not None:
                 parameter.grad = copy.grad if parameter.grad is None else parameter.grad.add_(copy.grad)
@@ -187,7 +188,7 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """The values, in memory of their own."""
+        """The same values in new memory."""
         return canonical(x.clone())
 
     @staticmethod
@@ -196,7 +197,7 @@ class _Boundary(torch.autograd.Function):
         return canonical(gradients[0])
 
 
-def _handed_over(value: Any) -> Any:
+def _across_boundary(value: Any) -> Any:
     cross: Callable[[Tensor], Tensor] = _Boundary.apply
     return _each(lambda tensor: cross(tensor) if tensor.requires_grad else canonical(tensor), value)
 

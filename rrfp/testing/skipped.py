@@ -1,7 +1,7 @@
-"""What a check raises that could not look."""
+"""The error of a check that cannot look."""
 
 from __future__ import annotations
 
 
 class SkippedError(Exception):
-    """A check could not look; says what it lacks. The contract is then neither kept nor broken."""
+    """A check cannot look; the message names the part that it lacks. The contract is neither kept nor broken."""

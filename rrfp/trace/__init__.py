@@ -1,1 +1,1 @@
-"""Traces: spans, what they add up to, and how they are shown."""
+"""Traces: spans, the breakdown of a step's time, and their display."""

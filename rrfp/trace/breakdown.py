@@ -1,4 +1,4 @@
-"""Where a stage's time went in one step: computing, blocked and on what, or in the runtime itself.
+"""The breakdown of a stage's time in one step: compute, blocked by cause, and the runtime itself.
 
 Every instant of the step counts exactly once, so the parts sum to the step's time whatever was recorded: where spans
 overlap, compute wins over waiting and an earlier wait over a later one. What no span covers is the runtime's own time
@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from rrfp.core.usage import WaitCause
 from rrfp.trace.spans import StepTrace, WaitSpan
 
-#: What each cause is called where people read it.
+#: The display name of each cause.
 CAUSE_LABELS = {
     WaitCause.INPUT: "input",
     WaitCause.MEMORY: "memory",
@@ -33,7 +33,7 @@ class Breakdown:
     compute: float
     #: Blocked: no task had its inputs.
     input: float = 0.0
-    #: Blocked: a forward had its inputs, and the memory limit kept it out.
+    #: Blocked: a forward had its inputs, and the memory limit blocked it.
     memory: float = 0.0
     #: Blocked: a task had its inputs, and the tensor-parallel group's order did not have it yet.
     order: float = 0.0
@@ -78,10 +78,10 @@ class Breakdown:
 
 
 def breakdown(trace: StepTrace, stage: int) -> Breakdown:
-    """What ``stage`` did between the trace's start and end.
+    """The breakdown of ``stage`` between the trace's start and end.
 
-    With one rank's trace that is the rank's own step; with a merged one it is the whole pipeline's, and a stage that
-    ended before the others is drained from then on.
+    With one rank's trace that is the rank's own step; with a merged one it is the whole pipeline's, where a stage that
+    ended before the others counts as drained from then on.
     """
     tasks = [(span.start, span.end) for span in trace.tasks if span.stage == stage]
     compute = sum(end - start for start, end in _union(tasks, trace.start, trace.end))
@@ -152,6 +152,6 @@ def _union(intervals: Iterable[tuple[float, float]], low: float, high: float) ->
 
 
 def _gaps(busy: Sequence[tuple[float, float]], low: float, high: float) -> deque[tuple[float, float]]:
-    """What of ``low``..``high`` the disjoint intervals of ``busy`` leave."""
+    """The parts of ``low``..``high`` outside the disjoint intervals of ``busy``."""
     edges = [low, *(edge for interval in busy for edge in interval), high]
     return deque((start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if end > start)

@@ -32,15 +32,15 @@ _INSIDE = 1e-6
 
 
 def write_chrome(path: str | os.PathLike[str], traces: Sequence[StepTrace], *, name: str = "pipeline") -> None:
-    """Write the steps of one run to a file, replacing what was there.
+    """Write the steps of one run to a file, replacing its content.
 
     Args:
         path: the file; its folder must exist.
         traces: merged traces, in the order of the steps.
-        name: what the run is called in the viewer.
+        name: the run's name in the viewer.
 
     Raises:
-        ConfigError: if the file cannot be written; what was there stays then.
+        ConfigError: if the file cannot be written; its old content stays then.
     """
     document = {"displayTimeUnit": "ms", "traceEvents": chrome_events(traces, name=name)}
     write_atomically(path, json.dumps(document, separators=(",", ":")))
@@ -68,8 +68,8 @@ def chrome_events(traces: Sequence[StepTrace], *, name: str = "pipeline", pid: i
 
 
 def _names(name: str, pid: int, stages: Iterable[int]) -> Iterator[Event]:
-    def metadata(what: str, tid: int, **args: object) -> Event:
-        return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": args}
+    def metadata(event: str, tid: int, **args: object) -> Event:
+        return {"ph": "M", "pid": pid, "tid": tid, "name": event, "args": args}
 
     yield metadata("process_name", STEPS_THREAD, name=name)
     yield metadata("process_sort_index", STEPS_THREAD, sort_index=pid)
@@ -92,17 +92,17 @@ class _Step:
         self._pid = pid
         self._spans = {span.task: span for span in trace.tasks}
         #: Task spans by stage, kind and microbatch, by start.
-        self._alike: dict[tuple[int, Kind, int], list[TaskSpan]] = defaultdict(list)
+        self._by_microbatch: dict[tuple[int, Kind, int], list[TaskSpan]] = defaultdict(list)
         for span in sorted(trace.tasks, key=lambda span: span.start):
-            self._alike[span.stage, span.task.kind, span.task.microbatch].append(span)
+            self._by_microbatch[span.stage, span.task.kind, span.task.microbatch].append(span)
 
     def events(self, stages: Iterable[int], first_arrow: int) -> Iterator[Event]:
         """Slices before arrows: viewers read events of one instant in the order of the file."""
         trace = self._trace
-        told: dict[str, object] = {"step": trace.step}
+        args: dict[str, object] = {"step": trace.step}
         if trace.peaks:
-            told["peaks"] = {str(one.stage): asdict(one.peaks) for one in trace.peaks}
-        yield self._slice("step", f"step {trace.step}", STEPS_THREAD, trace.start, self._until, told)
+            args["peaks"] = {str(entry.stage): asdict(entry.peaks) for entry in trace.peaks}
+        yield self._slice("step", f"step {trace.step}", STEPS_THREAD, trace.start, self._until, args)
         for span in trace.tasks:
             yield self._task(span)
         for stage in stages:
@@ -156,11 +156,11 @@ class _Step:
     def _reader(self, message: MessageSpan, sender: TaskSpan) -> TaskSpan | None:
         """The first task on the target that can have read the message.
 
-        It has the kind and microbatch of the sender, and with several chunks the earlier ones ran before the sender.
+        It has the kind and microbatch of the sender; with several chunks the earlier ones ran before the sender.
         """
         kind, microbatch, _ = message.task
-        alike = self._alike.get((message.target, kind, microbatch), [])
-        return next((span for span in alike if span.end >= sender.end and span is not sender), None)
+        candidates = self._by_microbatch.get((message.target, kind, microbatch), [])
+        return next((span for span in candidates if span.end >= sender.end and span is not sender), None)
 
     def _microseconds(self, time: float) -> float:
         return round((time - self._origin) * 1e6, 3)

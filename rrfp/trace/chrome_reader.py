@@ -1,4 +1,4 @@
-"""Reads back what `rrfp.trace.chrome` wrote: tasks and waits of every step, to the nanosecond. Arrows are left out."""
+"""Reads the files of `rrfp.trace.chrome`: tasks and waits of every step, to the nanosecond, without the arrows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TracedRun:
     """One pipeline run of a trace file.
 
     Attributes:
-        name: what the writer called it.
+        name: as the writer named it.
         num_stages: its stages.
         steps: its steps in order; times are seconds from the first one's start.
     """
@@ -80,19 +80,19 @@ class _Reader:
     def read(self, events: Sequence[tuple[int, dict[str, Any]]]) -> TracedRun:
         for index, event in events:
             try:
-                self._take(event)
+                self._read_event(event)
             except (KeyError, TypeError, ValueError) as error:
-                what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-                raise ConfigError(f"traceEvents[{index}]: {what}") from None
+                reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+                raise ConfigError(f"traceEvents[{index}]: {reason}") from None
         stages = {span.stage for spans in (self._tasks, self._waits) for step in spans.values() for span in step}
         return TracedRun(self._name, 1 + max(stages, default=-1), tuple(self._trace(step) for step in self._steps))
 
-    def _take(self, event: dict[str, Any]) -> None:
+    def _read_event(self, event: dict[str, Any]) -> None:
         if event.get("ph") == "M" and event.get("name") == "process_name":
             self._name = str(event["args"]["name"])
         elif event.get("ph") == "X" and event.get("cat") in ("step", "computation", "wait"):
             step, stage = int(event["args"]["step"]), int(event["tid"]) - STEPS_THREAD - 1
-            # Rounded as it was written, so that slices that touched still do.
+            # Rounded as the writer did, so that slices that touched still touch.
             start, end = event["ts"] / 1e6, round(event["ts"] + event["dur"], 3) / 1e6
             if not math.isfinite(start) or not math.isfinite(end):
                 raise ValueError(f"ts and dur are {event['ts']} and {event['dur']}, must be finite")
@@ -118,14 +118,14 @@ def _cause(name: str) -> WaitCause:
     return _CAUSES[name]
 
 
-def _peaks(told: Any) -> tuple[StagePeaks, ...]:
+def _peaks(by_stage: Any) -> tuple[StagePeaks, ...]:
     try:
         return tuple(
             StagePeaks(int(stage), Peaks(**{name: int(value) for name, value in peaks.items()}))
-            for stage, peaks in told.items()
+            for stage, peaks in by_stage.items()
         )
     except (AttributeError, TypeError, ValueError):
-        raise ValueError(f"peaks are {told!r}, must be numbers by name, by stage") from None
+        raise ValueError(f"peaks are {by_stage!r}, must be numbers by name, by stage") from None
 
 
 def _by_start(spans: Iterable[Any]) -> tuple[Any, ...]:

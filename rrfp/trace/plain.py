@@ -1,4 +1,8 @@
-"""Traces as plain data, for files and pipes between processes."""
+"""Traces as plain data, between the processes of one run.
+
+Not the Chrome form: that begins each run at 0, rounds to nanoseconds and draws only messages of which both ends are
+known, while `merge` needs every rank's spans on the common clock and either end of a message.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ def to_plain(trace: StepTrace) -> dict[str, Any]:
             for span in trace.messages
         ],
         "dropped": trace.dropped,
-        "peaks": [[told.stage, *astuple(told.peaks)] for told in trace.peaks],
+        "peaks": [[entry.stage, *astuple(entry.peaks)] for entry in trace.peaks],
     }
 
 
@@ -31,7 +35,7 @@ def from_plain(data: dict[str, Any]) -> StepTrace:
     """Read `to_plain`'s data back.
 
     Raises:
-        KeyError, TypeError, ValueError: if it is something else.
+        KeyError, TypeError, ValueError: if the data are not `to_plain`'s.
     """
     return StepTrace(
         step=data["step"],

@@ -41,7 +41,7 @@ WAIT_COLOURS = {
 DARK, LIGHT, MUTED = "#1b1f24", "#ffffff", "#5b6470"
 
 DPI = 144
-#: Points: a box's number, other text, and the title of a run.
+#: Points: the number in a box, other text, and the title of a run.
 NUMBER_SIZE, TEXT_SIZE, TITLE_SIZE = 6.5, 8.0, 9.0
 #: Inches: a stage's row, a run's title above its rows, the left and the other margins, axis and legend at the bottom.
 ROW, HEAD, SIDE, EDGE, FOOT = 0.29, 0.36, 0.66, 0.18, 0.56
@@ -49,22 +49,22 @@ ROW, HEAD, SIDE, EDGE, FOOT = 0.29, 0.36, 0.66, 0.18, 0.56
 NARROWEST, WIDEST = 9.0, 18.0
 #: Part of the row's height that a box fills.
 FILL = 0.86
-#: A digit's width and height, and what a number needs around it, as parts of its font size.
+#: A digit's width and height, and the padding around a number, as parts of its font size.
 DIGIT, DIGIT_HEIGHT, PADDING = 0.64, 0.73, 0.12
 
 
-def require_matplotlib(what: str = "a timeline") -> None:
-    """Raise where there is nothing to draw with, before the work that was to be drawn is done.
+def require_matplotlib(picture: str = "a timeline") -> None:
+    """Raise without matplotlib; called before the work whose result is to be drawn.
 
     Raises:
         ConfigError: if matplotlib is not installed.
     """
     if find_spec("matplotlib") is None:
-        raise ConfigError(f"{what} needs matplotlib: pip install 'rrfp[plot]'")
+        raise ConfigError(f"{picture} needs matplotlib: pip install 'rrfp[plot]'")
 
 
 def plot_timelines(rows: Sequence[tuple[str, StepTrace]], path: str | os.PathLike[str]) -> None:
-    """Draw runs below each other and write a PNG, replacing what was there; see `draw_timelines`.
+    """Draw runs below each other and write a PNG, replacing an old file; see `draw_timelines`.
 
     Raises:
         ConfigError: if matplotlib is not installed, or the file cannot be written.
@@ -84,7 +84,7 @@ def draw_timelines(rows: Sequence[tuple[str, StepTrace]]) -> Figure:
         rows: title and merged trace of every run, at least one; a title is followed by the run's makespan.
 
     Returns:
-        A figure on a canvas of its own, unknown to pyplot.
+        A figure with its own canvas, unknown to pyplot.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -189,7 +189,7 @@ class _Picture:
         axes.text(middle, box.stage, text, fontsize=NUMBER_SIZE, color=colour, rotation=rotation, **centred)
 
     def _draw_legend(self, figure: Figure) -> None:
-        """Below the time axis: what the colours mean, and what the axis shows."""
+        """Below the time axis: the meaning of the colours, and the axis' label."""
         from matplotlib.patches import Patch
 
         kinds = {box.task.kind for _, trace in self.rows for box in trace.tasks}
@@ -211,12 +211,12 @@ class _Picture:
             handlelength=1.4,
             columnspacing=1.6,
         )
-        what: dict[str, Any] = {"ha": "right", "va": "bottom", "fontsize": TEXT_SIZE, "color": MUTED}
-        figure.text(1 - EDGE / total, EDGE / height, f"time in the step ({_unit(self.span)[1]})", **what)
+        style: dict[str, Any] = {"ha": "right", "va": "bottom", "fontsize": TEXT_SIZE, "color": MUTED}
+        figure.text(1 - EDGE / total, EDGE / height, f"time in the step ({_unit(self.span)[1]})", **style)
 
 
 def _width(rows: Sequence[tuple[str, StepTrace]], span: float) -> float:
-    """Inches of the time axis: nine of ten boxes have room for their number, if that is not too wide to look at."""
+    """Inches of the time axis: wide enough for the numbers of nine boxes in ten, within the limits."""
     needed = sorted(
         _needed(str(box.task.microbatch)) / 72 * span / (box.end - box.start)
         for _, trace in rows

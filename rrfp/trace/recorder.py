@@ -10,10 +10,10 @@ from rrfp.trace.spans import DEFAULT_CAPACITY, MessageSpan, SpanRing, StagePeaks
 
 
 class Recorder:
-    """Turns what the shell sees into spans.
+    """Records the spans of one stage.
 
-    A wait begins where the last task ended, because the lane has been idle since then, and ends where the next one
-    starts; when the cause changes on the way it is cut in two.
+    A wait begins at the end of the last task, because the lane has been idle since, and ends at the start of the next;
+    a change of the cause cuts it in two.
 
     Args:
         stage: this rank's stage.
@@ -56,15 +56,15 @@ class Recorder:
         self._idle_since = end
 
     def sent(self, peer: int, task: Task, num_bytes: int) -> None:
-        """The output of ``task`` is on its way to stage ``peer``."""
+        """The output of ``task`` was sent to stage ``peer``."""
         self._ring.record(MessageSpan(self._stage, peer, task, self._now(), None, num_bytes))
 
     def arrived(self, peer: int, task: Task, num_bytes: int) -> None:
-        """The output of ``task`` came from stage ``peer``."""
+        """The output of ``task`` arrived from stage ``peer``."""
         self._ring.record(MessageSpan(peer, self._stage, task, None, self._now(), num_bytes))
 
     def close(self, step: int, peaks: Peaks | None = None) -> StepTrace:
-        """The step has ended, in which the stage held ``peaks`` at most, if that is known."""
+        """The step has ended. ``peaks`` are the stage's in that step, where known."""
         now = self._now()
         if self._cause is not None:
             self._end_wait(now)

@@ -1,4 +1,4 @@
-"""What a trace is made of: spans of compute, of waiting and of messages, in a bounded ring.
+"""The parts of a trace: spans of compute, of waiting and of messages, in a bounded ring.
 
 Times are seconds on one clock for all ranks of a host (the lanes' clock), or virtual seconds in the simulator.
 """
@@ -37,7 +37,7 @@ class WaitSpan:
 
 @record
 class MessageSpan:
-    """The output of ``task`` left stage ``source`` at ``sent`` and was filed on stage ``target`` at ``arrived``.
+    """The output of ``task`` left stage ``source`` at ``sent`` and reached stage ``target`` at ``arrived``.
 
     A rank knows one end only: the sender records ``arrived`` as None, the receiver ``sent`` as None; merging traces
     joins the two.
@@ -74,7 +74,7 @@ class StepTrace:
         waits: waiting spans, by start.
         messages: messages between stages.
         dropped: spans lost because the ring was full.
-        peaks: the most that each stage held, by stage; merged, the most of any rank. Empty where nobody told.
+        peaks: the most that each stage held, by stage; merged, the most of any rank. Empty where unknown.
     """
 
     step: int
@@ -100,7 +100,7 @@ class SpanRing:
         self._recorded += 1
 
     def cut(self, step: int, start: float, end: float, peaks: tuple[StagePeaks, ...] = ()) -> StepTrace:
-        """Take everything recorded since the last cut, as the trace of ``step``."""
+        """Return everything recorded since the last cut as the trace of ``step``, and forget it."""
         spans, self._spans = list(self._spans), deque(maxlen=self._spans.maxlen)
         dropped, self._recorded = self._recorded - len(spans), 0
         return StepTrace(
@@ -116,7 +116,7 @@ class SpanRing:
 
 
 def merge(traces: Iterable[StepTrace]) -> StepTrace:
-    """One trace of all ranks out of one a rank; the two ends of each message are joined.
+    """One trace of all ranks from one for each rank; joins the two ends of each message.
 
     Raises:
         ValueError: if there is no trace, or they are of different steps.
@@ -136,10 +136,10 @@ def merge(traces: Iterable[StepTrace]) -> StepTrace:
     )
 
 
-def _worst(told: Iterable[StagePeaks]) -> tuple[StagePeaks, ...]:
+def _worst(peaks: Iterable[StagePeaks]) -> tuple[StagePeaks, ...]:
     by_stage: dict[int, Peaks] = {}
-    for peak in told:
-        by_stage[peak.stage] = Peaks.worst([peak.peaks, by_stage.get(peak.stage, Peaks())])
+    for entry in peaks:
+        by_stage[entry.stage] = Peaks.worst([entry.peaks, by_stage.get(entry.stage, Peaks())])
     return tuple(StagePeaks(stage, by_stage[stage]) for stage in sorted(by_stage))
 
 

@@ -1,4 +1,4 @@
-"""The breakdown of a step as a table for the terminal: where time went, and what was held. Nothing is printed here."""
+"""The breakdown of a step as a table for the terminal: times by cause, and peaks. Prints nothing."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def breakdown_table(
 
     Args:
         stages: the breakdown of every stage, at least one.
-        peak_held: for each stage the most chunk tasks it held; without it the column is left out.
-        peak_bytes: for each stage the most bytes it held; without it, or where all are 0, the column is left out.
+        peak_held: the most chunk tasks held, by stage; None leaves the column out.
+        peak_bytes: the most bytes held, by stage; None, or zeros alone, leave the column out.
         title: the table's title.
 
     Raises:
-        ValueError: if there is no stage, or a list of peaks has not one entry a stage.
+        ValueError: if there is no stage, or a list of peaks does not have one entry for each stage.
     """
     peaks = _peaks(len(stages), peak_held, peak_bytes)
     average = mean(stages)
@@ -60,15 +60,15 @@ def _peaks(
 ) -> dict[str, tuple[list[str], str]]:
     """By heading: the cell of every stage, and the largest."""
     peaks: dict[str, tuple[list[str], str]] = {}
-    for name, told, heading, text in (
+    for name, values, heading, text in (
         ("peak_held", peak_held, "peak held", str),
         ("peak_bytes", peak_bytes if peak_bytes and any(peak_bytes) else None, "peak MiB", _mebibytes),
     ):
-        if told is None:
+        if values is None:
             continue
-        if len(told) != num_stages:
-            raise ValueError(f"{name} has {len(told)} entries, must have {num_stages} (one a stage)")
-        peaks[heading] = ([text(value) for value in told], text(max(told)))
+        if len(values) != num_stages:
+            raise ValueError(f"{name} has {len(values)} entries, must have {num_stages} (one a stage)")
+        peaks[heading] = ([text(value) for value in values], text(max(values)))
     return peaks
 
 

@@ -1,1 +1,1 @@
-"""How messages move between the ranks of one pipeline: the contract in `base`, and what keeps it."""
+"""Messages between the ranks of one pipeline: the contract in `base`, and its implementations."""

@@ -1,6 +1,6 @@
 """The contract of a transport: how messages travel between the ranks of one pipeline.
 
-A transport moves :class:`Message` values. It knows nothing of readiness, schedules or memory limits: those live above
+A transport moves :class:`Message` values. It knows no readiness, schedules or memory limits: those are above
 it.
 
 The contract, which `rrfp.testing.transport_checks` verifies for any implementation:
@@ -13,15 +13,14 @@ The contract, which `rrfp.testing.transport_checks` verifies for any implementat
 - **Bounded**: bytes queued for a peer are bounded by ``queue_bytes`` (one message larger than that travels alone);
   ``send`` waits, the receiver's memory does not grow because the sender is fast.
 - ``receive`` returns messages of all peers; which peer comes first is free, the order inside a channel is not.
-  Cancelling it loses nothing. Received tensors are read-only by contract: whoever computes with them must not write
-  into them.
-- **Peer death**: after everything that a dead peer, or one that was silent for ``patience_s``, had delivered,
-  ``receive`` raises :class:`PeerLostError` once for it, and ``send`` to it raises the same from then on. A peer that
-  closed in order is no error to ``receive``.
+  Cancelling it loses nothing. Received tensors are read-only by contract: a stage program must not write into them.
+- **Peer death**: for a peer that died, or was silent for ``patience_s``, ``receive`` raises :class:`PeerLostError`
+  once, after every message that the peer had delivered; ``send`` to it raises the same from then on. A peer that closed
+  in order is not an error for ``receive``.
 - **Bad input** from the network is dropped and raised by ``receive`` as one :class:`FrameError` that names peer and
-  field. The next call goes on with the next message.
-- ``close`` delivers what was accepted, tells the peers, and frees everything; ``abort`` frees everything at once. Both
-  may be called twice and while other calls wait: those then raise :class:`TransportClosedError`.
+  field. The next call returns the next message.
+- ``close`` delivers the accepted messages, notifies the peers and frees all resources; ``abort`` frees them at once.
+  Both may be called twice, and while other calls wait: those then raise :class:`TransportClosedError`.
 
 All methods are called on the loop that called ``start``, except ``statistics``, which any thread may call at any time.
 Nothing is ever unpickled.
@@ -40,7 +39,7 @@ from torch import Tensor
 from rrfp.core import timeouts
 from rrfp.core.tasks import StepId, Task
 
-#: Plain data that msgpack carries: what a control message says.
+#: Plain data that msgpack carries: the body of a control message.
 Plain = None | bool | int | float | str | bytes | Sequence["Plain"] | Mapping[str, "Plain"]
 
 DEFAULT_QUEUE_BYTES = 64 << 20
@@ -56,21 +55,21 @@ class Channel(StrEnum):
 
 
 class MessageKind(StrEnum):
-    """What a message says."""
+    """The meaning of a message."""
 
-    OUTPUT = "output"  # tensors: what `task` put out
+    OUTPUT = "output"  # tensors: the output of `task`
     TIE = "tie"  # tensors: a piece of the gradient of a tied parameter, or of the sum of all its copies
-    CONSUMED = "consumed"  # forward only: done with `task`'s output
+    CONSUMED = "consumed"  # forward only: the credit for `task`'s output
     READY = "ready"  # tensor parallelism: `task` may run on this rank
     ORDER = "order"  # tensor parallelism: log entry `sequence` is `task`
-    HELD = "held"  # tensor parallelism: bytes that `task` left behind on this rank
-    PROPOSE = "propose"  # agreement instead of a leader: this rank would run `task`
-    OUTCOME = "outcome"  # ... all would, or (no task) they differ
+    HELD = "held"  # tensor parallelism: bytes that `task` left on this rank
+    PROPOSE = "propose"  # agreement instead of a leader: this rank's choice is `task`
+    OUTCOME = "outcome"  # ... all members chose `task`, or (no task) they differ
     PROMPT = "prompt"  # ... propose again
-    REPORT = "report"  # what a rank and those below it in the control tree give to an all-gather, towards rank 0
-    RESULT = "result"  # what all gave, from rank 0 to all
-    # Why is a rank idle? Upwards the question, downwards (body: poll) the request to answer. The receiver of either
-    # acknowledges it (body: acknowledged); the sender announces a rank that does not (body: unresponsive).
+    REPORT = "report"  # all-gather, towards rank 0: the values of a rank and of those below it in the control tree
+    RESULT = "result"  # all-gather, from rank 0 to all: everyone's values
+    # Why is a rank idle? Up the tree the question, down the tree (body: poll) the poll. Both are acknowledged (body:
+    # acknowledged); a rank that does not acknowledge is reported (body: unresponsive).
     PROBE = "probe"
     CLOSED = "closed"  # body: the sender's caller left in order, after so many steps
     ABORT = "abort"  # body: origin of a failure
@@ -82,9 +81,9 @@ class Message:
 
     Attributes:
         channel: the FIFO it travels in.
-        kind: what it says.
-        step: the sender's step, None where no step is meant (abort).
-        task: the task that it is about, if any.
+        kind: its meaning.
+        step: the sender's step; None where the message belongs to no step (abort).
+        task: the task that the message names, if any.
         tensors: its tensors; None stands for "no gradient". Dtype, shape and requires_grad travel along; a received
             tensor is a leaf that requires grad exactly if the sent one did.
         body: further plain data, small.
@@ -109,35 +108,50 @@ class Message:
 
 
 class Rendezvous(Protocol):
-    """Where ranks publish their endpoints and find each other's. Keys are unique to one run and restart."""
+    """A store in which ranks publish their endpoints and look up each other's. Keys are unique to a run and restart."""
 
     async def publish(self, key: str, value: bytes) -> None:
-        """Store ``value`` under ``key``."""
+        """Store a value and wake the ranks that wait for it.
 
-    async def lookup(self, key: str, timeout_s: float) -> bytes:
-        """Wait for ``key``.
+        Args:
+            key: unique to the publishing rank.
+            value: its endpoint, as the transport writes it.
 
         Raises:
-            TransportError: if nobody published it within ``timeout_s`` seconds; the message names the key.
+            TransportError: if the store fails.
+        """
+
+    async def lookup(self, key: str, timeout_s: float) -> bytes:
+        """Wait for a value. Cancelling leaves nothing behind.
+
+        Args:
+            key: the publisher's.
+            timeout_s: seconds to wait.
+
+        Returns:
+            The published value.
+
+        Raises:
+            TransportError: if no rank published it within ``timeout_s``, or the store fails; the message names the key.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class TransportContext:
-    """Everything that a transport is built from.
+    """The arguments of every transport.
 
     Attributes:
         rank: this rank.
-        peers: the ranks it exchanges messages with.
+        peers: the ranks with which it exchanges messages.
         run_id: the job; frames of another run are refused.
-        restart: the job's restart count; frames of an earlier life are refused.
         rendezvous: where endpoints are published.
+        restart: the job's restart count; frames from before a restart are refused.
         single_host: all ranks run on this host.
         queue_bytes: most bytes queued for one peer and channel before ``send`` waits.
         max_message_bytes: larger announced messages are refused before anything is allocated.
         allow_insecure: permit a bind beyond loopback without authentication.
         connect_timeout_s: how long ``start`` waits for the peers, in seconds.
-        heartbeat_s: how often a silent connection is asked for a sign of life, in seconds.
+        heartbeat_s: seconds of silence after which a peer is sent a heartbeat.
         patience_s: how long a connected peer may be silent before it is lost, in seconds.
     """
 
@@ -157,7 +171,7 @@ class TransportContext:
 
 @dataclass(frozen=True, slots=True)
 class TransportStatistics:
-    """A snapshot of what a transport has moved since ``start``.
+    """A snapshot of a transport's counters since ``start``.
 
     Attributes:
         messages_sent: messages that ``send`` accepted, all channels.
@@ -177,10 +191,10 @@ class TransportStatistics:
 
 
 class Transport(ABC):
-    """One rank's end of the connections to its peers. See the module's docstring for the contract.
+    """One rank's end of the connections to its peers. The module's docstring is the contract.
 
     Args:
-        context: who this rank is and whom it talks to.
+        context: this rank, its peers and the limits.
     """
 
     def __init__(self, context: TransportContext) -> None:
@@ -188,41 +202,54 @@ class Transport(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Connect to every peer; returns when messages can flow both ways.
+        """Connect to every peer; returns when messages can flow both ways. Cancelled or failed, it frees everything.
 
         Raises:
-            TransportError: if a peer did not come within ``connect_timeout_s``; names it.
+            TransportError: if a peer did not connect within ``connect_timeout_s``; names it.
+            TransportClosedError: if the transport was started before, or is closed meanwhile.
             ConfigError: if the endpoint is not allowed.
         """
 
     @abstractmethod
     async def send(self, peer: int, message: Message) -> None:
-        """Queue ``message`` for ``peer``; returns when its tensors are no longer read.
+        """Queue a message; returns when its tensors are no longer read, which is not delivery.
+
+        Waits while ``queue_bytes`` are queued for this peer and channel. Cancelled, it has sent the whole message or
+        nothing of it.
+
+        Args:
+            peer: one of the context's peers.
+            message: its ``sequence`` and ``sender`` are set on the way. Its tensors belong to the transport until this
+                returns, and to the caller afterwards.
 
         Raises:
             PeerLostError: the peer is gone.
             TransportClosedError: this end is closed.
-            ConfigError: unknown peer, or the message is larger than ``max_message_bytes``.
+            ConfigError: unknown peer, a tensor or body that cannot be sent, or more than ``max_message_bytes``.
         """
 
     @abstractmethod
     async def receive(self) -> Message:
-        """The next message of any peer.
+        """Wait for the next message of any peer. Cancelling loses nothing.
+
+        Returns:
+            A message in the order of its channel. Its tensors share no memory with the sender's and are read-only by
+            contract.
 
         Raises:
-            PeerLostError: once for each lost peer.
-            FrameError: a bad frame was dropped.
+            PeerLostError: once for each lost peer, after its last message.
+            FrameError: a bad frame was dropped; the next call returns the next message.
             TransportClosedError: this end is closed.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Deliver what was accepted, tell the peers, free everything."""
+        """Deliver the accepted messages, notify the peers and free all resources. May be called twice."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Free everything now, delivering nothing more."""
+        """Free all resources now and deliver nothing more. May be called twice, and never waits."""
 
     @abstractmethod
     def statistics(self) -> TransportStatistics:
-        """What moved so far; before ``start`` nothing. Only reads counters."""
+        """The counters since ``start``; zeros before. Reads only; any thread may call it at any time."""

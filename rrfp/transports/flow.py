@@ -1,6 +1,8 @@
-"""What transports share to keep order and to bound memory: `Window` for senders, `Inbox` for the receiver.
+"""Flow control shared by the transports: a `Window` for each sender, an `Inbox` for the receiver.
 
-Both belong to one event loop and may be fed from any thread. Waking a loop from its own thread costs no system call.
+Both belong to one event loop and accept calls from any thread. The receiver returns credit when ``receive`` returns a
+message, not when it arrives: a receiver that is slow, or blocked by its caller, thus slows its senders down, and its
+memory is bounded by its peers' windows.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Callable
 from rrfp.errors import RrfpError, TransportClosedError
 from rrfp.transports.base import Message
 
-#: What a message counts besides its tensors, in bytes, so that a queue of empty messages is bounded too.
+#: Bytes that each message counts beside its tensors, so that a queue of empty messages is bounded too.
 MESSAGE_OVERHEAD = 512
 
 CLOSED = "the transport is closed"
@@ -23,30 +25,32 @@ _Entry = tuple[Message | RrfpError, Callable[[], None] | None]
 
 
 def cost_of(num_bytes: int) -> int:
-    """Bytes that a message with so many tensor bytes takes of a window; sender and receiver compute the same."""
+    """Window bytes of a message with ``num_bytes`` tensor bytes; sender and receiver compute the same."""
     return num_bytes + MESSAGE_OVERHEAD
 
 
 class HomeLoop:
-    """The loop that an object belongs to, and how to reach it from any thread. Make it on that loop."""
+    """The loop that an object belongs to, reachable from any thread. Create it on that loop."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self._ident = threading.get_ident()
 
     def call(self, callback: Callable[[], object]) -> None:
-        """Run ``callback`` on the loop: now when called from there, else soon; never when the loop is closed."""
+        """Run ``callback`` on the loop: now when called there, else soon; never when the loop is closed."""
+        # Waking the loop from its own thread would cost a system call for its self-pipe.
         if threading.get_ident() == self._ident:
             callback()
         else:
-            with contextlib.suppress(RuntimeError):  # closed: nobody waits there any more
+            with contextlib.suppress(RuntimeError):  # closed: its waiters are gone
                 self.loop.call_soon_threadsafe(callback)
 
 
 class Window:
     """Bytes sent to one peer on one channel that the peer has not yet consumed.
 
-    One sender waits at a time (its channel's turn sees to that). A message larger than the limit travels alone.
+    At most one sender waits, as each channel has a lock for senders. A message larger than the limit travels alone: it
+    waits until nothing is outstanding, since it would never fit.
 
     Args:
         limit: bytes that may be outstanding.
@@ -68,10 +72,10 @@ class Window:
         return self._outstanding - self._messages * MESSAGE_OVERHEAD
 
     async def acquire(self, cost: int) -> None:
-        """Wait until ``cost`` bytes fit, and take them. Cancelled: none are taken.
+        """Wait until ``cost`` bytes fit, and acquire them. Cancelled, it acquires none.
 
         Raises:
-            RrfpError: the error that `fail` was given.
+            RrfpError: the error passed to `fail`.
         """
         while not self.try_acquire(cost):
             assert self._waiter is not None
@@ -81,10 +85,10 @@ class Window:
                 self._waiter = None
 
     def try_acquire(self, cost: int) -> bool:
-        """Take ``cost`` bytes if they fit; otherwise get ready to be woken when something is released.
+        """Acquire ``cost`` bytes if they fit; otherwise register a waiter that `release` wakes.
 
         Raises:
-            RrfpError: the error that `fail` was given.
+            RrfpError: the error passed to `fail`.
         """
         with self._lock:
             self.check()
@@ -96,7 +100,7 @@ class Window:
             return False
 
     def release(self, cost: int, messages: int = 1) -> None:
-        """The peer consumed messages that cost ``cost`` bytes. Never drops below zero, whatever a peer claims."""
+        """Release ``cost`` bytes of messages that the peer consumed. Clamped at zero: the numbers are the peer's."""
         with self._lock:
             self._outstanding = max(0, self._outstanding - cost)
             self._messages = max(0, self._messages - messages) if self._outstanding else 0
@@ -105,15 +109,15 @@ class Window:
             self._home.call(self._wake)
 
     def fail(self, error: RrfpError) -> None:
-        """Make the waiting sender and every later one raise ``error``; the first error stays."""
+        """Make the waiting sender and all later ones raise ``error``. The first error stays."""
         with self._lock:
             if self._error is None:
                 self._error = error
         self._home.call(self._wake)
 
     def check(self) -> None:
-        """Raise the error that `fail` was given, if any; a fresh one, since several senders may get it."""
-        if self._error is not None:
+        """Raise the error passed to `fail`, if any."""
+        if self._error is not None:  # a copy: several senders may raise it, and a traceback belongs to one of them
             raise type(self._error)(*self._error.args)
 
     def _wake(self) -> None:
@@ -122,7 +126,7 @@ class Window:
 
 
 class Inbox:
-    """Messages and errors that wait for ``receive``; control messages come first, the rest in order of arrival.
+    """Messages and errors that wait for ``receive``: control messages first, the others in order of arrival.
 
     Args:
         home: the receiver's loop.
@@ -137,27 +141,29 @@ class Inbox:
         self._idle = False
         self._closed = False
 
-    def put(self, entry: Message | RrfpError, taken: Callable[[], None] | None = None, *, first: bool = False) -> None:
-        """File a message, or an error to raise; from any thread.
+    def put(
+        self, entry: Message | RrfpError, on_received: Callable[[], None] | None = None, *, first: bool = False
+    ) -> None:
+        """Append a message for `get` to return, or an error to raise; from any thread.
 
         Args:
-            entry: what ``take`` is to return or raise.
-            taken: called on the receiver's loop when the entry is taken.
-            first: overtake what is not `first`.
+            entry: the message or error.
+            on_received: called on the receiver's loop when `get` removes the entry.
+            first: overtakes the entries that are not ``first``.
         """
         with self._lock:
             if self._closed:
                 return
-            (self._control if first else self._others).append((entry, taken))
+            (self._control if first else self._others).append((entry, on_received))
             wake, self._idle = self._idle, False
         if wake:
             self._home.call(self._filled.set)
 
-    async def take(self) -> Message:
-        """The next message. Cancelling loses nothing.
+    async def get(self) -> Message:
+        """Wait for the next message. Cancelling loses nothing: an entry is removed only when nothing is awaited after.
 
         Raises:
-            RrfpError: an error that was filed.
+            RrfpError: an error passed to `put`.
             TransportClosedError: if the inbox is closed.
         """
         while True:
@@ -166,19 +172,19 @@ class Inbox:
                     raise TransportClosedError(CLOSED)
                 queue = self._control or self._others
                 if queue:
-                    entry, taken = queue.popleft()
+                    entry, on_received = queue.popleft()
                     break
                 self._idle = True
                 self._filled.clear()
             await self._filled.wait()
-        if taken is not None:
-            taken()
+        if on_received is not None:
+            on_received()
         if isinstance(entry, RrfpError):
             raise entry
         return entry
 
     def close(self) -> None:
-        """Drop everything; waiting and later ``take`` raise TransportClosedError."""
+        """Drop all entries; waiting and later `get` raise TransportClosedError."""
         with self._lock:
             self._closed = True
             self._control.clear()

@@ -1,7 +1,6 @@
-"""The checks of single header fields: each returns the typed value, or raises a FrameError that names the field.
+"""Checks of single header fields: each returns the typed value, or raises a FrameError that names the field.
 
-A header is a stranger's claim until it went through here; so nothing is allocated, indexed or converted before its
-check.
+A header comes from an unauthenticated sender, so no field is used to allocate, index or convert before its check.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import FrameError
 from rrfp.transports.tensor_bytes import DTYPES
 
-#: torch itself allows more; nobody needs them, and numpy stops here.
+#: numpy's limit; torch itself allows more.
 MAX_DIMENSIONS = 64
 
 #: Bytes of one announced tensor: beyond it, strides would overflow 64 bits.
@@ -32,7 +31,7 @@ _Choice = TypeVar("_Choice", bound=StrEnum)
 
 
 class TensorSpec(NamedTuple):
-    """What a header announces about one tensor."""
+    """Dtype, shape and requires_grad of one announced tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -66,7 +65,7 @@ class HeaderChecks:
         self.fail(field, f"is {value!r:.80}, must be one of: {', '.join(choices)}")
 
     def integer(self, field: str, value: Any, least: int = 0) -> int:
-        """A whole number of 63 bits that is at least ``least``."""
+        """An integer of 63 bits, at least ``least``."""
         if type(value) is not int or not least <= value <= _MAX_INT:
             self.fail(field, f"is {value!r:.80}, must be a whole number >= {least}")
         return value
@@ -78,7 +77,7 @@ class HeaderChecks:
         return value
 
     def array(self, field: str, value: Any, length: int | None = None) -> list[Any]:
-        """A list, of ``length`` items where that is given."""
+        """A list; of ``length`` items unless that is None."""
         if type(value) is not list or (length is not None and len(value) != length):
             wanted = "an array" if length is None else f"an array of {length}"
             self.fail(field, f"is {value!r:.80}, must be {wanted}")
@@ -121,7 +120,7 @@ class HeaderChecks:
             self.fail(f"{field}.shape", f"has {len(sizes)} dimensions, must have at most {MAX_DIMENSIONS}")
         for size in sizes:
             self.integer(f"{field}.shape", size)
-        # With zeros counted as one: an empty tensor's strides must not overflow either.
+        # Zeros count as one: an empty tensor's strides must not overflow either.
         if math.prod(max(size, 1) for size in sizes) * dtype.itemsize > MAX_TENSOR_BYTES:
             self.fail(f"{field}.shape", f"is {sizes!r:.80}, must stay below {MAX_TENSOR_BYTES} bytes")
         if self.boolean(f"{field}.requires_grad", requires_grad) and not _differentiable(dtype):

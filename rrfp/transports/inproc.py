@@ -1,8 +1,8 @@
 """The reference transport: ranks of one process, each on its own event loop or all on one. Written to be read.
 
-A message is copied in the sender's loop and put into the receiver's inbox; nothing else moves. Ends that share a
-rendezvous object, run id and restart find each other through a `_Hub`. What is shared between threads is an end's
-`Inbox`, the `Window`s of its peers, and the hub; each has a lock of its own, and none is held while another is taken.
+A message is copied on the sender's loop and put into the receiver's inbox. Ends that share a rendezvous object, run id
+and restart find each other through a `_Hub`. Threads share an end's `Inbox`, the `Window`s of its peers, and the hub;
+each has its own lock, and no lock is acquired while another is held, so they cannot deadlock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SLICE_BYTES = 1 << 20
 
 
 class _Outbound:
-    """The way to one peer on one channel: whose turn it is to send, and how much the peer has yet to consume."""
+    """One channel to one peer: the senders' lock, and the bytes that the peer has yet to consume."""
 
     def __init__(self, limit: int, home: HomeLoop) -> None:
         self.turn = asyncio.Lock()
@@ -37,12 +37,12 @@ class _Outbound:
 
 
 class PeerEnd:
-    """What the peers of a rank may touch of it, from their own threads."""
+    """The part of a rank's transport that its peers call from their own threads."""
 
     def __init__(self, context: TransportContext) -> None:
         self.rank = context.rank
-        self.gone = False  # written and read by the hub only
-        self.parted: set[int] = set()  # peers that left while this end was there; likewise
+        self.has_left = False  # guarded by the hub's lock
+        self.departed: set[int] = set()  # peers that left while this end was there; guarded likewise
         self.home = HomeLoop()
         self.inbox = Inbox(self.home)
         self.outbound = {
@@ -50,19 +50,18 @@ class PeerEnd:
         }
 
     def deliver(self, message: Message, window: Window, cost: int) -> None:
-        """File a message of a peer; ``cost`` bytes of ``window`` are freed when it is taken."""
-        taken = partial(window.release, cost)
-        self.inbox.put(message, taken, first=message.channel is Channel.CONTROL)
+        """Queue a peer's message; ``receive`` releases ``cost`` bytes of ``window``."""
+        self.inbox.put(message, partial(window.release, cost), first=message.channel is Channel.CONTROL)
 
-    def part(self, peer: int, reason: str, *, lost: bool) -> None:
-        """``peer`` is gone. ``lost``: it did not leave in order, so ``receive`` says so, after its messages."""
+    def on_peer_left(self, peer: int, reason: str, *, lost: bool) -> None:
+        """Fail sends to ``peer``; if it is ``lost`` instead of closed, ``receive`` raises, after its messages."""
         error = PeerLostError(peer, reason)
         self.fail(error, peer)
         if lost:
             self.inbox.put(error)
 
     def fail(self, error: RrfpError, peer: int | None = None) -> None:
-        """Sends to ``peer``, or to all, raise ``error``."""
+        """Make sends to ``peer``, or to all, raise ``error``."""
         for (rank, _), outbound in self.outbound.items():
             if peer in (None, rank):
                 outbound.window.fail(error)
@@ -87,25 +86,25 @@ class _Hub:
 
         Raises:
             ConfigError: if it joined in another process.
-            TransportError: if it left before this rank joined. One that left later is found in what `receive` says.
+            TransportError: if it left before this rank joined. For a peer that left later, `receive` and `send` raise.
         """
         with self._lock:
             end = self._ends.get((context.run_id, context.restart, rank))
             if end is None:
                 raise ConfigError(f"rank {rank} is in another process; {name} joins the ranks of one: use zmq")
             own = self._ends[context.run_id, context.restart, context.rank]
-            if end.gone and rank not in own.parted:
-                raise TransportError(f"rank {rank} came and went away")
+            if end.has_left and rank not in own.departed:
+                raise TransportError(f"rank {rank} connected, then left")
             return end
 
     def leave(self, context: TransportContext, end: PeerEnd) -> list[PeerEnd]:
-        """Mark ``end`` as gone; returns the peers to tell, that is those that have joined."""
+        """Mark ``end`` as left; returns the peers to notify: those that have joined."""
         with self._lock:
-            end.gone = True
+            end.has_left = True
             keys = ((context.run_id, context.restart, rank) for rank in context.peers)
             peers = [self._ends[key] for key in keys if key in self._ends]
             for peer in peers:
-                peer.parted.add(end.rank)
+                peer.departed.add(end.rank)
             return peers
 
 
@@ -119,12 +118,12 @@ def _hub_of(rendezvous: object) -> _Hub:
 
 
 class InprocTransport(Transport):
-    """Between the ranks of one process, on one event loop or several: the reference.
+    """The reference transport, between the ranks of one process, on one event loop or several.
 
-    A peer counts as lost when its end is aborted, or when its loop ends before the end was closed.
+    A peer is lost when its end is aborted, or when its loop ends before the end was closed.
 
     Attributes:
-        name: ends of another name are not met.
+        name: ends connect only to ends of the same name.
     """
 
     name = "inproc"
@@ -152,7 +151,7 @@ class InprocTransport(Transport):
             await context.rendezvous.publish(self._key(context.rank), b"")
             deadline_s = end.home.loop.time() + context.connect_timeout_s
             for peer in context.peers:
-                self._peers[peer] = await self._find(peer, deadline_s - end.home.loop.time())
+                self._peers[peer] = await self._connect(peer, deadline_s - end.home.loop.time())
         except BaseException:
             self.abort()
             raise
@@ -160,17 +159,18 @@ class InprocTransport(Transport):
     def _key(self, rank: int) -> str:
         return f"{self.name}/{self.context.run_id}/{self.context.restart}/{rank}"
 
-    async def _find(self, peer: int, timeout_s: float) -> PeerEnd:
+    async def _connect(self, peer: int, timeout_s: float) -> PeerEnd:
         try:
             await self.context.rendezvous.lookup(self._key(peer), max(timeout_s, 0.0))
         except TransportError as error:
-            raise TransportError(f"rank {peer} did not come: {error}") from error
+            raise TransportError(f"rank {peer} did not connect: {error}") from error
         if self._closed:
             raise TransportClosedError(CLOSED)
         return self._hub.find(self.context, peer, self.name)
 
     async def _abort_with_loop(self) -> None:
-        # Lives as long as the loop does: asyncio.run cancels it, and a loop that is dropped destroys it.
+        # Ends with the loop: asyncio.run cancels it, and a loop that is dropped destroys it. Peers on other loops would
+        # otherwise wait for an end that no loop serves any more.
         try:
             await self._open_end().home.loop.create_future()
         finally:
@@ -183,7 +183,7 @@ class InprocTransport(Transport):
         return self._end
 
     async def send(self, peer: int, message: Message) -> None:
-        """Copy ``message`` into the peer's inbox. A cancelled send has sent nothing."""
+        """Copy ``message`` into the peer's inbox; see `Transport.send`. Cancelled, it has sent nothing."""
         end = self._open_end()
         outbound = end.outbound.get((peer, message.channel))
         if outbound is None or peer not in self._peers:
@@ -196,7 +196,7 @@ class InprocTransport(Transport):
             await outbound.window.acquire(cost)
             try:
                 tensors = tuple([await self._copy(tensor) for tensor in message.tensors])
-                outbound.window.check()  # the peer may have gone while the loop ran
+                outbound.window.check()  # the peer may have left while the loop ran
             except BaseException:
                 outbound.window.release(cost)
                 raise
@@ -216,18 +216,18 @@ class InprocTransport(Transport):
             self._deliver(peer, copy, outbound.window, cost)
 
     def _deliver(self, peer: int, message: Message, window: Window, cost: int) -> None:
-        """A message is on its way: hand it over."""
+        """Hand a copied message to the peer; a subclass may do so later."""
         self._peers[peer].deliver(message, window, cost)
 
     async def _copy(self, tensor: Tensor | None) -> Tensor | None:
-        """A dense leaf in memory of its own. A large one gives the loop a turn every `SLICE_BYTES`."""
+        """A dense leaf with its own memory. Copying a large one yields to the loop every `SLICE_BYTES`."""
         if tensor is None:
             return None
         check_sendable(tensor)
         if tensor.numel() * tensor.itemsize <= SLICE_BYTES and not (tensor.is_conj() or tensor.is_neg()):
             return tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_(tensor.requires_grad)
         source = as_bytes(tensor)
-        target = self._pool.take(source.nbytes)
+        target = self._pool.acquire(source.nbytes)
         for start in range(0, source.nbytes, SLICE_BYTES):
             if start:
                 await asyncio.sleep(0)
@@ -235,14 +235,14 @@ class InprocTransport(Transport):
         return from_buffer(target, tensor.dtype, tuple(tensor.shape), requires_grad=tensor.requires_grad)
 
     async def receive(self) -> Message:
-        """The next message of any peer."""
-        message = await self._open_end().inbox.take()
+        """See `Transport.receive`."""
+        message = await self._open_end().inbox.get()
         self._received += 1
         self._received_bytes += message.num_bytes
         return message
 
     async def close(self) -> None:
-        """Let copies under way finish, then leave; everything sent stays in the peers' inboxes."""
+        """Wait for copies under way, then leave; the messages sent stay in the peers' inboxes."""
         if self._end is None or self._closed:
             self._closed = True
             return
@@ -250,12 +250,12 @@ class InprocTransport(Transport):
         end.inbox.close()
         end.fail(TransportClosedError(CLOSED))
         for outbound in end.outbound.values():
-            async with outbound.turn:
+            async with outbound.turn:  # held by a send that still copies
                 pass
         self._leave("it closed its end", lost=False)
 
     def abort(self) -> None:
-        """Leave at once; to the peers this rank is lost."""
+        """Leave at once; the peers see this rank as lost."""
         self._leave("its end was aborted", lost=True)
 
     def _leave(self, reason: str, *, lost: bool) -> None:
@@ -266,12 +266,12 @@ class InprocTransport(Transport):
         end.inbox.close()
         end.fail(TransportClosedError(CLOSED))
         for peer in self._hub.leave(self.context, end):
-            peer.part(end.rank, reason, lost=lost)
+            peer.on_peer_left(end.rank, reason, lost=lost)
         if self._guard is not None and not end.home.loop.is_closed():
             self._guard.cancel()
 
     def statistics(self) -> TransportStatistics:
-        """What moved so far; bytes are queued until the peer has taken the message."""
+        """See `Transport.statistics`; bytes count as queued until the peer has received the message."""
         queued = 0 if self._end is None else sum(o.window.tensor_bytes for o in self._end.outbound.values())
         return TransportStatistics(
             messages_sent=self._sent,

@@ -1,9 +1,9 @@
-"""Warm memory for large received tensors.
+"""Reused memory for large received tensors.
 
-A copy into fresh memory runs at a tenth of the speed of one into warm memory, because the kernel clears every page
-first. So memory of received tensors is used again once nobody refers to the tensor any more. Sizes repeat from
-microbatch to microbatch, hence one stack of buffers a size, and the least recently used size goes first when too much
-lies idle.
+A copy into fresh memory runs at a tenth of the speed of one into memory that was written before, because the kernel
+clears every page first. So the memory of a received tensor is reused once the last reference to the tensor is gone.
+Sizes repeat from microbatch to microbatch, hence one stack of buffers for each size; when too much is idle, the least
+recently used size is evicted first.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ _PAGE = 4096
 
 
 class BufferPool:
-    """Lends memory and takes it back when the borrower's last reference goes.
+    """Lends memory, and gets it back when the borrower drops its last reference; no call returns it.
 
     Args:
-        idle_bytes: most memory kept while nobody uses it.
+        idle_bytes: the most memory kept for reuse.
     """
 
     def __init__(self, idle_bytes: int = 256 << 20) -> None:
         self._limit = idle_bytes
         self._idle: OrderedDict[int, list[torch.Tensor]] = OrderedDict()
         self._idle_bytes = 0
-        # A lender's reference may go in any thread, at any allocation, also while this lock is held: hence reentrant.
+        # Garbage collection may drop a borrower's reference in any thread at any allocation, also in this thread while
+        # it holds the lock: hence reentrant.
         self._lock = threading.RLock()
         self._lent: dict[int, weakref.ref[Any]] = {}
 
@@ -44,7 +45,7 @@ class BufferPool:
         """Memory kept for reuse now."""
         return self._idle_bytes
 
-    def take(self, num_bytes: int) -> memoryview:
+    def acquire(self, num_bytes: int) -> memoryview:
         """Writable memory of ``num_bytes``, aligned to 64 bytes, not initialised; lent until nothing refers to it."""
         if num_bytes < POOLED_FROM_BYTES:
             return allocate(num_bytes)
@@ -52,9 +53,9 @@ class BufferPool:
         memory = self._pop(size)
         if memory is None:
             memory = torch.empty(size, dtype=torch.uint8, device="cpu")
-        # The array object is what a tensor made from the view keeps alive; its end is the sign that the memory is free.
+        # A tensor made from the view keeps this array object alive, so the array's end means that the memory is free.
         array: Any = memory.numpy()
-        reference = weakref.ref(array, partial(self._give_back, memory))
+        reference = weakref.ref(array, partial(self._release, memory))
         with self._lock:
             self._lent[id(reference)] = reference
         return memoryview(array)[:num_bytes]
@@ -68,7 +69,7 @@ class BufferPool:
             self._idle.move_to_end(size)
             return stack.pop()
 
-    def _give_back(self, memory: torch.Tensor, reference: weakref.ref[Any]) -> None:
+    def _release(self, memory: torch.Tensor, reference: weakref.ref[Any]) -> None:
         size = memory.numel()
         with self._lock:
             self._lent.pop(id(reference), None)

@@ -1,6 +1,6 @@
-"""Where the ranks of one run find each other: a dictionary within one process, torchrun's TCPStore between processes.
+"""Rendezvous of the ranks of one run: a dictionary within one process, torchrun's TCPStore between processes.
 
-Neither starts a launcher, a server or a port of our own. Keys belong to one run and one restart of it.
+Under torchrun's agent neither starts a server. Keys belong to one run and one restart of it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LocalRendezvous:
         self._waiting: dict[str, list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]] = {}
 
     async def publish(self, key: str, value: bytes) -> None:
-        """Store ``value`` under ``key`` and wake whoever waits for it."""
+        """See `Rendezvous.publish`."""
         with self._lock:
             self._values[key] = value
             waiting = self._waiting.pop(key, [])
@@ -40,11 +40,7 @@ class LocalRendezvous:
                 loop.call_soon_threadsafe(event.set)
 
     async def lookup(self, key: str, timeout_s: float) -> bytes:
-        """Wait for ``key``.
-
-        Raises:
-            TransportError: if nobody published it within ``timeout_s`` seconds.
-        """
+        """See `Rendezvous.lookup`."""
         entry = (asyncio.get_running_loop(), asyncio.Event())
         with self._lock:
             if key in self._values:
@@ -73,7 +69,7 @@ class StoreRendezvous:
     def __init__(self, store: Any, *, run_id: str, restart: int = 0) -> None:
         from torch.distributed.distributed_c10d import PrefixStore
 
-        self._owner = store  # the process that hosts the store must keep it
+        self._owner = store  # PrefixStore does not keep a store alive that this process hosts
         self._store: Any = PrefixStore(f"rrfp/{run_id}/{restart}", store)
         self._turn = asyncio.Lock()
 
@@ -81,11 +77,19 @@ class StoreRendezvous:
     async def from_env(
         cls, topology: Topology, environ: Mapping[str, str] | None = None, timeout_s: float = timeouts.CONNECT_S
     ) -> StoreRendezvous:
-        """Find the store that torchrun's environment names.
+        """Connect to the store that torchrun's environment names.
 
         The default store of an initialised ``torch.distributed`` is used as it is. Otherwise this connects to
         MASTER_ADDR:MASTER_PORT, where torchrun's agent hosts a store (TORCHELASTIC_USE_AGENT_STORE); without an agent
         rank 0 hosts one.
+
+        Args:
+            topology: its run id and restart count prefix all keys.
+            environ: torchrun's variables; ``os.environ`` by default.
+            timeout_s: seconds to wait for the store.
+
+        Returns:
+            The rendezvous, connected.
 
         Raises:
             ConfigError: if a variable is missing; the message says how to launch.
@@ -97,20 +101,12 @@ class StoreRendezvous:
         return cls(store, run_id=topology.run_id, restart=topology.restart)
 
     async def publish(self, key: str, value: bytes) -> None:
-        """Store ``value`` under ``key``.
-
-        Raises:
-            TransportError: if the store fails.
-        """
+        """See `Rendezvous.publish`."""
         await self._call(key, lambda: self._store.set(key, value))
 
     async def lookup(self, key: str, timeout_s: float) -> bytes:
-        """Wait for ``key``.
-
-        Raises:
-            TransportError: if nobody published it within ``timeout_s`` seconds, or the store fails.
-        """
-        # A blocking wait cannot be cancelled and holds the connection; short questions can and do not.
+        """See `Rendezvous.lookup`."""
+        # The store's own wait cannot be cancelled and keeps its connection to itself; polling does neither.
         pause_s = timeouts.FIRST_PAUSE_S
         try:
             async with asyncio.timeout(timeout_s):
@@ -130,7 +126,7 @@ class StoreRendezvous:
 
 
 def _absent(key: str, timeout_s: float) -> TransportError:
-    return TransportError(f"nobody published {key!r} within {timeout_s:g} s")
+    return TransportError(f"no rank published {key!r} within {timeout_s:g} s")
 
 
 def _default_store() -> Any:
@@ -138,7 +134,7 @@ def _default_store() -> Any:
 
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    # Private, but the only way to it; without it we connect to the same server ourselves.
+    # Private, but torch has no other accessor; where it is missing, `_connect` connects to the same server.
     get = getattr(dist.distributed_c10d, "_get_default_store", None)
     return None if get is None else get()
 
@@ -175,11 +171,12 @@ async def _connect(environ: Mapping[str, str], timeout_s: float) -> Any:
 
 
 async def in_thread(function: Callable[[], _Result]) -> _Result:
-    """Run a blocking ``function`` in a thread of its own that ends with it. Cancelled: its result is dropped."""
+    """Run a blocking ``function`` in its own thread. Cancelled, the function continues and its result is dropped."""
+    # Not the loop's executor: closing a loop waits for its threads, and a store that hangs would hang the exit.
     loop = asyncio.get_running_loop()
     future: asyncio.Future[_Result] = loop.create_future()
 
-    def settle(result: Any, error: BaseException | None) -> None:
+    def complete(result: Any, error: BaseException | None) -> None:
         if future.done():
             return
         if error is None:
@@ -193,8 +190,8 @@ async def in_thread(function: Callable[[], _Result]) -> _Result:
             result = function()
         except BaseException as raised:
             error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and its waiters are gone
+            loop.call_soon_threadsafe(complete, result, error)
 
     threading.Thread(target=run, name="rrfp-blocking-call", daemon=True).start()
     return await future

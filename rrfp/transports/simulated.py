@@ -1,11 +1,11 @@
 """Ranks of one process on one loop, with messages that take time; `rrfp.sim.virtual.clock` runs the shell over it.
 
-It is `inproc`, copies, bounded queues, lost peers and all, but for one thing: a message sent at t is filed with its
-receiver at t + its latency, by a timer of the loop. Control messages take no time unless the latency says otherwise.
+It differs from `inproc` in one point: a message sent at t reaches its receiver's inbox at t + its latency, by a timer
+of the loop. Copies, bounded queues and lost peers are the same.
 
-One clause of the transports' contract is broken on purpose, where a latency asks for it: messages of one channel whose
-latencies differ may overtake each other, as the entries of a cost file do. The core keeps no order of arrivals, so
-nothing above depends on it. With equal latencies every channel is a FIFO, and the conformance suite holds.
+Latencies that differ break one clause of the transports' contract on purpose: messages of one channel may then overtake
+each other, as the entries of a cost file do. The core does not depend on the order of arrivals. With equal latencies
+every channel is a FIFO, and the conformance suite holds.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from rrfp.transports.base import Message, MessageKind, TransportContext
 from rrfp.transports.flow import Window
 from rrfp.transports.inproc import InprocTransport, PeerEnd
 
-#: Seconds that a message takes from one rank to another: (sender, receiver, message) -> finite, >= 0.
+#: Seconds of a message between two ranks: (sender, receiver, message) -> finite, >= 0.
 Latency = Callable[[int, int, Message], float]
 
 
 def no_latency(rank: int, peer: int, message: Message) -> float:
-    """Every message arrives at the instant at which it is sent."""
+    """Zero: every message arrives at the instant at which it is sent."""
     return 0.0
 
 
 def table_latency(costs: CostTable) -> Latency:
-    """The latencies of a cost table: tensors as it says, everything else at once.
+    """The latencies of a cost table for outputs, zero for all other messages.
 
     Args:
-        costs: of a chain of virtual stages; row v is the edge between v and v + 1, whichever way it is travelled.
+        costs: of a chain of virtual stages; row v is the edge between v and v + 1, in both directions.
     """
     rows = {Kind.F: costs.latency_forward.tolist(), Kind.B: costs.latency_backward.tolist()}
 
@@ -52,15 +52,14 @@ def table_latency(costs: CostTable) -> Latency:
 
 
 class SimulatedTransport(InprocTransport):
-    """Within one process, and messages take the time that a latency says: for virtual time.
+    """Between ranks of one process and loop, with a latency for each message: for virtual time.
 
-    See the module's docstring. On its way a message counts as queued, so ``queue_bytes`` bounds it too.
-
-    ``close`` leaves what is on its way to arrive; ``abort`` loses it.
+    A message in flight counts as queued, so ``queue_bytes`` bounds it too. After ``close`` messages in flight still
+    arrive; ``abort`` loses them.
 
     Args:
-        context: who this rank is and whom it talks to.
-        latency: how long each message takes.
+        context: this rank, its peers and the limits.
+        latency: the seconds of each message.
     """
 
     name = "simulated"
@@ -68,18 +67,18 @@ class SimulatedTransport(InprocTransport):
     def __init__(self, context: TransportContext, latency: Latency = no_latency) -> None:
         super().__init__(context)
         self._latency = latency
-        #: What is on its way: (arrival, number, file it). Numbers keep those of one instant in order on any loop.
-        self._flights: list[tuple[float, int, Any]] = []
-        self._launched = 0
+        #: Messages in flight: (arrival, number, deliver). The numbers order messages that arrive at one instant.
+        self._in_flight: list[tuple[float, int, Any]] = []
+        self._num_sent = 0
 
     def abort(self) -> None:
-        """Leave at once; to the peers this rank is lost, and so is what is on its way to them."""
+        """Leave at once; the peers see this rank as lost, and its messages in flight are dropped."""
         if not self._closed:
-            self._flights.clear()
+            self._in_flight.clear()
         super().abort()
 
-    async def _find(self, peer: int, timeout_s: float) -> PeerEnd:
-        end = await super()._find(peer, timeout_s)
+    async def _connect(self, peer: int, timeout_s: float) -> PeerEnd:
+        end = await super()._connect(peer, timeout_s)
         if end.home.loop is not asyncio.get_running_loop():
             raise ConfigError(f"rank {peer} is on another event loop; simulated joins the ranks of one: use inproc")
         return end
@@ -88,18 +87,19 @@ class SimulatedTransport(InprocTransport):
         seconds = self._latency(self.context.rank, peer, message)
         if not 0 <= seconds < math.inf:
             raise ConfigError(f"latency is {seconds} s for {message.task} to rank {peer}, must be finite and >= 0")
-        arrive = partial(super()._deliver, peer, message, window, cost)
+        deliver = partial(super()._deliver, peer, message, window, cost)
         if seconds == 0:
-            arrive()
+            deliver()
             return
         loop = asyncio.get_running_loop()
         arrival = loop.time() + seconds
-        heapq.heappush(self._flights, (arrival, self._launched, arrive))
-        self._launched += 1
-        loop.call_at(arrival, self._land)
+        heapq.heappush(self._in_flight, (arrival, self._num_sent, deliver))
+        self._num_sent += 1
+        loop.call_at(arrival, self._deliver_earliest)
 
-    def _land(self) -> None:
-        """A timer of one of the messages fired: file the earliest. There are as many timers as messages."""
-        if self._flights:  # or they were lost
-            _, _, arrive = heapq.heappop(self._flights)
-            arrive()
+    def _deliver_earliest(self) -> None:
+        # Timers of one instant may fire in any order, so a timer delivers the earliest message instead of its own.
+        # There are as many timers as messages.
+        if self._in_flight:  # else they were dropped by abort
+            _, _, deliver = heapq.heappop(self._in_flight)
+            deliver()

@@ -1,6 +1,6 @@
-"""Tensors as plain bytes and back: which dtypes can travel, and how memory becomes a tensor without a spare copy.
+"""Tensors as plain bytes and back, with no copy where memory allows it.
 
-Knows no message and no socket. The one rule: whoever hands memory to `from_buffer` gives it up.
+Knows no message and no socket. The one rule: memory passed to `from_buffer` belongs to the tensor from then on.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rrfp.errors import ConfigError
 
-#: What memory of a received tensor is aligned to, in bytes: a cache line, and the widest vector load.
+#: Alignment of a received tensor's memory in bytes: a cache line, and the widest vector load.
 ALIGNMENT = 64
 
 _NAMES = (
@@ -21,10 +21,10 @@ _NAMES = (
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
 )
 
-#: Every dtype that can travel, by its name on the wire; as far as this torch has it.
+#: Every dtype that can be sent, by its name on the wire; only those that this torch has.
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES if hasattr(torch, name)}
 
-#: The name on the wire of a dtype.
+#: The reverse of `DTYPES`.
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -51,7 +51,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
         ConfigError: as `check_sendable`.
     """
     check_sendable(tensor)
-    # Every call into torch costs as much as sending a small message's bytes, so none is made in vain.
+    # Every call into torch costs as much as sending a small message's bytes: make only those that are needed.
     dense = tensor.detach() if tensor.requires_grad else tensor
     if dense.dtype.is_complex and dense.is_conj():
         dense = dense.resolve_conj()

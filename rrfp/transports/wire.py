@@ -1,8 +1,8 @@
-"""Messages as bytes: a msgpack header of at most 64 KiB in a frame of its own, then the raw bytes of each tensor.
+"""Messages as bytes: a msgpack header of at most 64 KiB in its own frame, then the raw bytes of each tensor.
 
-Pure: no socket, no clock. Everything that a header claims is checked before memory is allocated for it, and nothing is
-ever unpickled. A header is one msgpack array. It begins with the *seal*, [version, run id, restart, sender, kind],
-which other frames of a transport share (`Codec.seal`, `Codec.open`); a message goes on with [channel, sequence, step,
+Pure: no socket, no clock. Every field of a header is checked before memory is allocated for it, and nothing is ever
+unpickled. A header is one msgpack array. It begins with the *seal*, [version, run id, restart, sender, kind],
+which other frames of a transport share (`Codec.seal`, `Codec.open`); a message continues with [channel, sequence, step,
 task, tensors, body]: step is [number, mode, M] or nil, task [kind, microbatch, virtual stage] or nil, tensors a list of
 [dtype, shape, requires_grad] or nil, body a map.
 """
@@ -21,7 +21,7 @@ from rrfp.transports.base import Channel, Message, MessageKind, Plain, Transport
 from rrfp.transports.header_checks import HeaderChecks, TensorSpec
 from rrfp.transports.tensor_bytes import DTYPE_NAMES, as_bytes, from_buffer
 
-#: Changes whenever a frame's meaning does.
+#: Changes whenever the meaning of a frame does.
 VERSION = 1
 
 MAX_HEADER_BYTES = 64 << 10
@@ -32,7 +32,7 @@ _HEADER_LENGTH = 11
 
 
 class Sealed(NamedTuple):
-    """A header whose seal was checked: who sent it, what kind it says it is, and the fields after the seal."""
+    """A header whose seal was checked: sender, kind, and the fields after the seal."""
 
     sender: int
     kind: str
@@ -45,13 +45,13 @@ class Announcement:
 
     Attributes:
         sender: the rank that sent it.
-        channel: the FIFO that it is for.
-        sequence: its number there.
-        kind: what the message says.
+        channel: the message's FIFO.
+        sequence: its number in that FIFO.
+        kind: see `Message`.
         step: see `Message`.
         task: see `Message`.
         body: see `Message`.
-        specs: what the tensors will be.
+        specs: of the tensors; None stands for "no gradient".
         sizes: bytes of each frame that follows, in order; tensors that are None have no frame.
         num_bytes: of all frames.
     """
@@ -71,7 +71,7 @@ class Announcement:
         """The whole message. Aligned writable buffers become the tensors' memory, others are copied once.
 
         Raises:
-            FrameError: if the number of buffers or the length of one is not what was announced.
+            FrameError: if the number of buffers, or the length of one, differs from the announced.
         """
         sender, sizes = self.sender, self.sizes
         if len(buffers) != len(sizes):
@@ -93,7 +93,7 @@ class Codec:
     """Writes and reads the frames of one rank.
 
     Args:
-        context: run id, restart, this rank, its peers and the byte cap are taken from it.
+        context: run id, restart, this rank, its peers and ``max_message_bytes``.
     """
 
     def __init__(self, context: TransportContext) -> None:
@@ -135,7 +135,7 @@ class Codec:
         return Sealed(peer, kind, fields[_SEAL_LENGTH:])
 
     def check_size(self, num_bytes: int) -> None:
-        """Refuse a message that the receiver would refuse.
+        """Refuse a message that the receiver would refuse for its size.
 
         Raises:
             ConfigError: if it has more than ``max_message_bytes``.
@@ -147,7 +147,7 @@ class Codec:
         """The header and the frames after it; views of the tensors' memory where that is contiguous.
 
         Args:
-            message: what to send.
+            message: of any channel.
             sequence: its number in its channel; ``message.sequence`` does not count.
 
         Raises:
@@ -163,7 +163,7 @@ class Codec:
         return header, frames
 
     def announcement(self, sealed: Sealed) -> Announcement:
-        """Check everything that the header of a message claims.
+        """Check every field of a message's header.
 
         Raises:
             FrameError: names the field that is wrong.
@@ -235,5 +235,5 @@ def _unpack(header: bytes | memoryview) -> Any:
             max_map_len=min(size, _MAX_ITEMS),
             max_ext_len=0,
         )
-    except Exception as error:  # msgpack documents a whole family, and a stranger's bytes must not end a rank
+    except Exception as error:  # msgpack raises many types, and malformed bytes must not end a rank
         raise FrameError(None, "header", f"is not msgpack: {type(error).__name__}: {error!s:.80}") from error

@@ -107,7 +107,7 @@ def test_transports_are_listed() -> None:
 
 def test_plugin_that_cannot_be_loaded_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("mine", "no_such_module:Hint", "rrfp.hints")
-    monkeypatch.setattr("rrfp.hints.registry.entry_points", lambda group: [point])
+    monkeypatch.setattr("rrfp.core.registry.entry_points", lambda group: [point])
     known = {one["name"]: one for one in json.loads(rrfp("hints", "--json").stdout)}
     assert known["mine"]["description"].startswith("cannot be loaded (ModuleNotFoundError")
     assert known["mine"]["origin"].startswith("plugin")
@@ -148,8 +148,8 @@ def test_check_of_a_transport(name: str) -> None:
     skipped = {check["name"]: check["message"] for check in answer["checks"] if check["outcome"] != "ok"}
     assert {check["outcome"] for check in answer["checks"]} == {"ok", "skipped"}
     assert skipped == {
-        "silent_peer": "the pair has no `silence` to make a peer stop answering",
-        "bad_frames": "the pair has no `inject` to put bad frames on the way",
+        "silent_peer": "the pair has no `silence` to stop a peer from answering",
+        "bad_frames": "the pair has no `inject` to send bad frames",
     }
     assert (result.returncode, answer["ok"]) == (0, True)
 

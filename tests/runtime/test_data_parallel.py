@@ -114,7 +114,7 @@ def test_several_replicas_without_torch_distributed_are_one_line_that_says_what_
 
 def test_a_place_is_told_once() -> None:
     place: Any = rrfp.Topology(0, 1)
-    with pytest.raises(ConfigError, match="topology and mesh both tell the place"):
+    with pytest.raises(ConfigError, match="topology and mesh both place"):
         rrfp.Pipeline(nn.Linear(1, 1), topology=place, mesh=place)
     with pytest.raises(ConfigError, match="coordinate goes with mesh"):
         rrfp.Pipeline(nn.Linear(1, 1), topology=place, coordinate=("tp",))

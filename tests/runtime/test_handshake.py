@@ -58,7 +58,7 @@ async def test_a_difference_is_told_before_the_last_rank_comes() -> None:
 
 async def test_a_rank_that_does_not_come_is_named_on_all() -> None:
     text = told(await outcomes({0: SAME, 1: SAME, 3: SAME}, 4, LocalRendezvous(), 0.1), TransportError)
-    assert text == "stage 2 did not come: nobody published 'terms/run/0/2' within 0.1 s"
+    assert text == "stage 2 did not come: no rank published 'terms/run/0/2' within 0.1 s"
 
 
 @pytest.mark.parametrize("said", [b"", b"\xc1", msgpack.packb(7)])

@@ -77,9 +77,9 @@ def test_a_rank_that_skipped_a_pipeline_is_named_with_the_one_it_is_at(ranks: Tw
     (ours,), (theirs,) = ranks.make(0, ["a"], connect_timeout=0.2), ranks.make(1, ["b"], connect_timeout=0.2)
     first, second = meet(ours, theirs)
     assert isinstance(first, TransportError)
-    assert str(first).startswith("stage 1 did not come to pipeline 'a.0', it is at pipeline 'b.0': nobody published")
+    assert str(first).startswith("stage 1 did not come to pipeline 'a.0', it is at pipeline 'b.0': no rank published")
     assert isinstance(second, TransportError)
-    assert str(second).startswith("stage 0 did not come to pipeline 'b.0', it is at pipeline 'a.0': nobody published")
+    assert str(second).startswith("stage 0 did not come to pipeline 'b.0', it is at pipeline 'a.0': no rank published")
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_a_hint_that_ranks_weight_tasks_logs_one_line_where_there_are_none(
     with rrfp.local(stages(3), loss_fn=loss_fn, **options).blocking():
         pass
     told = [(record.levelno, record.getMessage()) for record in caplog.records if record.name == "rrfp.pipeline.method"]
-    text = "the hint {} orders weight tasks, and without split=True there are none: it works by its other rules"
+    text = "the hint {} orders weight tasks, and without split=True there are none: its other rules apply"
     assert told == [(level, text.format(name)) for level, name in lines]
 
 

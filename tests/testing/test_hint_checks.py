@@ -78,7 +78,7 @@ class Picky(Hint):
         (Silent, "check_answers_are_ready_and_every_run_ends: training: hint Silent chose None on stage"),
         (Forever, "check_answers_are_ready_and_every_run_ends: training: nothing can happen any longer: stage 0 waits"),
         (Dice, "check_same_history_same_choices: training: two runs of the same events differ"),
-        (Fickle, "check_choosing_changes_nothing: training: asked more often in one state"),
+        (Fickle, "check_choosing_changes_nothing: training: called more often in one state"),
         (Picky, "check_answers_are_ready_and_every_run_ends: the hint refuses every pipeline"),
     ],
 )

@@ -98,8 +98,8 @@ def test_the_codec_names_every_bad_frame() -> None:
 async def test_a_run_of_all_checks_tells_which_did_not_look() -> None:
     skipped = await run_transport_checks(makers.MAKERS["inproc"])
     assert skipped == {
-        "check_silent_peer": "the pair has no `silence` to make a peer stop answering",
-        "check_bad_frames": "the pair has no `inject` to put bad frames on the way",
+        "check_silent_peer": "the pair has no `silence` to stop a peer from answering",
+        "check_bad_frames": "the pair has no `inject` to send bad frames",
     }
 
 

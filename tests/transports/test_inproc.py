@@ -40,7 +40,7 @@ async def test_a_peer_whose_loop_ends_is_lost() -> None:
 
 async def test_a_rank_that_never_comes_is_named() -> None:
     left, _ = makers.contexts(connect_timeout_s=0.05)
-    with pytest.raises(TransportError, match="rank 1 did not come"):
+    with pytest.raises(TransportError, match="rank 1 did not connect"):
         await InprocTransport(left).start()
 
 
@@ -66,32 +66,32 @@ async def test_a_stage_has_one_transport() -> None:
 
 def test_memory_is_used_again_once_nobody_refers_to_it() -> None:
     pool, size = BufferPool(), 4 * POOLED_FROM_BYTES
-    tensor = torch.frombuffer(pool.take(size), dtype=torch.uint8)
+    tensor = torch.frombuffer(pool.acquire(size), dtype=torch.uint8)
     address = tensor.data_ptr()
-    other = torch.frombuffer(pool.take(size), dtype=torch.uint8)
+    other = torch.frombuffer(pool.acquire(size), dtype=torch.uint8)
     assert other.data_ptr() != address
     view = tensor[5:]
     del tensor
     assert pool.idle_bytes == 0
     del view
     assert pool.idle_bytes == size
-    assert torch.frombuffer(pool.take(size), dtype=torch.uint8).data_ptr() == address
+    assert torch.frombuffer(pool.acquire(size), dtype=torch.uint8).data_ptr() == address
 
 
 def test_idle_memory_is_bounded_and_the_oldest_size_goes_first() -> None:
     unit = POOLED_FROM_BYTES
     pool = BufferPool(idle_bytes=4 * unit)
     for count in (1, 2, 3):
-        pool.take(count * unit).release()
+        pool.acquire(count * unit).release()
     gc.collect()
     assert pool.idle_bytes == 3 * unit
-    pool.take(5 * unit).release()
+    pool.acquire(5 * unit).release()
     assert pool.idle_bytes == 3 * unit
 
 
 async def test_a_rank_that_left_before_this_one_joined_was_never_met() -> None:
     left, right = makers.contexts(connect_timeout_s=0.05)
-    with pytest.raises(TransportError, match="did not come"):
+    with pytest.raises(TransportError, match="did not connect"):
         await InprocTransport(left).start()
-    with pytest.raises(TransportError, match="came and went away"):
+    with pytest.raises(TransportError, match="connected, then left"):
         await InprocTransport(right).start()

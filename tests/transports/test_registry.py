@@ -9,9 +9,8 @@ import pytest
 import transports.makers as makers
 
 from rrfp.errors import ConfigError
-from rrfp.transports import registry
 from rrfp.transports.inproc import InprocTransport
-from rrfp.transports.registry import create_transport, transport_names
+from rrfp.transports.registry import TRANSPORTS, create_transport
 from rrfp.transports.simulated import SimulatedTransport
 from rrfp.transports.zmq.transport import ZmqTransport
 
@@ -23,7 +22,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> None:
         EntryPoint(name, "rrfp.transports.inproc:InprocTransport", "rrfp.transports")
         for name in ("carrier-pigeon", "zmq")
     )
-    monkeypatch.setattr(registry, "entry_points", lambda group: points.select(group=group))
+    monkeypatch.setattr("rrfp.core.registry.entry_points", lambda group: points.select(group=group))
 
 
 def test_own_names() -> None:
@@ -36,7 +35,7 @@ def test_own_names() -> None:
 @pytest.mark.usefixtures("plugin")
 def test_plugins_are_found_and_do_not_replace_ours() -> None:
     context, _ = makers.contexts()
-    assert transport_names() == ("inproc", "zmq", "simulated", "carrier-pigeon")
+    assert TRANSPORTS.names() == ("inproc", "zmq", "simulated", "carrier-pigeon")
     assert isinstance(create_transport("carrier-pigeon", context), InprocTransport)
     assert isinstance(create_transport("zmq", context), ZmqTransport)
 

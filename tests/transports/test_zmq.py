@@ -123,7 +123,7 @@ async def test_a_lost_message_shows_in_the_sequence() -> None:
 async def test_a_peer_that_never_comes_is_named() -> None:
     left, _ = makers.contexts(connect_timeout_s=0.05)
     transport = ZmqTransport(left)
-    with pytest.raises(TransportError, match="rank 1 did not come"):
+    with pytest.raises(TransportError, match="rank 1 did not connect"):
         await transport.start()
     with pytest.raises(TransportClosedError):
         await transport.receive()

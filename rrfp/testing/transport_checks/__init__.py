@@ -1,4 +1,4 @@
-"""The conformance suite for transports: does an implementation keep the contract of `rrfp.transports.base`?
+"""The conformance suite for transports: it checks an implementation against the contract of `rrfp.transports.base`.
 
 For plugin authors; needs no test framework. Write a *maker*, an async context manager that yields a started `Pair` of
 your transports, and run::
@@ -8,8 +8,8 @@ your transports, and run::
 
     asyncio.run(run_transport_checks(make_pair))
 
-or hand each of `ALL_CHECKS` to your test runner. A check raises AssertionError with a sentence that says what broke, or
-SkippedError where the pair does not let it look: without `Pair.inject`, `Pair.silence` or `Pair.third`.
+or pass each of `ALL_CHECKS` to your test runner. A check raises AssertionError with one sentence about the breach, or
+SkippedError where the pair lacks `Pair.inject`, `Pair.silence` or `Pair.third`.
 """
 
 from __future__ import annotations

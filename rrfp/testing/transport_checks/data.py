@@ -1,4 +1,4 @@
-"""Checks of what a message carries: every kind of tensor arrives as it was sent, in memory of its own."""
+"""Checks of the data in messages: every kind of tensor arrives unchanged, in its own memory."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ async def _receive_two(pair: Pair) -> tuple[Message, Message]:
 
 
 async def check_large_tensor(make_pair: MakePair) -> None:
-    """A 64 MiB tensor and what travels with it arrive; the loop runs many times meanwhile."""
+    """A 64 MiB tensor and the tensors beside it arrive; the loop runs many times meanwhile."""
     big = torch.arange(16 * _MIB, dtype=torch.int32)
     odd = torch.arange(5 * _MIB + 3, dtype=torch.uint8)
     turns = 0

@@ -33,28 +33,28 @@ _PATIENCE_S = 5.0
 _Error = TypeVar("_Error", bound=RrfpError)
 
 
-async def raises(awaitable: Awaitable[object], error: type[_Error], what: str) -> _Error:
-    """Await, with patience, the error that must come."""
+async def raises(awaitable: Awaitable[object], error: type[_Error], call: str) -> _Error:
+    """Wait for the error that must be raised, and return it."""
     try:
-        await soon(awaitable, f"{what} raises {error.__name__}")
+        await soon(awaitable, f"{call} raises {error.__name__}")
     except error as raised:
         return raised
     except RrfpError as raised:
-        raise AssertionError(f"{what} raised {raised!r}, must raise {error.__name__}") from raised
-    raise AssertionError(f"{what} raised nothing, must raise {error.__name__}")
+        raise AssertionError(f"{call} raised {raised!r}, must raise {error.__name__}") from raised
+    raise AssertionError(f"{call} raised nothing, must raise {error.__name__}")
 
 
 def _on_a_thread(statistics: Callable[[], TransportStatistics]) -> TransportStatistics:
-    told: list[TransportStatistics] = []
-    thread = threading.Thread(target=lambda: told.append(statistics()), daemon=True)
+    results: list[TransportStatistics] = []
+    thread = threading.Thread(target=lambda: results.append(statistics()), daemon=True)
     thread.start()
-    thread.join(_PATIENCE_S)  # the loop stands still: only counters are read
-    assert told, "statistics on another thread waits for the loop, must not"
-    return told[0]
+    thread.join(_PATIENCE_S)  # blocks the loop: a call that needs the loop would not return
+    assert results, "statistics on another thread waits for the loop, must not"
+    return results[0]
 
 
 async def check_refused_calls(make_pair: MakePair) -> None:
-    """An unknown peer and a message over max_message_bytes are the caller's errors; nothing is sent."""
+    """An unknown peer, and a message over max_message_bytes, raise ConfigError; nothing is sent."""
     async with make_pair(PairOptions(max_message_bytes=_MIB)) as pair:
         await raises(pair.left.send(7, note()), ConfigError, "send to an unknown peer")
         too_large = data(torch.empty(_MIB + 1, dtype=torch.uint8))
@@ -70,7 +70,7 @@ async def check_statistics(make_pair: MakePair) -> None:
     async with make_pair(PairOptions()) as pair:
         for index in range(5):
             await pass_on(pair, data(torch.zeros(1000, dtype=torch.uint8), None, index=index))
-        left, right = (_on_a_thread(each.statistics) for each in (pair.left, pair.right))
+        left, right = (_on_a_thread(transport.statistics) for transport in (pair.left, pair.right))
         sent, received = (left.messages_sent, left.bytes_sent), (right.messages_received, right.bytes_received)
         assert sent == (5, 5000), f"messages and bytes sent: {sent}, must be (5, 5000)"
         assert received == (5, 5000), f"messages and bytes received: {received}, must be (5, 5000)"
@@ -84,7 +84,7 @@ async def _until_nothing_is_queued(transport: Transport) -> None:
 
 
 async def check_close_delivers(make_pair: MakePair) -> None:
-    """Everything accepted before close arrives; a peer that closed is no error to receive, only to send."""
+    """Messages accepted before close arrive; a peer that closed is an error for send, not for receive."""
     count = 12
     async with make_pair(PairOptions()) as pair:
         for index in range(count):
@@ -111,7 +111,7 @@ async def check_close_of_both_at_once(make_pair: MakePair) -> None:
 
 
 async def check_close_ends_waiting_calls(make_pair: MakePair) -> None:
-    """close and abort end this end's waiting calls, and refuse later ones."""
+    """close and abort end the waiting calls of this end, and later calls raise."""
     for how in ("close", "abort"):
         async with make_pair(PairOptions(queue_bytes=_MIB)) as pair:
             message = data(torch.zeros(_MIB, dtype=torch.uint8))
@@ -134,7 +134,7 @@ async def _end(transport: Transport, how: str) -> None:
 
 
 async def check_peer_that_dies(make_pair: MakePair) -> None:
-    """A dead peer is named once by receive, behind what it had delivered, and by every send."""
+    """receive raises once for a dead peer, after its delivered messages; every send to it raises."""
     async with make_pair(PairOptions(queue_bytes=_MIB)) as pair:
         for index in range(3):
             await pass_on(pair, data(torch.ones(4), index=index))
@@ -149,7 +149,7 @@ async def check_peer_that_dies(make_pair: MakePair) -> None:
 async def _expect_loss(pair: Pair, sending: asyncio.Task[None]) -> None:
     lost = await raises(pair.right.receive(), PeerLostError, "receive from a peer that died")
     assert lost.peer == 0, f"the error names another peer: {lost}"
-    assert lost.reason, "the error says nothing of what was observed"
+    assert lost.reason, "the error names no reason"
     await raises(sending, PeerLostError, "a send that waits while its peer dies")
     for channel in Channel:
         await raises(pair.right.send(0, data(channel=channel)), PeerLostError, f"send to a dead peer on {channel}")
@@ -159,12 +159,12 @@ async def _expect_loss(pair: Pair, sending: asyncio.Task[None]) -> None:
 
 
 async def check_death_comes_after_messages(make_pair: MakePair) -> None:
-    """What a peer had delivered before it died is received before its death."""
+    """Messages that a peer had delivered before it died are received before its death."""
     async with make_pair(PairOptions()) as pair:
         for index in range(20):
             channel = tuple(Channel)[index % 3]
             await soon(pair.left.send(1, data(torch.full((50_000,), 1.0), index=index, channel=channel)), "sent")
-        # The first message of the other way shows that the receiving loop ran; then the sender dies.
+        # The first message shows that the receiving loop runs; then the sender dies.
         first = await receive(pair.right)
         pair.left.abort()
         seen = {channel: [index_of(first)] if channel is first.channel else [] for channel in Channel}

@@ -1,4 +1,4 @@
-"""Checks of order, of bounded memory, and of what a cancelled call leaves behind."""
+"""Checks of order, of bounded memory, and of the state after a cancelled call."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def check_control_not_behind_data(make_pair: MakePair) -> None:
                 await pair.left.send(1, data(torch.zeros(_MIB, dtype=torch.uint8), index=index))
 
         async with running(send_data()) as sending:
-            await stays_pending(sending, "64 MiB were sent into a queue of 4 MiB that nobody reads")
+            await stays_pending(sending, "64 MiB were sent into a queue of 4 MiB without a receiver")
             await soon(pair.left.send(1, note()), "a control message is sent while data waits")
             before = 0
             while (await receive(pair.right)).channel is not Channel.CONTROL:
@@ -88,7 +88,7 @@ async def check_control_not_behind_data(make_pair: MakePair) -> None:
 
 
 async def check_channels_do_not_wait_for_each_other(make_pair: MakePair) -> None:
-    """A full forward channel does not hold up the backward channel."""
+    """A full forward channel does not block the backward channel."""
     async with make_pair(PairOptions(queue_bytes=_MIB)) as pair:
         tensor = torch.zeros(_MIB, dtype=torch.uint8)
         await soon(pair.left.send(1, data(tensor, index=0)), "one message fits")
@@ -101,7 +101,7 @@ async def check_channels_do_not_wait_for_each_other(make_pair: MakePair) -> None
 
 
 async def check_backpressure(make_pair: MakePair) -> None:
-    """A sender is held back by a receiver that does not receive, and goes on as it does; nothing is lost."""
+    """A sender waits while its receiver does not receive, and continues when it does; nothing is lost."""
     size, limit, count = 256 * _KIB, 4 * _MIB, 64
     accepted = 0
     async with make_pair(PairOptions(queue_bytes=limit)) as pair:
@@ -126,7 +126,7 @@ async def check_backpressure(make_pair: MakePair) -> None:
 
 
 async def check_message_larger_than_the_queue(make_pair: MakePair) -> None:
-    """A message larger than queue_bytes travels alone; behind it the others follow."""
+    """A message larger than queue_bytes travels alone; the others follow it."""
     async with make_pair(PairOptions(queue_bytes=64 * _KIB)) as pair:
         tensors = [torch.full((size,), size % 251, dtype=torch.uint8) for size in (10, 5 * _MIB, 10, 12 * _MIB)]
 
@@ -143,7 +143,7 @@ async def check_message_larger_than_the_queue(make_pair: MakePair) -> None:
 
 
 async def check_cancelled_send(make_pair: MakePair) -> None:
-    """A cancelled send sent the whole message or nothing; its memory is free; the channel goes on in order."""
+    """A cancelled send has sent the whole message or nothing; its memory is free; the channel stays in order."""
     async with make_pair(PairOptions(queue_bytes=8 * _MIB)) as pair:
 
         async def send_and_cancel() -> None:
@@ -170,7 +170,7 @@ async def check_cancelled_send(make_pair: MakePair) -> None:
 
 
 async def check_cancelled_send_that_waits(make_pair: MakePair) -> None:
-    """A send that is cancelled while it waits for room sent nothing."""
+    """A send that is cancelled while it waits for room has sent nothing."""
     async with make_pair(PairOptions(queue_bytes=_MIB)) as pair:
         tensor = torch.zeros(_MIB, dtype=torch.uint8)
         await soon(pair.left.send(1, data(tensor, index=0)), "one message fits")

@@ -1,4 +1,4 @@
-"""Checks of bad input: each kind is one FrameError that names the field, and good messages go on.
+"""Checks of bad input: each bad frame is one FrameError that names the field, and good messages arrive.
 
 The frames are written by hand, with msgpack alone, so that they test the format and not the code that writes it.
 """
@@ -30,7 +30,7 @@ class BadFrame:
         fault: the field that the error must name.
         changes: replaced header fields, by name.
         frames: tensor frames; by default the four bytes that the good header announces.
-        raw: the whole header, if it is not even msgpack.
+        raw: the whole header, in place of all fields.
     """
 
     fault: str
@@ -39,7 +39,7 @@ class BadFrame:
     raw: bytes | None = None
 
     def header(self, run_id: str, sequence: int) -> bytes:
-        """Its bytes."""
+        """The header's bytes."""
         if self.raw is not None:
             return self.raw
         fields: dict[str, Any] = {
@@ -99,10 +99,10 @@ BAD_FRAMES: tuple[BadFrame, ...] = (
 
 
 async def check_bad_frames(make_pair: MakePair) -> None:
-    """Malformed, oversized, foreign and wrong-run frames are dropped and named; good messages go on between them."""
+    """Malformed, oversized, foreign and wrong-run frames are dropped and named; messages between them arrive."""
     async with make_pair(PairOptions(max_message_bytes=_MAX_MESSAGE_BYTES)) as pair:
         if pair.inject is None:
-            raise SkippedError("the pair has no `inject` to put bad frames on the way")
+            raise SkippedError("the pair has no `inject` to send bad frames")
         for count, bad in enumerate(BAD_FRAMES):
             await _inject(pair, pair.inject, bad, count)
             message = await pass_on(pair, data(torch.ones(2), index=count))
@@ -124,10 +124,10 @@ async def _inject(
 
 
 def check_codec() -> None:
-    """`rrfp.transports.wire` refuses every bad frame: for transports that read with it, beside `check_bad_frames`.
+    """`rrfp.transports.wire` refuses every bad frame: for transports that use its codec, beside `check_bad_frames`.
 
     Raises:
-        AssertionError: naming the frame that it took.
+        AssertionError: naming the frame that it accepted.
     """
     for bad in BAD_FRAMES:
         _decode_alone(bad)

@@ -1,6 +1,6 @@
-"""What the transport checks share: the pair of transports under test, messages to send, and waiting with patience.
+"""Shared by the transport checks: the pair of transports under test, messages to send, and waiting with a timeout.
 
-Checks wait for events; where one shows that something does *not* happen, it watches for `QUIET_S`.
+Checks wait for events, `PATIENCE_S` at most; to show that an event does *not* happen, they watch for `QUIET_S`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from rrfp.transports.base import Channel, Message, MessageKind, Plain, Transport
 
 _Result = TypeVar("_Result")
 
-#: A step that check messages belong to.
+#: The step of all messages of checks.
 STEP = StepId(3, Mode.TRAIN, 1 << 20)
 
-#: Within this time everything that must happen has happened, in seconds.
+#: Seconds within which an event that must happen has happened.
 PATIENCE_S = 20.0
 
-#: For this time nothing happens when nothing may happen, in seconds.
+#: Seconds for which a check watches that an event does not happen.
 QUIET_S = 0.1
 
 
 @dataclass(frozen=True)
 class PairOptions:
-    """What a check asks of the maker, to be passed on to both `TransportContext`s.
+    """A check's options for the maker, which passes them to every `TransportContext`.
 
     Attributes:
         queue_bytes: see `TransportContext`.
@@ -52,11 +52,11 @@ class Pair:
         left: stage 0; of two, its only peer is 1.
         right: stage 1; of two, its only peer is 0.
         run_id: of both.
-        inject: puts a raw header and raw tensor frames into a channel from left to right, past the sender's checks.
-            None where there is no way to do that: the checks of bad input are then skipped.
-        silence: makes the left end stop answering from now on without ending, as SIGSTOP or a pulled cable does; a
-            silent peer is reported by the transport's own patience. None where there is no way to do that.
-        third: stage 2, where three ranks were asked for; None where the maker makes two only.
+        inject: sends a raw header and raw tensor frames in a channel from left to right, past the sender's checks.
+            None where that is impossible: the checks of bad input are then skipped.
+        silence: stops the left end from answering without ending it, as SIGSTOP or a pulled cable does; the transport's
+            own patience must report it. None where that is impossible: that check is then skipped.
+        third: stage 2, where ``PairOptions.ranks`` is 3; None where the maker makes two only.
     """
 
     left: Transport
@@ -67,10 +67,10 @@ class Pair:
     third: Transport | None = None
 
 
-#: Yields a started pair with the options asked for; afterwards frees both, whatever state they are in.
+#: Yields a started pair with the given options; afterwards frees all transports, whatever state they are in.
 MakePair = Callable[[PairOptions], AbstractAsyncContextManager[Pair]]
 
-#: One check; raises AssertionError with a sentence that says what broke, or SkippedError with what it lacks.
+#: One check; raises AssertionError with one sentence about the breach, or SkippedError with the part that it lacks.
 Check = Callable[[MakePair], Coroutine[Any, Any, None]]
 
 
@@ -86,29 +86,29 @@ def note(index: int = 0, **body: Plain) -> Message:
 
 
 def index_of(message: Message) -> int:
-    """The index that `data` or `note` was given."""
+    """The ``index`` passed to `data` or `note`."""
     assert message.task is not None, f"a received {message.kind} message lost its task"
     return message.task.microbatch
 
 
-async def soon(awaitable: Awaitable[_Result], what: str) -> _Result:
-    """Await with patience; ``what`` is the sentence when it runs out."""
+async def soon(awaitable: Awaitable[_Result], event: str) -> _Result:
+    """Await for `PATIENCE_S` at most; ``event`` is the sentence that did not come true."""
     try:
         async with asyncio.timeout(PATIENCE_S):
             return await awaitable
     except TimeoutError:
-        raise AssertionError(f"{what}: did not happen within {PATIENCE_S:g} s") from None
+        raise AssertionError(f"{event}: did not happen within {PATIENCE_S:g} s") from None
 
 
-async def stays_pending(task: asyncio.Task[Any], what: str) -> None:
-    """Watch that ``task`` does not end."""
+async def stays_pending(task: asyncio.Task[Any], breach: str) -> None:
+    """Watch for `QUIET_S` that ``task`` does not end; ``breach`` is the sentence if it does."""
     done, _ = await asyncio.wait({task}, timeout=QUIET_S)
-    assert not done, what
+    assert not done, breach
 
 
 @asynccontextmanager
 async def running(coroutine: Coroutine[Any, Any, _Result]) -> AsyncIterator[asyncio.Task[_Result]]:
-    """A task beside a check, ended with it."""
+    """A task beside a check, cancelled at its end."""
     task = asyncio.create_task(coroutine)
     try:
         yield task
@@ -118,9 +118,9 @@ async def running(coroutine: Coroutine[Any, Any, _Result]) -> AsyncIterator[asyn
             await task
 
 
-async def receive(transport: Transport, what: str = "a message arrives") -> Message:
-    """The next message, with patience."""
-    return await soon(transport.receive(), what)
+async def receive(transport: Transport, event: str = "a message arrives") -> Message:
+    """The next message, within `PATIENCE_S`."""
+    return await soon(transport.receive(), event)
 
 
 async def pass_on(pair: Pair, message: Message) -> Message:
@@ -137,14 +137,14 @@ def bits(tensor: Tensor) -> bytes:
     return bytes(dense.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
-def assert_same(received: Tensor | None, sent: Tensor | None, what: str) -> None:
+def assert_same(received: Tensor | None, sent: Tensor | None, label: str) -> None:
     """Equal in dtype, shape, requires_grad and every bit."""
     if sent is None or received is None:
-        assert received is sent, f"{what}: sent {_outline(sent)}, received {_outline(received)}"
+        assert received is sent, f"{label}: sent {_outline(sent)}, received {_outline(received)}"
         return
-    assert _outline(received) == _outline(sent), f"{what}: sent {_outline(sent)}, received {_outline(received)}"
-    assert received.is_leaf, f"{what}: the received tensor is not a leaf"
-    assert bits(received) == bits(sent), f"{what}: the values differ"
+    assert _outline(received) == _outline(sent), f"{label}: sent {_outline(sent)}, received {_outline(received)}"
+    assert received.is_leaf, f"{label}: the received tensor is not a leaf"
+    assert bits(received) == bits(sent), f"{label}: the values differ"
 
 
 def _outline(tensor: Tensor | None) -> object:

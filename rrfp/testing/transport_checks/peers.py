@@ -1,4 +1,4 @@
-"""Checks of peers: three ranks that all talk to each other, one of which ends, and a peer that falls silent."""
+"""Checks of peers: three ranks that are each other's peers, one of which ends, and a peer that falls silent."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _COUNT = 5
 
 
 async def check_three_ranks(make_pair: MakePair) -> None:
-    """Each of three ranks hears both others, in order by peer and channel, under the right name."""
+    """Each of three ranks receives from both others, in order by peer and channel, with the right sender."""
     async with make_pair(PairOptions(ranks=3)) as pair:
         ranks = _three(pair)
         async with AsyncExitStack() as stack:
             for rank, transport in enumerate(ranks):
                 await stack.enter_async_context(running(_send_to_others(rank, transport)))
             for rank, transport in enumerate(ranks):
-                await _hear_others(rank, transport)
+                await _receive_from_others(rank, transport)
 
 
 async def check_one_of_three_dies(make_pair: MakePair) -> None:
-    """Of three ranks one dies: both others are told which, once, and go on between themselves."""
+    """Of three ranks one dies: receive raises once on both others and names it, and these two continue."""
     async with make_pair(PairOptions(ranks=3)) as pair:
         left, right, third = _three(pair)
         left.abort()
@@ -58,13 +58,13 @@ async def check_silent_peer(make_pair: MakePair) -> None:
     """A peer that stops answering without ending is reported by receive, once, within the transport's patience."""
     async with make_pair(PairOptions()) as pair:
         if pair.silence is None:
-            raise SkippedError("the pair has no `silence` to make a peer stop answering")
+            raise SkippedError("the pair has no `silence` to stop a peer from answering")
         await soon(pair.left.send(1, note(1)), "a message before the silence is sent")
         assert index_of(await receive(pair.right)) == 1, "the message before the silence is another one"
         await pair.silence()
         lost = await raises(pair.right.receive(), PeerLostError, "receive from a peer that fell silent")
         assert lost.peer == 0, f"the error names another peer: {lost}"
-        assert lost.reason, "the error says nothing of what was observed"
+        assert lost.reason, "the error names no reason"
         async with running(pair.right.receive()) as receiving:
             await stays_pending(receiving, "a silent peer was reported twice")
 
@@ -82,16 +82,16 @@ async def _send_to_others(rank: int, transport: Transport) -> None:
                 await transport.send(peer, data(torch.full((7,), rank), index=index, channel=channel))
 
 
-async def _hear_others(rank: int, transport: Transport) -> None:
-    heard: dict[tuple[int, Channel], list[int]] = {}
+async def _receive_from_others(rank: int, transport: Transport) -> None:
+    received: dict[tuple[int, Channel], list[int]] = {}
     for _ in range(2 * len(Channel) * _COUNT):
-        message = await receive(transport, f"rank {rank} hears both others")
+        message = await receive(transport, f"rank {rank} receives from both others")
         tensor = message.tensors[0]
         assert tensor is not None, "a tensor was lost"
-        assert tensor.tolist() == [message.sender] * 7, f"a message of rank {tensor[0]} says rank {message.sender}"
-        heard.setdefault((message.sender, message.channel), []).append(index_of(message))
-    for (sender, channel), indices in heard.items():
-        assert indices == list(range(_COUNT)), f"rank {rank} heard {indices} of rank {sender} on {channel}"
+        assert tensor.tolist() == [message.sender] * 7, f"a message of rank {tensor[0]} has sender {message.sender}"
+        received.setdefault((message.sender, message.channel), []).append(index_of(message))
+    for (sender, channel), indices in received.items():
+        assert indices == list(range(_COUNT)), f"rank {rank} received {indices} from rank {sender} on {channel}"
 
 
 CHECKS: tuple[Check, ...] = (check_three_ranks, check_one_of_three_dies, check_silent_peer)

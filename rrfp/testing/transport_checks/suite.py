@@ -6,7 +6,7 @@ from rrfp.testing.skipped import SkippedError
 from rrfp.testing.transport_checks import data, ends, flow, frames, peers
 from rrfp.testing.transport_checks.pair import Check, MakePair
 
-#: Every check, in an order in which the first failure tells most.
+#: Every check, the simplest first, so that the first failure is the most helpful.
 ALL_CHECKS: tuple[Check, ...] = (
     *data.CHECKS,
     *flow.CHECKS,
@@ -19,8 +19,11 @@ ALL_CHECKS: tuple[Check, ...] = (
 async def run_transport_checks(make_pair: MakePair) -> dict[str, str]:
     """Run every check, one after the other.
 
+    Args:
+        make_pair: starts the transports under test; called once for each check.
+
     Returns:
-        The checks that did not look, by name, each with what it lacked.
+        The skipped checks by name, each with the part that it lacked.
 
     Raises:
         AssertionError: of the first check that failed, with its name.

@@ -1,7 +1,7 @@
-"""Where a rank listens: an abstract-namespace ipc address within a host, tcp between hosts.
+"""The endpoint on which a rank listens: an abstract ipc address within a host, tcp between hosts.
 
-Abstract addresses (Linux) have no file, so none is left behind even by SIGKILL; libzmq admits only this user's
-processes to them. Elsewhere tcp on loopback takes their place.
+Abstract addresses (Linux) have no file, so even SIGKILL leaves none behind; libzmq admits only processes of this user.
+Other systems use tcp on loopback instead.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ LOOPBACK = "127.0.0.1"
 
 
 async def choose_address(context: TransportContext, address: str | None) -> str:
-    """What to bind: ``ipc``, or the IP address of an interface.
+    """The address to bind: ``ipc``, or the IP address of an interface.
 
     Args:
-        context: says whether all ranks are on this host.
-        address: the caller's wish: ``"ipc"``, an IP address or host name of this machine, or None to choose.
+        context: ``single_host`` and ``allow_insecure`` are read.
+        address: ``"ipc"``, an IP address or host name of this machine, or None to choose.
 
     Raises:
         ConfigError: for an address beyond loopback without ``allow_insecure``.
@@ -48,7 +48,7 @@ async def choose_address(context: TransportContext, address: str | None) -> str:
 
 
 def bind(listener: zmq.Socket[bytes], address: str, rank: int) -> str:
-    """Bind ``listener`` to ``address``; returns the endpoint to connect to.
+    """Bind ``listener`` to ``address``; returns the endpoint for the peers.
 
     Raises:
         TransportError: if the address cannot be bound.
@@ -72,7 +72,7 @@ def bind(listener: zmq.Socket[bytes], address: str, rank: int) -> str:
 def _admit_own_user_only(listener: zmq.Socket[bytes]) -> None:
     option = getattr(zmq, "IPC_FILTER_UID", None)
     if option is not None:
-        with suppress(zmq.ZMQError):  # a libzmq built without it: then the random address is all there is
+        with suppress(zmq.ZMQError):  # libzmq may be built without it: then the address is only hard to guess
             listener.setsockopt(option, os.getuid())
 
 
@@ -84,12 +84,12 @@ def _resolve(host: str) -> str:
 
 
 def _interface_towards_master() -> str:
-    """The address of the interface from which this host reaches MASTER_ADDR. Sends nothing."""
+    """The address of the interface from which this host reaches MASTER_ADDR."""
     master = os.environ.get("MASTER_ADDR", LOOPBACK)
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)
+            probe.connect(target)  # of a UDP socket: chooses the route and sends nothing
             return str(probe.getsockname()[0])
     except OSError as error:
         raise TransportError(f"no route to MASTER_ADDR {master!r}: {error}") from error

@@ -1,12 +1,13 @@
-"""The receiving side of a rank: one bound ROUTER that every channel of every peer connects to, and its monitor.
+"""The receiving side of a rank: one bound ROUTER to which every channel of every peer connects, and its monitor.
 
-It only ever receives. So its descriptor has one rule: after it fires, read until there is nothing left (libzmq tells of
-changes only). Between two batches the loop runs. It checks where frames come from and puts messages together; what they
-mean is its owner's business.
+It only receives, checks the senders of frames, and assembles messages; their meaning is up to its owner.
+
+libzmq's descriptor is edge-triggered: it fires when the socket's state changes, not while messages wait. So after it
+fires, everything must be read; between two batches the loop runs.
 
 Liveness: libzmq exchanges heartbeats on every inbound connection and closes a silent one. The monitor reports a closed
-connection by file descriptor; which peer and channel that was is known from the greeting, which carries the same
-descriptor. What arrived before the end of a connection is read before the end is reported.
+connection by file descriptor only; the greeting, whose frame carries the same descriptor, gives its peer and channel.
+Messages that arrived before the end of a connection are read before the end is reported.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from rrfp.transports.wire import Codec, Sealed
 from rrfp.transports.zmq.endpoint import bind
 from rrfp.transports.zmq.pieces import MAX_PART_BYTES, PIECE_BYTES, Assembly
 
-#: The kinds of frames that are the link's own; every other kind is a message's.
+#: The kinds of the link's own frames; every other kind is a message's.
 HELLO, WELCOME, CREDIT, BYE, FAREWELL = LINK_KINDS = ("hello", "welcome", "credit", "bye", "farewell")
 
-#: What is read before the loop gets its turn.
+#: The most that is read before the loop runs.
 _BATCH_BYTES = 2 * PIECE_BYTES
 _BATCH_MESSAGES = 64
 
@@ -43,10 +44,10 @@ class Route:
 
     Attributes:
         peer: the rank at its other end.
-        channel: what it carries.
-        assembly: the message that is arriving, if its end is still missing.
+        channel: the FIFO that it carries.
+        assembly: the message that is arriving, or None between messages.
         sequence: of the next message.
-        out_of_step: stray pieces were reported already; the next start ends that.
+        out_of_step: a bad frame was reported, and pieces are dropped until the next message starts.
     """
 
     peer: int
@@ -57,10 +58,10 @@ class Route:
 
 
 class Receiver(Protocol):
-    """What an inlet reports to."""
+    """The owner of an inlet, to which it reports."""
 
     def on_message(self, message: Message, num_bytes: int) -> None:
-        """A whole message arrived; its tensors have ``num_bytes``."""
+        """A complete message arrived; its tensors have ``num_bytes``."""
 
     def on_link_frame(self, route: Route, sealed: Sealed) -> None:
         """A frame of the link itself arrived."""
@@ -69,7 +70,7 @@ class Receiver(Protocol):
         """A frame was dropped."""
 
     def on_disconnected(self, peer: int, channel: Channel) -> None:
-        """A greeted connection ended; everything that came by it was reported."""
+        """A greeted connection ended; all its messages were reported."""
 
 
 def identity_of(rank: int, channel: Channel) -> bytes:
@@ -78,7 +79,7 @@ def identity_of(rank: int, channel: Channel) -> bytes:
 
 
 def _milliseconds(seconds: float) -> int:
-    """As libzmq wants them, which takes 0 for never."""
+    """At least 1, as libzmq reads 0 as never."""
     return max(1, round(1000 * seconds))
 
 
@@ -86,10 +87,10 @@ class Inlet:
     """See the module's docstring. Used on one loop only.
 
     Args:
-        sockets: makes the socket.
+        sockets: creates the socket.
         codec: checks headers.
-        context: names the ranks that may connect, and how long they may be silent.
-        receiver: gets what arrives.
+        context: the peers that may connect, and their heartbeats.
+        receiver: is called with messages, frames and ends.
     """
 
     def __init__(
@@ -98,7 +99,8 @@ class Inlet:
         self._codec = codec
         self._receiver = receiver
         self._pool = BufferPool()
-        self._routes = {identity_of(peer, one): Route(peer, one) for peer in context.peers for one in Channel}
+        channels = [(peer, channel) for peer in context.peers for channel in Channel]
+        self._routes = {identity_of(*channel): Route(*channel) for channel in channels}
         self._open: set[int] = set()
         self._greeted: dict[int, Route] = {}
         self._ended: list[Route] = []
@@ -114,7 +116,7 @@ class Inlet:
         self._readers = [int(self._socket.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD))]
 
     def bind(self, address: str, rank: int) -> str:
-        """Listen; returns the endpoint.
+        """Listen; returns the endpoint for the peers.
 
         Raises:
             TransportError: if the address cannot be bound.
@@ -155,7 +157,7 @@ class Inlet:
                     self._ended.append(route)
 
     def _drain(self) -> None:
-        """Read until nothing is left, or a batch is full; then go on in the loop's next turn."""
+        """Read until the socket is empty, or a batch is full; then continue in the loop's next turn."""
         if self._again is not None:
             self._again.cancel()
             self._again = None
@@ -174,13 +176,13 @@ class Inlet:
         self._again = self._loop.call_soon(self._drain)
 
     def _report_ended(self) -> None:
-        # Every connection listed here ended before the socket was found empty, so nothing of it is still to come.
+        # Every connection in this list ended before the socket was empty, so none has a message left.
         ended, self._ended = self._ended, []
         for route in ended:
             self._receiver.on_disconnected(route.peer, route.channel)
 
     def _read_rest(self, identity: bytes) -> int:
-        """Read the parts after the identity and file them; returns their bytes."""
+        """Read and handle the parts after the identity; returns their bytes."""
         part = self._socket.recv(_NOBLOCK, copy=False)
         parts, num_bytes = [part], len(part)
         while part.more:
@@ -208,10 +210,10 @@ class Inlet:
                 self._greet(route, parts[0])
             self._receiver.on_link_frame(route, sealed)
             return
-        cut_short, route.assembly = route.assembly, None
-        if cut_short is not None:
-            self._receiver.on_bad_frame(cut_short.cut_short())
-        route.out_of_step = True  # until this start proves good: its pieces are strays if it does not
+        interrupted, route.assembly = route.assembly, None
+        if interrupted is not None:
+            self._receiver.on_bad_frame(interrupted.incomplete())
+        route.out_of_step = True  # until all checks pass: after a bad start, its pieces are dropped
         announcement = self._codec.announcement(sealed)
         channel, sequence = announcement.channel, announcement.sequence
         if channel is not route.channel:
@@ -226,7 +228,7 @@ class Inlet:
         assembly = route.assembly
         if assembly is None:
             if route.out_of_step:
-                return  # belongs to what was reported already
+                return  # of a message that was reported already
             route.out_of_step = True
             raise FrameError(route.peer, "header", "is missing: a piece of no message")
         route.assembly = None
@@ -244,8 +246,8 @@ class Inlet:
 
     def _greet(self, route: Route, part: zmq.Frame) -> None:
         descriptor: Any = part.get(zmq.SRCFD)
-        # Descriptors are used again. All that is known of earlier connections with this one is read first; if it is
-        # not open then, the greeting's own connection ended already.
+        # The system reuses descriptors, so the events of earlier connections with this one must be read first. If it
+        # is not open after them, the connection of this greeting has ended already.
         self._read_monitor()
         if descriptor in self._open:
             self._greeted[descriptor] = route

@@ -1,7 +1,8 @@
-"""What a rank knows of one peer: its three outlets, and the states that both ends go through.
+"""The state of the connection to one peer, and its three outlets.
 
 Greeting (hello on every channel, then welcome back) -> open -> leaving in order (bye on every channel, farewell back)
-or lost. Knows nothing of sockets; `Link` posts headers to outlets and is told what arrived.
+or lost. Connecting a zmq socket succeeds before the peer listens, so only a frame that arrives shows that a channel is
+open: hence a greeting on each. Knows no sockets; `Link` posts headers to outlets and receives frames from the inlet.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from rrfp.transports.wire import Codec, Sealed
 from rrfp.transports.zmq.inlet import BYE, CREDIT, FAREWELL, HELLO, WELCOME, Route
 from rrfp.transports.zmq.outlet import Outlet
 
-#: Consumed bytes are told to the sender when they are this part of its window, or after `CREDIT_DELAY_S`.
+#: Credit is sent once it is this part of the sender's window, or after `CREDIT_DELAY_S`: one frame for many messages,
+#: and never so late that a sender which fills its window waits for a timer.
 CREDIT_SHARE = 8
 
 
 class _Debt:
-    """Bytes and messages that were consumed and not yet told to the sender."""
+    """Bytes and messages that were consumed, and for which no credit was sent yet."""
 
     def __init__(self) -> None:
         self.cost = 0
@@ -42,9 +44,9 @@ class Link:
         on_lost: called once when the peer is lost, after its last message.
 
     Attributes:
-        is_connected: messages flowed both ways once.
-        opened: set when they do, or when they never will.
-        parted: set when the peer has everything that was sent, or is gone.
+        is_connected: frames have travelled both ways.
+        opened: set when they have, or when they never will.
+        delivered: set when the peer has received everything, or is gone.
     """
 
     def __init__(self, peer: int, codec: Codec, queue_bytes: int, on_lost: Callable[[PeerLostError], None]) -> None:
@@ -52,7 +54,7 @@ class Link:
         self.outlets: dict[Channel, Outlet] = {}
         self.is_connected = False
         self.opened = asyncio.Event()
-        self.parted = asyncio.Event()
+        self.delivered = asyncio.Event()
         self._codec = codec
         self._threshold = queue_bytes // CREDIT_SHARE
         self._on_lost = on_lost
@@ -65,7 +67,7 @@ class Link:
         self._is_over = False
 
     def connect(self, outlets: dict[Channel, Outlet]) -> None:
-        """The outlets are there: greet on each."""
+        """Greet on each of the connected ``outlets``."""
         self.outlets = outlets
         for channel, outlet in outlets.items():
             outlet.post(self._codec.seal(HELLO, channel.value))
@@ -86,10 +88,10 @@ class Link:
             self.outlets[Channel.CONTROL].post(self._codec.seal(kind, *fields))
 
     def on_frame(self, route: Route, sealed: Sealed) -> None:
-        """The peer sent a frame of the link itself.
+        """Handle a frame of the link itself.
 
         Raises:
-            FrameError: if it makes no sense.
+            FrameError: if a field is malformed, or it is out of place.
         """
         if sealed.kind == HELLO:
             if route.channel not in self._greeted:
@@ -105,7 +107,7 @@ class Link:
             if len(self._byes) == len(Channel):
                 self._on_left()
         elif sealed.kind == FAREWELL:
-            self.parted.set()
+            self.delivered.set()
 
     def _on_credit(self, sealed: Sealed) -> None:
         check = HeaderChecks(self.peer)
@@ -116,17 +118,17 @@ class Link:
         outlet.window.release(check.integer("credit.bytes", cost), check.integer("credit.messages", messages))
 
     def consumed(self, channel: Channel, num_bytes: int) -> None:
-        """``receive`` returned a message of ``channel`` with so many tensor bytes: they may be sent anew."""
+        """``receive`` returned a message of ``channel``: its bytes become credit for the sender."""
         debt = self._debts[channel]
         debt.cost += cost_of(num_bytes)
         debt.messages += 1
         if debt.cost >= self._threshold:
-            self._pay(channel)
+            self._send_credit(channel)
         elif debt.timer is None and not self._is_over:
             loop = asyncio.get_running_loop()
-            debt.timer = loop.call_later(timeouts.CREDIT_DELAY_S, self._pay, channel)
+            debt.timer = loop.call_later(timeouts.CREDIT_DELAY_S, self._send_credit, channel)
 
-    def _pay(self, channel: Channel) -> None:
+    def _send_credit(self, channel: Channel) -> None:
         debt, self._debts[channel] = self._debts[channel], _Debt()
         if debt.timer is not None:
             debt.timer.cancel()
@@ -139,7 +141,7 @@ class Link:
             outlet.window.fail(PeerLostError(self.peer, "it closed its end"))
 
     def on_disconnected(self, channel: Channel) -> None:
-        """An inbound connection ended, and everything that came by it was reported."""
+        """An inbound connection ended, after all its frames were handled."""
         self._ended.add(channel)
         if len(self._byes) == len(Channel):
             if len(self._ended) == len(Channel):
@@ -147,6 +149,8 @@ class Link:
         elif len(self._ended) == len(Channel):
             self._lose()
         elif self._grace is None:
+            # The three connections of a process that dies end one by one, and the last may still carry the abort that
+            # names the cause: it is read before the loss is reported.
             self._fail_sends(PeerLostError(self.peer, f"its {channel} connection ended"))
             self._grace = asyncio.get_running_loop().call_later(timeouts.BREAK_GRACE_S, self._lose)
 
@@ -158,10 +162,10 @@ class Link:
         self._on_lost(error)
 
     def end(self, error: RrfpError) -> None:
-        """Free everything; sends raise ``error`` unless they raised another before. May be called twice."""
+        """Free all resources; sends raise the first ``error`` passed. May be called twice."""
         self._is_over = True
         self.opened.set()
-        self.parted.set()
+        self.delivered.set()
         if self._grace is not None:
             self._grace.cancel()
         for debt in self._debts.values():
@@ -174,10 +178,10 @@ class Link:
             outlet.fail(error)
 
     async def leave(self) -> None:
-        """Deliver what was accepted, say bye and wait for the answer; returns at once when the peer is gone."""
+        """Deliver the accepted messages, send bye and wait for farewell; returns at once when the peer is gone."""
         if self._is_over or len(self._byes) == len(Channel):
             return
         with suppress(RrfpError):
             for outlet in self.outlets.values():
                 await outlet.post_in_turn(self._codec.seal(BYE))
-            await self.parted.wait()
+            await self.delivered.wait()

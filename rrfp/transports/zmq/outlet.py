@@ -1,8 +1,8 @@
-"""The sending side of one channel to one peer: a DEALER socket that only ever sends, and the bounded stream into it.
+"""The sending side of one channel to one peer: a DEALER socket that only sends, and the bounded stream into it.
 
-libzmq gets a copy of each piece, so the caller's memory is free when the last one is handed over, and at most
-`HIGH_WATER` pieces are held by it. A send that is cancelled after its first frame left goes on in a task, on a copy of
-what is still to send.
+libzmq copies each piece, so the caller's memory is free after the last one, and libzmq holds `HIGH_WATER` pieces at
+most. Cancellation must not cut a message in two, as the channel would then carry half of it for good: a send that is
+cancelled after its first frame left continues in a task, on a copy of the rest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rrfp.transports.flow import HomeLoop, Window, cost_of
 from rrfp.transports.wire import Codec
 from rrfp.transports.zmq.pieces import PIECE_BYTES, Piece, split_inline
 
-#: zmq messages that libzmq holds for the peer before a sender waits: 8 MiB of large pieces.
+#: zmq messages that libzmq holds before a sender waits: 8 MiB of large pieces.
 HIGH_WATER = 8
 
 _FLAGS = int(zmq.NOBLOCK)
@@ -27,7 +27,7 @@ _FLAGS_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class _Stream:
-    """What is still to send of one message."""
+    """The rest of one message: the parts that libzmq does not have yet."""
 
     def __init__(self, header: bytes, frames: list[memoryview]) -> None:
         self._frames = frames
@@ -37,19 +37,19 @@ class _Stream:
 
     @property
     def has_started(self) -> bool:
-        """The receiver will see the message's start."""
+        """Whether the receiver will see the message's start."""
         return self._start is None
 
     @property
     def is_done(self) -> bool:
-        """Everything was handed over."""
+        """Whether libzmq has all parts."""
         return self._start is None and self._piece is None
 
     def push(self, socket: zmq.Socket[bytes]) -> int:
-        """Hand the next part over; returns its bytes.
+        """Pass the next part to libzmq; returns its bytes.
 
         Raises:
-            zmq.Again: libzmq takes no more now; nothing was handed over.
+            zmq.Again: libzmq's queue is full; it has got nothing.
         """
         if self._start is not None:
             send_parts(socket, self._start)
@@ -62,7 +62,7 @@ class _Stream:
         return size
 
     def detach(self) -> None:
-        """Copy what is still to send; the caller's memory is not read any more."""
+        """Copy the rest; the caller's memory is not read any more."""
         first = self._frames if self._piece is None else self._frames[self._piece.frame :]
         done = len(self._frames) - len(first)
         self._frames = [memoryview(b"")] * done + [memoryview(bytes(frame)) for frame in first]
@@ -75,9 +75,9 @@ class Outlet:
     """One channel to one peer. Used on one loop only.
 
     Args:
-        socket: a connected DEALER that nobody else uses.
+        socket: a connected DEALER; the outlet owns it.
         codec: writes the frames.
-        limit: bytes that the peer may have yet to consume.
+        limit: bytes that may be sent and not yet consumed.
         home: the loop.
     """
 
@@ -97,11 +97,11 @@ class Outlet:
         """Send a whole message; see the module's docstring for cancellation.
 
         Args:
-            message: what to send; its sequence is set here.
+            message: its sequence is set here.
             num_bytes: of its tensors.
 
         Raises:
-            RrfpError: the error that `fail` was given.
+            RrfpError: the error passed to `fail`.
             ConfigError: the message cannot be sent.
         """
         cost = cost_of(num_bytes)
@@ -125,12 +125,12 @@ class Outlet:
                 self._sequence += 1
             elif acquired:
                 self.window.release(cost)
-            if self._tail is None:
+            if self._tail is None:  # else the task that sends the rest releases it
                 self._turn.release()
 
     async def _finish(self, stream: _Stream) -> None:
         try:
-            with suppress(RrfpError):  # the peer is gone or this end is closed: whoever sends or receives next is told
+            with suppress(RrfpError):  # the peer is gone or this end is closed: the next send or receive raises
                 await self._run(stream)
         finally:
             self._tail = None
@@ -141,7 +141,7 @@ class Outlet:
         while not stream.is_done:
             if burst >= PIECE_BYTES:
                 burst = 0
-                await asyncio.sleep(0)  # one copy of a piece is long enough for the loop
+                await asyncio.sleep(0)  # copying one piece keeps the loop busy for long enough
             self._check()
             try:
                 burst += stream.push(self._socket)
@@ -149,15 +149,15 @@ class Outlet:
                 await self._writable()
 
     async def _writable(self) -> None:
-        """Wait until libzmq takes another message."""
+        """Wait until libzmq accepts another message."""
         self._blocked = self._loop.create_future()
         self._loop.add_reader(self._fd, self._look)
         try:
-            self._look()  # the descriptor tells of changes only: look once after it is watched
+            self._look()  # the descriptor is edge-triggered: a change before add_reader would be missed
             await self._blocked
         finally:
             self._blocked = None
-            if self._error is None:
+            if self._error is None:  # else `fail` has closed the socket, and the descriptor may be another's
                 self._loop.remove_reader(self._fd)
 
     def _look(self) -> None:
@@ -169,15 +169,15 @@ class Outlet:
             self._blocked.set_result(None)
 
     def post(self, header: bytes) -> None:
-        """Send a frame of the link itself, now. Only for the control channel, whose socket takes any number."""
+        """Send a frame of the link itself, now. For the control channel only, whose socket never blocks."""
         if self._error is None:
             send_parts(self._socket, [header, b""])
 
     async def post_in_turn(self, header: bytes) -> None:
-        """Send a frame of the link itself behind every message that was accepted.
+        """Send a frame of the link itself behind all accepted messages.
 
         Raises:
-            RrfpError: the error that `fail` was given.
+            RrfpError: the error passed to `fail`.
         """
         async with self._turn:
             await self._run(_Stream(header, []))
@@ -191,7 +191,7 @@ class Outlet:
         if self._blocked is not None:
             self._loop.remove_reader(self._fd)
             if not self._blocked.done():
-                self._blocked.set_result(None)  # the sender looks at the error next
+                self._blocked.set_result(None)  # the sender then raises the error
         self._socket.close(linger=0)
 
     def _check(self) -> None:
@@ -200,11 +200,12 @@ class Outlet:
 
 
 def send_parts(socket: zmq.Socket[bytes], parts: Sequence[bytes | memoryview]) -> None:
-    """Send one multi-part message, whole or not at all; pyzmq's own way checks more and takes longer.
+    """Send one multi-part message, whole or not at all.
 
     Raises:
-        zmq.Again: libzmq takes no more now; nothing was sent.
+        zmq.Again: libzmq's queue is full; nothing was sent.
     """
+    # Not send_multipart: its checks take longer than sending a small message.
     for part in parts[:-1]:
         socket.send(part, _FLAGS_MORE)
     socket.send(parts[-1], _FLAGS)
@@ -213,11 +214,11 @@ def send_parts(socket: zmq.Socket[bytes], parts: Sequence[bytes | memoryview]) -
 def open_socket(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes, channel: Channel
 ) -> zmq.Socket[bytes]:
-    """A DEALER connected to ``endpoint``, that drops what it holds when it is closed."""
+    """A DEALER connected to ``endpoint``; closing it drops its queue."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.ROUTING_ID, identity)
-    # Frames of the link go out on control at once and must never wait; its messages are bounded by the window.
+    # Frames of the link are sent on control and must never wait; the window bounds that channel's messages.
     socket.setsockopt(zmq.SNDHWM, 0 if channel is Channel.CONTROL else HIGH_WATER)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     if endpoint.startswith("tcp://["):

@@ -1,12 +1,12 @@
-"""How a message is cut into zmq messages, and put together again.
+"""Cutting a message into zmq messages, and assembling it again.
 
-A zmq message with a large frame lands in fresh memory, which is slow, and holds up the loop while it is copied. So
-tensors travel in pieces of at most `PIECE_BYTES`, each a single-part zmq message, copied into warm memory one by one.
-The first pieces, as long as they are small, ride with the header as further parts. Both sides derive the cut from the
+libzmq receives a large frame in fresh memory, which is slow, and blocks the loop while it is copied. So tensors travel
+in pieces of at most `PIECE_BYTES`, each a single-part zmq message, copied one by one into memory of a `BufferPool`. The
+first pieces, as long as they are small, travel with the header as further parts. Both sides derive the cut from the
 announced sizes.
 
-A multi-part zmq message therefore always starts something, and a single-part one always goes on with it: after bad
-input the stream is in step again at the next start.
+A multi-part zmq message thus always starts a message, and a single-part one always continues it: after bad input the
+receiver resynchronises at the next start.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PIECE_BYTES = 1 << 20
 #: Pieces that together have at most this many bytes travel with the header.
 INLINE_BYTES = 64 << 10
 
-#: No peer of ours sends a larger part; libzmq drops the connection of whoever does, before it allocates.
+#: RRFP sends no larger part; libzmq closes a connection that announces one, before it allocates.
 MAX_PART_BYTES = PIECE_BYTES
 
 _NOTHING = memoryview(b"")
@@ -44,7 +44,7 @@ class Piece(NamedTuple):
 
 
 def cut(sizes: Sequence[int]) -> Iterator[Piece]:
-    """All pieces of frames of these sizes, in the order in which they travel; an empty frame has none."""
+    """All pieces of frames of these sizes, in sending order; an empty frame has none."""
     for index, size in enumerate(sizes):
         for start in range(0, size, PIECE_BYTES):
             yield Piece(index, start, min(start + PIECE_BYTES, size))
@@ -75,11 +75,11 @@ class Assembly:
 
     Args:
         announcement: its checked header.
-        inline: the parts that came with the header.
-        pool: where its memory comes from.
+        inline: the parts after the header.
+        pool: provides its memory.
 
     Raises:
-        FrameError: if ``inline`` is not what the header announces; nothing was allocated then.
+        FrameError: if the lengths of ``inline`` differ from the announced; nothing was allocated then.
     """
 
     def __init__(self, announcement: Announcement, inline: Sequence[memoryview], pool: BufferPool) -> None:
@@ -89,14 +89,14 @@ class Assembly:
         # A start without inline pieces has one empty part, so that it is multi-part.
         if [part.nbytes for part in inline] != ([piece.num_bytes for piece in pieces] or [0]):
             lengths = [part.nbytes for part in inline]
-            raise self._error(f"the parts after the header have lengths {lengths!r:.80}, not what it announces")
+            raise self._error(f"the parts after the header have lengths {lengths!r:.80}, not the announced ones")
         self._next = next(self._rest, None)
-        if self._next is None:  # each frame is one part, and its memory will do; an empty frame has none
+        if self._next is None:  # each frame is one part, whose memory becomes the tensor's; an empty frame has none
             self._buffers = [_NOTHING] * len(sizes)
             for piece, part in zip(pieces, inline, strict=False):
                 self._buffers[piece.frame] = part
             return
-        self._buffers = [pool.take(size) for size in sizes]
+        self._buffers = [pool.acquire(size) for size in sizes]
         for piece, part in zip(pieces, inline, strict=False):
             self._buffers[piece.frame][piece.start : piece.stop] = part
 
@@ -107,11 +107,11 @@ class Assembly:
 
     @property
     def is_complete(self) -> bool:
-        """Nothing is missing."""
+        """Whether all pieces have arrived."""
         return self._next is None
 
     def add(self, part: memoryview) -> None:
-        """File the next piece.
+        """Copy the next piece to its place.
 
         Raises:
             FrameError: if its length is not the announced one.
@@ -127,8 +127,8 @@ class Assembly:
         """The message, once it is complete."""
         return self._announcement.assemble(self._buffers)
 
-    def cut_short(self) -> FrameError:
-        """The error for a message whose rest never comes."""
+    def incomplete(self) -> FrameError:
+        """The error for a message that another one interrupts."""
         return self._error("the message ends before its announced length")
 
     def _error(self, reason: str) -> FrameError:

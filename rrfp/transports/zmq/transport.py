@@ -2,8 +2,8 @@
 
 Every rank binds one socket and publishes its address; for each channel of each peer it connects one socket that only
 sends. So the three channels are connections of their own, and control never waits behind tensors. This file joins the
-parts: `inlet` (what arrives), `outlet` (one channel to one peer), `link` (the state between two ranks),
-`pieces` (how messages are cut) and `endpoint` (what may be bound).
+parts: `inlet` (receiving), `outlet` (one channel to one peer), `link` (the state of a connection),
+`pieces` (cutting messages) and `endpoint` (addresses).
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from rrfp.transports.zmq.inlet import Inlet, Route, identity_of
 from rrfp.transports.zmq.link import Link
 from rrfp.transports.zmq.outlet import Outlet, open_socket
 
-#: Bad frames that wait to be raised; further ones are only counted, so that a stranger cannot fill the memory.
+#: Bad frames that wait to be raised; further ones are only counted, so that a sender of them cannot fill the memory.
 MAX_PENDING_FRAME_ERRORS = 64
 
 
 class ZmqTransport(Transport):
     """Between processes: ipc within a host, tcp between hosts.
 
-    Cancelling a `send` whose first frame left copies the rest and sends it in the background.
+    Cancelling a `send` after its first frame left copies the rest and sends it in the background.
 
     Args:
-        context: who this rank is and whom it talks to.
-        address: what to bind: ``"ipc"``, or an IP address or name of this machine. By default ipc when all ranks are on
-            this host, else the interface towards MASTER_ADDR.
+        context: this rank, its peers and the limits.
+        address: the address to bind: ``"ipc"``, or an IP address or host name of this machine. By default ipc when all
+            ranks are on this host, else that of the interface towards MASTER_ADDR.
     """
 
     def __init__(self, context: TransportContext, address: str | None = None) -> None:
@@ -56,7 +56,7 @@ class ZmqTransport(Transport):
         self._sent = self._sent_bytes = self._received = self._received_bytes = self._dropped = 0
 
     async def start(self) -> None:
-        """Bind, publish, and connect to every peer."""
+        """Bind, publish the endpoint, and connect to every peer; see `Transport.start`."""
         if self._started or self._is_closed:
             raise TransportClosedError("a transport starts once")
         self._started = True
@@ -78,17 +78,17 @@ class ZmqTransport(Transport):
         self._check_open()
         self._zmq = zmq.Context()
         self._inlet = Inlet(self._zmq, self._codec, context, self)
-        endpoint = self._inlet.bind(address, context.rank)
-        await context.rendezvous.publish(endpoint_key(context, context.rank), endpoint.encode())
+        own_endpoint = self._inlet.bind(address, context.rank)
+        await context.rendezvous.publish(endpoint_key(context, context.rank), own_endpoint.encode())
         for peer in context.peers:
             try:
-                found = await context.rendezvous.lookup(
+                endpoint = await context.rendezvous.lookup(
                     endpoint_key(context, peer), max(0.0, deadline_s - home.loop.time())
                 )
             except TransportError as error:
-                raise TransportError(f"rank {peer} did not come: {error}") from error
+                raise TransportError(f"rank {peer} did not connect: {error}") from error
             self._check_open()
-            self._links[peer].connect({channel: self._outlet(found.decode(), channel, home) for channel in Channel})
+            self._links[peer].connect({channel: self._outlet(endpoint.decode(), channel, home) for channel in Channel})
         await self._wait_for_peers(deadline_s - home.loop.time())
 
     def _outlet(self, endpoint: str, channel: Channel, home: HomeLoop) -> Outlet:
@@ -106,9 +106,9 @@ class ZmqTransport(Transport):
             limit_s = self.context.connect_timeout_s
             raise TransportError(f"no connection with rank {', '.join(missing)} within {limit_s:g} s") from None
         self._check_open()
-        # A peer that was here and left already is found in what `receive` and `send` say.
-        if gone := [str(peer) for peer, link in self._links.items() if not link.is_connected]:
-            raise TransportError(f"rank {', '.join(gone)} came and went away")
+        # A peer that connected and closed its end is no error here: `receive` and `send` report it.
+        if lost := [str(peer) for peer, link in self._links.items() if not link.is_connected]:
+            raise TransportError(f"rank {', '.join(lost)} connected, then left")
 
     def _check_open(self) -> Inbox:
         if self._inbox is None or self._closing or self._is_closed:
@@ -116,7 +116,7 @@ class ZmqTransport(Transport):
         return self._inbox
 
     async def send(self, peer: int, message: Message) -> None:
-        """Queue ``message`` for ``peer``."""
+        """See `Transport.send`."""
         self._check_open()
         link = self._links.get(peer)
         outlet = None if link is None else link.outlets.get(message.channel)
@@ -128,17 +128,15 @@ class ZmqTransport(Transport):
         self._sent_bytes += num_bytes
 
     async def receive(self) -> Message:
-        """The next message of any peer."""
+        """See `Transport.receive`."""
         try:
-            return await self._check_open().take()
+            return await self._check_open().get()
         except FrameError:
             self._pending_errors -= 1
             raise
 
     async def close(self) -> None:
-        """Deliver what was accepted, tell the peers, free everything; peers that do not answer are given
-        `TRANSPORT_CLOSE_S`.
-        """
+        """See `Transport.close`; waits `TRANSPORT_CLOSE_S` at most for the peers' answers."""
         if self._is_closed or self._inbox is None or self._closed is None:
             self.abort()
             return
@@ -151,7 +149,8 @@ class ZmqTransport(Transport):
             for outlet in link.outlets.values():
                 outlet.window.fail(TransportClosedError(CLOSED))
         try:
-            # Whoever does not answer in time was told already or is silent: nothing more can be done for it.
+            # A peer that does not answer in time is silent, or has its bye and not the time to answer: in both cases
+            # waiting longer delivers nothing more.
             with suppress(TimeoutError):
                 leaves = asyncio.gather(*(link.leave() for link in self._links.values()))
                 await asyncio.wait_for(leaves, timeouts.TRANSPORT_CLOSE_S)
@@ -159,7 +158,7 @@ class ZmqTransport(Transport):
             self.abort()
 
     def abort(self) -> None:
-        """Free everything now."""
+        """See `Transport.abort`."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -170,12 +169,12 @@ class ZmqTransport(Transport):
         if self._inlet is not None:
             self._inlet.close()
         if self._zmq is not None:
-            self._zmq.destroy(linger=0)  # returns at once: every socket is closed and keeps nothing
+            self._zmq.destroy(linger=0)  # returns at once, as every socket is closed and drops its queue
         if self._closed is not None:
             self._closed.set()
 
     def statistics(self) -> TransportStatistics:
-        """What moved so far; bytes are queued until the peer has taken the message."""
+        """See `Transport.statistics`; bytes count as queued until the peer has received the message."""
         outlets = [outlet for link in self._links.values() for outlet in link.outlets.values()]
         return TransportStatistics(
             messages_sent=self._sent,
@@ -187,32 +186,32 @@ class ZmqTransport(Transport):
         )
 
     def on_message(self, message: Message, num_bytes: int) -> None:
-        """The inlet has a whole message."""
+        """See `Receiver.on_message`."""
         assert self._inbox is not None
-        taken = partial(self._on_taken, message, num_bytes)
-        self._inbox.put(message, taken, first=message.channel is Channel.CONTROL)
+        on_received = partial(self._on_received, message, num_bytes)
+        self._inbox.put(message, on_received, first=message.channel is Channel.CONTROL)
 
-    def _on_taken(self, message: Message, num_bytes: int) -> None:
+    def _on_received(self, message: Message, num_bytes: int) -> None:
         self._received += 1
         self._received_bytes += num_bytes
         self._links[message.sender].consumed(message.channel, num_bytes)
 
     def on_link_frame(self, route: Route, sealed: Sealed) -> None:
-        """The inlet has a frame of a link."""
+        """See `Receiver.on_link_frame`."""
         self._links[route.peer].on_frame(route, sealed)
 
     def on_bad_frame(self, error: FrameError) -> None:
-        """The inlet dropped a frame."""
+        """See `Receiver.on_bad_frame`."""
         self._dropped += 1
         if self._pending_errors < MAX_PENDING_FRAME_ERRORS and self._inbox is not None:
             self._pending_errors += 1
             self._inbox.put(error, first=True)
 
     def on_disconnected(self, peer: int, channel: Channel) -> None:
-        """The inlet lost a connection."""
+        """See `Receiver.on_disconnected`."""
         self._links[peer].on_disconnected(channel)
 
 
 def endpoint_key(context: TransportContext, rank: int) -> str:
-    """Under which ``rank`` publishes where it listens."""
+    """The key under which ``rank`` publishes its endpoint."""
     return f"zmq/{context.run_id}/{context.restart}/{rank}"
