@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rrfp.arbiter.group_messages import Say, Saying, Word
+from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind, SendToMember
 from rrfp.arbiter.loop import Arbiter
 from rrfp.core.order_log import Group
 from rrfp.core.stage_core import StageCore
@@ -31,7 +31,7 @@ class AgreementArbiter(Arbiter):
         dispatch: hands a task to the lane and reports `Enqueued` to the core.
         waiting: told the cause each time the lane is left with nothing to do.
         group: this rank's.
-        say: says a word to a member.
+        send: sends a message to a member.
 
     Attributes:
         rounds: rounds that this rank took part in.
@@ -46,12 +46,12 @@ class AgreementArbiter(Arbiter):
         waiting: Callable[[WaitCause], None],
         *,
         group: Group,
-        say: Say,
+        send: SendToMember,
     ) -> None:
         super().__init__(core, depth, dispatch, waiting)
         self.rounds = self.failed = 0
         self._group = group
-        self._say = say
+        self._send = send
         self._step: StepId | None = None
         self._round = 0
         self._proposed: Task | None = None
@@ -61,7 +61,7 @@ class AgreementArbiter(Arbiter):
         #: Rank 0 of the group: the proposals of this round, by member.
         self._proposals: dict[int, Task] = {}
         #: What others said of the next step, which this rank has not opened yet.
-        self._early: list[tuple[int, Word]] = []
+        self._early: list[tuple[int, GroupMessage]] = []
 
     @property
     def dispute(self) -> tuple[Task, str] | None:
@@ -81,37 +81,45 @@ class AgreementArbiter(Arbiter):
         self._prompted = False
         self._proposals.clear()
         early, self._early = self._early, []
-        for member, word in early:
+        for member, message in early:
             try:
-                self.take(member, word)
+                self.take(member, message)
             except ProtocolError as error:
                 error.told_by = ("member", member)
                 raise
 
-    def take(self, member: int, word: Word) -> None:
-        """``member`` of the group said ``word``.
+    def take(self, member: int, message: GroupMessage) -> None:
+        """``member`` of the group sent ``message``.
 
         Raises:
             ProtocolError: if it makes no sense.
         """
         step = self._step
-        if word.step.number == (0 if step is None else step.number + 1):
-            self._early.append((member, word))
+        if message.step.number == (0 if step is None else step.number + 1):
+            self._early.append((member, message))
             return
-        if word.step != step:
+        if message.step != step:
             here = "before its first step" if step is None else f"in {step}"
-            raise ProtocolError(f"member {member} of the group says {word.saying} in {word.step}, this rank is {here}")
-        match word:
-            case Word(Saying.PROPOSE, _, Task() as task, (number,)) if self._group.rank == 0 and number == self._round:
+            raise ProtocolError(
+                f"member {member} of the group says {message.kind} in {message.step}, this rank is {here}"
+            )
+        match message:
+            case GroupMessage(GroupMessageKind.PROPOSE, _, Task() as task, (number,)) if (
+                self._group.rank == 0 and number == self._round
+            ):
                 self._collect(member, task)
-            case Word(Saying.OUTCOME, _, task, (number,)) if self._is_heard_from(member) and number == self._round:
+            case GroupMessage(GroupMessageKind.OUTCOME, _, task, (number,)) if (
+                self._is_heard_from(member) and number == self._round
+            ):
                 self._conclude(task)
-            case Word(Saying.PROMPT, _, None, (number,)) if self._is_heard_from(member) and number == self._round:
+            case GroupMessage(GroupMessageKind.PROMPT, _, None, (number,)) if (
+                self._is_heard_from(member) and number == self._round
+            ):
                 self._prompted = self._proposed is None
                 self.kick()
             case _:
                 raise ProtocolError(
-                    f"member {member} of the group says {word.saying} {word.task} {word.numbers} in round "
+                    f"member {member} of the group says {message.kind} {message.task} {message.numbers} in round "
                     f"{self._round} of {step}, which makes no sense here"
                 )
 
@@ -132,27 +140,27 @@ class AgreementArbiter(Arbiter):
         if self._group.rank == 0:
             self._collect(0, task)
         else:
-            self._say(0, Word(Saying.PROPOSE, step, task, (self._round,)))
+            self._send(0, GroupMessage(GroupMessageKind.PROPOSE, step, task, (self._round,)))
 
     def _collect(self, member: int, task: Task) -> None:
         """Rank 0: one more proposal; the first of a round that follows a failed one asks for all others."""
         if member in self._proposals:
             raise ProtocolError(f"member {member} of the group proposes twice in round {self._round} of {self._step}")
         if not self._proposals and self._refused is not None:
-            self._announce(Saying.PROMPT, None)
+            self._announce(GroupMessageKind.PROMPT, None)
             self._prompted = self._proposed is None
             self.kick()
         self._proposals[member] = task
         if len(self._proposals) == self._group.size:
             agreed = task if len(set(self._proposals.values())) == 1 else None
             self._proposals.clear()
-            self._announce(Saying.OUTCOME, agreed)
+            self._announce(GroupMessageKind.OUTCOME, agreed)
             self._conclude(agreed)
 
-    def _announce(self, saying: Saying, task: Task | None) -> None:
+    def _announce(self, kind: GroupMessageKind, task: Task | None) -> None:
         assert self._step is not None
         for member in range(1, self._group.size):
-            self._say(member, Word(saying, self._step, task, (self._round,)))
+            self._send(member, GroupMessage(kind, self._step, task, (self._round,)))
 
     def _conclude(self, task: Task | None) -> None:
         """The round has ended, with a task to run or without.

@@ -1,4 +1,4 @@
-"""What the ranks of a group say to each other, so that they all run the same tasks in the same order."""
+"""The messages inside a group, by which all its ranks run the same tasks in the same order."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from enum import StrEnum
 from rrfp.core.tasks import StepId, Task
 
 
-class Saying(StrEnum):
-    """What a word says."""
+class GroupMessageKind(StrEnum):
+    """What a message says."""
 
     READY = "ready"  # to the leader: all that `task` needs from other stages has arrived here
     HELD = "held"  # to the leader: bytes that `task` has left behind here; `numbers`: held, output
@@ -21,21 +21,21 @@ class Saying(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class GroupMessage:
     """One message inside a group.
 
     Attributes:
-        saying: what it says.
+        kind: what it says.
         step: the sender's step.
         task: the task that it is about.
-        numbers: see `Saying`.
+        numbers: see `GroupMessageKind`.
     """
 
-    saying: Saying
+    kind: GroupMessageKind
     step: StepId
     task: Task | None = None
     numbers: tuple[int, ...] = ()
 
 
-#: Says a word to a member of this rank's group.
-Say = Callable[[int, Word], None]
+#: Sends a message to a member of this rank's group.
+SendToMember = Callable[[int, GroupMessage], None]

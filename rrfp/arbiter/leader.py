@@ -10,55 +10,59 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rrfp.arbiter.group_messages import Say, Saying, Word
+from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind, SendToMember
 from rrfp.core import events as ev
 from rrfp.core.order_log import Group
 from rrfp.core.tasks import StepId
 from rrfp.errors import ProtocolError
 
 
-class GroupTalk:
+class LeaderProtocol:
     """One rank's part in its group, leader or follower.
 
     Args:
         group: which.
-        say: says a word to a member.
+        send: sends a message to a member.
         tell: takes events to the core.
         tells_bytes: whether followers report what tasks hold; needed where a limit counts bytes.
     """
 
-    def __init__(self, group: Group, say: Say, tell: Callable[[ev.Event], None], *, tells_bytes: bool = False) -> None:
+    def __init__(
+        self, group: Group, send: SendToMember, tell: Callable[[ev.Event], None], *, tells_bytes: bool = False
+    ) -> None:
         self._group = group
-        self._say = say
+        self._send = send
         self._tell = tell
         self._tells_bytes = tells_bytes
 
     def perform(self, instruction: ev.ReportReady | ev.Order, step: StepId) -> None:
         """Do what the core says in ``step``."""
         if isinstance(instruction, ev.ReportReady):
-            self._say(0, Word(Saying.READY, step, instruction.task))
+            self._send(0, GroupMessage(GroupMessageKind.READY, step, instruction.task))
             return
-        word = Word(Saying.ORDER, step, instruction.task, (instruction.sequence,))
+        message = GroupMessage(GroupMessageKind.ORDER, step, instruction.task, (instruction.sequence,))
         for member in range(1, self._group.size):
-            self._say(member, word)
+            self._send(member, message)
 
     def completed(self, event: ev.Completed, step: StepId) -> None:
         """A task of this rank has completed: its leader's limit has to count it."""
         if self._tells_bytes and self._group.follows:
-            self._say(0, Word(Saying.HELD, step, event.task, (event.held, event.output)))
+            self._send(0, GroupMessage(GroupMessageKind.HELD, step, event.task, (event.held, event.output)))
 
-    def take(self, member: int, word: Word) -> None:
-        """``member`` of the group said ``word``.
+    def take(self, member: int, message: GroupMessage) -> None:
+        """``member`` of the group sent ``message``.
 
         Raises:
             ProtocolError: if it is not what that member says, or contradicts the core's state.
         """
-        match word:
-            case Word(Saying.READY, step, task) if task is not None and not self._group.follows:
+        match message:
+            case GroupMessage(GroupMessageKind.READY, step, task) if task is not None and not self._group.follows:
                 self._tell(ev.ReadyReported(step, member, task))
-            case Word(Saying.HELD, step, task, (held, output)) if task is not None and not self._group.follows:
+            case GroupMessage(GroupMessageKind.HELD, step, task, (held, output)) if (
+                task is not None and not self._group.follows
+            ):
                 self._tell(ev.HeldReported(step, member, task, held, output))
-            case Word(Saying.ORDER, step, task, (sequence,)) if task is not None and member == 0:
+            case GroupMessage(GroupMessageKind.ORDER, step, task, (sequence,)) if task is not None and member == 0:
                 self._tell(ev.Ordered(step, sequence, task))
             case _:
-                raise ProtocolError(f"member {member} of the group says {word}, which makes no sense here")
+                raise ProtocolError(f"member {member} of the group says {message}, which makes no sense here")

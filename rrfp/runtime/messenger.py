@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from rrfp.arbiter.group_messages import Saying, Word
+from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
 from rrfp.compute.mailbox import Mailbox
 from rrfp.core import events as ev
 from rrfp.core import timeouts
@@ -27,8 +27,8 @@ logger = get_logger(__name__)
 
 _CHANNELS = {Kind.F: Channel.FORWARD, Kind.B: Channel.BACKWARD}
 
-_KINDS = {saying: MessageKind(saying.value) for saying in Saying}
-_SAYINGS = {kind: saying for saying, kind in _KINDS.items()}
+_KINDS = {kind: MessageKind(kind.value) for kind in GroupMessageKind}
+_GROUP_KINDS = {sent_as: kind for kind, sent_as in _KINDS.items()}
 
 
 class Courier:
@@ -132,14 +132,16 @@ class Courier:
         self._recorder.arrived(stage, task, message.num_bytes)
         self._tell(ev.Arrived(step, task, message.num_bytes, consumed if isinstance(consumed, int) else None))
 
-    def say(self, member: int, word: Word) -> None:
-        """Say ``word`` to ``member`` of this rank's group."""
+    def send_to_member(self, member: int, group_message: GroupMessage) -> None:
+        """Send ``group_message`` to ``member`` of this rank's group."""
         self._progress.sent += 1
-        body = {"numbers": word.numbers}
-        message = Message(Channel.CONTROL, _KINDS[word.saying], word.step, word.task, body=body)
+        body = {"numbers": group_message.numbers}
+        message = Message(
+            Channel.CONTROL, _KINDS[group_message.kind], group_message.step, group_message.task, body=body
+        )
         self.post(self._group[member], message)
 
-    def heard(self, message: Message) -> tuple[int, Word]:
+    def heard(self, message: Message) -> tuple[int, GroupMessage]:
         """Which member of the group sent a message, and what it says.
 
         Raises:
@@ -152,8 +154,8 @@ class Courier:
         can_be_read = isinstance(numbers, list | tuple) and all(type(number) is int for number in numbers)
         if message.step is None or not can_be_read:
             raise ProtocolError(f"rank {message.sender} sent {message.kind.value!r} with what cannot be read")
-        return self._group.index(message.sender), Word(
-            _SAYINGS[message.kind], message.step, message.task, tuple(numbers)
+        return self._group.index(message.sender), GroupMessage(
+            _GROUP_KINDS[message.kind], message.step, message.task, tuple(numbers)
         )
 
     async def _post(self, peer: int, message: Message) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from rrfp.arbiter.group_messages import Saying, Word
+from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
 from rrfp.core.topology import Topology
 from rrfp.errors import ProtocolError
 from rrfp.runtime.all_gather import TreeExchange
@@ -17,7 +17,7 @@ from rrfp.runtime.stall.progress import Progress
 from rrfp.runtime.stall.watchdog import Watchdog
 from rrfp.transports.base import Message, MessageKind
 
-_GROUP_KINDS = frozenset(MessageKind(saying.value) for saying in Saying)
+_GROUP_KINDS = frozenset(MessageKind(kind.value) for kind in GroupMessageKind)
 
 
 class Reception:
@@ -41,7 +41,7 @@ class Reception:
         exchange: TreeExchange,
         watchdog: Watchdog,
         progress: Progress,
-        hear: Callable[[int, Word], None] | None,
+        hear: Callable[[int, GroupMessage], None] | None,
         abort: Callable[[Failure], None],
         tie: Callable[[Message], None],
     ) -> None:

@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Literal
 
 from rrfp.arbiter.agreement import AgreementArbiter
-from rrfp.arbiter.group_messages import Word
-from rrfp.arbiter.leader import GroupTalk
+from rrfp.arbiter.group_messages import GroupMessage
+from rrfp.arbiter.leader import LeaderProtocol
 from rrfp.arbiter.loop import Arbiter, SettlingLoop
 from rrfp.compute.gradients.tied import TiedGradients
 from rrfp.compute.mailbox import Mailbox
@@ -66,7 +66,7 @@ class StageRunner:
         place: where this rank is; by default the only one of its stage.
         coordination: how the ranks of its group come to one order.
         depth: tasks enqueued and not complete, at most; by default as many as the lane wants, and where a group has a
-            leader at least 2, so that its word travels while the task before is running.
+            leader at least 2, so that its order travels while the task before is running.
         reduce: sums the gradients of a virtual stage over the replicas.
         stall_after: seconds of idleness inside a step after which all ranks are asked why.
         abort_after: seconds that a task, or a turn of a rank's loop, may take before the pipeline ends; None: any.
@@ -127,9 +127,9 @@ class StageRunner:
         #: The most that was held in the steps before this one.
         self._earlier = Peaks()
 
-    def _join_group(self, coordination: Coordination, depth: int | None) -> Callable[[int, Word], None] | None:
-        """Make the arbiter, and what this rank has to say in its group."""
-        self._talk: GroupTalk | None = None
+    def _join_group(self, coordination: Coordination, depth: int | None) -> Callable[[int, GroupMessage], None] | None:
+        """Make the arbiter, and what this rank needs to run one order with its group."""
+        self._leader_protocol: LeaderProtocol | None = None
         self._agreement: AgreementArbiter | None = None
         core, place = self._core, self.place
         if place.members == 1:
@@ -139,10 +139,17 @@ class StageRunner:
         if coordination == "leader":
             self._arbiter = Arbiter(core, depth or max(2, self._lane.depth), self._dispatch, self._waiting)
             tells_bytes = core.limit.bytes is not None
-            self._talk = GroupTalk(group, self._courier.say, self._tell, tells_bytes=tells_bytes)
-            return self._talk.take
+            self._leader_protocol = LeaderProtocol(
+                group, self._courier.send_to_member, self._tell, tells_bytes=tells_bytes
+            )
+            return self._leader_protocol.take
         self._arbiter = self._agreement = AgreementArbiter(
-            core, depth or self._lane.depth, self._dispatch, self._waiting, group=group, say=self._courier.say
+            core,
+            depth or self._lane.depth,
+            self._dispatch,
+            self._waiting,
+            group=group,
+            send=self._courier.send_to_member,
         )
         self._progress.dispute = lambda: None if self._agreement is None else self._agreement.dispute
         return self._agreement.take
@@ -304,8 +311,8 @@ class StageRunner:
                 self._courier.credit(instruction)
             case ev.Release(task):
                 self._mailbox.drop(task)
-            case ev.ReportReady() | ev.Order() if self._talk is not None and self._progress.step is not None:
-                self._talk.perform(instruction, self._progress.step)
+            case ev.ReportReady() | ev.Order() if self._leader_protocol is not None and self._progress.step is not None:
+                self._leader_protocol.perform(instruction, self._progress.step)
             case ev.ReduceChunk(virtual_stage):
                 self._services.spawn(self._reduce(virtual_stage))
             case ev.FinishStep():
@@ -321,8 +328,8 @@ class StageRunner:
         self._progress.enqueued()
 
     def _completed(self, completed: ev.Completed) -> None:
-        if self._talk is not None and self._progress.step is not None:
-            self._talk.completed(completed, self._progress.step)
+        if self._leader_protocol is not None and self._progress.step is not None:
+            self._leader_protocol.completed(completed, self._progress.step)
         self._tell(completed)
 
     def _waiting(self, cause: WaitCause) -> None:

@@ -1,4 +1,4 @@
-"""Agreement over cores joined by queues: rounds, retries, and words that make no sense."""
+"""Agreement over cores joined by queues: rounds, retries, and messages that make no sense."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from rrfp.arbiter.agreement import AgreementArbiter
-from rrfp.arbiter.group_messages import Saying, Word
-from rrfp.arbiter.leader import GroupTalk
+from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
+from rrfp.arbiter.leader import LeaderProtocol
 from rrfp.core import events as ev
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint, View
@@ -30,7 +30,7 @@ def T(text: str) -> Task:
 
 
 class Members:
-    """The ranks of stage 1 of 2. ``words`` are under way, by sender and receiver, and stay in order.
+    """The ranks of stage 1 of 2. ``messages`` are under way, by sender and receiver, and stay in order.
 
     Args:
         hint: of each.
@@ -41,7 +41,7 @@ class Members:
     def __init__(
         self, hint: Callable[[], Hint] = lambda: create_hint("bf"), size: int = 2, *, open_at_once: bool = True
     ) -> None:
-        self.words: dict[tuple[int, int], deque[Word]] = {}
+        self.messages: dict[tuple[int, int], deque[GroupMessage]] = {}
         self.orders: list[list[Task]] = [[] for _ in range(size)]
         self.causes: list[WaitCause | None] = [None] * size
         self.cores = [StageCore(Graph.chain(2), 1, hint()) for _ in range(size)]
@@ -58,13 +58,13 @@ class Members:
             self.orders[member].append(task)
             self.cores[member].apply(ev.Enqueued(task))
 
-        def say(other: int, word: Word) -> None:
-            self.words.setdefault((member, other), deque()).append(word)
+        def send(other: int, message: GroupMessage) -> None:
+            self.messages.setdefault((member, other), deque()).append(message)
 
         def waiting(cause: WaitCause) -> None:
             self.causes[member] = cause
 
-        return AgreementArbiter(self.cores[member], 1, dispatch, waiting, group=Group(member, size), say=say)
+        return AgreementArbiter(self.cores[member], 1, dispatch, waiting, group=Group(member, size), send=send)
 
     def arrived(self, member: int, *tasks: str) -> None:
         for task in tasks:
@@ -80,10 +80,10 @@ class Members:
         self.arbiters[member]._dispatch_ready()
 
     def hear(self) -> None:
-        """Deliver all words, and let everybody decide, until nothing is said any more."""
-        while pairs := [pair for pair, words in self.words.items() if words]:
+        """Deliver all messages, and let everybody decide, until nothing is said any more."""
+        while pairs := [pair for pair, messages in self.messages.items() if messages]:
             for sender, receiver in pairs:
-                self.arbiters[receiver].take(sender, self.words[sender, receiver].popleft())
+                self.arbiters[receiver].take(sender, self.messages[sender, receiver].popleft())
                 self.decide(receiver)
             self.decide(0)
 
@@ -114,7 +114,7 @@ def test_after_a_disagreement_the_next_arrival_calls_a_round_for_all(late: int) 
     assert [arbiter.failed for arbiter in members.arbiters] == [1, 1]
     assert members.arbiters[late].dispute == (T("F1@1"), "proposed to its group, which does not agree")
     members.arrived(late, "F2@0")  # changes nothing: nobody proposes again
-    assert not any(members.words.values())
+    assert not any(members.messages.values())
     members.arrived(late, "F0@0")
     members.hear()
     assert members.orders == [[T("F0@1")]] * 2
@@ -127,12 +127,12 @@ def test_any_delays_end_in_one_order() -> None:
         size = len(members.cores)
         arrivals = [(member, f"F{m}@0") for member in range(size) for m in range(3)]
         while len(members.orders[0]) < 6 or members.cores[0].in_flight:
-            said = [pair for pair, words in members.words.items() if words]
+            said = [pair for pair, messages in members.messages.items() if messages]
             if arrivals and rng.random() < 0.3:
                 members.arrived(*arrivals.pop(rng.randrange(len(arrivals))))
             elif said:
                 sender, receiver = rng.choice(said)
-                members.arbiters[receiver].take(sender, members.words[sender, receiver].popleft())
+                members.arbiters[receiver].take(sender, members.messages[sender, receiver].popleft())
                 members.decide(receiver)
             elif len({len(order) for order in members.orders}) == 1 and members.cores[0].in_flight:
                 members.completed()
@@ -162,13 +162,13 @@ def test_ranks_that_never_agree_fall_silent() -> None:
         members.arrived(member, "F0@0", "F1@0", "F2@0")
     members.hear()
     assert members.orders == [[], []]
-    assert not any(members.words.values())
+    assert not any(members.messages.values())
     assert {arbiter.dispute for arbiter in members.arbiters} == {
         (T(task), "proposed to its group, which does not agree") for task in ("F0@1", "F1@1")
     }
 
 
-def test_words_of_a_step_that_this_rank_has_not_opened_wait_for_it() -> None:
+def test_messages_of_a_step_that_this_rank_has_not_opened_wait_for_it() -> None:
     members = Members(open_at_once=False)
     members.open(1)
     members.arrived(1, "F0@0")
@@ -181,85 +181,110 @@ def test_words_of_a_step_that_this_rank_has_not_opened_wait_for_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("member", "sender", "word", "text"),
+    ("member", "sender", "message", "text"),
     [
-        (0, 1, Word(Saying.PROPOSE, STEP, T("F0@1"), (1,)), "says propose F0@1 (1,) in round 0 of step 0"),
-        (0, 1, Word(Saying.PROPOSE, STEP, None, (0,)), "says propose None (0,) in round 0"),
-        (0, 1, Word(Saying.PROPOSE, STEP, T("F0@1")), "says propose F0@1 () in round 0"),
-        (0, 1, Word(Saying.OUTCOME, STEP, T("F0@1"), (0,)), "says outcome F0@1 (0,)"),
-        (0, 1, Word(Saying.PROMPT, STEP, None, (0,)), "says prompt None (0,)"),
-        (1, 0, Word(Saying.PROPOSE, STEP, T("F0@1"), (0,)), "says propose F0@1 (0,)"),
-        (1, 0, Word(Saying.OUTCOME, STEP, T("F0@1"), (3,)), "says outcome F0@1 (3,)"),
-        (1, 0, Word(Saying.OUTCOME, STEP, T("F0@1"), (0,)), "the group agrees on F0@1 in round 0; this rank proposed"),
-        (1, 0, Word(Saying.OUTCOME, STEP, None, (0,)), "the group agrees on None in round 0; this rank proposed None"),
-        (1, 0, Word(Saying.ORDER, STEP, T("F0@1"), (0,)), "says order F0@1 (0,)"),
-        (1, 0, Word(Saying.PROMPT, STEP._replace(number=2), None, (0,)), "says prompt in step 2 (train, 3 microbatch"),
-        (1, 0, Word(Saying.PROMPT, STEP._replace(microbatches=4), None, (0,)), "says prompt in step 0 (train, 4"),
+        (
+            0,
+            1,
+            GroupMessage(GroupMessageKind.PROPOSE, STEP, T("F0@1"), (1,)),
+            "says propose F0@1 (1,) in round 0 of step 0",
+        ),
+        (0, 1, GroupMessage(GroupMessageKind.PROPOSE, STEP, None, (0,)), "says propose None (0,) in round 0"),
+        (0, 1, GroupMessage(GroupMessageKind.PROPOSE, STEP, T("F0@1")), "says propose F0@1 () in round 0"),
+        (0, 1, GroupMessage(GroupMessageKind.OUTCOME, STEP, T("F0@1"), (0,)), "says outcome F0@1 (0,)"),
+        (0, 1, GroupMessage(GroupMessageKind.PROMPT, STEP, None, (0,)), "says prompt None (0,)"),
+        (1, 0, GroupMessage(GroupMessageKind.PROPOSE, STEP, T("F0@1"), (0,)), "says propose F0@1 (0,)"),
+        (1, 0, GroupMessage(GroupMessageKind.OUTCOME, STEP, T("F0@1"), (3,)), "says outcome F0@1 (3,)"),
+        (
+            1,
+            0,
+            GroupMessage(GroupMessageKind.OUTCOME, STEP, T("F0@1"), (0,)),
+            "the group agrees on F0@1 in round 0; this rank proposed",
+        ),
+        (
+            1,
+            0,
+            GroupMessage(GroupMessageKind.OUTCOME, STEP, None, (0,)),
+            "the group agrees on None in round 0; this rank proposed None",
+        ),
+        (1, 0, GroupMessage(GroupMessageKind.ORDER, STEP, T("F0@1"), (0,)), "says order F0@1 (0,)"),
+        (
+            1,
+            0,
+            GroupMessage(GroupMessageKind.PROMPT, STEP._replace(number=2), None, (0,)),
+            "says prompt in step 2 (train, 3 microbatch",
+        ),
+        (
+            1,
+            0,
+            GroupMessage(GroupMessageKind.PROMPT, STEP._replace(microbatches=4), None, (0,)),
+            "says prompt in step 0 (train, 4",
+        ),
     ],
 )
-def test_words_that_make_no_sense_are_refused(member: int, sender: int, word: Word, text: str) -> None:
+def test_messages_that_make_no_sense_are_refused(member: int, sender: int, message: GroupMessage, text: str) -> None:
     with pytest.raises(ProtocolError) as caught:
-        Members().arbiters[member].take(sender, word)
+        Members().arbiters[member].take(sender, message)
     assert text in str(caught.value)
 
 
 def test_a_second_proposal_in_a_round_is_refused() -> None:
     members = Members(size=3)
-    members.arbiters[0].take(1, Word(Saying.PROPOSE, STEP, T("F0@1"), (0,)))
+    members.arbiters[0].take(1, GroupMessage(GroupMessageKind.PROPOSE, STEP, T("F0@1"), (0,)))
     with pytest.raises(ProtocolError, match=r"member 1 of the group proposes twice in round 0 of step 0"):
-        members.arbiters[0].take(1, Word(Saying.PROPOSE, STEP, T("F1@1"), (0,)))
+        members.arbiters[0].take(1, GroupMessage(GroupMessageKind.PROPOSE, STEP, T("F1@1"), (0,)))
 
 
 def test_an_outcome_that_this_rank_did_not_propose_is_refused() -> None:
     members = Members()
     members.arrived(1, "F1@0")
     with pytest.raises(ProtocolError, match=r"the group agrees on F0@1 in round 0; this rank proposed F1@1"):
-        members.arbiters[1].take(0, Word(Saying.OUTCOME, STEP, T("F0@1"), (0,)))
+        members.arbiters[1].take(0, GroupMessage(GroupMessageKind.OUTCOME, STEP, T("F0@1"), (0,)))
 
 
-# A leader's words.
+# A leader's messages.
 
 
 @pytest.mark.parametrize(
-    ("rank", "sender", "word"),
+    ("rank", "sender", "message"),
     [
-        (0, 1, Word(Saying.ORDER, STEP, T("F0@1"), (0,))),
-        (0, 1, Word(Saying.READY, STEP, None)),
-        (0, 1, Word(Saying.HELD, STEP, T("F0@1"), (1,))),
-        (0, 1, Word(Saying.HELD, STEP, None, (1, 2))),
-        (0, 1, Word(Saying.PROPOSE, STEP, T("F0@1"), (0,))),
-        (1, 0, Word(Saying.ORDER, STEP, T("F0@1"))),
-        (1, 0, Word(Saying.ORDER, STEP, None, (0,))),
-        (1, 0, Word(Saying.READY, STEP, T("F0@1"))),
-        (2, 1, Word(Saying.ORDER, STEP, T("F0@1"), (0,))),
+        (0, 1, GroupMessage(GroupMessageKind.ORDER, STEP, T("F0@1"), (0,))),
+        (0, 1, GroupMessage(GroupMessageKind.READY, STEP, None)),
+        (0, 1, GroupMessage(GroupMessageKind.HELD, STEP, T("F0@1"), (1,))),
+        (0, 1, GroupMessage(GroupMessageKind.HELD, STEP, None, (1, 2))),
+        (0, 1, GroupMessage(GroupMessageKind.PROPOSE, STEP, T("F0@1"), (0,))),
+        (1, 0, GroupMessage(GroupMessageKind.ORDER, STEP, T("F0@1"))),
+        (1, 0, GroupMessage(GroupMessageKind.ORDER, STEP, None, (0,))),
+        (1, 0, GroupMessage(GroupMessageKind.READY, STEP, T("F0@1"))),
+        (2, 1, GroupMessage(GroupMessageKind.ORDER, STEP, T("F0@1"), (0,))),
     ],
 )
-def test_words_that_are_not_the_senders_to_say_are_refused(rank: int, sender: int, word: Word) -> None:
+def test_messages_that_are_not_the_senders_to_say_are_refused(rank: int, sender: int, message: GroupMessage) -> None:
     told: list[ev.Event] = []
-    talk = GroupTalk(Group(rank, 3), lambda member, said: None, told.append)
+    protocol = LeaderProtocol(Group(rank, 3), lambda member, said: None, told.append)
     with pytest.raises(ProtocolError, match=rf"member {sender} of the group says .*, which makes no sense here"):
-        talk.take(sender, word)
+        protocol.take(sender, message)
     assert not told
 
 
-def talk_of(member: int, said: list[tuple[int, Word]], *, tells_bytes: bool = True) -> GroupTalk:
+def protocol_of(member: int, said: list[tuple[int, GroupMessage]], *, tells_bytes: bool = True) -> LeaderProtocol:
     """The part of a member of three, which adds to ``said`` what it says to whom."""
     told: list[ev.Event] = []
-    return GroupTalk(
-        Group(member, 3), lambda other, word: said.append((other, word)), told.append, tells_bytes=tells_bytes
+    return LeaderProtocol(
+        Group(member, 3), lambda other, message: said.append((other, message)), told.append, tells_bytes=tells_bytes
     )
 
 
 @pytest.mark.parametrize("tells", [True, False])
 def test_a_follower_tells_what_it_holds_only_where_bytes_are_limited(tells: bool) -> None:
-    said: list[tuple[int, Word]] = []
-    talk_of(2, said, tells_bytes=tells).completed(ev.Completed(T("F0@1"), held=7, output=3), STEP)
-    assert said == ([(0, Word(Saying.HELD, STEP, T("F0@1"), (7, 3)))] if tells else [])
+    said: list[tuple[int, GroupMessage]] = []
+    protocol_of(2, said, tells_bytes=tells).completed(ev.Completed(T("F0@1"), held=7, output=3), STEP)
+    assert said == ([(0, GroupMessage(GroupMessageKind.HELD, STEP, T("F0@1"), (7, 3)))] if tells else [])
 
 
 def test_a_leader_tells_every_follower_each_entry_and_no_bytes() -> None:
-    said: list[tuple[int, Word]] = []
-    talk = talk_of(0, said)
-    talk.perform(ev.Order(4, T("B1@1")), STEP)
-    talk.completed(ev.Completed(T("F0@1"), held=7), STEP)
-    assert said == [(member, Word(Saying.ORDER, STEP, T("B1@1"), (4,))) for member in (1, 2)]
+    said: list[tuple[int, GroupMessage]] = []
+    protocol = protocol_of(0, said)
+    protocol.perform(ev.Order(4, T("B1@1")), STEP)
+    protocol.completed(ev.Completed(T("F0@1"), held=7), STEP)
+    assert said == [(member, GroupMessage(GroupMessageKind.ORDER, STEP, T("B1@1"), (4,))) for member in (1, 2)]

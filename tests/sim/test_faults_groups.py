@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sim.fault_cases import FORWARD, TRAIN, limited, output, scenario
 
-from rrfp.arbiter.group_messages import Saying
+from rrfp.arbiter.group_messages import GroupMessageKind
 from rrfp.core import events as ev
 from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
@@ -18,7 +18,7 @@ from rrfp.core.tasks import Task
 from rrfp.hints.registry import create_hint
 from rrfp.sim.faults.campaign import run_scenario
 from rrfp.sim.faults.checker import Ending
-from rrfp.sim.faults.faults import Death, Delay, Duplicate, Fault, Lose, MessageId, Pause, Swap, WordId
+from rrfp.sim.faults.faults import Death, Delay, Duplicate, Fault, GroupMessageId, Lose, MessageId, Pause, Swap
 from rrfp.sim.faults.ranks import Crew, Rank
 from rrfp.sim.faults.scenario import Scenario
 
@@ -35,9 +35,9 @@ def rank(stage: int, member: int, crew: Crew = LED, replica: int = 0) -> Rank:
     return found
 
 
-def word(saying: Saying, about: int | str, stage: int, sender: int, receiver: int) -> WordId:
+def group_message(kind: GroupMessageKind, about: int | str, stage: int, sender: int, receiver: int) -> GroupMessageId:
     what = about if isinstance(about, int) else Task.parse(about)
-    return WordId(0, saying, what, rank(stage, sender), rank(stage, receiver))
+    return GroupMessageId(0, kind, what, rank(stage, sender), rank(stage, receiver))
 
 
 def ending(one: Scenario) -> tuple[Ending, str]:
@@ -57,27 +57,27 @@ def test_without_faults_every_rank_ends_with_the_right_values(crew: Crew) -> Non
 
 
 def test_a_lost_order_is_found_at_the_next_entry() -> None:
-    assert ending(replace(grouped(Lose(word(Saying.ORDER, 1, 0, 0, 1))), depth=2)) == (
+    assert ending(replace(grouped(Lose(group_message(GroupMessageKind.ORDER, 1, 0, 0, 1))), depth=2)) == (
         Ending.REFUSED,
         "aborted by stage 0 (rank 1): ProtocolError: order log leaves a gap: got entry 2 (F2@0), expected 1",
     )
 
 
 def test_a_lost_order_stalls_where_the_leader_waits_for_all_to_begin() -> None:
-    how, text = ending(grouped(Lose(word(Saying.ORDER, 1, 0, 0, 1))))
+    how, text = ending(grouped(Lose(group_message(GroupMessageKind.ORDER, 1, 0, 0, 1))))
     assert how is Ending.STALLED
     assert "stage 0 member 1 waits for order 1, which stage 0 member 0 sent, and which never arrived" in text
     assert "stage 0 member 0: F1@0 waits for others of its group to begin it" in text
 
 
 def test_a_last_order_that_is_lost_stalls_and_is_named() -> None:
-    how, text = ending(grouped(Lose(word(Saying.ORDER, 5, 1, 0, 1))))
+    how, text = ending(grouped(Lose(group_message(GroupMessageKind.ORDER, 5, 1, 0, 1))))
     assert how is Ending.STALLED
     assert "stage 1 member 1 waits for order 5, which stage 1 member 0 sent, and which never arrived" in text
 
 
 def test_a_lost_report_stalls_and_is_named() -> None:
-    how, text = ending(grouped(Lose(word(Saying.READY, "F1@1", 1, 1, 0))))
+    how, text = ending(grouped(Lose(group_message(GroupMessageKind.READY, "F1@1", 1, 1, 0))))
     assert how is Ending.STALLED
     assert "stage 1 member 0 waits for report F1@1, which stage 1 member 1 sent, and which never arrived" in text
 
@@ -90,26 +90,26 @@ def test_an_output_lost_on_one_member_is_named_with_that_member() -> None:
 
 
 @pytest.mark.parametrize(
-    ("saying", "about", "text"),
+    ("kind", "about", "text"),
     [
-        (Saying.ORDER, 2, "order log repeats an entry: got entry 2 (F2@0), expected 3"),
-        (Saying.READY, "B0@0", "rank 1 of the group reported B0@0 as ready twice"),
+        (GroupMessageKind.ORDER, 2, "order log repeats an entry: got entry 2 (F2@0), expected 3"),
+        (GroupMessageKind.READY, "B0@0", "rank 1 of the group reported B0@0 as ready twice"),
     ],
 )
-def test_a_repeated_word_is_refused(saying: Saying, about: int | str, text: str) -> None:
-    way = (0, 1) if saying is Saying.ORDER else (1, 0)
-    how, told = ending(grouped(Duplicate(word(saying, about, 0, *way), lag=0.0)))
+def test_a_repeated_word_is_refused(kind: GroupMessageKind, about: int | str, text: str) -> None:
+    way = (0, 1) if kind is GroupMessageKind.ORDER else (1, 0)
+    how, told = ending(grouped(Duplicate(group_message(kind, about, 0, *way), lag=0.0)))
     assert (how, text in told) == (Ending.REFUSED, True), told
 
 
 def test_orders_that_change_places_are_refused_and_reports_are_not() -> None:
-    how, text = ending(replace(grouped(Swap(word(Saying.ORDER, 0, 0, 0, 1))), depth=2))
+    how, text = ending(replace(grouped(Swap(group_message(GroupMessageKind.ORDER, 0, 0, 0, 1))), depth=2))
     assert (how, "got entry 1 (F1@0), expected 0" in text) == (Ending.REFUSED, True)
-    assert ending(grouped(Swap(word(Saying.READY, "F0@1", 1, 1, 0))))[0] is Ending.FINISHED
+    assert ending(grouped(Swap(group_message(GroupMessageKind.READY, "F0@1", 1, 1, 0))))[0] is Ending.FINISHED
 
 
 def test_a_copy_in_a_later_step_is_refused() -> None:
-    late = Delay(word(Saying.ORDER, 0, 0, 0, 1), is_copy=True)
+    late = Delay(group_message(GroupMessageKind.ORDER, 0, 0, 0, 1), is_copy=True)
     how, text = ending(grouped(late, steps=((TRAIN, 2), (TRAIN, 2))))
     assert how is Ending.REFUSED
     assert "F0@0 from the group's leader, a message of step 0 (train, 2 microbatches)" in text
@@ -118,15 +118,15 @@ def test_a_copy_in_a_later_step_is_refused() -> None:
 # Agreement.
 
 
-@pytest.mark.parametrize(("saying", "way"), [(Saying.PROPOSE, (1, 0)), (Saying.OUTCOME, (0, 1))])
-def test_a_lost_round_stalls_and_the_proposal_is_in_the_report(saying: Saying, way: tuple[int, int]) -> None:
-    how, text = ending(grouped(Lose(word(saying, 1, 0, *way)), crew=AGREEING))
+@pytest.mark.parametrize(("kind", "way"), [(GroupMessageKind.PROPOSE, (1, 0)), (GroupMessageKind.OUTCOME, (0, 1))])
+def test_a_lost_round_stalls_and_the_proposal_is_in_the_report(kind: GroupMessageKind, way: tuple[int, int]) -> None:
+    how, text = ending(grouped(Lose(group_message(kind, 1, 0, *way)), crew=AGREEING))
     assert how is Ending.STALLED
     assert "stage 0 member 1: F1@0 is proposed to its group" in text
 
 
 def test_a_repeated_proposal_is_refused() -> None:
-    how, text = ending(grouped(Duplicate(word(Saying.PROPOSE, 1, 0, 1, 0), lag=0.0), crew=AGREEING))
+    how, text = ending(grouped(Duplicate(group_message(GroupMessageKind.PROPOSE, 1, 0, 1, 0), lag=0.0), crew=AGREEING))
     assert (how, "member 1 of the group " in text) == (Ending.REFUSED, True)
 
 

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from rrfp.arbiter.group_messages import Saying
+from rrfp.arbiter.group_messages import GroupMessageKind
 from rrfp.core.stage_core import StageCore
 from rrfp.hints.registry import HintSpec
 from rrfp.sim.faults.checker import REQUIRED, Ending
-from rrfp.sim.faults.faults import AnyId, Death, MessageFault, WordId, name_of
+from rrfp.sim.faults.faults import AnyId, Death, GroupMessageId, MessageFault, name_of
 from rrfp.sim.faults.node import Run, stall_of
 from rrfp.sim.faults.ranks import name_of_rank, stage_of_rank
 from rrfp.sim.faults.run import CoreFactory, FaultEngine
@@ -109,7 +109,7 @@ def _of_a_finish(scenario: Scenario, run: Run) -> Iterator[str]:
 
 def _is_missed_by_nobody(message: AnyId) -> bool:
     """Whether nothing waits for ``message``: what a follower holds only makes its leader count better."""
-    return isinstance(message, WordId) and message.saying is Saying.HELD
+    return isinstance(message, GroupMessageId) and message.kind is GroupMessageKind.HELD
 
 
 def _of_a_stall(run: Run) -> Iterator[str]:
@@ -120,7 +120,7 @@ def _of_a_stall(run: Run) -> Iterator[str]:
     yield from (f"the stall report calls {message} lost, which was not" for message in named - lost)
     for message in lost - named:
         receiver = run.nodes[message.receiver]
-        if receiver.agreement is not None and isinstance(message, WordId):
+        if receiver.agreement is not None and isinstance(message, GroupMessageId):
             is_named = (receiver.rank.stage, receiver.rank.replica) in stall.disputed
         else:
             is_named = _is_missed_by_nobody(message) or message.step != receiver.step.number

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rrfp.arbiter.agreement import AgreementArbiter
-from rrfp.arbiter.group_messages import Saying
+from rrfp.arbiter.group_messages import GroupMessageKind
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import StepId, Task
-from rrfp.sim.faults.faults import AnyId, MessageId, WordId
+from rrfp.sim.faults.faults import AnyId, GroupMessageId, MessageId
 from rrfp.sim.faults.ranks import Rank, name_of_rank
 
 #: More entries than a step of a simulated pipeline has.
@@ -109,7 +109,8 @@ class Stall:
             for member in core.unreported(task):
                 follower = self._at[rank.stage, rank.replica, member]
                 yield Debt(
-                    WordId(step.number, Saying.READY, task, follower.rank, rank), self._has_all(follower, step, task)
+                    GroupMessageId(step.number, GroupMessageKind.READY, task, follower.rank, rank),
+                    self._has_all(follower, step, task),
                 )
 
     def _outputs(self, node: Stalled, step: StepId) -> Iterator[Debt]:
@@ -145,7 +146,10 @@ class Stall:
             sent = total - (len(self._waiting[leader.rank]) if current == step else 0)
         if known < total:
             for sequence in range(known, max(sent, known + 1)):
-                yield Debt(WordId(step.number, Saying.ORDER, sequence, leader.rank, node.rank), sequence < sent)
+                yield Debt(
+                    GroupMessageId(step.number, GroupMessageKind.ORDER, sequence, leader.rank, node.rank),
+                    sequence < sent,
+                )
 
     def _has_all(self, follower: Stalled, step: StepId, task: Task) -> bool:
         """Whether ``follower`` has got what ``task`` needs from other stages, in ``step``."""

@@ -9,7 +9,7 @@ from rrfp.errors import Origin, PeerLostError, ProtocolError
 from rrfp.sim.faults.agenda import Agenda
 from rrfp.sim.faults.checker import Ending
 from rrfp.sim.faults.faults import Death
-from rrfp.sim.faults.group_words import Breach
+from rrfp.sim.faults.group_messages import Breach
 from rrfp.sim.faults.node import Node
 from rrfp.sim.faults.ranks import Rank
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rrfp.arbiter.group_messages import Saying
+from rrfp.arbiter.group_messages import GroupMessageKind
 from rrfp.core.tasks import Task
 from rrfp.sim.faults.ranks import name_of_rank
 
-#: A FIFO: sender, receiver, and what travels there: "F", "B", "credit" or "word".
+#: A FIFO: sender, receiver, and what travels there: "F", "B", "credit" or "group".
 Channel = tuple[int, int, str]
 
 
@@ -53,19 +53,19 @@ class MessageId:
 
 
 @dataclass(frozen=True, slots=True)
-class WordId:
+class GroupMessageId:
     """One message inside a group.
 
     Attributes:
         step: number of the step that it belongs to.
-        saying: what it says.
+        kind: what it says.
         about: the entry of the log, the task that is reported, or the round.
         sender: the rank that sends it.
         receiver: the rank that it goes to.
     """
 
     step: int
-    saying: Saying
+    kind: GroupMessageKind
     about: int | Task
     sender: int
     receiver: int
@@ -73,27 +73,27 @@ class WordId:
     @property
     def channel(self) -> Channel:
         """The FIFO that it travels in: all that one member says to another."""
-        return self.sender, self.receiver, "word"
+        return self.sender, self.receiver, "group"
 
     @property
     def sort(self) -> str:
         """What it is."""
-        return _SORTS[self.saying]
+        return _SORTS[self.kind]
 
     def __str__(self) -> str:
         return f"{self.sort} {self.about} {_way(self.sender, self.receiver)} in step {self.step}"
 
 
 #: What travels between ranks.
-AnyId = MessageId | WordId
+AnyId = MessageId | GroupMessageId
 
 _SORTS = {
-    Saying.READY: "report",
-    Saying.HELD: "bytes",
-    Saying.ORDER: "order",
-    Saying.PROPOSE: "proposal",
-    Saying.OUTCOME: "outcome",
-    Saying.PROMPT: "prompt",
+    GroupMessageKind.READY: "report",
+    GroupMessageKind.HELD: "bytes",
+    GroupMessageKind.ORDER: "order",
+    GroupMessageKind.PROPOSE: "proposal",
+    GroupMessageKind.OUTCOME: "outcome",
+    GroupMessageKind.PROMPT: "prompt",
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from rrfp.arbiter.group_messages import Word
+from rrfp.arbiter.group_messages import GroupMessage
 from rrfp.core.tasks import StepId
 from rrfp.sim.faults.faults import AnyId, Channel, Delay, Duplicate, Fault, Lose, MessageFault, Spike, Swap
 
@@ -23,7 +23,7 @@ class Parcel(NamedTuple):
         place: from 0, among the messages of its channel in its step.
         value: what its output is worth; 0 for a credit.
         consumed: what the sender reports along with it, see `rrfp.core.events.Arrived`.
-        word: what a member of a group says, where it is that.
+        group_message: what a member of a group says, where it is that.
     """
 
     id: AnyId
@@ -31,7 +31,7 @@ class Parcel(NamedTuple):
     place: int
     value: int = 0
     consumed: int = 0
-    word: Word | None = None
+    group_message: GroupMessage | None = None
 
 
 class Delivery(NamedTuple):

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rrfp.arbiter.agreement import AgreementArbiter
-from rrfp.arbiter.group_messages import Word
-from rrfp.arbiter.leader import GroupTalk
+from rrfp.arbiter.group_messages import GroupMessage
+from rrfp.arbiter.leader import LeaderProtocol
 from rrfp.arbiter.loop import Arbiter
 from rrfp.core import events as ev
 from rrfp.core.stage_core import StageCore
@@ -23,7 +23,7 @@ from rrfp.sim.faults.ranks import Crew, Rank
 from rrfp.sim.faults.witness import Witness
 
 Apply = Callable[["Node", ev.Event], None]
-Say = Callable[["Node", int, Word], None]
+Send = Callable[["Node", int, GroupMessage], None]
 Dispatch = Callable[["Node", Task], None]
 
 
@@ -44,7 +44,7 @@ class Node:
         self.witness = witness
         self.arbiter: Arbiter
         #: What it says in its group: with a leader, or to agree.
-        self.talk: GroupTalk | None = None
+        self.leader_protocol: LeaderProtocol | None = None
         self.agreement: AgreementArbiter | None = None
         #: Tasks enqueued and not complete; the first runs, and will have computed `running`.
         self.lane: deque[Task] = deque()
@@ -60,24 +60,26 @@ class Node:
         self.origin: Origin | None = None
         self.aborts: list[Origin] = []
 
-    def join(self, crew: Crew, depth: int, dispatch: Dispatch, say: Say, tell: Apply) -> None:
-        """Make its arbiter, and what it has to say in its group."""
+    def join(self, crew: Crew, depth: int, dispatch: Dispatch, send: Send, tell: Apply) -> None:
+        """Make its arbiter, and what it needs to run one order with its group."""
 
         def run(task: Task) -> None:
             dispatch(self, task)
 
-        def speak(member: int, word: Word) -> None:
-            say(self, member, word)
+        def speak(member: int, message: GroupMessage) -> None:
+            send(self, member, message)
 
         if crew.agrees:
             self.arbiter = self.agreement = AgreementArbiter(
-                self.core, depth, run, _wait, group=crew.group(self.rank), say=speak
+                self.core, depth, run, _wait, group=crew.group(self.rank), send=speak
             )
             return
         self.arbiter = Arbiter(self.core, depth, run, _wait)
         if crew.is_led:
             tells_bytes = self.core.limit.bytes is not None
-            self.talk = GroupTalk(self.core.group, speak, lambda event: tell(self, event), tells_bytes=tells_bytes)
+            self.leader_protocol = LeaderProtocol(
+                self.core.group, speak, lambda event: tell(self, event), tells_bytes=tells_bytes
+            )
 
     def open_step(self) -> None:
         """Its next step begins, on nothing."""

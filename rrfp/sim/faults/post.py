@@ -1,13 +1,13 @@
-"""Sends what the ranks of a simulated run send: outputs, credits and words, each over the faulty links."""
+"""Sends what simulated ranks send: outputs, credits and messages inside groups, each over the faulty links."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from rrfp.arbiter.group_messages import Saying, Word
+from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
 from rrfp.core import events as ev
 from rrfp.sim.faults.agenda import Agenda
-from rrfp.sim.faults.faults import MessageId, WordId
+from rrfp.sim.faults.faults import GroupMessageId, MessageId
 from rrfp.sim.faults.network import Delivery, Network, Parcel
 from rrfp.sim.faults.node import Node
 from rrfp.sim.faults.ranks import Rank
@@ -55,13 +55,16 @@ class Post:
         one = MessageId(node.step.number, credit.task, node.rank, self._like(node, credit.peer), is_credit=True)
         self._send(Parcel(one, node.step, self._network.next_place(one)), self._scenario.control_latency)
 
-    def word(self, node: Node, member: int, word: Word) -> None:
-        """``node`` says ``word`` to a member of its group."""
+    def to_member(self, node: Node, member: int, message: GroupMessage) -> None:
+        """``node`` sends ``message`` to a member of its group."""
         peer = self._numbers[node.rank.stage, node.rank.replica, member]
-        about = word.task if word.saying in (Saying.READY, Saying.HELD) else word.numbers[0]
-        assert about is not None, f"{word} is about nothing"
-        one = WordId(word.step.number, word.saying, about, node.rank, peer)
-        self._send(Parcel(one, word.step, self._network.next_place(one), word=word), self._scenario.control_latency)
+        about = message.task if message.kind in (GroupMessageKind.READY, GroupMessageKind.HELD) else message.numbers[0]
+        assert about is not None, f"{message} is about nothing"
+        one = GroupMessageId(message.step.number, message.kind, about, node.rank, peer)
+        self._send(
+            Parcel(one, message.step, self._network.next_place(one), group_message=message),
+            self._scenario.control_latency,
+        )
 
     def later(self, deliveries: Iterable[Delivery]) -> None:
         """Messages arrive at their time."""

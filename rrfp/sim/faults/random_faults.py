@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from rrfp.arbiter.group_messages import Saying
+from rrfp.arbiter.group_messages import GroupMessageKind
 from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Kind, Mode, StepId, Task
@@ -18,13 +18,13 @@ from rrfp.sim.faults.faults import (
     Delay,
     Duplicate,
     Fault,
+    GroupMessageId,
     Lose,
     MessageFault,
     MessageId,
     Pause,
     Spike,
     Swap,
-    WordId,
 )
 from rrfp.sim.faults.ranks import Crew, Rank
 
@@ -99,7 +99,7 @@ class _Draw:
         return self._rng.random() * self._horizon
 
     def _spike(self) -> Spike:
-        if self._is_word():
+        if self._is_in_group():
             first, second = self._pair()
         else:
             _, _, below, above = self._rng.choice(self._edges)
@@ -123,8 +123,8 @@ class _Draw:
 
     def _message(self) -> AnyId:
         """Any message that the run sends."""
-        if self._is_word():
-            return self._word()
+        if self._is_in_group():
+            return self._group_message()
         rng, step = self._rng, self._rng.choice(self._steps)
         u, v, below, above = rng.choice(self._edges)
         microbatch, backwards = rng.randrange(step.microbatches), rng.random() < 0.5
@@ -135,7 +135,7 @@ class _Draw:
             return MessageId(step.number, Task(Kind.F, microbatch, u), upper, lower, is_credit=True)
         return MessageId(step.number, Task(Kind.B, microbatch, v), upper, lower)
 
-    def _is_word(self) -> bool:
+    def _is_in_group(self) -> bool:
         """Whether a message is one inside a group."""
         return self._crew.members > 1 and (not self._edges or self._rng.random() < 0.7)
 
@@ -151,22 +151,24 @@ class _Draw:
         first = next(r for r in self._ranks if (r.stage, r.replica, r.member) == (one.stage, one.replica, 0))
         return first, one
 
-    def _word(self) -> WordId:
-        """Any word that the run is certain to say."""
+    def _group_message(self) -> GroupMessageId:
+        """Any message inside a group that the run is certain to send."""
         rng, step = self._rng, self._rng.choice(self._steps)
         first, other = self._pair()
         tasks = list(self._graph.tasks(first.stage, step.microbatches, step.mode))
         number = rng.randrange(len(tasks))
         if self._crew.agrees:
             down = rng.random() < 0.5
-            saying, way = (Saying.OUTCOME, (first, other)) if down else (Saying.PROPOSE, (other, first))
-            return WordId(step.number, saying, number, *way)
+            kind, way = (
+                (GroupMessageKind.OUTCOME, (first, other)) if down else (GroupMessageKind.PROPOSE, (other, first))
+            )
+            return GroupMessageId(step.number, kind, number, *way)
         reported = [task for task in tasks if self._reads_elsewhere(task)]
-        choices: list[WordId] = [WordId(step.number, Saying.ORDER, number, first, other)]
+        choices: list[GroupMessageId] = [GroupMessageId(step.number, GroupMessageKind.ORDER, number, first, other)]
         if reported:
-            choices.append(WordId(step.number, Saying.READY, rng.choice(reported), other, first))
+            choices.append(GroupMessageId(step.number, GroupMessageKind.READY, rng.choice(reported), other, first))
         if self._tells_bytes:
-            choices.append(WordId(step.number, Saying.HELD, rng.choice(tasks), other, first))
+            choices.append(GroupMessageId(step.number, GroupMessageKind.HELD, rng.choice(tasks), other, first))
         return rng.choice(choices)
 
     def _reads_elsewhere(self, task: Task) -> bool:

@@ -19,8 +19,8 @@ from rrfp.sim.faults.agenda import Agenda
 from rrfp.sim.faults.checker import Ending
 from rrfp.sim.faults.dataflow import MissingInputError, Reference, StageValues
 from rrfp.sim.faults.failures import Failures
-from rrfp.sim.faults.faults import Death, WordId
-from rrfp.sim.faults.group_words import Breach
+from rrfp.sim.faults.faults import Death, GroupMessageId
+from rrfp.sim.faults.group_messages import Breach
 from rrfp.sim.faults.meeting import GroupMeeting, ReplicaMeeting
 from rrfp.sim.faults.network import Network, Parcel
 from rrfp.sim.faults.node import Node, Run, stall_of
@@ -72,7 +72,7 @@ class FaultEngine:
         self._failures = Failures(self._nodes, self._agenda, scenario.control_latency, len(scenario.steps), self._say)
         #: By step, replica and member.
         self._references: dict[tuple[int, int, int], Reference] = {}
-        #: How the word that a core is told right now breaks the contract, if it does.
+        #: How the message that a core is told right now breaks the contract, if it does.
         self._heard: Breach | None = None
         self._objections: list[str] = []
 
@@ -83,7 +83,7 @@ class FaultEngine:
         core = make_core(graph, rank.stage, hint, limit, group=group, in_order=scenario.in_order)
         witness = Witness(graph, rank, limit, crew, is_forced=bool(scenario.in_order))
         node = Node(rank, core, StageValues(graph, rank.salt), witness)
-        node.join(crew, scenario.depth, self._dispatch, self._post.word, self._take_word)
+        node.join(crew, scenario.depth, self._dispatch, self._post.to_member, self._take_group_message)
         return node
 
     def run(self) -> Run:
@@ -192,8 +192,8 @@ class FaultEngine:
         node.values.keep(task, node.running)
         node.witness.completed(task, node.running)
         completed = ev.Completed(task, node.witness.memory.left_by(task), seconds)
-        if node.talk is not None and node.origin is None:
-            node.talk.completed(completed, node.step)
+        if node.leader_protocol is not None and node.origin is None:
+            node.leader_protocol.completed(completed, node.step)
         self._tell(node, completed, None)
         if node.lane and node.origin is None:
             self._start(node)
@@ -235,7 +235,7 @@ class FaultEngine:
         is_early = node.witness.is_early(parcel)
         breach = node.witness.arrive(parcel) if node.origin is None else None
         sender = self._ranks[one.sender]
-        if isinstance(one, WordId):
+        if isinstance(one, GroupMessageId):
             self._hear(node, sender.member, parcel, breach)
         elif one.is_credit:
             self._tell(node, ev.Consumed(parcel.step, sender.stage, one.task), breach)
@@ -245,18 +245,18 @@ class FaultEngine:
             self._tell(node, ev.Arrived(parcel.step, one.task, consumed=parcel.consumed, sequence=sequence), breach)
 
     def _hear(self, node: Node, member: int, parcel: Parcel, breach: Breach | None) -> None:
-        assert parcel.word is not None
+        assert parcel.group_message is not None
         if node.agreement is not None and node.origin is None:
-            self._let_take(node, partial(node.agreement.take, member, parcel.word), parcel.id, breach)
-        elif node.talk is not None:
+            self._let_take(node, partial(node.agreement.take, member, parcel.group_message), parcel.id, breach)
+        elif node.leader_protocol is not None:
             self._heard = breach
             try:
-                node.talk.take(member, parcel.word)
+                node.leader_protocol.take(member, parcel.group_message)
             except ProtocolError as error:
                 self._failures.refused(node, parcel.id, error, breach)
 
-    def _take_word(self, node: Node, event: ev.Event) -> None:
-        """A word in the form in which the core takes it."""
+    def _take_group_message(self, node: Node, event: ev.Event) -> None:
+        """A message inside the group in the form in which the core takes it."""
         self._tell(node, event, self._heard)
 
     def _happened(self, rank: int, event: ev.Event) -> None:
@@ -299,8 +299,8 @@ class FaultEngine:
                 node.values.drop(task)
             case ev.ReduceChunk(virtual_stage):
                 self._reduce(node, virtual_stage)
-            case ev.ReportReady() | ev.Order() if node.talk is not None:
-                node.talk.perform(instruction, node.step)
+            case ev.ReportReady() | ev.Order() if node.leader_protocol is not None:
+                node.leader_protocol.perform(instruction, node.step)
             case ev.FinishStep():
                 self._finish(node)
             case _:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rrfp.arbiter.group_messages import Saying
+from rrfp.arbiter.group_messages import GroupMessageKind
 from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import StepId, Task
 from rrfp.sim.faults.dataflow import Reference
 from rrfp.sim.faults.faults import Channel, MessageId
-from rrfp.sim.faults.group_words import TO_CORES, Breach, WordWitness
+from rrfp.sim.faults.group_messages import TO_CORES, Breach, GroupMessageWitness
 from rrfp.sim.faults.memory import MemoryWitness
 from rrfp.sim.faults.network import Parcel
 from rrfp.sim.faults.ranks import Crew, Rank, stage_of_rank
@@ -38,7 +38,7 @@ class Witness:
         self.memory = MemoryWitness(
             graph, rank.stage, limit, crew.bytes_held[rank.member], max(crew.bytes_held), is_forced=is_forced
         )
-        self._words = WordWitness()
+        self._group_messages = GroupMessageWitness()
         #: What the oracle objects to.
         self.objections: list[str] = []
         self.step: StepId | None = None
@@ -46,7 +46,7 @@ class Witness:
         self._next_number = 0
         #: What came a step early, for the core and for its arbiter.
         self._early: list[Parcel] = []
-        self._early_words: list[Parcel] = []
+        self._early_group_messages: list[Parcel] = []
         self._due: dict[Channel, int] = {}
         self._seen: set[tuple[Task, int, bool]] = set()
         self._reference: Reference | None = None
@@ -60,29 +60,29 @@ class Witness:
         self.step, self.is_step_over, self._reference = step, False, reference
         self._next_number = step.number + 1
         self._due, self._seen = {}, set()
-        self._words.open()
+        self._group_messages.open()
         self.memory.open(step)
         self._enqueued, self._completed = set(), set()
-        words, self._early_words = self._early_words, []
+        from_group, self._early_group_messages = self._early_group_messages, []
         early, self._early = self._early, []
-        first, second = ([b for parcel in some if (b := self.arrive(parcel))] for some in (words, early))
+        first, second = ([b for parcel in some if (b := self.arrive(parcel))] for some in (from_group, early))
         return (first[0] if first else None), (second[0] if second else None)
 
     def is_early(self, parcel: Parcel) -> bool:
         """Whether ``parcel`` is for the step that opens next."""
         answers = isinstance(parcel.id, MessageId) and parcel.id.is_credit
-        answers |= parcel.word is not None and parcel.word.saying is Saying.HELD
+        answers |= parcel.group_message is not None and parcel.group_message.kind is GroupMessageKind.HELD
         return parcel.step.number == self._next_number and not answers
 
     def arrive(self, parcel: Parcel) -> Breach | None:
         """``parcel`` reaches the rank; returns how it breaks the contract, if it does."""
-        word = parcel.word
+        message = parcel.group_message
         if self.is_early(parcel):
-            is_for_core = word is None or word.saying in TO_CORES
-            (self._early if is_for_core else self._early_words).append(parcel)
+            is_for_core = message is None or message.kind in TO_CORES
+            (self._early if is_for_core else self._early_group_messages).append(parcel)
             return None
-        if word is not None:
-            return self._words.arrive(parcel, self.step, is_over=self.is_step_over)
+        if message is not None:
+            return self._group_messages.arrive(parcel, self.step, is_over=self.is_step_over)
         one = parcel.id
         assert isinstance(one, MessageId)
         task, sender = str(one.task), f"stage {stage_of_rank(one.sender)}"

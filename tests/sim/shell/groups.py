@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from sim.shell.group_lane import GroupLane, Meetings, MeetingStage
 from sim.shell.runs import patience, run_ranks
 
-from rrfp.arbiter.group_messages import Saying
+from rrfp.arbiter.group_messages import GroupMessageKind
 from rrfp.compute.emulated import Durations
 from rrfp.core.admission import Limit
 from rrfp.core.hint import Hint
@@ -41,7 +41,7 @@ from rrfp.transports.base import Message, MessageKind, TransportContext
 from rrfp.transports.rendezvous import LocalRendezvous
 from rrfp.transports.simulated import SimulatedTransport
 
-_WORDS = frozenset(MessageKind(saying.value) for saying in Saying)
+_GROUP_KINDS = frozenset(MessageKind(kind.value) for kind in GroupMessageKind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,12 +236,12 @@ class _Job:
 
 
 class _Latency:
-    """How long a message takes: tensors by the ranks' own tables, words as long as all words, the rest no time.
+    """How long a message takes: tensors by the ranks' own tables, all messages inside groups the same, others nothing.
 
     Args:
         mesh: how the ranks are laid out.
         latencies: of each replica.
-        words_s: seconds that a word takes.
+        words_s: seconds that a message inside a group takes.
     """
 
     def __init__(self, mesh: Mesh, latencies: Sequence[RankLatencies], words_s: float) -> None:
@@ -250,7 +250,7 @@ class _Latency:
         self._words_s = words_s
 
     def __call__(self, rank: int, peer: int, message: Message) -> float:
-        if message.kind in _WORDS:
+        if message.kind in _GROUP_KINDS:
             return self._words_s
         if message.kind is not MessageKind.OUTPUT or message.task is None:
             return 0.0
