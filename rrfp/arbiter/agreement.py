@@ -11,10 +11,10 @@ ends on rank 0 before any rank can propose in the next one, and nothing of a ste
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from rrfp.arbiter.arbiter import Arbiter
 from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind, SendToMember
-from rrfp.arbiter.loop import Arbiter
 from rrfp.core.order_log import Group
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import StepId, Task
@@ -22,14 +22,20 @@ from rrfp.core.usage import WaitCause
 from rrfp.errors import ProtocolError
 
 
+def outcome_of(proposals: Iterable[Task | None]) -> Task | None:
+    """The outcome of a round: the one task that all ranks of a group propose, or None."""
+    different = set(proposals)
+    return different.pop() if len(different) == 1 else None
+
+
 class AgreementArbiter(Arbiter):
-    """Dispatches the tasks of one rank when its group agrees on them. See `Arbiter`.
+    """Dispatches the tasks of one rank when its group agrees on them.
 
     Args:
         core: decides what to propose.
-        depth: how many tasks may be enqueued and not complete.
-        dispatch: hands a task to the lane and reports `Enqueued` to the core.
-        waiting: told the cause each time the lane is left with nothing to do.
+        depth: see `Arbiter`.
+        dispatch: see `Arbiter`.
+        waiting: see `Arbiter`.
         group: this rank's.
         send: sends a message to a member.
 
@@ -60,7 +66,7 @@ class AgreementArbiter(Arbiter):
         self._prompted = False
         #: Rank 0 of the group: the proposals of this round, by member.
         self._proposals: dict[int, Task] = {}
-        #: What others said of the next step, which this rank has not opened yet.
+        #: Messages of the next step, which this rank has not opened yet, by sender.
         self._early: list[tuple[int, GroupMessage]] = []
 
     @property
@@ -70,11 +76,11 @@ class AgreementArbiter(Arbiter):
             return self._proposed, "proposed to its group, where some rank has nothing to propose"
         return None if self._refused is None else (self._refused, "proposed to its group, which does not agree")
 
-    def open(self, step: StepId) -> None:
+    def open_step(self, step: StepId) -> None:
         """The core has opened ``step``.
 
         Raises:
-            ProtocolError: if what was said of it does not fit.
+            ProtocolError: if an early message does not fit it.
         """
         self._step, self._round = step, 0
         self._proposed = self._refused = None
@@ -83,12 +89,12 @@ class AgreementArbiter(Arbiter):
         early, self._early = self._early, []
         for member, message in early:
             try:
-                self.take(member, message)
+                self.on_message(member, message)
             except ProtocolError as error:
                 error.told_by = ("member", member)
                 raise
 
-    def take(self, member: int, message: GroupMessage) -> None:
+    def on_message(self, member: int, message: GroupMessage) -> None:
         """``member`` of the group sent ``message``.
 
         Raises:
@@ -127,13 +133,16 @@ class AgreementArbiter(Arbiter):
         """Whether it is ``member`` that announces, and this rank that hears it."""
         return member == 0 < self._group.rank
 
-    def _dispatch_ready(self) -> None:
+    def dispatch_next(self) -> bool:
+        """Propose a task; what the group agrees on is dispatched as soon as that is known."""
         if len(self._core.in_flight) < self._depth and self._proposed is None and self._step is not None:
             decision = self._core.decide()
             if decision is not None and (decision.task != self._refused or self._prompted):
                 self._propose(self._step, decision.task)
-        if not self._core.in_flight:
-            self._waiting(WaitCause.ORDER if self._proposed or self._refused else self._core.wait_cause())
+        return False
+
+    def _wait_cause(self) -> WaitCause:
+        return WaitCause.ORDER if self._proposed or self._refused else self._core.wait_cause()
 
     def _propose(self, step: StepId, task: Task) -> None:
         self._proposed, self._prompted = task, False
@@ -152,7 +161,7 @@ class AgreementArbiter(Arbiter):
             self.kick()
         self._proposals[member] = task
         if len(self._proposals) == self._group.size:
-            agreed = task if len(set(self._proposals.values())) == 1 else None
+            agreed = outcome_of(self._proposals.values())
             self._proposals.clear()
             self._announce(GroupMessageKind.OUTCOME, agreed)
             self._conclude(agreed)

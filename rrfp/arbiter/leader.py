@@ -23,20 +23,20 @@ class LeaderProtocol:
     Args:
         group: which.
         send: sends a message to a member.
-        tell: takes events to the core.
-        tells_bytes: whether followers report what tasks hold; needed where a limit counts bytes.
+        apply: applies an event to the core.
+        reports_bytes: whether followers report the bytes that tasks hold; needed where a limit counts bytes.
     """
 
     def __init__(
-        self, group: Group, send: SendToMember, tell: Callable[[ev.Event], None], *, tells_bytes: bool = False
+        self, group: Group, send: SendToMember, apply: Callable[[ev.Event], None], *, reports_bytes: bool = False
     ) -> None:
         self._group = group
         self._send = send
-        self._tell = tell
-        self._tells_bytes = tells_bytes
+        self._apply = apply
+        self._reports_bytes = reports_bytes
 
     def perform(self, instruction: ev.ReportReady | ev.Order, step: StepId) -> None:
-        """Do what the core says in ``step``."""
+        """Send what an instruction of the core in ``step`` asks for."""
         if isinstance(instruction, ev.ReportReady):
             self._send(0, GroupMessage(GroupMessageKind.READY, step, instruction.task))
             return
@@ -44,12 +44,12 @@ class LeaderProtocol:
         for member in range(1, self._group.size):
             self._send(member, message)
 
-    def completed(self, event: ev.Completed, step: StepId) -> None:
+    def on_completed(self, event: ev.Completed, step: StepId) -> None:
         """A task of this rank has completed: its leader's limit has to count it."""
-        if self._tells_bytes and self._group.follows:
+        if self._reports_bytes and self._group.follows:
             self._send(0, GroupMessage(GroupMessageKind.HELD, step, event.task, (event.held, event.output)))
 
-    def take(self, member: int, message: GroupMessage) -> None:
+    def on_message(self, member: int, message: GroupMessage) -> None:
         """``member`` of the group sent ``message``.
 
         Raises:
@@ -57,12 +57,12 @@ class LeaderProtocol:
         """
         match message:
             case GroupMessage(GroupMessageKind.READY, step, task) if task is not None and not self._group.follows:
-                self._tell(ev.ReadyReported(step, member, task))
+                self._apply(ev.ReadyReported(step, member, task))
             case GroupMessage(GroupMessageKind.HELD, step, task, (held, output)) if (
                 task is not None and not self._group.follows
             ):
-                self._tell(ev.HeldReported(step, member, task, held, output))
+                self._apply(ev.HeldReported(step, member, task, held, output))
             case GroupMessage(GroupMessageKind.ORDER, step, task, (sequence,)) if task is not None and member == 0:
-                self._tell(ev.Ordered(step, sequence, task))
+                self._apply(ev.Ordered(step, sequence, task))
             case _:
                 raise ProtocolError(f"member {member} of the group says {message}, which makes no sense here")

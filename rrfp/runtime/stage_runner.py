@@ -14,9 +14,10 @@ from dataclasses import replace
 from typing import Literal
 
 from rrfp.arbiter.agreement import AgreementArbiter
+from rrfp.arbiter.arbiter import Arbiter
 from rrfp.arbiter.group_messages import GroupMessage
 from rrfp.arbiter.leader import LeaderProtocol
-from rrfp.arbiter.loop import Arbiter, SettlingLoop
+from rrfp.arbiter.loop import SettlingLoop, run_arbiter
 from rrfp.compute.gradients.tied import TiedGradients
 from rrfp.compute.mailbox import Mailbox
 from rrfp.compute.program import Lane, StageProgram
@@ -138,11 +139,10 @@ class StageRunner:
         group = Group(place.member, place.members)
         if coordination == "leader":
             self._arbiter = Arbiter(core, depth or max(2, self._lane.depth), self._dispatch, self._waiting)
-            tells_bytes = core.limit.bytes is not None
             self._leader_protocol = LeaderProtocol(
-                group, self._courier.send_to_member, self._tell, tells_bytes=tells_bytes
+                group, self._courier.send_to_member, self._tell, reports_bytes=core.limit.bytes is not None
             )
-            return self._leader_protocol.take
+            return self._leader_protocol.on_message
         self._arbiter = self._agreement = AgreementArbiter(
             core,
             depth or self._lane.depth,
@@ -152,7 +152,7 @@ class StageRunner:
             send=self._courier.send_to_member,
         )
         self._progress.dispute = lambda: None if self._agreement is None else self._agreement.dispute
-        return self._agreement.take
+        return self._agreement.on_message
 
     # Life.
 
@@ -170,7 +170,7 @@ class StageRunner:
             await self._transport.start()
             await self._services.start(
                 self._courier.pump(self._inbox.take),
-                self._arbiter.run(settled),
+                run_arbiter(self._arbiter, settled),
                 *self._supervision.services(),
             )
         except BaseException:
@@ -276,7 +276,7 @@ class StageRunner:
         self._gradients.open(step, plan.reduce_gradients)
         with self._inbox.opening():
             if self._agreement is not None:
-                self._agreement.open(step)
+                self._agreement.open_step(step)
             self._tell(ev.StepOpened(step.number, step.mode, step.microbatches, plan.sizes))
         await self._finished.wait()
         # Before the others can hear that this rank is done, and send what belongs to the next step.
@@ -329,7 +329,7 @@ class StageRunner:
 
     def _completed(self, completed: ev.Completed) -> None:
         if self._leader_protocol is not None and self._progress.step is not None:
-            self._leader_protocol.completed(completed, self._progress.step)
+            self._leader_protocol.on_completed(completed, self._progress.step)
         self._tell(completed)
 
     def _waiting(self, cause: WaitCause) -> None:

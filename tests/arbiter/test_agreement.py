@@ -50,7 +50,7 @@ class Members:
             self.open(member)
 
     def open(self, member: int) -> None:
-        self.arbiters[member].open(STEP)
+        self.arbiters[member].open_step(STEP)
         self.cores[member].apply(ev.StepOpened(*STEP))
 
     def _arbiter(self, member: int, size: int) -> AgreementArbiter:
@@ -77,13 +77,13 @@ class Members:
             core.apply(ev.Completed(core.in_flight[0]))
 
     def decide(self, member: int) -> None:
-        self.arbiters[member]._dispatch_ready()
+        self.arbiters[member].decide_once()
 
     def hear(self) -> None:
         """Deliver all messages, and let everybody decide, until nothing is said any more."""
         while pairs := [pair for pair, messages in self.messages.items() if messages]:
             for sender, receiver in pairs:
-                self.arbiters[receiver].take(sender, self.messages[sender, receiver].popleft())
+                self.arbiters[receiver].on_message(sender, self.messages[sender, receiver].popleft())
                 self.decide(receiver)
             self.decide(0)
 
@@ -132,7 +132,7 @@ def test_any_delays_end_in_one_order() -> None:
                 members.arrived(*arrivals.pop(rng.randrange(len(arrivals))))
             elif said:
                 sender, receiver = rng.choice(said)
-                members.arbiters[receiver].take(sender, members.messages[sender, receiver].popleft())
+                members.arbiters[receiver].on_message(sender, members.messages[sender, receiver].popleft())
                 members.decide(receiver)
             elif len({len(order) for order in members.orders}) == 1 and members.cores[0].in_flight:
                 members.completed()
@@ -224,22 +224,22 @@ def test_messages_of_a_step_that_this_rank_has_not_opened_wait_for_it() -> None:
 )
 def test_messages_that_make_no_sense_are_refused(member: int, sender: int, message: GroupMessage, text: str) -> None:
     with pytest.raises(ProtocolError) as caught:
-        Members().arbiters[member].take(sender, message)
+        Members().arbiters[member].on_message(sender, message)
     assert text in str(caught.value)
 
 
 def test_a_second_proposal_in_a_round_is_refused() -> None:
     members = Members(size=3)
-    members.arbiters[0].take(1, GroupMessage(GroupMessageKind.PROPOSE, STEP, T("F0@1"), (0,)))
+    members.arbiters[0].on_message(1, GroupMessage(GroupMessageKind.PROPOSE, STEP, T("F0@1"), (0,)))
     with pytest.raises(ProtocolError, match=r"member 1 of the group proposes twice in round 0 of step 0"):
-        members.arbiters[0].take(1, GroupMessage(GroupMessageKind.PROPOSE, STEP, T("F1@1"), (0,)))
+        members.arbiters[0].on_message(1, GroupMessage(GroupMessageKind.PROPOSE, STEP, T("F1@1"), (0,)))
 
 
 def test_an_outcome_that_this_rank_did_not_propose_is_refused() -> None:
     members = Members()
     members.arrived(1, "F1@0")
     with pytest.raises(ProtocolError, match=r"the group agrees on F0@1 in round 0; this rank proposed F1@1"):
-        members.arbiters[1].take(0, GroupMessage(GroupMessageKind.OUTCOME, STEP, T("F0@1"), (0,)))
+        members.arbiters[1].on_message(0, GroupMessage(GroupMessageKind.OUTCOME, STEP, T("F0@1"), (0,)))
 
 
 # A leader's messages.
@@ -263,28 +263,28 @@ def test_messages_that_are_not_the_senders_to_say_are_refused(rank: int, sender:
     told: list[ev.Event] = []
     protocol = LeaderProtocol(Group(rank, 3), lambda member, said: None, told.append)
     with pytest.raises(ProtocolError, match=rf"member {sender} of the group says .*, which makes no sense here"):
-        protocol.take(sender, message)
+        protocol.on_message(sender, message)
     assert not told
 
 
-def protocol_of(member: int, said: list[tuple[int, GroupMessage]], *, tells_bytes: bool = True) -> LeaderProtocol:
+def protocol_of(member: int, said: list[tuple[int, GroupMessage]], *, reports_bytes: bool = True) -> LeaderProtocol:
     """The part of a member of three, which adds to ``said`` what it says to whom."""
     told: list[ev.Event] = []
     return LeaderProtocol(
-        Group(member, 3), lambda other, message: said.append((other, message)), told.append, tells_bytes=tells_bytes
+        Group(member, 3), lambda other, message: said.append((other, message)), told.append, reports_bytes=reports_bytes
     )
 
 
-@pytest.mark.parametrize("tells", [True, False])
-def test_a_follower_tells_what_it_holds_only_where_bytes_are_limited(tells: bool) -> None:
+@pytest.mark.parametrize("reports", [True, False])
+def test_a_follower_reports_what_it_holds_only_where_bytes_are_limited(reports: bool) -> None:
     said: list[tuple[int, GroupMessage]] = []
-    protocol_of(2, said, tells_bytes=tells).completed(ev.Completed(T("F0@1"), held=7, output=3), STEP)
-    assert said == ([(0, GroupMessage(GroupMessageKind.HELD, STEP, T("F0@1"), (7, 3)))] if tells else [])
+    protocol_of(2, said, reports_bytes=reports).on_completed(ev.Completed(T("F0@1"), held=7, output=3), STEP)
+    assert said == ([(0, GroupMessage(GroupMessageKind.HELD, STEP, T("F0@1"), (7, 3)))] if reports else [])
 
 
-def test_a_leader_tells_every_follower_each_entry_and_no_bytes() -> None:
+def test_a_leader_sends_every_follower_each_entry_and_no_bytes() -> None:
     said: list[tuple[int, GroupMessage]] = []
     protocol = protocol_of(0, said)
     protocol.perform(ev.Order(4, T("B1@1")), STEP)
-    protocol.completed(ev.Completed(T("F0@1"), held=7), STEP)
+    protocol.on_completed(ev.Completed(T("F0@1"), held=7), STEP)
     assert said == [(member, GroupMessage(GroupMessageKind.ORDER, STEP, T("B1@1"), (4,))) for member in (1, 2)]

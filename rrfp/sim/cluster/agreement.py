@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from rrfp.arbiter.agreement import outcome_of
 from rrfp.core import events as ev
 from rrfp.core.tasks import Task
 from rrfp.sim.cluster.engine import TensorParallelEngine
@@ -53,12 +54,11 @@ class _Ballot:
         """Take the proposals of a round; returns what they agree on."""
         self.has_news = False
         self.num_rounds += 1
-        proposed = set(self.picks)
-        if len(proposed) == 1:
-            return self.picks[0]
-        self.num_failed += 1
-        self.num_disputed += len(proposed - {None}) > 1
-        return None
+        agreed = outcome_of(self.picks)
+        if agreed is None:
+            self.num_failed += 1
+            self.num_disputed += len({*self.picks} - {None}) > 1
+        return agreed
 
 
 class AgreementCoordinator:

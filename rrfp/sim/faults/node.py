@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rrfp.arbiter.agreement import AgreementArbiter
+from rrfp.arbiter.arbiter import Arbiter
 from rrfp.arbiter.group_messages import GroupMessage
 from rrfp.arbiter.leader import LeaderProtocol
-from rrfp.arbiter.loop import Arbiter
 from rrfp.core import events as ev
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import StepId, Task
@@ -76,9 +76,9 @@ class Node:
             return
         self.arbiter = Arbiter(self.core, depth, run, _wait)
         if crew.is_led:
-            tells_bytes = self.core.limit.bytes is not None
+            reports_bytes = self.core.limit.bytes is not None
             self.leader_protocol = LeaderProtocol(
-                self.core.group, speak, lambda event: tell(self, event), tells_bytes=tells_bytes
+                self.core.group, speak, lambda event: tell(self, event), reports_bytes=reports_bytes
             )
 
     def open_step(self) -> None:

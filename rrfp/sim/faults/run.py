@@ -136,7 +136,7 @@ class FaultEngine:
         node.open_step()
         early_words, early = node.witness.open_step(step, self._reference(number, node.rank.replica, node.rank))
         if node.agreement is not None:
-            self._let_take(node, partial(node.agreement.open, step), f"what was said of {step}", early_words)
+            self._let_take(node, partial(node.agreement.open_step, step), f"what was said of {step}", early_words)
         if node.origin is None:
             self._tell(node, ev.StepOpened(number, step.mode, step.microbatches, sizes), early)
         self._post.later(self._network.step_opened(rank, number, self._agenda.now))
@@ -156,6 +156,7 @@ class FaultEngine:
 
     def _decide(self, node: Node) -> None:
         if node.origin is None:
+            node.arbiter.kick()
             node.arbiter.decide()
         elif (run := node.core.decide()) is not None:
             self._object(f"{node.rank.name} wants to run {run.task} after it was aborted")
@@ -193,7 +194,7 @@ class FaultEngine:
         node.witness.completed(task, node.running)
         completed = ev.Completed(task, node.witness.memory.left_by(task), seconds)
         if node.leader_protocol is not None and node.origin is None:
-            node.leader_protocol.completed(completed, node.step)
+            node.leader_protocol.on_completed(completed, node.step)
         self._tell(node, completed, None)
         if node.lane and node.origin is None:
             self._start(node)
@@ -247,11 +248,11 @@ class FaultEngine:
     def _hear(self, node: Node, member: int, parcel: Parcel, breach: Breach | None) -> None:
         assert parcel.group_message is not None
         if node.agreement is not None and node.origin is None:
-            self._let_take(node, partial(node.agreement.take, member, parcel.group_message), parcel.id, breach)
+            self._let_take(node, partial(node.agreement.on_message, member, parcel.group_message), parcel.id, breach)
         elif node.leader_protocol is not None:
             self._heard = breach
             try:
-                node.leader_protocol.take(member, parcel.group_message)
+                node.leader_protocol.on_message(member, parcel.group_message)
             except ProtocolError as error:
                 self._failures.refused(node, parcel.id, error, breach)
 

@@ -1,0 +1,73 @@
+"""The arbiter: hands the lane what the core decides, whenever something has happened. It has no policy and no loop.
+
+Whoever reports an event to the core calls `Arbiter.kick`. Whoever drives the arbiter lets it decide once all that
+happened together was applied: `rrfp.arbiter.loop` on an event loop, the simulator at the end of a virtual instant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rrfp.core.stage_core import StageCore
+from rrfp.core.tasks import Task
+from rrfp.core.usage import WaitCause
+
+
+class Arbiter:
+    """Dispatches the tasks of one rank.
+
+    Args:
+        core: decides.
+        depth: how many tasks may be enqueued and not complete.
+        dispatch: hands a task to the lane and reports `Enqueued` to the core.
+        waiting: called with the cause each time the lane is left with nothing to do.
+
+    Attributes:
+        is_due: whether something happened since it decided last.
+        on_kick: called whenever something happened.
+    """
+
+    def __init__(
+        self, core: StageCore, depth: int, dispatch: Callable[[Task], None], waiting: Callable[[WaitCause], None]
+    ) -> None:
+        self.is_due = False
+        self.on_kick: Callable[[], None] = _ignore
+        self._core = core
+        self._depth = depth
+        self._dispatch = dispatch
+        self._waiting = waiting
+
+    def kick(self) -> None:
+        """Something happened: a decision is due."""
+        self.is_due = True
+        self.on_kick()
+
+    def decide(self) -> None:
+        """Dispatch what is ready now, and what becomes ready by that."""
+        while self.is_due:
+            self.decide_once()
+
+    def decide_once(self) -> None:
+        """Dispatch what is ready now. Another decision may be due afterwards."""
+        self.is_due = False
+        while self.dispatch_next():
+            pass
+        if not self._core.in_flight:
+            self._waiting(self._wait_cause())
+
+    def dispatch_next(self) -> bool:
+        """Dispatch one task; False if the lane is full or nothing is ready."""
+        if len(self._core.in_flight) >= self._depth:
+            return False
+        decision = self._core.decide()
+        if decision is None:
+            return False
+        self._dispatch(decision.task)
+        return True
+
+    def _wait_cause(self) -> WaitCause:
+        return self._core.wait_cause()
+
+
+def _ignore() -> None:
+    """Nobody waits for kicks: the arbiter is driven from outside."""
