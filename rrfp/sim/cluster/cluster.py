@@ -55,7 +55,7 @@ class Cluster(ABC, Generic[NodeT]):
     def __init__(
         self,
         nodes: Sequence[NodeT],
-        steps: Sequence[StepId],
+        steps: Sequence[StepId] = (),
         *,
         members: int = 1,
         depth: int = 1,
