@@ -132,7 +132,9 @@ class RankChecker:
 
     def lacks(self, task: Task, step: StepId) -> list[Task]:
         """What ``task`` needs from other stages in ``step`` and has not come."""
-        return [one for one in self._remote_inputs(task) if (step.number, one) not in self._arrived]
+        where = self._graph.placement.stage_of
+        sources = [one for one in self._graph.inputs(task) if where(one.virtual_stage) != self._stage]
+        return sources if step != self.step else [one for one in sources if (step.number, one) not in self._arrived]
 
     def enqueue(self, task: Task) -> None:
         """The core started ``task``."""
@@ -141,10 +143,11 @@ class RankChecker:
         if task in self._enqueued:
             self.object_to(f"started {task} twice")
         assert self.step is not None, "no step was opened"
-        elsewhere = self._remote_inputs(task)
-        absent = [one for one in self._graph.inputs(task) if one not in elsewhere and one not in self._enqueued]
-        for source in (*absent, *self.lacks(task, self.step)):
-            self.object_to(f"started {task} before {source}")
+        for source in self._graph.inputs(task):
+            is_remote = self._graph.placement.stage_of(source.virtual_stage) != self._stage
+            is_here = (self.step.number, source) in self._arrived if is_remote else source in self._enqueued
+            if not is_here:
+                self.object_to(f"started {task} before {source}")
         self._enqueued.add(task)
         if wrong := self.memory.enqueue(task):
             self.object_to(wrong)
@@ -164,7 +167,3 @@ class RankChecker:
             self.object_to(f"finished without {' '.join(map(str, sorted(undone)))}")
         if strange := self._completed - expected:
             self.object_to(f"ran {' '.join(map(str, sorted(strange)))}, which it does not run in this step")
-
-    def _remote_inputs(self, task: Task) -> list[Task]:
-        where = self._graph.placement.stage_of
-        return [one for one in self._graph.inputs(task) if where(one.virtual_stage) != self._stage]

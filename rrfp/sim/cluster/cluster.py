@@ -3,7 +3,7 @@
 What a core asks for is done here: outputs, credits and messages inside groups become packets, tasks go to lanes, steps
 follow each other. A subclass adds time and a network: it says when a packet arrives and when a task ends. Checkers
 watch from there; nothing in here judges. `rrfp.sim.cluster.group_run` simulates tensor-parallel groups on a cost table,
-`rrfp.sim.cluster.random_run` lets anything happen in any order, `rrfp.sim.faults.run` lets things go wrong.
+`rrfp.sim.cluster.random_run` lets anything happen in any order, `rrfp.sim.faults.cluster` lets things go wrong.
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ from rrfp.sim.cluster.ranks import Rank
 Coordination = Literal["leader", "agreement"] | None
 
 
+#: What one rank sends to another.
+Content = ev.Arrived | ev.Consumed | GroupMessage
+
+
 class Packet(NamedTuple):
     """A message from one rank to another."""
 
     sender: Rank
     receiver: Rank
-    content: ev.Arrived | ev.Consumed | GroupMessage
+    content: Content
 
 
 class Cluster(ABC, Generic[NodeT]):
@@ -183,10 +187,10 @@ class Cluster(ABC, Generic[NodeT]):
         """The first task on the lane of ``node`` ends."""
         task = node.lane.popleft()
         completed = ev.Completed(task, self.bytes_held(node, task), seconds)
-        if node.leader_protocol is not None:
+        if node.leader_protocol is not None and node.origin is None:
             node.leader_protocol.on_completed(completed, node.step)
         self.tell(node, completed)
-        if node.lane:
+        if node.lane and node.origin is None:
             self._come(node)
 
     def _come(self, node: NodeT) -> None:

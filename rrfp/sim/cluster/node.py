@@ -9,6 +9,7 @@ from rrfp.arbiter.arbiter import Arbiter
 from rrfp.arbiter.leader import LeaderProtocol
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import StepId, Task
+from rrfp.errors import Origin
 from rrfp.sim.cluster.ranks import Rank
 
 
@@ -28,6 +29,7 @@ class Node:
         num_begun: how many of them its lane has come to.
         num_opened: steps begun.
         num_finished: steps done.
+        origin: why it was aborted, if it was.
         step_or_none: the step that it is in, or was in last; None before its first.
     """
 
@@ -41,6 +43,7 @@ class Node:
         self.lane: deque[Task] = deque()
         self.order: list[Task] = []
         self.num_begun = self.num_opened = self.num_finished = 0
+        self.origin: Origin | None = None
         self.step_or_none: StepId | None = None
 
     @property

@@ -13,8 +13,8 @@ from rrfp.arbiter.agreement import AgreementArbiter
 from rrfp.arbiter.group_messages import GroupMessageKind
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import StepId, Task
+from rrfp.sim.cluster.ranks import Rank, name_of_rank
 from rrfp.sim.faults.faults import AnyId, GroupMessageId, MessageId
-from rrfp.sim.faults.ranks import Rank, name_of_rank
 
 #: More entries than a step of a simulated pipeline has.
 _ALL = 1 << 30
