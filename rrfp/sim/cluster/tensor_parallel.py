@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError
 from rrfp.sim.cluster.group_run import GroupRun
 from rrfp.sim.cluster.node import Node
-from rrfp.sim.cluster.ranks import ranks_of
+from rrfp.sim.cluster.ranks import Rank, ranks_of
 from rrfp.sim.cluster.result import TensorParallelResult
 from rrfp.sim.engine import graph_of
 
@@ -139,28 +140,33 @@ def run_tensor_parallel(
     def core(stage: int, its_hint: Hint, group: Group | None = None) -> StageCore:
         return StageCore(graph, stage, its_hint, limits[stage], group=group, in_order=in_order)
 
-    nodes, all_knowing = [], []
+    nodes, all_knowing, members = [], [], latencies.ranks
+    ranks = ranks_of(costs.stages, members=members)
     for stage in range(costs.stages):
-        for rank in ranks_of(costs.stages, members=latencies.ranks)[stage * latencies.ranks :][: latencies.ranks]:
-            if isinstance(coordination, Leader):
-                its_hint = NeverAsked() if rank.member else hint()
-                nodes.append(Node(rank, core(stage, its_hint, Group(rank.member, latencies.ranks))))
-            else:
-                nodes.append(Node(rank, core(stage, hint())))
+        group = ranks[stage * members : (stage + 1) * members]
+        nodes += _nodes(group, core, hint, is_led=isinstance(coordination, Leader))
         all_knowing.append(core(stage, hint()))
-    is_led = isinstance(coordination, Leader)
-    return GroupRun(
-        costs,
-        graph,
-        latencies,
-        nodes,
-        all_knowing,
-        depth=coordination.depth if isinstance(coordination, Leader) else 1,
-        coordination="leader" if is_led else None,
-        control_seconds=coordination.control_seconds if isinstance(coordination, Leader) else 0.0,
-        gather_seconds=coordination.gather_seconds if isinstance(coordination, Agreement) else None,
-        sizes=None if sizes is None else tuple(sizes),
-    ).run()
+    its_sizes = None if sizes is None else tuple(sizes)
+    run = partial(GroupRun, costs, graph, latencies, nodes, all_knowing, sizes=its_sizes)
+    match coordination:
+        case Leader(depth, control_seconds):
+            return run(coordination="leader", depth=depth, control_seconds=control_seconds).run()
+        case Agreement(gather_seconds):
+            return run(gather_seconds=gather_seconds).run()
+        case Independent():
+            return run().run()
+
+
+def _nodes(
+    group: Sequence[Rank], core: Callable[..., StageCore], hint: Callable[[], Hint], *, is_led: bool
+) -> list[Node]:
+    """The ranks of one group; each has a hint of its own, but for the followers of a leader."""
+    if not is_led:
+        return [Node(rank, core(rank.stage, hint())) for rank in group]
+    return [
+        Node(rank, core(rank.stage, NeverAsked() if rank.member else hint(), Group(rank.member, len(group))))
+        for rank in group
+    ]
 
 
 def slowest_durations(costs: CostTable, delays: Mapping[Kind, Cube], tp: int) -> CostTable:
