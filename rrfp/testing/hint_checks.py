@@ -19,7 +19,7 @@ from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Mode, Task
 from rrfp.errors import ConfigError, HintError
-from rrfp.testing.core_network import CoreNetwork, Delivery
+from rrfp.sim.cluster.random_run import Delivery, RandomRun
 
 #: Makes a fresh hint for one stage.
 HintFactory = Callable[[], Hint]
@@ -149,8 +149,8 @@ def _orders(factory: HintFactory, case: Case, seed: int, delivery: Delivery = "a
     limits = [Limit.resolve(case.limit, stage, stages) for stage in range(stages)]
     hints = [factory() for _ in range(stages)]
     if any(hint.may_wait for hint in hints):
-        limits = [Limit()] * stages  # a hint that waits for a task that the memory limit blocks would deadlock
-    network = CoreNetwork(case.graph, hints, limits, seed=seed, depth=case.depth, delivery=delivery)
+        limits = [Limit()] * stages  # a hint that waits for one task must never find it kept out by memory
+    network = RandomRun(case.graph, hints, limits, seed=seed, depth=case.depth, delivery=delivery)
     try:
         network.run(case.steps)
     except ConfigError:

@@ -14,8 +14,8 @@ from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.core.topology import Layout, Placement
 from rrfp.costs import make_costs
 from rrfp.hints.slot_aware import SlotAware
+from rrfp.sim.cluster.random_run import RandomRun
 from rrfp.sim.engine import run
-from rrfp.testing.core_network import CoreNetwork
 
 
 def stage(index: int, stages: int = 4, *, limit: int | None, microbatches: int = 8, split: bool = True) -> Script:
@@ -236,7 +236,7 @@ def test_it_ends_on_any_pipeline(
 ) -> None:
     graph = Graph.chain(stages, chunks=chunks, layout=layout, split=split)
     limits = [Limit.resolve(limit, stage, stages) for stage in range(stages)]
-    network = CoreNetwork(graph, [SlotAware() for _ in range(stages)], limits, seed=seed, depth=depth)
+    network = RandomRun(graph, [SlotAware() for _ in range(stages)], limits, seed=seed, depth=depth)
     network.run([(Mode.TRAIN, microbatches), (Mode.FORWARD, microbatches)])
 
 

@@ -18,8 +18,8 @@ from rrfp.costs import CostTable
 from rrfp.sim.engine import run
 from rrfp.sim.faults.campaign import Campaign, replay_command, run_campaign, run_seed
 from rrfp.sim.faults.checker import REQUIRED, Ending
-from rrfp.sim.faults.node import Node
-from rrfp.sim.faults.run import FaultEngine
+from rrfp.sim.faults.cluster import FaultCluster
+from rrfp.sim.faults.node import FaultNode
 from rrfp.sim.faults.scenario import Scenario, make_scenario
 
 NUM_RUNS, NUM_MORE = 6_000, 60_000
@@ -135,7 +135,7 @@ def test_without_faults_every_task_starts_when_the_engine_starts_it() -> None:
             expected = run(as_table(scenario), hints, made.limits, sizes=made.sizes, in_order=made.in_order)
         except ValueError:
             continue  # a schedule that does not fit the longer step
-        outcome = FaultEngine(scenario).run()
+        outcome = FaultCluster(scenario).run()
         assert outcome.ending is Ending.FINISHED
         assert [starts(node) for node in outcome.nodes] == [
             [(span.task, span.start) for span in stage] for stage in expected.spans
@@ -144,5 +144,5 @@ def test_without_faults_every_task_starts_when_the_engine_starts_it() -> None:
     assert compared > 150
 
 
-def starts(node: Node) -> list[tuple[Task, float]]:
+def starts(node: FaultNode) -> list[tuple[Task, float]]:
     return node.starts

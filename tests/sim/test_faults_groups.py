@@ -16,10 +16,11 @@ from rrfp.core.stage_core import StageCore
 from rrfp.core.step import Instructions
 from rrfp.core.tasks import Task
 from rrfp.hints.registry import create_hint
+from rrfp.sim.cluster.ranks import Rank
 from rrfp.sim.faults.campaign import run_scenario
 from rrfp.sim.faults.checker import Ending
+from rrfp.sim.faults.crew import Crew
 from rrfp.sim.faults.faults import Death, Delay, Duplicate, Fault, GroupMessageId, Lose, MessageId, Pause, Swap
-from rrfp.sim.faults.ranks import Crew, Rank
 from rrfp.sim.faults.scenario import Scenario
 
 LED = Crew(members=2, bytes_held=(0, 0))

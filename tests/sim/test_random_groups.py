@@ -1,9 +1,9 @@
 """Ten thousand random small pipelines of groups under leaders, on the real cores: one order on all ranks, and no stall.
 
-`CoreNetwork` checks on the way that a leader orders only what has arrived on every rank, that each rank runs exactly
-its leader's log, each task once and after its inputs, and that D keeps its limit on every rank. Words between two ranks
-stay in order; everything else is delayed at will. A failure names its seed: `PYTHONPATH=tests python -c "from sim
-import test_random_groups as t; t.run_groups(SEED)"` replays it alone.
+`RandomRun` checks on the way that a leader orders only what has arrived on every rank, that each rank runs exactly
+its leader's log, each task once and after its inputs, and that D keeps its limit on every rank. Messages between two
+ranks of a group stay in order; everything else is delayed at will. A failure names its seed: `PYTHONPATH=tests python
+-c "from sim import test_random_groups as t; t.run_groups(SEED)"` replays it alone.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Iterable
 import pytest
 from sim.test_random_pipelines import ADVERSARIES
 
-from rrfp.core import events as ev
+from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
 from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.errors import HintError, ProtocolError, RrfpError
-from rrfp.testing.core_network import Carry, CoreNetwork, Delivery
+from rrfp.sim.cluster.random_run import Carry, Delivery, RandomRun
 
 NUM_PIPELINES = 10_000
 BATCH = 1_000
@@ -35,7 +35,7 @@ class Follower(Hint):
         raise AssertionError("a follower was asked")
 
 
-def network_of(seed: int, carry: Carry = lambda event: (event,)) -> tuple[CoreNetwork, list[tuple[Mode, int]]]:
+def network_of(seed: int, carry: Carry = lambda message: (message,)) -> tuple[RandomRun, list[tuple[Mode, int]]]:
     """The pipeline of this seed, and its steps."""
     rng = random.Random(seed)
     stages, chunks, members = rng.randint(1, 3), rng.choice([1, 1, 2]), rng.choice([2, 2, 3, 4])
@@ -47,7 +47,7 @@ def network_of(seed: int, carry: Carry = lambda event: (event,)) -> tuple[CoreNe
     adversary, forced = rng.choice(ADVERSARIES), rng.choice([*Kind])
     deliveries: list[Delivery] = ["any", "any", "oldest", "newest"]
     sizes = [[rng.randint(1, 5) for _ in range(microbatches)] for _ in range(members)]
-    network = CoreNetwork(
+    network = RandomRun(
         graph,
         [adversary(rng) for _ in range(stages)],
         random_limits(rng, stages, microbatches),
@@ -98,7 +98,7 @@ def test_a_limit_on_bytes_holds_on_the_rank_that_holds_the_most(depth: int, wors
     """A microbatch holds 10 bytes, on one rank 25: with 60 bytes two fit at once, where 6 would on the others."""
     most = []
     for seed in range(30):
-        network = CoreNetwork(
+        network = RandomRun(
             Graph.chain(2),
             [ADVERSARIES[seed % 2](random.Random(seed)) for _ in range(2)],
             [Limit(bytes=60)] * 2,
@@ -117,7 +117,7 @@ def test_a_limit_on_bytes_holds_on_the_rank_that_holds_the_most(depth: int, wors
 # What breaks the rules is refused by name.
 
 
-def outcome(network: CoreNetwork) -> Exception | None:
+def outcome(network: RandomRun) -> Exception | None:
     """How a step of four microbatches ends."""
     try:
         network.run([(Mode.TRAIN, 4)])
@@ -144,7 +144,7 @@ def test_a_hint_that_lies_is_named_and_orders_nothing_wrong(first: int) -> None:
     caught = 0
     for seed in range(first, first + 100):
         rng = random.Random(seed)
-        network = CoreNetwork(
+        network = RandomRun(
             Graph.chain(2), [Lying(rng), Lying(rng)], [Limit(2)] * 2, seed=seed, depth=rng.randint(1, 3), members=2
         )
         error = outcome(network)
@@ -159,58 +159,58 @@ def test_a_hint_that_lies_is_named_and_orders_nothing_wrong(first: int) -> None:
 
 
 class Tamper:
-    """Does something to the ``number``-th word of a kind: loses, repeats or swaps it with the next, or an old one."""
+    """Does something to the ``number``-th message of a kind: loses, repeats or swaps it with the next."""
 
-    def __init__(self, kind: type[ev.Event], how: str, number: int) -> None:
+    def __init__(self, kind: GroupMessageKind, how: str, number: int) -> None:
         self._kind, self._how, self._number = kind, how, number
-        self._seen: list[ev.Event] = []
+        self._seen: list[GroupMessage] = []
         self.done = False
 
-    def __call__(self, event: ev.Event) -> Iterable[ev.Event]:
-        if not isinstance(event, self._kind):
-            return (event,)
-        self._seen.append(event)
+    def __call__(self, message: GroupMessage) -> Iterable[GroupMessage]:
+        if message.kind is not self._kind:
+            return (message,)
+        self._seen.append(message)
         at = len(self._seen) - 1
         if self._how == "lose" and at == self._number:
             return ()
         if self._how == "repeat" and at == self._number:
             self.done = True
-            return (event, event)
+            return (message, message)
         if self._how == "swap" and at == self._number:
             return ()
         if self._how == "swap" and at == self._number + 1:
             self.done = True
-            return (event, self._seen[self._number])
+            return (message, self._seen[self._number])
         self.done |= self._how == "lose" and at > self._number
-        return (event,)
+        return (message,)
 
 
 @pytest.mark.parametrize(
     ("kind", "how", "texts"),
     [
-        (ev.Ordered, "lose", ["order log leaves a gap: got entry"]),
-        (ev.Ordered, "repeat", ["order log repeats an entry: got entry"]),
-        (ev.Ordered, "swap", ["order log leaves a gap: got entry"]),
-        (ev.ReadyReported, "repeat", ["of the group reported", "does not await", "a message of step"]),
-        (ev.HeldReported, "repeat", ["of the group reported the bytes of"]),
+        (GroupMessageKind.ORDER, "lose", ["order log leaves a gap: got entry"]),
+        (GroupMessageKind.ORDER, "repeat", ["order log repeats an entry: got entry"]),
+        (GroupMessageKind.ORDER, "swap", ["order log leaves a gap: got entry"]),
+        (GroupMessageKind.READY, "repeat", ["of the group reported", "does not await", "a message of step"]),
+        (GroupMessageKind.HELD, "repeat", ["of the group reported the bytes of"]),
     ],
 )
-def test_words_that_are_lost_repeated_or_swapped_are_named(kind: type[ev.Event], how: str, texts: list[str]) -> None:
-    """With one follower all words of a kind are of one channel, so the next one tells."""
+def test_lost_repeated_and_swapped_messages_are_named(kind: GroupMessageKind, how: str, texts: list[str]) -> None:
+    """With one follower all messages of a kind are of one channel, so the next one tells."""
     caught = 0
     for seed in range(150):
         tamper = Tamper(kind, how, seed % 7)
-        network = CoreNetwork(
+        network = RandomRun(
             Graph.chain(2),
             [ADVERSARIES[3](random.Random(seed)) for _ in range(2)],
             [Limit(2), Limit(2)],
             seed=seed,
             depth=1 + seed % 3,
             members=2,
-            carry=lambda event, tamper=tamper: tamper(event) if _on_stage(event, 1) else (event,),  # type: ignore[misc]
+            carry=lambda message, tamper=tamper: tamper(message) if _on_stage(message, 1) else (message,),  # type: ignore[misc]
         )
         error = outcome(network)
-        if kind is ev.HeldReported and error is None:
+        if kind is GroupMessageKind.HELD and error is None:
             continue  # no task waits for the last of these, so the leader may have ended the step
         if tamper.done:
             caught += 1
@@ -219,17 +219,17 @@ def test_words_that_are_lost_repeated_or_swapped_are_named(kind: type[ev.Event],
     assert caught > 80
 
 
-def _on_stage(event: ev.Event, stage: int) -> bool:
-    return isinstance(event, ev.Ordered | ev.ReadyReported | ev.HeldReported) and event.task.virtual_stage == stage
+def _on_stage(message: GroupMessage, stage: int) -> bool:
+    return message.task is not None and message.task.virtual_stage == stage
 
 
 def test_a_log_without_its_last_entries_stalls_and_both_say_what_is_awaited() -> None:
-    def carry(event: ev.Event) -> Iterable[ev.Event]:
-        is_lost = isinstance(event, ev.Ordered) and event.sequence >= 2
-        return () if is_lost else (event,)
+    def carry(message: GroupMessage) -> Iterable[GroupMessage]:
+        is_lost = message.kind is GroupMessageKind.ORDER and message.numbers[0] >= 2
+        return () if is_lost else (message,)
 
-    network = CoreNetwork(Graph.chain(1), [ADVERSARIES[1](random.Random(0))], [Limit()], members=2, carry=carry)
-    with pytest.raises(AssertionError, match=r"stage 0 member 0 waits for: B0@0 .*\(idle for: .*\)"):
+    network = RandomRun(Graph.chain(1), [ADVERSARIES[1](random.Random(0))], [Limit()], members=2, carry=carry)
+    with pytest.raises(AssertionError, match=r"stage 0 member 0 waits \(.*\)"):
         network.run([(Mode.TRAIN, 3)])
 
 

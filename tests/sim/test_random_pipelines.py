@@ -1,6 +1,6 @@
 """Ten thousand random small pipelines on the real cores: whatever the hints, the delays and the limits, every run ends.
 
-`CoreNetwork` checks on the way that each task runs once and after its inputs, that D keeps its limit, and that every
+`RandomRun` checks on the way that each task runs once and after its inputs, that D keeps its limit, and that every
 stage finishes every step once. A failure names its seed: `PYTHONPATH=tests/sim python -c "import test_random_pipelines
 as t; t.run_pipeline(SEED)"` replays it alone.
 """
@@ -20,7 +20,7 @@ from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.core.topology import Placement
 from rrfp.hints.registry import create_hint
-from rrfp.testing.core_network import CoreNetwork, Delivery
+from rrfp.sim.cluster.random_run import Delivery, RandomRun
 
 NUM_PIPELINES = 10_000
 BATCH = 1_000
@@ -101,7 +101,7 @@ def run_pipeline(seed: int) -> None:
         forced = [(rng.choice([*Kind]), v) for v in range(count) if rng.random() < 0.7]
     sizes = {Task(kind, m, v): rng.randint(1, 10) for kind in Kind for m in range(microbatches) for v in range(count)}
     deliveries: list[Delivery] = ["any", "any", "oldest", "newest"]
-    network = CoreNetwork(
+    network = RandomRun(
         graph,
         [adversary(rng) for _ in range(stages)],
         [random_limit(rng, microbatches) for _ in range(stages)],

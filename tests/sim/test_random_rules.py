@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -10,9 +11,10 @@ from rrfp.core.admission import AdmissionRule, Limit
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
+from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.core.topology import Placement
-from rrfp.testing.core_network import CoreNetwork
+from rrfp.sim.cluster.random_run import RandomRun
 
 
 class AnyReady(Hint):
@@ -30,7 +32,7 @@ class AnyReady(Hint):
 @pytest.mark.parametrize("rule", ["staircase", "paper"])
 @pytest.mark.parametrize("batch", range(4))
 def test_every_run_ends_and_d_keeps_its_bound(rule: AdmissionRule, batch: int) -> None:
-    """`CoreNetwork` counts D anew; a failing seed is in the message."""
+    """`RandomRun` counts D anew; a failing seed is in the message."""
     for seed in range(batch * 40, batch * 40 + 40):
         rng = random.Random(seed)
         stages, chunks, microbatches = rng.randint(1, 6), rng.randint(2, 4), rng.randint(2, 10)
@@ -43,8 +45,23 @@ def test_every_run_ends_and_d_keeps_its_bound(rule: AdmissionRule, batch: int) -
         in_order = [(kind, v) for v in where if kind in graph.kinds(v, Mode.TRAIN)] if kind else []
         limits = [Limit(rng.randint(1, 5), rule=rule) for _ in range(stages)]
         hints = [AnyReady(rng.randrange(1 << 30)) for _ in range(stages)]
-        network = CoreNetwork(graph, hints, limits, seed=seed, depth=rng.randint(1, 3), in_order=in_order)
+        network = RandomRun(graph, hints, limits, seed=seed, depth=rng.randint(1, 3), in_order=in_order)
         try:
             network.run([(Mode.TRAIN, microbatches), (Mode.FORWARD, microbatches)])
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from None
+
+
+class IgnoresItsLimit(StageCore):
+    """Holds whatever comes."""
+
+    def __init__(self, graph: Graph, stage: int, hint: Hint, limit: Limit, **options: Any) -> None:
+        super().__init__(graph, stage, hint, Limit(), **options)
+
+
+@pytest.mark.parametrize("mode", [*Mode])
+def test_a_core_that_ignores_its_limit_is_found_in_both_modes(mode: Mode) -> None:
+    """The checker counts D anew, and never asks the core."""
+    network = RandomRun(Graph.chain(2), [AnyReady(0), AnyReady(1)], [Limit(1), Limit(1)], make_core=IgnoresItsLimit)
+    with pytest.raises(AssertionError, match=r"holds 2 chunk tasks after starting F\d@\d, the most allowed is 1"):
+        network.run([(mode, 6)])

@@ -1,106 +1,71 @@
-"""One stage of T ranks in the simulator: their cores, and the one lane that collectives inside tasks make of T lanes.
+"""The members of one group in a simulated cluster: they begin steps together, run one order, and meet in its tasks.
 
-Every rank enqueues tasks in its own order. A task starts when all ranks have it at the head of their lanes, and ends on
-all of them at once. Knows no time and no coordination; it refuses ranks that would run different collectives.
+Knows no time, and not how they come to one order.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
-from rrfp.core import events as ev
-from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Task
-from rrfp.core.usage import WaitCause
-from rrfp.errors import ProtocolError
+from rrfp.sim.cluster.node import Node
+
+NodeT = TypeVar("NodeT", bound=Node)
 
 
-class RankGroup:
+class RankGroup(Generic[NodeT]):
     """See the module's docstring.
 
     Args:
-        stage: which stage.
-        cores: one a rank.
-        witness: one more core of the stage, told only what is true of all ranks, without delay: what it would run is
-            ready on every rank. It never decides anything.
+        nodes: the members, leader first.
+        coupled: a task begins when the last member comes to it, as with collectives inside.
     """
 
-    def __init__(self, stage: int, cores: Sequence[StageCore], witness: StageCore) -> None:
-        self.stage = stage
-        self.cores = cores
-        self.witness = witness
-        #: Ranks whose core was told something since they were last asked.
-        self.told: set[int] = set(range(len(cores)))
-        #: What each rank has enqueued, in its order.
-        self.orders: list[list[Task]] = [[] for _ in cores]
-        self.num_completed = 0
-        #: The task on the lane.
-        self.running: Task | None = None
-        # The group's order as far as any rank has gone, and on how many ranks each place is filled.
-        self._order: list[Task] = []
-        self._num_joined: list[int] = []
-        self._num_arrived: Counter[Task] = Counter()
-        self._wait_cause: WaitCause | None = None
-        self._is_witness_told = True
+    def __init__(self, nodes: Sequence[NodeT], *, coupled: bool) -> None:
+        self.nodes = nodes
+        self._coupled = coupled and len(nodes) > 1
+        #: By step: the one order, as the member that came first to each place ran it.
+        self._orders: dict[int, list[Task]] = {}
+        #: By step and place: the members whose lanes have come to it.
+        self._present: dict[tuple[int, int], list[NodeT]] = {}
+        self._waiting: list[NodeT] = []
 
-    def num_pending(self, rank: int) -> int:
-        """Tasks that ``rank`` has enqueued and not completed."""
-        return len(self.orders[rank]) - self.num_completed
+    def may_open(self, node: NodeT) -> bool:
+        """Whether all members have opened the step before; if not, `take_waiting` returns ``node`` later."""
+        if all(other.num_opened >= node.num_opened for other in self.nodes):
+            return True
+        self._waiting.append(node)
+        return False
 
-    def join(self, rank: int, task: Task) -> None:
-        """``rank`` has ``task`` on its lane, behind what it enqueued before.
+    def take_waiting(self) -> list[NodeT]:
+        """Members that waited to open a step and now may."""
+        if not self._waiting:
+            return []
+        opened = min(node.num_opened for node in self.nodes)
+        free = [node for node in self._waiting if node.num_opened <= opened]
+        self._waiting = [node for node in self._waiting if node.num_opened > opened]
+        return free
 
-        Raises:
-            ProtocolError: if another rank has another task at this place: their collectives would not match.
-        """
-        place = len(self.orders[rank])
-        if place == len(self._order):
-            self._order.append(task)
-            self._num_joined.append(0)
-        if self._order[place] != task:
-            raise ProtocolError(
-                f"collective mismatch on stage {self.stage}: rank {rank} runs {task} as number {place} of the step, "
-                f"where another rank runs {self._order[place]}"
-            )
-        self.orders[rank].append(task)
-        self._num_joined[place] += 1
-
-    def startable(self) -> Task | None:
-        """The task that all lanes have at their heads, if they are free."""
-        place = self.num_completed
-        if self.running is not None or place == len(self._order) or self._num_joined[place] < len(self.cores):
+    def enqueue(self, node: NodeT, task: Task) -> Task | None:
+        """``node`` enqueues ``task``; returns the task that another member has at this place, if it is another one."""
+        place = len(node.order)
+        node.order.append(task)
+        if len(self.nodes) == 1:
             return None
-        return self._order[place]
+        order = self._orders.setdefault(node.step.number, [])
+        if place == len(order):
+            order.append(task)
+        return None if order[place] == task else order[place]
 
-    def start(self, task: Task) -> None:
-        """All ranks begin ``task``."""
-        self.running = task
-        self._tell_witness(ev.Enqueued(task))
-
-    def complete(self, event: ev.Completed) -> None:
-        """All ranks have ended the task that they ran; their cores are told apart."""
-        self.running = None
-        self.num_completed += 1
-        self._tell_witness(event)
-
-    def arrive(self, event: ev.Arrived) -> None:
-        """One more rank has this message; its core is told apart."""
-        self._num_arrived[event.task] += 1
-        if self._num_arrived[event.task] == len(self.cores):
-            self._tell_witness(event)
-
-    def wait_cause(self) -> WaitCause | None:
-        """Why the lane is idle, or None while it is not; ORDER: a task is ready on all ranks."""
-        if self.running is not None:
-            return None
-        if self._is_witness_told:
-            self._is_witness_told = False
-            is_ready = self.witness.decide() is not None
-            self._wait_cause = WaitCause.ORDER if is_ready else self.witness.wait_cause()
-        return self._wait_cause
-
-    def _tell_witness(self, event: ev.Event) -> None:
-        # It has no peers and nothing to reduce: nothing that it asks for matters.
-        self.witness.apply(event)
-        self._is_witness_told = True
+    def come(self, node: NodeT) -> Sequence[NodeT]:
+        """The lane of ``node`` comes to its next task; returns the members that begin theirs now."""
+        place = node.num_begun
+        node.num_begun += 1
+        if not self._coupled:
+            return (node,)
+        present = self._present.setdefault((node.step.number, place), [])
+        present.append(node)
+        if len(present) < len(self.nodes):
+            return ()
+        return self._present.pop((node.step.number, place))

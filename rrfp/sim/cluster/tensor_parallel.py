@@ -14,24 +14,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from rrfp.core.admission import Limit
-from rrfp.core.hint import Hint
+from rrfp.core.hint import Hint, View
 from rrfp.core.order_log import Group
 from rrfp.core.readiness import ForcedOrder
+from rrfp.core.ready_set import ReadySet
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Kind
+from rrfp.core.tasks import Kind, Task
 from rrfp.costs.rank_latency import Cube, RankLatencies
 from rrfp.costs.streams import whole
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError
-from rrfp.sim.cluster.agreement import AgreementCoordinator
-from rrfp.sim.cluster.engine import Coordinator, TensorParallelEngine
-from rrfp.sim.cluster.independent import IndependentCoordinator
-from rrfp.sim.cluster.leader import LeaderCoordinator, NeverAsked
-from rrfp.sim.cluster.rank_group import RankGroup
+from rrfp.sim.cluster.group_run import GroupRun
+from rrfp.sim.cluster.node import Node
+from rrfp.sim.cluster.ranks import Rank, ranks_of
 from rrfp.sim.cluster.result import TensorParallelResult
 from rrfp.sim.engine import graph_of
 
@@ -66,7 +66,7 @@ class Leader:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Every rank proposes its own pick in an all-gather before each task: see `rrfp.sim.cluster.agreement`.
+    """Every rank proposes its own pick in an all-gather before each task: see `rrfp.sim.cluster.all_gather`.
 
     Attributes:
         gather_seconds: how long an all-gather takes.
@@ -87,6 +87,18 @@ class Independent:
 
 
 Coordination = Leader | Agreement | Independent
+
+
+class NeverAsked(Hint):
+    """A follower's hint: its core runs the log."""
+
+    def choose(self, ready: ReadySet, view: View) -> Task | None:
+        """Never called.
+
+        Raises:
+            AssertionError: if it is.
+        """
+        raise AssertionError(f"a follower of stage {view.stage} was asked to choose")
 
 
 def run_tensor_parallel(
@@ -128,17 +140,33 @@ def run_tensor_parallel(
     def core(stage: int, its_hint: Hint, group: Group | None = None) -> StageCore:
         return StageCore(graph, stage, its_hint, limits[stage], group=group, in_order=in_order)
 
-    def rank_core(stage: int, rank: int) -> StageCore:
-        if isinstance(coordination, Leader):
-            return core(stage, NeverAsked() if rank else hint(), Group(rank, latencies.ranks))
-        return core(stage, hint())
+    nodes, all_knowing, members = [], [], latencies.ranks
+    ranks = ranks_of(costs.stages, members=members)
+    for stage in range(costs.stages):
+        group = ranks[stage * members : (stage + 1) * members]
+        nodes += _nodes(group, core, hint, is_led=isinstance(coordination, Leader))
+        all_knowing.append(core(stage, hint()))
+    its_sizes = None if sizes is None else tuple(sizes)
+    run = partial(GroupRun, costs, graph, latencies, nodes, all_knowing, sizes=its_sizes)
+    match coordination:
+        case Leader(depth, control_seconds):
+            return run(coordination="leader", depth=depth, control_seconds=control_seconds).run()
+        case Agreement(gather_seconds):
+            return run(gather_seconds=gather_seconds).run()
+        case Independent():
+            return run().run()
 
-    groups = [
-        RankGroup(stage, [rank_core(stage, rank) for rank in range(latencies.ranks)], core(stage, hint()))
-        for stage in range(costs.stages)
+
+def _nodes(
+    group: Sequence[Rank], core: Callable[..., StageCore], hint: Callable[[], Hint], *, is_led: bool
+) -> list[Node]:
+    """The ranks of one group; each has a hint of its own, but for the followers of a leader."""
+    if not is_led:
+        return [Node(rank, core(rank.stage, hint())) for rank in group]
+    return [
+        Node(rank, core(rank.stage, NeverAsked() if rank.member else hint(), Group(rank.member, len(group))))
+        for rank in group
     ]
-    engine = TensorParallelEngine(costs, graph, latencies, groups)
-    return engine.run(_coordinator(coordination, engine), None if sizes is None else tuple(sizes))
 
 
 def slowest_durations(costs: CostTable, delays: Mapping[Kind, Cube], tp: int) -> CostTable:
@@ -165,14 +193,6 @@ def slowest_durations(costs: CostTable, delays: Mapping[Kind, Cube], tp: int) ->
             raise ConfigError(f"delays[{kind}] must hold finite numbers >= 0 only")
         durations[fields[kind]] = before + added.max(axis=2)
     return replace(costs, **durations)
-
-
-def _coordinator(coordination: Coordination, engine: TensorParallelEngine) -> Coordinator:
-    if isinstance(coordination, Agreement):
-        return AgreementCoordinator(engine, gather_seconds=coordination.gather_seconds)
-    if isinstance(coordination, Independent):
-        return IndependentCoordinator(engine)
-    return LeaderCoordinator(engine, depth=coordination.depth, control_seconds=coordination.control_seconds)
 
 
 def _check_seconds(field: str, value: float) -> None:

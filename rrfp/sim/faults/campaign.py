@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 from rrfp.arbiter.group_messages import GroupMessageKind
 from rrfp.core.stage_core import StageCore
 from rrfp.hints.registry import HintSpec
+from rrfp.sim.cluster.ranks import name_of_rank, stage_of_rank
 from rrfp.sim.faults.checker import REQUIRED, Ending
+from rrfp.sim.faults.cluster import CoreFactory, FaultCluster
 from rrfp.sim.faults.faults import AnyId, Death, GroupMessageId, MessageFault, name_of
 from rrfp.sim.faults.node import Run, stall_of
-from rrfp.sim.faults.ranks import name_of_rank, stage_of_rank
-from rrfp.sim.faults.run import CoreFactory, FaultEngine
 from rrfp.sim.faults.scenario import Scenario, make_scenario
 
 
 @dataclass(frozen=True)
 class FaultRun:
-    """One run and the oracle's word on it.
+    """One run, and what the checkers say of it.
 
     Attributes:
         scenario: what was run.
@@ -65,7 +65,7 @@ def run_scenario(
     scenario: Scenario, *, make_core: CoreFactory = StageCore, trace: Callable[[str], None] | None = None
 ) -> FaultRun:
     """Run a scenario and judge it; see `run_seed`."""
-    run = FaultEngine(scenario, make_core, trace).run()
+    run = FaultCluster(scenario, make_core, trace).run()
     return FaultRun(scenario, run.ending, run.text, tuple(_problems(scenario, run)))
 
 

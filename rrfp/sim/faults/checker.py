@@ -1,4 +1,4 @@
-"""How a run with faults must end, worked out from the contracts alone; `rrfp.sim.faults.witness` watches the way."""
+"""How a run with faults must end, by the contracts alone; `rrfp.sim.faults.rank_checker` watches the way there."""
 
 from __future__ import annotations
 

@@ -7,10 +7,13 @@ input anywhere therefore differs from `reference`, which knows no schedule and n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Generic, TypeVar
 
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Kind, Mode, StepId, Task
+
+RankT = TypeVar("RankT")
 
 _CODES = {Kind.F: 1, Kind.B: 2, Kind.W: 3}
 
@@ -63,6 +66,24 @@ class Reference:
                 values[task] = value_of(step.number, task, tuple([values[i] for i in graph.inputs(task)]), salt)
                 if adds_to_gradient(graph, task):
                     self.gradients[v] += values[task]
+
+
+class References:
+    """The references of a run, made when they are asked for.
+
+    Args:
+        graph: the dependency graph.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._made: dict[tuple[StepId, int], Reference] = {}
+
+    def of(self, step: StepId, salt: int) -> Reference:
+        """That of ``step`` on the ranks of ``salt``."""
+        if (step, salt) not in self._made:
+            self._made[step, salt] = Reference(self._graph, step, salt)
+        return self._made[step, salt]
 
 
 class StageValues:
@@ -137,3 +158,23 @@ class StageValues:
     def drop(self, task: Task) -> None:
         """Nothing needs the output of ``task`` any longer."""
         self._outputs.pop(task, None)
+
+
+class ReplicaSums(Generic[RankT]):
+    """Sums of gradients over replicas, chunk by chunk.
+
+    Args:
+        replicas: how many take part.
+    """
+
+    def __init__(self, replicas: int) -> None:
+        self._replicas = replicas
+        self._given: dict[tuple[object, ...], list[tuple[RankT, int]]] = {}
+
+    def give(self, key: tuple[object, ...], rank: RankT, gradient: int) -> tuple[Sequence[RankT], int]:
+        """``rank`` adds its gradient to the sum ``key``; returns, once all have, those that did and the sum."""
+        given = self._given.setdefault(key, [])
+        given.append((rank, gradient))
+        if len(given) < self._replicas:
+            return (), 0
+        return [one for one, _ in given], sum(gradient for _, gradient in given)

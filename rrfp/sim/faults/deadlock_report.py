@@ -16,8 +16,8 @@ from rrfp.core.tasks import StepId, Task
 from rrfp.core.topology import Topology
 from rrfp.core.usage import WaitCause
 from rrfp.core.waiting import describe_task, unconsumed, wait_line, waiting
+from rrfp.sim.cluster.ranks import Rank, name_of_rank
 from rrfp.sim.faults.faults import AnyId, GroupMessageId, MessageId
-from rrfp.sim.faults.ranks import Rank, name_of_rank
 
 
 class Stalled(Protocol):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from rrfp.core import events as ev
 from rrfp.errors import Origin, PeerLostError, ProtocolError
-from rrfp.sim.faults.agenda import Agenda
+from rrfp.sim.cluster.event_queue import EventQueue
+from rrfp.sim.cluster.ranks import Rank
 from rrfp.sim.faults.checker import Ending
 from rrfp.sim.faults.faults import Death
 from rrfp.sim.faults.group_messages import Breach
-from rrfp.sim.faults.node import Node
-from rrfp.sim.faults.ranks import Rank
+from rrfp.sim.faults.node import FaultNode
+
+T = TypeVar("T")
 
 Failure = tuple[Ending, Origin]
 
@@ -21,7 +24,7 @@ class Failures:
 
     Args:
         nodes: the ranks, by number.
-        agenda: when what happens.
+        queue: when what happens.
         latency: of the word that a rank failed, for each stage that it passes, in seconds.
         num_steps: of the run.
         say: told of what happens on a rank, in words.
@@ -29,14 +32,14 @@ class Failures:
 
     def __init__(
         self,
-        nodes: Sequence[Node],
-        agenda: Agenda,
+        nodes: Sequence[FaultNode],
+        queue: EventQueue,
         latency: float,
         num_steps: int,
-        say: Callable[[Node, str], None],
+        say: Callable[[FaultNode, str, object], None],
     ) -> None:
         self._nodes = nodes
-        self._agenda = agenda
+        self._queue = queue
         self._latency = latency
         self._num_steps = num_steps
         self._say = say
@@ -49,16 +52,31 @@ class Failures:
         """Whether every rank has done every step."""
         return all(node.num_finished == self._num_steps for node in self._nodes)
 
-    def refused(self, node: Node, what: object, error: ProtocolError, breach: Breach | None) -> None:
+    def take_in(self, node: FaultNode, take: Callable[[], T], what: object, breach: Breach | None) -> T | None:
+        """Let ``node`` take in ``what``, which it must refuse if that is a breach, and only then.
+
+        Returns:
+            What ``take`` returned; None if it refused.
+        """
+        try:
+            taken = take()
+        except ProtocolError as error:
+            self.refused(node, what, error, breach)
+            return None
+        if breach is not None:
+            self.objections.append(f"{node.rank.name} took in {breach.parcel.id}, which {breach.how}")
+        return taken
+
+    def refused(self, node: FaultNode, what: object, error: ProtocolError, breach: Breach | None) -> None:
         """``node`` refused ``what``, and all end; it must have been a breach, and the error must name it."""
-        self._say(node, f"refuses: {error}")
+        self._say(node, "refuses:", error)
         if breach is None:
             self.objections.append(f"{node.rank.name} refused {what}, which keeps the contract: {error}")
         elif unnamed := [word for word in breach.words if word not in str(error)]:
             self.objections.append(f"the refusal of {breach.parcel.id} does not name {', '.join(unnamed)}: {error}")
         failure = Ending.REFUSED, self._origin(node.rank, f"ProtocolError: {error}")
         self._abort(node.rank, failure)
-        self._spread(node.rank, failure, self._agenda.now)
+        self._spread(node.rank, failure, self._queue.now)
 
     def foretell(self, death: Death) -> None:
         """Who will learn of ``death``, and when."""
@@ -76,7 +94,7 @@ class Failures:
         for node in self._nodes:
             if node.rank != origin:
                 delay = self._latency * max(1, abs(origin.stage - node.rank.stage))
-                self._agenda.put(time + delay, node.rank, self._abort, failure)
+                self._queue.put(time + delay, node.rank, self._abort, failure)
 
     def _abort(self, rank: int, failure: Failure) -> None:
         node, (ending, origin) = self._nodes[rank], failure
@@ -84,7 +102,7 @@ class Failures:
             return  # only the first failure counts
         if self.first is None and ending is Ending.ABORTED and self.all_finished:
             return  # everybody had left in order before anybody noticed
-        self._say(node, f"is told of a failure: {origin}")
+        self._say(node, "is told of a failure:", origin)
         node.origin = origin
         self.first = self.first or failure
         for instruction in node.core.apply(ev.Aborted(origin)):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rrfp.arbiter.group_messages import GroupMessageKind
 from rrfp.core.tasks import Task
-from rrfp.sim.faults.ranks import name_of_rank
+from rrfp.sim.cluster.ranks import name_of_rank
 
 #: A FIFO: sender, receiver, and what travels there: "F", "B", "credit" or "group".
 Channel = tuple[int, int, str]

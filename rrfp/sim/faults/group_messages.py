@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
 from rrfp.core.tasks import StepId
+from rrfp.sim.cluster.ranks import Rank
 from rrfp.sim.faults.network import Parcel
-from rrfp.sim.faults.ranks import Rank
 
-#: What is said to a core, which keeps what comes a step early; the rest is said to `AgreementArbiter`.
+#: Messages for a core, which keeps what comes a step early; the others are for `AgreementArbiter`.
 TO_CORES = frozenset({GroupMessageKind.READY, GroupMessageKind.HELD, GroupMessageKind.ORDER})
 
 
@@ -32,21 +32,21 @@ class Breach:
     words: tuple[str, ...]
 
 
-class GroupMessageWitness:
-    """Watches what one rank hears from its group in its current step."""
+class GroupMessageChecker:
+    """Judges what one rank receives from its group in its current step."""
 
     def __init__(self) -> None:
         self._due: dict[Rank | int, int] = {}
-        self._told: set[tuple[GroupMessageKind, object, int]] = set()
+        self._reported: set[tuple[GroupMessageKind, object, int]] = set()
 
     def open(self) -> None:
         """A step begins."""
-        self._due, self._told = {}, set()
+        self._due, self._reported = {}, set()
 
-    def arrive(self, parcel: Parcel, step: StepId | None, *, is_over: bool) -> Breach | None:
+    def judge(self, parcel: Parcel, step: StepId | None, *, is_over: bool) -> Breach | None:
         """A message reaches the rank in ``step``; returns how it breaks the contract, if it does."""
-        message = parcel.group_message
-        assert message is not None
+        message = parcel.content
+        assert isinstance(message, GroupMessage)
         if message.kind is GroupMessageKind.HELD and step is not None and parcel.step.number < step.number + is_over:
             return None  # no task waits for the last of these, so the leader may have ended their step
         if parcel.step != step or (is_over and message.kind in TO_CORES):
@@ -60,14 +60,14 @@ class GroupMessageWitness:
 
     def _repeated(self, parcel: Parcel, message: GroupMessage) -> Breach | None:
         key = message.kind, message.task, int(parcel.id.sender)
-        if key in self._told:
+        if key in self._reported:
             return Breach(parcel, "arrived twice", (str(message.task), "twice"))
-        self._told.add(key)
+        self._reported.add(key)
         return None
 
     def _numbered(self, parcel: Parcel) -> Breach | None:
-        sender, message = parcel.id.sender, parcel.group_message
-        assert message is not None
+        sender, message = parcel.id.sender, parcel.content
+        assert isinstance(message, GroupMessage)
         due = self._due.get(sender, 0)
         self._due[sender] = max(due, parcel.place + 1)
         if parcel.place == due:

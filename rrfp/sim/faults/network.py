@@ -9,9 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from rrfp.arbiter.group_messages import GroupMessage
+from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
+from rrfp.core.events import Consumed
 from rrfp.core.tasks import StepId
-from rrfp.sim.faults.faults import AnyId, Channel, Delay, Duplicate, Fault, Lose, MessageFault, Spike, Swap
+from rrfp.sim.cluster.cluster import Content, Packet
+from rrfp.sim.faults.faults import (
+    AnyId,
+    Channel,
+    Delay,
+    Duplicate,
+    Fault,
+    GroupMessageId,
+    Lose,
+    MessageFault,
+    MessageId,
+    Spike,
+    Swap,
+)
 
 
 class Parcel(NamedTuple):
@@ -21,17 +35,27 @@ class Parcel(NamedTuple):
         id: which message.
         step: the sender's step.
         place: from 0, among the messages of its channel in its step.
-        value: what its output is worth; 0 for a credit.
-        consumed: what the sender reports along with it, see `rrfp.core.events.Arrived`.
-        group_message: what a member of a group says, where it is that.
+        content: what it carries; None where that is of no interest to whoever sends it.
+        value: of the output that it carries.
     """
 
     id: AnyId
     step: StepId
     place: int
+    content: Content | None = None
     value: int = 0
-    consumed: int = 0
-    group_message: GroupMessage | None = None
+
+
+def identity_of(packet: Packet) -> AnyId:
+    """Which message of the run ``packet`` is."""
+    sender, receiver, content = packet
+    number = content.step.number
+    if not isinstance(content, GroupMessage):
+        return MessageId(number, content.task, sender, receiver, isinstance(content, Consumed))
+    is_report = content.kind in (GroupMessageKind.READY, GroupMessageKind.HELD)
+    about = content.task if is_report else content.numbers[0]
+    assert about is not None, f"{content} is about nothing"
+    return GroupMessageId(number, content.kind, about, sender, receiver)
 
 
 class Delivery(NamedTuple):

@@ -2,106 +2,51 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rrfp.arbiter.agreement import AgreementArbiter
-from rrfp.arbiter.arbiter import Arbiter
-from rrfp.arbiter.group_messages import GroupMessage
-from rrfp.arbiter.leader import LeaderProtocol
-from rrfp.core import events as ev
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import StepId, Task
-from rrfp.core.usage import WaitCause
 from rrfp.errors import Origin
+from rrfp.sim.cluster.node import Node
+from rrfp.sim.cluster.ranks import Rank
 from rrfp.sim.faults.checker import Ending
 from rrfp.sim.faults.dataflow import StageValues
 from rrfp.sim.faults.deadlock_report import Stall
 from rrfp.sim.faults.network import Network
-from rrfp.sim.faults.ranks import Crew, Rank
-from rrfp.sim.faults.witness import Witness
-
-Apply = Callable[["Node", ev.Event], None]
-Send = Callable[["Node", int, GroupMessage], None]
-Dispatch = Callable[["Node", Task], None]
+from rrfp.sim.faults.rank_checker import FaultChecker
 
 
-class Node:
+class FaultNode(Node):
     """One rank of a run.
 
     Args:
         rank: which.
         core: the core under test.
         values: what the rank holds.
-        witness: what the core must do.
+        checker: what the core must do.
+
+    Attributes:
+        running: what the task on its lane will have computed.
+        sums: gradients of this step, by virtual stage, summed over replicas.
+        starts: every task that began, and when, in seconds.
+        aborts: the origins that it passed on to its peers.
     """
 
-    def __init__(self, rank: Rank, core: StageCore, values: StageValues, witness: Witness) -> None:
-        self.rank = rank
-        self.core = core
+    def __init__(self, rank: Rank, core: StageCore, values: StageValues, checker: FaultChecker) -> None:
+        super().__init__(rank, core)
         self.values = values
-        self.witness = witness
-        self.arbiter: Arbiter
-        #: What it says in its group: with a leader, or to agree.
-        self.leader_protocol: LeaderProtocol | None = None
-        self.agreement: AgreementArbiter | None = None
-        #: Tasks enqueued and not complete; the first runs, and will have computed `running`.
-        self.lane: deque[Task] = deque()
+        self.checker = checker
         self.running = 0
-        #: Of this step: tasks enqueued, and begun; gradients, by virtual stage, summed over replicas.
-        self.num_enqueued = self.num_begun = 0
         self.sums: dict[int, int] = {}
-        #: Every task that began, and when, in seconds.
         self.starts: list[tuple[Task, float]] = []
-        #: Steps that it has begun, and ended.
-        self.num_opened = self.num_finished = 0
-        #: Why it was aborted, and what it told its peers about that.
-        self.origin: Origin | None = None
         self.aborts: list[Origin] = []
 
-    def join(self, crew: Crew, depth: int, dispatch: Dispatch, send: Send, tell: Apply) -> None:
-        """Make its arbiter, and what it needs to run one order with its group."""
-
-        def run(task: Task) -> None:
-            dispatch(self, task)
-
-        def speak(member: int, message: GroupMessage) -> None:
-            send(self, member, message)
-
-        if crew.agrees:
-            self.arbiter = self.agreement = AgreementArbiter(
-                self.core, depth, run, _wait, group=crew.group(self.rank), send=speak
-            )
-            return
-        self.arbiter = Arbiter(self.core, depth, run, _wait)
-        if crew.is_led:
-            reports_bytes = self.core.limit.bytes is not None
-            self.leader_protocol = LeaderProtocol(
-                self.core.group, speak, lambda event: tell(self, event), reports_bytes=reports_bytes
-            )
-
-    def open_step(self) -> None:
+    def open_step(self, step: StepId) -> None:
         """Its next step begins, on nothing."""
+        super().open_step(step)
         self.values.open_step()
-        self.num_enqueued = self.num_begun = 0
         self.sums = {}
-        self.num_opened += 1
-
-    @property
-    def step(self) -> StepId:
-        """The step that it is in, or was in last."""
-        assert self.witness.step is not None, "no step was opened"
-        return self.witness.step
-
-    @property
-    def step_or_none(self) -> StepId | None:
-        """The same; None before its first."""
-        return self.witness.step
-
-
-def _wait(cause: WaitCause) -> None:
-    """Why the lane is empty is of no interest here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +62,7 @@ class Run:
         origin: the first failure, if there was one.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[FaultNode, ...]
     network: Network
     ending: Ending
     text: str
@@ -125,6 +70,6 @@ class Run:
     origin: Origin | None = None
 
 
-def stall_of(nodes: Sequence[Node]) -> Stall:
+def stall_of(nodes: Sequence[FaultNode]) -> Stall:
     """Who waits for what, once nothing can happen any longer."""
     return Stall(nodes)

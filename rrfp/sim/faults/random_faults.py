@@ -12,6 +12,8 @@ from rrfp.arbiter.group_messages import GroupMessageKind
 from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Kind, Mode, StepId, Task
+from rrfp.sim.cluster.ranks import Rank
+from rrfp.sim.faults.crew import Crew
 from rrfp.sim.faults.faults import (
     AnyId,
     Death,
@@ -26,7 +28,6 @@ from rrfp.sim.faults.faults import (
     Spike,
     Swap,
 )
-from rrfp.sim.faults.ranks import Crew, Rank
 
 
 def draw_faults(

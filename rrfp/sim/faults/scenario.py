@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rrfp.core.admission import Limit
+from rrfp.core.events import Arrived
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint, View
 from rrfp.core.readiness import ForcedOrder
@@ -21,9 +22,9 @@ from rrfp.core.topology import Placement
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict, hint_names
 from rrfp.schedules.registry import make_schedule, schedule_names
+from rrfp.sim.faults.crew import AGREEABLE, ALONE, Crew, draw_crew
 from rrfp.sim.faults.faults import Fault
 from rrfp.sim.faults.random_faults import draw_faults
-from rrfp.sim.faults.ranks import AGREEABLE, ALONE, Crew, draw_crew
 
 #: For each virtual stage, a number of seconds for each microbatch.
 Rows = tuple[tuple[float, ...], ...]
@@ -108,6 +109,12 @@ class Scenario:
             f"steps: {'; '.join(f'{step.mode}, {step.microbatches} microbatches' for step in self.steps)}",
             *[f"fault: {fault}" for fault in self.faults],
         ]
+
+    def latency(self, output: Arrived, member: int) -> float:
+        """How long ``output`` travels to ``member`` of the stage that reads it, in seconds."""
+        kind, microbatch, virtual_stage = output.task
+        lag = self.crew.lag(output.step.number, microbatch, virtual_stage, member)
+        return self.latencies[kind][virtual_stage][microbatch] + lag
 
     @property
     def _rule(self) -> str:

@@ -1,8 +1,8 @@
 """A fault plan for the real shell: transport `simulated` with FIFO channels, and what the plan does to messages.
 
-The plan is the one that `rrfp.sim.faults.run` applies to bare cores, by the same `Network`. Outputs and credits take
-part; what else travels (reports, polls, aborts) arrives at once and unharmed. A message that is kept back arrives when
-its receiver has begun a later step, or after `Links.late_after` at the latest.
+The plan is the one that `rrfp.sim.faults.cluster` applies to bare cores, by the same `Network`. Outputs and credits
+take part; what else travels (reports, polls, aborts) arrives at once and unharmed. A message that is kept back arrives
+when its receiver has begun a later step, or after `Links.late_after` at the latest.
 """
 
 from __future__ import annotations

@@ -1,67 +1,16 @@
-"""The ranks of a simulated run: how they are numbered and called, and how those of one stage work together.
-
-A pipeline of N stages has R replicas of T members. Member t exchanges tensors with member t of the other stages of its
-replica; the members of a stage and replica are a group, which runs one order; ranks that differ in the replica alone
-sum their gradients.
-"""
+"""How many ranks the stages of a run with faults have, and how those of one stage work together."""
 
 from __future__ import annotations
 
-import functools
 import random
 from dataclasses import dataclass
 
-from rrfp.core.mesh import Mesh, Place
 from rrfp.core.order_log import Group
 from rrfp.runtime.core_driver import Coordination
+from rrfp.sim.cluster.ranks import Rank, ranks_of
 
 #: Hints whose choice is a function of the ready set and of what ran: the only ones that must come to an agreement.
 AGREEABLE = ("bf", "fb", "b-priority", "f-priority", "bfw")
-
-
-class Rank(int):
-    """A rank's number, which knows its place.
-
-    Attributes:
-        stage: its stage.
-        replica: its replica.
-        member: its index in its group; 0 leads.
-        name: "stage 1" where a stage has one rank, else "stage 1 replica 0 member 2", less what is always 0.
-    """
-
-    stage: int
-    replica: int
-    member: int
-    name: str
-
-    def __new__(cls, number: int, place: Place, name: str) -> Rank:
-        """Make one; see the class."""
-        self = super().__new__(cls, number)
-        self.stage, self.replica, self.member = place
-        self.name = name
-        return self
-
-    @property
-    def salt(self) -> int:
-        """What makes its values differ from those of other replicas and shards."""
-        return self.salt_in(self.replica)
-
-    def salt_in(self, replica: int) -> int:
-        """The salt of the rank in its place in another replica."""
-        return 1000 * replica + self.member
-
-    def __str__(self) -> str:
-        return self.name
-
-
-def name_of_rank(rank: int) -> str:
-    """How people call it; a bare number is the only rank of its stage."""
-    return rank.name if isinstance(rank, Rank) else f"stage {rank}"
-
-
-def stage_of_rank(rank: int) -> int:
-    """Its stage; a bare number is the only rank of its stage."""
-    return rank.stage if isinstance(rank, Rank) else rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +55,7 @@ class Crew:
 
     def ranks(self, stages: int) -> tuple[Rank, ...]:
         """All ranks, by number."""
-        return _ranks(stages, self.replicas, self.members)
+        return ranks_of(stages, self.replicas, self.members)
 
     def describe(self) -> list[str]:
         """What differs from one rank a stage, in words."""
@@ -127,18 +76,6 @@ class Crew:
 ALONE = Crew()
 
 _HOW: dict[Coordination, str] = {"leader": "a leader", "agreement": "agreement"}
-
-
-@functools.cache
-def _ranks(stages: int, replicas: int, members: int) -> tuple[Rank, ...]:
-    mesh = Mesh((("pp", stages), ("dp", replicas), ("tp", members)))
-    return tuple(Rank(number, place := mesh.place(number), _name(place, mesh)) for number in range(mesh.size))
-
-
-def _name(place: Place, mesh: Mesh) -> str:
-    replica = f" replica {place.replica}" if mesh.replicas > 1 else ""
-    member = f" member {place.member}" if mesh.members > 1 else ""
-    return f"stage {place.stage}{replica}{member}"
 
 
 def draw_crew(rng: random.Random, stages: int, microbatches: int, *, may_agree: bool) -> Crew:

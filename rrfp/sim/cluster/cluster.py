@@ -1,0 +1,237 @@
+"""A simulated cluster: the real cores of all ranks of a job, joined together. It knows no time.
+
+What a core asks for is done here: outputs, credits and messages inside groups become packets, tasks go to lanes, steps
+follow each other. A subclass adds time and a network: it says when a packet arrives and when a task ends. Checkers
+watch from there; nothing in here judges. `rrfp.sim.cluster.group_run` simulates tensor-parallel groups on a cost table,
+`rrfp.sim.cluster.random_run` lets anything happen in any order, `rrfp.sim.faults.cluster` lets things go wrong.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import partial
+from typing import Generic, Literal, NamedTuple
+
+from rrfp.arbiter.agreement import AgreementArbiter
+from rrfp.arbiter.arbiter import Arbiter
+from rrfp.arbiter.group_messages import GroupMessage
+from rrfp.arbiter.leader import LeaderProtocol
+from rrfp.core import events as ev
+from rrfp.core.order_log import Group
+from rrfp.core.tasks import StepId, Task
+from rrfp.core.usage import WaitCause
+from rrfp.sim.cluster.rank_group import NodeT, RankGroup
+from rrfp.sim.cluster.ranks import Rank
+
+#: How the ranks of a group come to one order; None: each runs what its own core says.
+Coordination = Literal["leader", "agreement"] | None
+
+
+#: What one rank sends to another.
+Content = ev.Arrived | ev.Consumed | GroupMessage
+
+
+class Packet(NamedTuple):
+    """A message from one rank to another."""
+
+    sender: Rank
+    receiver: Rank
+    content: Content
+
+
+class Cluster(ABC, Generic[NodeT]):
+    """See the module's docstring.
+
+    Args:
+        nodes: the ranks, by number.
+        steps: the steps that each of them runs, in order.
+        members: ranks of a group.
+        depth: tasks enqueued and not complete, at most, a rank.
+        coordination: how the ranks of a group come to one order.
+        coupled: whether a task begins when the last member of a group comes to it.
+        sizes: how large each microbatch is, for hints that ask; None: unknown.
+    """
+
+    #: Whether followers report the bytes that tasks hold although no limit counts bytes.
+    reports_all_bytes = False
+
+    def __init__(
+        self,
+        nodes: Sequence[NodeT],
+        steps: Sequence[StepId] = (),
+        *,
+        members: int = 1,
+        depth: int = 1,
+        coordination: Coordination = None,
+        coupled: bool = True,
+        sizes: tuple[float, ...] | None = None,
+    ) -> None:
+        self.nodes = tuple(nodes)
+        self.steps = steps
+        self.members = members
+        self.groups = [
+            RankGroup(self.nodes[first : first + members], coupled=coupled) for first in range(0, len(nodes), members)
+        ]
+        self._sizes = sizes
+        self._ranks_per_stage = sum(node.rank.stage == 0 for node in nodes)
+        for node in self.nodes:
+            self._join_group(node, depth, coordination if members > 1 else None)
+
+    def _join_group(self, node: NodeT, depth: int, coordination: Coordination) -> None:
+        dispatch, send = partial(self.dispatch, node), partial(self._send_to_member, node)
+        if coordination == "agreement":
+            group = Group(node.rank.member, self.members)
+            node.arbiter = node.agreement = AgreementArbiter(
+                node.core, depth, dispatch, _ignore, group=group, send=send
+            )
+            return
+        node.arbiter = Arbiter(node.core, depth, dispatch, _ignore)
+        if coordination == "leader":
+            reports_bytes = self.reports_all_bytes or node.core.limit.bytes is not None
+            apply = partial(self.tell, node)
+            node.leader_protocol = LeaderProtocol(node.core.group, send, apply, reports_bytes=reports_bytes)
+
+    # For subclasses: a network and a clock.
+
+    @abstractmethod
+    def send(self, packet: Packet) -> None:
+        """Carry ``packet``; `deliver` takes it where it arrives."""
+
+    @abstractmethod
+    def begin(self, nodes: Sequence[NodeT]) -> None:
+        """``nodes`` begin the first task on their lanes; `complete` ends it on each."""
+
+    @abstractmethod
+    def allow_step(self, nodes: Sequence[NodeT]) -> None:
+        """``nodes``, which waited for others of their group, may open their next step."""
+
+    def release(self, node: NodeT, released: ev.SendReleased) -> None:
+        """Memory that is sent becomes free: at once."""
+        self.tell(node, released)
+
+    def drop(self, node: NodeT, task: Task) -> None:
+        """``node`` needs the output of ``task`` no longer."""
+
+    def reduce(self, node: NodeT, virtual_stage: int) -> None:
+        """``node`` sums gradients over replicas: there is nothing to sum."""
+        self.tell(node, ev.ChunkReduced(virtual_stage))
+
+    def finish_step(self, node: NodeT) -> None:
+        """``node`` has done its step."""
+        node.num_finished += 1
+
+    def bytes_held(self, node: NodeT, task: Task) -> int:
+        """The bytes that ``task``, which has completed, leaves behind for its microbatch on ``node``."""
+        return 0
+
+    def output_bytes(self, node: NodeT, task: Task) -> int:
+        """The size of an output that ``node`` sends."""
+        return 0
+
+    # What happens to a rank.
+
+    def group_of(self, node: NodeT) -> RankGroup[NodeT]:
+        """The group of ``node``."""
+        return self.groups[node.rank // self.members]
+
+    def open_step(self, node: NodeT) -> None:
+        """``node`` opens its next step; its group must have opened the last one."""
+        step = self.steps[node.num_opened]
+        node.open_step(step)
+        if node.agreement is not None:
+            node.agreement.open_step(step)
+        self.tell(node, self.opened(step))
+        self.allow_step(self.group_of(node).take_waiting())
+
+    def opened(self, step: StepId) -> ev.StepOpened:
+        """The event that opens ``step``."""
+        sizes = None if self._sizes is None else self._sizes[: step.microbatches]
+        return ev.StepOpened(step.number, step.mode, step.microbatches, sizes)
+
+    def tell(self, node: NodeT, event: ev.Event) -> None:
+        """Something happened to ``node``: a decision is due."""
+        node.arbiter.kick()
+        self.apply(node, event)
+
+    def apply(self, node: NodeT, event: ev.Event) -> None:
+        """Apply ``event`` to the core of ``node``, and do what it asks for."""
+        for instruction in node.core.apply(event):
+            self.perform(node, instruction)
+
+    def deliver(self, packet: Packet) -> None:
+        """``packet`` arrives."""
+        node, content = self.nodes[packet.receiver], packet.content
+        if isinstance(content, GroupMessage):
+            protocol = node.agreement or node.leader_protocol
+            assert protocol is not None, f"{node.rank.name} runs alone, and gets {content}"
+            protocol.on_message(packet.sender.member, content)
+        else:
+            self.tell(node, content)
+
+    def dispatch(self, node: NodeT, task: Task) -> None:
+        """``node`` enqueues ``task``."""
+        other = self.group_of(node).enqueue(node, task)
+        if other is not None:
+            self.mismatch(node, task, other)
+        self.apply(node, ev.Enqueued(task))
+        node.lane.append(task)
+        if len(node.lane) == 1:
+            self._come(node)
+
+    @abstractmethod
+    def mismatch(self, node: NodeT, task: Task, other: Task) -> None:
+        """``node`` runs ``task`` where another member of its group runs ``other``."""
+
+    def complete(self, node: NodeT, seconds: float = 0.0) -> None:
+        """The first task on the lane of ``node`` ends."""
+        task = node.lane.popleft()
+        completed = ev.Completed(task, self.bytes_held(node, task), seconds)
+        if node.leader_protocol is not None and node.origin is None:
+            node.leader_protocol.on_completed(completed, node.step)
+        self.tell(node, completed)
+        if node.lane and node.origin is None:
+            self._come(node)
+
+    def _come(self, node: NodeT) -> None:
+        nodes = self.group_of(node).come(node)
+        if nodes:
+            self.begin(nodes)
+
+    # What a core asks for.
+
+    def perform(self, node: NodeT, instruction: ev.Instruction) -> None:
+        """Do what the core of ``node`` asks for.
+
+        Raises:
+            AssertionError: if a core does not ask for such a thing here.
+        """
+        match instruction:
+            case ev.Send(task, peer, consumed):
+                arrived = ev.Arrived(node.step, task, self.output_bytes(node, task), consumed)
+                self.send(Packet(node.rank, self._counterpart(node, peer), arrived))
+                self.release(node, ev.SendReleased(task, peer))
+            case ev.Credit(peer, task):
+                consumed_here = ev.Consumed(node.step, node.rank.stage, task)
+                self.send(Packet(node.rank, self._counterpart(node, peer), consumed_here))
+            case ev.Release(task):
+                self.drop(node, task)
+            case ev.ReduceChunk(virtual_stage):
+                self.reduce(node, virtual_stage)
+            case ev.ReportReady() | ev.Order() if node.leader_protocol is not None:
+                node.leader_protocol.perform(instruction, node.step)
+            case ev.FinishStep():
+                self.finish_step(node)
+            case _:
+                raise AssertionError(f"{node.rank.name} gave {instruction}, which has no place here")
+
+    def _counterpart(self, node: NodeT, stage: int) -> Rank:
+        """The rank of another stage that ``node`` exchanges tensors with."""
+        return self.nodes[node.rank + (stage - node.rank.stage) * self._ranks_per_stage].rank
+
+    def _send_to_member(self, node: NodeT, member: int, message: GroupMessage) -> None:
+        self.send(Packet(node.rank, self.nodes[node.rank - node.rank.member + member].rank, message))
+
+
+def _ignore(cause: WaitCause) -> None:
+    """A simulated lane does not say why it is empty; whoever wants to know asks the core."""

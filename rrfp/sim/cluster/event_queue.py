@@ -1,0 +1,67 @@
+"""Virtual time: what happens to which rank, and when.
+
+Everything that happens at one instant happens before any rank decides, in the order in which it was put into the queue,
+as in `rrfp.sim.engine`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+#: Called with the rank and the argument that were put into the queue.
+Handler = Callable[[int, Any], None]
+
+#: When a rank that something happens to at a time takes it in: then, later while it stands still, never once it ended.
+Availability = Callable[[int, float], float | None]
+
+
+class EventQueue:
+    """See the module's docstring.
+
+    Args:
+        availability: of ranks that may stand still or end; None: all are always there.
+
+    Attributes:
+        now: the instant that happens, in seconds.
+        num_happened: how much has happened so far.
+    """
+
+    def __init__(self, availability: Availability | None = None) -> None:
+        self.now = 0.0
+        self.num_happened = 0
+        self._availability = availability
+        # (time, order of insertion, rank, handler, its argument): the order makes the heap total.
+        self._heap: list[tuple[float, int, int, Handler, Any]] = []
+        self._num_inserted = 0
+
+    def put(self, time: float, rank: int, handle: Handler, argument: Any) -> None:
+        """At ``time``, call ``handle(rank, argument)``."""
+        heapq.heappush(self._heap, (time, self._num_inserted, rank, handle, argument))
+        self._num_inserted += 1
+
+    def instant(self) -> list[int] | None:
+        """Let everything of the next instant happen.
+
+        Returns:
+            The ranks that something happened to, ascending; None if nothing will ever happen again.
+        """
+        heap = self._heap
+        if not heap:
+            return None
+        self.now = now = heap[0][0]
+        touched: set[int] = set()
+        while heap and heap[0][0] == now:
+            _, _, rank, handle, argument = heapq.heappop(heap)
+            if self._availability is not None:
+                time = self._availability(rank, now)
+                if time is None:
+                    continue
+                if time > now:
+                    self.put(time, rank, handle, argument)
+                    continue
+            handle(rank, argument)
+            touched.add(rank)
+            self.num_happened += 1
+        return sorted(touched)

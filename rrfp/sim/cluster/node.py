@@ -1,0 +1,65 @@
+"""One rank of a simulated cluster: its real core, what decides for it in its group, and its lane."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from rrfp.arbiter.agreement import AgreementArbiter
+from rrfp.arbiter.arbiter import Arbiter
+from rrfp.arbiter.leader import LeaderProtocol
+from rrfp.core.stage_core import StageCore
+from rrfp.core.tasks import StepId, Task
+from rrfp.errors import Origin
+from rrfp.sim.cluster.ranks import Rank
+
+
+class Node:
+    """One rank.
+
+    Args:
+        rank: which.
+        core: the core under test.
+
+    Attributes:
+        arbiter: decides; made by the cluster.
+        leader_protocol: its part in a group under a leader.
+        agreement: its arbiter, where the group agrees by proposals.
+        lane: tasks enqueued and not complete; the first runs once its group has begun it.
+        order: the tasks of this step, in the order in which they were enqueued.
+        num_begun: how many of them its lane has come to.
+        num_opened: steps begun.
+        num_finished: steps done.
+        origin: why it was aborted, if it was.
+        step_or_none: the step that it is in, or was in last; None before its first.
+    """
+
+    arbiter: Arbiter
+
+    def __init__(self, rank: Rank, core: StageCore) -> None:
+        self.rank = rank
+        self.core = core
+        self.leader_protocol: LeaderProtocol | None = None
+        self.agreement: AgreementArbiter | None = None
+        self.lane: deque[Task] = deque()
+        self.order: list[Task] = []
+        self.num_begun = self.num_opened = self.num_finished = 0
+        self.origin: Origin | None = None
+        self.step_or_none: StepId | None = None
+
+    @property
+    def step(self) -> StepId:
+        """The step that it is in, or was in last."""
+        assert self.step_or_none is not None, f"{self.rank.name} has not opened a step"
+        return self.step_or_none
+
+    @property
+    def num_completed(self) -> int:
+        """How many tasks of this step have completed."""
+        return len(self.order) - len(self.lane)
+
+    def open_step(self, step: StepId) -> None:
+        """Its next step begins, with nothing enqueued."""
+        self.step_or_none = step
+        self.order = []
+        self.num_begun = 0
+        self.num_opened += 1

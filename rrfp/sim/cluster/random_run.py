@@ -1,0 +1,263 @@
+"""A cluster without time: a seeded generator picks what happens next.
+
+Anything may happen in any order that the contracts allow: messages overtake each other, ranks idle although something
+is ready, memory of sends is released late, a rank opens its next step while others are in the last one (in a group, not
+before all have opened that). Only the messages inside a group stay in order, between any two ranks. A checker counts
+anew on the way what every run must satisfy. Failures raise `AssertionError`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Literal, NoReturn
+
+from rrfp.arbiter.group_messages import GroupMessage
+from rrfp.core import events as ev
+from rrfp.core.admission import Limit
+from rrfp.core.graph import Graph
+from rrfp.core.hint import Hint
+from rrfp.core.mesh import Mesh
+from rrfp.core.order_log import Group
+from rrfp.core.readiness import ForcedOrder
+from rrfp.core.stage_core import StageCore
+from rrfp.core.tasks import Mode, StepId, Task
+from rrfp.core.topology import Topology
+from rrfp.core.waiting import describe, wait_line
+from rrfp.sim.cluster.checker import MemoryChecker, RankChecker
+from rrfp.sim.cluster.cluster import Cluster, Packet
+from rrfp.sim.cluster.node import Node
+from rrfp.sim.cluster.ranks import Rank, ranks_of
+
+#: Which pending message is delivered: any, the oldest, or the newest.
+Delivery = Literal["any", "oldest", "newest"]
+
+#: What becomes of a message inside a group; usually it is delivered as it is.
+Carry = Callable[[GroupMessage], Iterable[GroupMessage]]
+
+#: How likely each sort of thing is to happen next, where groups make them differ: drawn anew for each run.
+_LIKELY = (1.0, 1.0, 0.03)
+
+
+class RandomNode(Node):
+    """One rank.
+
+    Attributes:
+        orders: for each step, the tasks in the order in which they were enqueued.
+        most_bytes: the most bytes held after any task.
+        checker: counts anew what it runs and holds.
+    """
+
+    def __init__(self, rank: Rank, core: StageCore, limit: Limit) -> None:
+        super().__init__(rank, core)
+        self.orders: list[list[Task]] = []
+        self.most_bytes = 0
+        memory = MemoryChecker(core.graph, core.stage, limit)
+        self.checker = RankChecker(core.graph, core.stage, memory, self._object_to)
+
+    def open_step(self, step: StepId) -> None:
+        """Its next step begins."""
+        super().open_step(step)
+        self.orders.append(self.order)
+        self.checker.open(step)
+
+    def _object_to(self, what: str) -> NoReturn:
+        raise AssertionError(f"{self.rank.name} {what}, in {self.step_or_none}")
+
+
+class RandomRun(Cluster[RandomNode]):
+    """One pipeline, run to its end with `run`.
+
+    Args:
+        graph: the dependency graph.
+        hints: one fresh hint a stage; its followers have none.
+        limits: one limit a stage.
+        seed: decides every order.
+        depth: tasks enqueued and not complete, at most, a rank.
+        in_order: (kind, virtual stage) pairs that run in microbatch order.
+        num_bytes: what a microbatch holds after a task.
+        delivery: which pending message is delivered.
+        members: ranks of a stage, one group under a leader; member t exchanges tensors with member t elsewhere.
+        coupled: whether a task ends on no member before all have enqueued it, as with collectives inside.
+        more_bytes: what a microbatch holds in addition on a member after a task.
+        carry: what becomes of the messages inside groups, such as a loss; for tests of what is refused.
+        make_core: makes the cores, called like `StageCore`; tests pass broken ones.
+
+    Attributes:
+        orders: for each stage and step, the tasks in the order in which they were enqueued (by the leader).
+    """
+
+    reports_all_bytes = True
+
+    def __init__(
+        self,
+        graph: Graph,
+        hints: Sequence[Hint],
+        limits: Sequence[Limit],
+        *,
+        seed: int = 0,
+        depth: int = 1,
+        in_order: Collection[ForcedOrder] = (),
+        num_bytes: Callable[[Task], int] = lambda task: 0,
+        delivery: Delivery = "any",
+        members: int = 1,
+        coupled: bool = True,
+        more_bytes: Callable[[int, Task], int] = lambda member, task: 0,
+        carry: Carry = lambda message: (message,),
+        make_core: Callable[..., StageCore] = StageCore,
+    ) -> None:
+        def core(rank: Rank) -> StageCore:
+            group = Group(rank.member, members)
+            return make_core(graph, rank.stage, hints[rank.stage], limits[rank.stage], group=group, in_order=in_order)
+
+        nodes = [RandomNode(rank, core(rank), limits[rank.stage]) for rank in ranks_of(len(hints), members=members)]
+        # When a task begins is of no interest here, so lanes need not meet: `_may_end` couples their ends.
+        super().__init__(nodes, members=members, depth=depth, coordination="leader", coupled=False)
+        self._mesh = Mesh((("pp", len(hints)), ("tp", members)))
+        self._is_coupled = coupled and members > 1
+        self._random = random.Random(seed)
+        self._depth = depth
+        self._delivery = delivery
+        self._num_bytes = num_bytes
+        self._more_bytes = more_bytes
+        self._carry = carry
+        self.orders = [node.orders for node in self.nodes[::members]]
+        self._likely = [1.0] * 4 if members == 1 else [self._random.choice(_LIKELY) for _ in range(4)]
+        #: What has not happened yet; and messages inside groups on their way, by sender and receiver.
+        self._pending: list[tuple[Callable[..., None], tuple[object, ...]]] = []
+        self._in_groups: dict[tuple[Rank, Rank], deque[Packet]] = {}
+
+    def order_of(self, stage: int, member: int) -> list[list[Task]]:
+        """For each step, the tasks in the order in which ``member`` of ``stage`` enqueued them."""
+        return self.nodes[stage * self.members + member].orders
+
+    def most_bytes(self, stage: int, member: int) -> int:
+        """The most bytes that ``member`` of ``stage`` held after any task, counted anew; outputs are not counted."""
+        return self.nodes[stage * self.members + member].most_bytes
+
+    def run(self, steps: Sequence[tuple[Mode, int]]) -> None:
+        """Run one step for each (mode, M), and check that every rank does every task of each.
+
+        Raises:
+            AssertionError: with what went wrong, or what each stage waits for if nothing can happen any longer.
+        """
+        self.steps = [StepId(number, mode, count) for number, (mode, count) in enumerate(steps)]
+        for node in self.nodes:
+            node.arbiter.kick()
+        self.allow_step(self.nodes)
+        while self._act():
+            pass
+        for node in self.nodes:
+            if node.num_finished < len(self.steps):
+                topology = Topology.at(node.rank, self._mesh)
+                waits = wait_line(node.rank.name, describe(node.core, topology, most=4))
+                raise AssertionError(f"nothing can happen any longer: {waits} (idle for: {node.core.wait_cause()})")
+        for node in self.nodes:
+            leader = self.group_of(node).nodes[0]
+            assert node.orders == leader.orders, f"{node.rank.name} runs another order than its leader"
+
+    def _act(self) -> bool:
+        """Let one thing happen; False if nothing can."""
+        lanes = [node for node in self.nodes if node.lane and self._may_end(node)]
+        deciding = [node for node in self.nodes if node.arbiter.is_due and len(node.lane) < self._depth]
+        in_groups = [pair for pair, packets in self._in_groups.items() if packets]
+        if not (lanes or deciding or self._pending or in_groups):
+            return False
+        on_lane, to_decide, to_happen, to_arrive = self._likely
+        on_lane *= len(lanes)
+        to_decide = on_lane + to_decide * len(deciding)
+        to_happen = to_decide + to_happen * len(self._pending)
+        drawn = self._random.random() * (to_happen + to_arrive * len(in_groups))
+        if drawn < on_lane:
+            self.complete(self._random.choice(lanes))
+        elif drawn < to_decide:
+            arbiter = self._random.choice(deciding).arbiter
+            arbiter.is_due = arbiter.dispatch_next()
+        elif drawn < to_happen:
+            last = len(self._pending) - 1
+            at = {"any": self._random.randint(0, last), "oldest": 0, "newest": last}[self._delivery]
+            call, arguments = self._pending.pop(at)
+            call(*arguments)
+        else:
+            self.deliver(self._in_groups[self._random.choice(in_groups)].popleft())
+        return True
+
+    def _may_end(self, node: RandomNode) -> bool:
+        """Whether all members have enqueued the task on the lane of this one."""
+        if not self._is_coupled:
+            return True
+        step, place = len(node.orders) - 1, node.num_completed
+        return all(len(other.orders) > step and len(other.orders[step]) > place for other in self.group_of(node).nodes)
+
+    # A network without time, and what is checked.
+
+    def send(self, packet: Packet) -> None:
+        """Let it arrive at some time."""
+        if isinstance(packet.content, GroupMessage):
+            on_the_way = self._in_groups.setdefault((packet.sender, packet.receiver), deque())
+            on_the_way.extend(packet._replace(content=message) for message in self._carry(packet.content))
+        else:
+            self._pending.append((self.deliver, (packet,)))
+
+    def deliver(self, packet: Packet) -> None:
+        """It arrives."""
+        checker, content = self.nodes[packet.receiver].checker, packet.content
+        if isinstance(content, ev.Arrived):
+            checker.arrive(content.step, content.task)
+        elif isinstance(content, ev.Consumed):
+            checker.memory.consume(content.task, content.peer)
+        super().deliver(packet)
+
+    def begin(self, nodes: Sequence[RandomNode]) -> None:
+        """It ends at some time."""
+
+    def allow_step(self, nodes: Sequence[RandomNode]) -> None:
+        """They open their next step at some time."""
+        self._pending += [(self.open_step, (node,)) for node in sorted(nodes, key=lambda node: node.rank)]
+
+    def release(self, node: RandomNode, released: ev.SendReleased) -> None:
+        """The memory becomes free at some time."""
+        self._pending.append((self.tell, (node, released)))
+
+    def reduce(self, node: RandomNode, virtual_stage: int) -> None:
+        """The gradients are final at some time."""
+        self._pending.append((self.tell, (node, ev.ChunkReduced(virtual_stage))))
+
+    def dispatch(self, node: RandomNode, task: Task) -> None:
+        """It must be a task that may run now, here and on all members."""
+        node.checker.enqueue(task)
+        super().dispatch(node, task)
+        held, most = node.core.view.held, node.checker.memory.most_held
+        assert most is None or held <= most, f"{node.rank.name} counts {held} in {node.step}, the limit is {most}"
+        if node.rank.member == 0:
+            for other in self.group_of(node).nodes:
+                lacks = other.checker.lacks(task, node.step)
+                assert not lacks, f"{other.rank.name} has not got {lacks[0]}, but {task} is ordered"
+
+    def mismatch(self, node: RandomNode, task: Task, other: Task) -> None:
+        """Refuse it."""
+        raise AssertionError(f"{node.rank.name} runs {task} where others of its group run {other}")
+
+    def complete(self, node: RandomNode, seconds: float = 0.0) -> None:
+        """It leaves what it leaves."""
+        task = node.lane[0]
+        is_last = task.kind is node.core.graph.last_kind(task.virtual_stage, node.step.mode)
+        node.checker.complete(task, 0 if is_last else self.bytes_held(node, task))
+        node.most_bytes = max(node.most_bytes, node.checker.memory.num_bytes)
+        super().complete(node, seconds)
+
+    def finish_step(self, node: RandomNode) -> None:
+        """It must have done everything; the next step follows."""
+        node.checker.finish(node.step)
+        super().finish_step(node)
+        if node.num_finished < len(self.steps) and self.group_of(node).may_open(node):
+            self.allow_step([node])
+
+    def bytes_held(self, node: RandomNode, task: Task) -> int:
+        """What the test says."""
+        return self._num_bytes(task) + self._more_bytes(node.rank.member, task)
+
+    def output_bytes(self, node: RandomNode, task: Task) -> int:
+        """The same."""
+        return self.bytes_held(node, task)

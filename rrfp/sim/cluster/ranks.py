@@ -1,0 +1,70 @@
+"""The ranks of a simulated cluster: how they are numbered and called.
+
+A pipeline of N stages has R replicas of T members. Member t exchanges tensors with member t of the other stages of its
+replica; the members of a stage and replica are a group, which runs one order; ranks that differ in the replica alone
+sum their gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from rrfp.core.mesh import Mesh, Place
+
+
+class Rank(int):
+    """A rank's number, which knows its place.
+
+    Attributes:
+        stage: its stage.
+        replica: its replica.
+        member: its index in its group; 0 leads.
+        name: "stage 1" where a stage has one rank, else "stage 1 replica 0 member 2", less what is always 0.
+    """
+
+    stage: int
+    replica: int
+    member: int
+    name: str
+
+    def __new__(cls, number: int, place: Place, name: str) -> Rank:
+        """Make one; see the class."""
+        self = super().__new__(cls, number)
+        self.stage, self.replica, self.member = place
+        self.name = name
+        return self
+
+    @property
+    def salt(self) -> int:
+        """What makes its values differ from those of other replicas and shards."""
+        return self.salt_in(self.replica)
+
+    def salt_in(self, replica: int) -> int:
+        """The salt of the rank in its place in another replica."""
+        return 1000 * replica + self.member
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def name_of_rank(rank: int) -> str:
+    """Its display name; a bare number is the only rank of its stage."""
+    return rank.name if isinstance(rank, Rank) else f"stage {rank}"
+
+
+def stage_of_rank(rank: int) -> int:
+    """Its stage; a bare number is the only rank of its stage."""
+    return rank.stage if isinstance(rank, Rank) else rank
+
+
+@functools.cache
+def ranks_of(stages: int, replicas: int = 1, members: int = 1) -> tuple[Rank, ...]:
+    """All ranks, by number: the members of a group are neighbours, then come replicas, then stages."""
+    mesh = Mesh((("pp", stages), ("dp", replicas), ("tp", members)))
+    return tuple(Rank(number, place := mesh.place(number), _name(place, mesh)) for number in range(mesh.size))
+
+
+def _name(place: Place, mesh: Mesh) -> str:
+    replica = f" replica {place.replica}" if mesh.replicas > 1 else ""
+    member = f" member {place.member}" if mesh.members > 1 else ""
+    return f"stage {place.stage}{replica}{member}"
