@@ -107,5 +107,5 @@ class MeetingStage(EmulatedStage):
         super().__init__(graph, durations)
         self._meet = lane.meet
 
-    def _take(self, task: Task) -> None:
+    def _run(self, task: Task) -> None:
         self._meet(task, self.durations(task))
