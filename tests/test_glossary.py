@@ -50,21 +50,7 @@ NAMES = {
 }
 
 #: Rooms with old words in them. Empty at the end.
-PENDING = (
-    "docs/hints.md",
-    "docs/simulator-tp.md",
-    "docs/simulator.md",
-    "rrfp/arbiter/",
-    "rrfp/commands/simulate",
-    "rrfp/compute/",
-    "rrfp/core/",
-    "rrfp/costs/",
-    "rrfp/hints/",
-    "rrfp/pipeline/local_ranks.py",
-    "rrfp/runtime/",
-    "rrfp/sim/",
-    "rrfp/testing/core_",
-)
+PENDING = ("docs/hints.md", "docs/simulator-tp.md", "docs/simulator.md")
 
 FILES = sorted(
     path.relative_to(ROOT).as_posix() for pattern in ("rrfp/**/*.py", "docs/**/*.md") for path in ROOT.glob(pattern)

@@ -166,7 +166,8 @@ def _check_plot(path: Path, experiments: Sequence[Experiment]) -> None:
     from rrfp.trace.plot import require_matplotlib
 
     require_matplotlib("a plot")
-    methods, workloads = {one.method for one in experiments}, {one.workload.without_seed() for one in experiments}
+    methods = {experiment.method for experiment in experiments}
+    workloads = {experiment.workload.without_seed() for experiment in experiments}
     check_size(len(methods), len(workloads))
     check_folder(path)
 

@@ -1,7 +1,7 @@
 """The input of a stage's core (events, past tense) and its output (instructions, imperative).
 
-Both are plain data that nobody changes. Events that a peer caused carry the :class:`StepId` that the peer was in, so
-that messages which run ahead are filed, and a disagreement about the step is found and named.
+Both are plain, immutable data. Events that a peer caused carry the :class:`StepId` of the peer's step: the core files
+messages that run ahead, and names a disagreement about the step.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Completed:
     Attributes:
         task: the task.
         held: bytes that its microbatch still holds on its virtual stage afterwards.
-        output: bytes of its output that ``held`` does not count; they stay until nobody here reads or sends them.
+        output: bytes of its output that ``held`` does not count; they stay until no task here reads them any longer and
+            no send does.
         seconds: how long the lane was busy with it.
     """
 

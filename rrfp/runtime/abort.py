@@ -48,8 +48,8 @@ class Failure:
         error.__cause__ = self._cause
         if self._cause is not None:
             trim(self._cause)
-            if place := place_of(self._cause):
-                error.add_note(f"raised at {place}")  # the last line of all that is printed
+            if line := place_of(self._cause):
+                error.add_note(f"raised at {line}")  # the last line of all that is printed
         return error
 
 

@@ -12,7 +12,7 @@ class Ending(StrEnum):
     FINISHED = "finished"  # every task ran once, on the right inputs
     REFUSED = "refused"  # a core raised ProtocolError, which names the message
     STALLED = "stalled"  # nothing can happen any longer; the report names the message and the stage that owes it
-    ABORTED = "aborted"  # every living core was told which rank died
+    ABORTED = "aborted"  # every living core received an abort that names the dead rank
     CRASHED = "crashed"  # an exception that is no ProtocolError, or events without end: always wrong
     UNFIT = "unfit"  # the hint said, by a ConfigError, that it is not made for this pipeline
 
