@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 TEXT = {
     r"\btold\b": "passed, received, raised, notified, reported",
     r"\bnobody\b": "no rank, no task, no caller",
+    r"\b(any|every|some)body\b": "a rank, all ranks, a caller",
     r"\bwhoever\b": "the rank, the caller or the sender that",
     r"\bfor ever\b": "forever",
     r"\bmoreover\b": "also, or nothing",

@@ -130,7 +130,7 @@ class AgreementArbiter(Arbiter):
                 )
 
     def _is_heard_from(self, member: int) -> bool:
-        """Whether it is ``member`` that announces, and this rank that hears it."""
+        """Whether ``member`` announces rounds and this rank receives its announcements."""
         return member == 0 < self._group.rank
 
     def dispatch_next(self) -> bool:

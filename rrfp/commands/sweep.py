@@ -98,7 +98,7 @@ def _check_source(costs: list[str] | None, named: options.Texts, sizes: str | No
     if (costs is None) == (named["profile"] is None):
         raise ConfigError("exactly one of --costs FILE and --profile NAME is needed (profiles: llm, mllm)")
     if costs is None and sizes is not None:
-        raise ConfigError("--sizes goes with --costs; a profile tells hints its own")
+        raise ConfigError("--sizes goes with --costs; a profile has sizes of its own")
     for name, value in named.items():
         if costs is not None and value is not None:
             raise ConfigError(f"--{name} goes with --profile; a cost file is one workload by itself")

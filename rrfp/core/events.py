@@ -177,7 +177,7 @@ class Release:
 
 @record
 class Credit:
-    """Forward only: tell stage ``peer`` that this stage is done with the output of ``task``."""
+    """Forward only: notify stage ``peer`` that this stage is done with the output of ``task``."""
 
     peer: int
     task: Task
@@ -185,7 +185,7 @@ class Credit:
 
 @record
 class ReportReady:
-    """Follower only: tell the leader that all that ``task`` needs from other stages has arrived."""
+    """Follower only: report to the leader that all inputs of ``task`` from other stages have arrived."""
 
     task: Task
 

@@ -44,7 +44,7 @@ class PeerMonitor:
         context: the rank.
         processes: that of each rank, filled in once all have exchanged theirs.
         post: queues a control message for a peer.
-        stall_after: an announcement is repeated after so many seconds, while somebody asks.
+        stall_after: an announcement is repeated after so many seconds, while a rank asks.
         abort_after: seconds of silence of a loop after which the pipeline ends; None: never.
     """
 

@@ -31,7 +31,7 @@ class RankStatus:
         awaits: what it waits for, one line a task.
         gathering: it waits for all ranks between two steps, as `clip_grad_norm_` does.
         gatherings_ended: how often all ranks have done so.
-        name: how people call it; empty where its stage tells.
+        name: its display name; empty where that is its stage.
         process: its host and process id.
         stack: the Python stack of its lane, where it has been running something for long.
     """
@@ -69,8 +69,8 @@ class Verdict:
 
     Attributes:
         deadlock: nothing will ever happen again.
-        certain: False if only a second poll can tell.
-        text: one line that names who holds everybody up, and where its lane is; for a deadlock the report.
+        certain: False if the verdict needs a second poll.
+        text: one line that names the rank for which all others wait, and its lane's task; for a deadlock the report.
     """
 
     deadlock: bool

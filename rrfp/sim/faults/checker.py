@@ -25,8 +25,8 @@ _STALLED = frozenset({Ending.STALLED})
 #: - lose: refused if a later message of the channel and step arrives, stalled if none does;
 #: - swap, delay of the message itself: refused if a later one of the channel and step overtakes it, else harmless;
 #: - death: aborted, unless every stage had finished.
-#: Credits and a follower's reports name their task and are in no order: swapped or late ones are harmless. Nothing
-#: waits for the bytes that a follower tells: without them its leader counts too little, and transports lose nothing.
+#: Credits and a follower's reports name their task and are in no order: swapped or late ones are harmless. No task
+#: waits for the bytes that a follower reports: without them its leader counts too little, and transports lose nothing.
 #: The log and the rounds of an agreement are in order, and come to a stand at what is missing.
 REQUIRED: Mapping[str, frozenset[Ending]] = {
     "spike": _FINISHED,

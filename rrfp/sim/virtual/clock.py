@@ -189,7 +189,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         return any_fired
 
     def _let_waiters_go(self) -> bool:
-        """Returns whether anybody waited."""
+        """Release the waiters of this instant; returns whether there were any."""
         waiters, self._waiters = self._waiters, []
         waiting = [waiter for waiter in waiters if not waiter.done()]
         for waiter in waiting:
