@@ -25,7 +25,7 @@ from rrfp.errors import ConfigError, DeadlockError, RrfpError
 
 FAILED, USAGE, DEADLOCK, INTERRUPTED = 1, 2, 3, 130
 
-#: One run and many: whoever gives one an option of the other means the other.
+#: One run and many: an option of the one that is passed to the other is answered with the right command.
 _SIBLINGS = {"simulate": "sweep", "sweep": "simulate"}
 
 # The base of typer's errors about arguments. Its module depends on typer's version.

@@ -1,4 +1,4 @@
-"""Cores of a tensor-parallel group, told by hand what its other ranks say."""
+"""Cores of a tensor-parallel group; a test passes them by hand the messages of its other ranks."""
 
 from __future__ import annotations
 

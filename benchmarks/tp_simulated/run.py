@@ -3,16 +3,17 @@
     python benchmarks/tp_simulated/run.py [--seeds N] [--quick] [--json]
 
 PP 8, 64 microbatches, profile mllm, spike latency drawn anew for every rank, limit 2N; bf on whole and bfw on split
-backwards. A word from rank to rank takes 60 us, an all-gather 120 us. All makespans are over the leader's (depth 1) on
-the same draw: the mean of the seeds +- their standard deviation.
+backwards. A message from rank to rank takes 60 us, an all-gather 120 us. All makespans are relative to the leader's
+(depth 1) on the same draw: the mean of the seeds +- their standard deviation.
 
-coordination: time of one order for all ranks. "leader (free)" takes no time: what coordination itself costs;
-"agreement (free)" over it is what agreeing costs in decisions alone. "coord." is the part of the step in which a task
-was ready on all ranks of a stage and its lanes were idle. "failed" are rounds in vain a task, in brackets those in
-which two ranks proposed different tasks (in the others some ranks had nothing to propose). "words" are messages between
-ranks of one group a task. "1f1b" is the strict schedule, unsplit, which needs no coordination and less memory.
+coordination: the cost of one order for all ranks. In "leader (free)" and "agreement (free)" coordination takes no time;
+the difference between the two is the cost of agreement's worse decisions. "coord." is the part of the step in which a
+task was ready on all ranks of a stage and its lanes were idle. "failed" are failed rounds per task, in brackets those
+in which two ranks proposed different tasks (in the others some ranks had nothing to propose). "messages" are messages
+between ranks of one group, per task. "1f1b" is the strict schedule, unsplit, which needs no coordination and less
+memory.
 
-slower control: what happens when words take longer; tasks take 10 to 30 ms.
+slower control: the same with slower messages; tasks take 10 to 30 ms.
 
 `--quick` only shows that everything runs: its figures mean nothing.
 """
@@ -112,7 +113,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class ControlRow:
-    """What each way costs over a free leader where a word takes so long."""
+    """The makespan of each way over a free leader's, where a message takes so long."""
 
     control_ms: float
     over_free_leader: dict[str, Mean]
@@ -165,7 +166,7 @@ def print_tables(rows: Sequence[Row], control: Sequence[ControlRow]) -> None:
     for hint in HINTS:
         mine = [row for row in rows if row.hint == hint]
         console.print(makespans(hint, mine), efforts(hint, mine))
-    table = table_of("slower control: bf's makespan over a free leader's", "ms a word", LEADER, AHEAD, AGREEMENT)
+    table = table_of("slower control: bf's makespan over a free leader's", "ms a message", LEADER, AHEAD, AGREEMENT)
     for one in control:
         table.add_row(f"{one.control_ms:g}", *(str(one.over_free_leader[way]) for way in (LEADER, AHEAD, AGREEMENT)))
     console.print(table)
@@ -184,7 +185,7 @@ def makespans(hint: str, rows: Sequence[Row]) -> Table:
 def efforts(hint: str, rows: Sequence[Row]) -> Table:
     """What coordination takes."""
     shares = ("coord. leader", "depth 2", "agreement")
-    table = table_of(f"{hint}: coordination", "TP", *shares, "failed", "words, leader", "words, agreement")
+    table = table_of(f"{hint}: coordination", "TP", *shares, "failed", "messages, leader", "messages, agreement")
     for row in rows:
         led, ahead, agreed = (row.ways[way] for way in (LEADER, AHEAD, AGREEMENT))
         failed = f"{agreed.failed:.2f} ({agreed.disputed:.2f})"

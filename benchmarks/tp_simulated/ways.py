@@ -42,7 +42,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to come to one order, on one draw.
+    """One way to agree on an order, on one draw.
 
     Attributes:
         makespan: seconds of the step.
@@ -50,7 +50,7 @@ class Way:
         rounds: decisions a task.
         failed: of them in vain.
         disputed: of those, with different tasks proposed.
-        messages: words between ranks a task.
+        messages: messages between ranks of a group, per task.
         run_s: wall time of the simulation.
     """
 
@@ -101,7 +101,7 @@ def compare(case: Case) -> Compared:
 
 
 def slower_control(slowed: tuple[Case, float]) -> dict[str, float]:
-    """Makespans of a case where a word takes so many seconds, and an all-gather twice as long."""
+    """Makespans of a case where a message takes so many seconds, and an all-gather twice as long."""
     case, seconds = slowed
     costs, ranks = draw(case)
     ways: dict[str, Coordination] = {

@@ -1,9 +1,9 @@
 """Agreement without a leader, as in the paper (section 4.3): the baseline that `coordination="agreement"` selects.
 
 Before each task every rank of a group proposes what its own core would run, and all learn all proposals. If they are
-equal all run the task, otherwise nobody does, and they propose again once any of them has something else to propose. A
-hint whose choice is no pure function of the ready set (measured durations, order of arrival) may never come to an
-agreement: that is found like any other deadlock, and reported with the proposals.
+equal all run the task, otherwise no rank does, and they propose again once any of them has another proposal. With a
+hint that is no pure function of the ready set (measured durations, order of arrival) they may never agree: that is
+detected like any other deadlock, and reported with the proposals.
 
 The all-gather goes through rank 0 of the group, which collects proposals and announces what came of a round. So a round
 ends on rank 0 before any rank can propose in the next one, and nothing of a step is said after its last round.
@@ -130,7 +130,7 @@ class AgreementArbiter(Arbiter):
                 )
 
     def _is_heard_from(self, member: int) -> bool:
-        """Whether it is ``member`` that announces, and this rank that hears it."""
+        """Whether ``member`` announces rounds and this rank receives its announcements."""
         return member == 0 < self._group.rank
 
     def dispatch_next(self) -> bool:

@@ -1,7 +1,7 @@
 """The arbiter: hands the lane what the core decides, whenever something has happened. It has no policy and no loop.
 
-Whoever reports an event to the core calls `Arbiter.kick`. Whoever drives the arbiter lets it decide once all that
-happened together was applied: `rrfp.arbiter.loop` on an event loop, the simulator at the end of a virtual instant.
+Every caller that reports an event to the core calls `Arbiter.kick`. The driver of the arbiter lets it decide once all
+events of one instant are applied: `rrfp.arbiter.loop` on an event loop, the simulator at the end of a virtual instant.
 """
 
 from __future__ import annotations
@@ -70,4 +70,4 @@ class Arbiter:
 
 
 def _ignore() -> None:
-    """Nobody waits for kicks: the arbiter is driven from outside."""
+    """No loop waits for kicks: the arbiter is driven from outside."""

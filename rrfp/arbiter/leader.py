@@ -1,9 +1,9 @@
 """The leader of a group and its followers: reports one way, the numbered log the other. No policy: that is the core's.
 
 The leader's core decides over tasks that are ready on every rank, appends each to the log as it enqueues it, and this
-broadcasts the entry; a follower's core runs exactly the log. What contradicts it (a gap, a repetition, a report of a
-task that nobody awaits) the core raises as `ProtocolError`. With a depth of two or more the leader decides while its
-lane still runs the task before, so that entries travel behind compute.
+broadcasts the entry; a follower's core runs exactly the log. The core raises `ProtocolError` for a message that
+contradicts the log (a gap, a repetition, a report of a task that the leader does not await). With a depth of two or
+more the leader decides while its lane still runs the task before, so that entries travel behind compute.
 """
 
 from __future__ import annotations

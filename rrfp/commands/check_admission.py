@@ -73,7 +73,8 @@ def admission(
         print_json({"ok": not bad, "cases": [_document(result) for result in done]})
     else:
         _print(_table(done))
-        typer.echo(f"{len(done)} cases, {sum(result.found.states for result in done)} states, {len(bad)} cases failed")
+        states = sum(result.exploration.states for result in done)
+        typer.echo(f"{len(done)} cases, {states} states, {len(bad)} cases failed")
     if bad:
         raise RrfpError(f"{len(bad)} of {len(done)} cases fail, the first with the shortest way there: {_worst(bad)}")
 
@@ -107,15 +108,15 @@ def _shown(cases: list[Case], *, quiet: bool) -> Iterable[Case]:
 
 def _worst(bad: list[Explored]) -> str:
     """The deadlock with the shortest trace, or else the first bound that was exceeded."""
-    stuck = [result for result in bad if result.found.deadlocks]
+    stuck = [result for result in bad if result.exploration.deadlocks]
     if not stuck:
         return f"{bad[0].case}: {bad[0].broken[0]}"
-    first = min(stuck, key=lambda result: len(result.found.deadlocks[0].trace))
-    return f"{first.case}: " + "; ".join(line.strip() for line in str(first.found.deadlocks[0]).splitlines())
+    first = min(stuck, key=lambda result: len(result.exploration.deadlocks[0].trace))
+    return f"{first.case}: " + "; ".join(line.strip() for line in str(first.exploration.deadlocks[0]).splitlines())
 
 
 def _document(result: Explored) -> dict[str, Any]:
-    search = result.found
+    search = result.exploration
     return {
         "case": str(result.case),
         "ok": result.is_safe,
@@ -146,7 +147,7 @@ def _table(done: list[Explored]) -> Table:
         step = "forward" if case.mode is Mode.FORWARD else case.backward
         rows.setdefault((case.rule, str(case.chunks), step, str(case.in_order or "-")), []).append(result)
     for key, results in rows.items():
-        searches = [result.found for result in results]
+        searches = [result.exploration for result in results]
         table.add_row(
             *key,
             str(len(results)),

@@ -98,7 +98,7 @@ def _check_source(costs: list[str] | None, named: options.Texts, sizes: str | No
     if (costs is None) == (named["profile"] is None):
         raise ConfigError("exactly one of --costs FILE and --profile NAME is needed (profiles: llm, mllm)")
     if costs is None and sizes is not None:
-        raise ConfigError("--sizes goes with --costs; a profile tells hints its own")
+        raise ConfigError("--sizes goes with --costs; a profile has sizes of its own")
     for name, value in named.items():
         if costs is not None and value is not None:
             raise ConfigError(f"--{name} goes with --profile; a cost file is one workload by itself")
@@ -166,7 +166,8 @@ def _check_plot(path: Path, experiments: Sequence[Experiment]) -> None:
     from rrfp.trace.plot import require_matplotlib
 
     require_matplotlib("a plot")
-    methods, workloads = {one.method for one in experiments}, {one.workload.without_seed() for one in experiments}
+    methods = {experiment.method for experiment in experiments}
+    workloads = {experiment.workload.without_seed() for experiment in experiments}
     check_size(len(methods), len(workloads))
     check_folder(path)
 

@@ -106,6 +106,6 @@ def _range(spread: Spread, form: str) -> str:
 
 
 def _mean(spread: Spread, mean: str, std: str) -> str:
-    """The mean, and the standard deviation where several seeds tell it, each in its format."""
+    """The mean, and the standard deviation where there are several seeds, each in its format."""
     text = f"{spread.mean:{mean}}"
     return text if spread.std is None else f"{text} ±{spread.std:{std}}"

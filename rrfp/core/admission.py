@@ -26,7 +26,7 @@ Rejected, each with a deadlock that `rrfp check admission --rule` prints (`rrfp.
 
 - D < K*C for every forward, and only backwards from there on. It is what the paper says for one chunk; with two, the
   shallow chunk takes all slots and the deep one, whose backward would free them, gets none.
-- The staircase alone in a forced order. Later microbatches fill the memory while the one that everybody waits for
+- The staircase alone in a forced order. Later microbatches fill the memory while the one that all stages wait for
   stays outside.
 - One reserved slot instead of C: enough for one chunk, and not for more, since the lowest microbatch needs a slot on
   each of its chunks before its first backward frees one.
@@ -219,7 +219,7 @@ class Admission:
     def complete(self, kind: Kind, owner: Owner, held: int, output: int, *, is_last: bool) -> None:
         """A task of ``owner`` completed: ``held`` bytes stay, and nothing after its last task; see `free`.
 
-        Its ``output`` is in the ledger apart, while somebody uses it.
+        Its ``output`` is in the ledger apart, while a task or a send uses it.
         """
         if self._byte_limit is not None:
             self._byte_limit.complete(kind, owner, held, output)

@@ -1,7 +1,7 @@
 """The input of a stage's core (events, past tense) and its output (instructions, imperative).
 
-Both are plain data that nobody changes. Events that a peer caused carry the :class:`StepId` that the peer was in, so
-that messages which run ahead are filed, and a disagreement about the step is found and named.
+Both are plain, immutable data. Events that a peer caused carry the :class:`StepId` of the peer's step: the core files
+messages that run ahead, and names a disagreement about the step.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Completed:
     Attributes:
         task: the task.
         held: bytes that its microbatch still holds on its virtual stage afterwards.
-        output: bytes of its output that ``held`` does not count; they stay until nobody here reads or sends them.
+        output: bytes of its output that ``held`` does not count; they stay until no task here reads them any longer and
+            no send does.
         seconds: how long the lane was busy with it.
     """
 
@@ -176,7 +177,7 @@ class Release:
 
 @record
 class Credit:
-    """Forward only: tell stage ``peer`` that this stage is done with the output of ``task``."""
+    """Forward only: notify stage ``peer`` that this stage is done with the output of ``task``."""
 
     peer: int
     task: Task
@@ -184,7 +185,7 @@ class Credit:
 
 @record
 class ReportReady:
-    """Follower only: tell the leader that all that ``task`` needs from other stages has arrived."""
+    """Follower only: report to the leader that all inputs of ``task`` from other stages have arrived."""
 
     task: Task
 

@@ -1,7 +1,7 @@
 """One rank's part of one step in its group: what is ordered, what is reported, and what a rank waits for of the others.
 
 The leader appends to the log what it enqueues; followers report to it what has arrived and what tasks left behind. What
-contradicts the state (a report that nobody awaits, an entry out of order) raises `ProtocolError`.
+contradicts the state (a report that the leader does not await, an entry out of order) raises `ProtocolError`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class GroupStep:
         """Leader: a follower has what a task needs from other stages.
 
         Raises:
-            ProtocolError: if nobody awaits that, or the follower said so before.
+            ProtocolError: if the leader does not await the report, or the follower has sent it before.
         """
         rank, task = event.rank, event.task
         if not 0 < rank <= self._group.num_followers or not self._readiness.expects_reports(task):

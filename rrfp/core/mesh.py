@@ -119,15 +119,15 @@ class Mesh:
             rank, at[name] = divmod(rank, size)
         return at
 
-    def place(self, rank: int) -> Place:
-        """Where ``rank`` is."""
+    def place_of(self, rank: int) -> Place:
+        """The stage, replica and member of ``rank``."""
         at = self.coordinates(rank)
         return Place(at[PIPELINE], self._index(at, self.replicated), self._index(at, self._coordinated))
 
-    def rank(self, place: Place) -> int:
-        """The rank at ``place``."""
-        at = {PIPELINE: place.stage}
-        for index, names in ((place.replica, self.replicated), (place.member, self._coordinated)):
+    def rank(self, where: Place) -> int:
+        """The rank at ``where``."""
+        at = {PIPELINE: where.stage}
+        for index, names in ((where.replica, self.replicated), (where.member, self._coordinated)):
             for name in reversed(names):
                 index, at[name] = divmod(index, self._size(name))
         return self._index(at, [name for name, _ in self.dims])
@@ -135,7 +135,7 @@ class Mesh:
     def name(self, rank: int) -> str:
         """The display name of ``rank``: ``stage 1``, or ``stage 1, dp 0, tp 1 (rank 5)`` where a stage has several."""
         if self.size == self.stages:
-            return f"stage {self.place(rank).stage}"
+            return f"stage {self.place_of(rank).stage}"
         at = self.coordinates(rank)
         others = "".join(f", {name} {at[name]}" for name, size in self.dims if name != PIPELINE and size > 1)
         return f"stage {at[PIPELINE]}{others} (rank {rank})"

@@ -116,5 +116,5 @@ class Outputs:
         return not waiting
 
     def is_awaited(self, task: Task) -> bool:
-        """Forward only: whether somebody is still to consume ``task``'s output."""
+        """Forward only: whether a stage is still to consume ``task``'s output."""
         return task in self._consumers

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True)
 def record(cls: type[T]) -> type[T]:
-    """Make ``cls`` a dataclass with slots, compared and hashed by its fields, which nobody may assign to afterwards.
+    """Make ``cls`` a dataclass with slots, compared and hashed by its fields, which must not be assigned afterwards.
 
     Returns:
         The new class. mypy refuses an assignment to a field; nothing does at run time.

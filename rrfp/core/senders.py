@@ -1,4 +1,4 @@
-"""Who said what reached a core: for errors, which should name whoever the fault may lie with."""
+"""The senders of events that reach a core. Errors name them, since the fault may be theirs."""
 
 from __future__ import annotations
 

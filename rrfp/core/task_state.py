@@ -98,7 +98,7 @@ class TaskState:
         #: Whether its tasks are enqueued in microbatch order.
         self.is_ordered = False
         #: By microbatch: inputs missing; those of them from other stages; on the leader of a group, followers that have
-        #: not reported theirs (empty where nobody has to).
+        #: not reported theirs (empty where no follower has to).
         self.missing: Counters = bytearray()
         self.missing_remote: Counters = bytearray()
         self.unreported: Counters = bytearray()

@@ -1,7 +1,7 @@
 """Every time limit of the runtime, in seconds, in one place: each outlasts those that it contains.
 
-The first ones are defaults of options of `rrfp.Pipeline`. The others bound what happens after a failure, where nobody
-wants to choose. Their order is checked when this is imported. The limits of the conformance suites are in
+The first ones are defaults of options of `rrfp.Pipeline`. The others bound the end after a failure, and are
+no options. Their order is checked when this is imported. The limits of the conformance suites are in
 `rrfp.testing`; they bound no training run.
 """
 
@@ -14,7 +14,7 @@ from itertools import pairwise
 #: ``connect_timeout``: ranks of one job start minutes apart at worst, on hosts that load torch from a slow disk.
 CONNECT_S = 60.0
 
-#: ``heartbeat``: how often a silent connection is asked for a sign of life.
+#: ``heartbeat``: how often a silent connection is asked for a heartbeat.
 HEARTBEAT_S = 0.5
 
 #: ``patience``: how long a peer may be silent while its connection stands. Suspended machines, live migrations and
@@ -45,7 +45,7 @@ ANSWER_S = 1.0
 #: others: one unanswered question on the way up, one on the way down.
 NAMED_S = 2.0
 
-# The end after a failure. What is told, then who tells it, then what waits for that.
+# The end after a failure: the abort's messages, then the reports, then the waits for both.
 
 #: An abort tries to reach the peers for so long.
 ABORT_GRACE_S = 1.0
@@ -79,7 +79,7 @@ RUNNER_CLOSE_S = 6.0
 #: Leaving, as the caller sees it: the runner's close on a loop that has other things to do too.
 LEAVE_S = 8.0
 
-#: Joining the loop's thread once it was told to stop.
+#: Joining the loop's thread after the request to stop.
 JOIN_S = 2.0
 
 #: The end of the process waits for calls on lanes: one that returned into an interpreter which is being taken down
@@ -97,11 +97,11 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 0.002, 0.05
 #: How often a dead launcher is looked for.
 WATCH_S = 0.1
 
-#: How often torchrun looks for a dead worker. By its default of 0.1 s it may end the others before they have told
-#: which stage was lost.
+#: How often torchrun looks for a dead worker. By its default of 0.1 s it may end the others before they have
+#: reported the lost stage.
 MONITOR_S = 1.0
 
-#: Workers may be silent for so long: nobody debugs them or moves them to another machine.
+#: Workers may be silent for so long: no debugger stops them, and no migration.
 WORKERS_PATIENCE_S = 2.0
 
 #: Workers have so long to end after a failure, or after they were asked to.

@@ -141,7 +141,7 @@ class Topology:
 
     def place_of(self, rank: int) -> Place:
         """Where ``rank`` is."""
-        return Place(rank, 0, 0) if self._has_one_rank_a_stage else self.mesh.place(rank)
+        return Place(rank, 0, 0) if self._has_one_rank_a_stage else self.mesh.place_of(rank)
 
     def name_of(self, rank: int) -> str:
         """The display name of ``rank``."""
@@ -164,7 +164,7 @@ class Topology:
     @classmethod
     def at(cls, rank: int, mesh: Mesh, run_id: str = "local") -> Topology:
         """``rank`` of a job of one host that is laid out as ``mesh``."""
-        stage, replica, member = mesh.place(rank)
+        stage, replica, member = mesh.place_of(rank)
         return cls(stage, mesh.stages, run_id, replica=replica, member=member, mesh=mesh)
 
     @classmethod
@@ -202,7 +202,7 @@ class Topology:
         mesh = _mesh_of(dims, _names(coordinate), world)
         if not 0 <= rank < world:
             raise ConfigError(f"environment variable RANK is {rank}, must be 0..{world - 1}")
-        stage, replica, member = mesh.place(rank)
+        stage, replica, member = mesh.place_of(rank)
         return cls(stage, mesh.stages, *launch, replica, member, mesh)
 
     @classmethod
@@ -229,7 +229,7 @@ class Topology:
         rank = 0
         for (_, size), index in zip(mesh.dims, at, strict=True):
             rank = rank * size + index
-        stage, replica, member = mesh.place(rank)
+        stage, replica, member = mesh.place_of(rank)
         launch = _launch_of_part(os.environ, mesh.size, int(device_mesh.mesh.min()))
         return cls(stage, mesh.stages, *launch, replica, member, mesh)
 

@@ -11,5 +11,5 @@ rest never reaches the core: TIE goes to `GradientFinalizer`, REPORT and RESULT 
 CLOSED to `Departures`, ABORT to `AbortController`. `StageRunner` has the table.
 
 `StageRunner` is a rank's life and the calls of its caller. All its parts share one `RankContext`. A part changes its
-own state alone: `Progress` reads that of the others when somebody asks why the rank is idle.
+own state alone: `Progress` reads that of the others when the rank's idleness is examined.
 """

@@ -48,8 +48,8 @@ class Failure:
         error.__cause__ = self._cause
         if self._cause is not None:
             trim(self._cause)
-            if place := place_of(self._cause):
-                error.add_note(f"raised at {place}")  # the last line of all that is printed
+            if line := place_of(self._cause):
+                error.add_note(f"raised at {line}")  # the last line of all that is printed
         return error
 
 
@@ -136,7 +136,7 @@ class AbortController:
         self.abort(Failure(origin_of(message.body)))
 
     def abort(self, failure: Failure) -> None:
-        """Stop everything here, and tell the peers."""
+        """Stop everything here, and notify the peers."""
         if self.failure is not None:
             return
         self.failure = failure
@@ -178,8 +178,8 @@ async def broadcast_abort(transport: Transport, origin: Origin) -> None:
             outcomes = await asyncio.gather(*sends, return_exceptions=True)
             if all(outcome is None or isinstance(outcome, PeerLostError) for outcome in outcomes):
                 await transport.close()
-    except Exception as error:  # a transport may be anybody's, and there is a failure to report already
-        logger.debug("telling the peers of a failure failed: %r", error)
+    except Exception as error:  # a transport may be a plugin, and there is a failure to report already
+        logger.debug("sending a failure to the peers failed: %r", error)
     finally:
         transport.abort()
 

@@ -27,8 +27,8 @@ class SupersededError(Exception):
 class TreeAllGather:
     """Collects the bytes of every rank at rank 0, and hands them to all.
 
-    Messages of an all-gather that this rank has not joined yet are kept. Every rank joins each once. Who waits
-    when the pipeline ends is cancelled by whoever runs it.
+    Messages of an all-gather that this rank has not joined yet are kept. Every rank joins each once. At the
+    end of the pipeline its runner cancels the tasks that wait here.
 
     Args:
         rank: this rank.

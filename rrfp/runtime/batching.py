@@ -195,7 +195,7 @@ def _microbatches(lists: Mapping[str, Any], microbatches: Any) -> int:
         raise ConfigError(f"the number of microbatches differs between arguments ({counts}){''.join(hints)}")
     name, count = next(iter(lengths.items()))
     if count < 1:
-        raise ConfigError(f"{name} tells {count} microbatches, must be at least 1")
+        raise ConfigError(f"{name} has {count} microbatches, must be at least 1")
     return count
 
 

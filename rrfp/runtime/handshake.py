@@ -103,12 +103,12 @@ class Handshake:
             return {"error": type(error).__name__, "text": str(error)}
 
     def _leader_of(self, rank: int) -> int:
-        place = self._topology.place_of(rank)
-        return self._topology.mesh.rank(place._replace(member=0))
+        coordinate = self._topology.place_of(rank)
+        return self._topology.mesh.rank(coordinate._replace(member=0))
 
-    def _compare(self, one: int, ours: Terms, other: int, theirs: Terms, who: str) -> None:
+    def _compare(self, rank: int, ours: Terms, other: int, theirs: Terms, who: str) -> None:
         name = self._topology.name_of
-        if text := differences(name(one), ours, name(other), theirs):
+        if text := differences(name(rank), ours, name(other), theirs):
             raise ConfigError(f"{text}: must be the same on {who}")
 
     async def _publish(self, key: str, value: Mapping[str, Any]) -> None:
@@ -147,14 +147,14 @@ class Handshake:
         return f"terms/{self._context.run_id}/{self._context.restart}/{key}"
 
 
-def differences(one: str, ours: Terms, other: str, theirs: Terms) -> str:
+def differences(name: str, ours: Terms, other: str, theirs: Terms) -> str:
     """The fields in which two ranks differ, in one line; empty if there are none.
 
     Args:
-        one: the name of a rank.
+        name: the name of a rank.
         ours: its terms.
         other: the name of the other.
         theirs: its terms.
     """
     fields = [field for field in dict.fromkeys((*ours, *theirs)) if ours.get(field) != theirs.get(field)]
-    return "; ".join(f"{f} is {ours.get(f)!r} on {one} and {theirs.get(f)!r} on {other}" for f in fields)
+    return "; ".join(f"{f} is {ours.get(f)!r} on {name} and {theirs.get(f)!r} on {other}" for f in fields)

@@ -85,7 +85,7 @@ class LaneExecutor:
         self._lane.close()
 
     def _run(self, task: Task) -> tuple[int, int]:
-        """Run ``task``, on the lane; returns the bytes it leaves: after the next task they could not be told apart."""
+        """Run ``task``, on the lane; returns the bytes it leaves: after the next task these could not be separated."""
         self.thread = threading.get_ident()
         try:
             run_task(self._program, self._mailbox, task)
@@ -94,7 +94,7 @@ class LaneExecutor:
             self.thread = None
 
     def _on_done(self, task: Task, done: asyncio.Future[Execution[tuple[int, int]]]) -> None:
-        error = done.exception()  # asked for in any case, or asyncio would complain that nobody did
+        error = done.exception()  # read in any case, or asyncio would log that no one has
         if self._closed:
             return
         if error is not None:

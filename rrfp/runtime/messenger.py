@@ -155,7 +155,7 @@ class Messenger:
     def _raise_naming(self, sender: int, error: ProtocolError) -> NoReturn:
         if self._topology.world == self._topology.stages:
             raise error
-        raise ProtocolError(f"{error} (told by {self._topology.name_of(sender)})") from error
+        raise ProtocolError(f"{error} (reported by {self._topology.name_of(sender)})") from error
 
     async def _post(self, peer: int, message: Message) -> None:
         try:

@@ -135,7 +135,7 @@ class ProcessWatch:
                 loop.add_reader(descriptor, self._ended, peer)
 
     def close(self) -> None:
-        """Watch nobody any more. May be called twice."""
+        """Stop watching. May be called twice."""
         for timer in self._timers:
             timer.cancel()
         for peer in list(self._descriptors):

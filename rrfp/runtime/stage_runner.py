@@ -141,7 +141,7 @@ class StageRunner:
         return await self._abort.unless_aborted(self._gather(own), "an exchange between steps")
 
     async def close(self) -> None:
-        """Leave in order: tell the peers, deliver what was accepted, free everything. Takes `RUNNER_CLOSE_S` at most.
+        """Leave in order: notify the peers, deliver what was accepted, free everything. Takes `RUNNER_CLOSE_S` at most.
 
         Raises:
             PipelineAborted: if the pipeline failed and no call has raised that.

@@ -94,7 +94,7 @@ class StepReporter:
         return StepResult.of(plan.step, plan.batch.training_step, reports, trace, topology, reduction)
 
     def _compare_refused(self, refused: Sequence[int], plan: Plan) -> None:
-        """Warn when calls were refused on some ranks only: whoever took its next batch then is ahead of the others."""
+        """Warn when calls were refused on some ranks only: a rank that then took its next batch is ahead of others."""
         if refused == self._refused or self._topology.rank != 0:
             return
         self._refused = refused

@@ -155,9 +155,9 @@ def _strict(costs: CostTable, strict: ScheduleSpec, sends: Sends) -> Simulation:
 
 def _dispatched(costs: CostTable, hint: HintSpec, limits: Sequence[Limit], sizes: Sequence[float] | None) -> Simulation:
     result = run(costs, [create_hint(hint) for _ in limits], limits, sizes=sizes)
-    counts = tuple(one.microbatches if one.microbatches is not None else costs.microbatches for one in limits)
+    counts = tuple(costs.microbatches if limit.microbatches is None else limit.microbatches for limit in limits)
     # Under the paper's rule D may pass K * C by C, as under a limit of K + 1.
-    extra = 1 if costs.chunks > 1 and any(one.rule == "paper" for one in limits) else 0
+    extra = 1 if costs.chunks > 1 and any(limit.rule == "paper" for limit in limits) else 0
     return _with_bound(costs, result, counts, [count + extra for count in counts])
 
 
@@ -165,9 +165,9 @@ def _limits(costs: CostTable, spec: Limit | int | str | None, admission: Admissi
     """The limit of every stage."""
     spec = DEFAULT_LIMIT if spec is None else spec
     limits = [Limit.resolve(spec, stage, costs.stages) for stage in range(costs.stages)]
-    if any(one.bytes is not None for one in limits):
+    if any(limit.bytes is not None for limit in limits):
         raise ConfigError("limit: bytes must be None, a cost table has no sizes")
-    return limits if admission is None else [replace(one, rule=admission) for one in limits]
+    return limits if admission is None else [replace(limit, rule=admission) for limit in limits]
 
 
 def _check_sum(costs: CostTable) -> None:

@@ -32,7 +32,7 @@ def test_ranks_and_places_are_one_to_one_in_any_order_of_dims(
 ) -> None:
     for sizes in product((1, 2, 3), (1, 2), (1, 2), (1, 2)):
         mesh = Mesh(tuple(zip(order, sizes, strict=True)), coordinate)
-        places = [mesh.place(rank) for rank in range(mesh.size)]
+        places = [mesh.place_of(rank) for rank in range(mesh.size)]
         assert [mesh.rank(place) for place in places] == list(range(mesh.size))
         assert set(places) == {
             Place(*at) for at in product(range(mesh.stages), range(mesh.replicas), range(mesh.members))
@@ -50,13 +50,13 @@ def test_a_place_is_what_the_coordinates_say(mesh: Mesh) -> None:
             assert 0 <= at[name] < size
             index = index * size + at[name]
         assert index == rank
-        assert mesh.place(rank).stage == at["pp"]
+        assert mesh.place_of(rank).stage == at["pp"]
 
 
 @settings(deadline=None)
 @given(meshes())
 def test_a_group_differs_in_coordinated_dims_only_and_a_replica_in_the_others(mesh: Mesh) -> None:
-    places = [mesh.place(rank) for rank in range(mesh.size)]
+    places = [mesh.place_of(rank) for rank in range(mesh.size)]
     coordinates = [mesh.coordinates(rank).items() for rank in range(mesh.size)]
     for one, other in product(range(mesh.size), repeat=2):
         here, there = places[one], places[other]
@@ -93,7 +93,7 @@ def test_coordinated_dims_make_one_group_and_the_rest_replicas() -> None:
     assert mesh.replicated == ("dp_replicate",)
     assert Mesh(mesh.dims, ("tp",)).replicated == ("dp_replicate", "dp_shard")
     # The second dp_shard, third tp of stage 1: rank 24 begins the second replica, 8 a stage.
-    assert mesh.place(24 + 8 + 4 + 2) == Place(1, 1, 6)
+    assert mesh.place_of(24 + 8 + 4 + 2) == Place(1, 1, 6)
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ NAMED: tuple[Named, ...] = (
         (tests("runtime/test_all_gather.py"),),
     ),
     Named(
-        "an abort told to one peer only",
+        "an abort sent to one peer only",
         "rrfp/runtime/abort.py",
         "for peer in transport.context.peers)",
         "for peer in transport.context.peers[:1])",
@@ -199,13 +199,13 @@ NAMED: tuple[Named, ...] = (
         (tests("runtime/test_departures.py"),),
     ),
     Named(
-        "a second failure replaces the first until the caller was told",
+        "a second failure replaces the first until the caller has received it",
         "rrfp/runtime/abort.py",
         "    def abort(self, failure: Failure) -> None:\n"
-        '        """Stop everything here, and tell the peers."""\n'
+        '        """Stop everything here, and notify the peers."""\n'
         "        if self.failure is not None:\n",
         "    def abort(self, failure: Failure) -> None:\n"
-        '        """Stop everything here, and tell the peers."""\n'
+        '        """Stop everything here, and notify the peers."""\n'
         "        if self.failure is not None and self.failure.was_raised:\n",
         (tests("runtime/test_abort.py"),),
     ),

@@ -48,7 +48,7 @@ class Program(Ones):
 
 def programs(mesh: Mesh = MESH, checks: Mapping[int, Callable[[Task], object]] | None = None) -> list[Program]:
     """One a rank; some check their tasks."""
-    ends = [mesh.place(rank).stage == mesh.stages - 1 for rank in range(mesh.size)]
+    ends = [mesh.place_of(rank).stage == mesh.stages - 1 for rank in range(mesh.size)]
     return [Program(rank, (checks or {}).get(rank, bool), is_last) for rank, is_last in enumerate(ends)]
 
 

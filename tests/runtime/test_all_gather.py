@@ -74,7 +74,7 @@ def test_the_tree_joins_all_and_a_rank_has_few_peers(mesh: Mesh) -> None:
     assert parent(0) is None
     for rank in ranks:
         assert all(parent(child) == rank for child in children(rank, mesh.size))
-        in_group = mesh.members - 1 if mesh.place(rank).member == 0 else 1
+        in_group = mesh.members - 1 if mesh.place_of(rank).member == 0 else 1
         assert len(linked[rank]) <= (5 if mesh.size == mesh.stages else 7) + in_group
         assert all(rank in linked[peer] for peer in linked[rank])
     for dead in ranks:

@@ -99,7 +99,7 @@ def _length(trace: StepTrace) -> float:
 BAD_STEPS: list[tuple[dict[str, Any], str]] = [
     ({"inputs": 7}, "inputs is a int, must be a list"),
     ({"inputs": torch.zeros(3)}, "inputs is a Tensor, must be a list"),
-    ({"inputs": [], "targets": []}, "inputs tells 0 microbatches"),
+    ({"inputs": [], "targets": []}, "inputs has 0 microbatches"),
     ({"microbatches": 3}, "microbatches: 3"),
     ({"microbatches": 2.5}, "microbatches is 2.5"),
     ({"targets": [1]}, "targets: 1"),

@@ -26,7 +26,7 @@ __all__ = ["fork_server"]
 
 TESTS = Path(__file__).parent.parent
 
-#: Seconds from the begin of a step to the error on every rank: told by a live rank, and found out about a dead one.
+#: Seconds from the begin of a step to the error on every rank: a live rank reports it, a dead one is detected.
 TOLD_S, DEAD_S = 2.5, 5.5
 
 

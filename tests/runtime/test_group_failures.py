@@ -77,14 +77,14 @@ def test_members_that_disagree_on_the_step_are_told_both_values(coordination: st
         cause = outcome.abort.origin.cause
         assert "3 microbatches" in cause
         assert "4 microbatches" in cause
-        assert "(told by stage " in cause
+        assert "(reported by stage " in cause
 
 
 def test_replicas_of_which_only_some_reduce_are_told_who_does() -> None:
     mesh = Mesh((("dp", 2), ("pp", 2)))
 
     def body(rank: int, pipe: BlockingPipeline) -> Any:
-        return pipe.step(microbatches=2, reduce_gradients=mesh.place(rank).replica == 0)
+        return pipe.step(microbatches=2, reduce_gradients=mesh.place_of(rank).replica == 0)
 
     for outcome in ThreadedRanks(programs(mesh), body, mesh=mesh).join():
         assert outcome.abort.origin.cause == (
@@ -162,7 +162,7 @@ def test_a_word_that_makes_no_sense_is_named_with_its_sender_on_every_rank(
         assert (abort.origin.stage, abort.origin.rank) == (1, found_by)
         assert abort.origin.cause.startswith("ProtocolError: ")
         assert text in abort.origin.cause
-        assert abort.origin.cause.endswith(f" (told by {NAMES[by]})")
+        assert abort.origin.cause.endswith(f" (reported by {NAMES[by]})")
 
 
 @pytest.mark.parametrize("by", [2, 3])
@@ -175,7 +175,7 @@ def test_agreement_refuses_words_that_make_no_sense(by: int, how: str) -> None:
     for abort in aborted(outcomes):
         assert abort.origin.rank == 5 - by
         assert abort.origin.cause.startswith("ProtocolError: member ")
-        assert abort.origin.cause.endswith(f" (told by {NAMES[by]})")
+        assert abort.origin.cause.endswith(f" (reported by {NAMES[by]})")
 
 
 def test_a_lost_report_is_told_as_what_the_leader_awaits() -> None:

@@ -68,7 +68,7 @@ def test_a_rank_that_dies_or_falls_silent_is_named_on_every_other(
         end = ranks.end(rank)
         assert end.error == "PipelineAborted"
         assert end.origin is not None
-        assert (end.origin[0], end.culprit) == (MESH.place(victim).stage, victim), end.text
+        assert (end.origin[0], end.culprit) == (MESH.place_of(victim).stage, victim), end.text
         assert end.origin[2].startswith("PeerLostError: ")
         assert end.at - struck < DEAD_S
     if how is signal.SIGSTOP:

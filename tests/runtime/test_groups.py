@@ -43,7 +43,7 @@ def test_the_result_has_the_losses_of_the_replica_and_the_loss_of_all() -> None:
     mesh = Mesh((("dp", 2), ("pp", 2), ("tp", 2)))
 
     def body(rank: int, pipe: BlockingPipeline) -> Any:
-        return pipe.step(weights=[1, 3] if mesh.place(rank).replica == 0 else [2, 2, 2])
+        return pipe.step(weights=[1, 3] if mesh.place_of(rank).replica == 0 else [2, 2, 2])
 
     outcomes = ThreadedRanks(programs(mesh), body, mesh=mesh).join()
     assert [outcome.error for outcome in outcomes] == [None] * 8
@@ -51,7 +51,7 @@ def test_the_result_has_the_losses_of_the_replica_and_the_loss_of_all() -> None:
     expected = (losses[0][0] + 3 * losses[0][1] + 2 * sum(losses[1])) / 10
     for rank, outcome in enumerate(outcomes):
         assert outcome.value.loss == pytest.approx(expected)
-        assert list(outcome.value.losses) == losses[mesh.place(rank).replica]
+        assert list(outcome.value.losses) == losses[mesh.place_of(rank).replica]
         assert len(outcome.value.peaks) == len(outcome.value.breakdown) == 2
 
 

@@ -132,4 +132,4 @@ async def test_what_makes_no_sense_names_its_sender(message: Message, text: str)
         ranks.messengers[1].post(0, message)
         with pytest.raises(ProtocolError) as caught:
             await ranks.receive(0)
-        assert str(caught.value) == f"{text} (told by {ranks.contexts[0].topology.name_of(1)})"
+        assert str(caught.value) == f"{text} (reported by {ranks.contexts[0].topology.name_of(1)})"

@@ -14,7 +14,7 @@ import pytest
 import runtime.processes as programs
 from runtime.processes import Processes, Program, preload
 
-#: Seconds from a failure to the error on every rank: told by a live rank, and found out about a dead one.
+#: Seconds from a failure to the error on every rank: a live rank reports it, a dead one is detected.
 TOLD_S, DEAD_S = 2.0, 3.0
 
 

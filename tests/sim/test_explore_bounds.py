@@ -39,22 +39,22 @@ def test_forward_only_a_received_input_holds_a_slot_of_its_sender(rule: str) -> 
 def test_the_staircase_reaches_its_limit_and_never_passes_it(limit: int) -> None:
     one = only(Case(3, limit + 2, 2, limit=limit))
     assert one.is_safe
-    assert one.found.peak_held == (2 * limit,) * 3
-    assert one.found.peak_received == (2 * limit - 1,) * 3
+    assert one.exploration.peak_held == (2 * limit,) * 3
+    assert one.exploration.peak_received == (2 * limit - 1,) * 3
 
 
 @pytest.mark.parametrize("layout", ["looped", "v"])
 def test_the_papers_rule_passes_its_limit_by_the_number_of_chunks(layout: Layout) -> None:
     one = only(Case(3, 4, 2, layout, limit=1, rule="paper"))
     assert one.is_safe
-    assert one.found.peak_held == (4, 4, 4)
-    assert one.found.peak_received == (3, 3, 3)
+    assert one.exploration.peak_held == (4, 4, 4)
+    assert one.exploration.peak_received == (3, 3, 3)
 
 
 def buffered(case: Case) -> tuple[int, ...]:
     one = only(case)
     assert one.is_safe
-    return one.found.peak_buffered
+    return one.exploration.peak_buffered
 
 
 def test_the_papers_bound_on_buffers_holds_for_the_looped_layout() -> None:
@@ -80,7 +80,7 @@ def test_the_staircase_passes_the_papers_bound_on_buffers_at_limit_4() -> None:
 
 def test_a_bound_that_is_passed_is_told() -> None:
     safe = only(Case(2, 2, 2, limit=1))
-    beyond = Explored(Case(2, 2, 1, limit=1), safe.found, 0.0)
+    beyond = Explored(Case(2, 2, 1, limit=1), safe.exploration, 0.0)
     assert safe.broken == ()
     assert beyond.broken[0] == "D reached 2 on stage 0, bound 1"
     assert not beyond.is_safe

@@ -24,7 +24,7 @@ def assert_safe(cases: Iterable[Case]) -> None:
     done = list(explored(cases))
     assert done
     for one in done:
-        assert one.is_safe, f"{one.case}: {one.broken}\n{one.found}"
+        assert one.is_safe, f"{one.case}: {one.broken}\n{one.exploration}"
 
 
 @pytest.mark.parametrize("backward", ["whole", "split", "mixed"])
@@ -43,7 +43,7 @@ def test_forward_only_the_papers_rule_is_the_staircase() -> None:
     """Serving would free nothing there, and D would pass K * C without end."""
     grid = Grid((2, 3), (3, 4), (2,), modes=FORWARD, limits=(1, 2), rules=("staircase", "paper"))
     done = list(explored(grid))
-    by_rule = [[one.found for one in done if one.case.rule == rule] for rule in grid.rules]
+    by_rule = [[one.exploration for one in done if one.case.rule == rule] for rule in grid.rules]
     assert by_rule[0] == by_rule[1]
     assert by_rule[0]
 

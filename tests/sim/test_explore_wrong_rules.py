@@ -15,7 +15,7 @@ def nearest(
     grid = Grid(
         (stages,), (1, 2, 3), (chunks,), ("looped",), (backward,), (mode,), (1, 2, 3), (rule,), (in_order,), ("all",)
     )
-    stuck = [(len(found.trace), one.case, found) for one in explored(grid) for found in one.found.deadlocks[:1]]
+    stuck = [(len(found.trace), one.case, found) for one in explored(grid) for found in one.exploration.deadlocks[:1]]
     _, case, found = min(stuck, key=lambda entry: entry[0])
     return f"K={case.limit} M={case.microbatches}", " ".join(map(str, found.trace))
 
@@ -24,7 +24,7 @@ def is_clear(rule: str, in_order: Kind | None, chunks: int, backward: Backward =
     grid = Grid(
         (1, 2, 3), (1, 2, 3), (chunks,), backwards=(backward,), modes=(Mode.TRAIN,), rules=(rule,), in_order=(in_order,)
     )
-    return not any(one.found.deadlocks for one in explored(grid))
+    return not any(one.exploration.deadlocks for one in explored(grid))
 
 
 @pytest.mark.parametrize(

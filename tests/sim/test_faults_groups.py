@@ -191,4 +191,4 @@ def test_where_outputs_have_no_number_a_second_one_is_known_by_its_task() -> Non
     assert (run.ending, run.problems) == (Ending.REFUSED, ())
     assert "F1@0 arrived twice on stage 1" in run.text
     problems = run_scenario(one, make_core=TakesDuplicates).problems
-    assert "stage 1 took in F1@0 from stage 0 to stage 1 in step 0, which arrived twice" in problems
+    assert "stage 1 accepted F1@0 from stage 0 to stage 1 in step 0, which arrived twice" in problems

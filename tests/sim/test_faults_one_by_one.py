@@ -62,8 +62,8 @@ def test_a_dead_rank_is_named_by_every_other_one_and_nothing_starts_after_that(
     )
     assert run.problems == ()
     assert [line.split()[4] for line in lines if " stage 1 gets " in line] == arrivals
-    told = [line.split()[:3] for line in lines if "is told of a failure" in line]
-    assert told == [["2.5600", "stage", "1"], ["2.5700", "stage", "2"]]
+    notified = [line.split()[:3] for line in lines if "is notified of a failure" in line]
+    assert notified == [["2.5600", "stage", "1"], ["2.5700", "stage", "2"]]
     assert [line for line in lines if "starts" in line and float(line.split()[0]) > 2.57] == []
 
 

@@ -140,7 +140,7 @@ def test_agreement_ends_in_one_order_on_all_ranks(
         assert most is None or all(
             run.peaks[rank].held <= most * costs.chunks
             for rank in range(run.mesh.size)
-            if run.mesh.place(rank)[0] == stage
+            if run.mesh.place_of(rank)[0] == stage
         )
 
 
@@ -248,7 +248,7 @@ def test_replicas_of_groups_run_side_by_side(coordination: Leader | Agreement) -
         assert len({result.seconds for result in results}) == 1
         assert {result.loss for result in results} == {0.0}
         for rank, result in enumerate(results):
-            replica = run.mesh.place(rank).replica
+            replica = run.mesh.place_of(rank).replica
             assert (result.mode, result.microbatches) == (mode, tables[replica].microbatches)
             assert len(result.losses) == tables[replica].microbatches
             for parts in result.breakdown:

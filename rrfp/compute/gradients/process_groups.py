@@ -46,8 +46,8 @@ def replica_group(topology: Topology, ranks: Sequence[int]) -> ProcessGroup:
     # Why not a group of the DeviceMesh over the same ranks? The caller may use that one, and these collectives run on
     # another thread. Blocking cannot deadlock: these groups do not overlap, each rank joins one, and all ranks of a job
     # enter their pipelines in the same order.
-    places = (Place(topology.stage, replica, topology.member) for replica in range(topology.replicas))
-    counterparts = [ranks[topology.mesh.rank(place)] for place in places]
+    coordinates = (Place(topology.stage, replica, topology.member) for replica in range(topology.replicas))
+    counterparts = [ranks[topology.mesh.rank(coordinate)] for coordinate in coordinates]
     group: ProcessGroup = dist.new_group(counterparts, use_local_synchronization=True)
     return group
 

@@ -88,7 +88,7 @@ class HealthMonitor:
             await asyncio.sleep(timeouts.LAUNCHER_LOOKS_S)
 
     def close(self) -> None:
-        """Watch nobody any more. May be called twice."""
+        """Stop watching. May be called twice."""
         self._processes.close()
         self._peer_monitor.close()
 

@@ -2,8 +2,8 @@
 
 The loop sets a beat. When it misses it for too long, a thread logs the Python stacks of all threads, by name. A call
 that keeps the interpreter's lock stops that thread too; then `faulthandler`'s timer, which needs no lock, prints the
-stacks to the standard error stream. A process has one such timer, and Python cannot say whether somebody uses it: so
-the caller can keep it out of our hands.
+stacks to the standard error stream. A process has one such timer, and Python cannot report whether it is in use: so
+the caller can forbid its use.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class LoopWatchdog:
         limit: seconds without a beat after which stacks are printed; at least `ANSWER_S`.
         use_timer: print with `faulthandler`'s timer where the interpreter's lock is not free.
         abort_after: seconds without a beat after which `give_up` is called; None: never.
-        matters: whether anybody minds that the loop does not run; asked on another thread.
+        matters: whether a loop that does not run is a problem now; called on another thread.
         give_up: called with the seconds for which the loop has not run, on another thread.
     """
 

@@ -1,8 +1,8 @@
 """Watches the event loops of peers. A rank whose loop stands still is named on all others.
 
 A hint that blocks, or a call that keeps the interpreter's lock, stops a rank's loop, while its connections stand: the
-operating system and libzmq's own threads keep them alive. So every question of the watchdog is acknowledged at once by
-the loop of whoever gets it, and who does not acknowledge it in time is announced. The announcement goes from peer to
+operating system and libzmq's own threads keep them alive. So the loop of a rank acknowledges every question of the
+watchdog at once, and a rank that does not acknowledge one in time is announced. The announcement goes from peer to
 peer, since the way along the control tree may lead through the very rank that is stuck.
 """
 
@@ -44,7 +44,7 @@ class PeerMonitor:
         context: the rank.
         processes: that of each rank, filled in once all have exchanged theirs.
         post: queues a control message for a peer.
-        stall_after: an announcement is repeated after so many seconds, while somebody asks.
+        stall_after: an announcement is repeated after so many seconds, while a rank asks.
         abort_after: seconds of silence of a loop after which the pipeline ends; None: never.
     """
 
@@ -108,7 +108,7 @@ class PeerMonitor:
                 raise ProtocolError(f"rank {message.sender} sent a {message.kind} message that names no rank and time")
 
     def close(self) -> None:
-        """Wait for nobody any more. May be called twice."""
+        """Stop waiting for answers. May be called twice."""
         for question in self._open.values():
             for timer in question.timers:
                 timer.cancel()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rrfp.core.waiting import wait_line
 
-#: Stages whose waits are told when messages are in flight for long; in a deep pipeline all the others wait as well.
+#: Stages whose waits are reported when messages are in flight for long; in a deep pipeline all the others wait as well.
 _MOST_NAMED = 8
 
 #: Stacks that one line is followed by.
@@ -31,7 +31,7 @@ class RankStatus:
         awaits: what it waits for, one line a task.
         gathering: it waits for all ranks between two steps, as `clip_grad_norm_` does.
         gatherings_ended: how often all ranks have done so.
-        name: how people call it; empty where its stage tells.
+        name: its display name; empty where that is its stage.
         process: its host and process id.
         stack: the Python stack of its lane, where it has been running something for long.
     """
@@ -69,8 +69,8 @@ class Verdict:
 
     Attributes:
         deadlock: nothing will ever happen again.
-        certain: False if only a second poll can tell.
-        text: one line that names who holds everybody up, and where its lane is; for a deadlock the report.
+        certain: False if the verdict needs a second poll.
+        text: one line that names the rank for which all others wait, and its lane's task; for a deadlock the report.
     """
 
     deadlock: bool
@@ -101,7 +101,7 @@ def judge(statuses: Sequence[RankStatus], before: Sequence[RankStatus] | None) -
     in_flight = sum(status.sent for status in statuses) - sum(status.received for status in statuses)
     if in_flight:
         reasons.append(f"{in_flight} message(s) are in flight")
-        if len(reasons) == 1:  # nobody is busy, so one of them is what these wait for
+        if len(reasons) == 1:  # no rank is busy, so some rank waits for one of these messages
             waiting = [status for status in statuses if status.awaits][:_MOST_NAMED]
             reasons += [wait_line(status.who, status.awaits, ", ") for status in waiting]
     if reasons:
@@ -117,17 +117,17 @@ def judge(statuses: Sequence[RankStatus], before: Sequence[RankStatus] | None) -
 
 
 def _crossed(statuses: Sequence[RankStatus]) -> str | None:
-    """A rank in a step waits for one that waits, before that step, for all ranks between two steps: both for ever.
+    """A rank in a step waits for one that waits, before that step, for all ranks between two steps: both wait forever.
 
-    Who is in the step has not taken part: it would have been counted.
+    The rank in the step has not taken part: it would have been counted.
     """
-    for one in statuses:
+    for status in statuses:
         for other in statuses:
-            is_before = one.gathering and one.steps_ended == other.step
-            if is_before and one.gatherings_ended == other.gatherings_ended:
+            is_before = status.gathering and status.steps_ended == other.step
+            if is_before and status.gatherings_ended == other.gatherings_ended:
                 return (
-                    f"deadlock: {other.who} is in step {other.step}, {one.who} is in clip_grad_norm_ before that step: "
-                    "every rank must make the same calls in the same order"
+                    f"deadlock: {other.who} is in step {other.step}, {status.who} is in clip_grad_norm_ before that "
+                    "step: every rank must make the same calls in the same order"
                 )
     return None
 

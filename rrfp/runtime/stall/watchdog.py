@@ -1,7 +1,7 @@
 """Finds out why a rank is idle, and ends a deadlock with a report on every rank.
 
 A rank that has been idle inside a step, or waiting for all between two steps, for `stall_after` seconds asks rank 0,
-which polls everybody over the control tree. All ranks get all answers and come to the same verdict: one log line that
+which polls all ranks over the control tree. All ranks receive all answers and reach the same verdict: one log line that
 names the slow rank, or the end. Where a rank's loop does not run, no poll ends: `PeerMonitor` names that rank, and the
 next poll takes the place of the one before.
 """

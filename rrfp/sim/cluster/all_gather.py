@@ -1,7 +1,7 @@
 """Coordination by agreement, the paper's way (section 3.2): every rank proposes its own pick, and all must agree.
 
 A *round* is a scalar all-gather of one proposal a rank: what its own core and hint would run, or nothing. If all ranks
-propose one task, all run it; else nobody runs anything. Precisely:
+propose one task, all run it; else no rank runs anything. Precisely:
 
 - A round begins only while the lanes of the group are free, no round is under way and some rank has a pick.
 - It begins at the first instant at which some rank has news: after a task, and after a failed round once the ready set
@@ -15,7 +15,7 @@ propose one task, all run it; else nobody runs anything. Precisely:
 With a hint that goes by the ready set, by what the group has run and by what neighbours report, the group always ends:
 once everything that will come has arrived everywhere, these are equal on all ranks, so the picks are, and the arrival
 that made them so has called a round. With any other hint (by the order of arrivals, by measured times) a group may
-stand still for ever with a task ready on every rank; the run then ends with a `DeadlockError` that shows the picks.
+stand still forever with a task ready on every rank; the run then ends with a `DeadlockError` that shows the picks.
 """
 
 from __future__ import annotations

@@ -131,10 +131,12 @@ class RankChecker:
         self._arrived.add((step.number, task))
 
     def lacks(self, task: Task, step: StepId) -> list[Task]:
-        """What ``task`` needs from other stages in ``step`` and has not come."""
+        """The outputs of other stages that ``task`` needs in ``step`` and that have not arrived."""
         where = self._graph.placement.stage_of
-        sources = [one for one in self._graph.inputs(task) if where(one.virtual_stage) != self._stage]
-        return sources if step != self.step else [one for one in sources if (step.number, one) not in self._arrived]
+        sources = [source for source in self._graph.inputs(task) if where(source.virtual_stage) != self._stage]
+        if step != self.step:
+            return sources
+        return [source for source in sources if (step.number, source) not in self._arrived]
 
     def enqueue(self, task: Task) -> None:
         """The core started ``task``."""

@@ -24,7 +24,7 @@ from rrfp.core.usage import WaitCause
 from rrfp.sim.cluster.rank_group import NodeT, RankGroup
 from rrfp.sim.cluster.ranks import Rank
 
-#: How the ranks of a group come to one order; None: each runs what its own core says.
+#: How the ranks of a group agree on an order; None: each runs the tasks that its own core decides.
 Coordination = Literal["leader", "agreement"] | None
 
 
@@ -48,8 +48,8 @@ class Cluster(ABC, Generic[NodeT]):
         steps: the steps that each of them runs, in order.
         members: ranks of a group.
         depth: tasks enqueued and not complete, at most, a rank.
-        coordination: how the ranks of a group come to one order.
-        coupled: whether a task begins when the last member of a group comes to it.
+        coordination: how the ranks of a group agree on an order.
+        coupled: whether a task begins when the last member of a group reaches it.
         sizes: how large each microbatch is, for hints that ask; None: unknown.
     """
 
@@ -89,7 +89,7 @@ class Cluster(ABC, Generic[NodeT]):
         node.arbiter = Arbiter(node.core, depth, dispatch, _ignore)
         if coordination == "leader":
             reports_bytes = self.reports_all_bytes or node.core.limit.bytes is not None
-            apply = partial(self.tell, node)
+            apply = partial(self.notify, node)
             node.leader_protocol = LeaderProtocol(node.core.group, send, apply, reports_bytes=reports_bytes)
 
     # For subclasses: a network and a clock.
@@ -108,14 +108,14 @@ class Cluster(ABC, Generic[NodeT]):
 
     def release(self, node: NodeT, released: ev.SendReleased) -> None:
         """Memory that is sent becomes free: at once."""
-        self.tell(node, released)
+        self.notify(node, released)
 
     def drop(self, node: NodeT, task: Task) -> None:
         """``node`` needs the output of ``task`` no longer."""
 
     def reduce(self, node: NodeT, virtual_stage: int) -> None:
         """``node`` sums gradients over replicas: there is nothing to sum."""
-        self.tell(node, ev.ChunkReduced(virtual_stage))
+        self.notify(node, ev.ChunkReduced(virtual_stage))
 
     def finish_step(self, node: NodeT) -> None:
         """``node`` has done its step."""
@@ -141,7 +141,7 @@ class Cluster(ABC, Generic[NodeT]):
         node.open_step(step)
         if node.agreement is not None:
             node.agreement.open_step(step)
-        self.tell(node, self.opened(step))
+        self.notify(node, self.opened(step))
         self.allow_step(self.group_of(node).take_waiting())
 
     def opened(self, step: StepId) -> ev.StepOpened:
@@ -149,8 +149,8 @@ class Cluster(ABC, Generic[NodeT]):
         sizes = None if self._sizes is None else self._sizes[: step.microbatches]
         return ev.StepOpened(step.number, step.mode, step.microbatches, sizes)
 
-    def tell(self, node: NodeT, event: ev.Event) -> None:
-        """Something happened to ``node``: a decision is due."""
+    def notify(self, node: NodeT, event: ev.Event) -> None:
+        """Apply ``event`` on ``node``, where a decision is due then."""
         node.arbiter.kick()
         self.apply(node, event)
 
@@ -167,7 +167,7 @@ class Cluster(ABC, Generic[NodeT]):
             assert protocol is not None, f"{node.rank.name} runs alone, and gets {content}"
             protocol.on_message(packet.sender.member, content)
         else:
-            self.tell(node, content)
+            self.notify(node, content)
 
     def dispatch(self, node: NodeT, task: Task) -> None:
         """``node`` enqueues ``task``."""
@@ -177,7 +177,7 @@ class Cluster(ABC, Generic[NodeT]):
         self.apply(node, ev.Enqueued(task))
         node.lane.append(task)
         if len(node.lane) == 1:
-            self._come(node)
+            self._reach(node)
 
     @abstractmethod
     def mismatch(self, node: NodeT, task: Task, other: Task) -> None:
@@ -189,12 +189,12 @@ class Cluster(ABC, Generic[NodeT]):
         completed = ev.Completed(task, self.bytes_held(node, task), seconds)
         if node.leader_protocol is not None and node.origin is None:
             node.leader_protocol.on_completed(completed, node.step)
-        self.tell(node, completed)
+        self.notify(node, completed)
         if node.lane and node.origin is None:
-            self._come(node)
+            self._reach(node)
 
-    def _come(self, node: NodeT) -> None:
-        nodes = self.group_of(node).come(node)
+    def _reach(self, node: NodeT) -> None:
+        nodes = self.group_of(node).reach(node)
         if nodes:
             self.begin(nodes)
 
@@ -234,4 +234,4 @@ class Cluster(ABC, Generic[NodeT]):
 
 
 def _ignore(cause: WaitCause) -> None:
-    """A simulated lane does not say why it is empty; whoever wants to know asks the core."""
+    """A simulated lane records no wait; the timeline asks the core for the cause."""

@@ -38,7 +38,7 @@ class GroupRun(Cluster[Node]):
         nodes: the ranks.
         all_knowing: for each stage one more core, which learns everything without delay; see `GroupTimeline`.
         depth: tasks enqueued and not complete, at most, a rank.
-        coordination: how the ranks of a group come to one order, if not by all-gathers.
+        coordination: how the ranks of a group agree on an order, if not by all-gathers.
         control_seconds: how long a message inside a group travels.
         gather_seconds: how long an all-gather takes, where groups agree by those; None: they do not.
         sizes: how large each microbatch is, for hints that ask; None: unknown.
@@ -85,7 +85,7 @@ class GroupRun(Cluster[Node]):
         for node in self.nodes:
             self.open_step(node)
         for timeline in self._timelines:
-            timeline.tell(self.opened(self.steps[0]))
+            timeline.apply(self.opened(self.steps[0]))
         for stage in range(len(self.groups)):
             self._decide(stage)
         while (touched := self.queue.instant()) is not None:

@@ -187,8 +187,8 @@ class RandomRun(Cluster[RandomNode]):
         """Whether all members have enqueued the task on the lane of this one."""
         if not self._is_coupled:
             return True
-        step, place = len(node.orders) - 1, node.num_completed
-        return all(len(other.orders) > step and len(other.orders[step]) > place for other in self.group_of(node).nodes)
+        step, index = len(node.orders) - 1, node.num_completed
+        return all(len(other.orders) > step and len(other.orders[step]) > index for other in self.group_of(node).nodes)
 
     # A network without time, and what is checked.
 
@@ -218,11 +218,11 @@ class RandomRun(Cluster[RandomNode]):
 
     def release(self, node: RandomNode, released: ev.SendReleased) -> None:
         """The memory becomes free at some time."""
-        self._pending.append((self.tell, (node, released)))
+        self._pending.append((self.notify, (node, released)))
 
     def reduce(self, node: RandomNode, virtual_stage: int) -> None:
         """The gradients are final at some time."""
-        self._pending.append((self.tell, (node, ev.ChunkReduced(virtual_stage))))
+        self._pending.append((self.notify, (node, ev.ChunkReduced(virtual_stage))))
 
     def dispatch(self, node: RandomNode, task: Task) -> None:
         """It must be a task that may run now, here and on all members."""

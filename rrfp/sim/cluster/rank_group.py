@@ -1,6 +1,6 @@
 """The members of one group in a simulated cluster: they begin steps together, run one order, and meet in its tasks.
 
-Knows no time, and not how they come to one order.
+It has no time, and is independent of how they agree on an order.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class RankGroup(Generic[NodeT]):
     def __init__(self, nodes: Sequence[NodeT], *, coupled: bool) -> None:
         self.nodes = nodes
         self._coupled = coupled and len(nodes) > 1
-        #: By step: the one order, as the member that came first to each place ran it.
+        #: By step: the order of the group; the first member to reach an index sets the task there.
         self._orders: dict[int, list[Task]] = {}
-        #: By step and place: the members whose lanes have come to it.
+        #: By step and index in the order: the members whose lanes have reached it.
         self._present: dict[tuple[int, int], list[NodeT]] = {}
         self._waiting: list[NodeT] = []
 
@@ -48,24 +48,24 @@ class RankGroup(Generic[NodeT]):
         return free
 
     def enqueue(self, node: NodeT, task: Task) -> Task | None:
-        """``node`` enqueues ``task``; returns the task that another member has at this place, if it is another one."""
-        place = len(node.order)
+        """``node`` enqueues ``task``; returns the task that another member has at this index, if the two differ."""
+        index = len(node.order)
         node.order.append(task)
         if len(self.nodes) == 1:
             return None
         order = self._orders.setdefault(node.step.number, [])
-        if place == len(order):
+        if index == len(order):
             order.append(task)
-        return None if order[place] == task else order[place]
+        return None if order[index] == task else order[index]
 
-    def come(self, node: NodeT) -> Sequence[NodeT]:
-        """The lane of ``node`` comes to its next task; returns the members that begin theirs now."""
-        place = node.num_begun
+    def reach(self, node: NodeT) -> Sequence[NodeT]:
+        """The lane of ``node`` reaches its next task; returns the members that begin theirs now."""
+        index = node.num_begun
         node.num_begun += 1
         if not self._coupled:
             return (node,)
-        present = self._present.setdefault((node.step.number, place), [])
+        present = self._present.setdefault((node.step.number, index), [])
         present.append(node)
         if len(present) < len(self.nodes):
             return ()
-        return self._present.pop((node.step.number, place))
+        return self._present.pop((node.step.number, index))

@@ -13,7 +13,7 @@ from rrfp.core.mesh import Mesh, Place
 
 
 class Rank(int):
-    """A rank's number, which knows its place.
+    """A rank's number, with its coordinate.
 
     Attributes:
         stage: its stage.
@@ -27,10 +27,10 @@ class Rank(int):
     member: int
     name: str
 
-    def __new__(cls, number: int, place: Place, name: str) -> Rank:
+    def __new__(cls, number: int, coordinate: Place, name: str) -> Rank:
         """Make one; see the class."""
         self = super().__new__(cls, number)
-        self.stage, self.replica, self.member = place
+        self.stage, self.replica, self.member = coordinate
         self.name = name
         return self
 
@@ -40,7 +40,7 @@ class Rank(int):
         return self.salt_in(self.replica)
 
     def salt_in(self, replica: int) -> int:
-        """The salt of the rank in its place in another replica."""
+        """The salt of its counterpart in ``replica``."""
         return 1000 * replica + self.member
 
     def __str__(self) -> str:
@@ -61,10 +61,10 @@ def stage_of_rank(rank: int) -> int:
 def ranks_of(stages: int, replicas: int = 1, members: int = 1) -> tuple[Rank, ...]:
     """All ranks, by number: the members of a group are neighbours, then come replicas, then stages."""
     mesh = Mesh((("pp", stages), ("dp", replicas), ("tp", members)))
-    return tuple(Rank(number, place := mesh.place(number), _name(place, mesh)) for number in range(mesh.size))
+    return tuple(Rank(number, mesh.place_of(number), _name(mesh.place_of(number), mesh)) for number in range(mesh.size))
 
 
-def _name(place: Place, mesh: Mesh) -> str:
-    replica = f" replica {place.replica}" if mesh.replicas > 1 else ""
-    member = f" member {place.member}" if mesh.members > 1 else ""
-    return f"stage {place.stage}{replica}{member}"
+def _name(coordinate: Place, mesh: Mesh) -> str:
+    replica = f" replica {coordinate.replica}" if mesh.replicas > 1 else ""
+    member = f" member {coordinate.member}" if mesh.members > 1 else ""
+    return f"stage {coordinate.stage}{replica}{member}"

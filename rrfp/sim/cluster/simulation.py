@@ -25,7 +25,7 @@ from rrfp.sim.cluster.tensor_parallel import Agreement, Coordination, Independen
 from rrfp.sim.engine import EngineResult
 from rrfp.sim.simulation import DEFAULT_LIMIT, Simulation
 
-#: The ways to come to one order, by name, each with its default times.
+#: The ways in which a group agrees on an order, by name, each with its default times.
 CoordinationName = Literal["leader", "agreement"]
 COORDINATIONS: tuple[str, ...] = get_args(CoordinationName)
 _DEFAULTS: Mapping[str, Callable[[], Coordination]] = {"leader": Leader, "agreement": Agreement}
@@ -49,7 +49,7 @@ class TensorParallelSimulation:
     def to_json(self) -> Mapping[str, Any]:
         """What ``rrfp simulate --json`` prints, and ``tp``."""
         result = self.result
-        told = {
+        fields = {
             "ranks": result.ranks,
             "coordination": type(self.coordination).__name__.lower(),
             "coordination_seconds": list(result.coordination),
@@ -60,7 +60,7 @@ class TensorParallelSimulation:
             "disputed_rounds_per_task": result.disputed_rounds_per_task,
             "messages_per_task": result.messages_per_task,
         }
-        return {**self.simulation.to_json(), "tp": told}
+        return {**self.simulation.to_json(), "tp": fields}
 
 
 def simulate_tensor_parallel(
@@ -108,10 +108,10 @@ def simulate_tensor_parallel(
         way = _resolve(coordination)
         spec = DEFAULT_LIMIT if limit is None else limit
         make, limits = partial(create_hint, hint), [Limit.resolve(spec, s, costs.stages) for s in range(costs.stages)]
-    if any(one.bytes is not None for one in limits):
+    if any(stage_limit.bytes is not None for stage_limit in limits):
         raise ConfigError("limit: bytes must be None, a cost table has no sizes")
     result = run_tensor_parallel(costs, latencies, make, limits, way, sizes=sizes)
-    counts = None if hint is None else tuple(one.microbatches or costs.microbatches for one in limits)
+    counts = None if hint is None else tuple(stage_limit.microbatches or costs.microbatches for stage_limit in limits)
     return TensorParallelSimulation(_as_single_ranks(latencies.slowest(costs), result, counts), result, way)
 
 

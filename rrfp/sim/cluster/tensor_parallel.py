@@ -1,12 +1,12 @@
 """Pipeline x tensor parallelism under the virtual clock: N stages of T ranks, one real core a rank.
 
-What arrives when depends on the rank; collectives inside tasks need one order for all ranks of a stage, its *group*.
-Two ways to come to one: `Leader`, this package's, and `Agreement`, the paper's. A strict schedule is one already
-(`Independent`). `docs/simulator-tp.md` shows what they cost.
+Messages arrive at different times on different ranks, but collectives inside tasks need one order for all ranks of a
+stage, its *group*. `Leader`, this package's way, and `Agreement`, the paper's, establish such an order. A strict
+schedule is one already (`Independent`). `docs/simulator-tp.md` has the cost of each.
 
-At depth 1, with reports and orders that take no time, a group runs exactly what a single rank would run whose messages
-are the slowest of all ranks: `RankLatencies.slowest` is that rank's table, and the engine of `rrfp.sim.engine` gives it
-the same starts to the last bit.
+At depth 1, with reports and orders that take no time, a group runs exactly as a single rank whose messages have the
+latencies of the slowest rank: `RankLatencies.slowest` is that rank's table, and the engine of `rrfp.sim.engine` gives
+it the same starts to the last bit.
 """
 
 from __future__ import annotations
@@ -119,10 +119,10 @@ def run_tensor_parallel(
         latencies: what the messages of each rank take; says how many ranks a group has.
         hint: makes a fresh hint, one for each core that decides.
         limits: one a stage; all its ranks have it.
-        coordination: how the ranks of a group come to one order.
+        coordination: how the ranks of a group agree on an order.
         delays: seconds by which each rank lengthens its part of a task, V x M x T by kind; the task takes what its
             slowest rank takes. None: nothing.
-        sizes: how large each microbatch is, for hints that ask; None: untold.
+        sizes: how large each microbatch is, for hints that ask; None: unknown.
         in_order: (kind, virtual stage) pairs that run in microbatch order.
 
     Raises:

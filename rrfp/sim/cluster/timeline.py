@@ -33,12 +33,12 @@ class GroupTimeline:
         self._is_running = False
         #: Why the lanes are idle, and since when; None while they are not.
         self._idle: tuple[WaitCause, float] | None = None
-        #: The cause as of the last event that the core was told.
+        #: The cause as of the last event that was applied to the core.
         self._cause: WaitCause | None = None
 
-    def tell(self, event: ev.Event) -> None:
-        """Something is true of all ranks."""
-        # The core has no peers and nothing to reduce: nothing that it asks for matters.
+    def apply(self, event: ev.Event) -> None:
+        """Apply ``event``, which has happened on all ranks, to the core."""
+        # The core has no peers and nothing to reduce: its instructions are of no interest.
         self.core.apply(event)
         self._cause = None
 
@@ -46,18 +46,18 @@ class GroupTimeline:
         """All ranks begin ``task``."""
         self._is_running = True
         self.spans.append(TaskSpan(self.core.stage, task, start, end))
-        self.tell(ev.Enqueued(task))
+        self.apply(ev.Enqueued(task))
 
     def complete(self, completed: ev.Completed) -> None:
         """All ranks end the task that they ran."""
         self._is_running = False
-        self.tell(completed)
+        self.apply(completed)
 
     def arrive(self, arrived: ev.Arrived) -> None:
         """One more rank has this message."""
         self._num_arrived[arrived.task] += 1
         if self._num_arrived[arrived.task] == self._members:
-            self.tell(arrived)
+            self.apply(arrived)
 
     def decided(self, now: float) -> None:
         """The ranks have enqueued what they may: from now on the lanes are busy, or idle for a cause."""

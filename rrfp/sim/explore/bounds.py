@@ -37,7 +37,7 @@ def bounds_of(placement: Placement, limits: Sequence[int], mode: Mode, rule: str
     serves = rule == "paper" and chunks > 1 and mode is Mode.TRAIN
     held = tuple(limit * chunks + (chunks if serves else 0) for limit in limits)
     feeders = [_feeders(placement, stage) for stage in range(placement.stages)]
-    buffered = tuple(sum(held[feeder] for feeder in its) for its in feeders)
+    buffered = tuple(sum(held[feeder] for feeder in sources) for sources in feeders)
     if mode is Mode.FORWARD:
         return Bounds(held, buffered, buffered)
     # A microbatch waits for one task at a time, and it holds the first chunk of every stage before this one.

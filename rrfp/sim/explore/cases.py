@@ -94,7 +94,7 @@ class Case:
     @property
     def bounds(self) -> Bounds:
         """What its rule promises; docs/memory-rules.md says why."""
-        return bounds_of(self.graph.placement, [one.microbatches or 0 for one in self.limits], self.mode, self.rule)
+        return bounds_of(self.graph.placement, [limit.microbatches or 0 for limit in self.limits], self.mode, self.rule)
 
     @property
     def is_reduced(self) -> bool:
@@ -124,26 +124,26 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Explored:
-    """One case with what was found.
+    """One case and its exploration.
 
     Attributes:
         case: the case.
-        found: its exploration.
+        exploration: its result.
         seconds: processor time that this took.
     """
 
     case: Case
-    found: Exploration
+    exploration: Exploration
     seconds: float
 
     @property
     def broken(self) -> tuple[str, ...]:
         """The bounds that were passed on some stage, in words."""
-        bounds, found = self.case.bounds, self.found
+        bounds, exploration = self.case.bounds, self.exploration
         pairs = {
-            "D": (found.peak_held, bounds.held),
-            "received inputs": (found.peak_received, bounds.received),
-            "buffered inputs": (found.peak_buffered, bounds.buffered),
+            "D": (exploration.peak_held, bounds.held),
+            "received inputs": (exploration.peak_received, bounds.received),
+            "buffered inputs": (exploration.peak_buffered, bounds.buffered),
         }
         return tuple(
             f"{name} reached {seen} on stage {stage}, bound {most}"
@@ -155,7 +155,7 @@ class Explored:
     @property
     def is_safe(self) -> bool:
         """No deadlock, and every bound kept."""
-        return not self.found.deadlocks and not self.broken
+        return not self.exploration.deadlocks and not self.broken
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,5 +218,5 @@ def explored(cases: Iterable[Case], *, reduce: bool | None = None) -> Iterator[E
         if shape != (shape := (case.graph, case.microbatches, case.mode)):
             oracles = {}
         start = time.process_time()
-        found = case.explore(reduce=reduce, oracles=oracles)
-        yield Explored(case, found, time.process_time() - start)
+        exploration = case.explore(reduce=reduce, oracles=oracles)
+        yield Explored(case, exploration, time.process_time() - start)

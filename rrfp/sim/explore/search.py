@@ -25,7 +25,7 @@ differ; so else states are kept up to renumbering.
 **Not every order of the same tasks** (``reduce``, after the persistent sets of Godefroid, 1996). A task t that is ready
 is *safe* if it stays ready whatever else runs, and running it first takes no task from any path that runs without it.
 Then a deadlock d reachable from here has t behind it (t is not ready in d), and moving t to the front of the path to d
-gives a path again: running t alone from here loses no deadlock. Every step adds a task, so nothing is put off for ever.
+gives a path again: running t alone from here loses no deadlock. Every step adds a task, so nothing is put off forever.
 Safe are, in a training step:
 
 - a ready B or W, where only forwards are gated: nothing takes its inputs away, and a smaller D admits no less;
@@ -115,7 +115,7 @@ class _Explorer:
             states += len(parents)
             transitions += taken
             deadlocks |= {state: self._deadlock(state, parents) for state in stuck if state not in deadlocks}
-        nearest = tuple(sorted(deadlocks.values(), key=lambda found: len(found.trace)))
+        nearest = tuple(sorted(deadlocks.values(), key=lambda deadlock: len(deadlock.trace)))
         held, received, buffered = zip(*self._peaks, strict=True)
         return Exploration(states, transitions, nearest, held, received, buffered)
 

@@ -24,7 +24,7 @@ from rrfp.core.tasks import Kind, Mode, StepId, Task
 
 #: For each microbatch, which of its tasks have run: bit i stands for the i-th kind and virtual stage of the graph.
 State = tuple[int, ...]
-#: A transition: the microbatch's place in the state, and the bit of the task that runs.
+#: A transition: the microbatch's index in the state, and the bit of the task that runs.
 Move = tuple[int, int]
 
 
@@ -56,16 +56,16 @@ class Problem:
 
     def of(self, stage: int) -> StageProblem:
         """All that the answers of ``stage`` depend on."""
-        place = self.graph.placement
-        in_order = frozenset(pair for pair in self.in_order if place.stage_of(pair[1]) == stage)
+        placement = self.graph.placement
+        in_order = frozenset(pair for pair in self.in_order if placement.stage_of(pair[1]) == stage)
         if self.in_order and not in_order:  # of orders forced elsewhere a stage knows only that there are any
-            in_order = frozenset([next((Kind.B, v) for v in range(place.stages) if place.stage_of(v) != stage)])
+            in_order = frozenset([next((Kind.B, v) for v in range(placement.stages) if placement.stage_of(v) != stage)])
         return StageProblem(self.graph, self.step, stage, self.limits[stage], in_order, self.admission, self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class StageProblem:
-    """What one stage of a `Problem` is told at its start; attributes as there.
+    """The part of a `Problem` that one stage receives at its start; attributes as there.
 
     Two problems may have a stage of theirs in common: answers found for one then serve the other.
     """
@@ -123,21 +123,21 @@ class StageOracle:
     """Answers for one stage.
 
     Args:
-        problem: what the stage is told at its start.
+        problem: the stage's part of the problem.
     """
 
     def __init__(self, problem: StageProblem) -> None:
         self._problem = problem
         self._alike = problem.are_microbatches_alike
         self._bits = bits = bits_of(problem.graph, problem.step.mode)
-        place = problem.graph.placement
-        self._own = {bit: pair for pair, bit in bits.items() if place.stage_of(pair[1]) == problem.stage}
+        placement = problem.graph.placement
+        self._own = {bit: pair for pair, bit in bits.items() if placement.stage_of(pair[1]) == problem.stage}
         self._readers = self._find_readers()
         self._credits = self._find_credits()
         self._kept = list(self._find_kept())
         self._forwards = sum(bit for bit, (kind, _) in self._own.items() if kind is Kind.F)
-        #: What a core can be told of a microbatch, each task after all that it reads.
-        self._told = [(bit, pair) for pair, bit in bits.items() if bit in self._own or bit in self._readers]
+        #: The tasks of a microbatch of which a core receives events, each task after all that it reads.
+        self._visible = [(bit, pair) for pair, bit in bits.items() if bit in self._own or bit in self._readers]
         awaited = [readers for *_, readers in self._credits]
         #: All bits that the stage can see.
         self.sight = functools.reduce(operator.or_, [*self._own, *self._readers, *awaited], 0)
@@ -147,18 +147,18 @@ class StageOracle:
         """What the stage says of ``state``."""
         sight = self.sight
         key = tuple([ran & sight for ran in state])
-        found = self._answers.get(key)
-        if found is None:
-            found = self._answers[key] = (
+        answer = self._answers.get(key)
+        if answer is None:
+            answer = self._answers[key] = (
                 self._translated(key) if self._problem.are_microbatches_alike else self._ask(key)
             )
-        return found
+        return answer
 
     def core(self, state: State) -> StageCore:
-        """A core of the stage that was told everything it can know of ``state``."""
+        """A core of the stage after all events of ``state`` that concern it."""
         problem, step, core = self._problem, self._problem.step, self._problem.core()
         for microbatch, (ran, size) in enumerate(zip(state, problem.sizes, strict=True)):
-            for bit, (kind, virtual_stage) in self._told:
+            for bit, (kind, virtual_stage) in self._visible:
                 task = Task(kind, microbatch, virtual_stage)
                 if ran & bit and bit in self._own:
                     core.apply(Enqueued(task))
@@ -240,7 +240,7 @@ def bits_of(graph: Graph, mode: Mode) -> dict[tuple[Kind, int], int]:
     upward = range(graph.placement.num_virtual_stages)
     pairs = [(Kind.F, v) for v in upward]
     pairs += [(kind, v) for v in reversed(upward) for kind in graph.kinds(v, mode) if kind is not Kind.F]
-    return {pair: 1 << place for place, pair in enumerate(pairs)}
+    return {pair: 1 << index for index, pair in enumerate(pairs)}
 
 
 class _Unasked(Hint):

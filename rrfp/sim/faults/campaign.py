@@ -51,7 +51,7 @@ def run_seed(
         seed: any whole number; decides everything.
         hint: use this hint instead of the one that the seed picks.
         make_core: makes the cores, called like `StageCore`.
-        trace: told of everything that happens, in lines of text.
+        trace: receives everything that happens, in lines of text.
     """
     return run_scenario(make_scenario(seed, hint), make_core=make_core, trace=trace)
 
@@ -95,7 +95,7 @@ def allowed_endings(scenario: Scenario) -> frozenset[Ending]:
             endings |= {Ending.REFUSED}  # another fault may hold the leader in the step after which the copy comes
         each.append(endings)
     failures = frozenset[Ending]().union(*each) - {Ending.FINISHED}
-    return failures | {Ending.FINISHED} if all(Ending.FINISHED in one for one in each) else failures
+    return failures | {Ending.FINISHED} if all(Ending.FINISHED in endings for endings in each) else failures
 
 
 def _of_a_finish(scenario: Scenario, run: Run) -> Iterator[str]:
@@ -134,9 +134,9 @@ def _of_an_abort(scenario: Scenario, run: Run) -> Iterator[str]:
         yield f"{name_of_rank(dead[0])} died, and the pipeline was {run.text}"
     for node in run.nodes:
         if node.origin is not None and node.aborts != [node.origin]:
-            yield f"{node.rank.name} was told of {node.origin} and told its peers of {node.aborts}"
+            yield f"{node.rank.name} received {node.origin} and sent {node.aborts} to its peers"
         if node.origin is None and node.rank not in dead:
-            yield f"{node.rank.name} was never told that the pipeline ended"
+            yield f"{node.rank.name} was never notified that the pipeline ended"
 
 
 @dataclass

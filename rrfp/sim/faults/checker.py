@@ -12,7 +12,7 @@ class Ending(StrEnum):
     FINISHED = "finished"  # every task ran once, on the right inputs
     REFUSED = "refused"  # a core raised ProtocolError, which names the message
     STALLED = "stalled"  # nothing can happen any longer; the report names the message and the stage that owes it
-    ABORTED = "aborted"  # every living core was told which rank died
+    ABORTED = "aborted"  # every living core received an abort that names the dead rank
     CRASHED = "crashed"  # an exception that is no ProtocolError, or events without end: always wrong
     UNFIT = "unfit"  # the hint said, by a ConfigError, that it is not made for this pipeline
 
@@ -25,8 +25,8 @@ _STALLED = frozenset({Ending.STALLED})
 #: - lose: refused if a later message of the channel and step arrives, stalled if none does;
 #: - swap, delay of the message itself: refused if a later one of the channel and step overtakes it, else harmless;
 #: - death: aborted, unless every stage had finished.
-#: Credits and a follower's reports name their task and are in no order: swapped or late ones are harmless. Nothing
-#: waits for the bytes that a follower tells: without them its leader counts too little, and transports lose nothing.
+#: Credits and a follower's reports name their task and are in no order: swapped or late ones are harmless. No task
+#: waits for the bytes that a follower reports: without them its leader counts too little, and transports lose nothing.
 #: The log and the rounds of an agreement are in order, and come to a stand at what is missing.
 REQUIRED: Mapping[str, frozenset[Ending]] = {
     "spike": _FINISHED,

@@ -2,7 +2,7 @@
 
 Links are those of `rrfp.sim.faults.network`. A rank opens its next step as soon as it has ended the last one, without
 waiting for other stages, so messages of the next step come early. When a core refuses an event, or a rank dies, every
-other core is told `Aborted`, as the shell would tell it, and must stop at once.
+other core receives `Aborted`, as it does from the shell, and must stop at once.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class FaultCluster(Cluster[FaultNode]):
             sizes=scenario.sizes,
         )
         self._sums = ReplicaSums[FaultNode](crew.replicas)
-        self._failures = Failures(self.nodes, self._queue, scenario.control_latency, len(scenario.steps), self._say)
+        self._failures = Failures(self.nodes, self._queue, scenario.control_latency, len(scenario.steps), self._report)
         self._references = References(scenario.graph)
         #: How the message breaks the contract that a leader's protocol hands to its core right now, if it does.
         self._breach: Breach | None = None
@@ -125,12 +125,12 @@ class FaultCluster(Cluster[FaultNode]):
     def open_step(self, node: FaultNode) -> None:
         """It takes in what came early, and what the network has kept for it arrives."""
         step = self.steps[node.num_opened]
-        self._say(node, "opens", step)
+        self._report(node, "opens", step)
         node.open_step(step)
         from_group, early = node.checker.open_step(step, self._references.of(step, node.rank.salt))
         if node.agreement is not None:
             open_step = partial(node.agreement.open_step, step)
-            self._failures.take_in(node, open_step, f"what was said of {step}", from_group)
+            self._failures.accept(node, open_step, f"the early messages of {step}", from_group)
         if node.origin is None:
             self._judge(node, self.opened(step), early)
         self._put(self._network.step_opened(node.rank, step.number, self._queue.now))
@@ -143,7 +143,7 @@ class FaultCluster(Cluster[FaultNode]):
 
     def finish_step(self, node: FaultNode) -> None:
         """It must have done everything; the next step follows after a while."""
-        self._say(node, "ends", node.step)
+        self._report(node, "ends", node.step)
         salts = map(node.rank.salt_in, range(self._crew.replicas))
         replicas = [self._references.of(node.step, salt).gradients for salt in salts]
         virtual_stages = self._scenario.graph.placement.virtual_stages(node.rank.stage)
@@ -181,7 +181,7 @@ class FaultCluster(Cluster[FaultNode]):
         """Each computes its value, and takes its time."""
         for node in nodes:
             task, now = node.lane[0], self._queue.now
-            self._say(node, "starts", task)
+            self._report(node, "starts", task)
             node.starts.append((task, now))
             try:
                 node.running = node.values.compute(node.step.number, task)
@@ -208,11 +208,11 @@ class FaultCluster(Cluster[FaultNode]):
     def reduce(self, node: FaultNode, virtual_stage: int) -> None:
         """Sum over the replicas, once all have come to it."""
         key = node.step.number, virtual_stage, node.rank.stage, node.rank.member
-        given, total = self._sums.give(key, node, node.values.gradients.get(virtual_stage, 0))
+        replicas, total = self._sums.add(key, node, node.values.gradients.get(virtual_stage, 0))
         reduced = ev.ChunkReduced(virtual_stage)
-        for other in given:
+        for other in replicas:
             other.sums[virtual_stage] = total
-        for other in given:
+        for other in replicas:
             if other is node:
                 self.apply(other, reduced)
             else:
@@ -224,13 +224,13 @@ class FaultCluster(Cluster[FaultNode]):
         """Over the faulty links."""
         content, sender = packet.content, self.nodes[packet.sender]
         message, latency, value = identity_of(packet), self._scenario.control_latency, 0
-        place = self._network.next_place(message)
+        number = self._network.next_number(message)
         if isinstance(content, ev.Arrived):
             value = sender.values.output(content.task)
             latency = self._scenario.latency(content, packet.sender.member)
-            sequence = place if self._crew.is_numbered else None
+            sequence = number if self._crew.is_numbered else None
             content = ev.Arrived(content.step, content.task, consumed=content.consumed, sequence=sequence)
-        parcel = Parcel(message, content.step, place, content, value)
+        parcel = Parcel(message, content.step, number, content, value)
         self._put(self._network.send(parcel, self._queue.now, latency))
 
     def release(self, node: FaultNode, released: ev.SendReleased) -> None:
@@ -250,23 +250,23 @@ class FaultCluster(Cluster[FaultNode]):
         is_lost = death is not None and death.drops and parcel.id.sender == death.rank
         if is_lost and self._availability.is_dead(parcel.id.sender, self._queue.now):
             return
-        self._say(node, "gets", parcel.id)
+        self._report(node, "gets", parcel.id)
         is_early = node.checker.is_early(parcel)
         breach = node.checker.judge(parcel) if node.origin is None else None
         if isinstance(content, GroupMessage):
-            self._hear(node, self.nodes[parcel.id.sender].rank.member, content, parcel.id, breach)
+            self._on_group_message(node, self.nodes[parcel.id.sender].rank.member, content, parcel.id, breach)
             return
         assert content is not None
         if isinstance(content, ev.Arrived):
             node.values.file(content.task, parcel.value, is_early=is_early)
         self._judge(node, content, breach)
 
-    def _hear(
+    def _on_group_message(
         self, node: FaultNode, member: int, message: GroupMessage, message_id: AnyId, breach: Breach | None
     ) -> None:
         if node.agreement is not None and node.origin is None:
-            take = partial(node.agreement.on_message, member, message)
-            self._failures.take_in(node, take, message_id, breach)
+            receive = partial(node.agreement.on_message, member, message)
+            self._failures.accept(node, receive, message_id, breach)
         elif node.leader_protocol is not None:
             self._breach = breach
             try:
@@ -286,7 +286,7 @@ class FaultCluster(Cluster[FaultNode]):
 
     def _judge(self, node: FaultNode, event: ev.Event, breach: Breach | None) -> None:
         """Apply what the core must refuse if it is a breach, and only then; and do what it says."""
-        instructions = self._failures.take_in(node, partial(node.core.apply, event), event, breach)
+        instructions = self._failures.accept(node, partial(node.core.apply, event), event, breach)
         if instructions is None:
             return
         if node.origin is not None and instructions:
@@ -295,6 +295,6 @@ class FaultCluster(Cluster[FaultNode]):
         for instruction in instructions:
             self.perform(node, instruction)
 
-    def _say(self, node: FaultNode, what: str, about: object) -> None:
+    def _report(self, node: FaultNode, what: str, about: object) -> None:
         if self._trace is not None:
             self._trace(f"{self._queue.now:10.4f}  {node.rank.name} {what} {about}")

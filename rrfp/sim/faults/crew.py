@@ -20,10 +20,10 @@ class Crew:
     Attributes:
         replicas: copies of the pipeline.
         members: ranks of a group.
-        coordination: how a group comes to one order: a leader's log, or proposals until all agree.
+        coordination: how a group agrees on an order: a leader's log, or proposals until all agree.
         coupled: a task ends on no member before all have begun it, as with collectives inside.
         bytes_held: by member, what a microbatch holds on a chunk from its forward to its last task.
-        is_numbered: outputs carry their place in their channel; if not, cores find repetitions by the task alone.
+        is_numbered: outputs carry their index in their channel; if not, cores find repetitions by the task alone.
         jitter: outputs reach the members of a group up to so many seconds apart.
     """
 

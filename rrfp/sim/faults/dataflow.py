@@ -169,12 +169,12 @@ class ReplicaSums(Generic[RankT]):
 
     def __init__(self, replicas: int) -> None:
         self._replicas = replicas
-        self._given: dict[tuple[object, ...], list[tuple[RankT, int]]] = {}
+        self._gradients: dict[tuple[object, ...], list[tuple[RankT, int]]] = {}
 
-    def give(self, key: tuple[object, ...], rank: RankT, gradient: int) -> tuple[Sequence[RankT], int]:
-        """``rank`` adds its gradient to the sum ``key``; returns, once all have, those that did and the sum."""
-        given = self._given.setdefault(key, [])
-        given.append((rank, gradient))
-        if len(given) < self._replicas:
+    def add(self, key: tuple[object, ...], rank: RankT, gradient: int) -> tuple[Sequence[RankT], int]:
+        """``rank`` adds its gradient to the sum ``key``; returns, once all have, the ranks and the sum."""
+        gradients = self._gradients.setdefault(key, [])
+        gradients.append((rank, gradient))
+        if len(gradients) < self._replicas:
             return (), 0
-        return [one for one, _ in given], sum(gradient for _, gradient in given)
+        return [rank for rank, _ in gradients], sum(gradient for _, gradient in gradients)

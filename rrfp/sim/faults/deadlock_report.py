@@ -45,12 +45,12 @@ class Debt:
     was_sent: bool
 
     def __str__(self) -> str:
-        one = self.message
-        what = str(one.task) if isinstance(one, MessageId) else f"{one.sort} {one.about}"
-        if isinstance(one, MessageId) and one.is_credit:
-            what = f"the credit for {one.task}"
+        message = self.message
+        what = str(message.task) if isinstance(message, MessageId) else f"{message.sort} {message.about}"
+        if isinstance(message, MessageId) and message.is_credit:
+            what = f"the credit for {message.task}"
         fate = "sent, and which never arrived" if self.was_sent else "has not sent"
-        return f"{name_of_rank(one.receiver)} waits for {what}, which {name_of_rank(one.sender)} {fate}"
+        return f"{name_of_rank(message.receiver)} waits for {what}, which {name_of_rank(message.sender)} {fate}"
 
 
 class Stall:

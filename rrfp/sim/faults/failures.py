@@ -1,4 +1,4 @@
-"""How one rank's failure in a simulated run reaches all others: each is told once, and must stop at once."""
+"""How one rank's failure in a simulated run reaches all others: each is notified once, and must stop at once."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Failures:
     Args:
         nodes: the ranks, by number.
         queue: when what happens.
-        latency: of the word that a rank failed, for each stage that it passes, in seconds.
+        latency: of the report that a rank failed, for each stage that it passes, in seconds.
         num_steps: of the run.
-        say: told of what happens on a rank, in words.
+        report: receives every event of a rank, in words.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class Failures:
         queue: EventQueue,
         latency: float,
         num_steps: int,
-        say: Callable[[FaultNode, str, object], None],
+        report: Callable[[FaultNode, str, object], None],
     ) -> None:
         self._nodes = nodes
         self._queue = queue
         self._latency = latency
         self._num_steps = num_steps
-        self._say = say
+        self._report = report
         #: The first failure of the run, by any rank.
         self.first: Failure | None = None
         self.objections: list[str] = []
@@ -52,24 +52,24 @@ class Failures:
         """Whether every rank has done every step."""
         return all(node.num_finished == self._num_steps for node in self._nodes)
 
-    def take_in(self, node: FaultNode, take: Callable[[], T], what: object, breach: Breach | None) -> T | None:
-        """Let ``node`` take in ``what``, which it must refuse if that is a breach, and only then.
+    def accept(self, node: FaultNode, receive: Callable[[], T], what: object, breach: Breach | None) -> T | None:
+        """Let ``node`` accept ``what``, which it must refuse if that is a breach, and only then.
 
         Returns:
-            What ``take`` returned; None if it refused.
+            The result of ``receive``; None if it refused.
         """
         try:
-            taken = take()
+            result = receive()
         except ProtocolError as error:
             self.refused(node, what, error, breach)
             return None
         if breach is not None:
-            self.objections.append(f"{node.rank.name} took in {breach.parcel.id}, which {breach.how}")
-        return taken
+            self.objections.append(f"{node.rank.name} accepted {breach.parcel.id}, which {breach.how}")
+        return result
 
     def refused(self, node: FaultNode, what: object, error: ProtocolError, breach: Breach | None) -> None:
         """``node`` refused ``what``, and all end; it must have been a breach, and the error must name it."""
-        self._say(node, "refuses:", error)
+        self._report(node, "refuses:", error)
         if breach is None:
             self.objections.append(f"{node.rank.name} refused {what}, which keeps the contract: {error}")
         elif unnamed := [word for word in breach.words if word not in str(error)]:
@@ -79,7 +79,7 @@ class Failures:
         self._spread(node.rank, failure, self._queue.now)
 
     def foretell(self, death: Death) -> None:
-        """Who will learn of ``death``, and when."""
+        """Notify every other rank of ``death`` once it is detected."""
         error = PeerLostError(death.rank, "its connection ended or fell silent")
         rank = self._nodes[death.rank].rank
         failure = Ending.ABORTED, self._origin(rank, f"{type(error).__name__}: {error.reason}")
@@ -90,7 +90,7 @@ class Failures:
         return Origin(rank.stage, None, cause, None if is_alone else int(rank))
 
     def _spread(self, origin: Rank, failure: Failure, time: float) -> None:
-        """From ``time`` on the word of a failure travels from stage to stage."""
+        """From ``time`` on the report of a failure travels from stage to stage."""
         for node in self._nodes:
             if node.rank != origin:
                 delay = self._latency * max(1, abs(origin.stage - node.rank.stage))
@@ -101,8 +101,8 @@ class Failures:
         if node.origin is not None:
             return  # only the first failure counts
         if self.first is None and ending is Ending.ABORTED and self.all_finished:
-            return  # everybody had left in order before anybody noticed
-        self._say(node, "is told of a failure:", origin)
+            return  # all ranks had left in order before any of them noticed
+        self._report(node, "is notified of a failure:", origin)
         node.origin = origin
         self.first = self.first or failure
         for instruction in node.core.apply(ev.Aborted(origin)):

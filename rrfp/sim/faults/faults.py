@@ -131,7 +131,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """``rank`` ends at ``at``; its peers learn of it ``detection`` seconds later, as the transport would tell them.
+    """``rank`` ends at ``at``; its peers learn of it ``detection`` seconds later, as from the transport.
 
     Attributes:
         rank: the rank that ends.

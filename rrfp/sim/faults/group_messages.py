@@ -69,12 +69,12 @@ class GroupMessageChecker:
         sender, message = parcel.id.sender, parcel.content
         assert isinstance(message, GroupMessage)
         due = self._due.get(sender, 0)
-        self._due[sender] = max(due, parcel.place + 1)
-        if parcel.place == due:
+        self._due[sender] = max(due, parcel.number + 1)
+        if parcel.number == due:
             return None
         is_order = message.kind is GroupMessageKind.ORDER
-        named = (str(message.task), f"entry {parcel.place}", f"expected {due}") if is_order else (_member(parcel),)
-        if parcel.place < due:
+        named = (str(message.task), f"entry {parcel.number}", f"expected {due}") if is_order else (_member(parcel),)
+        if parcel.number < due:
             return Breach(parcel, "arrived twice", named)
         return Breach(parcel, "overtook another message, or that was lost", named)
 

@@ -34,14 +34,14 @@ class Parcel(NamedTuple):
     Attributes:
         id: which message.
         step: the sender's step.
-        place: from 0, among the messages of its channel in its step.
-        content: what it carries; None where that is of no interest to whoever sends it.
-        value: of the output that it carries.
+        number: its index, from 0, among the messages of its channel in its step.
+        content: its content; None where the sender has no use for it.
+        value: of the output in it.
     """
 
     id: AnyId
     step: StepId
-    place: int
+    number: int
     content: Content | None = None
     value: int = 0
 
@@ -77,7 +77,8 @@ class Network:
         self._hits = {fault.message: fault for fault in faults if isinstance(fault, MessageFault)}
         #: When the last message of a channel arrives.
         self._last: dict[Channel, float] = {}
-        self._places: dict[tuple[int, Channel], int] = {}
+        #: The number of the next message of a channel in a step.
+        self._next_numbers: dict[tuple[int, Channel], int] = {}
         #: Messages that change places with the next one of their channel.
         self._swapped: list[Parcel] = []
         #: Messages, or copies, that are kept for a later step of their receiver.
@@ -86,12 +87,12 @@ class Network:
         self.lost: list[AnyId] = []
         self.applied: list[Fault] = []
 
-    def next_place(self, message: AnyId) -> int:
-        """The place of ``message``, which is about to be sent, in its channel and step."""
+    def next_number(self, message: AnyId) -> int:
+        """The number of ``message``, which is about to be sent, in its channel and step."""
         key = (message.step, message.channel)
-        place = self._places.get(key, 0)
-        self._places[key] = place + 1
-        return place
+        number = self._next_numbers.get(key, 0)
+        self._next_numbers[key] = number + 1
+        return number
 
     def send(self, parcel: Parcel, now: float, latency: float) -> list[Delivery]:
         """A rank sends ``parcel`` at ``now``; returns every arrival that is certain now.
@@ -117,7 +118,7 @@ class Network:
             deliveries.append(Delivery(arrival + fault.lag, parcel))
         elif isinstance(fault, Delay):
             self._keep(fault, parcel)
-        deliveries += [Delivery(arrival, other) for other in self._take(self._swapped, channel)]
+        deliveries += [Delivery(arrival, other) for other in self._pop(self._swapped, channel)]
         return deliveries
 
     def step_opened(self, rank: int, step: int, now: float) -> list[Delivery]:
@@ -155,7 +156,7 @@ class Network:
             self.applied.append(fault)
 
     @staticmethod
-    def _take(kept: list[Parcel], channel: Channel) -> Iterator[Parcel]:
+    def _pop(kept: list[Parcel], channel: Channel) -> Iterator[Parcel]:
         for parcel in [parcel for parcel in kept if parcel.id.channel == channel]:
             kept.remove(parcel)
             yield parcel

@@ -46,7 +46,7 @@ def draw_faults(
         steps: the steps of the run.
         horizon: about how long the run takes, in seconds.
         crew: how many ranks a stage has, and how they work together.
-        limits: one a stage; bytes are told where they are limited.
+        limits: one a stage; bytes are counted where they are limited.
     """
     return _Draw(rng, graph, steps, horizon, crew, limits).faults()
 
@@ -104,7 +104,7 @@ class _Draw:
             first, second = self._pair()
         else:
             _, _, below, above = self._rng.choice(self._edges)
-            first, second = self._likes(below, above)
+            first, second = self._counterparts(below, above)
         sender, receiver = self._rng.sample([first, second], 2)
         start = self._instant()
         return Spike(sender, receiver, start, start + self._instant(), self._instant() / 2)
@@ -129,7 +129,7 @@ class _Draw:
         rng, step = self._rng, self._rng.choice(self._steps)
         u, v, below, above = rng.choice(self._edges)
         microbatch, backwards = rng.randrange(step.microbatches), rng.random() < 0.5
-        lower, upper = self._likes(below, above)
+        lower, upper = self._counterparts(below, above)
         if not backwards:
             return MessageId(step.number, Task(Kind.F, microbatch, u), lower, upper)
         if step.mode is Mode.FORWARD:
@@ -140,17 +140,17 @@ class _Draw:
         """Whether a message is one inside a group."""
         return self._crew.members > 1 and (not self._edges or self._rng.random() < 0.7)
 
-    def _likes(self, *stages: int) -> list[Rank]:
-        """Of these stages, the ranks that have one replica and one place in their groups in common."""
-        one = self._rng.choice(self._ranks)
-        likes = [rank for rank in self._ranks if (rank.replica, rank.member) == (one.replica, one.member)]
-        return [likes[stage] for stage in stages]
+    def _counterparts(self, *stages: int) -> list[Rank]:
+        """One rank of each of these stages, all of the same replica and with the same index in their groups."""
+        chosen = self._rng.choice(self._ranks)
+        counterparts = [r for r in self._ranks if (r.replica, r.member) == (chosen.replica, chosen.member)]
+        return [counterparts[stage] for stage in stages]
 
     def _pair(self) -> tuple[Rank, Rank]:
         """The first rank of some group, and another."""
-        one = self._rng.choice([rank for rank in self._ranks if rank.member])
-        first = next(r for r in self._ranks if (r.stage, r.replica, r.member) == (one.stage, one.replica, 0))
-        return first, one
+        follower = self._rng.choice([rank for rank in self._ranks if rank.member])
+        first = next(r for r in self._ranks if (r.stage, r.replica, r.member) == (follower.stage, follower.replica, 0))
+        return first, follower
 
     def _group_message(self) -> GroupMessageId:
         """Any message inside a group that the run is certain to send."""
@@ -174,4 +174,4 @@ class _Draw:
 
     def _reads_elsewhere(self, task: Task) -> bool:
         where = self._graph.placement.stage_of
-        return any(where(one.virtual_stage) != where(task.virtual_stage) for one in self._graph.inputs(task))
+        return any(where(source.virtual_stage) != where(task.virtual_stage) for source in self._graph.inputs(task))

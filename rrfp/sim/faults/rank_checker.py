@@ -38,8 +38,8 @@ class FaultChecker(RankChecker):
     """
 
     def __init__(self, graph: Graph, rank: Rank, limit: Limit, crew: Crew, *, is_forced: bool) -> None:
-        # One forward of each chunk may start on any size: the first, whose size nobody knows, and the one that nothing
-        # held from its chunk on will make room for. In a forced order so may the lowest microbatch of each.
+        # One forward of each chunk may start on any size: the first, whose size is unknown, and one while nothing is
+        # held from its chunk on. In a forced order so may the lowest microbatch of each.
         extra = graph.placement.chunks * max(crew.bytes_held) * (2 if is_forced else 1)
         most_bytes = None if limit.bytes is None else limit.bytes + extra
         super().__init__(graph, rank.stage, MemoryChecker(graph, rank.stage, limit, most_bytes), self._object_to)
@@ -104,10 +104,10 @@ class FaultChecker(RankChecker):
 
     def _out_of_order(self, parcel: Parcel, task: str, sender: str) -> Breach | None:
         due = self._due.get(parcel.id.channel, 0)
-        self._due[parcel.id.channel] = max(due, parcel.place + 1)
-        if parcel.place < due:
+        self._due[parcel.id.channel] = max(due, parcel.number + 1)
+        if parcel.number < due:
             return Breach(parcel, "arrived twice", (task, "twice"))
-        if parcel.place > due:
+        if parcel.number > due:
             return Breach(parcel, "overtook another message, or that was lost", (task, sender, f"message {due} is due"))
         return None
 

@@ -61,10 +61,10 @@ class Scenario:
         in_order: (kind, virtual stage) pairs that run in microbatch order.
         depth: tasks enqueued and not complete, at most, a stage.
         steps: the steps, in order.
-        sizes: of the microbatches, where hints are told.
+        sizes: of the microbatches, where hints receive them.
         durations: of a task, by kind, virtual stage and microbatch.
         latencies: of an output, by kind, virtual stage and microbatch of its task.
-        control_latency: of credits, and of the word that a rank failed, for each stage that it passes.
+        control_latency: of credits, and of the report that a rank failed, for each stage that it passes.
         release_after: from the start of a send until its memory is free.
         gaps: for each stage, from the end of one step to the beginning of the next.
         faults: what goes wrong.
@@ -90,16 +90,16 @@ class Scenario:
 
     def describe(self) -> list[str]:
         """The run in lines of text: the pipeline, how it is scheduled, its steps, and a line a fault."""
-        place, split = self.graph.placement, sum(self.graph.split)
-        chunks = "" if place.chunks == 1 else f" x {place.chunks} chunks ({place.layout})"
+        placement, split = self.graph.placement, sum(self.graph.split)
+        chunks = "" if placement.chunks == 1 else f" x {placement.chunks} chunks ({placement.layout})"
         skips = [f"{u}->{v}" for u, v in self.graph.edges or () if v != u + 1]
         parts = [
-            f"{place.stages} stage(s){chunks}",
-            f"{split} of {place.num_virtual_stages} virtual stages split",
+            f"{placement.stages} stage(s){chunks}",
+            f"{split} of {placement.num_virtual_stages} virtual stages split",
             *([f"skip edges {' '.join(skips)}"] if skips else []),
         ]
         forced = " ".join(f"{kind}@{v}" for kind, v in sorted(self.in_order))
-        limits = " ".join("-" if one.microbatches is None else str(one.microbatches) for one in self.limits)
+        limits = " ".join("-" if limit.microbatches is None else str(limit.microbatches) for limit in self.limits)
         crew = self.crew.describe()
         return [
             f"pipeline: {', '.join(parts)}",

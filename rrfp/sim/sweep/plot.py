@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Box = tuple[float, float, float, float]
 
-#: More than anybody can tell apart, and than fits a picture.
+#: The most that a reader can distinguish, and that fits a picture.
 MOST_METHODS, MOST_WORKLOADS = 16, 240
 
 #: Distinct for all common colour blindnesses (Okabe and Ito's palette, black last); a shape each round.
@@ -44,7 +44,7 @@ APART, SPREAD_OUT = 0.05, 0.4
 
 
 def check_size(methods: int, workloads: int) -> None:
-    """Refuse a picture that nobody could read, before the sweep is run.
+    """Refuse an unreadable picture before the sweep runs.
 
     Raises:
         ConfigError: for more methods or workloads (seeds not counted) than fit.
@@ -110,8 +110,8 @@ class _Picture:
     columns: int
     #: Column of the horizontal axis, and its values.
     across: str
-    places: list[Any]
-    #: Label -> place in the palette.
+    ticks: list[Any]
+    #: Label -> index in the palette.
     methods: dict[str, int]
     #: What speed-ups are over; None where there are none.
     over: str | None
@@ -119,7 +119,7 @@ class _Picture:
     @classmethod
     def of(cls, rows: Sequence[Row]) -> _Picture:
         groups = summarise(rows)
-        methods = {name: place for place, name in enumerate(dict.fromkeys(group.label for group in groups))}
+        methods = {name: index for index, name in enumerate(dict.fromkeys(group.label for group in groups))}
         check_size(len(methods), len({tuple(group.workload.values()) for group in groups}))
         changing = varied(rows, WORKLOAD_COLUMNS)
         across = next((column for column in ACROSS if column in changing), ACROSS[0])
@@ -132,8 +132,8 @@ class _Picture:
         last = len({key[-1] for key in panels}) if len(others) > 1 else len(panels)
         baselines = {label(group.baseline[0]) if group.baseline else None for group in groups}
         over = next(iter(baselines)) if len(baselines) == 1 else None
-        places = list(dict.fromkeys(getattr(row, across) for row in rows))
-        return cls(rows, list(panels.values()), min(last, MOST_COLUMNS), across, places, methods, over)
+        ticks = list(dict.fromkeys(getattr(row, across) for row in rows))
+        return cls(rows, list(panels.values()), min(last, MOST_COLUMNS), across, ticks, methods, over)
 
     def draw(self) -> Figure:
         from matplotlib.figure import Figure
@@ -172,8 +172,8 @@ class _Picture:
             self._draw_method(memory, name, groups, [group.spread("peak_max") for group in groups])
         speed.axhline(1, color=MUTED, linewidth=0.8, zorder=0)
         speed.set_title(_wrapped(panel.title, WIDTH), fontsize=TEXT_SIZE, color=DARK, loc="left", pad=4)
-        memory.set_xlim(-0.5, len(self.places) - 0.5)
-        memory.set_xticks(range(len(self.places)), [_value(place) for place in self.places])
+        memory.set_xlim(-0.5, len(self.ticks) - 0.5)
+        memory.set_xticks(range(len(self.ticks)), [_value(tick) for tick in self.ticks])
         memory.set_xlabel(self.across, fontsize=TEXT_SIZE, color=MUTED)
         what = "makespan / lower bound" if self.over is None else f"speed-up over\n{self.over}"
         for axes, text, ticks in ((speed, what, 6), (memory, "peak held", 3)):
@@ -186,7 +186,7 @@ class _Picture:
             return
         step = min(APART, SPREAD_OUT / len(self.methods))
         shift = (self.methods[name] - (len(self.methods) - 1) / 2) * step
-        x = [self.places.index(group.workload[self.across]) + shift for group in groups]
+        x = [self.ticks.index(group.workload[self.across]) + shift for group in groups]
         mean = [spread.mean for spread in spreads]
         low = [max(0.0, spread.mean - spread.min) for spread in spreads]
         high = [max(0.0, spread.max - spread.mean) for spread in spreads]
@@ -198,9 +198,9 @@ class _Picture:
 
     def _look(self, name: str) -> dict[str, Any]:
         """Colour and shape of a method; what has a fixed order is dashed."""
-        turn, place = divmod(self.methods[name], len(COLOURS))
+        turn, index = divmod(self.methods[name], len(COLOURS))
         dashed = name.split(", ")[0].endswith("(strict)")
-        look = {"color": COLOURS[place], "marker": SHAPES[turn % len(SHAPES)], "linestyle": "--" if dashed else "-"}
+        look = {"color": COLOURS[index], "marker": SHAPES[turn % len(SHAPES)], "linestyle": "--" if dashed else "-"}
         return {**look, "markersize": 3.6, "linewidth": 1.1}
 
     def _handle(self, name: str) -> Any:

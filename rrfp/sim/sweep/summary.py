@@ -39,9 +39,9 @@ class Spread:
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
         """The spread of at least one value."""
-        found = list(values)
-        std = statistics.stdev(found) if len(found) > 1 else None
-        return cls(statistics.fmean(found), min(found), max(found), std)
+        sample = list(values)
+        std = statistics.stdev(sample) if len(sample) > 1 else None
+        return cls(statistics.fmean(sample), min(sample), max(sample), std)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +109,9 @@ def summarise(rows: Sequence[Row]) -> list[Group]:
         methods.setdefault(tuple(_values(row, METHOD_COLUMNS).values()), []).append(row)
     groups = []
     for methods in by_workload.values():
-        strict = (found for found in methods.values() if found[0].kind == "strict")
+        strict = (runs for runs in methods.values() if runs[0].kind == "strict")
         baseline = tuple(next(strict, ()))
-        groups += [Group(tuple(found), baseline) for found in methods.values()]
+        groups += [Group(tuple(runs), baseline) for runs in methods.values()]
     return groups
 
 

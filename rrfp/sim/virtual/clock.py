@@ -3,14 +3,14 @@
 Time stands still while anything can run. One instant goes like this:
 
 1. Whatever is runnable runs, timers that are due included, until nothing is left.
-2. Everybody who waits for `VirtualClockLoop.settled` is let go, all together; then 1 again.
-3. When nothing is runnable and nobody waits, time becomes the time of the earliest timer: that very float. All timers
-   of that instant fire, in the order in which they were set.
+2. All coroutines that wait for `VirtualClockLoop.settled` are released together; then 1 again.
+3. When nothing is runnable and no coroutine waits so, time becomes the time of the earliest timer: that very float. All
+   timers of that instant fire, in the order in which they were set.
 
 In virtual time nothing comes from outside. Threads and file descriptors are not waited for and calls that need them are
-refused. If nothing is runnable, nobody waits and no timer is set, nothing will ever happen again, which is a
-`DeadlockError` and not a loop that hangs. Two things still can go on for ever. Who sets a timer again and again keeps
-time moving; an ``asyncio.timeout`` around it ends that. Who spins on ``asyncio.sleep(0)`` stops time.
+refused. If nothing is runnable, no coroutine waits so and no timer is set, nothing will ever happen again: the loop
+raises `DeadlockError` and does not hang. Two programs still run forever. One that sets a timer again and again keeps
+time moving; an ``asyncio.timeout`` around it ends that. One that spins on ``asyncio.sleep(0)`` stops time.
 
 It knows nothing of pipelines. What it hooks into is public: asyncio lets a loop be given its selector, whose ``select``
 is called once a turn, with 0 when something is runnable and with None when there is nothing to wait for but the
@@ -83,11 +83,11 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     def settled(self) -> asyncio.Future[None]:
         """Wait until nothing else is runnable at this instant and no timer is due at it.
 
-        Whoever waits at one instant is let go together, in the order of the calls, before anything that one of them
-        makes runnable.
+        All callers that wait at one instant are released together, in the order of the calls, before anything that
+        one of them makes runnable.
 
         Returns:
-            A future of the caller's own; cancelling it concerns nobody else.
+            A future of the caller's own; cancelling it concerns no other caller.
         """
         waiter: asyncio.Future[None] = self.create_future()
         self._waiters.append(waiter)
@@ -189,7 +189,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         return any_fired
 
     def _let_waiters_go(self) -> bool:
-        """Returns whether anybody waited."""
+        """Release the waiters of this instant; returns whether there were any."""
         waiters, self._waiters = self._waiters, []
         waiting = [waiter for waiter in waiters if not waiter.done()]
         for waiter in waiting:
@@ -213,7 +213,7 @@ class _NothingOutside(selectors.BaseSelector):
     """Watches nothing. Where a loop would wait for the operating system, ``turn`` is called.
 
     Args:
-        turn: told the time-out of every ``select``, in seconds.
+        turn: receives the time-out of every ``select``, in seconds.
     """
 
     def __init__(self, turn: Callable[[float | None], None]) -> None:

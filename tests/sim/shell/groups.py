@@ -103,7 +103,7 @@ class GroupRun:
         arrived: dict[tuple[int, int, Task], float] = {}
         origin = self._origin(step)
         for rank, results in enumerate(self.results):
-            if self.mesh.place(rank).replica != replica:
+            if self.mesh.place_of(rank).replica != replica:
                 continue
             for span in results[step].trace.messages:
                 key = (span.source, span.target, span.task)
@@ -175,7 +175,7 @@ class _Job:
         words_s = coordination.control_seconds if isinstance(coordination, Leader) else coordination.gather_seconds / 2
         self._latency = _Latency(self.mesh, [replica.latencies for replica in replicas], words_s)
         meetings = {(s, r): Meetings(members) for s in range(stages) for r in range(len(replicas))}
-        places = [self.mesh.place(rank) for rank in range(self.mesh.size)]
+        places = [self.mesh.place_of(rank) for rank in range(self.mesh.size)]
         self._lanes = [GroupLane(meetings[place[:2]], place.member) for place in places]
         self._programs = [
             MeetingStage(self._graph, replicas[place.replica].durations(place.member), lane)
@@ -211,7 +211,7 @@ class _Job:
             return [self._runner(rank, met)]
 
         ranks = LocalRanks([self._programs[rank]], complete({}), build, topologies=[Topology.at(rank, self.mesh)])
-        microbatches = self._replicas[self.mesh.place(rank).replica].costs.microbatches
+        microbatches = self._replicas[self.mesh.place_of(rank).replica].costs.microbatches
         results = []
         async with PipelineHandle(ranks, "caller", f"rrfp-{rank}") as pipe:
             for mode in modes:
@@ -245,7 +245,7 @@ class _Latency:
     """
 
     def __init__(self, mesh: Mesh, latencies: Sequence[RankLatencies], words_s: float) -> None:
-        self._places = [mesh.place(rank) for rank in range(mesh.size)]
+        self._places = [mesh.place_of(rank) for rank in range(mesh.size)]
         self._rows = [{Kind.F: one.forward.tolist(), Kind.B: one.backward.tolist()} for one in latencies]
         self._words_s = words_s
 
