@@ -39,10 +39,14 @@ class Registry(Generic[T]):
         Raises:
             ConfigError: for an unknown name.
         """
-        points = self._points()
-        if name not in points:
-            raise ConfigError(f"{self._field} is {name!r}, must be one of: {', '.join(points)}")
-        return cast("T", points[name].load())
+        # Why not always look at all? That reads the metadata of every installed distribution.
+        point = self._built_in.get(name) or self._points().get(name)
+        if point is None:
+            raise ConfigError(f"{self._field} is {name!r}, must be one of: {', '.join(self.names())}")
+        return cast("T", point.load())
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and (name in self._built_in or name in self._points())
 
     def origin(self, name: str) -> str:
         """``built in``, or ``plugin`` and the distribution that declares ``name``."""

@@ -74,8 +74,8 @@ def hint_factory(name: str) -> Callable[[], Hint]:
     """
     if name in schedule_names():  # before plugins, which cannot replace a schedule
         return lambda: ScheduleHint(_source(name))
-    if name not in (names := hint_names()):
-        raise ConfigError(f"hint is {name!r}, must be one of: {', '.join(names)}")
+    if name not in HINTS:
+        raise ConfigError(f"hint is {name!r}, must be one of: {', '.join(hint_names())}")
     return HINTS.load(name)
 
 

@@ -28,7 +28,7 @@ from rrfp.core.tasks import B, F, Task, W
 
 
 class SlotAware(Hint):
-    """Slot-aware: BFW that runs a weight task early if its slot is needed; the module's docstring has the rules.
+    """Slot-aware: BFW that runs a weight task early if its slot is needed.
 
     Args:
         chunk_order: the chunk whose forwards come first.

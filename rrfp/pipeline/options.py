@@ -80,7 +80,7 @@ class Options(TypedDict, total=False):
         Option(
             "zmq",
             lambda: f"a factory or one of: {', '.join(TRANSPORTS.names())}",
-            lambda value: callable(value) or value in TRANSPORTS.names(),
+            lambda value: callable(value) or value in TRANSPORTS,
         ).common(),
     ]
     """A transport's name, class or factory."""

@@ -188,8 +188,8 @@ def test_a_wrong_number_leaves_an_existing_file_alone(tmp_path: Path, option: st
     assert path.read_text() == "precious"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.long
+@pytest.mark.timeout(600)
 def test_1024_stages_by_256_microbatches_with_their_bound() -> None:
     """15 s are promised on a machine with nothing else to do; here as much as a busy one may need."""
     size = ("--stages", "1024", "--microbatches", "256")
