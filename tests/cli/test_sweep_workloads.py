@@ -59,8 +59,9 @@ def test_defaults_are_8_stages_and_64_microbatches() -> None:
     assert (plain[0]["stages"], plain[0]["microbatches"]) == (8, 64)
 
 
-def test_several_files_are_several_workloads(tmp_path: Path) -> None:
-    paths = [str(tmp_path / name) for name in ("a.json", "b.json", "c.json")]
+def test_several_files_are_several_workloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # short names, so that no line of the table wraps
+    paths = ["a.json", "b.json", "c.json"]
     tables = [make_costs("mllm", stages, 6, split=True) for stages in (2, 3, 4)]
     for path, table in zip(paths, tables, strict=True):
         write_costs(path, table)

@@ -204,7 +204,7 @@ class RunsItsOwnOrder(StageCore):
         (IgnoresItsLimit, "the most allowed is"),
         (WaitsForNoGradient, "ran without B"),
         (GoesOnWhenAborted, "wants to run"),
-        (GoesOnWhenAborted, "and told its peers of []"),
+        (GoesOnWhenAborted, "and sent [] to its peers"),
         (NamesNothing, "does not name"),
         (Stumbles, "it must not end crashed: KeyError"),
         (RefusesTooMuch, "which keeps the contract"),
