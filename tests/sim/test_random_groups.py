@@ -154,7 +154,8 @@ def test_a_hint_that_lies_is_named_and_orders_nothing_wrong(first: int) -> None:
             assert re.match(r"hint Lying chose (\w+@\d|None) on stage \d; ready are: ReadySet\(\w", str(error))
         for stage, orders in enumerate(network.orders):
             follower = network.order_of(stage, 1)
-            assert [run[: len(other)] for run, other in zip(orders, follower, strict=False)] == follower
+            opened = [*orders, *[[]] * (len(follower) - len(orders))]  # a follower may open a step before its leader
+            assert [run[: len(other)] for run, other in zip(opened, follower, strict=False)] == follower
     assert caught > 90
 
 
@@ -229,7 +230,7 @@ def test_a_log_without_its_last_entries_stalls_and_both_say_what_is_awaited() ->
         return () if is_lost else (message,)
 
     network = RandomRun(Graph.chain(1), [ADVERSARIES[1](random.Random(0))], [Limit()], members=2, carry=carry)
-    with pytest.raises(AssertionError, match=r"stage 0 member 0 waits \(.*\)"):
+    with pytest.raises(AssertionError, match=r"stage 0 member 0 waits for: B0@0 .*\(idle for: .*\)"):
         network.run([(Mode.TRAIN, 3)])
 
 
