@@ -85,7 +85,7 @@ def run(experiment: tuple[Method, Workload, int]) -> Outcome:
 
 
 def _coordinated(method: Method, how: Literal["leader", "agreement"], workload: Workload, seed: int) -> Outcome:
-    """A hint whose ranks have to come to one order."""
+    """A hint whose ranks have to agree on an order."""
     split = workload.first_rank(seed)
     groups = simulate_tensor_parallel(
         split if method.split else split.to_unsplit(),

@@ -13,7 +13,7 @@ from rrfp.core.admission import Limit
 from rrfp.costs.table import CostTable
 from rrfp.runtime.core_driver import Coordination
 
-#: Methods by name: how the ranks of a group come to one order, and how far ahead.
+#: Methods by name: how the ranks of a group agree on an order, and how far ahead.
 METHODS: dict[str, tuple[Coordination, int]] = {
     "leader, depth 2": ("leader", 2),
     "leader, depth 1": ("leader", 1),

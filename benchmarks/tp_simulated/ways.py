@@ -1,4 +1,4 @@
-"""One workload for groups of T ranks, each way to come to one order, on the same draws."""
+"""One workload for groups of T ranks, and each way in which a group agrees on an order, on the same draws."""
 
 from __future__ import annotations
 

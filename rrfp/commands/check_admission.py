@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 import typer
 
 from rrfp.commands.output import Json, print_json
+from rrfp.core.placement import Layout
 from rrfp.core.tasks import Kind, Mode
-from rrfp.core.topology import Layout
 from rrfp.errors import ConfigError, RrfpError
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from rrfp.core.placement import Layout, Placement
 from rrfp.core.tasks import Kind, Mode, Task
-from rrfp.core.topology import Layout, Placement
 from rrfp.errors import ConfigError
 
 

@@ -12,9 +12,9 @@ from typing import Protocol
 
 from rrfp.core.events import Event
 from rrfp.core.graph import Graph
+from rrfp.core.placement import Placement
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Kind, Mode, Task
-from rrfp.core.topology import Placement
 
 
 class View(Protocol):

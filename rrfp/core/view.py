@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rrfp.core.durations import MeanDurations
 from rrfp.core.graph import Graph
+from rrfp.core.placement import Placement
 from rrfp.core.step import Step
 from rrfp.core.tasks import Kind, Mode
-from rrfp.core.topology import Placement
 
 
 class StageView:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rrfp.core.topology import Layout
+from rrfp.core.placement import Layout
 from rrfp.costs.jitter import with_jitter
 from rrfp.costs.latency import with_latency
 from rrfp.costs.streams import Matrix, Stream, exp, generator, whole

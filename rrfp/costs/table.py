@@ -15,7 +15,7 @@ from typing import get_args
 
 import numpy as np
 
-from rrfp.core.topology import Layout, Placement
+from rrfp.core.placement import Layout, Placement
 from rrfp.costs.streams import Matrix, whole
 from rrfp.errors import ConfigError
 

@@ -14,7 +14,7 @@ from rrfp.compute.split.backward import Unsplittable
 from rrfp.compute.weighting import Reduction
 from rrfp.core import timeouts
 from rrfp.core.admission import Limit
-from rrfp.core.topology import Layout
+from rrfp.core.placement import Layout
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec
 from rrfp.runtime.core_driver import Coordination

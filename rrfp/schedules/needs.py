@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rrfp.core.graph import Graph
-from rrfp.core.topology import Layout
+from rrfp.core.placement import Layout
 from rrfp.errors import ConfigError
 
 

@@ -19,10 +19,11 @@ from rrfp.core import events as ev
 from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint
+from rrfp.core.placement import Placement
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import B, F, Mode, StepId, Task, W
-from rrfp.core.topology import Placement, Topology
+from rrfp.core.topology import Topology
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.core.waiting import describe, wait_line
 from rrfp.costs.streams import Matrix

@@ -28,8 +28,8 @@ from rrfp.compute.program import Batch
 from rrfp.compute.split import backward as split_backward
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.core.graph import Graph
+from rrfp.core.placement import Placement
 from rrfp.core.tasks import Mode, StepId, Task
-from rrfp.core.topology import Placement
 from rrfp.testing.reference import reference
 
 WIDTH = 6

@@ -8,9 +8,9 @@ from core_script import Script, T
 from rrfp.core.admission import Limit
 from rrfp.core.drain_order import DrainOrder
 from rrfp.core.graph import Graph
+from rrfp.core.placement import Placement
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.tasks import Kind, Mode
-from rrfp.core.topology import Placement
 from rrfp.core.usage import WaitCause
 from rrfp.errors import ConfigError
 from rrfp.hints.priority import BackwardPriority, ForwardPriority

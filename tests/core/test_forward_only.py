@@ -6,8 +6,8 @@ from core_script import Script, T
 
 from rrfp.core.events import Credit, FinishStep, Release, Send
 from rrfp.core.graph import Graph
+from rrfp.core.placement import Placement
 from rrfp.core.tasks import Mode
-from rrfp.core.topology import Placement
 
 CHAIN = Graph.chain(3)
 

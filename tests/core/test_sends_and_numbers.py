@@ -9,8 +9,8 @@ from core_script import Script, T
 
 from rrfp.core.events import Arrived, ChunkReduced, Send
 from rrfp.core.graph import Graph
+from rrfp.core.placement import Placement
 from rrfp.core.tasks import Kind, Mode, StepId, Task
-from rrfp.core.topology import Placement
 from rrfp.errors import ProtocolError
 
 SKIPPING = Graph(Placement(3), ((0, 1), (1, 2), (0, 2)))

@@ -6,8 +6,9 @@ import pytest
 from core_script import T
 
 from rrfp.core.graph import Graph
+from rrfp.core.placement import Layout, Placement
 from rrfp.core.tasks import Kind, Mode, StepId, Task
-from rrfp.core.topology import Layout, Placement, Topology
+from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError
 
 

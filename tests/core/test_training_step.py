@@ -7,8 +7,8 @@ from core_script import Script, T
 
 from rrfp.core.events import Arrived, ChunkReduced, Event, FinishStep, ReduceChunk, Release, Send
 from rrfp.core.graph import Graph
+from rrfp.core.placement import Placement
 from rrfp.core.tasks import Kind, Mode, StepId
-from rrfp.core.topology import Placement
 from rrfp.hints.alternating import BackwardForward
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rrfp.core.topology import Layout
+from rrfp.core.placement import Layout
 from rrfp.costs import make_costs, microbatch_sizes
 from rrfp.errors import ConfigError
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rrfp.core.topology import Layout
+from rrfp.core.placement import Layout
 from rrfp.costs import CostTable
 from rrfp.errors import ConfigError
 

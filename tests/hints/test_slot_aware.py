@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
+from rrfp.core.placement import Layout, Placement
 from rrfp.core.ready_set import ChunkOrder, ReadySet
 from rrfp.core.tasks import Kind, Mode, Task
-from rrfp.core.topology import Layout, Placement
 from rrfp.costs import make_costs
 from rrfp.hints.slot_aware import SlotAware
 from rrfp.sim.cluster.random_run import RandomRun

@@ -12,9 +12,10 @@ from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch, StageProgram
 from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
+from rrfp.core.placement import Layout
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, StepId, Task
-from rrfp.core.topology import Layout, Topology
+from rrfp.core.topology import Topology
 from rrfp.hints.registry import create_hint
 from rrfp.pipeline.handle import PipelineHandle
 from rrfp.pipeline.local_ranks import LocalRanks

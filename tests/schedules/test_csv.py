@@ -9,8 +9,8 @@ from core_script import T
 from torch.distributed.pipelining.schedules import _Action
 
 from rrfp.core.graph import Graph
+from rrfp.core.placement import Placement
 from rrfp.core.schedule import Schedule
-from rrfp.core.topology import Placement
 from rrfp.costs import make_costs
 from rrfp.errors import ConfigError
 from rrfp.schedules.csv import CsvSchedule, from_csv, to_csv

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
+from rrfp.core.placement import Layout
 from rrfp.core.schedule import Schedule
 from rrfp.core.tasks import Kind, Mode, Task
-from rrfp.core.topology import Layout
 from rrfp.costs import CostTable
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import create_hint, create_strict

@@ -6,9 +6,9 @@ import pytest
 from core_script import T
 
 from rrfp.core.graph import Graph
+from rrfp.core.placement import Placement
 from rrfp.core.schedule import Schedule
 from rrfp.core.tasks import Mode
-from rrfp.core.topology import Placement
 from rrfp.errors import ConfigError
 from rrfp.schedules.registry import make_schedule, schedule_names
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from rrfp.core.topology import Layout
+from rrfp.core.placement import Layout
 from rrfp.costs import CostTable
 
 Rows = Sequence[Sequence[float]]

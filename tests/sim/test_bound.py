@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sim.optimum import Pipeline
 from sim.tables import table
 
-from rrfp.core.topology import Layout
+from rrfp.core.placement import Layout
 from rrfp.costs import CostTable, make_costs
 from rrfp.errors import ConfigError
 from rrfp.sim.bound import _one_machine, _Paths, _Tasks, lower_bound

@@ -10,10 +10,10 @@ import pytest
 from rrfp.core import events as ev
 from rrfp.core.admission import Admission, AdmissionRule, Limit
 from rrfp.core.graph import Graph
+from rrfp.core.placement import Placement
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, StepId, Task
-from rrfp.core.topology import Placement
 from rrfp.hints.alternating import BackwardForward
 from rrfp.sim.explore.search import Deadlock, Exploration, Oracles, _Explorer, explore
 from rrfp.sim.explore.stage import Problem

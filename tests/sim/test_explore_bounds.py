@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from rrfp.core.placement import Layout, Placement
 from rrfp.core.tasks import Mode
-from rrfp.core.topology import Layout, Placement
 from rrfp.sim.explore.bounds import Bounds, bounds_of
 from rrfp.sim.explore.cases import Case, Explored, explored
 

@@ -9,8 +9,8 @@ import pytest
 
 from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
+from rrfp.core.placement import Placement
 from rrfp.core.tasks import Kind, Mode
-from rrfp.core.topology import Placement
 from rrfp.sim.explore.cases import RULES, Backward, Grid
 from rrfp.sim.explore.result import Exploration
 from rrfp.sim.explore.search import Oracles, explore

@@ -8,8 +8,8 @@ import pytest
 
 from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
+from rrfp.core.placement import Layout
 from rrfp.core.tasks import Kind, Mode
-from rrfp.core.topology import Layout
 from rrfp.sim.explore.cases import Backward, Case, Grid, Where, explored
 from rrfp.sim.explore.search import explore
 

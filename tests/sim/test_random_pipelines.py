@@ -16,9 +16,9 @@ from rrfp.core.admission import Limit
 from rrfp.core.events import Event
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint, View
+from rrfp.core.placement import Placement
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Kind, Mode, Task
-from rrfp.core.topology import Placement
 from rrfp.hints.registry import create_hint
 from rrfp.sim.cluster.random_run import Delivery, RandomRun
 

@@ -10,10 +10,10 @@ import pytest
 from rrfp.core.admission import AdmissionRule, Limit
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint, View
+from rrfp.core.placement import Placement
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, Task
-from rrfp.core.topology import Placement
 from rrfp.sim.cluster.random_run import RandomRun
 
 

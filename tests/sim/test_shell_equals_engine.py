@@ -20,10 +20,10 @@ from sim.tables import table
 
 from rrfp.core.admission import Limit
 from rrfp.core.hint import Hint, View
+from rrfp.core.placement import Layout
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Kind, Mode, Task
-from rrfp.core.topology import Layout
 from rrfp.costs import CostTable, make_costs, with_jitter, with_latency
 from rrfp.errors import ConfigError, DeadlockError, HintError, RrfpError
 from rrfp.hints.registry import create_hint, create_strict, hint_names

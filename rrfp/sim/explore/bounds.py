@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rrfp.core.placement import Placement
 from rrfp.core.tasks import Mode
-from rrfp.core.topology import Placement
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from typing import Literal
 
 from rrfp.core.admission import Admission, AdmissionRule, Limit
 from rrfp.core.graph import Graph
+from rrfp.core.placement import Layout, Placement
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.tasks import Kind, Mode
-from rrfp.core.topology import Layout, Placement
 from rrfp.sim.explore.bounds import Bounds, bounds_of
 from rrfp.sim.explore.result import Exploration
 from rrfp.sim.explore.search import Oracles, explore

@@ -15,10 +15,10 @@ from rrfp.core.admission import Limit
 from rrfp.core.events import Arrived
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint, View
+from rrfp.core.placement import Placement
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Kind, Mode, StepId, Task
-from rrfp.core.topology import Placement
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict, hint_names
 from rrfp.schedules.registry import make_schedule, schedule_names

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, get_args
 
 from rrfp.core.admission import AdmissionRule, Limit
-from rrfp.core.topology import Layout
+from rrfp.core.placement import Layout
 from rrfp.costs.files import read_costs, read_sizes
 from rrfp.costs.profiles import make_costs, microbatch_sizes
 from rrfp.costs.rank_latency import SHUFFLED
