@@ -10,7 +10,7 @@ coordination: share of a step in which a task was ready on all ranks of a group 
 and steps. For a leader at depth 2 that is what its word is late although it is given one task ahead.
 to start: from the moment when a task could run (the one before it has ended on all ranks, and it is ready on all) until
 it has begun on all ranks.
-words: messages between the ranks of a group, a task of the group.
+messages: messages between the ranks of a group, a task of the group.
 step: its time, relative to "leader, depth 2" in the same round; median.
 
 With TP 8 sixteen processes share the machine's cores: what they cost each other is in the figures. `--quick` only shows
@@ -54,7 +54,7 @@ class Figures:
 
     coordination: float
     to_start: Spread
-    words_per_task: float
+    messages_per_task: float
     iteration: float
 
 
@@ -79,18 +79,18 @@ def figures_of(settings: Settings, lines: Sequence[Line]) -> dict[str, Figures]:
     """Figures by method."""
     seconds: dict[str, list[float]] = defaultdict(list)
     steps: dict[str, list[GroupStep]] = defaultdict(list)
-    words: dict[str, int] = defaultdict(int)
+    messages: dict[str, int] = defaultdict(int)
     for line in (line for line in lines if line["round"] > 0):
         groups = groups_of(settings, line)
         seconds[line["method"]].append(max(step.seconds for step in groups))
         steps[line["method"]] += groups
-        words[line["method"]] += line["words"]
+        messages[line["method"]] += line["messages"]
     tasks = 2 * settings.microbatches * settings.stages * settings.rounds
     return {
         method: Figures(
             coordination=mean(step.share for step in steps[method]),
             to_start=Spread.of([gap for step in steps[method] for gap in step.gaps]),
-            words_per_task=words[method] / tasks,
+            messages_per_task=messages[method] / tasks,
             iteration=median(own / base for own, base in zip(seconds[method], seconds[_LEADER], strict=True)),
         )
         for method in METHODS
@@ -109,11 +109,11 @@ def aims_of(figures: Mapping[int, Mapping[str, Figures]]) -> list[Aim]:
 def print_tables(figures: Mapping[int, Mapping[str, Figures]], aims: Sequence[Aim]) -> None:
     """For people."""
     console = Console()
-    table = table_of("to start: us", "TP, method", "coordination", "to start p50", "p99", "words", "step")
+    table = table_of("to start: us", "TP, method", "coordination", "to start p50", "p99", "messages", "step")
     for tp, methods in figures.items():
         for method, each in methods.items():
             start = (us(each.to_start.p50), us(each.to_start.p99))
-            cells = (f"{each.coordination:.2%}", *start, f"{each.words_per_task:.1f}", f"{each.iteration:.3f}")
+            cells = (f"{each.coordination:.2%}", *start, f"{each.messages_per_task:.1f}", f"{each.iteration:.3f}")
             table.add_row(f"{tp}, {method}", *cells)
         table.add_section()
     console.print(table)

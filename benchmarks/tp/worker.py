@@ -26,7 +26,9 @@ from rrfp.trace.plain import to_plain
 from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
 from rrfp.transports.zmq.transport import ZmqTransport
 
-_WORDS = frozenset({MessageKind.READY, MessageKind.ORDER, MessageKind.PROPOSE, MessageKind.OUTCOME, MessageKind.PROMPT})
+_GROUP_KINDS = frozenset(
+    {MessageKind.READY, MessageKind.ORDER, MessageKind.PROPOSE, MessageKind.OUTCOME, MessageKind.PROMPT}
+)
 
 
 class GroupedStage(EmulatedStage):
@@ -52,13 +54,13 @@ class DelayedZmq(ZmqTransport):
         super().__init__(context)
         self._settings = settings
         self._stage = stage
-        self.words = 0
+        self.group_messages = 0
 
     async def send(self, peer: int, message: Message) -> None:
         """See `Transport.send`."""
         if message.channel is not Channel.CONTROL:
             await asyncio.sleep(self._settings.delay_s(self._stage.round, self.context.rank, str(message.task)))
-        self.words += message.kind in _WORDS
+        self.group_messages += message.kind in _GROUP_KINDS
         await super().send(peer, message)
 
 
@@ -99,9 +101,10 @@ def run(settings: Settings, stack: ExitStack) -> None:
         program.round = number
         for name in (*list(METHODS)[turn:], *list(METHODS)[:turn]):
             dist.barrier()
-            said = transports[name].words
+            before = transports[name].group_messages
             result = pipes[name].step(microbatches=settings.microbatches)
-            report(name, number, {"trace": to_plain(result.trace), "words": transports[name].words - said})
+            sent = transports[name].group_messages - before
+            report(name, number, {"trace": to_plain(result.trace), "messages": sent})
 
 
 def report(name: str, number: int, own: dict[str, Any]) -> None:
@@ -110,7 +113,7 @@ def report(name: str, number: int, own: dict[str, Any]) -> None:
     dist.gather_object(own, parts)
     if parts is not None:
         line = {"method": name, "round": number, "traces": [part["trace"] for part in parts]}
-        sys.stdout.write(json.dumps({**line, "words": sum(part["words"] for part in parts)}) + "\n")
+        sys.stdout.write(json.dumps({**line, "messages": sum(part["messages"] for part in parts)}) + "\n")
         sys.stdout.flush()
 
 

@@ -95,5 +95,5 @@ def test_tp_coordination_reports_every_way_to_one_order() -> None:
         assert 0 <= figures["coordination"] < 1
         assert 0 <= figures["to_start"]["p50"] <= figures["to_start"]["p99"]
         assert figures["to_start"]["samples"] == 2 * 7  # of two stages with 8 tasks each, from the second task on
-        assert figures["words_per_task"] > 1
+        assert figures["messages_per_task"] > 1
     check_aims(document["aims"])

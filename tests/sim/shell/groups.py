@@ -138,8 +138,8 @@ def run_shell_groups(
         replicas: what each copy of the pipeline takes; all of one shape but for the number of microbatches.
         hint: makes a fresh hint, one a rank.
         limits: one a stage.
-        coordination: how the ranks of a group agree on an order, and how long their messages take. An all-gather of the shell
-            is there and back, through the first rank: each way takes half of it.
+        coordination: how the ranks of a group agree on an order, and how long their messages take. An all-gather of the
+            shell is there and back, through the first rank: each way takes half of it.
         modes: of each step.
         sizes: how large each microbatch is, for hints that ask; None: untold.
         in_order: (kind, virtual stage) pairs that run in microbatch order.
