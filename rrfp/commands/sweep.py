@@ -143,7 +143,7 @@ def _number(text: str) -> int | str:
 
 
 def _save_costs(folder: Path, experiments: Sequence[Experiment]) -> None:
-    """Write a cost file for each profile's workload, named by its values.
+    """Write a cost file for each profile's workload, named by its values, into a folder that need not exist yet.
 
     Raises:
         ConfigError: if one cannot be written.
@@ -151,6 +151,10 @@ def _save_costs(folder: Path, experiments: Sequence[Experiment]) -> None:
     from rrfp.costs import write_costs
     from rrfp.sim.sweep.experiment import Workload
 
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written ({error.strerror or error})") from None
     for workload in dict.fromkeys(experiment.workload for experiment in experiments):
         if isinstance(workload, Workload):
             write_costs(folder / f"{workload.short_name}.json", workload.costs())

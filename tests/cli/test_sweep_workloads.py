@@ -91,10 +91,11 @@ def test_hints_receive_the_sizes_of_files(tmp_path: Path, sizes: str) -> None:
 
 def test_saved_costs_are_those_that_ran(tmp_path: Path) -> None:
     options = ("--profile", "mllm", *OPTIONS, "--seeds", "2", "--chunks", "2", "--split", "--hint", "bf,fb")
-    found = rows(*options, "--save-costs", tmp_path)
+    folder = tmp_path / "new" / "costs"
+    found = rows(*options, "--save-costs", folder)
     names = [f"mllm-3x6-2chunks-looped-split-J2-wire-seed{seed}.json" for seed in (7, 8)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
-    assert [read_costs(tmp_path / name).digest() for name in names] == [found[0]["digest"], found[2]["digest"]]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert [read_costs(folder / name).digest() for name in names] == [found[0]["digest"], found[2]["digest"]]
 
 
 def test_a_schedule_file_is_a_method(tmp_path: Path) -> None:
@@ -142,7 +143,7 @@ BAD = {
     "timeline": (("--hint", "bf,fb", "--timeline", "t.png"), "it is an option of rrfp simulate (see"),
     "trace": (("--hint", "bf", "--trace", "t.json"), "it is an option of rrfp simulate (see"),
     "a cost file too": (("--costs", "x.json", "--hint", "bf"), "exactly one of --costs FILE and --profile NAME"),
-    "unwritable costs": (("--hint", "bf", "--save-costs", "/no/dir"), "cannot be written"),
+    "unwritable costs": (("--hint", "bf", "--save-costs", "/proc/no/dir"), "/proc/no/dir: cannot be written"),
     "unwritable csv": (("--hint", "bf", "--seeds", "2", "--csv", "/no/dir/r.csv"), "/no/dir/r.csv: cannot be written"),
     "unwritable plot": (
         ("--hint", "bf", "--seeds", "2", "--plot", "/no/dir/p.png"),

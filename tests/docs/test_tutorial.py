@@ -1,52 +1,27 @@
-"""docs/tutorial.md: every file and command in it, in an empty folder."""
+"""docs/tutorial.md: every file and command in it, in an empty folder, with the built wheel."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from installed import ROOT, Installed
 
-ROOT = Path(__file__).resolve().parents[2]
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
 FILES = dict(re.findall(r'```python title="([^"]+)"\n(.*?)```', TUTORIAL, re.DOTALL))
 COMMANDS = re.findall(r"^    \$ (.+)\n    (.+)$", TUTORIAL, re.MULTILINE)
 LOSS = re.compile(r"step (\d+): loss ([\d.]+)")
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
-    return tmp_path
-
-
-def printed(command: str, folder: Path) -> str:
-    program, *arguments = command.split()
-    module = {"torchrun": ["-m", "torch.distributed.run"], "python": []}[program]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *module, *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_each_command_prints_the_same_losses_and_what_the_page_shows(folder: Path) -> None:
+def test_each_command_prints_the_same_losses_and_what_the_page_shows(installed: Installed, tmp_path: Path) -> None:
     assert list(FILES) == ["single.py", "local.py", "train.py"]
     assert [command.split()[-1] for command, _ in COMMANDS] == list(FILES)
-    outputs = [printed(command, folder) for command, _ in COMMANDS]
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    outputs = [installed.printed(command, tmp_path) for command, _ in COMMANDS]
     losses = [LOSS.findall(output) for output in outputs]
     assert losses[0] == losses[1] == losses[2]
     assert len(losses[0]) == 5

@@ -1,0 +1,83 @@
+"""README.md: every command of its command line section, and its program, in an empty folder with the built wheel."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from installed import ROOT, Installed
+
+README = (ROOT / "README.md").read_text()
+COSTS = "costs/mllm-4x8-J0-none-seed0.json"
+SECTION = README.split("## The command line")[1]
+COMMANDS = [
+    command.strip()
+    for line in re.findall(r"^    (rrfp .+)$", SECTION, re.MULTILINE)
+    for command in line.split("   #")[0].split(";")
+]
+(PROGRAM,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+#: What shortens a command that would take minutes, and by what.
+SHORTER = {
+    "rrfp demo": "rrfp demo --stages 2 --microbatches 4 --warm-up 0 --steps 1 --out .",
+    "rrfp check faults --runs 1000": "rrfp check faults --runs 20",
+    "rrfp check admission": "rrfp check admission --stages 1,2 --microbatches 2 --chunks 1",
+}
+#: The names that the reader fills in.
+VALUES = {
+    "--costs FILE": f"--costs {COSTS}",
+    "trace FILE": "trace trace.json",
+    "hint NAME": "hint bf",
+    "transport NAME": "transport inproc",
+}
+
+#: The names that the program leaves to its reader.
+PRELUDE = """
+from torch import nn
+
+def build_stage(stage, stages):
+    torch.manual_seed(stage)
+    return nn.Linear(8, 8)
+
+loss_fn = nn.functional.mse_loss
+loader = [([torch.randn(4, 8) for _ in range(6)], [torch.randn(4, 8) for _ in range(6)])] * 2
+"""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def folder(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty folder, but for a cost file and a trace."""
+    folder = tmp_path_factory.mktemp("readme")
+    sweep = "rrfp sweep --profile mllm --stages 4 --microbatches 8 --hint bf --limit n --save-costs costs"
+    installed.printed(sweep, folder)
+    installed.printed(f"rrfp simulate --costs {COSTS} --hint bf --trace trace.json", folder)
+    return folder
+
+
+def test_the_wheel_is_that_of_the_environment_and_not_the_checkout(installed: Installed, folder: Path) -> None:
+    where = installed.printed('python -c "import rrfp; print(rrfp.__file__)"', folder)
+    assert Path(where.strip()).is_relative_to(installed.folder)
+
+
+def test_the_section_lists_the_commands() -> None:
+    assert len(COMMANDS) >= 12
+    assert SHORTER.keys() <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("printed", COMMANDS)
+def test_the_command_runs_as_printed(printed: str, installed: Installed, folder: Path) -> None:
+    command = SHORTER.get(printed, printed)
+    for name, value in VALUES.items():
+        command = command.replace(name, value)
+    assert installed.printed(command, folder).strip()
+
+
+def test_the_program_trains(installed: Installed, tmp_path: Path) -> None:
+    head, rest = PROGRAM.split("\n\n", 1)
+    (tmp_path / "train.py").write_text(f"{head}\n{PRELUDE}\n{rest}\nprint(result.loss, score)\n")
+    printed = installed.printed("torchrun --standalone --nproc-per-node 2 train.py", tmp_path).splitlines()
+    assert len(printed) == 2
+    assert printed[0] == printed[1]
