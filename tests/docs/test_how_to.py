@@ -1,0 +1,30 @@
+"""docs/how-to/: the programs on the pages, run in an empty folder with the built wheel."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from installed import ROOT, Installed
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+PAGE = (ROOT / "docs" / "how-to" / "uneven-microbatches.md").read_text()
+
+
+def test_uneven_microbatches_keep_the_loss_and_the_byte_limit(installed: Installed, tmp_path: Path) -> None:
+    ((name, program),) = re.findall(r'```python title="([^"]+)"\n(.*?)```', PAGE, re.DOTALL)
+    (tmp_path / name).write_text(program)
+    lines = installed.printed(f"python {name}", tmp_path).splitlines()
+    shown = re.findall(r"^    (loss .+)$", PAGE, re.MULTILINE)
+    assert [re.findall(r"loss \S+", line) for line in lines] == [re.findall(r"loss \S+", line) for line in shown]
+    assert len({line.split()[1].rstrip(",") for line in lines}) == 1
+    peaks = [int(peak) for peak in re.findall(r"KiB \[(.*)\]", lines[1])[0].split(", ")]
+    assert max(peaks) <= 900
+
+
+def test_the_pages_command_runs(installed: Installed, tmp_path: Path) -> None:
+    commands = re.findall(r"^    \$ (rrfp .+)$", PAGE, re.MULTILINE)
+    assert len(commands) == 1
+    assert "slot-aware-pyramid" in installed.printed(commands[0], tmp_path)
