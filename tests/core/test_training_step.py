@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from core_script import Script, T
 
-from rrfp.core.events import Arrived, ChunkReduced, Event, FinishStep, ReduceChunk, Release, Send
+from rrfp.core.events import Aborted, Arrived, ChunkReduced, Event, FinishStep, ReduceChunk, Release, Send
 from rrfp.core.graph import Graph
 from rrfp.core.placement import Placement
 from rrfp.core.tasks import Kind, Mode, StepId
+from rrfp.errors import Origin
 from rrfp.hints.alternating import BackwardForward
 
 
@@ -242,3 +243,11 @@ def test_a_hint_observes_an_early_message_in_the_step_that_it_belongs_to() -> No
     assert early not in observer.seen
     script.opened(following)
     assert observer.seen[-1] == early
+
+
+def test_a_hint_observes_the_abort_that_ends_everything() -> None:
+    script = Script(CHAIN, stage=2, microbatches=1, hint=Observer())
+    observer = script.core.hint
+    assert isinstance(observer, Observer)
+    script.told(Aborted(Origin(0, None, "out of memory")))
+    assert observer.seen[-1] == Aborted(Origin(0, None, "out of memory"))
