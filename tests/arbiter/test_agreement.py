@@ -51,7 +51,11 @@ class Members:
 
     def open(self, member: int) -> None:
         self.arbiters[member].open_step(STEP)
-        self.cores[member].apply(ev.StepOpened(*STEP))
+        self._apply(member, ev.StepOpened(*STEP))
+
+    def _apply(self, member: int, event: ev.Event) -> None:
+        self.cores[member].apply(event)
+        self.arbiters[member].kick()
 
     def _arbiter(self, member: int, size: int) -> AgreementArbiter:
         def dispatch(task: Task) -> None:
@@ -68,16 +72,17 @@ class Members:
 
     def arrived(self, member: int, *tasks: str) -> None:
         for task in tasks:
-            self.cores[member].apply(ev.Arrived(STEP, T(task)))
+            self._apply(member, ev.Arrived(STEP, T(task)))
         self.decide(member)
 
     def completed(self) -> None:
         """The task that all run ends."""
-        for core in self.cores:
-            core.apply(ev.Completed(core.in_flight[0]))
+        for member, core in enumerate(self.cores):
+            self._apply(member, ev.Completed(core.in_flight[0]))
 
     def decide(self, member: int) -> None:
-        self.arbiters[member].decide_once()
+        """Let a member decide if that is due, as the event loop does."""
+        self.arbiters[member].decide()
 
     def hear(self) -> None:
         """Deliver all messages, and let everybody decide, until nothing is said any more."""

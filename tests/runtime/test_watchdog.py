@@ -32,20 +32,27 @@ def wait_for_log(caplog: pytest.LogCaptureFixture, text: str) -> str:
     raise AssertionError(f"no line with {text!r} among {caplog.messages}")
 
 
-def test_a_slow_task_is_named_and_nothing_ends(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("slow", "idle"), [(2, 0), (0, 1)])
+def test_a_slow_task_is_named_and_nothing_ends(slow: int, idle: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Stage 0 starts the polls: of its own accord, or because another one asks for it."""
     caplog.set_level(logging.WARNING)
     hold, batch = Hold(), data(1)  # one microbatch, because the lanes of one process take turns
 
     def body(stage: int, pipe: BlockingPipeline) -> Any:
         return pipe.step(batch.inputs, batch.targets)
 
-    ranks = ThreadedRanks([*stages(2), Bomb(hold)], body, stall_after=STALL_S)
+    modules = stages(2)
+    modules.insert(slow, Bomb(hold))
+    ranks = ThreadedRanks(modules, body, stall_after=STALL_S)
     try:
-        line = wait_for_log(caplog, "has been running F0@2 for")
+        line = wait_for_log(caplog, f"has been running F0@{slow} for")
     finally:
         hold.release.set()
-    assert line.startswith("stage 0 has been idle for")
-    assert not any(message.startswith("stage 1 has been idle") for message in caplog.messages)  # one line for all
+    assert line.startswith(f"stage {idle} has been idle for")
+    (other,) = {0, 1, 2} - {slow, idle}
+    assert not any(
+        message.startswith(f"stage {other} has been idle") for message in caplog.messages
+    )  # one line for all
     assert [outcome.error for outcome in ranks.join()] == [None] * 3
 
 
