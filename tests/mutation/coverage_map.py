@@ -13,23 +13,25 @@ from pathlib import Path
 #: The packages that are changed.
 PACKAGES = ("rrfp/core", "rrfp/arbiter", "rrfp/runtime")
 
+#: Tests of the runtime in processes of their own: what runs there is not seen, and they take long.
+_IN_PROCESSES = (
+    "group_processes",
+    "memory",
+    "processes",
+    "random_kills",
+    "stuck_processes",
+    "tensor_parallel",
+    "ties_between_processes",
+    "torchrun",
+    "what_users_read",
+)
+
+_RUNTIME = Path(__file__).resolve().parents[1] / "runtime"
+
 #: The tests that are asked: those of the packages, and what runs them in virtual time or in threads of one process.
-#: Tests in processes of their own are not: what runs there is not seen, and they take long.
 TESTS = (
     "tests/core",
     "tests/arbiter",
-    "tests/runtime/test_abort.py",
-    "tests/runtime/test_all_gather.py",
-    "tests/runtime/test_departures.py",
-    "tests/runtime/test_grad_finalizer.py",
-    "tests/runtime/test_handshake.py",
-    "tests/runtime/test_messenger.py",
-    "tests/runtime/test_process_watch.py",
-    "tests/runtime/test_records.py",
-    "tests/runtime/test_status.py",
-    "tests/runtime/test_step_report.py",
-    "tests/runtime/test_tie_terms.py",
-    "tests/runtime/test_tied_reduction.py",
     "tests/hints",
     "tests/schedules",
     "tests/sim/test_explore.py",
@@ -44,21 +46,11 @@ TESTS = (
     "tests/sim/test_random_rules.py",
     "tests/sim/test_shell_equals_engine.py",
     "tests/sim/test_shell_groups.py",
-    "tests/runtime/test_api.py",
-    "tests/runtime/test_clipping.py",
-    "tests/runtime/test_data_parallel.py",
-    "tests/runtime/test_evaluate_in_order.py",
-    "tests/runtime/test_failures.py",
-    "tests/runtime/test_group_failures.py",
-    "tests/runtime/test_groups.py",
-    "tests/runtime/test_plugged_in_code.py",
-    "tests/runtime/test_ranks_that_differ.py",
-    "tests/runtime/test_starting_leaving.py",
-    "tests/runtime/test_statistics.py",
-    "tests/runtime/test_ties.py",
-    "tests/runtime/test_ties_refused.py",
-    "tests/runtime/test_virtual_time.py",
-    "tests/runtime/test_watchdog.py",
+    *sorted(
+        f"tests/runtime/{path.name}"
+        for path in _RUNTIME.glob("test_*.py")
+        if path.stem.removeprefix("test_") not in _IN_PROCESSES
+    ),
 )
 
 #: Tests that take longer are not asked, and a change is given up after tests that take this long together, in seconds.

@@ -156,3 +156,18 @@ def test_a_loop_that_runs_is_left_alone(lines: Lines) -> None:
 
     asyncio.run(program())
     assert lines.found == []
+
+
+def test_it_may_be_closed_on_another_thread_and_again_on_its_own() -> None:
+    async def program() -> None:
+        asyncio.get_running_loop().set_debug(True)  # refuses calls from other threads
+        watch = LoopWatchdog("stage 0", 60, use_timer=False)
+        watch.start()
+        await asyncio.to_thread(watch.close)
+        beats = [task for task in asyncio.all_tasks() if task.get_name() == "rrfp-beat"]
+        assert len(beats) == 1
+        watch.close()
+        await asyncio.wait(beats, timeout=10)
+        assert beats[0].cancelled()
+
+    asyncio.run(program())
