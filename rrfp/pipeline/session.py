@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -96,10 +95,10 @@ class Session:
                     allowed = ", ".join(["inputs", "targets", *sorted(_ARGUMENTS[mode])])
                     raise ConfigError(f"unknown argument {name!r}, must be one of: {allowed}")
             batch = {"inputs": inputs, "targets": targets, **arguments}
-            plan = self.ranks.plan(self._next_step, self._training_step, mode, **batch)
+            plan = self.ranks.plan(self._next_step, self._training_step, mode, refused=self._refused, **batch)
             self._next_step += 1
             self._training_step += mode is Mode.TRAIN
-            return self.ranks.step(replace(plan, refused=self._refused))
+            return self.ranks.step(plan)
 
     def clip(self, max_norm: float, norm_type: float) -> Clipping:
         """Begin to clip gradients; `end` ends it.

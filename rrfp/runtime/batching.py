@@ -60,12 +60,12 @@ class Plan:
     step: StepId
     batch: Batch
     weights: tuple[float, ...] | None
-    sizes: tuple[float, ...] | None = None
-    reduction: Reduction = "mean"
-    grad_scale: float = 1.0
-    reduce_gradients: bool = True
-    kwargs: Mapping[int, Sequence[Mapping[str, Any]]] | None = None
-    refused: int = 0
+    sizes: tuple[float, ...] | None
+    reduction: Reduction
+    grad_scale: float
+    reduce_gradients: bool
+    kwargs: Mapping[int, Sequence[Mapping[str, Any]]] | None
+    refused: int
 
     def batch_of(self, stage: int) -> Batch:
         """The caller's data for one stage of this process."""
@@ -111,6 +111,7 @@ def plan_step(
     training_step: int = 0,
     stages: int = 1,
     is_shared: bool = False,
+    refused: int = 0,
 ) -> Plan:
     """Check the arguments of a step; see `rrfp.Pipeline.step`.
 
@@ -121,6 +122,7 @@ def plan_step(
         training_step: see `rrfp.Batch`.
         stages: of the pipeline; ``kwargs`` may be given by stage.
         is_shared: whether several replicas share the step, so that the weights' sum is known only later.
+        refused: calls before this one whose arguments were refused.
 
     Raises:
         ConfigError: if they are no lists, disagree on M, ``kwargs`` are no dicts or for a stage that does not exist, or
@@ -150,6 +152,7 @@ def plan_step(
         grad_scale,
         reduce_gradients,
         by_stage,
+        refused,
     )
 
 

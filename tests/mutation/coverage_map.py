@@ -75,6 +75,8 @@ class CoverageMap:
         found = {test for line in lines for test in by_line.get(line, ())}
         if not found:  # what only importing runs is used by whoever uses the file
             found = {test for tests in by_line.values() for test in tests}
+        if not found and by_line:  # only importing runs the file: whoever imports it notices, or nobody
+            found = set(self.seconds)
         chosen, total = [], 0.0
         for test in sorted(found, key=lambda test: (self.seconds[test], test)):
             total += self.seconds[test]

@@ -106,6 +106,8 @@ def test_the_quickest_tests_of_a_line_are_asked_first_and_those_of_the_file_wher
     assert told.tests("x.py", range(3, 4)) == ["a"]
     assert told.tests("x.py", range(1, 2)) == ["b", "a"]
     assert told.tests("y.py", range(1, 2)) == []
+    imported = CoverageMap({"a": 2.0, "b": 0.1}, {"x.py": {1: []}})
+    assert imported.tests("x.py", range(1, 2)) == ["b", "a"]
 
 
 def test_the_tests_that_are_asked_exist() -> None:
