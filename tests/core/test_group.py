@@ -246,3 +246,13 @@ def test_a_rank_outside_its_group_is_refused(rank: int, size: int) -> None:
     with pytest.raises(ConfigError) as caught:
         Group(rank, size)
     assert str(caught.value) == f"group: rank is {rank}, must be 0..{size - 1}"
+
+
+def test_a_leader_waits_for_reports_only_once_it_has_the_inputs_itself() -> None:
+    script = leader()
+    assert script.core.wait_cause() is WaitCause.INPUT
+    script.arrived("F0@0")
+    assert script.core.wait_cause() is WaitCause.ORDER
+    reported(script, "F0@1")
+    script.enqueued("F0@1")
+    assert script.core.wait_cause() is WaitCause.INPUT

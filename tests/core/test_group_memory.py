@@ -139,3 +139,12 @@ def test_bytes_may_be_told_after_the_step_and_not_before_it() -> None:
     assert refusal(lambda: script.told(ahead)) == (
         "F0@0 from rank 1 of the group, a message of step 1 (train, 1 microbatches), reached stage 0 in step 0 (ended)"
     )
+
+
+def test_an_output_counts_as_long_as_the_leader_keeps_its_own_with_the_most_that_any_rank_reports() -> None:
+    script = Script(CHAIN, 0, microbatches=4, limit=Limit(bytes=30), group=Group(0, 2))
+    script.told(Enqueued(T("F0@0")), Completed(T("F0@0"), 1, output=4))
+    held(script, "F0@0", 1, output=20)
+    assert "F1@0" not in script.ready  # 21 on the follower, and 21 expected
+    script.released(1, "F0@0")
+    assert "F1@0" in script.ready

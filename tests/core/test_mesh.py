@@ -156,3 +156,18 @@ def test_a_mesh_that_cannot_work_is_refused_with_the_reason(
 def test_a_dim_of_size_one_needs_no_coordination() -> None:
     mesh = Mesh((("pp", 2), ("cp", 1), ("x", 1)), ())
     assert (mesh.members, mesh.replicas) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("dims", "coordinate", "expected"),
+    [
+        ((("pp", 2), ("tp", 2)), ("tp",), False),
+        ((("pp", 2), ("dp", 2), ("tp", 2)), ("tp",), False),
+        ((("pp", 2), ("dp_shard", 2)), ("dp_shard",), True),
+        ((("pp", 2), ("dp_shard", 1), ("tp", 2)), ("tp", "dp_shard"), False),
+    ],
+)
+def test_ranks_of_a_group_have_their_own_data_where_a_replicated_dim_is_coordinated(
+    dims: tuple[tuple[str, int], ...], coordinate: tuple[str, ...], expected: bool
+) -> None:
+    assert Mesh(dims, coordinate).coordinates_replicas is expected

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from rrfp.core.topology import Topology
-from rrfp.errors import Origin, PipelineAborted
+from rrfp.errors import Origin, PeerLostError, PipelineAborted, TransportError
 from rrfp.runtime.abort import AbortController, Failure, broadcast_abort, origin_of
-from rrfp.transports.base import TransportContext
+from rrfp.transports.base import Message, TransportContext
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.rendezvous import LocalRendezvous
 
@@ -78,3 +79,42 @@ def test_an_abort_is_told_to_every_peer() -> None:
         return [origin_of(message.body) for message in heard]
 
     assert asyncio.run(main()) == [Origin(1, "F0@1", "ValueError: enough")] * 2
+
+
+class Notes(InprocTransport):
+    """Notes whether it was closed in order; ``broken`` peers take no message."""
+
+    broken: Mapping[int, Exception] = {}
+    closed = False
+
+    async def send(self, peer: int, message: Message) -> None:
+        if peer in self.broken:
+            raise self.broken[peer]
+        await super().send(peer, message)
+
+    async def close(self) -> None:
+        self.closed = True
+        await super().close()
+
+
+@pytest.mark.parametrize(
+    ("broken", "in_order"),
+    [
+        ({}, True),
+        ({0: PeerLostError(0, "killed")}, True),
+        ({0: TransportError("no way")}, False),
+        ({0: PeerLostError(0, "killed"), 2: TransportError("no way")}, False),
+    ],
+)
+async def test_a_transport_is_closed_in_order_unless_a_live_peer_did_not_get_the_abort(
+    broken: dict[int, Exception], in_order: bool
+) -> None:
+    """Otherwise such a peer would take the end for an orderly one, and wait."""
+    met = LocalRendezvous()
+    ends = [Notes(TransportContext(rank, tuple({0, 1, 2} - {rank}), "run", met)) for rank in range(3)]
+    await asyncio.gather(*(end.start() for end in ends))
+    ends[1].broken = broken
+    await broadcast_abort(ends[1], Origin(1, None, "ValueError: enough"))
+    assert ends[1].closed is in_order
+    for end in ends:
+        end.abort()

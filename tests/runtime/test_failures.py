@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from runtime.ranks import SOON_S, ThreadedRanks, step, two_steps
 from runtime.toys import Bomb, Hold, Trap, fail_at, stages
 from torch import nn
 
+import rrfp
 from rrfp.core.topology import Topology
 from rrfp.errors import Origin, PipelineAborted, TransportError
 from rrfp.pipeline.blocking import BlockingPipeline
@@ -35,9 +37,13 @@ def test_a_stage_that_raises_is_named_on_every_rank(count: int, kind: str) -> No
         assert origin.task == f"{kind}1@{guilty}"
         assert isinstance(outcome.abort.__cause__, Trap) is (stage == guilty)
     assert max(outcome.ended for outcome in outcomes) - min(outcome.ended for outcome in outcomes) < SOON_S
-    told = "".join(traceback.format_exception(outcomes[guilty].abort))
-    assert "toys.py" in told
-    assert "raise error" in told
+    text = "".join(traceback.format_exception(outcomes[guilty].abort))
+    assert "toys.py" in text
+    assert "raise error" in text
+    cause = outcomes[guilty].abort.__cause__
+    assert cause is not None
+    first = traceback.extract_tb(cause.__traceback__)[0]
+    assert not Path(first.filename).is_relative_to(Path(rrfp.__file__).parent)  # the runtime's frames are cut off
 
 
 def test_user_code_that_raises_between_steps_ends_every_rank() -> None:

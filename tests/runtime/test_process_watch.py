@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
 import msgpack
@@ -114,3 +115,15 @@ def test_an_identity_travels() -> None:
 def test_a_malformed_identity_is_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="the identity of a process cannot be read"):
         unpack(ProcessIdentity, data, "the identity of a process")
+
+
+def test_a_process_began_between_its_parents_looks_at_the_clock() -> None:
+    def uptime() -> float:
+        return float(Path("/proc/uptime").read_text().split()[0]) * os.sysconf("SC_CLK_TCK")
+
+    before = uptime()
+    child = sleeper()
+    try:
+        assert before - 1 <= started_at(child.pid) <= uptime() + 1
+    finally:
+        child.communicate(b"\n")

@@ -43,6 +43,7 @@ class OneRank:
         self.stage = stage
         self.sent: list[tuple[int, Message]] = []
         self.sending: asyncio.Queue[Message] = asyncio.Queue()
+        self.activity = context.activity
         self.reduction = TiedReduction(context, gradients, executor, self._send)
         self.layout = encode(self.weight, "it")
         self.reduction.open()
@@ -98,7 +99,9 @@ async def test_another_sends_its_own_at_once_and_takes_the_sum() -> None:
         (0, Channel.BACKWARD, 2, [3.0])
     ] * 2
     assert rank.reduction.awaited == ["the sum of tie 'it' from stage 0"]
+    before = rank.activity.active_at
     rank.reduction.on_message(rank.piece(0, None, 0, 7.0))
+    assert rank.activity.active_at > before  # a rank that receives is not idle
     rank.reduction.on_message(rank.piece(0, None, 1, 8.0))
     await reducing
     assert rank.weight.grad is not None
