@@ -17,6 +17,7 @@ from rrfp.core.tasks import Task
 from rrfp.core.topology import Topology
 from rrfp.errors import Origin, PeerLostError, PipelineAborted, ProtocolError, RrfpError
 from rrfp.log import get_logger
+from rrfp.runtime.supervisor import failure_on_loop
 from rrfp.transports.base import Channel, Message, MessageKind, Transport
 
 logger = get_logger(__name__)
@@ -106,20 +107,32 @@ class AbortController:
         Raises:
             PipelineAborted: if any rank has failed, or fails meanwhile; what ``coroutine`` raises is a failure too.
         """
-        if self.failure is not None:
+        before = self.failure
+        if before is not None:
             coroutine.close()
-            raise self.failure.error()
-        self._current = waiting = asyncio.create_task(coroutine, name=f"rrfp-rank-{self._topology.rank}")
+            raise before.error()
+        self._current = waiting = asyncio.create_task(self._guard(coroutine), name=f"rrfp-rank-{self._topology.rank}")
+        # Cancelled before its first turn, the guard never awaits the coroutine; closing one that ended does nothing.
+        waiting.add_done_callback(lambda _: coroutine.close())
         try:
             return await waiting
         except asyncio.CancelledError:
             if self.failure is None:
                 self.fail(RrfpError(f"{what} was cancelled by its caller"))
                 raise
-        except Exception as error:
-            self.fail(error)
         finally:
             self._current = None
+        assert self.failure is not None
+        raise self.failure.error()
+
+    async def _guard(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """What ``coroutine`` raises fails the pipeline here: outside its task, SystemExit would end the loop first."""
+        try:
+            return await coroutine
+        except BaseException as error:
+            if (failure := failure_on_loop(error)) is None:
+                raise
+        self.fail(failure)
         assert self.failure is not None
         raise self.failure.error()
 
@@ -140,10 +153,11 @@ class AbortController:
         if self.failure is not None:
             return
         self.failure = failure
+        # First, because stopping may raise: a lane may be a plugin.
+        self._broadcast = asyncio.create_task(broadcast_abort(self._transport, failure.origin))
         if self._current is not None:
             self._current.cancel()
         self._stop(failure)
-        self._broadcast = asyncio.create_task(broadcast_abort(self._transport, failure.origin))
 
     async def close_transport(self) -> None:
         """Free the transport: in order, or once the peers know of the failure."""

@@ -15,6 +15,7 @@ from rrfp.compute.program import StageProgram
 from rrfp.core import events as ev
 from rrfp.core.tasks import Task
 from rrfp.runtime.context import RankContext
+from rrfp.runtime.supervisor import failure_on_loop
 
 T = TypeVar("T")
 
@@ -102,8 +103,8 @@ class LaneExecutor:
             return
         try:
             self._complete(task, done.result())
-        except Exception as broken:
-            self._fail(broken, task)
+        except BaseException as broken:  # in this callback SystemExit of a hint that observes would end the loop
+            self._fail(failure_on_loop(broken) or broken, task)
 
     def _complete(self, task: Task, execution: Execution[tuple[int, int]]) -> None:
         self._enqueued -= 1

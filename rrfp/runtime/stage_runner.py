@@ -202,7 +202,7 @@ class StageRunner:
 
     def _stop(self, failure: Failure) -> None:
         self._release()
-        with suppress(Exception):  # a hint that observes events may raise; it is never asked again
+        with suppress(BaseException):  # a hint that observes events may raise anything; it is never asked again
             self._core.apply(ev.Aborted(failure.origin))
 
     # A step.

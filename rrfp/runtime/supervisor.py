@@ -81,13 +81,23 @@ class TaskSupervisor:
     async def _guard(self, coroutine: Background, task: Task | None) -> None:
         try:
             await coroutine
-        except GeneratorExit:
-            raise
-        except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if self._stopping.is_set() or current is None or current.cancelling():
+        except BaseException as error:
+            if (failure := failure_on_loop(error)) is None:
                 raise
-            self._on_error(LocalError("a plugged-in piece of code raised CancelledError on the loop"), task)
-        except BaseException as error:  # for example SystemExit of a hint: it must not silently end the loop
             if not self._stopping.is_set():
-                self._on_error(error, task)
+                self._on_error(failure, task)
+
+
+def failure_on_loop(error: BaseException) -> BaseException | None:
+    """The failure of the pipeline that ``error``, just raised on the loop, is; None where it only ends a coroutine.
+
+    Plugged-in code, such as a hint, may raise anything: SystemExit would end the loop, and CancelledError the coroutine
+    that called it, without a word.
+    """
+    if isinstance(error, GeneratorExit):
+        return None
+    if not isinstance(error, asyncio.CancelledError):
+        return error
+    current = asyncio.current_task()
+    is_cancelled = current is not None and current.cancelling() > 0
+    return None if is_cancelled else LocalError("plugged-in code raised CancelledError on the loop")

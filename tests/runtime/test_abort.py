@@ -63,6 +63,21 @@ async def test_a_failure_that_a_call_has_raised_is_not_raised_again_by_leaving()
     await abort.close_transport()
 
 
+async def test_the_peers_hear_of_a_failure_although_a_part_of_this_rank_cannot_be_stopped() -> None:
+    def stop(failure: Failure) -> None:
+        raise ValueError("a plugged-in lane cannot be closed")
+
+    met = LocalRendezvous()
+    transports = [InprocTransport(TransportContext(rank, (1 - rank,), "run", met)) for rank in range(2)]
+    await asyncio.gather(*(transport.start() for transport in transports))
+    abort = AbortController(Topology(0, 2), transports[0], stop)
+    with pytest.raises(ValueError, match="cannot be closed"):
+        abort.fail(ValueError("first"))
+    assert origin_of((await transports[1].receive()).body) == Origin(0, None, "ValueError: first")
+    await abort.close_transport()
+    transports[1].abort()
+
+
 def test_an_abort_is_told_to_every_peer() -> None:
     """Of three ranks the middle one fails; both others hear it from itself, not from the end of its connection."""
 

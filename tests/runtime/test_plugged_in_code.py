@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -57,21 +58,25 @@ def test_a_hint_that_goes_wrong_is_named(how: str, cause: str) -> None:
 class Observing(Choosing):
     """Its `observe` raises at every event from the first completed task on, the abort included."""
 
+    def __init__(self, error: BaseException) -> None:
+        super().__init__("")
+        self.error = error
+
     def observe(self, event: Any) -> None:
         if self.choices:
-            raise Trap("seen too much")
+            raise self.error
 
 
 class Opening(Choosing):
     """Refuses to open a step, and is not asked about tasks of it then."""
 
-    def __init__(self, stage: int) -> None:
+    def __init__(self, stage: int, error: BaseException) -> None:
         super().__init__("")
-        self.stage, self.is_open = stage, False
+        self.stage, self.error, self.is_open = stage, error, False
 
     def open_step(self, view: rrfp.View) -> None:
         if view.stage == self.stage:
-            raise Trap("closed today")
+            raise self.error
         self.is_open = True
 
     def choose(self, ready: rrfp.ReadySet, view: rrfp.View) -> rrfp.Task | None:
@@ -82,11 +87,19 @@ class Opening(Choosing):
 
 @pytest.mark.parametrize(
     ("hint", "cause"),
-    [(Observing(""), "seen too much"), (Opening(0), "closed today"), (Opening(2), "closed today")],
+    [
+        (Observing(Trap("seen too much")), "Trap: seen too much"),
+        (Observing(SystemExit(3)), "SystemExit: 3"),
+        (Observing(asyncio.CancelledError()), "LocalError: plugged-in code raised CancelledError on the loop"),
+        (Opening(0, Trap("closed today")), "Trap: closed today"),
+        (Opening(2, Trap("closed today")), "Trap: closed today"),
+        (Opening(2, SystemExit(3)), "SystemExit: 3"),
+        (Opening(2, asyncio.CancelledError()), "LocalError: plugged-in code raised CancelledError on the loop"),
+    ],
 )
 def test_a_hint_that_raises_while_it_listens_is_named_on_every_rank(hint: rrfp.Hint, cause: str) -> None:
     for outcome in ThreadedRanks(stages(3), step, hint=hint).join():
-        assert outcome.abort.origin.cause == f"Trap: {cause}"
+        assert outcome.abort.origin.cause == cause
 
 
 class Raising(Ones):
@@ -116,6 +129,16 @@ def test_a_stage_program_that_raises_anywhere_is_named(method: str) -> None:
     modules: Any = [Ones(), Raising(method)]
     for outcome in ThreadedRanks(modules, step).join():
         assert outcome.abort.origin.cause == f"Trap: {method}"
+
+
+def test_a_stage_program_whose_outputs_exit_is_named() -> None:
+    class Exiting(Ones):
+        def outputs(self) -> Any:
+            raise SystemExit(3)
+
+    modules: Any = [Ones(), Exiting()]
+    outcomes = ThreadedRanks(modules, two_steps).join(5.0)
+    assert [outcome.abort.origin for outcome in outcomes] == [Origin(1, None, "SystemExit: 3")] * 2
 
 
 @pytest.mark.parametrize(
