@@ -56,7 +56,7 @@ class BlockingPipeline:
             return
         self._session.check_leaving()
         try:
-            if not self._session.has_given_up:  # else the loop is stuck, and waiting for it is in vain
+            if not self._session.has_given_up:
                 _wait(self._session.submit(self._session.close(error)), timeouts.LEAVE_S)
         finally:
             self._session.leave()

@@ -75,7 +75,7 @@ class PipelineHandle:
             return
         self._session.check_leaving()
         try:
-            if self._session.has_given_up:  # the loop is stuck, and waiting for it is in vain
+            if self._session.has_given_up:
                 return
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeouts.LEAVE_S):

@@ -49,8 +49,8 @@ class Session:
         self._state: State = "new"
         #: Held while the state changes: a second caller on another thread must not begin a step as well.
         self._lock = threading.Lock()
-        #: Whether the caller was notified that the loop does not run any more.
-        self.has_given_up = False
+        #: The failure that all calls raise once the loop has not run for too long.
+        self._given_up: PipelineAborted | None = None
         self._outcomes: set[concurrent.futures.Future[Any]] = set()
         #: The process that entered the pipeline, and with loop "caller" the loop that did.
         self._pid: int | None = None
@@ -67,11 +67,15 @@ class Session:
                 raise RrfpError("this pipeline was entered before; build a new one")
             self._state = "open"
         self._pid = os.getpid()
-        if self.thread_name is None:
-            self._loop = asyncio.get_running_loop()
-        self.ranks.announce()
-        if self.thread_name is not None:
-            self.thread = LoopThread(self.thread_name)
+        try:
+            if self.thread_name is None:
+                self._loop = asyncio.get_running_loop()
+            self.ranks.announce()
+            if self.thread_name is not None:
+                self.thread = LoopThread(self.thread_name)
+        except BaseException:
+            self.leave()
+            raise
 
     def step(
         self,
@@ -124,10 +128,16 @@ class Session:
             Its outcome, or the failure of a loop that does not run any more. Cancelling it cancels the coroutine.
         """
         assert self.thread is not None
-        inner = self.thread.submit(coroutine)
         outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
         with self._lock:
-            self._outcomes.add(outcome)
+            given_up = self._given_up
+            if given_up is None:
+                self._outcomes.add(outcome)
+        if given_up is not None:  # no one would complete it
+            coroutine.close()
+            outcome.set_exception(given_up)
+            return outcome
+        inner = self.thread.submit(coroutine)
         outcome.add_done_callback(partial(self._forget, inner))
         inner.add_done_callback(partial(_complete, outcome))
         return outcome
@@ -142,14 +152,21 @@ class Session:
         """Start the ranks. On the runtime's loop."""
         return self.ranks.start(None if self.thread is None else self._give_up)
 
+    @property
+    def has_given_up(self) -> bool:
+        """Whether the loop did not run for too long: to wait for it is in vain."""
+        return self._given_up is not None
+
     def _give_up(self, error: PipelineAborted) -> None:
         """The loop has not run for too long: pass ``error`` to all callers that wait. On the thread that noticed."""
         with self._lock:
-            self.has_given_up = True
+            self._given_up = error
             outcomes = list(self._outcomes)
         for outcome in outcomes:
             with suppress(concurrent.futures.InvalidStateError):  # it completed meanwhile
                 outcome.set_exception(error)
+        with suppress(RuntimeError):  # the loop ran again, and was closed meanwhile
+            self.fail_soon(error)  # should it ever run again: the other ranks must not end a step that failed here
 
     def fail_soon(self, error: BaseException) -> None:
         """End the pipeline because the caller gave up waiting. Runs before all that is submitted later."""

@@ -73,6 +73,18 @@ def test_a_call_that_is_refused_leaves_the_turn_free() -> None:
         pipe.step(BATCH.inputs, BATCH.targets)
 
 
+def test_a_pipeline_that_could_not_be_entered_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(name: str) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("rrfp.pipeline.session.LoopThread", no_thread)
+    blocking = pair().blocking()
+    with pytest.raises(RuntimeError, match="can't start new thread"), blocking:
+        pass
+    with pytest.raises(rrfp.RrfpError, match="this pipeline is closed"):
+        blocking.step(BATCH.inputs, BATCH.targets)
+
+
 def in_a_forked_child(call: Any) -> str:
     """What ``call`` raises in a child, and whether it took long."""
     reading, writing = os.pipe()

@@ -16,6 +16,7 @@ from runtime.toys import data, loss_fn, stages
 
 import rrfp
 from rrfp.core import timeouts
+from rrfp.errors import PipelineAborted
 from rrfp.runtime.stall.loop_watchdog import LoopWatchdog
 
 BATCH = data(4)
@@ -113,6 +114,39 @@ def test_polls_go_on_once_it_has_returned(lines: Lines) -> None:
     lines.wait_for(1, "stage 1 is not in step 1: its program has not called step() yet")
     held.set()
     assert [outcome.error for outcome in ranks.join()] == [None] * 3
+
+
+def test_once_it_was_given_up_every_later_call_fails_at_once() -> None:
+    def body(stage: int, pipe: Any) -> Any:
+        with pytest.raises(PipelineAborted):
+            step(stage, pipe)
+        return step(stage, pipe)
+
+    for outcome in ThreadedRanks(stages(2), body, hint=Blocks(0), stall_after=STALL_S, abort_after=STALL_S).join():
+        assert outcome.abort.origin.stage == 0
+        assert "its event loop has not run for" in outcome.abort.origin.cause
+
+
+def test_a_loop_that_runs_again_after_it_was_given_up_ends_the_pipeline_everywhere() -> None:
+    """Otherwise the other rank would end its step well, and this one's caller not."""
+    has_ended = threading.Event()
+
+    def body(stage: int, pipe: Any) -> Any:
+        if stage == 1:
+            try:
+                return step(stage, pipe)
+            finally:
+                has_ended.set()
+        with pytest.raises(PipelineAborted) as caught:
+            step(stage, pipe)
+        RELEASE.set()
+        assert has_ended.wait(10)
+        raise caught.value
+
+    own = {0: {"abort_after": STALL_S}}
+    for outcome in ThreadedRanks(stages(2), body, own, hint=Blocks(0), stall_after=STALL_S).join():
+        assert outcome.abort.origin.stage == 0
+        assert outcome.abort.origin.cause.startswith("OverdueError: its event loop has not run for")
 
 
 @pytest.mark.parametrize("loop", ["own", "caller"])

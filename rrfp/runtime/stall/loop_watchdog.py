@@ -123,9 +123,13 @@ class LoopWatchdog:
             _timer.set(id(self), self._beat_at + self._limit + timeouts.ANSWER_S)
 
     async def _beat_on(self) -> None:
-        while True:
-            await asyncio.sleep(self._pause)
-            self._beat()
+        try:
+            while True:
+                await asyncio.sleep(self._pause)
+                self._beat()
+        finally:  # the loop ends too: a loop that ran again after it was given up is closed without a call of `close`
+            self._done.set()
+            _timer.drop(id(self))
 
     # On the thread.
 
