@@ -85,6 +85,9 @@ class Mailbox:
                 raise ProtocolError(f"{task} arrived without the structure of its tensors")
             self._forward[task] = Payload(tuple(tensors), structure)
             return
+        if task.virtual_stage >= len(self._graph.predecessors):
+            last = len(self._graph.predecessors) - 1
+            raise ProtocolError(f"{task} arrived, but the last virtual stage is {last}")
         payloads, rest = {}, list(tensors)
         try:
             for virtual_stage, count in body["parts"]:

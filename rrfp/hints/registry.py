@@ -49,9 +49,10 @@ def create_hint(spec: HintSpec) -> Hint:
     if isinstance(spec, str):
         spec = hint_factory(spec)
     hint = spec() if callable(spec) else copy.deepcopy(spec)
-    for method in ("choose", "open_step", "observe"):
-        if not callable(getattr(hint, method, None)):
-            raise ConfigError(f"hint {type(hint).__name__} has no method {method}(); subclass rrfp.Hint")
+    if Hint not in type(hint).__mro__:
+        raise ConfigError(
+            f"hint is of type {type(hint).__name__}, must be a name, or a subclass of rrfp.Hint or its instance"
+        )
     return hint
 
 

@@ -55,8 +55,11 @@ def _flag(default: bool) -> Option:
     return Option(default, "True or False", lambda value: type(value) is bool)
 
 
-def _above_zero(default: float) -> Option:
-    return Option(default, "a number above 0", lambda value: isinstance(value, int | float) and value > 0)
+def _seconds(default: float) -> Option:
+    def fits(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+    return Option(default, "a finite number above 0", fits)
 
 
 def _integer(default: int, least: int | None = None) -> Option:
@@ -108,16 +111,10 @@ class Options(TypedDict, total=False):
     """The number of the first training step, for a run that resumes. Random numbers depend on the number of the
     training step, and never on evaluations between."""
 
-    stall_after: Annotated[float, _above_zero(timeouts.STALL_AFTER_S)]
+    stall_after: Annotated[float, _seconds(timeouts.STALL_AFTER_S)]
     """Seconds of idleness in a step after which all ranks are polled for the reason."""
 
-    abort_after: Annotated[
-        float | None,
-        _or_none(
-            Option(None, "a number above 0", lambda value: type(value) in (int, float) and 0 < value < math.inf),
-            "for never",
-        ),
-    ]
+    abort_after: Annotated[float | None, _or_none(_seconds(1.0), "for never")]
     """Seconds after which a task that has not returned, or a rank whose event loop does not run, ends the job; None
     (the default): never. Set it to several times the duration of the slowest task."""
 
@@ -125,20 +122,20 @@ class Options(TypedDict, total=False):
     """Whether a process whose event loop does not run may print its stacks with `faulthandler`'s timer. A process has
     one such timer: set False where the program uses it itself. `rrfp.local` never uses it."""
 
-    connect_timeout: Annotated[float, _above_zero(timeouts.CONNECT_S)]
+    connect_timeout: Annotated[float, _seconds(timeouts.CONNECT_S)]
     """Seconds to wait for the peers at the start."""
 
-    heartbeat: Annotated[float, _above_zero(timeouts.HEARTBEAT_S)]
+    heartbeat: Annotated[float, _seconds(timeouts.HEARTBEAT_S)]
     """Seconds of silence after which a peer is sent a heartbeat."""
 
-    patience: Annotated[float, _above_zero(timeouts.PATIENCE_S)]
+    patience: Annotated[float, _seconds(timeouts.PATIENCE_S)]
     """Seconds for which a connected peer may be silent, stopped by a debugger or a migration, before it is lost; at
     least three heartbeats. A process that has ended is noticed at once."""
 
-    queue_bytes: Annotated[int, _above_zero(DEFAULT_QUEUE_BYTES)]
+    queue_bytes: Annotated[int, _integer(DEFAULT_QUEUE_BYTES, least=1)]
     """The most bytes queued for one peer and channel before a send waits."""
 
-    max_message_bytes: Annotated[int, _above_zero(DEFAULT_MAX_MESSAGE_BYTES)]
+    max_message_bytes: Annotated[int, _integer(DEFAULT_MAX_MESSAGE_BYTES, least=1)]
     """Larger messages are refused before anything is allocated."""
 
     allow_insecure: Annotated[bool, _flag(False)]
@@ -211,7 +208,7 @@ def complete(options: Options, arguments: str = "") -> Options:
         if not option.fits(value := values[cast("Literal['seed']", name)]):
             wanted = option.wanted() if callable(option.wanted) else option.wanted
             raise ConfigError(f"{name} is {value!r}, must be {wanted}")
-    if not 3 * values["heartbeat"] <= values["patience"] < math.inf:
+    if values["patience"] < 3 * values["heartbeat"]:
         least = f"at least three times heartbeat, which is {values['heartbeat']:g}"
-        raise ConfigError(f"patience is {values['patience']:g}, must be finite and {least}")
+        raise ConfigError(f"patience is {values['patience']:g}, must be {least}")
     return values

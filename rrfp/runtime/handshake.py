@@ -90,17 +90,23 @@ class Handshake:
             copies: dict[int, Sequence[CopyTerms]] = {0: self._copies}
             for rank in range(1, self._topology.world):
                 left_s = math.ceil(10 * max(deadline - loop.time(), 0.0)) / 10  # people read it
-                theirs = await self._lookup(str(rank), rank, left_s)
-                self._compare(0, self._terms, rank, theirs.get("all", {}), "all ranks")
+                terms, group_terms, copies[rank] = self._read(rank, await self._lookup(str(rank), rank, left_s))
+                self._compare(0, self._terms, rank, terms, "all ranks")
                 # Members of a group have ascending ranks: its leader's terms came before.
                 leader = self._leader_of(rank)
-                own = leaders.setdefault(leader, theirs.get("group", {}))
-                self._compare(leader, own, rank, theirs.get("group", {}), "the ranks of a group")
-                published = theirs.get("copies", [])
-                copies[rank] = records.from_plain(tuple[CopyTerms, ...], published, "a tied-copy record")
+                own = leaders.setdefault(leader, group_terms)
+                self._compare(leader, own, rank, group_terms, "the ranks of a group")
             return {"ties": records.to_plain(agree_on_ties(copies, self._topology))}
         except RrfpError as error:
             return {"error": type(error).__name__, "text": str(error)}
+
+    def _read(self, rank: int, published: Mapping[str, Any]) -> tuple[Terms, Terms, Sequence[CopyTerms]]:
+        match published:
+            case {"all": dict(terms), "group": dict(group_terms), "copies": copies}:
+                return terms, group_terms, records.from_plain(tuple[CopyTerms, ...], copies, "a tied-copy record")
+        raise ProtocolError(
+            f"the terms that {self._topology.name_of(rank)} published cannot be read: {published!r:.80}"
+        )
 
     def _leader_of(self, rank: int) -> int:
         coordinate = self._topology.place_of(rank)
@@ -124,7 +130,7 @@ class Handshake:
             return dict(msgpack.unpackb(data))
         except (TypeError, ValueError, msgpack.UnpackException) as error:
             raise ProtocolError(
-                f"what {self._topology.name_of(rank)} said at the start cannot be read: {error}"
+                f"the terms that {self._topology.name_of(rank)} published cannot be read: {error}"
             ) from None
 
     async def _elsewhere(self, rank: int) -> str:

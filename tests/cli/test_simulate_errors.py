@@ -45,7 +45,7 @@ BAD = {
     "absent module": (("--hint", "no_such_module:X"), "cannot import 'no_such_module'"),
     "absent file": (("--hint", "no/such/file.py:X"), "cannot import 'no/such/file.py'"),
     "absent attribute": (("--hint", "json:X"), "'json' has no attribute 'X'"),
-    "no hint": (("--hint", "json:JSONDecoder"), "has no method choose()"),
+    "no hint": (("--hint", "json:JSONDecoder"), "hint is of type JSONDecoder, must be a name"),
     "no factory": (("--hint", "json:loads"), "cannot be made (TypeError"),
     "unknown option": (("--hnt", "bf"), "No such option: --hnt (Possible options: "),
     "option without value": (("--hint",), "Option '--hint' requires an argument"),

@@ -262,7 +262,17 @@ def test_an_unknown_strict_schedule_is_refused_with_the_choices() -> None:
 def test_something_that_is_no_hint_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         create_hint(lambda: 3)  # type: ignore[arg-type, return-value]
-    assert str(caught.value) == "hint int has no method choose(); subclass rrfp.Hint"
+    assert str(caught.value) == "hint is of type int, must be a name, or a subclass of rrfp.Hint or its instance"
+
+
+def test_an_object_with_a_hints_methods_alone_is_refused() -> None:
+    class Almost:
+        def choose(self, ready: object, view: object) -> None: ...
+        def open_step(self, view: object) -> None: ...
+        def observe(self, event: object) -> None: ...
+
+    with pytest.raises(ConfigError, match="hint is of type Almost, must be a name, or a subclass"):
+        create_hint(Almost())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", [ScheduleHint, Strict])

@@ -180,7 +180,7 @@ NAMED: tuple[Named, ...] = (
     Named(
         "terms of a group are not compared",
         "rrfp/runtime/handshake.py",
-        'self._compare(leader, own, rank, theirs.get("group", {}), "the ranks of a group")',
+        'self._compare(leader, own, rank, group_terms, "the ranks of a group")',
         "pass",
         (tests("runtime/test_handshake.py"),),
     ),

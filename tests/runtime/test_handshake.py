@@ -61,12 +61,14 @@ async def test_a_rank_that_does_not_come_is_named_on_all() -> None:
     assert text == "stage 2 did not come: no rank published 'terms/run/0/2' within 0.1 s"
 
 
-@pytest.mark.parametrize("said", [b"", b"\xc1", msgpack.packb(7)])
+@pytest.mark.parametrize(
+    "said", [b"", b"\xc1", *map(msgpack.packb, (7, {"all": 7}, {"all": {}, "group": [], "copies": []}))]
+)
 async def test_what_cannot_be_read_is_named_on_all(said: bytes) -> None:
     met = LocalRendezvous()
     await met.publish("terms/run/0/1", said)
     text = told(await outcomes({0: SAME, 2: SAME}, 3, met), ProtocolError)
-    assert text.startswith("what stage 1 said at the start cannot be read")
+    assert text.startswith("the terms that stage 1 published cannot be read")
 
 
 def test_every_field_that_differs_is_in_one_line() -> None:

@@ -109,6 +109,15 @@ async def test_messages_that_belong_to_no_step_are_not_counted() -> None:
         assert [(messenger.sent, messenger.received) for messenger in ranks.messengers] == [(0, 0), (0, 0)]
 
 
+async def test_gradients_of_a_virtual_stage_that_does_not_exist_are_refused() -> None:
+    async with TwoRanks([Topology(0, 2), Topology(1, 2)]) as ranks:
+        body: Any = {"parts": []}
+        message = Message(Channel.BACKWARD, MessageKind.OUTPUT, STEP, Task(Kind.B, 0, 9), (), body)
+        await ranks.messengers[1].send(0, message)
+        with pytest.raises(ProtocolError, match="B0@9 arrived, but the last virtual stage is 1"):
+            await ranks.receive(0)
+
+
 @pytest.mark.parametrize(
     ("message", "text"),
     [
