@@ -29,15 +29,7 @@ def outcome_of(proposals: Iterable[Task | None]) -> Task | None:
 
 
 class AgreementArbiter(Arbiter):
-    """Dispatches the tasks of one rank when its group agrees on them.
-
-    Args:
-        core: decides what to propose.
-        depth: see `Arbiter`.
-        dispatch: see `Arbiter`.
-        waiting: see `Arbiter`.
-        group: this rank's.
-        send: sends a message to a member.
+    """Dispatches the tasks of one rank when its group agrees on them; see `Arbiter`.
 
     Attributes:
         rounds: rounds that this rank took part in.
@@ -77,11 +69,7 @@ class AgreementArbiter(Arbiter):
         return None if self._refused is None else (self._refused, "proposed to its group, which does not agree")
 
     def open_step(self, step: StepId) -> None:
-        """The core has opened ``step``.
-
-        Raises:
-            ProtocolError: if an early message does not fit it.
-        """
+        """The core has opened ``step``. Early messages that do not fit it are a ProtocolError."""
         self._step, self._round = step, 0
         self._proposed = self._refused = None
         self._prompted = False
@@ -95,11 +83,7 @@ class AgreementArbiter(Arbiter):
                 raise
 
     def on_message(self, member: int, message: GroupMessage) -> None:
-        """``member`` of the group sent ``message``.
-
-        Raises:
-            ProtocolError: if it makes no sense.
-        """
+        """``member`` of the group sent ``message``; a ProtocolError if that is impossible in this step and round."""
         step = self._step
         if message.step.number == (0 if step is None else step.number + 1):
             self._early.append((member, message))
@@ -172,11 +156,7 @@ class AgreementArbiter(Arbiter):
             self._send(member, GroupMessage(kind, self._step, task, (self._round,)))
 
     def _conclude(self, task: Task | None) -> None:
-        """The round has ended, with a task to run or without.
-
-        Raises:
-            ProtocolError: if this rank proposed nothing, or something else.
-        """
+        """The round has ended, with a task to run or without. It must be the one that this rank proposed."""
         if self._proposed is None or task not in (None, self._proposed):
             raise ProtocolError(
                 f"the group agrees on {task} in round {self._round}; this rank proposed {self._proposed}"

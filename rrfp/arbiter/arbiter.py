@@ -14,11 +14,9 @@ from rrfp.core.usage import WaitCause
 
 
 class Arbiter:
-    """Dispatches the tasks of one rank.
+    """Dispatches the tasks of one rank, ``depth`` of them enqueued and not complete at most.
 
     Args:
-        core: decides.
-        depth: how many tasks may be enqueued and not complete.
         dispatch: hands a task to the lane and reports `Enqueued` to the core.
         waiting: called with the cause each time the lane is left with nothing to do.
 

@@ -20,11 +20,7 @@ from rrfp.errors import ProtocolError
 class LeaderProtocol:
     """One rank's part in its group, leader or follower.
 
-    Args:
-        group: which.
-        send: sends a message to a member.
-        apply: applies an event to the core.
-        reports_bytes: whether followers report the bytes that tasks hold; needed where a limit counts bytes.
+    Where a limit counts bytes, ``reports_bytes`` makes followers report the bytes that their tasks hold.
     """
 
     def __init__(
@@ -50,11 +46,7 @@ class LeaderProtocol:
             self._send(0, GroupMessage(GroupMessageKind.HELD, step, event.task, (event.held, event.output)))
 
     def on_message(self, member: int, message: GroupMessage) -> None:
-        """``member`` of the group sent ``message``.
-
-        Raises:
-            ProtocolError: if it is not what that member says, or contradicts the core's state.
-        """
+        """``member`` of the group sent ``message``; one that this member cannot send is a ProtocolError."""
         match message:
             case GroupMessage(GroupMessageKind.READY, step, task) if task is not None and not self._group.follows:
                 self._apply(ev.ReadyReported(step, member, task))

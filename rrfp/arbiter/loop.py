@@ -26,10 +26,8 @@ class SettlingLoop(Protocol):
 async def run_arbiter(arbiter: Arbiter, settled: Callable[[], Awaitable[None]] | None = None) -> None:
     """Let ``arbiter`` decide whenever that is due, until cancelled.
 
-    Args:
-        arbiter: decides.
-        settled: awaited before each decision; returns when all that happens at this instant has been applied. None on a
-            loop whose time passes by itself, where there is no such moment.
+    ``settled`` is awaited before each decision: it returns when all that happens at this instant has been applied. None
+    on a loop whose time passes by itself, where there is no such moment.
     """
     kicked = asyncio.Event()
     arbiter.on_kick = kicked.set

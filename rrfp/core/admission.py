@@ -124,12 +124,8 @@ class Limit:
 class Admission:
     """What one stage holds in one step, and which forwards may start.
 
-    Args:
-        limit: the stage's limit.
-        num_chunks: C.
-        reserve: apply the reserve rule.
-        seen: sizes of microbatches so far, for a limit on bytes; updated here.
-        followers: ranks of the group that report what they hold, beside this one.
+    ``seen`` has the sizes of microbatches so far, for a limit on bytes; it is updated here. ``followers`` are the ranks
+    of the group that report what they hold, beside this one.
     """
 
     __slots__ = (
@@ -172,11 +168,9 @@ class Admission:
         self.peak_held = 0
 
     def kept_free(self, chunk: int, *, is_lowest: bool) -> int:
-        """How many slots a forward leaves free when it starts: the staircase, and the reserve rule.
+        """How many slots a forward on local ``chunk`` leaves free when it starts: the staircase, and the reserve rule.
 
-        Args:
-            chunk: its local chunk index, 0 the shallowest.
-            is_lowest: whether it is of the lowest microbatch not yet forwarded on its chunk, or nothing is reserved.
+        ``is_lowest``: it is of the lowest microbatch not yet forwarded on its chunk, or nothing is reserved.
         """
         if self.drains_in_order:
             return 0
@@ -188,10 +182,7 @@ class Admission:
     def allows(self, chunk: int, microbatch: int, lowest_unforwarded: int) -> bool:
         """Whether the forward of ``microbatch`` on local ``chunk`` may start now.
 
-        Args:
-            chunk: local chunk index, 0 the shallowest.
-            microbatch: the microbatch.
-            lowest_unforwarded: the lowest microbatch whose forward on this chunk has not been enqueued.
+        ``lowest_unforwarded`` is the lowest microbatch whose forward on this chunk has not been enqueued.
         """
         is_lowest = microbatch == lowest_unforwarded or not self.reserve
         if self.slots is not None and self.held >= (self._below if is_lowest else self._below_later)[chunk]:

@@ -18,15 +18,7 @@ from rrfp.core.tasks import B, F, Kind
 
 
 class ByteLimit:
-    """See the module's docstring.
-
-    Args:
-        most: the limit.
-        held: what is held, on this rank and its followers.
-        seen: sizes of microbatches so far; updated here.
-        reserve: whether the reserve rule applies.
-        ranks: ranks that report what they hold: this one and its followers.
-    """
+    """See the module's docstring. ``ranks`` counts this rank and the followers that report to it."""
 
     def __init__(self, most: int, held: HeldBytes, seen: SeenSizes, *, reserve: bool, ranks: int) -> None:
         self._most = most

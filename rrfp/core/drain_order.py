@@ -10,10 +10,7 @@ from rrfp.core.tasks import Kind, Task
 class DrainOrder:
     """Microbatch by microbatch, each F of the shallowest chunk to the deepest, then B, with its W, back.
 
-    Args:
-        virtual_stages: the stage's virtual stages in chunk order.
-        kinds: for each of them, the kinds of task that a microbatch runs there.
-        microbatches: M.
+    ``virtual_stages`` are in chunk order; ``kinds`` has, for each of them, what a microbatch runs there.
     """
 
     __slots__ = ("_all", "_bits", "_lowest", "_order", "_ran")

@@ -20,17 +20,7 @@ from rrfp.errors import ProtocolError
 
 
 class GroupStep:
-    """See the module's docstring. Owned by `rrfp.core.step.Step`.
-
-    Args:
-        group: which.
-        step_id: which step.
-        stage: the group's stage.
-        states: of the tasks of this stage.
-        readiness: what has all its inputs.
-        ready: what also has all reports.
-        admission: what the ranks hold.
-    """
+    """See the module's docstring. Owned by `rrfp.core.step.Step`."""
 
     def __init__(
         self,
@@ -58,22 +48,14 @@ class GroupStep:
     # Events.
 
     def enqueue(self, task: Task) -> tuple[ev.Instruction, ...]:
-        """This rank enqueued ``task``. Returns () outside a group.
-
-        Raises:
-            ProtocolError: if it follows, and that is not what the log has next.
-        """
+        """This rank enqueued ``task``: a follower obeys the log, a leader appends to it. Returns () outside a group."""
         if self._group.follows:
             self.log.advance(task)
             return ()
         return (ev.Order(self.log.append(task), task),) if self._group.size > 1 else ()
 
     def order(self, event: ev.Ordered) -> tuple[()]:
-        """Follower: the leader's log has one entry more. What depends on it may be ordered next.
-
-        Raises:
-            ProtocolError: if it makes no sense.
-        """
+        """Follower: the leader's log has one entry more. What depends on it may be ordered next."""
         task = event.task
         if not self._group.follows:
             raise ProtocolError(f"{task} was ordered on stage {self._stage}, where rank {self._group.rank} leads")
@@ -84,11 +66,7 @@ class GroupStep:
         return ()
 
     def report(self, event: ev.ReadyReported) -> tuple[()]:
-        """Leader: a follower has what a task needs from other stages.
-
-        Raises:
-            ProtocolError: if the leader does not await the report, or the follower has sent it before.
-        """
+        """Leader: a follower has what a task needs from other stages."""
         rank, task = event.rank, event.task
         if not 0 < rank <= self._group.num_followers or not self._readiness.expects_reports(task):
             raise ProtocolError(f"rank {rank} reports {task} as ready, which stage {self._stage} does not await")
@@ -99,11 +77,7 @@ class GroupStep:
         return ()
 
     def hold(self, event: ev.HeldReported) -> tuple[()]:
-        """Leader: a follower has completed a task.
-
-        Raises:
-            ProtocolError: if that was not ordered, or the follower said so before.
-        """
+        """Leader: a follower has completed a task."""
         rank, task = event.rank, event.task
         is_follower = 0 < rank <= self._group.num_followers
         if not is_follower or not self._states.knows(task) or not self._readiness.is_available(task):

@@ -14,11 +14,7 @@ Owner = tuple[int, int]
 
 
 class HeldBytes:
-    """See the module's docstring.
-
-    Args:
-        ranks: this rank, which is number 0, and the followers that report to it.
-    """
+    """See the module's docstring. Of its ``ranks`` this one is number 0; the others are followers that report."""
 
     __slots__ = ("_by_holder", "_early", "_ranks", "own", "peak", "worst")
 

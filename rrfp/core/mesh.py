@@ -155,11 +155,7 @@ class Mesh:
 
 
 def check_sizes(dims: Iterable[tuple[str, Any]]) -> None:
-    """Refuse a dimension whose size is not a positive integer.
-
-    Raises:
-        ConfigError: naming it.
-    """
+    """Raise a ConfigError that names a dimension whose size is not a positive integer."""
     for name, size in dims:
         if type(size) is not int or size < 1:
             raise ConfigError(f"mesh dim {name!r} is {size!r}, must be a whole number from 1 on")

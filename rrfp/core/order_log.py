@@ -57,11 +57,7 @@ class OrderLog:
         return self._next - 1
 
     def receive(self, sequence: int, task: Task) -> None:
-        """Follower: entry ``sequence`` is ``task``.
-
-        Raises:
-            ProtocolError: on a gap, a repeated entry, or a task that the log has already.
-        """
+        """Follower: entry ``sequence`` is ``task``. A gap, a repeated entry or a repeated task is a ProtocolError."""
         expected = len(self._entries)
         if sequence != expected:
             what = "repeats an entry" if sequence < expected else "leaves a gap"
@@ -80,11 +76,7 @@ class OrderLog:
         return self._entries[self._next :]
 
     def advance(self, task: Task) -> None:
-        """Follower: ``task`` was enqueued.
-
-        Raises:
-            ProtocolError: if it is not the head of the log.
-        """
+        """Follower: ``task`` was enqueued, which must be the head of the log."""
         if task != self.head():
             raise ProtocolError(f"{task} was enqueued, but the leader's log says {self.head()}")
         self._next += 1

@@ -13,13 +13,7 @@ from rrfp.errors import ProtocolError
 
 
 class Outputs:
-    """See the module's docstring. Owned by `Step`.
-
-    Args:
-        states: of the tasks of this stage.
-        stage: this stage.
-        mode: training or forward only.
-    """
+    """See the module's docstring. Owned by `rrfp.core.step.Step`."""
 
     def __init__(self, states: TaskStates, stage: int, mode: Mode) -> None:
         self._states = states
@@ -89,11 +83,7 @@ class Outputs:
             self._num_sending += 1
 
     def release_send(self, task: Task, peer: int) -> bool:
-        """The send of ``task``'s output to ``peer`` no longer reads its memory; returns whether that was its last use.
-
-        Raises:
-            ProtocolError: if no such send is on its way.
-        """
+        """The send of ``task``'s output to ``peer`` has released its memory; returns whether that was its last use."""
         state, m = self._states.own[task.kind].get(task.virtual_stage), task.microbatch
         if state is None or m not in state.sending.get(peer, ()):
             raise ProtocolError(f"the send of {task} to stage {peer} was released, which is not on its way")
@@ -102,11 +92,7 @@ class Outputs:
         return self.end_use(state.refs, m)
 
     def consume(self, task: Task, peer: int) -> bool:
-        """Forward only: ``peer`` (or this stage) is done with ``task``'s output; returns whether it was the last.
-
-        Raises:
-            ProtocolError: if that stage was not being waited for.
-        """
+        """Forward only: ``peer`` (or this stage) is done with ``task``'s output; returns whether it was the last."""
         waiting = self._consumers.get(task, [])
         if peer not in waiting:
             raise ProtocolError(f"stage {peer} reports {task} as consumed, which it was not waiting for")

@@ -24,13 +24,7 @@ ForcedOrder = tuple[Kind, int]
 class Readiness:
     """Counts missing inputs for the tasks of one stage in one step, and hands tasks that lack none to the ready set.
 
-    Args:
-        graph: the dependency graph.
-        states: of the tasks of this stage, just made.
-        ready: where tasks go that have all their inputs.
-        microbatches: M.
-        in_order: (kind, virtual stage) pairs that must be enqueued in microbatch order.
-        followers: reports awaited for every task with an input from another stage.
+    With ``followers``, each of them reports on every task that has an input from another stage.
     """
 
     def __init__(

@@ -16,7 +16,6 @@ T = TypeVar("T")
 def record(cls: type[T]) -> type[T]:
     """Make ``cls`` a dataclass with slots, compared and hashed by its fields, which must not be assigned afterwards.
 
-    Returns:
-        The new class. mypy refuses an assignment to a field; nothing does at run time.
+    mypy refuses an assignment to a field; nothing does at run time.
     """
     return dataclass(slots=True, unsafe_hash=True)(cls)

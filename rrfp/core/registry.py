@@ -18,10 +18,8 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """The plugins of one kind. They are imported when they are loaded.
 
-    Args:
-        field: the option that takes a name, for errors.
-        group: the entry point group of plugins.
-        built_in: the package's own, ``module:attribute`` by name. A plugin cannot replace one.
+    ``field`` is the option that takes a name, for errors; ``group`` the entry point group of plugins; ``built_in`` has
+    the package's own, ``module:attribute`` by name. A plugin cannot replace one.
     """
 
     def __init__(self, field: str, group: str, built_in: Mapping[str, str]) -> None:
@@ -34,11 +32,7 @@ class Registry(Generic[T]):
         return tuple(self._points())
 
     def load(self, name: str) -> T:
-        """Import the plugin ``name``; raises whatever its module raises.
-
-        Raises:
-            ConfigError: for an unknown name.
-        """
+        """Import the plugin ``name``; an unknown name is a ConfigError. Raises whatever the plugin's module raises."""
         # Why not always look at all? That reads the metadata of every installed distribution.
         point = self._built_in.get(name) or self._points().get(name)
         if point is None:

@@ -48,15 +48,9 @@ class Schedule:
         return peak
 
     def validate(self, graph: Graph, microbatches: int, mode: Mode = Mode.TRAIN) -> Schedule:
-        """Check that every task of a step occurs once, where it belongs, and that the orders do not deadlock.
+        """Refuse orders that deadlock, or lack, repeat or misplace a task of a training step, with a ConfigError.
 
-        Takes time linear in the number of tasks.
-
-        Returns:
-            This schedule.
-
-        Raises:
-            ConfigError: naming the stage and the entry at fault.
+        It names the stage and the entry at fault. Takes time linear in the number of tasks. Returns this schedule.
         """
         stages = graph.placement.stages
         if len(self.orders) != stages:

@@ -40,14 +40,7 @@ class Largest:
 
 
 class SeenSizes:
-    """See the module's docstring. One for each mode, as forward only a microbatch holds much less.
-
-    Args:
-        num_chunks: C.
-
-    Attributes:
-        expected: by chunk, the largest of the current step so far and of those remembered.
-    """
+    """See the module's docstring. One for each mode, as forward only a microbatch holds much less."""
 
     def __init__(self, num_chunks: int) -> None:
         self._num_chunks = num_chunks

@@ -85,10 +85,7 @@ class StageCore:
         self._is_aborted = False
 
     def apply(self, event: ev.Event) -> Instructions:
-        """Take in what happened.
-
-        Returns:
-            What the shell has to do about it, in order.
+        """Take in ``event``; returns what the shell has to do about it, in order.
 
         Raises:
             ProtocolError: if the event contradicts the state.

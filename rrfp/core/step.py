@@ -71,18 +71,7 @@ Instructions = tuple[ev.Instruction, ...]
 
 
 class Step:
-    """See the module's docstring.
-
-    Args:
-        step_id: which step.
-        graph: the dependency graph.
-        stage: this stage.
-        admission: what the stage holds, and may hold.
-        group: this rank's tensor-parallel group.
-        in_order: (kind, virtual stage) pairs that run in microbatch order.
-        durations: where measured durations are added.
-        sizes: of the microbatches, where known.
-    """
+    """See the module's docstring."""
 
     def __init__(
         self,

@@ -23,15 +23,7 @@ def counters(count: int, start: int, *, most: int) -> Counters:
 
 
 class RefCounts:
-    """How often the outputs of one `TaskState` are still used. Written by `Outputs`.
-
-    Args:
-        kind: of the tasks.
-        virtual_stage: of the tasks.
-        stage: where that runs.
-        microbatches: M.
-        most: uses that an output can have.
-    """
+    """How often the outputs of one `TaskState`, which have ``most`` uses each, are still used. Written by `Outputs`."""
 
     __slots__ = ("kind", "left", "stage", "unread", "virtual_stage")
 
@@ -45,15 +37,7 @@ class RefCounts:
 
 
 class TaskState:
-    """All microbatches of one kind on one virtual stage: tasks of this stage, or outputs of others that it reads.
-
-    Args:
-        kind: which kind.
-        virtual_stage: which virtual stage.
-        stage: where that runs.
-        microbatches: M.
-        most_refs: uses that an output can have.
-    """
+    """All microbatches of one kind on one virtual stage: tasks of this stage, or outputs of others that it reads."""
 
     __slots__ = (
         "chunk",
@@ -116,14 +100,7 @@ class TaskState:
 
 
 class TaskStates:
-    """Every `TaskState` of one stage in one step, wired up.
-
-    Args:
-        graph: the dependency graph.
-        stage: this stage.
-        microbatches: M.
-        mode: training or forward only.
-    """
+    """Every `TaskState` of one stage in one step, wired up."""
 
     def __init__(self, graph: Graph, stage: int, microbatches: int, mode: Mode) -> None:
         self._graph = graph

@@ -191,12 +191,9 @@ class _Launch(NamedTuple):
 
 
 def _launch_of_part(environ: Mapping[str, str], size: int, first: int) -> _Launch:
-    """What a launcher says about those of a job's ranks that make one mesh.
+    """The launch of those ranks of a job that make one mesh: ``size`` of them, of which ``first`` has the lowest number.
 
-    Args:
-        environ: the environment.
-        size: how many they are.
-        first: the lowest of their numbers in the job. Meshes without a common rank have different ones.
+    Meshes without a common rank have different ``first``.
     """
     world = _number(environ, "WORLD_SIZE", str(size))
     local = _number(environ, "LOCAL_WORLD_SIZE", str(world))
@@ -215,11 +212,7 @@ def _names(coordinate: Sequence[str]) -> tuple[str, ...]:
 
 
 def _mesh_of(dims: Mapping[str, int], coordinate: tuple[str, ...], world: int) -> Mesh:
-    """The mesh of ``world`` ranks.
-
-    Raises:
-        ConfigError: if their number is another.
-    """
+    """The mesh of ``world`` ranks; another number of them is a ConfigError."""
     sizes = dict(dims)
     check_sizes(sizes.items())
     if PIPELINE not in sizes:

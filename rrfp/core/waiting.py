@@ -39,11 +39,9 @@ class Waiting:
 
 
 def waiting(core: StageCore, most: int | None = MOST_NAMED) -> list[Waiting]:
-    """The tasks of ``core``'s step that were not enqueued, lowest microbatch first, on a follower ordered ones before.
+    """The tasks of ``core``'s step that were not enqueued, ``most`` at most (None: all).
 
-    Args:
-        core: of the rank.
-        most: at most so many; None: all.
+    The lowest microbatch comes first; on a follower, the tasks that were ordered come before the others.
     """
     step = core.step
     if step is None:
@@ -61,13 +59,10 @@ def unconsumed(core: StageCore, most: int | None = MOST_NAMED) -> list[tuple[Tas
 def describe(
     core: StageCore, topology: Topology, most: int = MOST_NAMED, dispute: tuple[Task, str] | None = None
 ) -> list[str]:
-    """What a rank waits for, one text for each task and for each credit.
+    """What a rank waits for, one text for each task and for each credit, ``most`` of either at most.
 
-    Args:
-        core: of the rank.
-        topology: the rank's, for the names of those who owe something.
-        most: tasks, and credits, to name at most.
-        dispute: a task whose turn the ranks of the group do not agree on, and how so. It comes first.
+    ``topology`` is the rank's, for the names of those who owe something. ``dispute`` is a task whose turn the ranks of
+    the group do not agree on, and how so; it comes first.
     """
     tasks = (entry for entry in waiting(core, most) if dispute is None or entry.task != dispute[0])
     return [

@@ -14,10 +14,8 @@ from rrfp.errors import ConfigError
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     """Replace the file at ``path`` by one with ``text`` in UTF-8; if that fails, the old file stays.
 
-    A path that is no ordinary file, such as a pipe, is written to directly.
-
-    Raises:
-        ConfigError: if the file cannot be written; names it and the reason.
+    A path that is no ordinary file, such as a pipe, is written to directly. A ConfigError names the file that cannot be
+    written and the reason.
     """
     target = Path(path).resolve()  # a link stays; the file that it points to is replaced
     beside = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}")

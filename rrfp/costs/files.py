@@ -34,11 +34,7 @@ _MATRICES = ("F", "B", "W", "latency_F", "latency_B")
 
 
 def read_costs(path: str | os.PathLike[str]) -> CostTable:
-    """Read a cost file.
-
-    Raises:
-        ConfigError: if the file cannot be read or is malformed; one line that names the file and the field.
-    """
+    """Read a cost file; a ConfigError of one line names the file and the field at fault."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -54,8 +50,7 @@ def read_costs(path: str | os.PathLike[str]) -> CostTable:
 def read_sizes(path: str | os.PathLike[str], microbatches: int) -> list[float]:
     """Read the sizes of ``microbatches`` microbatches, in any unit: a JSON list of numbers.
 
-    Raises:
-        ConfigError: it cannot be read, or is not such a list; one line naming the file.
+    Anything else is a ConfigError of one line that names the file.
     """
     name = os.fspath(path)
     try:
@@ -74,11 +69,7 @@ def _is_size(value: object) -> bool:
 
 
 def write_costs(path: str | os.PathLike[str], table: CostTable) -> None:
-    """Write a cost file, or replace it.
-
-    Raises:
-        ConfigError: if the file cannot be written; an old file stays.
-    """
+    """Write a cost file, or replace it; if it cannot be written, the old file stays and a ConfigError says why."""
     write_atomically(path, to_json(table))
 
 

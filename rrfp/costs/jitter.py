@@ -47,16 +47,9 @@ JITTER_LEVELS = {
 
 
 def with_jitter(table: CostTable, level: str, *, seed: int = 0, step: int = 0) -> CostTable:
-    """The same step with its tasks lengthened.
+    """The same step with its tasks lengthened, split or not; ``level`` is a name in `JITTER_LEVELS`.
 
-    Args:
-        table: un-jittered costs, split or not.
-        level: a name in `JITTER_LEVELS`.
-        seed: >= 0.
-        step: >= 0; every step has its own hits.
-
-    Raises:
-        ConfigError: if the level is unknown, or seed or step is negative.
+    Every step has its own hits. An unknown level, or a negative seed or step, is a ConfigError.
     """
     seed, step = whole("seed", seed, 0), whole("step", step, 0)
     if level not in JITTER_LEVELS:

@@ -27,14 +27,14 @@ SPIKE_PROBABILITY, SPIKE_LONGEST = 0.21, 0.030
 
 
 def with_latency(table: CostTable, model: str, *, seed: int = 0, step: int = 0) -> CostTable:
-    """The same step with its latencies replaced.
+    """The same step with its latencies replaced. Every step has its own draws.
 
     Args:
         table: costs; their latencies are ignored.
         model: none, constant (1 ms), constant:SECONDS, wire (lognormal, median 0.4 ms, sigma 0.5) or spike (wire, and
             with probability 0.21 another 0 to 30 ms).
         seed: >= 0.
-        step: >= 0; every step has its own draws.
+        step: >= 0.
 
     Raises:
         ConfigError: if the model is unknown, its seconds are no finite number >= 0, or seed or step is negative.

@@ -69,20 +69,12 @@ class RankLatencies:
         return cls(forward, backward)
 
     def slowest(self, costs: CostTable) -> CostTable:
-        """The table of the group as one rank: every message takes as long as that of the slowest rank.
-
-        Raises:
-            ConfigError: if the latencies are not of this table's shape.
-        """
+        """The table of the group as one rank: every message takes as long as that of the slowest rank."""
         self.check_fits(costs)
         return replace(costs, latency_forward=self.forward.max(axis=2), latency_backward=self.backward.max(axis=2))
 
     def check_fits(self, costs: CostTable) -> None:
-        """Refuse a table of another shape.
-
-        Raises:
-            ConfigError: naming both shapes.
-        """
+        """Raise a ConfigError for a table of another shape."""
         if self.forward.shape[:2] != costs.latency_forward.shape:
             expected = (*costs.latency_forward.shape, self.ranks)
             raise ConfigError(f"latencies have shape {self.forward.shape}, must be {expected} for these costs")

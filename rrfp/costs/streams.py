@@ -36,13 +36,7 @@ class Stream(enum.IntEnum):
 
 
 def generator(stream: Stream, seed: int, *key: int) -> np.random.Generator:
-    """Open the stream of that name at its beginning.
-
-    Args:
-        stream: the purpose of the numbers.
-        seed: the user's seed, >= 0.
-        *key: further dependencies, each >= 0 (the step, then the virtual stage).
-    """
+    """Open the stream of that name at its beginning; ``key`` is the step, then the virtual stage."""
     sequence = np.random.SeedSequence(entropy=seed, spawn_key=(int(stream), *key))
     return np.random.Generator(np.random.PCG64(sequence))
 
@@ -53,16 +47,7 @@ def exp(exponents: Matrix) -> Matrix:
 
 
 def whole(field: str, value: object, least: int) -> int:
-    """Check a caller's whole number and return it as an int.
-
-    Args:
-        field: its name in the error.
-        value: the number; booleans and floats are refused.
-        least: the smallest allowed value.
-
-    Raises:
-        ConfigError: if `value` is not a whole number or is below `least`.
-    """
+    """Return ``value`` as an int; a ConfigError that names ``field`` if it is no whole number >= ``least``."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:

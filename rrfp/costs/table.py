@@ -84,11 +84,7 @@ class CostTable:
         return Placement(self.stages, self.chunks, self.placement).virtual_stages(stage)
 
     def duration(self, kind: str, virtual_stage: int, microbatch: int) -> float:
-        """Seconds for which one task occupies its lane; `kind` is "F", "B" or "W".
-
-        Raises:
-            ConfigError: if `kind` is unknown, or is "W" and the table is not split.
-        """
+        """Seconds for which one task occupies its lane; `kind` is "F", "B" or, where the table is split, "W"."""
         rows = {"F": self.forward, "B": self.backward, "W": self.weight}.get(kind)
         if rows is None:
             kinds = "F, B, W" if self.split else "F, B (the costs are not split)"

@@ -64,14 +64,9 @@ class Pyramids(Hint):
 
 
 def pyramids(sizes: Sequence[float], length: int) -> list[int]:
-    """Microbatches in runs of about ``length``, each run short, long, short.
+    """Every microbatch once, in equal runs of about ``length``, each run short, long, short.
 
-    Args:
-        sizes: of the microbatches 0, 1, ..., in any unit.
-        length: microbatches in one pyramid, at least 1; the step is cut into equal runs of nearly this length.
-
-    Returns:
-        Every microbatch once. Of equal sizes the lower number counts as smaller.
+    Of equal sizes the lower number counts as smaller.
     """
     count = len(sizes)
     runs = max(1, round(count / length))

@@ -38,14 +38,7 @@ def hint_names() -> tuple[str, ...]:
 
 
 def create_hint(spec: HintSpec) -> Hint:
-    """A fresh hint for one stage.
-
-    Args:
-        spec: a name, a factory, or an instance to copy.
-
-    Raises:
-        ConfigError: for an unknown name, or an object that is no hint.
-    """
+    """A fresh hint for one stage; an unknown name, or an object that is no hint, is a ConfigError."""
     if isinstance(spec, str):
         spec = hint_factory(spec)
     hint = spec() if callable(spec) else copy.deepcopy(spec)
@@ -57,22 +50,14 @@ def create_hint(spec: HintSpec) -> Hint:
 
 
 def create_strict(spec: ScheduleSpec) -> Hint:
-    """A hint that runs the schedule ``spec`` to the letter.
-
-    Raises:
-        ConfigError: for an unknown schedule.
-    """
+    """A hint that runs the schedule ``spec`` to the letter; an unknown one is a ConfigError."""
     if isinstance(spec, str) and spec not in schedule_names():
         raise ConfigError(f"strict is {spec!r}, must be one of: {', '.join(schedule_names())}")
     return Strict(_source(spec))
 
 
 def hint_factory(name: str) -> Callable[[], Hint]:
-    """The class, or other callable, that makes the hint ``name``.
-
-    Raises:
-        ConfigError: for an unknown name.
-    """
+    """The class, or other callable, that makes the hint ``name``; an unknown name is a ConfigError."""
     if name in schedule_names():  # before plugins, which cannot replace a schedule
         return lambda: ScheduleHint(_source(name))
     if name not in HINTS:

@@ -15,11 +15,7 @@ ScheduleSource = Callable[[View], Schedule]
 
 
 class ScheduleHint(Hint):
-    """Orders ready tasks by their position in a schedule, and never waits for a task that is not ready.
-
-    Args:
-        source: returns the schedule of a step.
-    """
+    """Orders ready tasks by their position in a schedule, and never waits for a task that is not ready."""
 
     def __init__(self, source: ScheduleSource) -> None:
         self._source = source
@@ -28,11 +24,7 @@ class ScheduleHint(Hint):
         self._is_monotone = True
 
     def open_step(self, view: View) -> None:
-        """Look up the order of the step.
-
-        Raises:
-            ConfigError: if the schedule lacks a task of this stage.
-        """
+        """Look up the order of the step; a ConfigError if the schedule lacks a task of this stage."""
         schedule = self._source(view)
         order = schedule.orders[view.stage]
         self._order = order if view.mode is Mode.TRAIN else tuple(task for task in order if task.kind is Kind.F)

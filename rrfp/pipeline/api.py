@@ -171,11 +171,7 @@ def _label(name: str | None) -> str:
 
 
 def check_rendezvous(rendezvous: Rendezvous | None) -> None:
-    """Refuse an object that is not a `Rendezvous`.
-
-    Raises:
-        ConfigError: if a method is missing.
-    """
+    """Raise a ConfigError for an object that is not a `Rendezvous`."""
     for method in ("publish", "lookup"):
         if rendezvous is not None and not callable(getattr(rendezvous, method, None)):
             raise ConfigError(f"rendezvous {type(rendezvous).__name__} has no method {method}()")

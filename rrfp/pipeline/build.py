@@ -64,7 +64,7 @@ class _Rank:
 
 
 class RankBuilder:
-    """Checks the modules of this process's ranks, and builds the ranks.
+    """Checks the options and the modules of this process's ranks, and builds the ranks.
 
     Args:
         options: complete.
@@ -75,9 +75,6 @@ class RankBuilder:
         ties: see `rrfp.Pipeline`.
         torch_ranks: for each rank of the job its number in ``torch.distributed``; None where all ranks are in this
             process.
-
-    Raises:
-        ConfigError: if an option or a part does not fit.
     """
 
     def __init__(

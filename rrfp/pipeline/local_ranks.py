@@ -39,14 +39,7 @@ MakeRunners = Callable[[], Awaitable[Sequence[StageRunner]]]
 class LocalRanks:
     """The runners of one process. Methods are called on the runtime's loop, unless their docstring names a thread.
 
-    Args:
-        programs: compute the tasks of each rank.
-        options: complete.
-        make_runners: builds the runners.
-        topologies: of each rank; by default one stage after the other.
-        holder: the gradients of the programs.
-        reducers: sum these over replicas.
-        ties: the tied gradients of each rank.
+    ``options`` are complete; ``topologies`` are one stage after the other by default.
     """
 
     def __init__(
@@ -94,10 +87,7 @@ class LocalRanks:
             number: the step's, counting evaluations.
             training_step: training steps before it, counting those before ``first_step``.
             mode: training or forward only.
-            arguments: those of `rrfp.runtime.batching.plan_step`.
-
-        Raises:
-            ConfigError: if they do not fit; nothing has changed then.
+            arguments: those of `rrfp.Pipeline.step`; if they do not fit, a ConfigError says so and nothing has changed.
         """
         topology = self._topologies[0]
         known: Any = {
@@ -125,9 +115,8 @@ class LocalRanks:
     async def start(self, give_up: Callable[[PipelineAborted], None] | None = None) -> None:
         """Connect and begin to serve; when one rank cannot, free the others' resources.
 
-        Args:
-            give_up: called on another thread with the failure when the runtime's own loop has not run for
-                ``abort_after`` seconds; None on the caller's loop.
+        ``give_up`` is called on another thread with the failure when the runtime's own loop has not run for
+        ``abort_after`` seconds; None on the caller's loop.
         """
         for reducer in self._reducers:
             reducer.start()
@@ -172,11 +161,7 @@ class LocalRanks:
     async def close(self, *, quiet: bool = False) -> None:
         """Leave in order, or after a failure once the peers have the abort.
 
-        Args:
-            quiet: the caller knows the failure.
-
-        Raises:
-            PipelineAborted: if the pipeline failed and no call has raised it, unless ``quiet``.
+        Raises `PipelineAborted` if the pipeline failed and no call has raised it, unless ``quiet``: the caller knows.
         """
         try:
             with suppress(PipelineAborted) if quiet else nullcontext():

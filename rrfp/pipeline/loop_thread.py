@@ -26,11 +26,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class LoopThread:
-    """Owns a loop and the daemon thread that runs it.
-
-    Args:
-        name: the thread's name.
-    """
+    """Owns a loop and the daemon thread ``name``, which runs it."""
 
     def __init__(self, name: str) -> None:
         self.loop = new_event_loop()

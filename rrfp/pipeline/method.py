@@ -22,14 +22,7 @@ DEFAULT_LIMIT = "2n"
 
 
 class Method:
-    """See the module's docstring.
-
-    Args:
-        options: complete; ``strict``, ``hint``, ``limit``, ``split`` and ``coordination`` are read.
-
-    Raises:
-        ConfigError: if they exclude each other, or a name is unknown.
-    """
+    """See the module's docstring. Options that exclude each other, and unknown names, are a ConfigError."""
 
     def __init__(self, options: Options) -> None:
         self.strict = options["strict"]
@@ -49,9 +42,8 @@ class Method:
     def limit(self, topology: Topology) -> Limit:
         """The limit of one rank; a strict schedule needs none.
 
-        Raises:
-            ConfigError: for a limit on bytes with coordination "agreement": members that hold different amounts would
-                never agree.
+        A limit on bytes with coordination "agreement" is a ConfigError: members that hold different amounts would never
+        agree.
         """
         if self.strict is not None:
             return Limit()
@@ -64,11 +56,7 @@ class Method:
         return limit
 
     def check(self, graph: Graph) -> None:
-        """Refuse a pipeline that the method cannot run.
-
-        Raises:
-            ConfigError: if a schedule, or the limit, does not fit the graph.
-        """
+        """Raise a ConfigError where a schedule, or the limit, does not fit the graph."""
         if (schedule := self._schedule()) is not None:
             needs = schedule_needs(schedule)
             if needs.split and not self._split:

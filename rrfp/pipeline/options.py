@@ -191,12 +191,8 @@ def common_options() -> list[str]:
 def complete(options: Options, arguments: str = "") -> Options:
     """``options`` with the defaults of all that it leaves out.
 
-    Args:
-        options: the caller's.
-        arguments: the names of keyword arguments that are not options, for the error.
-
-    Raises:
-        ConfigError: for an unknown name, or a value that does not fit; names the allowed ones.
+    An unknown name, or a value that does not fit, is a ConfigError with the allowed ones; ``arguments`` are the names
+    of keyword arguments that are not options, for that.
     """
     table = option_table()
     for name in options:

@@ -40,15 +40,9 @@ class Partition:
 
     @classmethod
     def of(cls, options: Options, stages: int, parts: Sequence[StagePart]) -> Partition:
-        """The partition that a pipeline's options and parts describe.
+        """The partition of ``stages`` stages that the complete ``options`` and the parts of this process describe.
 
-        Args:
-            options: complete.
-            stages: N.
-            parts: of the ranks of this process.
-
-        Raises:
-            ConfigError: if parts differ in their number of chunks.
+        Parts with different numbers of chunks are a ConfigError.
         """
         counts = {len(chunks_of(part)) for part in parts if not isinstance(part, StageProgram)}
         if (chunks := options["chunks"]) is not None:
@@ -81,16 +75,10 @@ class Partition:
         return dict(zip(self.graph.placement.virtual_stages(stage), chunks, strict=True))
 
     def check_shared(self, modules: Mapping[int, nn.Module]) -> None:
-        """Refuse written buffers that two virtual stages of one process share, if ``deterministic``.
+        """Raise a ConfigError for a written buffer that two virtual stages of one process share, if ``deterministic``.
 
         Writes are in order within a virtual stage; between two the order depends on timing. (Parameters may be shared:
         each virtual stage has its own gradient, see `rrfp.compute.gradients.shared`.)
-
-        Args:
-            modules: by virtual stage.
-
-        Raises:
-            ConfigError: naming the buffer.
         """
         owners: dict[int, int] = {}
         for v, module in sorted(modules.items()) if self.deterministic else ():
@@ -102,11 +90,7 @@ class Partition:
                     )
 
     def check_program(self, program: StageProgram) -> None:
-        """Refuse a program that cannot run this pipeline's tasks.
-
-        Raises:
-            ConfigError: if backward is split and the program has no ``weight``.
-        """
+        """Raise a ConfigError if backward is split and ``program`` has no ``weight``."""
         if any(self.graph.split) and type(program).weight is StageProgram.weight:
             raise ConfigError(
                 f"{type(program).__name__} has no weight(), needed where backward is split: implement it, or leave "
@@ -114,11 +98,7 @@ class Partition:
             )
 
     def in_order(self, modules: Mapping[int, nn.Module]) -> frozenset[ForcedOrder]:
-        """The forced orders: tasks that add gradients, and forwards that write buffers.
-
-        Args:
-            modules: those of the rank, by virtual stage.
-        """
+        """The forced orders of a rank with ``modules``: tasks that add gradients, and forwards that write buffers."""
         if not self.deterministic:
             return frozenset()
         graph = self.graph
@@ -128,11 +108,7 @@ class Partition:
 
 
 def chunks_of(part: StagePart) -> tuple[nn.Module, ...]:
-    """The modules in ``part``, one for each chunk.
-
-    Raises:
-        ConfigError: if it is neither a module nor a list of modules.
-    """
+    """The modules in ``part``, one for each chunk; a ConfigError if it is neither a module nor a list of modules."""
     if isinstance(part, nn.Module) and not isinstance(part, nn.ModuleList):  # that one has no forward
         return (part,)
     if not isinstance(part, list | tuple | nn.ModuleList):
@@ -151,11 +127,7 @@ def chunks_of(part: StagePart) -> tuple[nn.Module, ...]:
 
 
 def check_modules(modules: object) -> None:
-    """Refuse an object that is not a list of stages, or is empty.
-
-    Raises:
-        ConfigError: naming its type and the allowed ones.
-    """
+    """Raise a ConfigError for an object that is not a list of stages, or is empty."""
     if not isinstance(modules, list | tuple | nn.ModuleList | nn.Sequential):
         remedy = ": write [module] for a pipeline of one stage" if isinstance(modules, nn.Module | StageProgram) else ""
         raise ConfigError(f"modules is a {type(modules).__name__}, must be a list with one module a stage{remedy}")
@@ -164,14 +136,7 @@ def check_modules(modules: object) -> None:
 
 
 def check_initialised(modules: Mapping[int, nn.Module]) -> None:
-    """Refuse parameters and buffers of lazy modules, which torch creates at the first forward.
-
-    Args:
-        modules: by virtual stage.
-
-    Raises:
-        ConfigError: naming the first.
-    """
+    """Raise a ConfigError for a parameter or buffer of a lazy module, which torch creates at the first forward."""
     for v, module in sorted(modules.items()):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if is_lazy(tensor):

@@ -33,9 +33,7 @@ _ARGUMENTS: Mapping[Mode, frozenset[str]] = {
 class Session:
     """See the module's docstring. Methods are called on the caller's thread, unless their docstring names another.
 
-    Args:
-        ranks: the ranks of this process.
-        thread_name: of the thread with the loop, or None to run on the caller's loop.
+    ``thread_name`` is that of the thread with the loop; None: the ranks run on the caller's loop.
     """
 
     def __init__(self, ranks: LocalRanks, thread_name: str | None) -> None:
@@ -57,11 +55,7 @@ class Session:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def enter(self) -> None:
-        """Enter the pipeline.
-
-        Raises:
-            RrfpError: the second time.
-        """
+        """Enter the pipeline; an RrfpError the second time."""
         with self._lock:
             if self._state != "new":
                 raise RrfpError("this pipeline was entered before; build a new one")
@@ -84,10 +78,7 @@ class Session:
         targets: Sequence[Any] | None,
         arguments: StepArguments | EvaluateArguments,
     ) -> Coroutine[Any, Any, StepResult]:
-        """Begin a step; `end` ends it.
-
-        Returns:
-            The rest of the step, to run on the runtime's loop.
+        """Begin a step; `end` ends it. Returns the rest of the step, to run on the runtime's loop.
 
         Raises:
             ConfigError: if the arguments do not fit; nothing has changed then.
@@ -105,13 +96,7 @@ class Session:
             return self.ranks.step(plan)
 
     def clip(self, max_norm: float, norm_type: float) -> Clipping:
-        """Begin to clip gradients; `end` ends it.
-
-        Raises:
-            ConfigError: as in `Clipping`.
-            RrfpError: if the pipeline is not open for it.
-            StageError: as in `Clipping`.
-        """
+        """Begin to clip gradients; `end` ends it. Errors as in `Clipping` and `step`."""
         with self._beginning("clipping gradients"):
             return self.ranks.clipping(max_norm, norm_type)
 
@@ -122,10 +107,9 @@ class Session:
                 self._state = "open"
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Run ``coroutine`` on the runtime's own loop.
+        """Run ``coroutine`` on the runtime's own loop; cancelling its future cancels it.
 
-        Returns:
-            Its outcome, or the failure of a loop that does not run any more. Cancelling it cancels the coroutine.
+        The future fails if the loop does not run any more.
         """
         assert self.thread is not None
         outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -177,11 +161,7 @@ class Session:
 
     @contextmanager
     def _beginning(self, state: State) -> Iterator[None]:
-        """Enter ``state``; back to open if the block raises.
-
-        Raises:
-            RrfpError: if the pipeline is not open, or belongs to another process or loop.
-        """
+        """Enter ``state``, back to open if the block raises; an RrfpError if this caller cannot call now."""
         if self.is_foreign:
             raise RrfpError(
                 f"this pipeline belongs to process {self._pid}, of which this one ({os.getpid()}) was forked: build a "
@@ -212,11 +192,7 @@ class Session:
             raise RrfpError("this pipeline runs on the loop that entered it (loop is 'caller'): await it there")
 
     def check_leaving(self) -> None:
-        """Refuse to leave from another loop, or from inside a task.
-
-        Raises:
-            RrfpError: saying where to leave.
-        """
+        """Raise an RrfpError on another loop, or inside a task, that says where to leave."""
         self._check_loop()
         if self.ranks.computes_here():
             raise RrfpError(
@@ -227,8 +203,7 @@ class Session:
     async def close(self, error: BaseException | None) -> None:
         """Leave, because of ``error`` or in order. On the runtime's loop.
 
-        Raises:
-            PipelineAborted: if the pipeline failed, no call has raised it, and there is no ``error``.
+        Raises `PipelineAborted` if the pipeline failed, no call has raised it, and there is no ``error``.
         """
         if error is not None:
             self.ranks.fail(error)

@@ -29,12 +29,7 @@ MAX_CAUSE = 8192
 
 
 class Failure:
-    """Why this rank ended.
-
-    Args:
-        origin: where it began.
-        cause: the exception that this rank saw, if it began here.
-    """
+    """Why this rank ended: ``cause`` is the exception that this rank saw, if the failure began here."""
 
     def __init__(self, origin: Origin, cause: BaseException | None = None) -> None:
         self.origin = origin
@@ -66,10 +61,7 @@ def failure_of(error: BaseException, topology: Topology, task: Task | None = Non
 class AbortController:
     """Ends one rank when any rank fails. All methods are called on the rank's loop.
 
-    Args:
-        topology: where the rank is.
-        transport: the way to the peers.
-        stop: ends everything here, without waiting for the lane; called once, with the failure.
+    ``stop`` ends everything here, without waiting for the lane; it is called once, with the failure.
     """
 
     def __init__(self, topology: Topology, transport: Transport, stop: Callable[[Failure], None]) -> None:
@@ -88,11 +80,7 @@ class AbortController:
         return self._current is not None
 
     def check(self) -> None:
-        """Raise the failure, if there is one.
-
-        Raises:
-            PipelineAborted: naming its origin.
-        """
+        """Raise the failure, if there is one, as `PipelineAborted`."""
         if self.failure is not None:
             raise self.failure.error()
 
@@ -104,8 +92,7 @@ class AbortController:
     async def unless_aborted(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
         """Wait for ``coroutine``, in a task of its own so that a failure can end it wherever it waits.
 
-        Raises:
-            PipelineAborted: if any rank has failed, or fails meanwhile; what ``coroutine`` raises is a failure too.
+        Raises `PipelineAborted` if any rank has failed, or fails meanwhile; what ``coroutine`` raises is a failure too.
         """
         before = self.failure
         if before is not None:
@@ -141,11 +128,7 @@ class AbortController:
         self.abort(failure_of(error, self._topology, task))
 
     def on_message(self, message: Message) -> None:
-        """An ABORT arrived: a failure on another rank.
-
-        Raises:
-            ProtocolError: if it names no origin.
-        """
+        """An ABORT arrived: a failure on another rank."""
         self.abort(Failure(origin_of(message.body)))
 
     def abort(self, failure: Failure) -> None:
@@ -168,11 +151,7 @@ class AbortController:
 
 
 def origin_of(body: Mapping[str, Any]) -> Origin:
-    """The origin that an ABORT message names.
-
-    Raises:
-        ProtocolError: if it names none.
-    """
+    """The origin that an ABORT message names; a ProtocolError if it names none."""
     match body:
         case {"stage": int(stage), "task": str() | None as task, "cause": str(cause), "rank": int() | None as rank}:
             return Origin(stage, task, cause, rank)

@@ -14,15 +14,12 @@ class RankActivity:
     Every rank makes the same calls in the same order. Other parts of a rank read the attributes; only the methods
     change them.
 
-    Args:
-        now: the clock, in seconds.
-
     Attributes:
         step: the step that the rank is in, None between steps.
         steps_ended: steps that it has completed.
         is_gathering: whether it is in an all-gather between two steps.
         gatherings_ended: all-gathers between steps that it has completed.
-        active_at: when anything last happened, of the clock.
+        active_at: when anything last happened, in seconds of the clock ``now``.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:

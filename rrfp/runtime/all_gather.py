@@ -27,13 +27,8 @@ class SupersededError(Exception):
 class TreeAllGather:
     """Collects the bytes of every rank at rank 0, and hands them to all.
 
-    Messages of an all-gather that this rank has not joined yet are kept. Every rank joins each once. At the
-    end of the pipeline its runner cancels the tasks that wait here.
-
-    Args:
-        rank: this rank.
-        world: all ranks.
-        post: queues a control message for a peer without waiting.
+    Messages of an all-gather that this rank has not joined yet are kept. Every rank joins each once. At the end of the
+    pipeline its runner cancels the tasks that wait here. ``post`` queues a control message for a peer without waiting.
     """
 
     def __init__(self, rank: int, world: int, post: Callable[[int, Message], None]) -> None:
@@ -49,13 +44,9 @@ class TreeAllGather:
         self._first: dict[str, int] = {}
 
     async def all_gather(self, topic: str, number: int, own: bytes) -> list[bytes]:
-        """Contribute ``own``, and wait for all ranks.
+        """Contribute ``own``, and wait for all ranks: returns the bytes of each, by rank.
 
-        Returns:
-            The bytes of each rank, by rank.
-
-        Raises:
-            SupersededError: if `supersede` ends it.
+        Raises SupersededError if `supersede` ends it.
         """
         key = (topic, number)
         if self._is_past(key):
@@ -83,11 +74,7 @@ class TreeAllGather:
         return key[1] < self._first.get(key[0], 0)
 
     def on_message(self, message: Message) -> None:
-        """A REPORT (from below) or RESULT (from above) arrived.
-
-        Raises:
-            ProtocolError: if it makes no sense, or comes from a rank that is neither parent nor child.
-        """
+        """A REPORT (from below) or RESULT (from above) arrived."""
         topic, number = message.body.get("topic"), message.body.get("number")
         if not isinstance(topic, str) or not isinstance(number, int):
             raise ProtocolError(f"rank {message.sender} sent a {message.kind} without topic and number")

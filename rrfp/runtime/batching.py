@@ -85,8 +85,7 @@ class Plan:
     def normalise(self, total: float) -> None:
         """Set the gradient weights of the batch, now that the weights of all replicas sum to ``total``.
 
-        Raises:
-            ConfigError: if that is 0, where a mean is asked for.
+        A sum of 0 is a ConfigError where a mean is asked for.
         """
         own = (1.0,) * self.step.microbatches if self.weights is None else self.weights
         factors = self.batch.gradient_weights

@@ -34,16 +34,7 @@ Coordination = Literal["leader", "agreement"]
 
 
 class CoreDriver:
-    """See the module's docstring. All methods are called on the loop.
-
-    Args:
-        context: the rank.
-        core: its state machine.
-        program: computes its tasks.
-        coordination: how the ranks of its group agree on an order.
-        depth: tasks enqueued and not complete, at most; see `StageRunner`.
-        reduce: sums the gradients of a virtual stage over the replicas.
-        ties: the rank's copies of tied parameters, if it may have any.
+    """See the module's docstring. All methods are called on the loop. Arguments as for `StageRunner`.
 
     Attributes:
         messenger: its messages.
@@ -105,11 +96,7 @@ class CoreDriver:
         return None if self._agreement is None else self._agreement.dispute
 
     def open_step(self, plan: Plan) -> None:
-        """Begin a step.
-
-        Raises:
-            ProtocolError: if a message of it that came before makes no sense.
-        """
+        """Begin a step. A message of it that came before and makes no sense is a ProtocolError."""
         step = plan.step
         self.finished.clear()
         self.gradients.open(step, plan.reduce_gradients)

@@ -8,11 +8,7 @@ from rrfp.transports.base import Channel, Message, MessageKind
 
 
 class Departures:
-    """The peers that left, each with the number of steps and all-gathers that it took part in.
-
-    Args:
-        activity: the calls of this rank.
-    """
+    """The peers that left, each with the number of steps and all-gathers that it took part in."""
 
     def __init__(self, activity: RankActivity) -> None:
         self._activity = activity
@@ -23,12 +19,7 @@ class Departures:
         return peer in self._steps
 
     def on_message(self, message: Message) -> None:
-        """A CLOSED message arrived.
-
-        Raises:
-            ProtocolError: if it has no such numbers.
-            PeerLostError: as `check`.
-        """
+        """A CLOSED message arrived; raises as `check` if this rank is in a call."""
         steps, gatherings = message.body.get("steps"), message.body.get("gatherings")
         if not isinstance(steps, int) or not isinstance(gatherings, int):
             raise ProtocolError(f"rank {message.sender} closed without saying after how many steps and gatherings")
@@ -37,11 +28,7 @@ class Departures:
         self.check()
 
     def check(self) -> None:
-        """This rank begins a call, or is in one.
-
-        Raises:
-            PeerLostError: if a peer left before it.
-        """
+        """This rank begins a call, or is in one: a PeerLostError if a peer left before it."""
         activity = self._activity
         if activity.step is not None:
             number = activity.step.number

@@ -48,11 +48,6 @@ class NormShare:
 class Clipping:
     """Clips the gradients of all ranks by their common norm. All methods are called on the caller's thread.
 
-    Args:
-        holder: this rank's gradients.
-        max_norm: the norm they may have.
-        norm_type: p of the p-norm.
-
     Raises:
         ConfigError: if an argument is impossible, or the program of this rank has no modules.
         StageError: if a gradient has a layout whose norm cannot be formed.
@@ -77,10 +72,7 @@ class Clipping:
         return records.pack(NormShare(*self._terms, 0.0))
 
     def clip(self, gathered: Sequence[bytes]) -> float:
-        """Scale this process's gradients, given the shares of all ranks.
-
-        Returns:
-            The norm before, the same on all ranks.
+        """Scale this process's gradients, given the shares of all ranks; returns the norm before, the same on all.
 
         Raises:
             ConfigError: if the ranks did not ask for the same.

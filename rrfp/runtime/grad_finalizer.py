@@ -21,16 +21,7 @@ Reduce = Callable[[int], Awaitable[None]]
 
 
 class GradientFinalizer:
-    """One rank's part.
-
-    Args:
-        context: the rank.
-        program: has the gradients.
-        executor: its lane.
-        send: see `TiedReduction`.
-        reduce: where there are replicas, sums over them.
-        ties: the rank's copies of tied parameters, if it may have any; all ranks agree on them.
-    """
+    """See the module's docstring. ``ties`` has the rank's copies of tied parameters, if it may have any."""
 
     def __init__(
         self,
@@ -60,12 +51,7 @@ class GradientFinalizer:
         return () if self._ties is None else self._ties.awaited
 
     def open(self, step: StepId, reduces: bool) -> None:
-        """A step begins.
-
-        Args:
-            step: which one.
-            reduces: whether its gradients are summed over replicas and ties.
-        """
+        """A step begins. ``reduces``: its gradients are summed over replicas and ties."""
         self._step, self._reduces = step, reduces
         self._final = {v: asyncio.Event() for v in self._virtual_stages}
         self._summed = {v: asyncio.Event() for v in self._virtual_stages}
@@ -73,11 +59,7 @@ class GradientFinalizer:
             self._ties.open()
 
     def on_message(self, message: Message) -> None:
-        """A TIE message arrived.
-
-        Raises:
-            ProtocolError: if it makes no sense.
-        """
+        """A TIE message arrived."""
         if self._ties is None:
             raise ProtocolError(f"rank {message.sender} sent gradients of a tie, but there are none")
         self._ties.on_message(message)

@@ -17,12 +17,7 @@ GROUP_KINDS = frozenset(_RECEIVED_AS)
 
 
 class GroupLink:
-    """The way from one rank to the other members of its group.
-
-    Args:
-        group: the ranks of the group, by member.
-        post: queues a control message for a rank.
-    """
+    """The way from one rank to the other members of its ``group``, which has their ranks by member."""
 
     def __init__(self, group: Sequence[int], post: Callable[[int, Message], None]) -> None:
         self._group = group
@@ -35,11 +30,7 @@ class GroupLink:
         self._post(self._group[member], sent)
 
     def read(self, message: Message) -> tuple[int, GroupMessage]:
-        """The member that sent ``message``, and its contents.
-
-        Raises:
-            ProtocolError: if it makes no sense.
-        """
+        """The member that sent ``message``, and its contents; a ProtocolError if it cannot be read."""
         sender, kind = message.sender, message.kind
         numbers: Any = message.body.get("numbers")
         if sender not in self._group:

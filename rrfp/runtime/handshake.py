@@ -35,12 +35,8 @@ _ERRORS: Mapping[str, type[RrfpError]] = {
 class Handshake:
     """Compares the terms of all ranks.
 
-    Args:
-        terms: this rank's.
-        topology: where this rank is, as it sees it.
-        context: where the ranks meet.
-        group_terms: those that only the ranks of one group must have in common.
-        copies: this rank's copies of tied parameters.
+    Only the ranks of one group must have ``group_terms`` in common. ``topology`` is this rank's as it sees it;
+    ``copies`` are its copies of tied parameters.
     """
 
     def __init__(
@@ -154,13 +150,6 @@ class Handshake:
 
 
 def differences(name: str, ours: Terms, other: str, theirs: Terms) -> str:
-    """The fields in which two ranks differ, in one line; empty if there are none.
-
-    Args:
-        name: the name of a rank.
-        ours: its terms.
-        other: the name of the other.
-        theirs: its terms.
-    """
+    """The fields in which the ranks ``name`` and ``other`` differ, in one line; empty if there are none."""
     fields = [field for field in dict.fromkeys((*ours, *theirs)) if ours.get(field) != theirs.get(field)]
     return "; ".join(f"{f} is {ours.get(f)!r} on {name} and {theirs.get(f)!r} on {other}" for f in fields)

@@ -23,11 +23,6 @@ T = TypeVar("T")
 class LaneExecutor:
     """Hands work to a lane and reports its completion. All methods are called on the loop of the lane.
 
-    Args:
-        context: the rank; another part starts its lane.
-        program: computes the tasks.
-        on_completed: called with every task that has completed.
-
     Attributes:
         completed: tasks that have completed since the start.
         running_since: when the lane began what it runs, of its clock.

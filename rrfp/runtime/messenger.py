@@ -27,11 +27,7 @@ _CHANNELS = {Kind.F: Channel.FORWARD, Kind.B: Channel.BACKWARD}
 
 
 class Messenger:
-    """Sends and receives for one rank.
-
-    Args:
-        context: the rank.
-        on_event: takes events to the core.
+    """Sends and receives for one rank; ``on_event`` takes events to the core.
 
     Attributes:
         sent: messages of a step, tensors and credits, sent since the start.
@@ -83,11 +79,7 @@ class Messenger:
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """In here a step opens, and messages that came before it are taken in.
-
-        Raises:
-            ProtocolError: as `receive_all`.
-        """
+        """In here a step opens, and messages that came before it are taken in; errors as in `receive_all`."""
         try:
             yield
         except ProtocolError as error:

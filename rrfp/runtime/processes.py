@@ -65,12 +65,7 @@ def started_at(pid: int) -> int:
 def open_pidfd(process: ProcessIdentity, own: ProcessIdentity) -> int | None:
     """A descriptor that becomes readable when ``process`` ends; None where it cannot be watched from here.
 
-    Args:
-        process: on any host.
-        own: this process.
-
-    Raises:
-        ProcessLookupError: if it has ended already.
+    Raises ProcessLookupError if it has ended already.
     """
     if process.pid == own.pid or not process.space or process.space != own.space or not process.started:
         return None
@@ -112,8 +107,7 @@ async def ended(process: ProcessIdentity, own: ProcessIdentity, timeout_s: float
 class ProcessWatch:
     """Notices when a peer's process on this host ends. Used on one loop only.
 
-    Args:
-        lost: called with the peer some time after its end: its last messages are read first.
+    ``lost`` is called with the peer some time after its end: its last messages are read first.
     """
 
     def __init__(self, lost: Callable[[int], None]) -> None:

@@ -26,11 +26,7 @@ def pack(record: Any) -> bytes:
 
 
 def unpack(kind: type[T], data: bytes, name: str) -> T:
-    """Read what `pack` made of a ``kind``, which errors call ``name``.
-
-    Raises:
-        ProtocolError: if it is something else.
-    """
+    """Read what `pack` made of a ``kind``; anything else is a ProtocolError that calls it ``name``."""
     try:
         plain = msgpack.unpackb(data)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
@@ -48,11 +44,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: type[T], plain: Any, name: str) -> T:
-    """Read what `to_plain` made of a ``kind``, which errors call ``name``.
-
-    Raises:
-        ProtocolError: if it is something else.
-    """
+    """Read what `to_plain` made of a ``kind``; anything else is a ProtocolError that calls it ``name``."""
     try:
         read: T = _reader(cast("Any", kind))(plain)  # mypy takes no type variable for hashable
     except (TypeError, ValueError) as error:

@@ -127,10 +127,6 @@ class StageRunner:
     async def step(self, plan: Plan, reduction: Reduction = "mean") -> StepResult:
         """Run one step; its program has the batch. Cancelling it ends the pipeline.
 
-        Args:
-            plan: the step.
-            reduction: how the losses of its microbatches combine: ``"mean"`` or ``"sum"``.
-
         Raises:
             PipelineAborted: if any rank failed.
         """

@@ -36,13 +36,7 @@ class WeightShare:
 
 
 class StepReporter:
-    """One rank's part.
-
-    Args:
-        topology: where the rank is.
-        graph: of the pipeline.
-        all_gather: the all-gather over all ranks.
-    """
+    """What one rank contributes to the all-gathers of a step, and what it makes of all ranks' answers."""
 
     def __init__(self, topology: Topology, graph: Graph, all_gather: TreeAllGather) -> None:
         self._topology = topology
@@ -57,7 +51,7 @@ class StepReporter:
 
         Raises:
             ConfigError: if the sum is 0, where a mean is asked for.
-            ProtocolError: if another rank gives something else than a weight, or does not reduce as this one does.
+            ProtocolError: if another rank does not reduce as this one does.
         """
         gives = self.has_losses and self._topology.member == 0
         own = WeightShare(plan.total_weight if gives else 0.0, plan.reduce_gradients)

@@ -16,9 +16,8 @@ Background = Coroutine[Any, Any, None]
 class TaskSupervisor:
     """Runs coroutines until stopped; an exception of one goes to ``on_error`` instead of ending the others.
 
-    Args:
-        on_error: called with every exception but those raised while stopping, and with the coroutine's task. Must
-            not raise.
+    ``on_error`` must not raise. It is called with the exception, unless that was raised while stopping, and with the
+    task that the coroutine is for.
     """
 
     def __init__(self, on_error: Callable[[BaseException, Task | None], None]) -> None:

@@ -33,12 +33,6 @@ _Key = tuple[int, str, int | None]
 class TiedReduction:
     """One rank's part. All methods are called on the loop.
 
-    Args:
-        context: the rank.
-        gradients: of this rank's copies, and the ties that all ranks agreed on.
-        executor: runs the additions.
-        send: the way to the ranks of other stages.
-
     Attributes:
         awaited: what it waits for from other ranks, one line each.
     """
@@ -67,16 +61,8 @@ class TiedReduction:
     async def reduce(self, virtual_stage: int, step: StepId, reduces: bool) -> None:
         """All tasks of ``virtual_stage`` are done: give away its copies' gradients, and wait for the sums.
 
-        A sum is waited for with the last copy of a rank.
-
-        Args:
-            virtual_stage: which one.
-            step: the step.
-            reduces: whether the step reduces gradients; where it does not, only copies of one object are added up.
-
-        Raises:
-            StageError: if the gradients of the copies do not fit together.
-            PeerLostError: if a rank with a copy is gone.
+        A sum is waited for with the last copy of a rank. Where the step does not reduce gradients, only copies of one
+        object are added up.
         """
         ties = [tie for tie, own in self._here.values() if virtual_stage in own and (reduces or tie.is_shared)]
         for tie in ties:
@@ -89,11 +75,7 @@ class TiedReduction:
                 await (self._lead(tie, step) if self._leads(tie) else self._follow(tie, step))
 
     def on_message(self, message: Message) -> None:
-        """A TIE message arrived.
-
-        Raises:
-            ProtocolError: if it makes no sense.
-        """
+        """A TIE message arrived."""
         self._activity.touch()
         key, header = self._check(message)
         self._arriving.setdefault(key, _Arriving()).add(header, message)
@@ -152,11 +134,7 @@ class TiedReduction:
                 self.awaited.remove(each)
 
     def _check(self, message: Message) -> tuple[_Key, Mapping[str, Any]]:
-        """Whose gradient a message has.
-
-        Raises:
-            ProtocolError: if it is for another step, rank or copy.
-        """
+        """Whose gradient a message has; a ProtocolError if it is for another step, rank or copy."""
         header, step, sender = message.body, message.step, message.sender
         match header:
             case {"tie": str(name), "copy": int() | None as copy, "layout": int(), "learns": bool(), "piece": int()}:
@@ -187,11 +165,7 @@ class _Arriving:
         self._tensors: dict[int, Tensor | None] = {}
 
     def add(self, header: Mapping[str, Any], message: Message) -> None:
-        """Another piece.
-
-        Raises:
-            ProtocolError: if it contradicts those before it.
-        """
+        """Another piece; a ProtocolError if it contradicts those before it."""
         before = {**self._header, "piece": None}
         count, index = header.get("pieces"), header["piece"]
         if not isinstance(count, int) or not 0 <= index < count or index in self._tensors:

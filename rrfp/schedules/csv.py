@@ -39,11 +39,7 @@ class CsvSchedule:
         return self.name
 
     def for_graph(self, graph: Graph, microbatches: int) -> Schedule:
-        """The order of every stage, complete and validated.
-
-        Raises:
-            ConfigError: naming the line at fault.
-        """
+        """The order of every stage, complete and validated; a ConfigError names the line at fault."""
         schedule = from_csv(self.text, graph, self.name)
         try:
             return schedule.validate(graph, microbatches)
@@ -65,9 +61,8 @@ def to_csv(schedule: Schedule, graph: Graph) -> str:
 def from_csv(text: str, graph: Graph, name: str = "csv") -> Schedule:
     """Parse a schedule, without validating it (see `Schedule.validate`).
 
-    Raises:
-        ConfigError: naming the line and column of a cell that is not in the compute-only grammar, or does not fit
-            ``graph``.
+    A cell that is not in the compute-only grammar, or does not fit ``graph``, is a ConfigError with its line and
+    column.
     """
     stages = graph.placement.stages
     lines = _lines(text, name)

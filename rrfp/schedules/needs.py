@@ -25,11 +25,7 @@ class Needs:
     split: bool = False
 
     def check(self, name: str, graph: Graph) -> None:
-        """Refuse a graph that the schedule ``name`` does not accept.
-
-        Raises:
-            ConfigError: one line with the requirements and the graph's properties that do not meet them.
-        """
+        """Refuse a graph that the schedule ``name`` does not accept: a ConfigError names what does not fit."""
         placement = graph.placement
         # (requirement, the graph's property, whether it fits)
         demands = []

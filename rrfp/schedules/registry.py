@@ -33,20 +33,12 @@ def schedule_names() -> tuple[str, ...]:
 
 
 def schedule_generator(name: str) -> ScheduleGenerator:
-    """The generator of the schedule ``name``.
-
-    Raises:
-        ConfigError: for an unknown name.
-    """
+    """The generator of the schedule ``name``; an unknown name is a ConfigError."""
     return _known(name)[0]
 
 
 def schedule_needs(name: str) -> Needs:
-    """The requirements of the schedule ``name`` on a graph.
-
-    Raises:
-        ConfigError: for an unknown name.
-    """
+    """The requirements of the schedule ``name`` on a graph; an unknown name is a ConfigError."""
     return _known(name)[1]
 
 
@@ -55,8 +47,7 @@ def schedule_needs(name: str) -> Needs:
 def make_schedule(spec: ScheduleSpec, graph: Graph, microbatches: int) -> Schedule:
     """The schedule ``spec`` for ``graph``, complete and validated; a W that a named one omits runs right after its B.
 
-    Raises:
-        ConfigError: for an unknown name, or a schedule that does not fit the graph.
+    An unknown name, or a schedule that does not fit the graph, is a ConfigError.
     """
     if isinstance(spec, CsvSchedule):
         return spec.for_graph(graph, microbatches)

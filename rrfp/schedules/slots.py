@@ -19,14 +19,7 @@ Slot = tuple[Kind, int]
 
 
 def fill(slots: Iterable[Slot], graph: Graph, stage: int, microbatches: int) -> tuple[Task, ...]:
-    """The order of one stage.
-
-    Args:
-        slots: the pattern. Weight slots of a virtual stage whose backward is not split stay empty.
-        graph: the graph.
-        stage: the stage.
-        microbatches: M.
-    """
+    """The order of one stage. Weight slots of a virtual stage whose backward is not split stay empty."""
     tasks = {
         (kind, chunk): iter([Task(kind, m, v) for m in range(microbatches)])
         for chunk, v in enumerate(graph.placement.virtual_stages(stage))

@@ -23,16 +23,7 @@ logger = get_logger(__name__)
 
 
 class HealthMonitor:
-    """Puts the parts of it together.
-
-    Args:
-        context: the rank.
-        progress: how it is doing.
-        all_gather: the all-gather over all ranks.
-        post: queues a control message for a peer.
-        stall_after: seconds of idleness inside a step after which all ranks are asked why.
-        abort_after: seconds that a task, or a turn of a rank's loop, may take before the pipeline ends; None: any.
-    """
+    """Puts the parts of the module `rrfp.runtime.stall` together; the times are those of `StageRunner`."""
 
     def __init__(
         self,

@@ -38,14 +38,10 @@ class _Question:
 
 
 class PeerMonitor:
-    """One rank's part. Used on one loop only.
+    """Asks peers and announces those that do not answer. Used on one loop only.
 
-    Args:
-        context: the rank.
-        processes: that of each rank, filled in once all have exchanged theirs.
-        post: queues a control message for a peer.
-        stall_after: an announcement is repeated after so many seconds, while a rank asks.
-        abort_after: seconds of silence of a loop after which the pipeline ends; None: never.
+    ``processes`` is filled in once all ranks have exchanged theirs. While a rank asks, an announcement is repeated
+    twice in ``stall_after`` seconds.
     """
 
     def __init__(
@@ -96,11 +92,7 @@ class PeerMonitor:
             logger.warning("%s answers again, after %.1f s", self._topology.name_of(peer), silent)
 
     def on_message(self, message: Message) -> None:
-        """A peer announced a rank that does not answer.
-
-        Raises:
-            ProtocolError: if it makes no sense.
-        """
+        """A peer announced a rank that does not answer."""
         match message.body:
             case {"unresponsive": int(rank), "seconds": int() | float() as seconds} if 0 <= rank < self._topology.world:
                 self._announce(rank, float(seconds))

@@ -16,14 +16,8 @@ from rrfp.runtime.stall.status import RankStatus
 class Progress:
     """Asks the parts of one rank what they do and wait for.
 
-    Args:
-        context: the rank.
-        core: its state machine.
-        executor: knows what its lane runs.
-        messenger: counts its messages.
-        awaited: what the rank waits for beside inputs of tasks and credits, one line each.
-        dispute: a task that is ready and does not start, and why: its group disagrees. None where there is no such
-            task.
+    ``awaited`` gives what the rank waits for beside inputs of tasks and credits, one line each; ``dispute`` a task that
+    is ready and does not start because its group disagrees, and why.
     """
 
     def __init__(

@@ -79,15 +79,11 @@ class Verdict:
 
 
 def judge(statuses: Sequence[RankStatus], before: Sequence[RankStatus] | None) -> Verdict:
-    """Tell a slow rank from a deadlock.
+    """Tell a slow rank from a deadlock, by the answers of all ranks, and those ``before`` if there was another poll.
 
     The answers are not of one instant. Two polls between which no rank made progress are: if then all ranks are idle
     inside the step and every message that was sent was received, nothing is left that could wake any of them. Once
     every task of the step has run there is nothing to wait for but the exchange of results, which needs no task.
-
-    Args:
-        statuses: the answers of all ranks.
-        before: those of the poll before, if there was one.
     """
     if (crossed := _crossed(statuses)) is not None:
         return Verdict(True, True, crossed)

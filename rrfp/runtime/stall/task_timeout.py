@@ -14,14 +14,7 @@ _PRECISION = 0.01
 
 
 class TaskTimeout:
-    """Watches the lane of one rank.
-
-    Args:
-        context: the rank.
-        progress: knows what runs.
-        limit: seconds that a task may take.
-        describe: names the rank and its process.
-    """
+    """Watches the lane of one rank, whose tasks may take ``limit`` seconds."""
 
     def __init__(self, context: RankContext, progress: Progress, limit: float, describe: Callable[[int], str]) -> None:
         self._rank = context.topology.rank

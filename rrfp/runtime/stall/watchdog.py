@@ -34,15 +34,7 @@ _PRECISION = 0.01
 
 
 class Watchdog:
-    """One rank's part in finding stalls.
-
-    Args:
-        context: the rank.
-        progress: how it is doing.
-        all_gather: the all-gather for answers.
-        peer_monitor: sends questions, and names who does not answer.
-        stall_after: seconds of idleness before asking; must be positive.
-    """
+    """One rank's part in finding stalls: it asks after ``stall_after`` seconds of idleness, and answers every poll."""
 
     def __init__(
         self,
