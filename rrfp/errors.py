@@ -32,8 +32,8 @@ __all__ = [
 ]
 
 
-#: The sender of a message: another stage, or a member of the rank's own group, with its index.
-ToldBy = tuple[Literal["stage", "member"], int]
+#: Who sent a message: another stage, or a member of this rank's own group, with its index.
+Sender = tuple[Literal["stage", "member"], int]
 
 
 class RrfpError(Exception):
@@ -68,11 +68,11 @@ class ProtocolError(PeerError):
     """A peer's message contradicts this rank's state: duplicate, out of step, unknown task, other step size or mode.
 
     Attributes:
-        told_by: the sender, for a message that arrived before its step and was applied when the step opened; None for
+        sender: the sender, for a message that arrived before its step and was applied when the step opened; None for
             all others, whose sender the runtime knows.
     """
 
-    told_by: ToldBy | None = None
+    sender: Sender | None = None
 
 
 class PeerLostError(PeerError):

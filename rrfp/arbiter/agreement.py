@@ -5,7 +5,7 @@ equal all run the task, otherwise no rank does, and they propose again once any 
 hint that is no pure function of the ready set (measured durations, order of arrival) they may never agree: that is
 detected like any other deadlock, and reported with the proposals.
 
-The all-gather goes through rank 0 of the group, which collects proposals and announces what came of a round. So a round
+The all-gather goes through member 0 of the group, which collects proposals and announces what came of a round. So a round
 ends on rank 0 before any rank can propose in the next one, and nothing of a step is said after its last round.
 """
 
@@ -56,7 +56,7 @@ class AgreementArbiter(Arbiter):
         #: What this rank proposed when the last round failed: proposing it again alone would change nothing.
         self._refused: Task | None = None
         self._prompted = False
-        #: Rank 0 of the group: the proposals of this round, by member.
+        #: Member 0: the proposals of this round, by member.
         self._proposals: dict[int, Task] = {}
         #: Messages of the next step, which this rank has not opened yet, by sender.
         self._early: list[tuple[int, GroupMessage]] = []
@@ -79,7 +79,7 @@ class AgreementArbiter(Arbiter):
             try:
                 self.on_message(member, message)
             except ProtocolError as error:
-                error.told_by = ("member", member)
+                error.sender = ("member", member)
                 raise
 
     def on_message(self, member: int, message: GroupMessage) -> None:
@@ -95,7 +95,7 @@ class AgreementArbiter(Arbiter):
             )
         match message:
             case GroupMessage(GroupMessageKind.PROPOSE, _, Task() as task, (number,)) if (
-                self._group.rank == 0 and number == self._round
+                self._group.member == 0 and number == self._round
             ):
                 self._collect(member, task)
             case GroupMessage(GroupMessageKind.OUTCOME, _, task, (number,)) if (
@@ -115,7 +115,7 @@ class AgreementArbiter(Arbiter):
 
     def _is_heard_from(self, member: int) -> bool:
         """Whether ``member`` announces rounds and this rank receives its announcements."""
-        return member == 0 < self._group.rank
+        return member == 0 < self._group.member
 
     def dispatch_next(self) -> bool:
         """Propose a task; what the group agrees on is dispatched as soon as that is known."""
@@ -130,13 +130,13 @@ class AgreementArbiter(Arbiter):
 
     def _propose(self, step: StepId, task: Task) -> None:
         self._proposed, self._prompted = task, False
-        if self._group.rank == 0:
+        if self._group.member == 0:
             self._collect(0, task)
         else:
             self._send(0, GroupMessage(GroupMessageKind.PROPOSE, step, task, (self._round,)))
 
     def _collect(self, member: int, task: Task) -> None:
-        """Rank 0: one more proposal; the first of a round that follows a failed one asks for all others."""
+        """Member 0: one more proposal; the first of a round that follows a failed one asks for all others."""
         if member in self._proposals:
             raise ProtocolError(f"member {member} of the group proposes twice in round {self._round} of {self._step}")
         if not self._proposals and self._refused is not None:

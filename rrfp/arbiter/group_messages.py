@@ -15,7 +15,7 @@ class GroupMessageKind(StrEnum):
     READY = "ready"  # to the leader: all that `task` needs from other stages has arrived here
     HELD = "held"  # to the leader: bytes that `task` has left behind here; `numbers`: held, output
     ORDER = "order"  # from the leader: entry numbers[0] of the log is `task`
-    PROPOSE = "propose"  # agreement, to rank 0 of the group: in round numbers[0] this rank would run `task`
+    PROPOSE = "propose"  # agreement, to member 0: in round numbers[0] this rank would run `task`
     OUTCOME = "outcome"  # agreement, from there: round numbers[0] chose `task`; None: the ranks did not agree
     PROMPT = "prompt"  # agreement, from there: round numbers[0] is open again, propose
 

@@ -162,7 +162,7 @@ class Admission:
         self._byte_limit: ByteLimit | None = None
         if limit.bytes is not None:
             self.roomy_below = 0
-            self._byte_limit = ByteLimit(limit.bytes, self.bytes, seen, reserve=reserve, ranks=1 + followers)
+            self._byte_limit = ByteLimit(limit.bytes, self.bytes, seen, reserve=reserve, members=1 + followers)
         #: D: chunk tasks that hold a slot.
         self.held = 0
         self.peak_held = 0
@@ -219,16 +219,16 @@ class Admission:
         else:
             self.bytes.hold(owner, held)
 
-    def complete_elsewhere(self, rank: int, chunk: int, event: HeldReported) -> None:
-        """A task completed on follower ``rank``: what stays there counts as well, where bytes are limited."""
+    def complete_elsewhere(self, member: int, chunk: int, event: HeldReported) -> None:
+        """A task completed on follower ``member``: what stays there counts as well, where bytes are limited."""
         limit, task = self._byte_limit, event.task
         if limit is None:
             return
         owner = (chunk, task.microbatch)
-        limit.complete(task.kind, owner, event.held, event.output, rank)
+        limit.complete(task.kind, owner, event.held, event.output, member)
         if limit.is_in_work(owner):
-            self.bytes.hold(owner, event.held, rank)
-        self.bytes.keep_output_elsewhere(task, event.output, rank)
+            self.bytes.hold(owner, event.held, member)
+        self.bytes.keep_output_elsewhere(task, event.output, member)
 
     def free(self, owner: Owner) -> None:
         """``owner`` holds no bytes any more. Its slot is released apart, when its last task is enqueued."""

@@ -18,14 +18,14 @@ from rrfp.core.tasks import B, F, Kind
 
 
 class ByteLimit:
-    """See the module's docstring. ``ranks`` counts this rank and the followers that report to it."""
+    """See the module's docstring. ``members`` counts this rank and the followers that report to it."""
 
-    def __init__(self, most: int, held: HeldBytes, seen: SeenSizes, *, reserve: bool, ranks: int) -> None:
+    def __init__(self, most: int, held: HeldBytes, seen: SeenSizes, *, reserve: bool, members: int) -> None:
         self._most = most
         self._held = held
         self._seen = seen
         self._reserve = reserve
-        self._ranks = ranks
+        self._members = members
         #: Microbatches that hold a slot, by chunk.
         self._holders: list[set[int]] = [set() for _ in seen.expected]
         #: Forwards in flight: the ranks that have not reported the bytes; and how many forwards there are by chunk.
@@ -64,17 +64,17 @@ class ByteLimit:
         chunk, microbatch = owner
         self._holders[chunk].add(microbatch)
         self._in_flight[chunk] += 1
-        self._unreported[owner] = self._ranks
+        self._unreported[owner] = self._members
 
-    def complete(self, kind: Kind, owner: Owner, held: int, output: int, rank: int = 0) -> None:
-        """A task of ``owner`` completed on ``rank``; called before the ledger has what it left."""
+    def complete(self, kind: Kind, owner: Owner, held: int, output: int, member: int = 0) -> None:
+        """A task of ``owner`` completed on ``member``; called before the ledger has what it left."""
         chunk = owner[0]
         self._seen.saw(chunk, held + output)
         if kind is F:
             self._forwarded(owner)
         elif kind is B and self.is_in_work(owner):
-            self._seen.saw_growth(chunk, self._held.of(owner, rank), held + output)
-        if rank == 0:
+            self._seen.saw_growth(chunk, self._held.of(owner, member), held + output)
+        if member == 0:
             (self._before_backward.add if kind is F else self._before_backward.discard)(owner)
 
     def is_in_work(self, owner: Owner) -> bool:

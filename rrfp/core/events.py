@@ -92,10 +92,10 @@ class Consumed:
 
 @record
 class ReadyReported:
-    """Leader only: on follower ``rank`` everything that ``task`` needs from other stages has arrived."""
+    """Leader only: on follower ``member`` everything that ``task`` needs from other stages has arrived."""
 
     step: StepId
-    rank: int
+    member: int
     task: Task
 
 
@@ -110,10 +110,10 @@ class Ordered:
 
 @record
 class HeldReported:
-    """Leader only: after ``task`` completed on follower ``rank``, so many bytes stay there; see `Completed`."""
+    """Leader only: after ``task`` completed on follower ``member``, so many bytes stay there; see `Completed`."""
 
     step: StepId
-    rank: int
+    member: int
     task: Task
     held: int
     output: int = 0

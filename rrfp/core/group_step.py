@@ -58,7 +58,7 @@ class GroupStep:
         """Follower: the leader's log has one entry more. What depends on it may be ordered next."""
         task = event.task
         if not self._group.follows:
-            raise ProtocolError(f"{task} was ordered on stage {self._stage}, where rank {self._group.rank} leads")
+            raise ProtocolError(f"{task} was ordered on stage {self._stage}, whose group this rank leads")
         if not self._states.knows(task):
             raise ProtocolError(f"{task} was ordered, which does not run on stage {self._stage} in {self._step_id}")
         self.log.receive(event.sequence, task)
@@ -67,26 +67,29 @@ class GroupStep:
 
     def report(self, event: ev.ReadyReported) -> tuple[()]:
         """Leader: a follower has what a task needs from other stages."""
-        rank, task = event.rank, event.task
-        if not 0 < rank <= self._group.num_followers or not self._readiness.expects_reports(task):
-            raise ProtocolError(f"rank {rank} reports {task} as ready, which stage {self._stage} does not await")
-        if (rank, task) in self._reported:
-            raise ProtocolError(f"rank {rank} of the group reported {task} as ready twice")
-        self._reported.add((rank, task))
+        member, task = event.member, event.task
+        if not 0 < member <= self._group.num_followers or not self._readiness.expects_reports(task):
+            raise self._unawaited(f"member {member} of the group reports {task} as ready")
+        if (member, task) in self._reported:
+            raise ProtocolError(f"member {member} of the group reported {task} as ready twice")
+        self._reported.add((member, task))
         self._readiness.report(task)
         return ()
 
     def hold(self, event: ev.HeldReported) -> tuple[()]:
         """Leader: a follower has completed a task."""
-        rank, task = event.rank, event.task
-        is_follower = 0 < rank <= self._group.num_followers
+        member, task = event.member, event.task
+        is_follower = 0 < member <= self._group.num_followers
         if not is_follower or not self._states.knows(task) or not self._readiness.is_available(task):
-            raise ProtocolError(f"rank {rank} reports bytes of {task}, which stage {self._stage} does not await")
-        if (rank, task) in self._bytes_reported:
-            raise ProtocolError(f"rank {rank} of the group reported the bytes of {task} twice")
-        self._bytes_reported.add((rank, task))
-        self._admission.complete_elsewhere(rank, self._states.of(task).chunk, event)
+            raise self._unawaited(f"member {member} of the group reports bytes of {task}")
+        if (member, task) in self._bytes_reported:
+            raise ProtocolError(f"member {member} of the group reported the bytes of {task} twice")
+        self._bytes_reported.add((member, task))
+        self._admission.complete_elsewhere(member, self._states.of(task).chunk, event)
         return ()
+
+    def _unawaited(self, report: str) -> ProtocolError:
+        return ProtocolError(f"{report}, which stage {self._stage} does not await")
 
     # What may run, and what is awaited.
 
@@ -112,7 +115,7 @@ class GroupStep:
         """Leader: the followers without whose report ``task`` cannot run."""
         if not self._group.num_followers or not self._readiness.expects_reports(task):
             return ()
-        return tuple(rank for rank in range(1, self._group.size) if (rank, task) not in self._reported)
+        return tuple(member for member in range(1, self._group.size) if (member, task) not in self._reported)
 
     def pending(self) -> Sequence[Task]:
         """Follower: what was ordered and not enqueued, in order."""

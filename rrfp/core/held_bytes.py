@@ -14,52 +14,52 @@ Owner = tuple[int, int]
 
 
 class HeldBytes:
-    """See the module's docstring. Of its ``ranks`` this one is number 0; the others are followers that report."""
+    """See the module's docstring. Of its ``members`` this one is number 0; the others are followers that report."""
 
-    __slots__ = ("_by_holder", "_early", "_ranks", "own", "peak", "worst")
+    __slots__ = ("_by_holder", "_early", "_members", "own", "peak", "worst")
 
-    def __init__(self, ranks: int = 1) -> None:
-        self._ranks = ranks
+    def __init__(self, members: int = 1) -> None:
+        self._members = members
         #: Bytes by rank. A holder has an entry while this rank holds something for it.
         self._by_holder: dict[Owner | Task, list[int]] = {}
         #: Outputs of followers that were faster than this rank. They count once it has its own.
         self._early: dict[Task, list[int]] = {}
         self.own = self.peak = self.worst = 0
 
-    def of(self, holder: Owner | Task, rank: int) -> int:
-        """What ``holder`` holds on ``rank``."""
+    def of(self, holder: Owner | Task, member: int) -> int:
+        """What ``holder`` holds on ``member``."""
         entry = self._by_holder.get(holder)
-        return 0 if entry is None else entry[rank]
+        return 0 if entry is None else entry[member]
 
     def worst_of(self, holder: Owner | Task) -> int:
         """The most that ``holder`` holds on any rank."""
         return max(self._by_holder.get(holder, (0,)))
 
-    def hold(self, owner: Owner, num_bytes: int, rank: int = 0) -> None:
-        """``owner`` now holds ``num_bytes`` on ``rank``."""
+    def hold(self, owner: Owner, num_bytes: int, member: int = 0) -> None:
+        """``owner`` now holds ``num_bytes`` on ``member``."""
         entry = self._by_holder.get(owner)
         if entry is None:
             if not num_bytes:
                 return
-            entry = self._by_holder[owner] = [0] * self._ranks
-        self._set(entry, num_bytes, rank)
+            entry = self._by_holder[owner] = [0] * self._members
+        self._set(entry, num_bytes, member)
 
     def keep_output(self, task: Task, num_bytes: int) -> None:
         """The output of ``task`` takes ``num_bytes`` on this rank, until `drop`."""
-        entry = self._by_holder[task] = self._early.pop(task, [0] * self._ranks)
+        entry = self._by_holder[task] = self._early.pop(task, [0] * self._members)
         self.worst += max(entry)
         self._set(entry, num_bytes, 0)
 
-    def keep_output_elsewhere(self, task: Task, num_bytes: int, rank: int) -> None:
+    def keep_output_elsewhere(self, task: Task, num_bytes: int, member: int) -> None:
         """The output of ``task`` takes ``num_bytes`` on a follower; it counts while this rank keeps its own.
 
         Followers do not report when they let go of an output, so the leader's own end stands for theirs.
         """
         entry = self._by_holder.get(task)
         if entry is None:
-            self._early.setdefault(task, [0] * self._ranks)[rank] = num_bytes
+            self._early.setdefault(task, [0] * self._members)[member] = num_bytes
         else:
-            self._set(entry, num_bytes, rank)
+            self._set(entry, num_bytes, member)
 
     def drop(self, holder: Owner | Task) -> None:
         """``holder`` holds nothing more."""
@@ -68,11 +68,11 @@ class HeldBytes:
             self.own -= entry[0]
             self.worst -= max(entry)
 
-    def _set(self, entry: list[int], num_bytes: int, rank: int) -> None:
-        if rank == 0:
+    def _set(self, entry: list[int], num_bytes: int, member: int) -> None:
+        if member == 0:
             self.own += num_bytes - entry[0]
             if self.own > self.peak:
                 self.peak = self.own
         before = max(entry)
-        entry[rank] = num_bytes
+        entry[member] = num_bytes
         self.worst += max(entry) - before

@@ -17,29 +17,29 @@ class Group:
     """This rank's part in its group of ranks that run the same tasks in the same order.
 
     Attributes:
-        rank: this rank's index in the group; 0 leads.
+        member: this rank's index in the group; 0 leads.
         size: ranks in the group; 1 means that nothing has to be agreed on.
 
     Raises:
-        ConfigError: if ``rank`` is outside ``0..size-1``.
+        ConfigError: if ``member`` is outside ``0..size-1``.
     """
 
-    rank: int = 0
+    member: int = 0
     size: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.size:
-            raise ConfigError(f"group: rank is {self.rank}, must be 0..{self.size - 1}")
+        if not 0 <= self.member < self.size:
+            raise ConfigError(f"group: member is {self.member}, must be 0..{self.size - 1}")
 
     @property
     def num_followers(self) -> int:
         """Ranks that report to this one: none unless it leads."""
-        return self.size - 1 if self.rank == 0 else 0
+        return self.size - 1 if self.member == 0 else 0
 
     @property
     def follows(self) -> bool:
         """Whether this rank takes its order from the leader."""
-        return self.rank > 0
+        return self.member > 0
 
 
 class OrderLog:

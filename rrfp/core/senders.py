@@ -5,19 +5,19 @@ from __future__ import annotations
 from rrfp.core import events as ev
 from rrfp.core.graph import Graph
 from rrfp.core.step import Step
-from rrfp.errors import ProtocolError, ToldBy
+from rrfp.errors import ProtocolError, Sender
 
 #: What comes from other ranks.
 FromRank = ev.Arrived | ev.Consumed | ev.ReadyReported | ev.Ordered | ev.HeldReported
 
 
-def sender_of(event: FromRank, graph: Graph) -> ToldBy:
+def sender_of(event: FromRank, graph: Graph) -> Sender:
     """The stage, or the member of this rank's group, that ``event`` comes from."""
     if isinstance(event, ev.Arrived):
         return "stage", graph.placement.stage_of(event.task.virtual_stage)
     if isinstance(event, ev.Consumed):
         return "stage", event.peer
-    return "member", 0 if isinstance(event, ev.Ordered) else event.rank
+    return "member", 0 if isinstance(event, ev.Ordered) else event.member
 
 
 def misplaced(event: FromRank, graph: Graph, stage: int, step: Step | None) -> ProtocolError:
@@ -31,8 +31,8 @@ def misplaced(event: FromRank, graph: Graph, stage: int, step: Step | None) -> P
     return ProtocolError(f"{event.task} from {sender}, a message of {sent}, reached stage {stage} {here}")
 
 
-def _described(sender: ToldBy) -> str:
+def _described(sender: Sender) -> str:
     kind, index = sender
     if kind == "stage":
         return f"stage {index}"
-    return f"rank {index} of the group" if index else "the group's leader"
+    return f"member {index} of the group" if index else "the group's leader"

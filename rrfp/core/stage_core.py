@@ -76,8 +76,8 @@ class StageCore:
         #: For a limit on bytes: by mode, since forward only a microbatch holds much less.
         self._seen_sizes = {mode: SeenSizes(graph.placement.chunks) for mode in Mode}
         self._durations = MeanDurations()
-        is_told = type(hint).observe is not Hint.observe and not self.group.follows
-        self._observe = hint.observe if is_told else None
+        wants_events = type(hint).observe is not Hint.observe and not self.group.follows
+        self._observe = hint.observe if wants_events else None
         self._early: list[_Early] = []
         self._next_step = 0
         self._step: Step | None = None
@@ -197,7 +197,7 @@ class StageCore:
         try:
             return self._on_peer(message)
         except ProtocolError as error:
-            error.told_by = sender_of(message, self.graph)
+            error.sender = sender_of(message, self.graph)
             raise
 
     def _on_aborted(self, event: ev.Aborted) -> Instructions:

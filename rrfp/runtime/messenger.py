@@ -83,9 +83,9 @@ class Messenger:
         try:
             yield
         except ProtocolError as error:
-            if error.told_by is None:
+            if error.sender is None:
                 raise
-            kind, index = error.told_by
+            kind, index = error.sender
             self._raise_naming(self._ranks[index] if kind == "stage" else self._topology.group[index], error)
 
     def on_output(self, message: Message) -> None:

@@ -125,14 +125,14 @@ def test_an_ordered_task_that_does_not_run_here_is_refused(task: str) -> None:
 
 def test_a_leader_takes_no_orders() -> None:
     message = refusal(lambda: ordered(leader(), (0, "F0@1")))
-    assert message == "F0@1 was ordered on stage 1, where rank 0 leads"
+    assert message == "F0@1 was ordered on stage 1, whose group this rank leads"
 
 
 def test_a_second_report_of_one_rank_is_refused() -> None:
     script = leader(size=3)
     reported(script, "F0@1", rank=1)
     message = refusal(lambda: reported(script, "F0@1", rank=1))
-    assert message == "rank 1 of the group reported F0@1 as ready twice"
+    assert message == "member 1 of the group reported F0@1 as ready twice"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_second_report_of_one_rank_is_refused() -> None:
 )
 def test_a_report_that_the_leader_does_not_await_is_refused(rank: int, task: str) -> None:
     message = refusal(lambda: reported(leader(), task, rank))
-    assert message == f"rank {rank} reports {task} as ready, which stage 1 does not await"
+    assert message == f"member {rank} of the group reports {task} as ready, which stage 1 does not await"
 
 
 def test_reports_and_orders_run_one_step_ahead() -> None:
@@ -228,7 +228,7 @@ def test_a_followers_hint_is_neither_asked_nor_told_anything() -> None:
 @pytest.mark.parametrize("step", [StepId(2, Mode.TRAIN, 2), StepId(0, Mode.FORWARD, 2), StepId(0, Mode.TRAIN, 3)])
 def test_reports_and_orders_of_another_step_are_refused(step: StepId) -> None:
     for script, event, who in (
-        (leader(), ReadyReported(step, 1, T("F0@1")), "rank 1 of the group"),
+        (leader(), ReadyReported(step, 1, T("F0@1")), "member 1 of the group"),
         (follower(), Ordered(step, 0, T("F0@1")), "the group's leader"),
     ):
         message = refusal(lambda script=script, event=event: script.told(event))  # type: ignore[misc]
@@ -241,11 +241,11 @@ def test_a_group_of_one_agrees_with_nobody() -> None:
     assert script.enqueued("F0@0") == []
 
 
-@pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0)])
-def test_a_rank_outside_its_group_is_refused(rank: int, size: int) -> None:
+@pytest.mark.parametrize(("member", "size"), [(2, 2), (-1, 2), (0, 0)])
+def test_a_member_outside_its_group_is_refused(member: int, size: int) -> None:
     with pytest.raises(ConfigError) as caught:
-        Group(rank, size)
-    assert str(caught.value) == f"group: rank is {rank}, must be 0..{size - 1}"
+        Group(member, size)
+    assert str(caught.value) == f"group: member is {member}, must be 0..{size - 1}"
 
 
 def test_a_leader_waits_for_reports_only_once_it_has_the_inputs_itself() -> None:

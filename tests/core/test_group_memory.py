@@ -113,12 +113,12 @@ def test_the_rank_that_holds_the_most_counts_and_outputs_count_once() -> None:
 @pytest.mark.parametrize(
     ("reports", "message"),
     [
-        ([("F1@1", 1)], "rank 1 reports bytes of F1@1, which stage 1 does not await"),
-        ([("F0@0", 1)], "rank 1 reports bytes of F0@0, which stage 1 does not await"),
-        ([("F9@1", 1)], "rank 1 reports bytes of F9@1, which stage 1 does not await"),
-        ([("F0@1", 2)], "rank 2 reports bytes of F0@1, which stage 1 does not await"),
-        ([("F0@1", 0)], "rank 0 reports bytes of F0@1, which stage 1 does not await"),
-        ([("F0@1", 1), ("F0@1", 1)], "rank 1 of the group reported the bytes of F0@1 twice"),
+        ([("F1@1", 1)], "member 1 of the group reports bytes of F1@1, which stage 1 does not await"),
+        ([("F0@0", 1)], "member 1 of the group reports bytes of F0@0, which stage 1 does not await"),
+        ([("F9@1", 1)], "member 1 of the group reports bytes of F9@1, which stage 1 does not await"),
+        ([("F0@1", 2)], "member 2 of the group reports bytes of F0@1, which stage 1 does not await"),
+        ([("F0@1", 0)], "member 0 of the group reports bytes of F0@1, which stage 1 does not await"),
+        ([("F0@1", 1), ("F0@1", 1)], "member 1 of the group reported the bytes of F0@1 twice"),
     ],
 )
 def test_bytes_that_the_leader_does_not_await_are_refused(reports: list[tuple[str, int]], message: str) -> None:
@@ -137,7 +137,7 @@ def test_bytes_may_be_told_after_the_step_and_not_before_it() -> None:
     assert held(script, "B0@0", 0) == []
     ahead = HeldReported(StepId(1, Mode.TRAIN, 1), 1, T("F0@0"), 0)
     assert refusal(lambda: script.told(ahead)) == (
-        "F0@0 from rank 1 of the group, a message of step 1 (train, 1 microbatches), reached stage 0 in step 0 (ended)"
+        "F0@0 from member 1 of the group, a message of step 1 (train, 1 microbatches), reached stage 0 in step 0 (ended)"
     )
 
 

@@ -26,8 +26,8 @@ def test_a_rank_alone_sums_its_holders_and_keeps_the_peak() -> None:
 def test_for_each_holder_the_worst_rank_counts_and_only_this_rank_is_reported() -> None:
     ledger = HeldBytes(3)
     ledger.hold(FIRST, 10)
-    ledger.hold(FIRST, 14, rank=2)
-    ledger.hold(SECOND, 7, rank=1)
+    ledger.hold(FIRST, 14, member=2)
+    ledger.hold(SECOND, 7, member=1)
     assert (ledger.own, ledger.worst, ledger.peak) == (10, 21, 10)
     assert (ledger.worst_of(FIRST), ledger.of(FIRST, 1), ledger.worst_of((1, 0))) == (14, 0, 0)
     ledger.hold(FIRST, 0)
@@ -38,12 +38,12 @@ def test_for_each_holder_the_worst_rank_counts_and_only_this_rank_is_reported() 
 
 def test_outputs_of_followers_count_while_this_rank_keeps_its_own() -> None:
     ledger = HeldBytes(2)
-    ledger.keep_output_elsewhere(T("F0@0"), 9, rank=1)
+    ledger.keep_output_elsewhere(T("F0@0"), 9, member=1)
     assert ledger.worst == 0
     ledger.keep_output(T("F0@0"), 0)
     assert (ledger.own, ledger.worst) == (0, 9)
-    ledger.keep_output_elsewhere(T("F0@0"), 11, rank=1)
+    ledger.keep_output_elsewhere(T("F0@0"), 11, member=1)
     assert ledger.worst == 11
     ledger.drop(T("F0@0"))
-    ledger.keep_output_elsewhere(T("F0@0"), 11, rank=1)
+    ledger.keep_output_elsewhere(T("F0@0"), 11, member=1)
     assert (ledger.own, ledger.worst) == (0, 0)

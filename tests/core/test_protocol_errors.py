@@ -190,7 +190,7 @@ def test_a_credit_cannot_run_ahead() -> None:
 def test_a_report_is_refused_where_nobody_follows() -> None:
     script = middle()
     message = refusal(lambda: script.told(ReadyReported(script.step, 1, T("F0@1"))))
-    assert message == "rank 1 reports F0@1 as ready, which stage 1 does not await"
+    assert message == "member 1 of the group reports F0@1 as ready, which stage 1 does not await"
 
 
 def test_events_outside_any_step_are_refused() -> None:

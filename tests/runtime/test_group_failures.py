@@ -150,7 +150,7 @@ def tampered(kind: MessageKind, how: str, rank: int) -> type[Tampering]:
         (MessageKind.ORDER, "lose", 2, 3, "order log leaves a gap: got entry 3 ("),
         (MessageKind.ORDER, "late", 2, 3, "a message of step 2 (train, 4 microbatches), reached stage 1 in step 0"),
         (MessageKind.ORDER, "strange", 2, 3, "rank 2 sent 'order' with what cannot be read"),
-        (MessageKind.READY, "repeat", 3, 2, "rank 1 of the group reported"),
+        (MessageKind.READY, "repeat", 3, 2, "member 1 of the group reported"),
         (MessageKind.READY, "late", 3, 2, "a message of step 2 (train, 4 microbatches), reached stage 1 in step 0"),
     ],
 )

@@ -94,7 +94,7 @@ def test_an_output_lost_on_one_member_is_named_with_that_member() -> None:
     ("kind", "about", "text"),
     [
         (GroupMessageKind.ORDER, 2, "order log repeats an entry: got entry 2 (F2@0), expected 3"),
-        (GroupMessageKind.READY, "B0@0", "rank 1 of the group reported B0@0 as ready twice"),
+        (GroupMessageKind.READY, "B0@0", "member 1 of the group reported B0@0 as ready twice"),
     ],
 )
 def test_a_repeated_word_is_refused(kind: GroupMessageKind, about: int | str, text: str) -> None:
@@ -157,7 +157,7 @@ class IgnoresBytes(StageCore):
 
     def apply(self, event: ev.Event) -> Instructions:
         if isinstance(event, ev.HeldReported):
-            event = ev.HeldReported(event.step, event.rank, event.task, 0)
+            event = ev.HeldReported(event.step, event.member, event.task, 0)
         return super().apply(event)
 
 
