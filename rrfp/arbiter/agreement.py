@@ -5,8 +5,8 @@ equal all run the task, otherwise no rank does, and they propose again once any 
 hint that is no pure function of the ready set (measured durations, order of arrival) they may never agree: that is
 detected like any other deadlock, and reported with the proposals.
 
-The all-gather goes through member 0 of the group, which collects proposals and announces what came of a round. So a round
-ends on rank 0 before any rank can propose in the next one, and nothing of a step is said after its last round.
+The all-gather goes through member 0 of the group, which collects proposals and announces the outcome of a round. So a
+round ends on member 0 before any rank can propose in the next one, and no message of a step follows its last round.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class Admission:
         "slots",
     )
 
-    def __init__(self, limit: Limit, num_chunks: int, *, reserve: bool, seen: SeenSizes, followers: int = 0) -> None:
+    def __init__(self, limit: Limit, num_chunks: int, *, reserve: bool, seen: SeenSizes, followers: int) -> None:
         #: K * C, or None: unlimited.
         self.slots = None if limit.microbatches is None else limit.microbatches * num_chunks
         self._chunks = num_chunks

@@ -47,10 +47,6 @@ class Placement:
         chunk, position = divmod(virtual_stage, self.stages)
         return self.stages - 1 - position if self.layout == "v" and chunk % 2 else position
 
-    def chunk_of(self, virtual_stage: int) -> int:
-        """The chunk index of ``virtual_stage`` on its stage."""
-        return virtual_stage // self.stages
-
     def virtual_stages(self, stage: int) -> tuple[int, ...]:
         """The virtual stages of ``stage``, in chunk order (shallowest first)."""
         mirrored = self.stages - 1 - stage

@@ -34,8 +34,8 @@ class Readiness:
         ready: ReadySet,
         microbatches: int,
         *,
-        in_order: Collection[ForcedOrder] = (),
-        followers: int = 0,
+        in_order: Collection[ForcedOrder],
+        followers: int,
     ) -> None:
         self._graph = graph
         self._states = states

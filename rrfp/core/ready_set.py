@@ -42,7 +42,6 @@ class ReadySet:
         "_next_forward",
         "_num_forwards",
         "_num_others",
-        "_order",
         "_position_of",
         "_queues",
         "_started",
@@ -63,8 +62,7 @@ class ReadySet:
         self._drain_order = drain_order
         #: Kinds that are never blocked: backwards and weight tasks, unless a full stage drains in order.
         self._free_kinds = frozenset[Kind]() if admission.drains_in_order else frozenset({B, W})
-        #: Microbatches in the order of their priority, and the position of each in it.
-        self._order: Sequence[int] = range(microbatches)
+        #: By microbatch, its position in the order of their priority.
         self._position_of: Sequence[int] = range(microbatches)
         #: By kind and chunk, the queues of ready tasks; and how many tasks they hold.
         self._queues: dict[Kind, list[list[tuple[int, Task]]]] = {
@@ -160,10 +158,10 @@ class ReadySet:
         Raises:
             ValueError: unless every microbatch occurs once.
         """
-        if sorted(order) != list(range(len(self._order))):
-            raise ValueError(f"must hold every microbatch of 0..{len(self._order) - 1} once")
-        self._order = list(order)
-        self._position_of = sorted(range(len(order)), key=self._order.__getitem__)
+        count = len(self._position_of)
+        if sorted(order) != list(range(count)):
+            raise ValueError(f"must hold every microbatch of 0..{count - 1} once")
+        self._position_of = sorted(range(count), key=order.__getitem__)
         for queues in self._queues.values():
             for queue in queues:
                 queue[:] = sorted((self._position_of[task.microbatch], task) for _, task in queue)

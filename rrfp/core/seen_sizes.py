@@ -44,6 +44,8 @@ class SeenSizes:
 
     def __init__(self, num_chunks: int) -> None:
         self._num_chunks = num_chunks
+        #: By chunk, the largest of the current step so far and of those remembered.
+        self.expected: list[Largest]
         self._steps: deque[list[Largest]] = deque(maxlen=REMEMBERED_STEPS + 1)
         self.open_step()
 

@@ -83,7 +83,7 @@ class Step:
         group: Group,
         in_order: Collection[ForcedOrder],
         durations: MeanDurations,
-        sizes: tuple[float, ...] | None = None,
+        sizes: tuple[float, ...] | None,
     ) -> None:
         mode, count = step_id.mode, step_id.microbatches
         virtual_stages = graph.placement.virtual_stages(stage)

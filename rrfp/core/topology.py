@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -135,10 +136,7 @@ class Topology:
             ConfigError: if a variable is missing or not a number (the message says how to launch), or the number of
                 ranks is not that of the mesh (it shows the arithmetic).
         """
-        if environ is None:
-            import os
-
-            environ = os.environ
+        environ = os.environ if environ is None else environ
         rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
         launch = _Launch(
             environ.get("TORCHELASTIC_RUN_ID", "local"),
@@ -166,8 +164,6 @@ class Topology:
         Raises:
             ConfigError: if the dims have no names or do not fit, or this process is not in the mesh.
         """
-        import os
-
         names, at = device_mesh.mesh_dim_names, device_mesh.get_coordinate()
         if names is None:
             raise ConfigError("mesh has no mesh_dim_names, must name its dims: pp, dp, tp, ...")
@@ -191,7 +187,7 @@ class _Launch(NamedTuple):
 
 
 def _launch_of_part(environ: Mapping[str, str], size: int, first: int) -> _Launch:
-    """The launch of those ranks of a job that make one mesh: ``size`` of them, of which ``first`` has the lowest number.
+    """The launch of ``size`` ranks of a job that make one mesh, of which ``first`` has the lowest number.
 
     Meshes without a common rank have different ``first``.
     """

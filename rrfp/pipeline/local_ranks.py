@@ -131,7 +131,7 @@ class LocalRanks:
 
     async def step(self, plan: Plan) -> StepResult:
         """Run one planned step on all ranks of this process."""
-        results = await _all(runner.step(plan, self._options["reduction"]) for runner in self._runners)
+        results = await _all(runner.step(plan) for runner in self._runners)
         outputs = {m: output for result in results for m, output in result.outputs.items()}
         return replace(results[0], trace=merge(result.trace for result in results), outputs=outputs)
 

@@ -16,7 +16,6 @@ from rrfp.arbiter.loop import SettlingLoop, run_arbiter
 from rrfp.compute.gradients.tied import TiedGradients
 from rrfp.compute.lanes.base import Lane
 from rrfp.compute.program import StageProgram
-from rrfp.compute.weighting import Reduction
 from rrfp.core import events as ev
 from rrfp.core import timeouts
 from rrfp.core.stage_core import StageCore
@@ -124,13 +123,13 @@ class StageRunner:
             raise
         await self._abort.unless_aborted(self._health.meet(), "the start")
 
-    async def step(self, plan: Plan, reduction: Reduction = "mean") -> StepResult:
+    async def step(self, plan: Plan) -> StepResult:
         """Run one step; its program has the batch. Cancelling it ends the pipeline.
 
         Raises:
             PipelineAborted: if any rank failed.
         """
-        return await self._abort.unless_aborted(self._run_step(plan, reduction), "the step")
+        return await self._abort.unless_aborted(self._run_step(plan), "the step")
 
     async def gather(self, own: bytes) -> list[bytes]:
         """Give ``own`` to all ranks between two steps, and get what each of them gives, by rank; all equally often."""
@@ -203,7 +202,7 @@ class StageRunner:
 
     # A step.
 
-    async def _run_step(self, plan: Plan, reduction: Reduction) -> StepResult:
+    async def _run_step(self, plan: Plan) -> StepResult:
         context, step = self._context, plan.step
         context.activity.begin_step(step)
         context.departures.check()
@@ -222,7 +221,7 @@ class StageRunner:
         trace = context.recorder.close(step.number, self._core.peaks)
         # On the lane's thread, because reading a loss may wait for the device.
         losses = await self._driver.executor.run_extra("the losses of the step", self.program.losses)
-        result = await self._reporter.report(plan, reduction, trace, self._core.peaks, losses)
+        result = await self._reporter.report(plan, trace, self._core.peaks, losses)
         context.activity.end_step()
         return replace(result, outputs=self.program.outputs())
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rrfp.compute.weighting import Reduction, combine_losses
+from rrfp.compute.weighting import combine_losses
 from rrfp.core.graph import Graph
 from rrfp.core.topology import Topology
 from rrfp.core.usage import Peaks
@@ -69,9 +69,7 @@ class StepReporter:
                 f"reduce_gradients is True on {does} and False on {does_not} in {plan.step}: must be the same on all"
             )
 
-    async def report(
-        self, plan: Plan, reduction: Reduction, trace: StepTrace, peaks: Peaks, losses: Mapping[int, float]
-    ) -> StepResult:
+    async def report(self, plan: Plan, trace: StepTrace, peaks: Peaks, losses: Mapping[int, float]) -> StepResult:
         """Gather the reports of all ranks, and make one result of them."""
         topology, weight = self._topology, plan.total_weight if losses else 0.0
         loss = None
@@ -79,13 +77,13 @@ class StepReporter:
             self._check_finite(plan, losses)
             ordered = [losses[m] for m in sorted(losses)]
             # A replica all of whose weights are 0 adds nothing to the others' mean.
-            loss = combine_losses(ordered, plan.weights, reduction) if weight or topology.replicas == 1 else 0.0
+            loss = combine_losses(ordered, plan.weights, plan.reduction) if weight or topology.replicas == 1 else 0.0
         parts = breakdown(trace, topology.stage)
         report = StageReport(topology.stage, trace.end - trace.start, parts, peaks, losses, loss, weight, plan.refused)
         answers = await self._all_gather.all_gather("step", plan.step.number, records.pack(report))
         reports = [records.unpack(StageReport, data, "a step report") for data in answers]
         self._compare_refused([report.refused for report in reports], plan)
-        return StepResult.of(plan.step, plan.batch.training_step, reports, trace, topology, reduction)
+        return StepResult.of(plan.step, plan.batch.training_step, reports, trace, topology, plan.reduction)
 
     def _compare_refused(self, refused: Sequence[int], plan: Plan) -> None:
         """Warn when calls were refused on some ranks only: a rank that then took its next batch is ahead of others."""

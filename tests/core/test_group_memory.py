@@ -137,7 +137,8 @@ def test_bytes_may_be_told_after_the_step_and_not_before_it() -> None:
     assert held(script, "B0@0", 0) == []
     ahead = HeldReported(StepId(1, Mode.TRAIN, 1), 1, T("F0@0"), 0)
     assert refusal(lambda: script.told(ahead)) == (
-        "F0@0 from member 1 of the group, a message of step 1 (train, 1 microbatches), reached stage 0 in step 0 (ended)"
+        "F0@0 from member 1 of the group, a message of step 1 (train, 1 microbatches), "
+        "reached stage 0 in step 0 (ended)"
     )
 
 
