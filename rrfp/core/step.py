@@ -62,6 +62,7 @@ from rrfp.core.order_log import Group
 from rrfp.core.outputs import Outputs
 from rrfp.core.readiness import ForcedOrder, Readiness
 from rrfp.core.ready_set import ReadySet
+from rrfp.core.sequences import Sequences
 from rrfp.core.task_state import RefCounts, TaskState, TaskStates
 from rrfp.core.tasks import F, Kind, Mode, StepId, Task
 from rrfp.core.usage import Holding, Peaks, WaitCause
@@ -124,9 +125,7 @@ class Step:
         #: By peer: the forward outputs of this stage that it has started to use, as last reported.
         self.consumed_by: dict[int, int] = {}
         self.finished = False
-        #: By (peer, kind): the number that its next output must have, where outputs are numbered.
-        self._next_sequence: dict[tuple[int, Kind], int] = {}
-        self._graph = graph
+        self._sequences = Sequences(stage, step_id)
         self._stage = stage
         self._is_training = mode is Mode.TRAIN
         self._follows = group.follows
@@ -161,7 +160,7 @@ class Step:
         if source is None or not 0 <= m < self.id.microbatches or source.is_available[m]:
             raise self._unexpected(event.task)
         if event.sequence is not None:
-            self._check_sequence(event, event.sequence)
+            self._sequences.check(event.task, source.refs.stage, event.sequence)
         if event.consumed is not None:  # the forward and the backward channel may overtake each other
             peer = source.refs.stage
             before = self.consumed_by.get(peer, 0)
@@ -174,17 +173,6 @@ class Step:
         if self.states.reads(producer):
             return ProtocolError(f"{producer} arrived twice on stage {self._stage} in {self.id}")
         return ProtocolError(f"{producer} arrived, which nothing on stage {self._stage} reads in {self.id}")
-
-    def _check_sequence(self, event: ev.Arrived, sequence: int) -> None:
-        channel = (self._graph.stage_of[event.task.virtual_stage], event.task.kind)
-        expected = self._next_sequence.get(channel, 0)
-        if sequence != expected:
-            what = "arrived twice or late" if sequence < expected else "arrived before another, or that was lost"
-            raise ProtocolError(
-                f"{event.task} from stage {channel[0]} {what}: it is message {sequence} of its channel in "
-                f"{self.id}, message {expected} is due on stage {self._stage}"
-            )
-        self._next_sequence[channel] = expected + 1
 
     def _on_enqueued(self, event: ev.Enqueued) -> Instructions:
         task = event.task
@@ -237,7 +225,7 @@ class Step:
         return self._and_finish(instructions)
 
     def _stop_using(self, source: RefCounts, microbatch: int, was_last: bool) -> Instructions:
-        """Forward only: a task here is done with an output; the last one to use it says so where that was produced."""
+        """Forward only: a task here is done with an output; the last user gives its producer a credit."""
         producer = Task(source.kind, microbatch, source.virtual_stage)
         if source.stage == self._stage:
             self._consume(producer, source.stage)
@@ -264,7 +252,7 @@ class Step:
         return self._and_finish([])
 
     def _consume(self, producer: Task, peer: int) -> None:
-        """Forward only: ``peer`` is done with ``producer``'s output; the last to say so frees the slot."""
+        """Forward only: ``peer`` is done with ``producer``'s output; the last one frees the slot."""
         if self.outputs.consume(producer, peer):
             self._free((self.states.own[F][producer.virtual_stage].chunk, producer.microbatch))
 
