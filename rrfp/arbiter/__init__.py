@@ -1,1 +1,1 @@
-"""The arbiter: the coroutine that dispatches what the core decides."""
+"""The arbiter: dispatches the decisions of the core, alone or in agreement with a group."""

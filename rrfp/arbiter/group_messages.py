@@ -10,7 +10,7 @@ from rrfp.core.tasks import StepId, Task
 
 
 class GroupMessageKind(StrEnum):
-    """What a message says."""
+    """The meaning of a message."""
 
     READY = "ready"  # to the leader: all that `task` needs from other stages has arrived here
     HELD = "held"  # to the leader: bytes that `task` has left behind here; `numbers`: held, output
@@ -25,7 +25,7 @@ class GroupMessage:
     """One message inside a group.
 
     Attributes:
-        kind: what it says.
+        kind: its meaning.
         step: the sender's step.
         task: the task that it is about.
         numbers: see `GroupMessageKind`.

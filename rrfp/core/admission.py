@@ -68,7 +68,7 @@ class Limit:
             two are one rule where a stage has one chunk.
 
     Raises:
-        ConfigError: on a value that is no whole number from 1 on, an unknown rule, or bytes under the paper's rule.
+        ConfigError: on a value that is no whole number >= 1, an unknown rule, or bytes under the paper's rule.
     """
 
     microbatches: int | None = None
@@ -78,7 +78,7 @@ class Limit:
     def __post_init__(self) -> None:
         for field, value in (("microbatches", self.microbatches), ("bytes", self.bytes)):
             if value is not None and (isinstance(value, bool) or not hasattr(value, "__index__")):
-                raise ConfigError(f"limit: {field} is {value!r}, must be a whole number, at least 1")
+                raise ConfigError(f"limit: {field} is {value!r}, must be a whole number >= 1")
             if value is not None and value < 1:
                 raise ConfigError(f"limit: {field} is {value}, must be at least 1")
         if self.rule not in get_args(AdmissionRule):
@@ -88,7 +88,7 @@ class Limit:
 
     @classmethod
     def resolve(cls, spec: Limit | int | str | None, stage: int, stages: int) -> Limit:
-        """The limit of ``stage`` for what a caller may write.
+        """The limit of ``stage`` that a caller's ``spec`` means.
 
         Args:
             spec: a Limit; K as a number or its text; ``"1f1b"`` (K = N - stage: what 1F1B holds); ``"n"`` (K = N: what

@@ -34,9 +34,9 @@ class Arrived:
 
     Attributes:
         step: the sender's step.
-        task: the *producer*: ``F3@4`` is what the forward of 3 on virtual stage 4 put out, an input of ``F3@5``.
+        task: the *producer*: ``F3@4`` is the output of the forward of 3 on virtual stage 4, an input of ``F3@5``.
         num_bytes: size of its tensors.
-        consumed: how many of this stage's forward outputs the sender had started to use by then, or None if untold.
+        consumed: how many of this stage's forward outputs the sender had started to use by then; None if not reported.
         sequence: its number, from 0, among the sender's outputs of this kind to this stage in this step. None where the
             transport itself finds lost, repeated and reordered messages.
     """

@@ -1,4 +1,4 @@
-"""One rank's part of one step in its group: what is ordered, what is reported, and what a rank waits for of the others.
+"""One rank's part of one step in its group: orders, reports, and the waits for other members.
 
 The leader appends to the log what it enqueues; followers report to it what has arrived and what tasks left behind. What
 contradicts the state (a report that the leader does not await, an entry out of order) raises `ProtocolError`.
@@ -101,8 +101,8 @@ class GroupStep:
     def wait_cause(self) -> WaitCause | None:
         """Why there is nothing to run, as far as the group is the reason; None where the rank's own state does.
 
-        For the leader: ORDER while a report is all that some task lacks. A follower waits for what its log's next entry
-        lacks, and with the log run up for its next entry, if some task here has its inputs.
+        For the leader: ORDER while a report is all that some task lacks. A follower waits for the inputs or the slot of
+        its log's next entry; at the end of the log, for another entry, if some task here has its inputs.
         """
         if not self._group.follows:
             return WaitCause.ORDER if self._readiness.num_unreported else None

@@ -158,4 +158,4 @@ def check_sizes(dims: Iterable[tuple[str, Any]]) -> None:
     """Raise a ConfigError that names a dimension whose size is not a positive integer."""
     for name, size in dims:
         if type(size) is not int or size < 1:
-            raise ConfigError(f"mesh dim {name!r} is {size!r}, must be a whole number from 1 on")
+            raise ConfigError(f"mesh dim {name!r} is {size!r}, must be a whole number >= 1")

@@ -36,7 +36,7 @@ class Outputs:
         return not (self._num_sending or self._consumers)
 
     def unconsumed(self) -> list[tuple[Task, tuple[int, ...]]]:
-        """Forward only: forwards of this stage, each with the peers that have not said that they are done with it."""
+        """Forward only: forwards of this stage, each with the peers whose credit is missing."""
         owed = ((task, tuple(peer for peer in uses if peer != self._stage)) for task, uses in self._consumers.items())
         return [(task, peers) for task, peers in owed if peers]
 

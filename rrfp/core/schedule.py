@@ -15,7 +15,7 @@ class Schedule:
     """A total order of tasks for each stage.
 
     Attributes:
-        name: what it is called in reports.
+        name: its name in reports.
         orders: for each stage, its tasks in the order in which they run.
     """
 

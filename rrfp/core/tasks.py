@@ -1,4 +1,4 @@
-"""Task identities: what a stage can run, and how it is printed.
+"""Task identities, and their text form.
 
 A task is one forward (F), backward (B; the input gradient only on a split virtual stage) or weight-gradient (W)
 computation of one microbatch on one virtual stage. ``F3@5`` is the forward of microbatch 3 on virtual stage 5; the text
@@ -32,7 +32,7 @@ W: Final = Kind.W
 
 
 class Mode(StrEnum):
-    """What a step does: a training step (F, B, W) or forward only."""
+    """The mode of a step: training (F, B, W) or forward only."""
 
     TRAIN = "train"
     FORWARD = "forward"

@@ -203,7 +203,7 @@ def _launch_of_part(environ: Mapping[str, str], size: int, first: int) -> _Launc
 
 
 def _names(coordinate: Sequence[str]) -> tuple[str, ...]:
-    """The dims to coordinate; one name alone is meant as such, and not as its letters."""
+    """The dims to coordinate; a bare text is one name, and not a sequence of letters."""
     return (coordinate,) if isinstance(coordinate, str) else tuple(coordinate)
 
 

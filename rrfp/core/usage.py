@@ -1,4 +1,4 @@
-"""What a stage reports of its own step: why it waits, what it holds, and the most that it held."""
+"""A stage's report on its step: the cause of its waits, the memory that it holds, and the peaks of that."""
 
 from __future__ import annotations
 

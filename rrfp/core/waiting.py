@@ -59,7 +59,7 @@ def unconsumed(core: StageCore, most: int | None = MOST_NAMED) -> list[tuple[Tas
 def describe(
     core: StageCore, topology: Topology, most: int = MOST_NAMED, dispute: tuple[Task, str] | None = None
 ) -> list[str]:
-    """What a rank waits for, one text for each task and for each credit, ``most`` of either at most.
+    """The waits of a rank, one text for each task and for each credit, ``most`` of either at most.
 
     ``topology`` is the rank's, for the names of those who owe something. ``dispute`` is a task whose turn the ranks of
     the group do not agree on, and how so; it comes first.

@@ -159,7 +159,7 @@ def origin_of(body: Mapping[str, Any]) -> Origin:
 
 
 async def broadcast_abort(transport: Transport, origin: Origin) -> None:
-    """Tell every peer, then free the transport. Takes `ABORT_GRACE_S` at most and raises nothing.
+    """Notify every peer, then free the transport. Takes `ABORT_GRACE_S` at most and raises nothing.
 
     A peer that the message does not reach sees this rank's end as lost, because the transport is then not closed in
     order.
@@ -187,7 +187,7 @@ def _describe(error: BaseException) -> str:
     try:
         text = str(error)
     except Exception as broken:
-        text = f"(its text cannot be had: {type(broken).__name__})"
+        text = f"(str() failed: {type(broken).__name__})"
     name = type(error).__name__
     full = (f"{name}: {text}" if text else name).encode(errors="backslashreplace").decode()
     return full if len(full) <= MAX_CAUSE else f"{full[:MAX_CAUSE]} ... ({len(full)} characters)"

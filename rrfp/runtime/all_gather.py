@@ -95,7 +95,7 @@ class TreeAllGather:
     def _check_ahead(self, key: Key, sender: int) -> None:
         """An all-gather that a peer begins is kept until this rank joins, so their number is bounded."""
         if key not in self._gathered and len(self._gathered) >= MOST_AHEAD:
-            raise ProtocolError(f"rank {sender} began {key[0]} {key[1]}, but {MOST_AHEAD} exchanges are open already")
+            raise ProtocolError(f"rank {sender} began {key[0]} {key[1]}, but {MOST_AHEAD} all-gathers are open already")
 
     def _is_whole(self, bundle: Mapping[int, bytes]) -> bool:
         return bundle.keys() == set(range(self._world))

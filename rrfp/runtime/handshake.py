@@ -85,7 +85,7 @@ class Handshake:
             leaders: dict[int, Terms] = {0: self._group_terms}
             copies: dict[int, Sequence[CopyTerms]] = {0: self._copies}
             for rank in range(1, self._topology.world):
-                left_s = math.ceil(10 * max(deadline - loop.time(), 0.0)) / 10  # people read it
+                left_s = math.ceil(10 * max(deadline - loop.time(), 0.0)) / 10  # for the message
                 terms, group_terms, copies[rank] = self._read(rank, await self._lookup(str(rank), rank, left_s))
                 self._compare(0, self._terms, rank, terms, "all ranks")
                 # Members of a group have ascending ranks: its leader's terms came before.

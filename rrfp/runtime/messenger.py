@@ -107,7 +107,7 @@ class Messenger:
         self._supervisor.spawn(self._post(peer, message))
 
     def credit(self, credit: ev.Credit) -> None:
-        """Tell a peer that its output was used up."""
+        """Notify a peer that its output was consumed."""
         message = Message(Channel.CONTROL, MessageKind.CONSUMED, self._activity.step, credit.task)
         self.post(self._ranks[credit.peer], message)
 

@@ -133,7 +133,7 @@ class StageRunner:
 
     async def gather(self, own: bytes) -> list[bytes]:
         """Give ``own`` to all ranks between two steps, and get what each of them gives, by rank; all equally often."""
-        return await self._abort.unless_aborted(self._gather(own), "an exchange between steps")
+        return await self._abort.unless_aborted(self._gather(own), "an all-gather between steps")
 
     async def close(self) -> None:
         """Leave in order: notify the peers, deliver what was accepted, free everything. Takes `RUNNER_CLOSE_S` at most.
@@ -153,7 +153,7 @@ class StageRunner:
                 await self._abort.close_transport()
         except TimeoutError:
             logger.warning(
-                "%s: the peers took more than %g s to let it go",
+                "%s: leaving took more than %g s, because a peer did not take its last messages",
                 self.topology.name,
                 timeouts.RUNNER_CLOSE_S,
                 stage=self.stage,

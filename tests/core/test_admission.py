@@ -53,7 +53,7 @@ def test_an_impossible_limit_is_refused_with_the_choices(spec: Any, message: str
 
 
 def test_a_byte_limit_is_at_least_one_byte() -> None:
-    with pytest.raises(ConfigError, match=r"^limit: bytes is 1.5, must be a whole number, at least 1$"):
+    with pytest.raises(ConfigError, match=r"^limit: bytes is 1.5, must be a whole number >= 1$"):
         Limit(bytes=1.5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"^limit: bytes is 0, must be at least 1$"):
         Limit(bytes=0)

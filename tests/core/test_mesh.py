@@ -139,9 +139,9 @@ def test_a_rank_is_called_by_its_stage_and_where_that_has_several_by_its_coordin
         ((("pp", 2), ("tp", 2)), ("tq",), "coordinate has 'tq', must be dims of the mesh: pp, tp"),
         ((), ("tp",), "mesh has the dims none, must have one named 'pp'"),
         ((("pp", 2), ("pp", 2)), ("tp",), "mesh has the dims pp, pp, must have each once"),
-        ((("pp", 2), ("tp", 0)), ("tp",), "mesh dim 'tp' is 0, must be a whole number from 1 on"),
-        ((("pp", 2), ("tp", 2.0)), ("tp",), "mesh dim 'tp' is 2.0, must be a whole number from 1 on"),
-        ((("pp", True),), ("tp",), "mesh dim 'pp' is True, must be a whole number from 1 on"),
+        ((("pp", 2), ("tp", 0)), ("tp",), "mesh dim 'tp' is 0, must be a whole number >= 1"),
+        ((("pp", 2), ("tp", 2.0)), ("tp",), "mesh dim 'tp' is 2.0, must be a whole number >= 1"),
+        ((("pp", True),), ("tp",), "mesh dim 'pp' is True, must be a whole number >= 1"),
         ((("pp", 2),), ("tp", "pp"), "coordinate is ('tp', 'pp'), must not have 'pp'"),
     ],
 )

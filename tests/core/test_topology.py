@@ -66,8 +66,8 @@ def test_one_name_to_coordinate_may_come_alone() -> None:
         (16, {"tp": 2, "pp": 2, "dp": 2}, "WORLD_SIZE is 16, must be tp 2 x pp 2 x dp 2 = 8"),
         (6, {"dp": 2, "tp": 2}, "WORLD_SIZE is 6, must be a multiple of dp 2 x tp 2 = 4"),
         (3, {"tp": 4}, "WORLD_SIZE is 3, must be a multiple of tp 4 = 4"),
-        (4, {"tp": 0}, "mesh dim 'tp' is 0, must be a whole number from 1 on"),
-        (4, {"pp": 2, "tp": "2"}, "mesh dim 'tp' is '2', must be a whole number from 1 on"),
+        (4, {"tp": 0}, "mesh dim 'tp' is 0, must be a whole number >= 1"),
+        (4, {"pp": 2, "tp": "2"}, "mesh dim 'tp' is '2', must be a whole number >= 1"),
     ],
 )
 def test_a_wrong_world_size_is_one_line_with_the_arithmetic(world: int, dims: Any, message: str) -> None:

@@ -118,7 +118,7 @@ def test_what_a_peer_begins_alone_is_bounded() -> None:
     part = TreeAllGather(0, 2, lambda peer, sent: None)
     for number in range(MOST_AHEAD):
         part.on_message(report(number))
-    with pytest.raises(ProtocolError, match=f"rank 1 began step 16, but {MOST_AHEAD} exchanges are open already"):
+    with pytest.raises(ProtocolError, match=f"rank 1 began step 16, but {MOST_AHEAD} all-gathers are open already"):
         part.on_message(report(MOST_AHEAD))
 
 

@@ -206,7 +206,7 @@ class Unspeakable(Exception):
 @pytest.mark.parametrize(
     ("error", "cause"),
     [
-        (Unspeakable(), "Unspeakable: (its text cannot be had: RuntimeError)"),
+        (Unspeakable(), "Unspeakable: (str() failed: RuntimeError)"),
         (KeyboardInterrupt(), "KeyboardInterrupt"),
         (ValueError("\ud800"), "ValueError: \\ud800"),
     ],

@@ -72,7 +72,7 @@ class LoopWatchdog:
     """Watches the loop that `start` is called on.
 
     Args:
-        name: of whom runs there, as people call it.
+        name: the display names of the ranks that run there.
         limit: seconds without a beat after which stacks are printed; at least `ANSWER_S`.
         use_timer: print with `faulthandler`'s timer where the interpreter's lock is not free.
         abort_after: seconds without a beat after which `give_up` is called; None: never.

@@ -1,4 +1,4 @@
-"""What a rank says when it is asked why nothing moves, and what the answers of all ranks mean together. Pure."""
+"""A rank's answer to a poll, and the meaning of all answers together. Pure."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class RankStatus:
 
     @property
     def who(self) -> str:
-        """How people call the rank."""
+        """The display name of the rank."""
         return self.name or f"stage {self.stage}"
 
     @property
