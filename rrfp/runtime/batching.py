@@ -170,10 +170,17 @@ def _named_kwargs(kwargs: Any, stages: int) -> dict[str, Any]:
 
 
 def _sizes(sizes: Sequence[Any] | None) -> tuple[float, ...] | None:
-    for m, size in enumerate(sizes or ()):
-        if not isinstance(size, int | float) or not 0 <= size < math.inf:
-            raise ConfigError(f"sizes[{m}] is {size!r}, must be a number >= 0")
-    return None if sizes is None else tuple(map(float, sizes))
+    return None if sizes is None else tuple(_size(f"sizes[{m}]", size) for m, size in enumerate(sizes))
+
+
+def _size(name: str, size: Any) -> float:
+    try:
+        number = float(size)  # token counts are often numbers of numpy, or tensors
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ConfigError(f"{name} is {size!r}, must be a number >= 0")
+    return number
 
 
 def _microbatches(lists: Mapping[str, Any], microbatches: Any) -> int:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import numpy as np
 import pytest
+import torch
 from runtime.toys import TOLERANCE, data, expect, largest_difference, loss_fn, stages
 
 import rrfp
-from rrfp.core.tasks import Kind
+from rrfp.core.tasks import Kind, Mode
 from rrfp.hints.pyramid import pyramids
+from rrfp.runtime.batching import plan_step
 
 
 @pytest.mark.parametrize("hint", ["slot-aware-pyramid", "bfw-pyramid"])
@@ -22,6 +28,17 @@ def test_pyramids_change_the_order_and_neither_gradients_nor_losses(hint: str) -
     assert all(held <= most for held, most in zip(result.peak_held, (3, 2, 1), strict=True))
     forwards = [span.task for span in result.trace.tasks if span.stage == 0 and span.task.kind is Kind.F]
     assert [task.microbatch for task in forwards] == pyramids(sizes, 12)
+
+
+def test_a_size_may_be_a_number_of_numpy_or_a_tensor() -> None:
+    plan = plan_step(0, Mode.TRAIN, "mean", sizes=[7, 1.5, np.int64(3), torch.tensor(4)])
+    assert plan.sizes == (7.0, 1.5, 3.0, 4.0)
+
+
+@pytest.mark.parametrize("size", [-1, math.nan, math.inf, None, "many", torch.ones(2)])
+def test_another_size_is_refused_by_its_microbatch(size: Any) -> None:
+    with pytest.raises(rrfp.ConfigError, match=r"^sizes\[1\] is .*, must be a number >= 0$"):
+        plan_step(0, Mode.TRAIN, "mean", sizes=[1, size])
 
 
 def test_the_defaults_run_a_step_without_sizes() -> None:
