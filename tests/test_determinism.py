@@ -46,6 +46,7 @@ def test_layers_of_these_sizes_are_deferred_here() -> None:
     pending = SplitBackward(nn.Identity(), 0).run(
         [output], [torch.ones_like(output)], Received((Payload((x,), ["t", 0]),), (0,), training=True)
     )
+    assert pending is not None
     assert len(pending.deferred) >= 2
 
 

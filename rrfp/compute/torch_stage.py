@@ -143,7 +143,8 @@ class TorchStage(StageProgram):
         with self._shared.swapped_in(v):
             with self._forks.fork(self._batch.training_step, task), self._state.watching(task):
                 pending = self._modes.backward(self._differentiate, saved, v, grads)
-            memory = self._adopted[v].memory_of(grads)
+            input_grads = saved.received.gradients()
+            memory = self._adopted[v].memory_of((*grads, *input_grads))
             if pending is None:
                 self._adopted[v].copy_out_of(memory)
         watch.check(module, v, "in its backward")
@@ -152,12 +153,14 @@ class TorchStage(StageProgram):
         else:
             self._pending[m, v] = (pending, memory)
             self._held[m, v] = pending.num_bytes
-        return saved.received.gradients()
+        return input_grads
 
     def weight(self, task: Task) -> None:
-        """See :meth:`StageProgram.weight`."""
+        """See :meth:`StageProgram.weight`. Does nothing if B ran the whole backward."""
         _, m, v = task
-        pending, memory = self._pending.pop((m, v))
+        if (left := self._pending.pop((m, v), None)) is None:
+            return
+        pending, memory = left
         with self._shared.swapped_in(v), self._state.watching(task):
             self._modes.backward(pending.add_to_gradients)
             self._adopted[v].copy_out_of(memory)
@@ -190,7 +193,7 @@ class TorchStage(StageProgram):
         self._held_outputs: dict[tuple[int, int], int] = {}
         self._losses: dict[int, Tensor] = {}
         self._outputs: dict[int, Any] = {}
-        #: The work that B left to W, and the addresses of received gradients that no `.grad` may keep.
+        #: The work that B left to W, and the addresses of payloads in which no `.grad` may lie.
         self._pending: dict[tuple[int, int], tuple[PendingWeights, frozenset[int]]] = {}
         self._adopted: dict[int, AdoptedGradients] = {}
 
@@ -250,7 +253,7 @@ class TorchStage(StageProgram):
         return SavedForward(received, unweighted=outputs)
 
     def _differentiate(self, saved: SavedForward, v: int, grads: tuple[Payload, ...]) -> PendingWeights | None:
-        """Run B; returns the work left to W, None if the virtual stage is not split."""
+        """Run B; returns the work left to W, None if the whole backward ran."""
         roots, gradients = saved.roots(grads)
         if v in self._split:
             return self._split[v].run(roots, gradients, saved.received)

@@ -198,34 +198,6 @@ def test_outputs_of_one_operator_are_told_apart() -> None:
     check([layer(), Halves(), Cross(), layer()], *batch(3), choose=shuffled(11))
 
 
-def test_a_parameter_gradient_never_lives_in_received_memory() -> None:
-    """autograd would adopt the received gradient itself as `.grad`, and accumulate into it later."""
-
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rows = nn.Parameter(torch.ones(WIDTH * 3, dtype=torch.float64))
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x, self.rows.view(3, WIDTH)
-
-    class Add(nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return x * y
-
-    delivered: list[Tensor] = []
-
-    def recorded(payload: Payload) -> Payload:
-        delivered.extend(tensor for tensor in payload.tensors if tensor is not None)
-        return payload
-
-    modules = [Table(), Add()]
-    check(modules, *batch(3), wire=recorded)
-    (grad,) = gradients(modules)
-    assert grad is not None
-    assert grad.untyped_storage().data_ptr() not in {tensor.untyped_storage().data_ptr() for tensor in delivered}
-
-
 def test_frozen_parameters_and_unused_parameters() -> None:
     modules = [layer(), layer(), layer()]
     for parameter in modules[1].parameters():

@@ -1,7 +1,8 @@
-"""Parameter gradients that autograd adopted from received memory, and which must be copied out of it.
+"""Parameter gradients that autograd adopted from memory with other readers, and which must be copied out of it.
 
-autograd adopts a gradient without a copy if it can, and views reach back: the ``.grad`` of a parameter that is an
-output up to its shape would be the received tensor, which must not be written to, accumulated into or kept.
+autograd adopts a gradient without a copy if it can, and views reach back. So the ``.grad`` of a parameter that is an
+output up to its shape would be the received tensor, and that of a parameter added to a view of an input would share
+memory with the input gradient, which may still wait to be sent while later microbatches add to ``.grad``.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ class AdoptedGradients:
         #: Parameters without a gradient: autograd adopts a first gradient only, and adds later ones in place.
         self._gradless = [p for p in module.parameters() if p.requires_grad and p.grad is None]
 
-    def memory_of(self, received: Iterable[Payload]) -> frozenset[int]:
-        """The addresses of received gradients, for `copy_out_of`; empty if no gradient can be adopted."""
+    def memory_of(self, payloads: Iterable[Payload]) -> frozenset[int]:
+        """The addresses of ``payloads``, for `copy_out_of`; empty if no gradient can be adopted."""
         if not self._gradless:
             return frozenset()
-        tensors = (tensor for payload in received for tensor in payload.tensors if tensor is not None)
+        tensors = (tensor for payload in payloads for tensor in payload.tensors if tensor is not None)
         return frozenset(pointer for tensor in tensors if (pointer := storage_pointer(tensor)) is not None)
 
     def copy_out_of(self, memory: frozenset[int]) -> None:

@@ -34,7 +34,7 @@ from rrfp.compute.received import Received
 from rrfp.compute.split.autograd_graph import AutogradGraph, Node, OuterGradients
 from rrfp.compute.split.deferral import Deferral
 from rrfp.compute.split.pending_weights import Deferred, PendingWeights
-from rrfp.compute.split.weight_rules import RULES, rules_work
+from rrfp.compute.split.weight_rules import RULES
 from rrfp.errors import ConfigError, StageError
 from rrfp.log import get_logger
 
@@ -59,21 +59,20 @@ class SplitBackward:
         self._unsplittable = unsplittable
         self._obstacle = needs_whole_backward(module)
         self._has_warned = False
-        rules_work()  # probed here and not in the first task, where a caller's modes would see the probe
 
-    def run(self, roots: Sequence[Root], gradients: Sequence[Tensor], received: Received) -> PendingWeights:
-        """Set the gradients of the received leaves; see `input_gradients`.
+    def run(self, roots: Sequence[Root], gradients: Sequence[Tensor], received: Received) -> PendingWeights | None:
+        """Set the gradients of the received leaves; returns the work left to W, None if the whole backward ran.
 
         Raises:
             StageError: if the module cannot be split, and ``unsplittable`` is ``"refuse"``.
         """
         if not roots:
-            return PendingWeights()
+            return None
         graph = AutogradGraph.walk(nodes_of(roots))
         if (obstacle := self._obstacle or graph.obstacle()) is not None:
             self._report(obstacle)
             torch.autograd.backward(list(roots), list(gradients))  # type: ignore[arg-type]
-            return PendingWeights()
+            return None
         leaves = [tensor for tensor in received.tensors() if tensor.requires_grad]
         input_grads, pending = input_gradients(roots, gradients, leaves, min_flops=MIN_FLOPS, graph=graph)
         for leaf, gradient in zip(leaves, input_grads, strict=True):

@@ -7,6 +7,8 @@ and if the probe fails, nothing is deferred.
 
 from __future__ import annotations
 
+import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -119,8 +121,8 @@ class _Convolution(Rule):
         return result
 
     def flops(self, node: Node) -> float:
-        weight, batch = node._saved_weight, node._saved_input
-        return 2.0 * float(weight.numel() * batch.shape[0] * batch[0, 0].numel())
+        weight, (rows, _, *sizes) = node._saved_weight, node._saved_input.shape
+        return 2.0 * float(weight.numel() * rows * math.prod(sizes))
 
 
 class _Embedding(Rule):
@@ -176,6 +178,15 @@ VIEWS_AND_CASTS = frozenset(
 @lru_cache(maxsize=1)
 def rules_work() -> bool:
     """Whether this version of torch has the private attributes that the rules read; tried once."""
+    # Why a thread? The probe fails under modes that the caller may have set: no_grad, autocast, a default device.
+    answers: list[bool] = []
+    thread = threading.Thread(target=lambda: answers.append(_probe()), name="rrfp-probe", daemon=True)
+    thread.start()
+    thread.join()
+    return answers == [True]
+
+
+def _probe() -> bool:
     weight = torch.ones(2, 2, requires_grad=True)
     node: Node = torch.nn.functional.linear(torch.ones(1, 2), weight, torch.ones(2)).grad_fn
     try:
