@@ -69,7 +69,8 @@ class Window:
     @property
     def tensor_bytes(self) -> int:
         """Tensor bytes sent and not consumed."""
-        return self._outstanding - self._messages * MESSAGE_OVERHEAD
+        with self._lock:  # a call of `release` on another thread changes both
+            return max(0, self._outstanding - self._messages * MESSAGE_OVERHEAD)  # the numbers are the peer's
 
     async def acquire(self, cost: int) -> None:
         """Wait until ``cost`` bytes fit, and acquire them. Cancelled, it acquires none.

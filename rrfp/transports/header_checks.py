@@ -6,7 +6,6 @@ A header comes from an unauthenticated sender, so no field is used to allocate, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from contextlib import suppress
 from enum import StrEnum
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -15,10 +14,7 @@ import torch
 
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import FrameError
-from rrfp.transports.tensor_bytes import DTYPES
-
-#: numpy's limit; torch itself allows more.
-MAX_DIMENSIONS = 64
+from rrfp.transports.tensor_bytes import DTYPES, MAX_DIMENSIONS
 
 #: Bytes of one announced tensor: beyond it, strides would overflow 64 bits.
 MAX_TENSOR_BYTES = 1 << 60
@@ -47,10 +43,10 @@ class HeaderChecks:
     """Checks for the frames of one peer.
 
     Args:
-        peer: the sender that errors name.
+        peer: the sender that errors name, if any.
     """
 
-    def __init__(self, peer: int) -> None:
+    def __init__(self, peer: int | None) -> None:
         self._peer = peer
 
     def fail(self, field: str, reason: str) -> NoReturn:
@@ -127,7 +123,7 @@ class HeaderChecks:
             self.fail(f"{field}.requires_grad", f"is true, must be false for {name}")
         return TensorSpec(dtype, tuple(sizes), requires_grad)
 
-    def body(self, value: Any) -> Mapping[str, Any]:
+    def body(self, value: Any) -> dict[str, Any]:
         """Plain data: None, bool, int, float, str, bytes, lists and maps with string keys, nested 16 deep at most."""
         if type(value) is not dict:
             self.fail("body", f"is {value!r:.80}, must be a map")

@@ -20,6 +20,7 @@ from rrfp.errors import ConfigError, PeerLostError, RrfpError, TransportClosedEr
 from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
 from rrfp.transports.flow import CLOSED, HomeLoop, Inbox, Window, cost_of
 from rrfp.transports.pool import BufferPool
+from rrfp.transports.rendezvous import publish_in_time
 from rrfp.transports.tensor_bytes import as_bytes, check_sendable, from_buffer
 from rrfp.transports.wire import copy_body
 
@@ -148,7 +149,7 @@ class InprocTransport(Transport):
         self._end = end
         try:
             self._guard = asyncio.create_task(self._abort_with_loop(), name=f"rrfp-inproc-{context.rank}")
-            await context.rendezvous.publish(self._key(context.rank), b"")
+            await publish_in_time(context, self._key(context.rank), b"")
             deadline_s = end.home.loop.time() + context.connect_timeout_s
             for peer in context.peers:
                 self._peers[peer] = await self._connect(peer, deadline_s - end.home.loop.time())

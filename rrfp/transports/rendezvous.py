@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from rrfp.core import timeouts
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError, TransportError
+from rrfp.transports.base import TransportContext
 
 _Result = TypeVar("_Result")
 
@@ -61,7 +62,7 @@ class StoreRendezvous:
     """Over a ``torch.distributed`` store, usually torchrun's TCPStore.
 
     Args:
-        store: any store; this object talks to it from short-lived threads, one call at a time.
+        store: any store; this object talks to it from short-lived threads.
         run_id: the job.
         restart: its restart count.
     """
@@ -123,6 +124,16 @@ class StoreRendezvous:
                 return await in_thread(function)
             except RuntimeError as error:  # torch's DistError derives from it
                 raise TransportError(f"rendezvous store failed at key {key!r}: {error!s:.200}") from error
+
+
+async def publish_in_time(context: TransportContext, key: str, value: bytes) -> None:
+    """Publish a value within ``connect_timeout_s``; raises a TransportError if the rendezvous fails or takes longer."""
+    try:
+        async with asyncio.timeout(context.connect_timeout_s):
+            await context.rendezvous.publish(key, value)
+    except TimeoutError:
+        limit_s = context.connect_timeout_s
+        raise TransportError(f"the rendezvous did not accept {key!r} within {limit_s:g} s") from None
 
 
 def _absent(key: str, timeout_s: float) -> TransportError:

@@ -15,6 +15,9 @@ from rrfp.errors import ConfigError
 #: Alignment of a received tensor's memory in bytes: a cache line, and the widest vector load.
 ALIGNMENT = 64
 
+#: numpy's limit; torch itself allows more.
+MAX_DIMENSIONS = 64
+
 _NAMES = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
     *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
@@ -40,6 +43,8 @@ def check_sendable(tensor: Tensor) -> None:
         raise ConfigError(f"tensor layout is {tensor.layout}, must be: torch.strided")
     if tensor.dtype not in DTYPE_NAMES:
         raise ConfigError(f"tensor dtype is {tensor.dtype}, must be one of: {', '.join(DTYPES)}")
+    if tensor.dim() > MAX_DIMENSIONS:
+        raise ConfigError(f"tensor has {tensor.dim()} dimensions, must have at most {MAX_DIMENSIONS}")
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

@@ -153,12 +153,15 @@ class Codec:
         Raises:
             ConfigError: for an unsupported tensor or body.
         """
+        if len(message.tensors) > _MAX_ITEMS:
+            raise ConfigError(f"message has {len(message.tensors)} tensors, must have at most {_MAX_ITEMS}")
         frames = [as_bytes(tensor) for tensor in message.tensors if tensor is not None]
         tensors = [
             None if t is None else (DTYPE_NAMES[t.dtype], tuple(t.shape), t.requires_grad) for t in message.tensors
         ]
+        body = copy_body(message.body)
         header = self.seal(
-            message.kind.value, message.channel.value, sequence, message.step, message.task, tensors, message.body
+            message.kind.value, message.channel.value, sequence, message.step, message.task, tensors, body
         )
         return header, frames
 
@@ -205,7 +208,12 @@ def copy_body(body: Mapping[str, Plain]) -> dict[str, Any]:
     Raises:
         ConfigError: if it is too large or not plain data.
     """
-    return dict(_unpack(_pack(body))) if body else {}
+    if not body:
+        return {}
+    try:
+        return HeaderChecks(None).body(_unpack(_pack(body)))
+    except FrameError as error:  # as a receiver would raise it
+        raise ConfigError(f"message body cannot be sent: it {error.reason}") from error
 
 
 def _pack(value: Any) -> bytes:

@@ -14,8 +14,10 @@ from transports.makers import LoopInThread
 
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError, TransportError
-from rrfp.transports.base import Rendezvous
+from rrfp.transports.base import Rendezvous, Transport, TransportContext
+from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.rendezvous import LocalRendezvous, StoreRendezvous, in_thread
+from rrfp.transports.zmq.transport import ZmqTransport
 
 
 @pytest.fixture
@@ -101,6 +103,17 @@ async def test_a_cancelled_lookup_leaves_nothing(store: Any, kind: str) -> None:
         await looking
     await rendezvous.publish("key", b"value")
     assert await rendezvous.lookup("key", 5.0) == b"value"
+
+
+@pytest.mark.parametrize("transport", [InprocTransport, ZmqTransport])
+async def test_a_rendezvous_that_hangs_ends_the_start_in_time(transport: type[Transport]) -> None:
+    class Hanging(LocalRendezvous):
+        async def publish(self, key: str, value: bytes) -> None:
+            await asyncio.Event().wait()
+
+    context = TransportContext(0, (1,), "run", Hanging(), connect_timeout_s=0.05)
+    with pytest.raises(TransportError, match=r"rendezvous did not accept '.*run/0/0' within 0\.05 s"):
+        await transport(context).start()
 
 
 async def test_a_blocking_call_ends_with_its_thread() -> None:

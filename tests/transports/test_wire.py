@@ -15,6 +15,7 @@ from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import ConfigError, FrameError
 from rrfp.testing.transport_checks.pair import assert_same, data
 from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
+from rrfp.transports.header_checks import MAX_BODY_DEPTH
 from rrfp.transports.rendezvous import LocalRendezvous
 from rrfp.transports.tensor_bytes import DTYPES, allocate, as_bytes, from_buffer
 from rrfp.transports.wire import MAX_HEADER_BYTES, VERSION, Codec
@@ -157,17 +158,27 @@ def test_own_stage_is_not_a_peer() -> None:
         codec(1).decode(*codec(1).encode(data()))
 
 
+def nested(depth: int) -> Any:
+    return [nested(depth - 1)] if depth else 0
+
+
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (data(text="x" * MAX_HEADER_BYTES), "header"),
-        (data(thing=object()), "plain data"),  # type: ignore[arg-type]
-        (data(number=1 << 70), "plain data"),
-        (data(torch.zeros(2, device="meta")), "cpu"),
+        pytest.param(data(text="x" * MAX_HEADER_BYTES), "header", id="body too large"),
+        pytest.param(data(thing=object()), "plain data", id="object"),  # type: ignore[arg-type]
+        pytest.param(data(number=1 << 70), "plain data", id="huge number"),
+        pytest.param(data(deep=nested(MAX_BODY_DEPTH)), "nested deeper than 16", id="body too deep"),
+        pytest.param(data(map={1: 2}), "map key", id="integer key"),  # type: ignore[dict-item]
+        pytest.param(data(map={b"x": 2}), "keys must be strings", id="bytes as key"),  # type: ignore[dict-item]
+        pytest.param(data(items=[0] * 9000), "exceeds", id="long list"),
+        pytest.param(data(time=msgpack.Timestamp(1)), "cannot be sent", id="extension type"),
+        pytest.param(data(torch.zeros(2, device="meta")), "cpu", id="other device"),
+        pytest.param(data(torch.zeros((1,) * 65)), "65 dimensions", id="many dimensions"),
+        pytest.param(data(*[None] * 9000), "9000 tensors", id="many tensors"),
     ],
-    ids=["body too large", "object", "huge number", "other device"],
 )
-def test_what_cannot_be_sent_is_the_callers_error(message: Message, reason: str) -> None:
+def test_a_message_that_a_receiver_would_refuse_is_the_callers_error(message: Message, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         codec(0).encode(message)
 

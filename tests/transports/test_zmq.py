@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,6 +20,7 @@ from rrfp.errors import ConfigError, FrameError, TransportClosedError, Transport
 from rrfp.testing.transport_checks import Pair, PairOptions
 from rrfp.testing.transport_checks.pair import data, index_of, pass_on, soon
 from rrfp.transports.base import Channel
+from rrfp.transports.flow import HomeLoop, Window, cost_of
 from rrfp.transports.wire import Codec
 from rrfp.transports.zmq.inlet import identity_of
 from rrfp.transports.zmq.pieces import INLINE_BYTES, MAX_PART_BYTES, PIECE_BYTES, cut, split_inline
@@ -137,6 +139,24 @@ async def test_a_peer_that_published_but_does_not_answer_is_named() -> None:
         await ZmqTransport(left).start()
 
 
+@pytest.mark.parametrize("endpoint", [b"\xff", b"nonsense", b"tcp://127.0.0.1:none"])
+async def test_an_endpoint_that_is_none_is_named_with_its_rank(endpoint: bytes) -> None:
+    left, _ = makers.contexts()
+    await left.rendezvous.publish(endpoint_key(left, 1), endpoint)
+    with pytest.raises(TransportError, match=f"{re.escape(repr(endpoint))}, which rank 1 published"):
+        await ZmqTransport(left).start()
+
+
+async def test_a_message_that_memory_cannot_hold_is_reported_and_the_next_one_arrives() -> None:
+    async with makers.MAKERS["zmq-ipc"](PairOptions(max_message_bytes=1 << 60)) as pair:
+        assert pair.inject is not None
+        header = Codec(pair.left.context).seal("output", "forward", 0, None, None, [["uint8", [1 << 55], False]], {})
+        await pair.inject(Channel.FORWARD, header, [b""])
+        with pytest.raises(FrameError, match=f"rank 0: frames: need {1 << 55} bytes, which cannot be allocated"):
+            await soon(pair.right.receive(), "the message is reported")
+        assert index_of(await pass_on(pair, data(index=1))) == 1
+
+
 async def test_start_can_be_cancelled() -> None:
     left, _ = makers.contexts()
     transport = ZmqTransport(left)
@@ -189,6 +209,14 @@ async def test_nothing_is_left_afterwards() -> None:
         assert set(os.listdir("/proc/self/fd")) == descriptors
         assert set(threading.enumerate()) == threads
         assert address not in abstract_sockets()
+
+
+async def test_queued_bytes_are_never_negative_whatever_a_peer_returns() -> None:
+    window = Window(1 << 20, HomeLoop())
+    for _ in range(3):
+        await window.acquire(cost_of(10))
+    window.release(3 * cost_of(10) - 1, messages=0)
+    assert window.tensor_bytes == 0
 
 
 def test_routing_ids_differ() -> None:

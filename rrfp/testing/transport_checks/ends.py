@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,7 +24,7 @@ from rrfp.testing.transport_checks.pair import (
     soon,
     stays_pending,
 )
-from rrfp.transports.base import Channel, Transport, TransportStatistics
+from rrfp.transports.base import Channel, Plain, Transport, TransportStatistics
 
 _MIB = 1 << 20
 _PATIENCE_S = 5.0
@@ -54,13 +54,15 @@ def _on_a_thread(statistics: Callable[[], TransportStatistics]) -> TransportStat
 
 
 async def check_refused_calls(make_pair: MakePair) -> None:
-    """An unknown peer, and a message over max_message_bytes, raise ConfigError; nothing is sent."""
+    """An unknown peer, a message over max_message_bytes, and a body that no receiver takes raise ConfigError."""
     async with make_pair(PairOptions(max_message_bytes=_MIB)) as pair:
         await raises(pair.left.send(7, note()), ConfigError, "send to an unknown peer")
         too_large = data(torch.empty(_MIB + 1, dtype=torch.uint8))
         await raises(pair.left.send(1, too_large), ConfigError, "send of more than max_message_bytes")
         sparse = data(torch.eye(3).to_sparse())
         await raises(pair.left.send(1, sparse), ConfigError, "send of a sparse tensor")
+        unnamed: dict[Any, Plain] = {1: 2}
+        await raises(pair.left.send(1, note(map=unnamed)), ConfigError, "send of a body with a key that is no string")
         fits = data(torch.empty(_MIB, dtype=torch.uint8), index=5)
         assert index_of(await pass_on(pair, fits)) == 5, "a refused message was sent"
 

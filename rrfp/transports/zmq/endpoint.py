@@ -25,14 +25,9 @@ LOOPBACK = "127.0.0.1"
 
 
 async def choose_address(context: TransportContext, address: str | None) -> str:
-    """The address to bind: ``ipc``, or the IP address of an interface.
+    """The address to bind, ``ipc`` or the IP address of an interface, for `ZmqTransport`'s ``address``.
 
-    Args:
-        context: ``single_host`` and ``allow_insecure`` are read.
-        address: ``"ipc"``, an IP address or host name of this machine, or None to choose.
-
-    Raises:
-        ConfigError: for an address beyond loopback without ``allow_insecure``.
+    An address beyond loopback raises a ConfigError without ``allow_insecure``.
     """
     if address is None and context.single_host:
         return "ipc" if sys.platform == "linux" else LOOPBACK
@@ -48,11 +43,7 @@ async def choose_address(context: TransportContext, address: str | None) -> str:
 
 
 def bind(listener: zmq.Socket[bytes], address: str, rank: int) -> str:
-    """Bind ``listener`` to ``address``; returns the endpoint for the peers.
-
-    Raises:
-        TransportError: if the address cannot be bound.
-    """
+    """Bind ``listener`` to ``address``; returns the endpoint for the peers, or raises a TransportError."""
     if address == "ipc":
         _admit_own_user_only(listener)
         wanted = f"ipc://@rrfp-{rank}-{secrets.token_hex(16)}"

@@ -84,14 +84,7 @@ def _milliseconds(seconds: float) -> int:
 
 
 class Inlet:
-    """See the module's docstring. Used on one loop only.
-
-    Args:
-        sockets: creates the socket.
-        codec: checks headers.
-        context: the peers that may connect, and their heartbeats.
-        receiver: is called with messages, frames and ends.
-    """
+    """See the module's docstring. Used on one loop only; calls ``receiver`` with messages, frames and ends."""
 
     def __init__(
         self, sockets: zmq.Context[zmq.Socket[bytes]], codec: Codec, context: TransportContext, receiver: Receiver
@@ -116,11 +109,7 @@ class Inlet:
         self._readers = [int(self._socket.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD))]
 
     def bind(self, address: str, rank: int) -> str:
-        """Listen; returns the endpoint for the peers.
-
-        Raises:
-            TransportError: if the address cannot be bound.
-        """
+        """Listen; returns the endpoint for the peers. Errors as in `rrfp.transports.zmq.endpoint.bind`."""
         endpoint = bind(self._socket, address, rank)
         self._loop.add_reader(self._readers[0], self._drain)
         self._loop.add_reader(self._readers[1], self._on_monitor)

@@ -37,11 +37,7 @@ class _Debt:
 class Link:
     """The connection to one peer. Used on one loop only.
 
-    Args:
-        peer: its rank.
-        codec: writes headers.
-        queue_bytes: the window of each channel.
-        on_lost: called once when the peer is lost, after its last message.
+    ``on_lost`` is called once when the peer is lost, after its last message.
 
     Attributes:
         is_connected: frames have travelled both ways.
@@ -88,11 +84,7 @@ class Link:
             self.outlets[Channel.CONTROL].post(self._codec.seal(kind, *fields))
 
     def on_frame(self, route: Route, sealed: Sealed) -> None:
-        """Handle a frame of the link itself.
-
-        Raises:
-            FrameError: if a field is malformed, or it is out of place.
-        """
+        """Handle a frame of the link itself; a FrameError if a field is malformed, or it is out of place."""
         if sealed.kind == HELLO:
             if route.channel not in self._greeted:
                 self._greeted.add(route.channel)

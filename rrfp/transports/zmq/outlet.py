@@ -46,11 +46,7 @@ class _Stream:
         return self._start is None and self._piece is None
 
     def push(self, socket: zmq.Socket[bytes]) -> int:
-        """Pass the next part to libzmq; returns its bytes.
-
-        Raises:
-            zmq.Again: libzmq's queue is full; it has got nothing.
-        """
+        """Pass the next part to libzmq; returns its bytes. zmq.Again means that libzmq's queue is full."""
         if self._start is not None:
             send_parts(socket, self._start)
             self._start = None
@@ -63,23 +59,16 @@ class _Stream:
 
     def detach(self) -> None:
         """Copy the rest; the caller's memory is not read any more."""
-        first = self._frames if self._piece is None else self._frames[self._piece.frame :]
-        done = len(self._frames) - len(first)
-        self._frames = [memoryview(b"")] * done + [memoryview(bytes(frame)) for frame in first]
+        assert self._piece is not None  # else nothing is left to send
+        done, rest = self._piece.frame, self._frames[self._piece.frame :]
+        self._frames = [memoryview(b"")] * done + [memoryview(bytes(frame)) for frame in rest]
 
     def _view(self, piece: Piece) -> memoryview:
         return self._frames[piece.frame][piece.start : piece.stop]
 
 
 class Outlet:
-    """One channel to one peer. Used on one loop only.
-
-    Args:
-        socket: a connected DEALER; the outlet owns it.
-        codec: writes the frames.
-        limit: bytes that may be sent and not yet consumed.
-        home: the loop.
-    """
+    """One channel to one peer, over a connected DEALER that it owns. Used on one loop only."""
 
     def __init__(self, socket: zmq.Socket[bytes], codec: Codec, limit: int, home: HomeLoop) -> None:
         self.window = Window(limit, home)
@@ -94,15 +83,9 @@ class Outlet:
         self._tail: asyncio.Task[None] | None = None
 
     async def send(self, message: Message, num_bytes: int) -> None:
-        """Send a whole message; see the module's docstring for cancellation.
+        """Send a whole message, whose tensors have ``num_bytes``; see the module's docstring for cancellation.
 
-        Args:
-            message: its sequence is set here.
-            num_bytes: of its tensors.
-
-        Raises:
-            RrfpError: the error passed to `fail`.
-            ConfigError: the message cannot be sent.
+        Raises the error passed to `fail`, and a ConfigError for a message that cannot be sent.
         """
         cost = cost_of(num_bytes)
         self._codec.check_size(num_bytes)
@@ -174,11 +157,7 @@ class Outlet:
             send_parts(self._socket, [header, b""])
 
     async def post_in_turn(self, header: bytes) -> None:
-        """Send a frame of the link itself behind all accepted messages.
-
-        Raises:
-            RrfpError: the error passed to `fail`.
-        """
+        """Send a frame of the link itself behind all accepted messages, or raise the error passed to `fail`."""
         async with self._turn:
             await self._run(_Stream(header, []))
 
@@ -200,11 +179,7 @@ class Outlet:
 
 
 def send_parts(socket: zmq.Socket[bytes], parts: Sequence[bytes | memoryview]) -> None:
-    """Send one multi-part message, whole or not at all.
-
-    Raises:
-        zmq.Again: libzmq's queue is full; nothing was sent.
-    """
+    """Send one multi-part message, whole or not at all: zmq.Again means that libzmq's queue is full."""
     # Not send_multipart: its checks take longer than sending a small message.
     for part in parts[:-1]:
         socket.send(part, _FLAGS_MORE)

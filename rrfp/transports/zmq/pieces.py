@@ -79,7 +79,8 @@ class Assembly:
         pool: provides its memory.
 
     Raises:
-        FrameError: if the lengths of ``inline`` differ from the announced; nothing was allocated then.
+        FrameError: if the lengths of ``inline`` differ from the announced (nothing was allocated then), or its memory
+            cannot be allocated.
     """
 
     def __init__(self, announcement: Announcement, inline: Sequence[memoryview], pool: BufferPool) -> None:
@@ -96,7 +97,10 @@ class Assembly:
             for piece, part in zip(pieces, inline, strict=False):
                 self._buffers[piece.frame] = part
             return
-        self._buffers = [pool.acquire(size) for size in sizes]
+        try:
+            self._buffers = [pool.acquire(size) for size in sizes]
+        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError
+            raise self._error(f"need {sum(sizes)} bytes, which cannot be allocated: {error!s:.80}") from error
         for piece, part in zip(pieces, inline, strict=False):
             self._buffers[piece.frame][piece.start : piece.stop] = part
 
@@ -111,11 +115,7 @@ class Assembly:
         return self._next is None
 
     def add(self, part: memoryview) -> None:
-        """Copy the next piece to its place.
-
-        Raises:
-            FrameError: if its length is not the announced one.
-        """
+        """Copy the next piece to its place; a FrameError if its length is not the announced one."""
         piece = self._next
         if piece is None or part.nbytes != piece.num_bytes:
             wanted = 0 if piece is None else piece.num_bytes

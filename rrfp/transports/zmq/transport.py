@@ -18,6 +18,7 @@ from rrfp.core import timeouts
 from rrfp.errors import ConfigError, FrameError, TransportClosedError, TransportError
 from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
 from rrfp.transports.flow import CLOSED, HomeLoop, Inbox
+from rrfp.transports.rendezvous import publish_in_time
 from rrfp.transports.wire import Codec, Sealed
 from rrfp.transports.zmq.endpoint import choose_address
 from rrfp.transports.zmq.inlet import Inlet, Route, identity_of
@@ -79,7 +80,7 @@ class ZmqTransport(Transport):
         self._zmq = zmq.Context()
         self._inlet = Inlet(self._zmq, self._codec, context, self)
         own_endpoint = self._inlet.bind(address, context.rank)
-        await context.rendezvous.publish(endpoint_key(context, context.rank), own_endpoint.encode())
+        await publish_in_time(context, endpoint_key(context, context.rank), own_endpoint.encode())
         for peer in context.peers:
             try:
                 endpoint = await context.rendezvous.lookup(
@@ -88,7 +89,13 @@ class ZmqTransport(Transport):
             except TransportError as error:
                 raise TransportError(f"rank {peer} did not connect: {error}") from error
             self._check_open()
-            self._links[peer].connect({channel: self._outlet(endpoint.decode(), channel, home) for channel in Channel})
+            try:
+                outlets = {channel: self._outlet(endpoint.decode(), channel, home) for channel in Channel}
+            except (UnicodeDecodeError, zmq.ZMQError) as error:
+                raise TransportError(
+                    f"cannot connect to {endpoint!r:.200}, which rank {peer} published: {error}"
+                ) from error
+            self._links[peer].connect(outlets)
         await self._wait_for_peers(deadline_s - home.loop.time())
 
     def _outlet(self, endpoint: str, channel: Channel, home: HomeLoop) -> Outlet:
