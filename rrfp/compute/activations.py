@@ -43,9 +43,6 @@ class ActivationMeter:
     Every storage counts once, of sharded tensors this rank's part; the module's parameters and buffers do not count.
     Tensors that a checkpoint will recompute are not kept and do not count. If the bytes depend on *values* (routing),
     the first microbatch of a signature stands for all.
-
-    Args:
-        module: the module; its parameters are excluded as they are when a measurement is made.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -53,12 +50,9 @@ class ActivationMeter:
         self._known: dict[Hashable, Kept] = {}
 
     def run(self, call: Callable[[], T], signature: Hashable, kept: Iterable[Tensor]) -> tuple[T, Kept]:
-        """Run ``call`` and return its result and the bytes that it keeps for its backward.
+        """Run ``call``, a forward pass, and return its result and the bytes that it keeps for its backward.
 
-        Args:
-            call: a forward pass.
-            signature: the same for calls that keep the same number of bytes; see :func:`describe`.
-            kept: tensors that are kept in any case.
+        Calls of one ``signature`` (`describe`) keep the same number of bytes. The tensors ``kept`` count in any case.
         """
         caller_hooks = saved_tensor_hooks()
         known = self._known.get(signature)

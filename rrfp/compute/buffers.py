@@ -186,12 +186,7 @@ class StateWatch:
 
 
 class StateWatches:
-    """The watches of the virtual stages of a rank; none if no tasks run in microbatch order.
-
-    Args:
-        units: the module with all parameters and buffers of each virtual stage.
-        in_order: (kind, virtual stage) pairs that run in microbatch order.
-    """
+    """The watches of the virtual stages of a rank; none if no tasks run in microbatch order."""
 
     def __init__(self, units: Mapping[int, nn.Module], in_order: Collection[ForcedOrder]) -> None:
         watched = units if in_order else {}

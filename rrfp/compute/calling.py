@@ -24,11 +24,7 @@ class Arguments:
 
     @classmethod
     def spread(cls, values: Iterable[Any]) -> Arguments:
-        """Tuples become positional arguments, dicts keywords, other values (named tuples too) one argument each.
-
-        Raises:
-            StageError: if two dicts name the same keyword.
-        """
+        """Tuples become positional arguments, dicts keywords, other values (named tuples too) one argument each."""
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for value in values:
@@ -44,17 +40,9 @@ class Arguments:
 
 
 def check_batch(batch: Batch, step: StepId, *, first: bool, last: bool, has_loss: bool) -> None:
-    """Refuse a batch that lacks data for a rank's step.
+    """Refuse a batch that lacks data for a rank's step, with a ConfigError that names the field.
 
-    Args:
-        batch: the caller's data.
-        step: the step.
-        first: whether the rank has a virtual stage that reads ``inputs``.
-        last: whether the rank has a virtual stage that reads ``targets``.
-        has_loss: whether there is a ``loss_fn``.
-
-    Raises:
-        ConfigError: naming the field, and M if its length is wrong.
+    ``first`` and ``last``: whether the rank has a virtual stage that reads ``inputs``, and one that reads ``targets``.
     """
     training = step.mode is Mode.TRAIN
     if last and not has_loss and (training or batch.targets is not None):
@@ -73,11 +61,7 @@ def check_batch(batch: Batch, step: StepId, *, first: bool, last: bool, has_loss
 
 
 def check_loss(loss: object, microbatch: int, *, differentiable: bool) -> Tensor:
-    """Check the value that ``loss_fn`` returned for ``microbatch``, and return it.
-
-    Raises:
-        StageError: if it is not a scalar floating tensor, or does not require grad although ``differentiable``.
-    """
+    """Check the value that ``loss_fn`` returned for ``microbatch``, and return it; a StageError if it does not fit."""
     if not isinstance(loss, Tensor):
         raise StageError(f"loss_fn returned a {type(loss).__name__}, must return a scalar floating tensor")
     if loss.dim() != 0 or not loss.is_floating_point():

@@ -75,11 +75,7 @@ class Mailbox:
         return tensors, {"parts": [[u, len(payload.tensors)] for u, payload in payloads.items()]}
 
     def unpack(self, task: Task, tensors: Sequence[Tensor | None], body: Mapping[str, Any]) -> None:
-        """Keep an output that `pack` packed on another rank.
-
-        Raises:
-            ProtocolError: if the description does not fit the tensors or the graph.
-        """
+        """Keep an output that `pack` packed on another rank; a ProtocolError if the description does not fit."""
         if task.kind is Kind.F:
             if not isinstance(structure := body.get("structure"), Sequence):
                 raise ProtocolError(f"{task} arrived without the structure of its tensors")
@@ -97,16 +93,12 @@ class Mailbox:
         stage_of = self._graph.placement.stage_of
         readers = {u for u in self._graph.predecessors[task.virtual_stage] if stage_of(u) == self._stage}
         if rest or set(payloads) != readers:
-            raise ProtocolError(f"{task} arrived with gradients for {sorted(payloads)}, expected {sorted(readers)}")
+            raise ProtocolError(f"{task} arrived with gradients for {list(payloads)}, expected {sorted(readers)}")
         self._backward[task] = payloads
 
 
 def run_task(program: StageProgram, mailbox: Mailbox, task: Task) -> None:
-    """Run ``task`` on its inputs in ``mailbox``, and keep its output there. Called on the lane's thread.
-
-    Raises:
-        StageError: if the program returns a value of another type than `StageProgram` requires.
-    """
+    """Run ``task`` on its inputs in ``mailbox``, and keep its output there. Called on the lane's thread."""
     if task.kind is Kind.F:
         output: Any = program.forward(task, mailbox.inputs(task))
         if not isinstance(output, Payload):
@@ -122,10 +114,9 @@ def run_task(program: StageProgram, mailbox: Mailbox, task: Task) -> None:
 
 
 def bytes_after(program: StageProgram, mailbox: Mailbox, task: Task) -> tuple[int, int]:
-    """The memory that ``task``, which has just run, leaves allocated. Called on the lane's thread.
+    """The bytes that ``task``, which has just run, holds on its virtual stage, and those of its output beside them.
 
-    Returns:
-        Bytes that its microbatch holds on its virtual stage, and the bytes of its output not counted in them.
+    Called on the lane's thread.
     """
     _, m, v = task
     output = mailbox.output_bytes(task)

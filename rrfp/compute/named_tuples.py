@@ -22,10 +22,9 @@ def is_named(value: object) -> bool:
 
 
 def name_of(value: Any, path: str) -> str:
-    """The name by which another rank finds the class of ``value``: ``module:qualified.name``.
+    """The name by which another rank finds the class of ``value``, ``module:qualified.name``.
 
-    Raises:
-        StageError: if that name does not lead to the class, such as for a class defined in a function.
+    A StageError if that name does not lead to the class, such as for a class defined in a function.
     """
     cls = type(value)
     name = f"{cls.__module__}:{cls.__qualname__}"
@@ -38,11 +37,7 @@ def name_of(value: Any, path: str) -> str:
 
 
 def rebuilt(name: Any, fields: Any, items: Iterable[Any]) -> Any:
-    """The named tuple that was sent.
-
-    Raises:
-        StageError: if this rank has not loaded its class, or one with other fields.
-    """
+    """The named tuple that was sent; a StageError if this rank has not loaded its class, or one with other fields."""
     cls = _find(name) if isinstance(name, str) else None
     known = getattr(cls, "_fields", None) if isinstance(cls, type) and issubclass(cls, tuple) else None
     if cls is None or not isinstance(known, tuple):

@@ -27,13 +27,9 @@ def device_types(modules: Iterable[nn.Module]) -> frozenset[str]:
 
 
 def not_promised(types: Iterable[str]) -> list[str]:
-    """What may differ between runs, or between machines, under the settings of this thread.
+    """Differences between runs or machines that this thread's settings allow, each with the setting that prevents it.
 
-    Args:
-        types: device types that compute.
-
-    Returns:
-        One clause each, with the setting that fixes it; empty if nothing is known to differ.
+    Empty if none is known for the device ``types`` that compute.
     """
     on_device = {"cpu": _on_cpu, "cuda": _on_cuda, "meta": list[str]}
     unknown = "anything on devices of type {}, of which nothing is known here"

@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from rrfp.compute.payload import Payload
 from rrfp.compute.received import Received
 from rrfp.compute.split.backward import Root
+from rrfp.errors import StageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,9 @@ class SavedForward:
 
         Args:
             grads: the received gradients of the outputs, one payload for each successor.
+
+        Raises:
+            StageError: if a payload has not one gradient, or None, for each tensor that was sent.
         """
         if self.loss is not None:
             if not self.loss.requires_grad:
@@ -53,6 +57,10 @@ class SavedForward:
         roots: list[Root] = [*self.unweighted]
         gradients = [torch.zeros_like(output) for output in self.unweighted]
         for payload in grads:
+            if len(payload.tensors) != len(self.edges):
+                raise StageError(
+                    f"{len(payload.tensors)} gradients arrived, must be one for each tensor sent: {len(self.edges)}"
+                )
             for edge, gradient in zip(self.edges, payload.tensors, strict=True):
                 if edge is not None and gradient is not None:
                     roots.append(edge)

@@ -13,7 +13,8 @@ from types import FrameType, TracebackType
 MOST_FRAMES = 40
 MOST_CHARACTERS = 8192
 
-_PACKAGE = str(Path(__file__).parents[1])
+#: With the separator at its end: a plugin's package may have a name that begins like this one's.
+_PACKAGE = str(Path(__file__).parents[1] / "_").removesuffix("_")
 
 
 def stack_of(thread: int | None) -> str:

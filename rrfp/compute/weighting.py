@@ -44,17 +44,7 @@ def gradient_weights(
 def shared_gradient_weights(
     weights: Sequence[float], total: float, reduction: str = "mean", grad_scale: float = 1.0
 ) -> tuple[float, ...]:
-    """The factors of one replica's microbatches in a step of several replicas.
-
-    Args:
-        weights: of this replica's microbatches.
-        total: the sum of the weights of all replicas.
-        reduction: as in :func:`gradient_weights`.
-        grad_scale: as in :func:`gradient_weights`.
-
-    Raises:
-        ConfigError: if all weights are 0 for ``"mean"``.
-    """
+    """`gradient_weights` of one replica, where ``total`` is the sum of the weights of all replicas."""
     normaliser = _normaliser((total,), reduction)
     return tuple(weight / normaliser * grad_scale for weight in weights)
 
@@ -62,13 +52,7 @@ def shared_gradient_weights(
 def combine_losses(losses: Sequence[float], weights: Sequence[float] | None = None, reduction: str = "mean") -> float:
     """The loss of the step, summed in microbatch order over the microbatches whose weight is not 0.
 
-    Args:
-        losses: the loss of each microbatch, in microbatch order.
-        weights: as in :func:`gradient_weights`.
-        reduction: as in :func:`gradient_weights`.
-
-    Raises:
-        ConfigError: as in :func:`gradient_weights`.
+    Arguments and errors as in `gradient_weights`.
     """
     checked = _checked(weights, len(losses))
     normaliser = _normaliser(checked, reduction)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 
-from rrfp.errors import RrfpError
+from rrfp.errors import RrfpError, TransportClosedError
 from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
 
 #: Picks an index below a count, 0 being the first.
@@ -55,6 +55,7 @@ class ReorderingTransport(Transport):
         self._pick = pick
         self._held: list[Message | RrfpError] = []
         self._filled = asyncio.Event()
+        self._is_closed = False
         self._reader: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -68,10 +69,9 @@ class ReorderingTransport(Transport):
 
     async def receive(self) -> Message:
         """One of the held messages; an error waits for those before it."""
-        while not self._held:
-            self._filled.clear()
-            await self._filled.wait()
+        await self._wait_for_entry()
         await asyncio.sleep(self._pick(MAX_PAUSES) * PAUSE_S)
+        await self._wait_for_entry()  # a close or another receive may have come meanwhile
         candidates = list(self._candidates())
         entry = self._held.pop(candidates[self._pick(len(candidates))])
         if isinstance(entry, RrfpError):
@@ -80,12 +80,10 @@ class ReorderingTransport(Transport):
 
     async def close(self) -> None:
         """See `Transport.close`."""
-        self._stop()
         await self._inner.close()
 
     def abort(self) -> None:
         """See `Transport.abort`."""
-        self._stop()
         self._inner.abort()
 
     def statistics(self) -> TransportStatistics:
@@ -106,21 +104,19 @@ class ReorderingTransport(Transport):
                 control_senders.add(entry.sender)
                 yield index
 
-    async def _read(self) -> None:
-        running = True
-        while running:
-            entry: Message | RrfpError
-            try:
-                entry = await self._inner.receive()
-            except RrfpError as error:
-                entry = error
-                running = self._reader is not None
-            self._held.append(entry)
-            self._filled.set()
-            if isinstance(entry, RrfpError):
-                await asyncio.sleep(0)  # a closed transport raises at once: do not keep the loop from running
+    async def _wait_for_entry(self) -> None:
+        while not (self._held or self._is_closed):
+            self._filled.clear()
+            await self._filled.wait()
+        if self._is_closed:
+            raise TransportClosedError("the transport is closed")
 
-    def _stop(self) -> None:
-        if self._reader is not None:
-            self._reader.cancel()
-            self._reader = None
+    async def _read(self) -> None:
+        while not self._is_closed:
+            try:
+                self._held.append(await self._inner.receive())
+            except TransportClosedError:
+                self._is_closed = True
+            except RrfpError as error:
+                self._held.append(error)
+            self._filled.set()

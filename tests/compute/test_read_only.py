@@ -9,6 +9,7 @@ import torch
 from compute.stage_driver import FORWARD_2, TRAIN_2, Run, build, rows, total, train
 from torch import Tensor, nn
 
+from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import StageError
@@ -128,6 +129,14 @@ def test_torchs_own_check_of_saved_tensors_is_kept_while_measuring() -> None:
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         train([nn.Linear(4, 4), Overwrite()], rows(1), rows(1), total)  # the first microbatch is the measured one
+
+
+def test_a_missing_gradient_of_an_output_is_named() -> None:
+    programs, graph = build([nn.Linear(4, 4), nn.Identity()], total)
+    run = Run(programs, graph, TRAIN_2, Batch(rows(), rows(), None, (1.0, 1.0)))
+    run.execute(Task(Kind.F, 0, 0))
+    with pytest.raises(StageError, match="0 gradients arrived, must be one for each tensor sent: 1"):
+        programs[0].backward(Task(Kind.B, 0, 0), (Payload(),))
 
 
 def test_a_keyword_given_twice_is_refused() -> None:

@@ -170,9 +170,10 @@ async def test_nice_lowers_only_the_lanes_thread() -> None:
     assert os.getpriority(os.PRIO_PROCESS, 0) == own
 
 
-@pytest.mark.parametrize("nice", [-1, 20])
-def test_nice_out_of_range_is_refused(nice: int) -> None:
-    with pytest.raises(ConfigError, match=r"must be 0\.\.19"):
+@pytest.mark.parametrize("nice", [-1, 20, 2.0, True])
+def test_nice_that_is_no_whole_number_in_range_is_refused(nice: Any) -> None:
+    """The thread would otherwise end before its first call, which would never be completed."""
+    with pytest.raises(ConfigError, match=r"must be a whole number 0\.\.19"):
         ThreadLane(nice=nice)
 
 

@@ -17,11 +17,7 @@ from rrfp.compute.payload import Payload
 
 
 class AdoptedGradients:
-    """Copies adopted gradients of one module, in one step.
-
-    Args:
-        module: the module; only gradients of its own parameters are copied.
-    """
+    """Copies adopted gradients of the parameters of one module, in one step."""
 
     def __init__(self, module: nn.Module) -> None:
         #: Parameters without a gradient: autograd adopts a first gradient only, and adds later ones in place.

@@ -76,10 +76,6 @@ def check_dense(gradient: Tensor, name: str) -> None:
         raise StageError(f"{name} has a gradient of layout {layout}, must be dense (for an embedding: sparse=False)")
 
 
-#: Integers by their size in bytes.
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 def zeros(parameter: nn.Parameter, layout: int) -> Tensor:
     """A gradient of zeros for ``parameter``, of a layout that `encode` returned on another replica."""
     mask = (1 << _BITS) - 1
@@ -133,6 +129,10 @@ def empty_totals(totals: dict[int, nn.Parameter]) -> None:
             del totals[key]
             if parameter.grad is not None:
                 local_part(parameter.grad).zero_()
+
+
+#: Integers by their size in bytes.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()

@@ -20,11 +20,7 @@ def needs_whole_backward(module: nn.Module) -> str | None:
 
 
 def check_wrappers(modules: Mapping[int, nn.Module]) -> None:
-    """Refuse modules that reduce once for each forward and backward: a step has many of both, in any order.
-
-    Raises:
-        ConfigError: naming the first such module.
-    """
+    """Refuse modules that reduce once for each forward and backward: a step has many of both, in any order."""
     for v, module in sorted(modules.items()):
         for path, part in module.named_modules():
             if (wrapper := _wrapper(part)) is not None:

@@ -37,11 +37,8 @@ def global_ranks(topology: Topology, mesh: DeviceMesh | None = None) -> tuple[in
 def replica_group(topology: Topology, ranks: Sequence[int]) -> ProcessGroup:
     """Make a group of this rank and its counterparts in the other replicas, in the order of replicas.
 
-    It blocks until all its ranks have joined, and lives until ``torch.distributed`` ends.
-
-    Args:
-        topology: where this rank is.
-        ranks: the numbers that `global_ranks` returned.
+    It blocks until all its ranks have joined, and lives until ``torch.distributed`` ends. ``ranks`` are those of
+    `global_ranks`.
     """
     # Why not a group of the DeviceMesh over the same ranks? The caller may use that one, and these collectives run on
     # another thread. Blocking cannot deadlock: these groups do not overlap, each rank joins one, and all ranks of a job
@@ -53,11 +50,7 @@ def replica_group(topology: Topology, ranks: Sequence[int]) -> ProcessGroup:
 
 
 def check_replicas(topology: Topology, ranks: Sequence[int]) -> None:
-    """Refuse a topology with replicas unless ``torch.distributed`` can sum their gradients.
-
-    Raises:
-        ConfigError: if ``torch.distributed`` is not initialised, or numbers the ranks otherwise than ``ranks``.
-    """
+    """Refuse a topology with replicas if ``torch.distributed`` is not initialised, or numbers the ranks otherwise."""
     if not (dist.is_available() and dist.is_initialized()):
         raise ConfigError(
             f"topology has {topology.replicas} replicas, whose gradients torch.distributed sums: call "
@@ -73,10 +66,8 @@ def check_replicas(topology: Topology, ranks: Sequence[int]) -> None:
 def check_sharded(modules: Mapping[int, nn.Module], topology: Topology, ranks: Sequence[int]) -> None:
     """Refuse DTensor parameters over ranks that do not run their tasks in one order.
 
-    Their collectives run inside tasks, so all ranks of their mesh must be in this rank's group.
-
-    Raises:
-        ConfigError: naming the first such parameter and the required ``coordinate``.
+    Their collectives run inside tasks, so all ranks of their mesh must be in this rank's group. The ConfigError names
+    the first such parameter and the required ``coordinate``.
     """
     group = {ranks[rank] for rank in topology.group}
     for v, module in sorted(modules.items()):

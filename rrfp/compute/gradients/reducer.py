@@ -87,10 +87,9 @@ class GradientReducer:
         self._group = (await self._lane.enqueue(self._make_group)).result
 
     def open(self, reduces: bool) -> None:
-        """Prepare for a training step. Called on the caller's thread, between steps.
+        """Prepare for a training step, in which `reduce` is called for every chunk or, on all replicas, for none.
 
-        Args:
-            reduces: whether `reduce` will be called for every chunk or for none; the same on all replicas.
+        Called on the caller's thread, between steps.
         """
         if self._replica != 0:
             empty_totals(self._totals)  # replica 0 keeps them
@@ -146,11 +145,7 @@ class GradientReducer:
         self._totals.update((id(parameter), parameter) for parameter in present)
 
     def _agree(self, share: _Named) -> list[int]:
-        """The layout of each gradient on the replicas that have it.
-
-        Raises:
-            StageError: if they do not all have the same layout.
-        """
+        """The layout of each gradient on the replicas that have it; a StageError if these differ."""
         if not share:
             return []
         layouts = [encode(parameter, name) for name, parameter in share]
@@ -165,11 +160,7 @@ class GradientReducer:
         return largest
 
     def _compare_models(self) -> None:
-        """Compare the parameters of the replicas once, lest unrelated gradients be summed.
-
-        Raises:
-            StageError: if their names, shapes, dtypes, placements or values differ.
-        """
+        """Compare the parameters of the replicas once, lest unrelated gradients be summed."""
         named = [pair for share in self._shares.values() for pair in share]
         text = "\n".join(_describe(*pair) for pair in named)
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")

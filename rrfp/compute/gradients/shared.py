@@ -17,11 +17,7 @@ from torch import Tensor, nn
 
 
 class SharedGradients:
-    """The gradients of all shared parameters of a process.
-
-    Args:
-        modules: all modules of the process, by virtual stage.
-    """
+    """The gradients of all shared parameters of a process, from all its modules by virtual stage."""
 
     def __init__(self, modules: Mapping[int, nn.Module]) -> None:
         holders: dict[int, tuple[nn.Parameter, list[int]]] = {}

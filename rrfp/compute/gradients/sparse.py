@@ -24,12 +24,7 @@ def check_not_sparse(modules: Mapping[int, nn.Module], because: str) -> None:
 
 
 def check_ties_not_sparse(modules: Mapping[int, nn.Module], tied: Mapping[str, list[Tensor]]) -> None:
-    """Refuse tied tables with sparse gradients with a ConfigError that names the first one and its tie.
-
-    Args:
-        modules: by virtual stage.
-        tied: the parameters of each tie.
-    """
+    """Refuse tied tables with sparse gradients with a ConfigError that names the first one and its tie."""
     names = {id(parameter): name for name, parameters in tied.items() for parameter in parameters}
     for v, module in sorted(modules.items()):
         for path, weight in sparse_tables(module):

@@ -72,12 +72,7 @@ class TiedGradients:
         self.terms = tuple(copy.terms() for copy in self._copies.values())
 
     def agree(self, ties: Iterable[Tie], most_bytes: int = PIECE_BYTES) -> None:
-        """Keep the ties that all ranks agreed on.
-
-        Args:
-            ties: all ties of the job, also those without a copy here.
-            most_bytes: the most bytes of one message.
-        """
+        """Keep all ties of the job, on which the ranks agreed; a message has ``most_bytes`` at most."""
         self.ties = tuple(ties)
         self._piece_bytes = min(PIECE_BYTES, most_bytes)
         self._ties = {tie.name: tie for tie in self.ties}
@@ -93,11 +88,7 @@ class TiedGradients:
 
     @torch.no_grad()
     def pieces(self, tie: str, virtual_stage: int) -> Pieces:
-        """The gradient of a copy, cut into pieces that may share its memory: it must not change while they are read.
-
-        Raises:
-            StageError: if the gradient is sparse, or cannot be added part by part.
-        """
+        """The gradient of a copy, cut into pieces that may share its memory: it must not change while they are read."""
         copy = self._copies[tie, virtual_stage]
         with self.shared.swapped_in(virtual_stage):
             gradient, layout = copy.parameter.grad, encode(copy.parameter, _describe(copy))
@@ -111,15 +102,8 @@ class TiedGradients:
     def add(self, tie: str, others: Mapping[int, Pieces]) -> Pieces:
         """Sum a tie whose first copy is on this rank, in the order of virtual stages, into all copies of this rank.
 
-        Args:
-            tie: the name of the tie.
-            others: the gradients of the copies of other ranks, by virtual stage.
-
-        Returns:
-            The sum, for the other ranks.
-
-        Raises:
-            StageError: if copies differ in layout, or only some of them require grad.
+        ``others`` are the gradients of other ranks' copies, by virtual stage. Returns the sum for these ranks; a
+        StageError if copies differ in layout, or only some of them require grad.
         """
         stages = self._ties[tie].virtual_stages
         local = [v for v in stages if v not in others]
@@ -192,11 +176,7 @@ class ProcessTies:
 
 
 def _common_layout(tie: str, terms: Mapping[int, Pieces]) -> int:
-    """The layout of the gradients that are not absent.
-
-    Raises:
-        StageError: if there are several, or only some copies require grad.
-    """
+    """The layout of the gradients that are not absent; a StageError if several, or if only some copies require grad."""
     if len({term.learns for term in terms.values()}) > 1:
         frozen = ", ".join(str(v) for v, term in terms.items() if not term.learns)
         raise StageError(f"tie {tie!r} is frozen on the virtual stages {frozen} only, must be on all or none")

@@ -21,11 +21,7 @@ _this_thread = threading.local()
 
 
 def sleep_until(deadline: float) -> None:
-    """Return as soon as possible after ``deadline``.
-
-    Args:
-        deadline: a time of ``time.monotonic()`` in seconds; returns at once if it has passed.
-    """
+    """Return as soon as possible after ``deadline``, a time of ``time.monotonic()``; at once if it has passed."""
     if not getattr(_this_thread, "has_low_slack", False):
         _lower_timer_slack()
         _this_thread.has_low_slack = True

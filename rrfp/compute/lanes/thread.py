@@ -42,14 +42,14 @@ class ThreadLane(Lane):
             torch starts in a call inherit the value. Lowering it again needs privileges.
 
     Raises:
-        ConfigError: if ``nice`` is outside 0..19.
+        ConfigError: if ``nice`` is not a whole number 0..19.
     """
 
     depth = 1
 
     def __init__(self, name: str = "rrfp-lane", *, nice: int = 0) -> None:
-        if not 0 <= nice <= LOWEST_NICE:
-            raise ConfigError(f"nice is {nice}, must be 0..{LOWEST_NICE}")
+        if type(nice) is not int or not 0 <= nice <= LOWEST_NICE:
+            raise ConfigError(f"nice is {nice!r}, must be a whole number 0..{LOWEST_NICE}")
         self._name = name
         self._nice = nice
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
