@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
@@ -35,8 +36,8 @@ def cases_of(module: object) -> list[str]:
     return [name for name, case in functions if list(inspect.signature(case).parameters) == ["rank"]]
 
 
-def outcomes(module: str, cases: list[str], count: int, folder: Path) -> dict[str, list[str]]:
-    """Run all cases, one after the other, on ``count`` ranks.
+def outcomes(module: str, cases: list[str], count: int, folder: Path, timeout_s: float = 50.0) -> dict[str, list[str]]:
+    """Run all cases, one after the other, on ``count`` ranks, which see torchrun's RANK and WORLD_SIZE.
 
     Returns:
         By case what each rank says of it.
@@ -52,7 +53,7 @@ def outcomes(module: str, cases: list[str], count: int, folder: Path) -> dict[st
         connections.append(here)
         processes.append(process)
     try:
-        outcomes = [connection.recv() if connection.poll(50) else {} for connection in connections]
+        outcomes = [connection.recv() if connection.poll(timeout_s) else {} for connection in connections]
         for process in processes:
             process.join(10)
         ended = [process.exitcode for process in processes]
@@ -66,6 +67,7 @@ def outcomes(module: str, cases: list[str], count: int, folder: Path) -> dict[st
 
 def _run(module: str, cases: list[str], rank: int, count: int, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count)}
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
     functions = vars(__import__(module, fromlist=["cases"]))
     outcomes = {}

@@ -67,16 +67,11 @@ def test_a_wrong_number_of_ranks_is_one_line_with_the_arithmetic() -> None:
     assert "exitcode  : 2 " in errors
 
 
-def test_two_jobs_on_one_host_do_not_meet() -> None:
-    jobs = [start(2, "--steps", "2", *SMALL) for _ in range(2)]
-    first, second = (steps(end(job)) for job in jobs)
-    assert [number for number, _ in first] == [1, 2]
-    assert first == second
-
-
-def test_a_restarted_job_goes_through_without_meeting_its_first_attempt() -> None:
-    script = Path(__file__).parent / "fails_once.py"
-    output = end(start(2, "--steps", "2", *SMALL, script=script, launcher=("--max-restarts", "1")))
-    (first, loss), (again, same), (last, _) = steps(output)
-    assert (first, again, last) == (1, 1, 2)
-    assert loss == same
+def test_two_jobs_on_one_host_and_a_restarted_one_and_its_first_attempt_do_not_meet() -> None:
+    failing = Path(__file__).parent / "fails_once.py"
+    restarted = start(2, "--steps", "2", *SMALL, script=failing, launcher=("--max-restarts", "1"))
+    plain = start(2, "--steps", "2", *SMALL)
+    first, *again = steps(end(restarted))
+    assert [number for number, _ in again] == [1, 2]
+    assert first == again[0]
+    assert again == steps(end(plain))

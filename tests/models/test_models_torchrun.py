@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from models.catalogue import CONFIGURATIONS, STAGES
 from models.training import TOLERANCE
-
-TESTS = Path(__file__).parent.parent
+from under_torchrun import reports
 
 # Each rank imports libraries of models, which takes seconds on a quiet machine.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(620)]
@@ -21,20 +15,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(620)]
 
 def check(stages: int, models: Sequence[str], configurations: Sequence[str]) -> None:
     """Launch ``stages`` ranks; every one of them is within the tolerance in every run."""
-    paths = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(stages)]
-    done = subprocess.run(
-        [*command, str(TESTS / "models" / "torchrun_models.py"), ",".join(models), ",".join(configurations)],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    reports = {report["rank"]: report["worst"] for report in map(json.loads, done.stdout.splitlines())}
-    assert sorted(reports) == list(range(stages))
-    for worst in reports.values():
+    arguments = ",".join(models), ",".join(configurations)
+    for report in reports("models/torchrun_models.py", *arguments, ranks=stages, timeout_s=600):
+        worst = report["worst"]
         assert len(worst) == len(models) * len(configurations)
         assert {run: error for run, error in worst.items() if not error < TOLERANCE} == {}
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from compute.gloo_ranks import fork_server
+from compute.gloo_ranks import GOOD, fork_server, outcomes
 from runtime import replica_processes as griefs
 from runtime.replica_processes import Grief, Replicas
-from runtime.toys import TOLERANCE
 from torch import nn
 
 import rrfp
@@ -24,31 +19,16 @@ from rrfp.errors import ConfigError
 
 __all__ = ["fork_server"]
 
-TESTS = Path(__file__).parent.parent
-
 #: Seconds from the begin of a step to the error on every rank: a live rank reports it, a dead one is detected.
 TOLD_S, DEAD_S = 2.5, 5.5
 
 
 @pytest.mark.slow
-def test_gradients_of_two_replicas_are_the_references() -> None:
+def test_gradients_of_two_replicas_are_the_references(tmp_path: Path) -> None:
     """Ragged microbatches, weights, chunks, accumulation, clipping, a learned loss; where it is promised, bitwise."""
-    paths = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    done = subprocess.run(
-        [*command, str(TESTS / "runtime" / "torchrun_data_parallel.py")],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=55,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    reports = {report["rank"]: report["gaps"] for report in map(json.loads, done.stdout.splitlines())}
-    assert sorted(reports) == [0, 1, 2, 3]
-    for gaps in reports.values():
-        assert len(gaps) == 11
-        assert {name: gap for name, gap in gaps.items() if not gap < TOLERANCE} == {}
+    case = "gradients_of_two_replicas_are_the_references"
+    found = outcomes("runtime.data_parallel_cases", [case], 4, tmp_path)[case]
+    assert found == [GOOD] * 4, "\n".join(found)
 
 
 @pytest.fixture

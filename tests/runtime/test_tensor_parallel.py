@@ -2,57 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from compute.gloo_ranks import GOOD, fork_server, outcomes
 from runtime.toys import TOLERANCE
+from under_torchrun import reports
 
-TESTS = Path(__file__).parent.parent
+__all__ = ["fork_server"]
 
 pytestmark = pytest.mark.slow
 
 
-def launch(ranks: int, timeout_s: float) -> list[dict[str, Any]]:
-    """What each rank reports."""
-    paths = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [*command, str(TESTS / "runtime" / "torchrun_tensor_parallel.py")],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    reports = sorted(map(json.loads, done.stdout.splitlines()), key=lambda report: int(report["rank"]))
-    assert [report["rank"] for report in reports] == list(range(ranks))
-    return reports
-
-
-def assert_right(reports: list[dict[str, Any]], cases: int) -> None:
-    """Gradients and losses are the reference's on every rank; and it was no matter of members that saw the same."""
-    for report in reports:
-        assert len(report["worst"]) == cases
-        assert {name: gap for name, gap in report["worst"].items() if not gap < TOLERANCE} == {}
-    assert sum(report["disagreements"] for report in reports) > 0
-
-
 @pytest.mark.timeout(120)
 def test_two_dims_of_parallelism_give_the_references_gradients_and_a_failure_ends_a_collective() -> None:
-    reports = launch(4, 110)
-    assert_right(reports, cases=21)
-    for report in reports:
+    found = reports("runtime/torchrun_tensor_parallel.py", ranks=4, timeout_s=110)
+    for report in found:
+        assert len(report["worst"]) == 21
+        assert {name: gap for name, gap in report["worst"].items() if not gap < TOLERANCE} == {}
         assert report["abort_s"] < 5
         assert "is a DTensor over the ranks" in report["refused"]
         assert "coordinate is ('tp',), must be ('tp', 'dp')" in report["refused"]
+    assert sum(report["disagreements"] for report in found) > 0  # else members saw the same anyway
 
 
 @pytest.mark.timeout(90)
-def test_three_dims_of_parallelism_give_the_references_gradients() -> None:
-    assert_right(launch(8, 80), cases=3)
+def test_three_dims_of_parallelism_give_the_references_gradients(tmp_path: Path) -> None:
+    found = outcomes("runtime.torchrun_tensor_parallel", ["three_dims"], 8, tmp_path, timeout_s=80)["three_dims"]
+    assert found == [GOOD] * 8, "\n".join(found)

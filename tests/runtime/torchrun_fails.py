@@ -1,4 +1,4 @@
-"""A user's program under torchrun whose stage 2 raises in its third step. With "record" torchrun gets an error file."""
+"""A user's program under torchrun whose stage 1 raises in its third step. With "record" torchrun gets an error file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Bomb(EmulatedStage):
 def main() -> None:
     torch.set_num_threads(1)
     place = rrfp.Topology.from_env()
-    kind = Bomb if place.stage == 2 else EmulatedStage
+    kind = Bomb if place.stage == 1 else EmulatedStage
     program = kind(Graph.chain(place.stages), lambda task: 0.001, num_bytes=64)
     with rrfp.Pipeline(program, topology=place).blocking() as pipe:
         for _ in range(100):
