@@ -122,7 +122,7 @@ def simulate(
     assert hint is not None
     if sends != "eager":
         raise ConfigError(f"sends is {sends!r}, must be eager with a hint: readiness-driven stages never wait to send")
-    return _dispatched(costs, hint, _limits(costs, limit, admission), sizes)
+    return _dispatched(costs, hint, resolve_limits(costs, limit, admission), sizes)
 
 
 def planned_sizes(costs: CostTable) -> list[float]:
@@ -150,7 +150,7 @@ def _strict(costs: CostTable, strict: ScheduleSpec, sends: Sends) -> Simulation:
         result = run_blocking(costs)
     else:
         result = run(costs, hints, [Limit()] * costs.stages)
-    return _with_bound(costs, result, None, needed)
+    return beside_bound(costs, result, None, needed)
 
 
 def _dispatched(costs: CostTable, hint: HintSpec, limits: Sequence[Limit], sizes: Sequence[float] | None) -> Simulation:
@@ -158,11 +158,17 @@ def _dispatched(costs: CostTable, hint: HintSpec, limits: Sequence[Limit], sizes
     counts = tuple(costs.microbatches if limit.microbatches is None else limit.microbatches for limit in limits)
     # Under the paper's rule D may pass K * C by C, as under a limit of K + 1.
     extra = 1 if costs.chunks > 1 and any(limit.rule == "paper" for limit in limits) else 0
-    return _with_bound(costs, result, counts, [count + extra for count in counts])
+    return beside_bound(costs, result, counts, [count + extra for count in counts])
 
 
-def _limits(costs: CostTable, spec: Limit | int | str | None, admission: AdmissionRule | None) -> list[Limit]:
-    """The limit of every stage."""
+def resolve_limits(
+    costs: CostTable, spec: Limit | int | str | None, admission: AdmissionRule | None = None
+) -> list[Limit]:
+    """The limit of every stage of a simulated hint.
+
+    Raises:
+        ConfigError: for a limit on bytes.
+    """
     spec = DEFAULT_LIMIT if spec is None else spec
     limits = [Limit.resolve(spec, stage, costs.stages) for stage in range(costs.stages)]
     if any(limit.bytes is not None for limit in limits):
@@ -184,9 +190,10 @@ def _matrices(costs: CostTable) -> list[Matrix]:
     return [matrix for matrix in matrices if matrix is not None]
 
 
-def _with_bound(
+def beside_bound(
     costs: CostTable, result: EngineResult, limits: tuple[int, ...] | None, needed: Sequence[int]
 ) -> Simulation:
+    """A result beside the lower bound of what holds as many microbatches as ``needed`` on each stage."""
     bound = lower_bound(costs, needed)
     slack = max(_ROUNDING, _ROUNDING_EACH * sum(matrix.size for matrix in _matrices(costs)))
     if result.makespan < bound <= result.makespan * (1 + slack):

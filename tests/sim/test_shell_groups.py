@@ -28,8 +28,9 @@ from rrfp.costs import CostTable, make_costs, with_jitter
 from rrfp.costs.rank_latency import Cube, RankLatencies, rank_latencies
 from rrfp.errors import ConfigError, DeadlockError, HintError, ProtocolError
 from rrfp.hints.registry import create_hint
+from rrfp.sim.cluster.coordination import Agreement, Leader
 from rrfp.sim.cluster.result import TensorParallelResult
-from rrfp.sim.cluster.tensor_parallel import Agreement, Leader, run_tensor_parallel
+from rrfp.sim.cluster.tensor_parallel import run_tensor_parallel
 from rrfp.sim.engine import graph_of
 
 
@@ -45,7 +46,7 @@ def same(shell: GroupRun, simulated: TensorParallelResult, replica: int = 0) -> 
     by_edge = sorted(simulated.messages, key=lambda message: (message.source, message.target, message.task))
     assert shell.messages(replica=replica) == tuple(by_edge)
     if shell.mesh.replicas == 1:
-        assert shell.peaks == tuple(peaks for of_stage in simulated.peaks for peaks in of_stage)
+        assert shell.peaks == tuple(peaks for of_stage in simulated.rank_peaks for peaks in of_stage)
 
 
 @st.composite

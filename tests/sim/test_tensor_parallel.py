@@ -18,8 +18,9 @@ from rrfp.costs import make_costs
 from rrfp.costs.rank_latency import RankLatencies, rank_latencies
 from rrfp.errors import ConfigError, DeadlockError, ProtocolError
 from rrfp.hints.registry import create_hint, create_strict
+from rrfp.sim.cluster.coordination import Agreement, Coordination, Independent, Leader
 from rrfp.sim.cluster.result import GroupCounts, TensorParallelResult
-from rrfp.sim.cluster.tensor_parallel import Agreement, Coordination, Independent, Leader, run_tensor_parallel
+from rrfp.sim.cluster.tensor_parallel import run_tensor_parallel
 from rrfp.sim.engine import run
 from rrfp.trace.spans import WaitSpan
 
@@ -194,8 +195,8 @@ def test_ranks_hold_the_same_and_receive_on_their_own() -> None:
     costs = table([[1, 1], [1, 1]], [[1, 1], [1, 1]])
     ranks = latencies([[[9.0, 0.0], [9.0, 0.0]]], [[[0.0, 0.0]] * 2])
     result = run_tensor_parallel(costs, ranks, bf, [Limit()] * 2, Leader(control_seconds=0))
-    assert [peaks.held for peaks in result.peaks[0]] == [2, 2]
-    assert [peaks.received for peaks in result.peaks[1]] == [1, 2]
+    assert [peaks.held for peaks in result.rank_peaks[0]] == [2, 2]
+    assert [peaks.received for peaks in result.rank_peaks[1]] == [1, 2]
 
 
 @pytest.mark.parametrize(

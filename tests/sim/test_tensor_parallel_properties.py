@@ -19,8 +19,9 @@ from rrfp.core.tasks import Kind
 from rrfp.costs import CostTable, make_costs
 from rrfp.costs.rank_latency import RankLatencies, rank_latencies
 from rrfp.hints.registry import create_hint, create_strict
+from rrfp.sim.cluster.coordination import Agreement, Coordination, Independent, Leader
 from rrfp.sim.cluster.result import TensorParallelResult
-from rrfp.sim.cluster.tensor_parallel import Agreement, Coordination, Independent, Leader, run_tensor_parallel
+from rrfp.sim.cluster.tensor_parallel import run_tensor_parallel
 from rrfp.sim.engine import EngineResult, graph_of, run
 
 FREE: tuple[Coordination, ...] = (Leader(control_seconds=0), Agreement(gather_seconds=0))
@@ -58,7 +59,7 @@ def test_a_group_of_one_is_the_plain_engine(
     groups = run_tensor_parallel(costs, ranks, make, limits, coordination, in_order=in_order)
     single = alone(costs, make, limits, in_order)
     same(groups, single)
-    assert [peaks for (peaks,) in groups.peaks] == list(single.peaks)
+    assert [peaks for (peaks,) in groups.rank_peaks] == list(single.peaks)
     assert (groups.rounds_per_task, groups.messages_per_task) == (0, 0)
 
 
@@ -72,7 +73,7 @@ def test_ranks_with_equal_latencies_are_the_plain_engine(
     groups = run_tensor_parallel(costs, equal, make, limits, coordination)
     single = alone(costs, make, limits)
     same(groups, single)
-    assert [set(of_stage) for of_stage in groups.peaks] == [{peaks} for peaks in single.peaks]
+    assert [set(of_stage) for of_stage in groups.rank_peaks] == [{peaks} for peaks in single.peaks]
     assert groups.failed_rounds_per_task == 0
 
 
@@ -107,7 +108,7 @@ def check(result: TensorParallelResult, costs: CostTable, ranks: RankLatencies, 
         assert set(result.orders[stage]) == {order}
         assert sorted(order) == sorted(graph.tasks(stage, costs.microbatches))
         most = limits[stage].microbatches
-        for peaks in result.peaks[stage]:
+        for peaks in result.rank_peaks[stage]:
             assert most is None or peaks.held <= most * costs.chunks
         for before, after in pairwise(spans):
             assert after.start >= before.end

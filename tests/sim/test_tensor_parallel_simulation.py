@@ -10,8 +10,8 @@ from rrfp.core.admission import Limit
 from rrfp.costs import make_costs
 from rrfp.costs.rank_latency import rank_latencies
 from rrfp.errors import ConfigError
+from rrfp.sim.cluster.coordination import Agreement, Independent, Leader
 from rrfp.sim.cluster.simulation import simulate_tensor_parallel
-from rrfp.sim.cluster.tensor_parallel import Agreement, Independent, Leader
 from rrfp.sim.simulation import simulate
 
 COSTS = make_costs("mllm", 4, 12, latency="spike")

@@ -30,14 +30,7 @@ from rrfp.sim.cluster.result import GroupCounts
 
 
 class AllGather:
-    """The rounds of one group.
-
-    Args:
-        nodes: the ranks of the group; their cores decide on their own.
-        seconds: how long a round takes.
-        queue: when what happens.
-        dispatch: enqueues a task on a rank.
-    """
+    """The rounds of one group, each of which takes ``seconds``."""
 
     def __init__(
         self, nodes: Sequence[Node], seconds: float, queue: EventQueue, dispatch: Callable[[Node, Task], None]

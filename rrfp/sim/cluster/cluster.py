@@ -1,8 +1,8 @@
 """A simulated cluster: the real cores of all ranks of a job, joined together. It knows no time.
 
 What a core asks for is done here: outputs, credits and messages inside groups become packets, tasks go to lanes, steps
-follow each other. A subclass adds time and a network: it says when a packet arrives and when a task ends. Checkers
-watch from there; nothing in here judges. `rrfp.sim.cluster.group_run` simulates tensor-parallel groups on a cost table,
+follow each other, and the checker of each rank sees it. A subclass adds time and a network: it says when a packet
+arrives and when a task ends. `rrfp.sim.cluster.group_run` simulates tensor-parallel groups on a cost table,
 `rrfp.sim.cluster.random_run` lets anything happen in any order, `rrfp.sim.faults.cluster` lets things go wrong.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import Generic, Literal, NamedTuple
+from typing import Generic, NamedTuple
 
 from rrfp.arbiter.agreement import AgreementArbiter
 from rrfp.arbiter.arbiter import Arbiter
@@ -21,12 +21,9 @@ from rrfp.core import events as ev
 from rrfp.core.order_log import Group
 from rrfp.core.tasks import StepId, Task
 from rrfp.core.usage import WaitCause
+from rrfp.sim.cluster.coordination import CoordinationName
 from rrfp.sim.cluster.rank_group import NodeT, RankGroup
 from rrfp.sim.cluster.ranks import Rank
-
-#: How the ranks of a group agree on an order; None: each runs the tasks that its own core decides.
-Coordination = Literal["leader", "agreement"] | None
-
 
 #: What one rank sends to another.
 Content = ev.Arrived | ev.Consumed | GroupMessage
@@ -48,7 +45,7 @@ class Cluster(ABC, Generic[NodeT]):
         steps: the steps that each of them runs, in order.
         members: ranks of a group.
         depth: tasks enqueued and not complete, at most, a rank.
-        coordination: how the ranks of a group agree on an order.
+        coordination: how the ranks of a group agree on an order; None: each runs the tasks that its own core decides.
         coupled: whether a task begins when the last member of a group reaches it.
         sizes: how large each microbatch is, for hints that ask; None: unknown.
     """
@@ -63,7 +60,7 @@ class Cluster(ABC, Generic[NodeT]):
         *,
         members: int = 1,
         depth: int = 1,
-        coordination: Coordination = None,
+        coordination: CoordinationName | None = None,
         coupled: bool = True,
         sizes: tuple[float, ...] | None = None,
     ) -> None:
@@ -78,7 +75,7 @@ class Cluster(ABC, Generic[NodeT]):
         for node in self.nodes:
             self._join_group(node, depth, coordination if members > 1 else None)
 
-    def _join_group(self, node: NodeT, depth: int, coordination: Coordination) -> None:
+    def _join_group(self, node: NodeT, depth: int, coordination: CoordinationName | None) -> None:
         dispatch, send = partial(self.dispatch, node), partial(self._send_to_member, node)
         if coordination == "agreement":
             group = Group(node.rank.member, self.members)
@@ -118,7 +115,8 @@ class Cluster(ABC, Generic[NodeT]):
         self.notify(node, ev.ChunkReduced(virtual_stage))
 
     def finish_step(self, node: NodeT) -> None:
-        """``node`` has done its step."""
+        """``node`` has done its step: it must have run all of its tasks."""
+        node.checker.finish(node.step)
         node.num_finished += 1
 
     def bytes_held(self, node: NodeT, task: Task) -> int:
@@ -166,12 +164,23 @@ class Cluster(ABC, Generic[NodeT]):
             protocol = node.agreement or node.leader_protocol
             assert protocol is not None, f"{node.rank.name} runs alone, and gets {content}"
             protocol.on_message(packet.sender.member, content)
-        else:
-            self.notify(node, content)
+            return
+        if isinstance(content, ev.Arrived):
+            node.checker.arrive(content.step, content.task)
+        elif content.step == node.step_or_none:
+            node.checker.memory.consume(content.task, content.peer)
+        self.notify(node, content)
 
     def dispatch(self, node: NodeT, task: Task) -> None:
-        """``node`` enqueues ``task``."""
-        other = self.group_of(node).enqueue(node, task)
+        """``node`` enqueues ``task``, which must be one that may run now, here and on all followers of a leader."""
+        group = self.group_of(node)
+        node.checker.enqueue(task)
+        if node.leader_protocol is not None and node.rank.member == 0:
+            for follower in group.nodes[1:]:
+                if lacks := follower.checker.lacks(task, node.step):
+                    what = " ".join(map(str, lacks))
+                    node.checker.object_to(f"ordered {task}, and {follower.rank.name} has not got {what}")
+        other = group.enqueue(node, task)
         if other is not None:
             self.mismatch(node, task, other)
         self.apply(node, ev.Enqueued(task))
@@ -179,14 +188,16 @@ class Cluster(ABC, Generic[NodeT]):
         if len(node.lane) == 1:
             self._reach(node)
 
-    @abstractmethod
     def mismatch(self, node: NodeT, task: Task, other: Task) -> None:
         """``node`` runs ``task`` where another member of its group runs ``other``."""
+        node.checker.object_to(f"runs {task} where others of its group run {other}")
 
     def complete(self, node: NodeT, seconds: float = 0.0) -> None:
         """The first task on the lane of ``node`` ends."""
         task = node.lane.popleft()
-        completed = ev.Completed(task, self.bytes_held(node, task), seconds)
+        num_bytes = self.bytes_held(node, task)
+        node.checker.complete(task, num_bytes)
+        completed = ev.Completed(task, num_bytes, seconds)
         if node.leader_protocol is not None and node.origin is None:
             node.leader_protocol.on_completed(completed, node.step)
         self.notify(node, completed)

@@ -13,22 +13,16 @@ from typing import Any
 #: Called with the rank and the argument that were put into the queue.
 Handler = Callable[[int, Any], None]
 
-#: When a rank that something happens to at a time takes it in: then, later while it stands still, never once it ended.
-Availability = Callable[[int, float], float | None]
-
 
 class EventQueue:
     """See the module's docstring.
 
     Args:
-        availability: of ranks that may stand still or end; None: all are always there.
-
-    Attributes:
-        now: the instant that happens, in seconds.
-        num_happened: how much has happened so far.
+        availability: for ranks that may stand still or end, when a rank takes in what happens to it at a time: then,
+            later while it stands still, never (None) once it has ended. None: all ranks are always there.
     """
 
-    def __init__(self, availability: Availability | None = None) -> None:
+    def __init__(self, availability: Callable[[int, float], float | None] | None = None) -> None:
         self.now = 0.0
         self.num_happened = 0
         self._availability = availability

@@ -7,67 +7,77 @@ any group decides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from rrfp.arbiter.group_messages import GroupMessage
 from rrfp.core import events as ev
-from rrfp.core.graph import Graph
+from rrfp.core.admission import Limit
+from rrfp.core.hint import Hint
+from rrfp.core.order_log import Group
+from rrfp.core.readiness import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.core.topology import Topology
+from rrfp.core.usage import Peaks
 from rrfp.core.waiting import describe, wait_line
 from rrfp.costs.rank_latency import RankLatencies
 from rrfp.costs.table import CostTable
 from rrfp.errors import DeadlockError, ProtocolError
 from rrfp.sim.cluster.all_gather import AllGather
-from rrfp.sim.cluster.cluster import Cluster, Coordination, Packet
+from rrfp.sim.cluster.checker import RankChecker
+from rrfp.sim.cluster.cluster import Cluster, Packet
+from rrfp.sim.cluster.coordination import Agreement, Coordination, Leader
 from rrfp.sim.cluster.event_queue import EventQueue
 from rrfp.sim.cluster.node import Node
+from rrfp.sim.cluster.ranks import Rank, ranks_of
 from rrfp.sim.cluster.result import GroupCounts, TensorParallelResult
 from rrfp.sim.cluster.timeline import GroupTimeline
+from rrfp.sim.engine import graph_of
+from rrfp.sim.never_asked import NeverAsked
 from rrfp.trace.spans import MessageSpan
 
 
 class GroupRun(Cluster[Node]):
-    """See the module's docstring.
+    """See the module's docstring; the arguments are those of `rrfp.sim.cluster.tensor_parallel.run_tensor_parallel`.
 
-    Args:
-        costs: what tasks take, on the slowest rank of a group.
-        graph: the dependency graph of the costs.
-        latencies: what the messages of each rank take.
-        nodes: the ranks.
-        all_knowing: for each stage one more core, which learns everything without delay; see `GroupTimeline`.
-        depth: tasks enqueued and not complete, at most, a rank.
-        coordination: how the ranks of a group agree on an order, if not by all-gathers.
-        control_seconds: how long a message inside a group travels.
-        gather_seconds: how long an all-gather takes, where groups agree by those; None: they do not.
-        sizes: how large each microbatch is, for hints that ask; None: unknown.
+    The costs are those of the slowest rank of a group.
     """
 
     def __init__(
         self,
         costs: CostTable,
-        graph: Graph,
         latencies: RankLatencies,
-        nodes: Sequence[Node],
-        all_knowing: Sequence[StageCore],
-        *,
-        depth: int = 1,
-        coordination: Coordination = None,
-        control_seconds: float = 0.0,
-        gather_seconds: float | None = None,
-        sizes: tuple[float, ...] | None = None,
+        hint: Callable[[], Hint],
+        limits: Sequence[Limit],
+        coordination: Coordination,
+        sizes: Sequence[float] | None = None,
+        in_order: Collection[ForcedOrder] = (),
     ) -> None:
-        step = StepId(0, Mode.TRAIN, costs.microbatches)
-        super().__init__(nodes, [step], members=latencies.ranks, depth=depth, coordination=coordination, sizes=sizes)
+        graph, is_led = graph_of(costs), isinstance(coordination, Leader)
+
+        def core(stage: int, stage_hint: Hint, group: Group | None = None) -> StageCore:
+            return StageCore(graph, stage, stage_hint, limits[stage], group=group, in_order=in_order)
+
+        def node(rank: Rank) -> Node:
+            group = Group(rank.member, latencies.ranks) if is_led else None
+            rank_hint = NeverAsked() if is_led and rank.member else hint()
+            return Node(rank, core(rank.stage, rank_hint, group), RankChecker(rank, graph, limits[rank.stage]))
+
+        super().__init__(
+            [node(rank) for rank in ranks_of(costs.stages, members=latencies.ranks)],
+            [StepId(0, Mode.TRAIN, costs.microbatches)],
+            members=latencies.ranks,
+            depth=coordination.depth if isinstance(coordination, Leader) else 1,
+            coordination="leader" if is_led else None,
+            sizes=None if sizes is None else tuple(sizes),
+        )
         self.queue = EventQueue()
-        self._graph = graph
-        self._control_s = control_seconds
-        self._timelines = [GroupTimeline(core, self.members) for core in all_knowing]
+        self._control_s = coordination.control_seconds if isinstance(coordination, Leader) else 0.0
+        self._timelines = [GroupTimeline(core(stage, hint()), self.members) for stage in range(costs.stages)]
         self._gathers = (
-            None
-            if gather_seconds is None
-            else [AllGather(group.nodes, gather_seconds, self.queue, self.dispatch) for group in self.groups]
+            [AllGather(group.nodes, coordination.gather_seconds, self.queue, self.dispatch) for group in self.groups]
+            if isinstance(coordination, Agreement)
+            else None
         )
         self._durations = {Kind.F: costs.forward.tolist(), Kind.B: costs.backward.tolist()}
         if costs.weight is not None:
@@ -178,13 +188,15 @@ class GroupRun(Cluster[Node]):
             timeline.end(makespan)
         waits = [wait for timeline in timelines for wait in timeline.waits]
         nodes = [group.nodes for group in self.groups]
+        rank_peaks = tuple(tuple(node.core.peaks for node in members) for members in nodes)
         return TensorParallelResult(
             makespan=makespan,
             spans=tuple(tuple(timeline.spans) for timeline in timelines),
             waits=tuple(sorted(waits, key=lambda wait: (wait.start, wait.stage))),
             messages=tuple(self._messages),
+            peaks=tuple(map(_largest, rank_peaks)),
             orders=tuple(tuple(tuple(node.order) for node in members) for members in nodes),
-            peaks=tuple(tuple(node.core.peaks for node in members) for members in nodes),
+            rank_peaks=rank_peaks,
             counts=tuple(map(self._counts, range(len(nodes)))),
         )
 
@@ -195,3 +207,8 @@ class GroupRun(Cluster[Node]):
             return GroupCounts()
         # A round is an entry of the log; none fails.
         return GroupCounts(len(self.groups[stage].nodes[0].order), messages=self._num_messages[stage])
+
+
+def _largest(ranks: Sequence[Peaks]) -> Peaks:
+    """The most that any rank of a stage held."""
+    return Peaks(max(p.held for p in ranks), max(p.num_bytes for p in ranks), max(p.received for p in ranks))

@@ -1,4 +1,4 @@
-"""One rank of a simulated cluster: its real core, what decides for it in its group, and its lane."""
+"""One rank of a simulated cluster: its real core, its checker, what decides for it in its group, and its lane."""
 
 from __future__ import annotations
 
@@ -10,24 +10,19 @@ from rrfp.arbiter.leader import LeaderProtocol
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import StepId, Task
 from rrfp.errors import Origin
+from rrfp.sim.cluster.checker import RankChecker
 from rrfp.sim.cluster.ranks import Rank
 
 
 class Node:
-    """One rank.
-
-    Args:
-        rank: which.
-        core: the core under test.
+    """One rank; the cluster makes its arbiter.
 
     Attributes:
-        arbiter: decides; made by the cluster.
         leader_protocol: its part in a group under a leader.
         agreement: its arbiter, where the group agrees by proposals.
         lane: tasks enqueued and not complete; the first runs once its group has begun it.
-        order: the tasks of this step, in the order in which they were enqueued.
-        num_begun: how many of them its lane has come to.
-        num_opened: steps begun.
+        orders: for each step that it opened, the tasks in the order in which they were enqueued.
+        num_begun: how many tasks of this step its lane has reached.
         num_finished: steps done.
         origin: why it was aborted, if it was.
         step_or_none: the step that it is in, or was in last; None before its first.
@@ -35,14 +30,15 @@ class Node:
 
     arbiter: Arbiter
 
-    def __init__(self, rank: Rank, core: StageCore) -> None:
+    def __init__(self, rank: Rank, core: StageCore, checker: RankChecker) -> None:
         self.rank = rank
         self.core = core
+        self.checker = checker
         self.leader_protocol: LeaderProtocol | None = None
         self.agreement: AgreementArbiter | None = None
         self.lane: deque[Task] = deque()
-        self.order: list[Task] = []
-        self.num_begun = self.num_opened = self.num_finished = 0
+        self.orders: list[list[Task]] = []
+        self.num_begun = self.num_finished = 0
         self.origin: Origin | None = None
         self.step_or_none: StepId | None = None
 
@@ -53,6 +49,16 @@ class Node:
         return self.step_or_none
 
     @property
+    def num_opened(self) -> int:
+        """Steps begun."""
+        return len(self.orders)
+
+    @property
+    def order(self) -> list[Task]:
+        """The tasks of this step, in the order in which they were enqueued."""
+        return self.orders[-1]
+
+    @property
     def num_completed(self) -> int:
         """How many tasks of this step have completed."""
         return len(self.order) - len(self.lane)
@@ -60,6 +66,6 @@ class Node:
     def open_step(self, step: StepId) -> None:
         """Its next step begins, with nothing enqueued."""
         self.step_or_none = step
-        self.order = []
+        self.orders.append([])
         self.num_begun = 0
-        self.num_opened += 1
+        self.checker.open(step)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Literal, NoReturn
+from typing import Literal
 
 from rrfp.arbiter.group_messages import GroupMessage
 from rrfp.core import events as ev
@@ -25,7 +25,7 @@ from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.core.topology import Topology
 from rrfp.core.waiting import describe, wait_line
-from rrfp.sim.cluster.checker import MemoryChecker, RankChecker
+from rrfp.sim.cluster.checker import RankChecker
 from rrfp.sim.cluster.cluster import Cluster, Packet
 from rrfp.sim.cluster.node import Node
 from rrfp.sim.cluster.ranks import Rank, ranks_of
@@ -40,33 +40,7 @@ Carry = Callable[[GroupMessage], Iterable[GroupMessage]]
 _LIKELY = (1.0, 1.0, 0.03)
 
 
-class RandomNode(Node):
-    """One rank.
-
-    Attributes:
-        orders: for each step, the tasks in the order in which they were enqueued.
-        most_bytes: the most bytes held after any task.
-        checker: counts anew what it runs and holds.
-    """
-
-    def __init__(self, rank: Rank, core: StageCore, limit: Limit) -> None:
-        super().__init__(rank, core)
-        self.orders: list[list[Task]] = []
-        self.most_bytes = 0
-        memory = MemoryChecker(core.graph, core.stage, limit)
-        self.checker = RankChecker(core.graph, core.stage, memory, self._object_to)
-
-    def open_step(self, step: StepId) -> None:
-        """Its next step begins."""
-        super().open_step(step)
-        self.orders.append(self.order)
-        self.checker.open(step)
-
-    def _object_to(self, what: str) -> NoReturn:
-        raise AssertionError(f"{self.rank.name} {what}, in {self.step_or_none}")
-
-
-class RandomRun(Cluster[RandomNode]):
+class RandomRun(Cluster[Node]):
     """One pipeline, run to its end with `run`.
 
     Args:
@@ -111,7 +85,10 @@ class RandomRun(Cluster[RandomNode]):
             group = Group(rank.member, members)
             return make_core(graph, rank.stage, hints[rank.stage], limits[rank.stage], group=group, in_order=in_order)
 
-        nodes = [RandomNode(rank, core(rank), limits[rank.stage]) for rank in ranks_of(len(hints), members=members)]
+        def node(rank: Rank) -> Node:
+            return Node(rank, core(rank), RankChecker(rank, graph, limits[rank.stage]))
+
+        nodes = [node(rank) for rank in ranks_of(len(hints), members=members)]
         # When a task begins is of no interest here, so lanes need not meet: `_may_end` couples their ends.
         super().__init__(nodes, members=members, depth=depth, coordination="leader", coupled=False)
         self._mesh = Mesh((("pp", len(hints)), ("tp", members)))
@@ -134,7 +111,7 @@ class RandomRun(Cluster[RandomNode]):
 
     def most_bytes(self, stage: int, member: int) -> int:
         """The most bytes that ``member`` of ``stage`` held after any task, counted anew; outputs are not counted."""
-        return self.nodes[stage * self.members + member].most_bytes
+        return self.nodes[stage * self.members + member].checker.memory.peak_bytes
 
     def run(self, steps: Sequence[tuple[Mode, int]]) -> None:
         """Run one step for each (mode, M), and check that every rank does every task of each.
@@ -183,7 +160,7 @@ class RandomRun(Cluster[RandomNode]):
             self.deliver(self._in_groups[self._random.choice(in_groups)].popleft())
         return True
 
-    def _may_end(self, node: RandomNode) -> bool:
+    def _may_end(self, node: Node) -> bool:
         """Whether all members have enqueued the task on the lane of this one."""
         if not self._is_coupled:
             return True
@@ -200,64 +177,38 @@ class RandomRun(Cluster[RandomNode]):
         else:
             self._pending.append((self.deliver, (packet,)))
 
-    def deliver(self, packet: Packet) -> None:
-        """It arrives."""
-        checker, content = self.nodes[packet.receiver].checker, packet.content
-        if isinstance(content, ev.Arrived):
-            checker.arrive(content.step, content.task)
-        elif isinstance(content, ev.Consumed):
-            checker.memory.consume(content.task, content.peer)
-        super().deliver(packet)
-
-    def begin(self, nodes: Sequence[RandomNode]) -> None:
+    def begin(self, nodes: Sequence[Node]) -> None:
         """It ends at some time."""
 
-    def allow_step(self, nodes: Sequence[RandomNode]) -> None:
+    def allow_step(self, nodes: Sequence[Node]) -> None:
         """They open their next step at some time."""
         self._pending += [(self.open_step, (node,)) for node in sorted(nodes, key=lambda node: node.rank)]
 
-    def release(self, node: RandomNode, released: ev.SendReleased) -> None:
+    def release(self, node: Node, released: ev.SendReleased) -> None:
         """The memory becomes free at some time."""
         self._pending.append((self.notify, (node, released)))
 
-    def reduce(self, node: RandomNode, virtual_stage: int) -> None:
+    def reduce(self, node: Node, virtual_stage: int) -> None:
         """The gradients are final at some time."""
         self._pending.append((self.notify, (node, ev.ChunkReduced(virtual_stage))))
 
-    def dispatch(self, node: RandomNode, task: Task) -> None:
-        """It must be a task that may run now, here and on all members."""
-        node.checker.enqueue(task)
+    def dispatch(self, node: Node, task: Task) -> None:
+        """D, as the core counts it, must be in bounds too."""
         super().dispatch(node, task)
         held, most = node.core.view.held, node.checker.memory.most_held
-        assert most is None or held <= most, f"{node.rank.name} counts {held} in {node.step}, the limit is {most}"
-        if node.rank.member == 0:
-            for other in self.group_of(node).nodes:
-                lacks = other.checker.lacks(task, node.step)
-                assert not lacks, f"{other.rank.name} has not got {lacks[0]}, but {task} is ordered"
+        if most is not None and held > most:
+            node.checker.object_to(f"counts {held} chunk tasks, the limit is {most}")
 
-    def mismatch(self, node: RandomNode, task: Task, other: Task) -> None:
-        """Refuse it."""
-        raise AssertionError(f"{node.rank.name} runs {task} where others of its group run {other}")
-
-    def complete(self, node: RandomNode, seconds: float = 0.0) -> None:
-        """It leaves what it leaves."""
-        task = node.lane[0]
-        is_last = task.kind is node.core.graph.last_kind(task.virtual_stage, node.step.mode)
-        node.checker.complete(task, 0 if is_last else self.bytes_held(node, task))
-        node.most_bytes = max(node.most_bytes, node.checker.memory.num_bytes)
-        super().complete(node, seconds)
-
-    def finish_step(self, node: RandomNode) -> None:
-        """It must have done everything; the next step follows."""
-        node.checker.finish(node.step)
+    def finish_step(self, node: Node) -> None:
+        """The next step follows, at some time."""
         super().finish_step(node)
         if node.num_finished < len(self.steps) and self.group_of(node).may_open(node):
             self.allow_step([node])
 
-    def bytes_held(self, node: RandomNode, task: Task) -> int:
+    def bytes_held(self, node: Node, task: Task) -> int:
         """What the test says."""
         return self._num_bytes(task) + self._more_bytes(node.rank.member, task)
 
-    def output_bytes(self, node: RandomNode, task: Task) -> int:
+    def output_bytes(self, node: Node, task: Task) -> int:
         """The same."""
         return self.bytes_held(node, task)

@@ -15,12 +15,7 @@ NodeT = TypeVar("NodeT", bound=Node)
 
 
 class RankGroup(Generic[NodeT]):
-    """See the module's docstring.
-
-    Args:
-        nodes: the members, leader first.
-        coupled: a task begins when the last member comes to it, as with collectives inside.
-    """
+    """The members, leader first. Coupled, they begin a task when the last of them reaches it, as with collectives."""
 
     def __init__(self, nodes: Sequence[NodeT], *, coupled: bool) -> None:
         self.nodes = nodes

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from rrfp.core.tasks import Task
 from rrfp.core.usage import Peaks, WaitCause
-from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan, WaitSpan
+from rrfp.sim.engine import EngineResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,26 +28,21 @@ class GroupCounts:
 
 
 @dataclass(frozen=True)
-class TensorParallelResult:
-    """One simulated step. All ranks of a group start and end a task together, so a stage has one timeline.
+class TensorParallelResult(EngineResult):
+    """One simulated step, a group as one stage: all its ranks start and end a task together.
 
     Attributes:
-        makespan: end of the last task, in seconds from the start.
-        spans: for each stage, its tasks in the order in which they ran.
         waits: why the lanes of a group were idle, up to the makespan. ORDER: a task was ready on *all* ranks, and
             coordination kept it (the step's TP coordination); any other cause: none was (blocked).
         messages: messages between stages, each with the arrival on its last rank.
+        peaks: for each stage, the most that any of its ranks held.
         orders: for each stage and rank, what the rank ran.
-        peaks: for each stage and rank, the most that it held.
+        rank_peaks: for each stage and rank, the most that it held.
         counts: for each stage, what agreeing took.
     """
 
-    makespan: float
-    spans: tuple[tuple[TaskSpan, ...], ...]
-    waits: tuple[WaitSpan, ...]
-    messages: tuple[MessageSpan, ...]
     orders: tuple[tuple[tuple[Task, ...], ...], ...]
-    peaks: tuple[tuple[Peaks, ...], ...]
+    rank_peaks: tuple[tuple[Peaks, ...], ...]
     counts: tuple[GroupCounts, ...]
 
     @property
@@ -99,11 +94,6 @@ class TensorParallelResult:
     def messages_per_task(self) -> float:
         """Words between ranks of a group for each task."""
         return sum(counts.messages for counts in self.counts) / self.num_tasks
-
-    def trace(self, step: int = 0) -> StepTrace:
-        """The step as a trace of all groups, a group as one stage."""
-        tasks = sorted((span for spans in self.spans for span in spans), key=lambda span: (span.start, span.stage))
-        return StepTrace(step, 0.0, self.makespan, tuple(tasks), self.waits, self.messages)
 
     def _waited(self, *, coordinating: bool) -> tuple[float, ...]:
         seconds = [0.0] * len(self.spans)

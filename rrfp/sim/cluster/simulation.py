@@ -6,29 +6,21 @@ are on all ranks.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
 from rrfp.core.admission import Limit
-from rrfp.core.usage import Peaks
 from rrfp.costs.rank_latency import SHUFFLED, rank_latencies
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict
 from rrfp.schedules.registry import ScheduleSpec
-from rrfp.sim.bound import lower_bound
+from rrfp.sim.cluster.coordination import Coordination, CoordinationName, Independent, resolve_coordination
 from rrfp.sim.cluster.result import TensorParallelResult
-from rrfp.sim.cluster.tensor_parallel import Agreement, Coordination, Independent, Leader, run_tensor_parallel
-from rrfp.sim.engine import EngineResult
-from rrfp.sim.simulation import DEFAULT_LIMIT, Simulation
-
-#: The ways in which a group agrees on an order, by name, each with its default times.
-CoordinationName = Literal["leader", "agreement"]
-COORDINATIONS: tuple[str, ...] = get_args(CoordinationName)
-_DEFAULTS: Mapping[str, Callable[[], Coordination]] = {"leader": Leader, "agreement": Agreement}
+from rrfp.sim.cluster.tensor_parallel import run_tensor_parallel
+from rrfp.sim.simulation import Simulation, beside_bound, resolve_limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +29,9 @@ class TensorParallelSimulation:
 
     Attributes:
         simulation: the groups as single ranks: what tables, timelines and traces of a step show. Its costs have the
-            slowest rank's latencies, and its peaks are the largest of any rank of the stage.
-        result: what happened, with what coordination cost.
-        coordination: how the ranks of a group came to one order.
+            slowest rank's latencies.
+        result: the result of the simulation, with what coordination cost.
+        coordination: how the ranks of a group agreed on one order.
     """
 
     simulation: Simulation
@@ -103,50 +95,14 @@ def simulate_tensor_parallel(
             raise ConfigError(f"{what} goes with a hint; a strict schedule is one order on every rank")
         assert strict is not None
         way: Coordination = Independent()
-        make, limits = partial(create_strict, strict), [Limit()] * costs.stages
+        make, limits, counts = partial(create_strict, strict), [Limit()] * costs.stages, None
     else:
-        way = _resolve(coordination)
-        spec = DEFAULT_LIMIT if limit is None else limit
-        make, limits = partial(create_hint, hint), [Limit.resolve(spec, s, costs.stages) for s in range(costs.stages)]
-    if any(stage_limit.bytes is not None for stage_limit in limits):
-        raise ConfigError("limit: bytes must be None, a cost table has no sizes")
+        way = resolve_coordination(coordination)
+        make, limits = partial(create_hint, hint), resolve_limits(costs, limit)
+        counts = tuple(stage_limit.microbatches or costs.microbatches for stage_limit in limits)
     result = run_tensor_parallel(costs, latencies, make, limits, way, sizes=sizes)
-    counts = None if hint is None else tuple(stage_limit.microbatches or costs.microbatches for stage_limit in limits)
-    return TensorParallelSimulation(_as_single_ranks(latencies.slowest(costs), result, counts), result, way)
-
-
-def _resolve(coordination: Coordination | str | None) -> Coordination:
-    if coordination is None:
-        return Leader()
-    if not isinstance(coordination, str):
-        return coordination
-    if coordination not in COORDINATIONS:
-        raise ConfigError(f"coordination is {coordination!r}, must be one of: {', '.join(COORDINATIONS)}")
-    return _DEFAULTS[coordination]()
-
-
-def _as_single_ranks(slowest: CostTable, result: TensorParallelResult, limits: tuple[int, ...] | None) -> Simulation:
-    """A group as one rank that held the most that any of its ranks held."""
-    peaks = tuple(
-        Peaks(max(p.held for p in ranks), max(p.num_bytes for p in ranks), max(p.received for p in ranks))
-        for ranks in result.peaks
-    )
     # A strict schedule's bound uses what it held itself; under the paper's rule D may pass the limit by C.
-    held = [-(-peak.held // slowest.chunks) for peak in peaks]
-    needed = held if limits is None else list(map(max, zip(limits, held, strict=True)))
-    bound = lower_bound(slowest, needed)
-    if math.isclose(bound, result.makespan, rel_tol=1e-9):  # the same numbers, added in another order
-        bound = min(bound, result.makespan)
-    assert bound <= result.makespan, f"a run of {result.makespan} s is below its lower bound of {bound} s"
-    return Simulation(
-        slowest,
-        EngineResult(
-            makespan=result.makespan,
-            spans=result.spans,
-            waits=result.waits,
-            messages=result.messages,
-            peaks=peaks,
-        ),
-        limits,
-        bound,
-    )
+    held = [-(-peak.held // costs.chunks) for peak in result.peaks]
+    needed = held if counts is None else list(map(max, zip(counts, held, strict=True)))
+    simulation = beside_bound(latencies.slowest(costs), result, counts, needed)
+    return TensorParallelSimulation(simulation, result, way)

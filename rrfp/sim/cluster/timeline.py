@@ -12,21 +12,16 @@ from rrfp.trace.spans import TaskSpan, WaitSpan
 
 
 class GroupTimeline:
-    """Of one stage of ranks that begin and end their tasks together.
+    """The spans and waits of one stage of ranks that begin and end their tasks together.
 
-    Args:
-        core: one more core of the stage, which learns what is true of all ranks, without delay: what it would run is
-            ready on every rank. It never decides anything.
-        members: ranks of the group.
-
-    Attributes:
-        spans: its tasks, in the order in which they ran.
-        waits: when its lanes were idle. ORDER: a task was ready on all ranks; any other cause: none was.
+    It has one more core of the stage, which learns what is true of all ranks, without delay: what it would run is ready
+    on every rank. That core never decides anything.
     """
 
     def __init__(self, core: StageCore, members: int) -> None:
         self.core = core
         self.spans: list[TaskSpan] = []
+        #: When its lanes were idle. ORDER: a task was ready on all ranks; any other cause: none was.
         self.waits: list[WaitSpan] = []
         self._members = members
         self._num_arrived: Counter[Task] = Counter()

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from rrfp.core.admission import Admission, Limit
 from rrfp.core.events import Arrived, Completed, Consumed, Enqueued, StepOpened
 from rrfp.core.graph import Graph
-from rrfp.core.hint import Hint, View
+from rrfp.core.hint import View
 from rrfp.core.readiness import ForcedOrder
-from rrfp.core.ready_set import ReadySet
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, StepId, Task
+from rrfp.sim.never_asked import NeverAsked
 
 #: For each microbatch, which of its tasks have run: bit i stands for the i-th kind and virtual stage of the graph.
 State = tuple[int, ...]
@@ -91,7 +91,7 @@ class StageProblem:
     def core(self) -> StageCore:
         """A new core, in its step."""
         core = StageCore(
-            self.graph, self.stage, _Unasked(), self.limit, in_order=self.in_order, admission=self.admission
+            self.graph, self.stage, NeverAsked(), self.limit, in_order=self.in_order, admission=self.admission
         )
         core.apply(StepOpened(self.step.number, self.step.mode, self.step.microbatches))
         return core
@@ -241,10 +241,3 @@ def bits_of(graph: Graph, mode: Mode) -> dict[tuple[Kind, int], int]:
     pairs = [(Kind.F, v) for v in upward]
     pairs += [(kind, v) for v in reversed(upward) for kind in graph.kinds(v, mode) if kind is not Kind.F]
     return {pair: 1 << index for index, pair in enumerate(pairs)}
-
-
-class _Unasked(Hint):
-    """The explorer reads what is ready and takes every choice itself."""
-
-    def choose(self, ready: ReadySet, view: View) -> Task | None:
-        raise AssertionError("the explorer asks no hint")

@@ -16,8 +16,8 @@ from rrfp.hints.registry import HintSpec
 from rrfp.sim.cluster.ranks import name_of_rank, stage_of_rank
 from rrfp.sim.faults.checker import REQUIRED, Ending
 from rrfp.sim.faults.cluster import CoreFactory, FaultCluster
+from rrfp.sim.faults.deadlock_report import DeadlockReport
 from rrfp.sim.faults.faults import AnyId, Death, GroupMessageId, MessageFault, name_of
-from rrfp.sim.faults.node import Run, stall_of
 from rrfp.sim.faults.scenario import Scenario, make_scenario
 
 
@@ -65,22 +65,22 @@ def run_scenario(
     scenario: Scenario, *, make_core: CoreFactory = StageCore, trace: Callable[[str], None] | None = None
 ) -> FaultRun:
     """Run a scenario and judge it; see `run_seed`."""
-    run = FaultCluster(scenario, make_core, trace).run()
-    return FaultRun(scenario, run.ending, run.text, tuple(_problems(scenario, run)))
+    cluster = FaultCluster(scenario, make_core, trace)
+    ending, text = cluster.run()
+    return FaultRun(scenario, ending, text, tuple(_problems(scenario, cluster, ending, text)))
 
 
-def _problems(scenario: Scenario, run: Run) -> Iterator[str]:
-    yield from run.objections
-    allowed = allowed_endings(scenario)
-    if run.ending not in allowed and run.ending is not Ending.UNFIT:
+def _problems(scenario: Scenario, cluster: FaultCluster, ending: Ending, text: str) -> Iterator[str]:
+    yield from cluster.objections
+    if ending not in allowed_endings(scenario) and ending is not Ending.UNFIT:
         faults = ", ".join(map(name_of, scenario.faults)) or "no fault"
-        yield f"with {faults} it must not end {run.ending}: {run.text}"
-    if run.ending is Ending.FINISHED:
-        yield from _of_a_finish(scenario, run)
-    elif run.ending is Ending.STALLED:
-        yield from _of_a_stall(run)
-    elif run.ending in (Ending.REFUSED, Ending.ABORTED):
-        yield from _of_an_abort(scenario, run)
+        yield f"with {faults} it must not end {ending}: {text}"
+    if ending is Ending.FINISHED:
+        yield from _of_a_finish(scenario, cluster)
+    elif ending is Ending.STALLED:
+        yield from _of_a_stall(cluster, text)
+    elif ending in (Ending.REFUSED, Ending.ABORTED):
+        yield from _of_an_abort(scenario, cluster, ending, text)
 
 
 def allowed_endings(scenario: Scenario) -> frozenset[Ending]:
@@ -98,11 +98,11 @@ def allowed_endings(scenario: Scenario) -> frozenset[Ending]:
     return failures | {Ending.FINISHED} if all(Ending.FINISHED in endings for endings in each) else failures
 
 
-def _of_a_finish(scenario: Scenario, run: Run) -> Iterator[str]:
+def _of_a_finish(scenario: Scenario, cluster: FaultCluster) -> Iterator[str]:
     for fault in scenario.faults:
-        if isinstance(fault, MessageFault) and fault not in run.network.applied:
+        if isinstance(fault, MessageFault) and fault not in cluster.network.applied:
             yield f"it finished, and {fault.message} was never sent"
-    for message in run.network.lost:
+    for message in cluster.network.lost:
         if not _is_missed_by_nobody(message):
             yield f"it finished without {message}"
 
@@ -112,27 +112,28 @@ def _is_missed_by_nobody(message: AnyId) -> bool:
     return isinstance(message, GroupMessageId) and message.kind is GroupMessageKind.HELD
 
 
-def _of_a_stall(run: Run) -> Iterator[str]:
-    stall, lost = stall_of(run.nodes), set(run.network.lost)
-    named = set(stall.lost)
+def _of_a_stall(cluster: FaultCluster, text: str) -> Iterator[str]:
+    report, lost = DeadlockReport(cluster.nodes), set(cluster.network.lost)
+    named = set(report.lost)
     if not lost:
-        yield f"it stalled, and no message was lost: {run.text}"
+        yield f"it stalled, and no message was lost: {text}"
     yield from (f"the stall report calls {message} lost, which was not" for message in named - lost)
     for message in lost - named:
-        receiver = run.nodes[message.receiver]
+        receiver = cluster.nodes[message.receiver]
         if receiver.agreement is not None and isinstance(message, GroupMessageId):
-            is_named = (receiver.rank.stage, receiver.rank.replica) in stall.disputed
+            is_named = (receiver.rank.stage, receiver.rank.replica) in report.disputed
         else:
             is_named = _is_missed_by_nobody(message) or message.step != receiver.step.number
         if not is_named:
-            yield f"the stall report does not name {message}, which was lost: {run.text}"
+            yield f"the stall report does not name {message}, which was lost: {text}"
 
 
-def _of_an_abort(scenario: Scenario, run: Run) -> Iterator[str]:
+def _of_an_abort(scenario: Scenario, cluster: FaultCluster, ending: Ending, text: str) -> Iterator[str]:
     dead = [fault.rank for fault in scenario.faults if isinstance(fault, Death)]
-    if run.ending is Ending.ABORTED and (run.origin is None or run.origin.stage != stage_of_rank(dead[0])):
-        yield f"{name_of_rank(dead[0])} died, and the pipeline was {run.text}"
-    for node in run.nodes:
+    first = cluster.failures.first
+    if ending is Ending.ABORTED and (first is None or first[1].stage != stage_of_rank(dead[0])):
+        yield f"{name_of_rank(dead[0])} died, and the pipeline was {text}"
+    for node in cluster.nodes:
         if node.origin is not None and node.aborts != [node.origin]:
             yield f"{node.rank.name} received {node.origin} and sent {node.aborts} to its peers"
         if node.origin is None and node.rank not in dead:

@@ -1,4 +1,4 @@
-"""How a run with faults must end, by the contracts alone; `rrfp.sim.faults.rank_checker` watches the way there."""
+"""How a run with faults must end, by the contracts alone; `rrfp.sim.cluster.checker` and `rrfp.sim.faults.message_checker` watch."""
 
 from __future__ import annotations
 

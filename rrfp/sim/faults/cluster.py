@@ -8,25 +8,26 @@ other core receives `Aborted`, as it does from the shell, and must stop at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 
 from rrfp.arbiter.group_messages import GroupMessage
 from rrfp.core import events as ev
+from rrfp.core.order_log import Group
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Task
-from rrfp.errors import ConfigError, ProtocolError
+from rrfp.core.tasks import Mode, Task
+from rrfp.errors import ConfigError
 from rrfp.sim.cluster.cluster import Cluster, Packet
 from rrfp.sim.cluster.event_queue import EventQueue
 from rrfp.sim.cluster.ranks import Rank
 from rrfp.sim.faults.availability import Availability
 from rrfp.sim.faults.checker import Ending
-from rrfp.sim.faults.dataflow import MissingInputError, References, ReplicaSums, StageValues
+from rrfp.sim.faults.dataflow import MissingInputError, Reference
+from rrfp.sim.faults.deadlock_report import DeadlockReport
 from rrfp.sim.faults.failures import Failures
-from rrfp.sim.faults.faults import AnyId, Death
-from rrfp.sim.faults.group_messages import Breach
-from rrfp.sim.faults.network import Delivery, Network, Parcel, identity_of
-from rrfp.sim.faults.node import FaultNode, Run, stall_of
-from rrfp.sim.faults.rank_checker import FaultChecker
+from rrfp.sim.faults.faults import Death
+from rrfp.sim.faults.message_checker import Breach
+from rrfp.sim.faults.network import Network, Parcel, identity_of
+from rrfp.sim.faults.node import FaultNode
 from rrfp.sim.faults.scenario import Scenario
 
 #: Makes the core of a rank; tests pass broken ones, to show that the checkers notice.
@@ -37,12 +38,16 @@ _MOST_EVENTS = 100_000
 
 
 class FaultCluster(Cluster[FaultNode]):
-    """Runs one scenario.
+    """Runs one scenario, to its end with `run`.
 
     Args:
         scenario: what to run.
         make_core: makes the cores, called like `StageCore`.
         trace: called with everything that happens, in lines of text; None: with nothing.
+
+    Attributes:
+        network: the links.
+        failures: who failed, and what is wrong with how others took it.
     """
 
     def __init__(
@@ -54,7 +59,7 @@ class FaultCluster(Cluster[FaultNode]):
         self._death = next((fault for fault in scenario.faults if isinstance(fault, Death)), None)
         self._availability = Availability(scenario.faults)
         self._queue = EventQueue(self._availability if self._availability.is_limited else None)
-        self._network = Network(scenario.faults)
+        self.network = Network(scenario.faults)
         super().__init__(
             [self._node(rank, make_core) for rank in crew.ranks(scenario.graph.placement.stages)],
             scenario.steps,
@@ -64,38 +69,43 @@ class FaultCluster(Cluster[FaultNode]):
             coupled=crew.coupled,
             sizes=scenario.sizes,
         )
-        self._sums = ReplicaSums[FaultNode](crew.replicas)
-        self._failures = Failures(self.nodes, self._queue, scenario.control_latency, len(scenario.steps), self._report)
-        self._references = References(scenario.graph)
-        #: How the message breaks the contract that a leader's protocol hands to its core right now, if it does.
+        self.failures = Failures(self.nodes, self._queue, scenario.control_latency, len(scenario.steps), self._report)
+        self._reference = cache(partial(Reference, scenario.graph))
+        #: By step, virtual stage, stage and member: the gradients of the replicas that have come to their sum.
+        self._gradients: dict[tuple[int, ...], list[tuple[FaultNode, int]]] = {}
+        #: How the event that a core receives next breaks the contract, if it does.
         self._breach: Breach | None = None
 
     def _node(self, rank: Rank, make_core: CoreFactory) -> FaultNode:
         scenario, crew = self._scenario, self._crew
-        graph, limit, hint = scenario.graph, scenario.limits[rank.stage], scenario.make_hint(rank.stage)
-        group = crew.group(rank) if crew.is_led else None
-        core = make_core(graph, rank.stage, hint, limit, group=group, in_order=scenario.in_order)
-        checker = FaultChecker(graph, rank, limit, crew, is_forced=bool(scenario.in_order))
-        return FaultNode(rank, core, StageValues(graph, rank.salt), checker)
+        hint, limit = scenario.make_hint(rank.stage), scenario.limits[rank.stage]
+        group = Group(rank.member, crew.members) if crew.is_led else None
+        core = make_core(scenario.graph, rank.stage, hint, limit, group=group, in_order=scenario.in_order)
+        return FaultNode(rank, core, scenario)
 
-    def run(self) -> Run:
-        """Run it to its end, whatever that is."""
+    def run(self) -> tuple[Ending, str]:
+        """Run it to its end, whatever that is; returns how it ended, and the error that it ended with, or empty."""
         for node in self.nodes:
             self._queue.put(0.0, node.rank, self._open, None)
         if self._death is not None:
-            self._failures.foretell(self._death)
+            self.failures.foretell(self._death)
         try:
             self._let_happen()
         except ConfigError as error:
-            return self._result(Ending.UNFIT, str(error))
+            return Ending.UNFIT, str(error)
         except Exception as error:  # whatever a core raises that is no ProtocolError
-            return self._result(Ending.CRASHED, f"{type(error).__name__} at {self._queue.now:.4f} s: {error}")
-        if self._failures.first is not None:
-            ending, origin = self._failures.first
-            return self._result(ending, f"aborted by {origin}")
-        if self._failures.all_finished:
-            return self._result(Ending.FINISHED, "")
-        return self._result(Ending.STALLED, str(stall_of(self.nodes)))
+            return Ending.CRASHED, f"{type(error).__name__} at {self._queue.now:.4f} s: {error}"
+        if self.failures.first is not None:
+            ending, origin = self.failures.first
+            return ending, f"aborted by {origin}"
+        if self.failures.all_finished:
+            return Ending.FINISHED, ""
+        return Ending.STALLED, str(DeadlockReport(self.nodes))
+
+    @property
+    def objections(self) -> list[str]:
+        """What was wrong on the way."""
+        return [what for node in self.nodes for what in node.checker.objections] + self.failures.objections
 
     def _let_happen(self) -> None:
         queue = self._queue
@@ -105,15 +115,10 @@ class FaultCluster(Cluster[FaultNode]):
                     self._decide(self.nodes[rank])
                 if queue.num_happened > _MOST_EVENTS:
                     raise RuntimeError(f"it does not end: {queue.num_happened} events")
-            kept = self._network.flush(queue.now)
+            kept = self.network.flush()
             if not kept:
                 return
-            self._put(kept)
-
-    def _result(self, ending: Ending, text: str) -> Run:
-        seen = [what for node in self.nodes for what in node.checker.objections]
-        origin = None if self._failures.first is None else self._failures.first[1]
-        return Run(self.nodes, self._network, ending, text, (*seen, *self._failures.objections), origin)
+            self._put_now(kept)
 
     # Steps.
 
@@ -127,13 +132,15 @@ class FaultCluster(Cluster[FaultNode]):
         step = self.steps[node.num_opened]
         self._report(node, "opens", step)
         node.open_step(step)
-        from_group, early = node.checker.open_step(step, self._references.of(step, node.rank.salt))
+        node.checker.reference = self._reference(step, node.rank.salt)
+        from_group, early = node.messages.open_step(step)
         if node.agreement is not None:
             open_step = partial(node.agreement.open_step, step)
-            self._failures.accept(node, open_step, f"the early messages of {step}", from_group)
+            self.failures.accept(node, open_step, f"the early messages of {step}", from_group)
         if node.origin is None:
-            self._judge(node, self.opened(step), early)
-        self._put(self._network.step_opened(node.rank, step.number, self._queue.now))
+            self._breach = early
+            self.apply(node, self.opened(step))
+        self._put_now(self.network.step_opened(node.rank, step.number))
         self.allow_step(self.group_of(node).take_waiting())
 
     def allow_step(self, nodes: Sequence[FaultNode]) -> None:
@@ -142,14 +149,15 @@ class FaultCluster(Cluster[FaultNode]):
             self._queue.put(self._queue.now, node.rank, self._open, None)
 
     def finish_step(self, node: FaultNode) -> None:
-        """It must have done everything; the next step follows after a while."""
+        """Its gradients must be right; the next step follows after a while."""
         self._report(node, "ends", node.step)
+        super().finish_step(node)
+        node.messages.finish_step()
         salts = map(node.rank.salt_in, range(self._crew.replicas))
-        replicas = [self._references.of(node.step, salt).gradients for salt in salts]
+        replicas = [self._reference(node.step, salt).gradients for salt in salts]
         virtual_stages = self._scenario.graph.placement.virtual_stages(node.rank.stage)
         expected = {v: sum(gradients.get(v, 0) for gradients in replicas) for v in virtual_stages}
-        node.checker.finish_step(node.sums, expected)
-        super().finish_step(node)
+        node.checker.compare_gradients(node.sums, expected)
         if node.num_finished < len(self.steps):
             later = self._queue.now + self._scenario.gaps[node.rank.stage]
             self._queue.put(later, node.rank, self._open, None)
@@ -161,32 +169,17 @@ class FaultCluster(Cluster[FaultNode]):
             node.arbiter.kick()
             node.arbiter.decide()
         elif (run := node.core.decide()) is not None:
-            self._failures.objections.append(f"{node.rank.name} wants to run {run.task} after it was aborted")
-
-    def dispatch(self, node: FaultNode, task: Task) -> None:
-        """It must be a task that may run now, here and on all members of a group under a leader."""
-        node.checker.enqueue(task)
-        if self._crew.is_led and node.rank.member == 0:
-            for other in self.group_of(node).nodes[1:]:
-                if lacks := other.checker.lacks(task, node.step):
-                    what = " ".join(map(str, lacks))
-                    node.checker.object_to(f"ordered {task}, and {other.rank.name} has not got {what}")
-        super().dispatch(node, task)
-
-    def mismatch(self, node: FaultNode, task: Task, other: Task) -> None:
-        """Object to it."""
-        node.checker.object_to(f"runs {task} where others of its group run {other}")
+            self.failures.objections.append(f"{node.rank.name} wants to run {run.task} after it was aborted")
 
     def begin(self, nodes: Sequence[FaultNode]) -> None:
         """Each computes its value, and takes its time."""
         for node in nodes:
             task, now = node.lane[0], self._queue.now
             self._report(node, "starts", task)
-            node.starts.append((task, now))
             try:
                 node.running = node.values.compute(node.step.number, task)
             except MissingInputError as error:
-                self._failures.objections.append(f"{node.rank.name}: {error}, in {node.step}")
+                self.failures.objections.append(f"{node.rank.name}: {error}, in {node.step}")
             # As a lane would measure it, to the last bit.
             end = now + self._scenario.durations[task.kind][task.virtual_stage][task.microbatch]
             self._queue.put(end, node.rank, self._complete, end - now)
@@ -194,12 +187,13 @@ class FaultCluster(Cluster[FaultNode]):
     def _complete(self, rank: int, seconds: float) -> None:
         node = self.nodes[rank]
         node.values.keep(node.lane[0], node.running)
-        node.checker.compute(node.lane[0], node.running)
+        node.checker.compare(node.lane[0], node.running)
         self.complete(node, seconds)
 
     def bytes_held(self, node: FaultNode, task: Task) -> int:
-        """What the crew says."""
-        return node.checker.bytes_after(task)
+        """The same after each task of a microbatch and chunk but the last."""
+        is_last = task.kind is self._scenario.graph.last_kind(task.virtual_stage, Mode.TRAIN)
+        return 0 if is_last else self._crew.bytes_held[node.rank.member]
 
     def drop(self, node: FaultNode, task: Task) -> None:
         """The value is gone."""
@@ -208,11 +202,14 @@ class FaultCluster(Cluster[FaultNode]):
     def reduce(self, node: FaultNode, virtual_stage: int) -> None:
         """Sum over the replicas, once all have come to it."""
         key = node.step.number, virtual_stage, node.rank.stage, node.rank.member
-        replicas, total = self._sums.add(key, node, node.values.gradients.get(virtual_stage, 0))
-        reduced = ev.ChunkReduced(virtual_stage)
-        for other in replicas:
+        gradients = self._gradients.setdefault(key, [])
+        gradients.append((node, node.values.gradients.get(virtual_stage, 0)))
+        if len(gradients) < self._crew.replicas:
+            return
+        total, reduced = sum(gradient for _, gradient in gradients), ev.ChunkReduced(virtual_stage)
+        for other, _ in gradients:
             other.sums[virtual_stage] = total
-        for other in replicas:
+        for other, _ in gradients:
             if other is node:
                 self.apply(other, reduced)
             else:
@@ -224,14 +221,14 @@ class FaultCluster(Cluster[FaultNode]):
         """Over the faulty links."""
         content, sender = packet.content, self.nodes[packet.sender]
         message, latency, value = identity_of(packet), self._scenario.control_latency, 0
-        number = self._network.next_number(message)
+        number = self.network.next_number(message)
         if isinstance(content, ev.Arrived):
             value = sender.values.output(content.task)
             latency = self._scenario.latency(content, packet.sender.member)
             sequence = number if self._crew.is_numbered else None
             content = ev.Arrived(content.step, content.task, consumed=content.consumed, sequence=sequence)
-        parcel = Parcel(message, content.step, number, content, value)
-        self._put(self._network.send(parcel, self._queue.now, latency))
+        parcel = Parcel(message, number, packet._replace(content=content), value)
+        self._put(self.network.send(parcel, self._queue.now, latency))
 
     def release(self, node: FaultNode, released: ev.SendReleased) -> None:
         """Its memory becomes free after a while."""
@@ -241,9 +238,12 @@ class FaultCluster(Cluster[FaultNode]):
         else:
             self.apply(node, released)
 
-    def _put(self, deliveries: Iterable[Delivery]) -> None:
-        for time, parcel in deliveries:
+    def _put(self, arrivals: Iterable[tuple[float, Parcel]]) -> None:
+        for time, parcel in arrivals:
             self._queue.put(time, parcel.id.receiver, self._arrive, parcel)
+
+    def _put_now(self, parcels: Iterable[Parcel]) -> None:
+        self._put((self._queue.now, parcel) for parcel in parcels)
 
     def _arrive(self, rank: int, parcel: Parcel) -> None:
         node, content, death = self.nodes[rank], parcel.content, self._death
@@ -251,28 +251,15 @@ class FaultCluster(Cluster[FaultNode]):
         if is_lost and self._availability.is_dead(parcel.id.sender, self._queue.now):
             return
         self._report(node, "gets", parcel.id)
-        is_early = node.checker.is_early(parcel)
-        breach = node.checker.judge(parcel) if node.origin is None else None
-        if isinstance(content, GroupMessage):
-            self._on_group_message(node, self.nodes[parcel.id.sender].rank.member, content, parcel.id, breach)
+        is_for_arbiter = isinstance(content, GroupMessage) and node.agreement is not None
+        if is_for_arbiter and node.origin is not None:
             return
-        assert content is not None
         if isinstance(content, ev.Arrived):
-            node.values.file(content.task, parcel.value, is_early=is_early)
-        self._judge(node, content, breach)
-
-    def _on_group_message(
-        self, node: FaultNode, member: int, message: GroupMessage, message_id: AnyId, breach: Breach | None
-    ) -> None:
-        if node.agreement is not None and node.origin is None:
-            receive = partial(node.agreement.on_message, member, message)
-            self._failures.accept(node, receive, message_id, breach)
-        elif node.leader_protocol is not None:
-            self._breach = breach
-            try:
-                node.leader_protocol.on_message(member, message)
-            except ProtocolError as error:
-                self._failures.refused(node, message_id, error, breach)
+            node.values.file(content.task, parcel.value, is_early=node.messages.is_early(parcel))
+        breach = node.messages.judge(parcel) if node.origin is None else None
+        self._breach = None if is_for_arbiter else breach
+        assert parcel.packet is not None, f"{parcel.id} has no content"
+        self.failures.accept(node, partial(self.deliver, parcel.packet), parcel.id, breach if is_for_arbiter else None)
 
     # What a core takes in, and what it must refuse.
 
@@ -280,17 +267,13 @@ class FaultCluster(Cluster[FaultNode]):
         self.apply(self.nodes[rank], event)
 
     def apply(self, node: FaultNode, event: ev.Event) -> None:
-        """The core must take it in, unless it comes in a message that breaks the contract."""
+        """Its core must take it in, unless it comes in a message that breaks the contract."""
         breach, self._breach = self._breach, None
-        self._judge(node, event, breach)
-
-    def _judge(self, node: FaultNode, event: ev.Event, breach: Breach | None) -> None:
-        """Apply what the core must refuse if it is a breach, and only then; and do what it says."""
-        instructions = self._failures.accept(node, partial(node.core.apply, event), event, breach)
+        instructions = self.failures.accept(node, partial(node.core.apply, event), event, breach)
         if instructions is None:
             return
         if node.origin is not None and instructions:
-            self._failures.objections.append(f"{node.rank.name} gave {instructions[0]} after it was aborted")
+            self.failures.objections.append(f"{node.rank.name} gave {instructions[0]} after it was aborted")
             return
         for instruction in instructions:
             self.perform(node, instruction)

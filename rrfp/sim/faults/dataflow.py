@@ -7,13 +7,10 @@ input anywhere therefore differs from `reference`, which knows no schedule and n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Mapping
 
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Kind, Mode, StepId, Task
-
-RankT = TypeVar("RankT")
 
 _CODES = {Kind.F: 1, Kind.B: 2, Kind.W: 3}
 
@@ -23,13 +20,9 @@ class MissingInputError(Exception):
 
 
 def value_of(step: int, task: Task, read: tuple[int, ...], salt: int = 0) -> int:
-    """What ``task`` computes from the values that it reads.
+    """What ``task`` computes in a step from the values that it reads, in graph order.
 
-    Args:
-        step: number of the step.
-        task: the task.
-        read: the values read, in graph order.
-        salt: of the rank: replicas have other data, members of a group other shards.
+    Ranks have salts: replicas have other data, members of a group other shards.
     """
     # A hash of a tuple of integers is the same in every process; only hashes of text are not.
     return hash((_CODES[task.kind], step, task.microbatch, task.virtual_stage, salt, *read))
@@ -41,13 +34,7 @@ def adds_to_gradient(graph: Graph, task: Task) -> bool:
 
 
 class Reference:
-    """What every task of a step computes, straight from the graph.
-
-    Args:
-        graph: the dependency graph.
-        step: the step.
-        salt: see `value_of`.
-    """
+    """The value of every task of a step, straight from the graph; ``salt`` as of `value_of`."""
 
     def __init__(self, graph: Graph, step: StepId, salt: int = 0) -> None:
         #: By task.
@@ -68,31 +55,8 @@ class Reference:
                     self.gradients[v] += values[task]
 
 
-class References:
-    """The references of a run, made when they are asked for.
-
-    Args:
-        graph: the dependency graph.
-    """
-
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._made: dict[tuple[StepId, int], Reference] = {}
-
-    def of(self, step: StepId, salt: int) -> Reference:
-        """That of ``step`` on the ranks of ``salt``."""
-        if (step, salt) not in self._made:
-            self._made[step, salt] = Reference(self._graph, step, salt)
-        return self._made[step, salt]
-
-
 class StageValues:
-    """What one rank holds, as the mailbox and the activations of a rank would.
-
-    Args:
-        graph: the dependency graph.
-        salt: see `value_of`.
-    """
+    """The values that one rank holds, as a mailbox and activations would; ``salt`` as of `value_of`."""
 
     def __init__(self, graph: Graph, salt: int = 0) -> None:
         self._graph = graph
@@ -158,23 +122,3 @@ class StageValues:
     def drop(self, task: Task) -> None:
         """Nothing needs the output of ``task`` any longer."""
         self._outputs.pop(task, None)
-
-
-class ReplicaSums(Generic[RankT]):
-    """Sums of gradients over replicas, chunk by chunk.
-
-    Args:
-        replicas: how many take part.
-    """
-
-    def __init__(self, replicas: int) -> None:
-        self._replicas = replicas
-        self._gradients: dict[tuple[object, ...], list[tuple[RankT, int]]] = {}
-
-    def add(self, key: tuple[object, ...], rank: RankT, gradient: int) -> tuple[Sequence[RankT], int]:
-        """``rank`` adds its gradient to the sum ``key``; returns, once all have, the ranks and the sum."""
-        gradients = self._gradients.setdefault(key, [])
-        gradients.append((rank, gradient))
-        if len(gradients) < self._replicas:
-            return (), 0
-        return [rank for rank, _ in gradients], sum(gradient for _, gradient in gradients)

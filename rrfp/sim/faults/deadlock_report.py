@@ -7,41 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from rrfp.arbiter.agreement import AgreementArbiter
 from rrfp.arbiter.group_messages import GroupMessageKind
-from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import StepId, Task
 from rrfp.core.topology import Topology
 from rrfp.core.usage import WaitCause
 from rrfp.core.waiting import describe_task, unconsumed, wait_line, waiting
-from rrfp.sim.cluster.ranks import Rank, name_of_rank
+from rrfp.sim.cluster.node import Node
+from rrfp.sim.cluster.ranks import name_of_rank
 from rrfp.sim.faults.faults import AnyId, GroupMessageId, MessageId
-
-
-class Stalled(Protocol):
-    """A rank that stands still."""
-
-    rank: Rank
-    core: StageCore
-    agreement: AgreementArbiter | None
-
-    @property
-    def step_or_none(self) -> StepId | None:
-        """The step that it opened last; None before its first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Debt:
-    """A message that a rank waits for.
-
-    Attributes:
-        message: which one; its sender owes it.
-        was_sent: its sender has done all that it takes, so the message was lost.
-    """
+    """A message that a rank waits for; its sender owes it."""
 
     message: AnyId
+    #: Its sender has done all that it takes, so the message was lost.
     was_sent: bool
 
     def __str__(self) -> str:
@@ -53,14 +35,10 @@ class Debt:
         return f"{name_of_rank(message.receiver)} waits for {what}, which {name_of_rank(message.sender)} {fate}"
 
 
-class Stall:
-    """The debts of a pipeline in which nothing can happen any longer.
+class DeadlockReport:
+    """The debts of all ranks of a pipeline in which nothing can happen any longer."""
 
-    Args:
-        nodes: all ranks, by number.
-    """
-
-    def __init__(self, nodes: Sequence[Stalled]) -> None:
+    def __init__(self, nodes: Sequence[Node]) -> None:
         self._nodes = nodes
         self._at = {(n.rank.stage, n.rank.replica, n.rank.member): n for n in nodes}
         #: For each rank, the tasks of its step that have not completed, and those that were not enqueued.
@@ -96,7 +74,7 @@ class Stall:
                     lines.append(wait_line(node.rank.name, [describe_task(core, topology, entry)]))
         return "\n  ".join(lines)
 
-    def _debts(self, node: Stalled) -> Iterator[Debt]:
+    def _debts(self, node: Node) -> Iterator[Debt]:
         step = node.step_or_none
         if step is None:
             return
@@ -113,7 +91,7 @@ class Stall:
                     self._has_all(follower, step, task),
                 )
 
-    def _outputs(self, node: Stalled, step: StepId) -> Iterator[Debt]:
+    def _outputs(self, node: Node, step: StepId) -> Iterator[Debt]:
         where, rank = node.core.graph.placement.stage_of, node.rank
         owed = {source for entry in self._waiting[rank].values() for source in entry.absent}
         for source in sorted(owed, key=lambda task: (task.microbatch, task.kind, task.virtual_stage)):
@@ -122,7 +100,7 @@ class Stall:
                 message = MessageId(step.number, source, sender.rank, rank)
                 yield Debt(message, self._has_run(sender, step, [source]))
 
-    def _credits(self, node: Stalled, step: StepId) -> Iterator[Debt]:
+    def _credits(self, node: Node, step: StepId) -> Iterator[Debt]:
         core, rank = node.core, node.rank
         where = core.graph.placement.stage_of
         for output, peers in unconsumed(core, most=None):
@@ -133,7 +111,7 @@ class Stall:
                 here = [reader for reader in readers if where(reader.virtual_stage) == peer]
                 yield Debt(message, self._has_run(sender, step, here))
 
-    def _orders(self, node: Stalled, leader: Stalled, step: StepId) -> Iterator[Debt]:
+    def _orders(self, node: Node, leader: Node, step: StepId) -> Iterator[Debt]:
         """Entries of the log that a follower has not got: those that its leader has sent, or else the next one."""
         core = node.core
         if core.step is None or not self._waiting[node.rank]:
@@ -151,7 +129,7 @@ class Stall:
                     sequence < sent,
                 )
 
-    def _has_all(self, follower: Stalled, step: StepId, task: Task) -> bool:
+    def _has_all(self, follower: Node, step: StepId, task: Task) -> bool:
         """Whether ``follower`` has got what ``task`` needs from other stages, in ``step``."""
         if follower.step_or_none != step:
             return False
@@ -159,7 +137,7 @@ class Stall:
         entry = self._waiting[follower.rank].get(task)
         return entry is None or all(where(source.virtual_stage) == follower.rank.stage for source in entry.absent)
 
-    def _has_run(self, node: Stalled, step: StepId, tasks: list[Task]) -> bool:
+    def _has_run(self, node: Node, step: StepId, tasks: list[Task]) -> bool:
         """Whether ``node`` has completed ``tasks``, in ``step``."""
         current = node.step_or_none
         if current is None or current.number < step.number:

@@ -11,7 +11,7 @@ from rrfp.sim.cluster.event_queue import EventQueue
 from rrfp.sim.cluster.ranks import Rank
 from rrfp.sim.faults.checker import Ending
 from rrfp.sim.faults.faults import Death
-from rrfp.sim.faults.group_messages import Breach
+from rrfp.sim.faults.message_checker import Breach
 from rrfp.sim.faults.node import FaultNode
 
 T = TypeVar("T")
@@ -20,15 +20,7 @@ Failure = tuple[Ending, Origin]
 
 
 class Failures:
-    """See the module's docstring.
-
-    Args:
-        nodes: the ranks, by number.
-        queue: when what happens.
-        latency: of the report that a rank failed, for each stage that it passes, in seconds.
-        num_steps: of the run.
-        report: receives every event of a rank, in words.
-    """
+    """Those of one run of ``num_steps``; for each stage that it passes, a report travels ``latency`` seconds."""
 
     def __init__(
         self,
@@ -53,11 +45,7 @@ class Failures:
         return all(node.num_finished == self._num_steps for node in self._nodes)
 
     def accept(self, node: FaultNode, receive: Callable[[], T], what: object, breach: Breach | None) -> T | None:
-        """Let ``node`` accept ``what``, which it must refuse if that is a breach, and only then.
-
-        Returns:
-            The result of ``receive``; None if it refused.
-        """
+        """``node`` must refuse ``what`` if it is a breach, and only then; returns its answer, None if it refused."""
         try:
             result = receive()
         except ProtocolError as error:

@@ -6,7 +6,7 @@ max(arrival of the one before, now + latency). The network knows messages and ti
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
@@ -29,21 +29,27 @@ from rrfp.sim.faults.faults import (
 
 
 class Parcel(NamedTuple):
-    """A message on its way.
+    """A message on its way; its number is its index, from 0, among the messages of its channel in its step.
 
-    Attributes:
-        id: which message.
-        step: the sender's step.
-        number: its index, from 0, among the messages of its channel in its step.
-        content: its content; None where the sender has no use for it.
-        value: of the output in it.
+    One that travels elsewhere than between bare cores has no packet.
     """
 
     id: AnyId
-    step: StepId
     number: int
-    content: Content | None = None
+    packet: Packet | None = None
+    #: Of the output in it.
     value: int = 0
+
+    @property
+    def content(self) -> Content:
+        """The message itself."""
+        assert self.packet is not None, f"{self.id} has no content"
+        return self.packet.content
+
+    @property
+    def step(self) -> StepId:
+        """The sender's step."""
+        return self.content.step
 
 
 def identity_of(packet: Packet) -> AnyId:
@@ -58,34 +64,26 @@ def identity_of(packet: Packet) -> AnyId:
     return GroupMessageId(number, content.kind, about, sender, receiver)
 
 
-class Delivery(NamedTuple):
-    """A message, and when it arrives, in seconds."""
-
-    time: float
-    parcel: Parcel
-
-
 class Network:
-    """Every link of one run.
+    """Every link of one run; faults of ranks other than spikes are none of its business.
 
-    Args:
-        faults: what goes wrong; faults of ranks other than spikes are none of its business.
+    Attributes:
+        kept: messages, or copies, that are kept back: by `Swap` until the next of their channel is sent, by `Delay`
+            until their receiver opens a later step.
+        lost: messages that never arrive.
+        applied: the faults that have had their chance.
     """
 
     def __init__(self, faults: tuple[Fault, ...]) -> None:
+        self.kept: list[tuple[MessageFault, Parcel]] = []
+        self.lost: list[AnyId] = []
+        self.applied: list[Fault] = []
         self._spikes = [fault for fault in faults if isinstance(fault, Spike)]
         self._hits = {fault.message: fault for fault in faults if isinstance(fault, MessageFault)}
         #: When the last message of a channel arrives.
         self._last: dict[Channel, float] = {}
         #: The number of the next message of a channel in a step.
         self._next_numbers: dict[tuple[int, Channel], int] = {}
-        #: Messages that change places with the next one of their channel.
-        self._swapped: list[Parcel] = []
-        #: Messages, or copies, that are kept for a later step of their receiver.
-        self._late: list[Parcel] = []
-        #: Messages that never arrive, and the faults that have had their chance.
-        self.lost: list[AnyId] = []
-        self.applied: list[Fault] = []
 
     def next_number(self, message: AnyId) -> int:
         """The number of ``message``, which is about to be sent, in its channel and step."""
@@ -94,69 +92,46 @@ class Network:
         self._next_numbers[key] = number + 1
         return number
 
-    def send(self, parcel: Parcel, now: float, latency: float) -> list[Delivery]:
-        """A rank sends ``parcel`` at ``now``; returns every arrival that is certain now.
-
-        Args:
-            parcel: the message.
-            now: the time, in seconds.
-            latency: how long it travels, in seconds, without any spike.
-        """
+    def send(self, parcel: Parcel, now: float, latency: float) -> list[tuple[float, Parcel]]:
+        """A rank sends ``parcel``, which travels ``latency`` seconds without any spike; returns what arrives when."""
         channel = parcel.id.channel
         for spike in self._spikes:
             if channel[:2] == (spike.sender, spike.receiver) and spike.start <= now < spike.end:
                 latency += spike.extra
                 self._note(spike)
         fault = self._hits.get(parcel.id)
-        if isinstance(fault, Lose | Swap) or (isinstance(fault, Delay) and not fault.is_copy):
-            self._keep(fault, parcel)
-            return []
-        arrival = self._last[channel] = max(self._last.get(channel, 0.0), now + latency)
-        deliveries = [Delivery(arrival, parcel)]
-        if isinstance(fault, Duplicate):
+        if fault is not None:
             self._note(fault)
-            deliveries.append(Delivery(arrival + fault.lag, parcel))
-        elif isinstance(fault, Delay):
-            self._keep(fault, parcel)
-        deliveries += [Delivery(arrival, other) for other in self._pop(self._swapped, channel)]
-        return deliveries
-
-    def step_opened(self, rank: int, step: int, now: float) -> list[Delivery]:
-        """``rank`` opened step ``step``: what was kept for a later step of it arrives."""
-        due = [parcel for parcel in self._late if parcel.id.receiver == rank and parcel.id.step < step]
-        self._late = [parcel for parcel in self._late if parcel not in due]
-        return [Delivery(now, parcel) for parcel in due]
-
-    def keeps(self, message: AnyId) -> bool:
-        """Whether ``message``, or a copy of it, is kept back."""
-        return any(parcel.id == message for parcel in (*self._swapped, *self._late))
-
-    def release(self, message: AnyId, now: float) -> list[Delivery]:
-        """``message`` arrives if it is kept back."""
-        kept = [parcel for parcel in (*self._swapped, *self._late) if parcel.id == message]
-        self._swapped = [parcel for parcel in self._swapped if parcel.id != message]
-        self._late = [parcel for parcel in self._late if parcel.id != message]
-        return [Delivery(now, parcel) for parcel in kept]
-
-    def flush(self, now: float) -> list[Delivery]:
-        """Nothing else can happen: whatever is kept arrives."""
-        kept = [*self._swapped, *self._late]
-        self._swapped, self._late = [], []
-        return [Delivery(now, parcel) for parcel in kept]
-
-    def _keep(self, fault: MessageFault, parcel: Parcel) -> None:
-        self._note(fault)
         if isinstance(fault, Lose):
             self.lost.append(parcel.id)
-        else:
-            (self._swapped if isinstance(fault, Swap) else self._late).append(parcel)
+            return []
+        if isinstance(fault, Swap | Delay):
+            self.kept.append((fault, parcel))
+            if not (isinstance(fault, Delay) and fault.is_copy):
+                return []
+        arrival = self._last[channel] = max(self._last.get(channel, 0.0), now + latency)
+        arrivals = [(arrival, parcel)]
+        if isinstance(fault, Duplicate):
+            arrivals.append((arrival + fault.lag, parcel))
+        swapped = self.release(lambda fault, other: isinstance(fault, Swap) and other.id.channel == channel)
+        return arrivals + [(arrival, other) for other in swapped]
+
+    def step_opened(self, rank: int, step: int) -> list[Parcel]:
+        """``rank`` opened step ``step``: what was kept for a later step of it arrives."""
+        return self.release(
+            lambda fault, parcel: isinstance(fault, Delay) and parcel.id.receiver == rank and parcel.id.step < step
+        )
+
+    def flush(self) -> list[Parcel]:
+        """Nothing else can happen: whatever is kept arrives, what was swapped first."""
+        return self.release(lambda fault, _: isinstance(fault, Swap)) + self.release(lambda *_: True)
+
+    def release(self, is_due: Callable[[MessageFault, Parcel], bool]) -> list[Parcel]:
+        """Keep back no longer what is due; returns it, in the order in which it was sent."""
+        due = [parcel for fault, parcel in self.kept if is_due(fault, parcel)]
+        self.kept = [(fault, parcel) for fault, parcel in self.kept if not is_due(fault, parcel)]
+        return due
 
     def _note(self, fault: Fault) -> None:
         if fault not in self.applied:
             self.applied.append(fault)
-
-    @staticmethod
-    def _pop(kept: list[Parcel], channel: Channel) -> Iterator[Parcel]:
-        for parcel in [parcel for parcel in kept if parcel.id.channel == channel]:
-            kept.remove(parcel)
-            yield parcel

@@ -1,45 +1,69 @@
-"""One rank of a simulated run with faults, and what is left of a run when it has ended."""
+"""One rank of a simulated run with faults, and what watches it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import StepId, Task
 from rrfp.errors import Origin
+from rrfp.sim.cluster.checker import RankChecker
 from rrfp.sim.cluster.node import Node
 from rrfp.sim.cluster.ranks import Rank
-from rrfp.sim.faults.checker import Ending
-from rrfp.sim.faults.dataflow import StageValues
-from rrfp.sim.faults.deadlock_report import Stall
-from rrfp.sim.faults.network import Network
-from rrfp.sim.faults.rank_checker import FaultChecker
+from rrfp.sim.faults.dataflow import Reference, StageValues
+from rrfp.sim.faults.message_checker import MessageChecker
+from rrfp.sim.faults.scenario import Scenario
+
+
+class FaultChecker(RankChecker):
+    """Collects what is wrong on one rank; values and gradients must be those of the reference."""
+
+    #: Of the step that is open.
+    reference: Reference
+
+    def __init__(self, rank: Rank, scenario: Scenario) -> None:
+        graph, limit, crew = scenario.graph, scenario.limits[rank.stage], scenario.crew
+        # One forward of each chunk may start on any size: the first, whose size is unknown, and one while nothing is
+        # held from its chunk on. In a forced order so may the lowest microbatch of each.
+        extra = graph.placement.chunks * max(crew.bytes_held) * (2 if scenario.in_order else 1)
+        super().__init__(rank, graph, limit, None if limit.bytes is None else limit.bytes + extra)
+        self.objections: list[str] = []
+
+    def object_to(self, what: str) -> None:
+        """Keep it for the report."""
+        self.objections.append(self.named(what))
+
+    def compare(self, task: Task, value: int) -> None:
+        """``task`` has computed ``value``."""
+        if value != self.reference.values.get(task):
+            self.object_to(f"computed a wrong value in {task}: it read a wrong or stale input")
+
+    def compare_gradients(self, gradients: Mapping[int, int], expected: Mapping[int, int]) -> None:
+        """The step is done, with these sums over replicas by virtual stage."""
+        for v, gradient in expected.items():
+            if gradients.get(v, 0) != gradient:
+                self.object_to(f"has a wrong gradient on virtual stage {v}")
 
 
 class FaultNode(Node):
     """One rank of a run.
 
-    Args:
-        rank: which.
-        core: the core under test.
-        values: what the rank holds.
-        checker: what the core must do.
-
     Attributes:
+        messages: judges what it receives.
+        values: what it holds.
         running: what the task on its lane will have computed.
         sums: gradients of this step, by virtual stage, summed over replicas.
-        starts: every task that began, and when, in seconds.
         aborts: the origins that it passed on to its peers.
     """
 
-    def __init__(self, rank: Rank, core: StageCore, values: StageValues, checker: FaultChecker) -> None:
-        super().__init__(rank, core)
-        self.values = values
-        self.checker = checker
+    checker: FaultChecker
+
+    def __init__(self, rank: Rank, core: StageCore, scenario: Scenario) -> None:
+        super().__init__(rank, core, FaultChecker(rank, scenario))
+        self.messages = MessageChecker(is_numbered=scenario.crew.is_numbered)
+        self.values = StageValues(scenario.graph, rank.salt)
         self.running = 0
         self.sums: dict[int, int] = {}
-        self.starts: list[tuple[Task, float]] = []
         self.aborts: list[Origin] = []
 
     def open_step(self, step: StepId) -> None:
@@ -47,29 +71,3 @@ class FaultNode(Node):
         super().open_step(step)
         self.values.open_step()
         self.sums = {}
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What became of a scenario.
-
-    Attributes:
-        nodes: the ranks, as they are at the end.
-        network: the links.
-        ending: how it ended.
-        text: the error that it ended with, or empty.
-        objections: what was wrong on the way.
-        origin: the first failure, if there was one.
-    """
-
-    nodes: tuple[FaultNode, ...]
-    network: Network
-    ending: Ending
-    text: str
-    objections: tuple[str, ...]
-    origin: Origin | None = None
-
-
-def stall_of(nodes: Sequence[FaultNode]) -> Stall:
-    """Who waits for what, once nothing can happen any longer."""
-    return Stall(nodes)

@@ -23,12 +23,8 @@ from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict
 from rrfp.schedules.csv import CsvSchedule
 from rrfp.schedules.registry import ScheduleSpec
-from rrfp.sim.cluster.simulation import (
-    COORDINATIONS,
-    CoordinationName,
-    TensorParallelSimulation,
-    simulate_tensor_parallel,
-)
+from rrfp.sim.cluster.coordination import COORDINATIONS, CoordinationName
+from rrfp.sim.cluster.simulation import TensorParallelSimulation, simulate_tensor_parallel
 from rrfp.sim.simulation import DEFAULT_LIMIT, SENDS, Sends, Simulation, planned_sizes, simulate
 
 #: How chunks may share a limit's slots.

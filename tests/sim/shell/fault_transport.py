@@ -14,7 +14,7 @@ from functools import partial
 
 from rrfp.errors import FrameError
 from rrfp.sim.faults.faults import AnyId, Death, Fault, MessageId
-from rrfp.sim.faults.network import Delivery, Network, Parcel
+from rrfp.sim.faults.network import Network, Parcel
 from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
 from rrfp.transports.flow import Window
 from rrfp.transports.simulated import Latency, SimulatedTransport, no_latency
@@ -51,21 +51,23 @@ class Links:
             arrive()
             return
         self._arrive[one] = arrive
-        parcel = Parcel(one, message.step, message.sequence)
         now, latency = asyncio.get_running_loop().time(), self._latency(stage, peer, message)
-        self._deliver(self.network.send(parcel, now, latency))
-        if self.network.keeps(one):
+        self._deliver(self.network.send(Parcel(one, message.sequence), now, latency))
+        if any(parcel.id == one for _, parcel in self.network.kept):
             asyncio.get_running_loop().call_later(self.late_after, self._release, one)
 
     def step_opened(self, stage: int, step: int) -> None:
         """The program of ``stage`` began ``step``."""
-        self._deliver(self.network.step_opened(stage, step, asyncio.get_running_loop().time()))
+        self._deliver_now(self.network.step_opened(stage, step))
 
     def _release(self, message: MessageId) -> None:
-        self._deliver(self.network.release(message, asyncio.get_running_loop().time()))
+        self._deliver_now(self.network.release(lambda _, parcel: parcel.id == message))
 
-    def _deliver(self, deliveries: Iterable[Delivery]) -> None:
-        for time, parcel in deliveries:
+    def _deliver_now(self, parcels: Iterable[Parcel]) -> None:
+        self._deliver((asyncio.get_running_loop().time(), parcel) for parcel in parcels)
+
+    def _deliver(self, arrivals: Iterable[tuple[float, Parcel]]) -> None:
+        for time, parcel in arrivals:
             # By a timer even if it is due: timers of one instant keep their order, so a channel stays a FIFO.
             asyncio.get_running_loop().call_at(time, self._land, parcel.id)
 

@@ -34,7 +34,8 @@ from rrfp.pipeline.options import complete
 from rrfp.runtime.control_tree import peers
 from rrfp.runtime.result import StepResult
 from rrfp.runtime.stage_runner import StageRunner
-from rrfp.sim.cluster.tensor_parallel import Agreement, Leader, slowest_durations
+from rrfp.sim.cluster.coordination import Agreement, Leader
+from rrfp.sim.cluster.tensor_parallel import slowest_durations
 from rrfp.sim.engine import graph_of
 from rrfp.trace.spans import MessageSpan, TaskSpan
 from rrfp.transports.base import Message, MessageKind, TransportContext
