@@ -9,7 +9,8 @@ hint for some pipelines only raises `ConfigError` in ``open_step`` on the others
 from rrfp.sim.faults.campaign import Campaign, FaultRun, run_campaign, run_scenario, run_seed
 from rrfp.sim.faults.checker import REQUIRED, Ending
 from rrfp.sim.faults.faults import Death, Delay, Duplicate, Fault, Lose, MessageId, Pause, Spike, Swap
-from rrfp.sim.faults.scenario import Scenario, make_scenario
+from rrfp.sim.faults.random_scenario import make_scenario
+from rrfp.sim.faults.scenario import Scenario
 
 __all__ = [
     "REQUIRED",

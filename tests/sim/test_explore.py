@@ -16,7 +16,7 @@ from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.hints.alternating import BackwardForward
 from rrfp.sim.explore.search import Deadlock, Exploration, Oracles, _Explorer, explore
-from rrfp.sim.explore.stage import Problem
+from rrfp.sim.explore.stage import StageProblem
 from rrfp.sim.explore.wrong_rules import Unreserved
 
 SKIPPING = Graph(Placement(3), edges=((0, 1), (1, 2), (0, 2)))
@@ -133,8 +133,11 @@ def test_what_is_ready_depends_on_what_ran_and_not_on_the_order(
     """The explorer's one assumption: cores that live through a random run say what a freshly told core says."""
     stages, step = graph.placement.stages, StepId(0, mode, 4)
     limits = tuple(Limit(Limit.resolve(limit, stage, stages).microbatches, rule=rule) for stage in range(stages))
-    problem = Problem(graph, step, limits, frozenset(in_order), Admission, (1,) * 4)
-    explorer = _Explorer(problem, {})
+    problems = [
+        StageProblem(graph, step, stage, limit, frozenset(in_order), Admission, (1,) * 4)
+        for stage, limit in enumerate(limits)
+    ]
+    explorer = _Explorer(problems, {})
     for seed in range(20):
         cores = [StageCore(graph, i, BackwardForward(), limit, in_order=in_order) for i, limit in enumerate(limits)]
         received = [0] * stages

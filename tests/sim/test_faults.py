@@ -19,7 +19,8 @@ from rrfp.sim.faults.campaign import replay_command, run_campaign, run_seed
 from rrfp.sim.faults.checker import REQUIRED, Ending
 from rrfp.sim.faults.cluster import FaultCluster
 from rrfp.sim.faults.node import FaultNode
-from rrfp.sim.faults.scenario import Scenario, make_scenario
+from rrfp.sim.faults.random_scenario import make_scenario
+from rrfp.sim.faults.scenario import Scenario
 
 NUM_RUNS, NUM_MORE = 6_000, 60_000
 BATCH = 1_000
@@ -80,12 +81,18 @@ def test_the_scenarios_have_everything_that_they_should() -> None:
     assert {one.depth for one in made} == {1, 2}
     assert {len(one.faults) for one in made} == {0, 1, 2, 3}
     assert any(one.in_order for one in made)
-    crews = [one.crew for one in made]
-    assert {crew.members for crew in crews} == {1, 2, 3}
-    assert {crew.replicas for crew in crews} == {1, 2}
-    assert {(crew.is_led, crew.agrees) for crew in crews} == {(False, False), (True, False), (False, True)}
-    assert {(crew.coupled, crew.is_numbered) for crew in crews if crew.is_led} == set(product([True, False], repeat=2))
-    assert any(limit.bytes for one in made if one.crew.is_led for limit in one.limits)
+    drawn = [one.parallelism for one in made]
+    assert {parallelism.members for parallelism in drawn} == {1, 2, 3}
+    assert {parallelism.replicas for parallelism in drawn} == {1, 2}
+    assert {(parallelism.is_led, parallelism.agrees) for parallelism in drawn} == {
+        (False, False),
+        (True, False),
+        (False, True),
+    }
+    assert {(parallelism.coupled, parallelism.is_numbered) for parallelism in drawn if parallelism.is_led} == set(
+        product([True, False], repeat=2)
+    )
+    assert any(limit.bytes for one in made if one.parallelism.is_led for limit in one.limits)
 
 
 def as_table(scenario: Scenario) -> CostTable:

@@ -16,23 +16,26 @@ from rrfp.core.stage_core import StageCore
 from rrfp.core.step import Instructions
 from rrfp.core.tasks import Task
 from rrfp.hints.registry import create_hint
-from rrfp.sim.cluster.ranks import Rank
+from rrfp.sim.cluster.ranks import Rank, ranks_of
 from rrfp.sim.faults.campaign import run_scenario
 from rrfp.sim.faults.checker import Ending
-from rrfp.sim.faults.crew import Crew
 from rrfp.sim.faults.faults import Death, Delay, Duplicate, Fault, GroupMessageId, Lose, MessageId, Pause, Swap
-from rrfp.sim.faults.scenario import Scenario
+from rrfp.sim.faults.scenario import Parallelism, Scenario
 
-LED = Crew(members=2, bytes_held=(0, 0))
+LED = Parallelism(members=2, bytes_held=(0, 0))
 AGREEING = replace(LED, coordination="agreement")
 
 
-def grouped(*faults: Fault, crew: Crew = LED, steps: Any = ((TRAIN, 3),), stages: int = 2) -> Scenario:
-    return replace(scenario(*faults, graph=Graph.chain(stages), steps=steps), crew=crew)
+def grouped(*faults: Fault, parallelism: Parallelism = LED, steps: Any = ((TRAIN, 3),), stages: int = 2) -> Scenario:
+    return replace(scenario(*faults, graph=Graph.chain(stages), steps=steps), parallelism=parallelism)
 
 
-def rank(stage: int, member: int, crew: Crew = LED, replica: int = 0) -> Rank:
-    (found,) = [r for r in crew.ranks(2) if (r.stage, r.replica, r.member) == (stage, replica, member)]
+def rank(stage: int, member: int, parallelism: Parallelism = LED, replica: int = 0) -> Rank:
+    (found,) = [
+        r
+        for r in ranks_of(2, parallelism.replicas, parallelism.members)
+        if (r.stage, r.replica, r.member) == (stage, replica, member)
+    ]
     return found
 
 
@@ -48,10 +51,14 @@ def ending(one: Scenario) -> tuple[Ending, str]:
 
 
 @pytest.mark.parametrize(
-    "crew", [LED, AGREEING, replace(LED, coupled=False), Crew(replicas=3), Crew(2, 3, bytes_held=(0,) * 3)]
+    "parallelism",
+    [LED, AGREEING, replace(LED, coupled=False), Parallelism(replicas=3), Parallelism(2, 3, bytes_held=(0,) * 3)],
 )
-def test_without_faults_every_rank_ends_with_the_right_values(crew: Crew) -> None:
-    assert ending(grouped(crew=crew, steps=((TRAIN, 3), (FORWARD, 2), (TRAIN, 1)))) == (Ending.FINISHED, "")
+def test_without_faults_every_rank_ends_with_the_right_values(parallelism: Parallelism) -> None:
+    assert ending(grouped(parallelism=parallelism, steps=((TRAIN, 3), (FORWARD, 2), (TRAIN, 1)))) == (
+        Ending.FINISHED,
+        "",
+    )
 
 
 # The log and the reports.
@@ -121,13 +128,15 @@ def test_a_copy_in_a_later_step_is_refused() -> None:
 
 @pytest.mark.parametrize(("kind", "way"), [(GroupMessageKind.PROPOSE, (1, 0)), (GroupMessageKind.OUTCOME, (0, 1))])
 def test_a_lost_round_stalls_and_the_proposal_is_in_the_report(kind: GroupMessageKind, way: tuple[int, int]) -> None:
-    how, text = ending(grouped(Lose(group_message(kind, 1, 0, *way)), crew=AGREEING))
+    how, text = ending(grouped(Lose(group_message(kind, 1, 0, *way)), parallelism=AGREEING))
     assert how is Ending.STALLED
     assert "stage 0 member 1: F1@0 is proposed to its group" in text
 
 
 def test_a_repeated_proposal_is_refused() -> None:
-    how, text = ending(grouped(Duplicate(group_message(GroupMessageKind.PROPOSE, 1, 0, 1, 0), lag=0.0), crew=AGREEING))
+    how, text = ending(
+        grouped(Duplicate(group_message(GroupMessageKind.PROPOSE, 1, 0, 1, 0), lag=0.0), parallelism=AGREEING)
+    )
     assert (how, "member 1 of the group " in text) == (Ending.REFUSED, True)
 
 
@@ -135,16 +144,16 @@ def test_a_repeated_proposal_is_refused() -> None:
 
 
 @pytest.mark.parametrize("member", [0, 1])
-@pytest.mark.parametrize("crew", [LED, AGREEING])
-def test_a_pause_of_one_member_delays_and_harms_nobody(crew: Crew, member: int) -> None:
-    assert ending(grouped(Pause(rank(0, member), 0.5, 20.0), crew=crew)) == (Ending.FINISHED, "")
+@pytest.mark.parametrize("parallelism", [LED, AGREEING])
+def test_a_pause_of_one_member_delays_and_harms_nobody(parallelism: Parallelism, member: int) -> None:
+    assert ending(grouped(Pause(rank(0, member), 0.5, 20.0), parallelism=parallelism)) == (Ending.FINISHED, "")
 
 
 @pytest.mark.parametrize("member", [0, 1])
-@pytest.mark.parametrize("crew", [LED, AGREEING, Crew(replicas=2)])
-def test_a_member_that_dies_is_named_on_every_other_rank(crew: Crew, member: int) -> None:
-    dead = rank(1, member, crew) if crew.members > 1 else rank(1, 0, crew, replica=member)
-    how, text = ending(grouped(Death(dead, 2.5, 0.5, drops=True), crew=crew))
+@pytest.mark.parametrize("parallelism", [LED, AGREEING, Parallelism(replicas=2)])
+def test_a_member_that_dies_is_named_on_every_other_rank(parallelism: Parallelism, member: int) -> None:
+    dead = rank(1, member, parallelism) if parallelism.members > 1 else rank(1, 0, parallelism, replica=member)
+    how, text = ending(grouped(Death(dead, 2.5, 0.5, drops=True), parallelism=parallelism))
     assert how is Ending.ABORTED
     assert text == f"aborted by stage 1 (rank {int(dead)}): PeerLostError: its connection ended or fell silent"
 
@@ -162,8 +171,8 @@ class IgnoresBytes(StageCore):
 
 
 def test_a_leader_that_counts_only_its_own_bytes_is_found() -> None:
-    crew = replace(LED, bytes_held=(1, 9))
-    one = limited(grouped(crew=crew, steps=((TRAIN, 6),)), Limit(bytes=18))
+    parallelism = replace(LED, bytes_held=(1, 9))
+    one = limited(grouped(parallelism=parallelism, steps=((TRAIN, 6),)), Limit(bytes=18))
     one = replace(one, make_hint=lambda stage: create_hint("f-priority"))
     assert run_scenario(one).problems == ()
     problems = run_scenario(one, make_core=IgnoresBytes).problems
@@ -186,7 +195,7 @@ class TakesDuplicates(StageCore):
 
 
 def test_where_outputs_have_no_number_a_second_one_is_known_by_its_task() -> None:
-    one = replace(scenario(Duplicate(output("F1@0", 0, 1), lag=0.0)), crew=Crew(is_numbered=False))
+    one = replace(scenario(Duplicate(output("F1@0", 0, 1), lag=0.0)), parallelism=Parallelism(is_numbered=False))
     run = run_scenario(one)
     assert (run.ending, run.problems) == (Ending.REFUSED, ())
     assert "F1@0 arrived twice on stage 1" in run.text

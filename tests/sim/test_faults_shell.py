@@ -19,7 +19,8 @@ from sim.fault_shell import ShellRun, run_shell
 
 from rrfp.errors import PipelineAborted
 from rrfp.sim.faults.faults import Death, Duplicate, Fault, Lose, MessageFault, Pause, name_of
-from rrfp.sim.faults.scenario import Scenario, make_scenario
+from rrfp.sim.faults.random_scenario import make_scenario
+from rrfp.sim.faults.scenario import Scenario
 
 NUM_SEEDS = 400
 BATCH = 100

@@ -21,19 +21,10 @@ from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.hints.registry import create_hint
 from rrfp.sim.cluster.random_run import Delivery, RandomRun
+from rrfp.sim.faults.random_scenario import AnyReady
 
 NUM_PIPELINES = 10_000
 BATCH = 1_000
-
-
-class AnyReady(Hint):
-    """Takes any ready task, by a generator of its own."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-
-    def choose(self, ready: ReadySet, view: View) -> Task | None:
-        return self._random.choice(list(ready))
 
 
 class Worst(Hint):

@@ -18,6 +18,7 @@ class MemoryChecker:
         self._graph = graph
         self._stage = stage
         chunks = graph.placement.chunks
+        self._last_kinds = [graph.last_kind(v, Mode.TRAIN) for v in range(graph.placement.num_virtual_stages)]
         self._slots = None if limit.microbatches is None else limit.microbatches * chunks
         #: By how much D may pass K * C: under the paper's rule by C, where what is served frees memory.
         self._excess = chunks if limit.rule == "paper" and chunks > 1 else 0
@@ -78,15 +79,15 @@ class MemoryChecker:
 
     def _is_last(self, task: Task) -> bool:
         """Whether a training step frees what a microbatch holds on a chunk with ``task``."""
-        return task.kind is self._graph.last_kind(task.virtual_stage, Mode.TRAIN)
+        return task.kind is self._last_kinds[task.virtual_stage]
 
     def _await_readers(self, task: Task) -> None:
-        where = self._graph.placement.stage_of
+        stage_of = self._graph.stage_of
         for source in self._graph.inputs(task):
-            if where(source.virtual_stage) == self._stage:
+            if stage_of[source.virtual_stage] == self._stage:
                 self.consume(source, task)
         readers = [task._replace(virtual_stage=w) for w in self._graph.successors[task.virtual_stage]]
-        stages = [where(reader.virtual_stage) for reader in readers]
+        stages = [stage_of[reader.virtual_stage] for reader in readers]
         self._readers[task] = {r if s == self._stage else s for r, s in zip(readers, stages, strict=True)}
         self._forget_if_read(task, self._readers[task])
 
@@ -172,4 +173,4 @@ class RankChecker:
             self.object_to(f"ran {' '.join(map(str, sorted(strange)))}, which it does not run in this step")
 
     def _runs_here(self, task: Task) -> bool:
-        return self._graph.placement.stage_of(task.virtual_stage) == self._rank.stage
+        return self._graph.stage_of[task.virtual_stage] == self._rank.stage

@@ -51,7 +51,7 @@ from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.core.topology import Topology
 from rrfp.core.waiting import describe
 from rrfp.sim.explore.result import Deadlock, Exploration
-from rrfp.sim.explore.stage import Answer, Move, Problem, StageOracle, StageProblem, State, bits_of
+from rrfp.sim.explore.stage import Answer, Move, StageOracle, StageProblem, State, bits_of
 
 __all__ = ["Deadlock", "Exploration", "Oracles", "explore"]
 
@@ -86,25 +86,30 @@ def explore(
     """
     stages = graph.placement.stages
     specs = limits if isinstance(limits, Sequence) and not isinstance(limits, str) else [limits] * stages
-    resolved = tuple(Limit.resolve(spec, stage, stages) for stage, spec in enumerate(specs))
+    resolved = [Limit.resolve(spec, stage, stages) for stage, spec in enumerate(specs)]
     held = (1,) * microbatches if sizes is None else tuple(sizes)
     step = StepId(0, mode, microbatches)
-    problem = Problem(graph, step, resolved, frozenset(in_order), admission, held)
-    explorer = _Explorer(problem, {} if oracles is None else oracles)
-    return explorer.run(range(stages) if reduce and mode is Mode.TRAIN else [None])
+    problems = [
+        StageProblem(graph, step, stage, limit, frozenset(in_order), admission, held)
+        for stage, limit in zip(range(stages), resolved, strict=True)
+    ]
+    return _Explorer(problems, {} if oracles is None else oracles).run(
+        range(stages) if reduce and mode is Mode.TRAIN else [None]
+    )
 
 
 class _Explorer:
-    def __init__(self, problem: Problem, oracles: Oracles) -> None:
-        self._microbatches = problem.step.microbatches
-        self._alike = problem.are_microbatches_alike
-        self.bits = bits_of(problem.graph, problem.step.mode)
+    def __init__(self, problems: Sequence[StageProblem], oracles: Oracles) -> None:
+        graph, step = problems[0].graph, problems[0].step
+        self._microbatches = step.microbatches
+        #: Whether a microbatch's number makes no difference to what may run anywhere.
+        self._alike = all(problem.are_microbatches_alike for problem in problems)
+        self.bits = bits_of(graph, step.mode)
         self._pairs: dict[int, tuple[Kind, int]] = {bit: pair for pair, bit in self.bits.items()}
-        stages = range(problem.graph.placement.stages)
-        for stage in stages:
-            oracles.setdefault(problem.of(stage), StageOracle(problem.of(stage)))
-        self.oracles = [oracles[problem.of(stage)] for stage in stages]
-        self._peaks = [(0, 0, 0) for _ in stages]
+        for problem in problems:
+            oracles.setdefault(problem, StageOracle(problem))
+        self.oracles = [oracles[problem] for problem in problems]
+        self._peaks = [(0, 0, 0) for _ in problems]
 
     def run(self, focuses: Iterable[int | None]) -> Exploration:
         """One search for each stage to look at, or for None one that makes every move."""

@@ -29,45 +29,15 @@ Move = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """What is explored.
+class StageProblem:
+    """All that the answers of one stage depend on.
+
+    Explorations may have a stage in common: its answers in one then serve the other.
 
     Attributes:
-        graph: the dependency graph.
-        step: the step; its mode and M count.
-        limits: the limit of each stage.
-        in_order: (kind, virtual stage) pairs that run in microbatch order.
-        admission: the memory rule.
+        in_order: (kind, virtual stage) pairs that run in microbatch order. Of orders forced elsewhere a stage knows
+            only that there are any: one pair stands for them.
         sizes: bytes that a chunk task of each microbatch holds.
-    """
-
-    graph: Graph
-    step: StepId
-    limits: tuple[Limit, ...]
-    in_order: frozenset[ForcedOrder]
-    admission: type[Admission]
-    sizes: tuple[int, ...]
-
-    @property
-    def are_microbatches_alike(self) -> bool:
-        """Whether a microbatch's number makes no difference to what may run anywhere."""
-        stages = range(self.graph.placement.stages)
-        return not self.in_order and len(set(self.sizes)) <= 1 and not any(self.of(stage).serves for stage in stages)
-
-    def of(self, stage: int) -> StageProblem:
-        """All that the answers of ``stage`` depend on."""
-        placement = self.graph.placement
-        in_order = frozenset(pair for pair in self.in_order if placement.stage_of(pair[1]) == stage)
-        if self.in_order and not in_order:  # of orders forced elsewhere a stage knows only that there are any
-            in_order = frozenset([next((Kind.B, v) for v in range(placement.stages) if placement.stage_of(v) != stage)])
-        return StageProblem(self.graph, self.step, stage, self.limits[stage], in_order, self.admission, self.sizes)
-
-
-@dataclass(frozen=True, slots=True)
-class StageProblem:
-    """The part of a `Problem` that one stage receives at its start; attributes as there.
-
-    Two problems may have a stage of theirs in common: answers found for one then serve the other.
     """
 
     graph: Graph
@@ -77,6 +47,13 @@ class StageProblem:
     in_order: frozenset[ForcedOrder]
     admission: type[Admission]
     sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        stage_of, here = self.graph.stage_of, self.stage
+        in_order = frozenset(pair for pair in self.in_order if stage_of[pair[1]] == here)
+        if self.in_order and not in_order:
+            in_order = frozenset([next((Kind.B, v) for v, stage in enumerate(stage_of) if stage != here)])
+        object.__setattr__(self, "in_order", in_order)
 
     @property
     def serves(self) -> bool:

@@ -18,7 +18,8 @@ from rrfp.sim.faults.checker import REQUIRED, Ending
 from rrfp.sim.faults.cluster import CoreFactory, FaultCluster
 from rrfp.sim.faults.deadlock_report import DeadlockReport
 from rrfp.sim.faults.faults import AnyId, Death, GroupMessageId, MessageFault, name_of
-from rrfp.sim.faults.scenario import Scenario, make_scenario
+from rrfp.sim.faults.random_scenario import make_scenario
+from rrfp.sim.faults.scenario import Scenario
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How a run with faults must end, by the contracts alone; `rrfp.sim.cluster.checker` and `rrfp.sim.faults.message_checker` watch."""
+"""How a run with faults must end, by the contracts alone; the checkers of its ranks watch the way there."""
 
 from __future__ import annotations
 

@@ -54,19 +54,19 @@ class FaultCluster(Cluster[FaultNode]):
         self, scenario: Scenario, make_core: CoreFactory = StageCore, trace: Callable[[str], None] | None = None
     ) -> None:
         self._scenario = scenario
-        self._crew = crew = scenario.crew
+        self._parallelism = parallelism = scenario.parallelism
         self._trace = trace
         self._death = next((fault for fault in scenario.faults if isinstance(fault, Death)), None)
         self._availability = Availability(scenario.faults)
         self._queue = EventQueue(self._availability if self._availability.is_limited else None)
         self.network = Network(scenario.faults)
         super().__init__(
-            [self._node(rank, make_core) for rank in crew.ranks(scenario.graph.placement.stages)],
+            [self._node(rank, make_core) for rank in scenario.ranks],
             scenario.steps,
-            members=crew.members,
+            members=parallelism.members,
             depth=scenario.depth,
-            coordination=crew.coordination,
-            coupled=crew.coupled,
+            coordination=parallelism.coordination,
+            coupled=parallelism.coupled,
             sizes=scenario.sizes,
         )
         self.failures = Failures(self.nodes, self._queue, scenario.control_latency, len(scenario.steps), self._report)
@@ -77,9 +77,9 @@ class FaultCluster(Cluster[FaultNode]):
         self._breach: Breach | None = None
 
     def _node(self, rank: Rank, make_core: CoreFactory) -> FaultNode:
-        scenario, crew = self._scenario, self._crew
+        scenario, parallelism = self._scenario, self._parallelism
         hint, limit = scenario.make_hint(rank.stage), scenario.limits[rank.stage]
-        group = Group(rank.member, crew.members) if crew.is_led else None
+        group = Group(rank.member, parallelism.members) if parallelism.is_led else None
         core = make_core(scenario.graph, rank.stage, hint, limit, group=group, in_order=scenario.in_order)
         return FaultNode(rank, core, scenario)
 
@@ -153,7 +153,7 @@ class FaultCluster(Cluster[FaultNode]):
         self._report(node, "ends", node.step)
         super().finish_step(node)
         node.messages.finish_step()
-        salts = map(node.rank.salt_in, range(self._crew.replicas))
+        salts = map(node.rank.salt_in, range(self._parallelism.replicas))
         replicas = [self._reference(node.step, salt).gradients for salt in salts]
         virtual_stages = self._scenario.graph.placement.virtual_stages(node.rank.stage)
         expected = {v: sum(gradients.get(v, 0) for gradients in replicas) for v in virtual_stages}
@@ -193,7 +193,7 @@ class FaultCluster(Cluster[FaultNode]):
     def bytes_held(self, node: FaultNode, task: Task) -> int:
         """The same after each task of a microbatch and chunk but the last."""
         is_last = task.kind is self._scenario.graph.last_kind(task.virtual_stage, Mode.TRAIN)
-        return 0 if is_last else self._crew.bytes_held[node.rank.member]
+        return 0 if is_last else self._parallelism.bytes_held[node.rank.member]
 
     def drop(self, node: FaultNode, task: Task) -> None:
         """The value is gone."""
@@ -204,7 +204,7 @@ class FaultCluster(Cluster[FaultNode]):
         key = node.step.number, virtual_stage, node.rank.stage, node.rank.member
         gradients = self._gradients.setdefault(key, [])
         gradients.append((node, node.values.gradients.get(virtual_stage, 0)))
-        if len(gradients) < self._crew.replicas:
+        if len(gradients) < self._parallelism.replicas:
             return
         total, reduced = sum(gradient for _, gradient in gradients), ev.ChunkReduced(virtual_stage)
         for other, _ in gradients:
@@ -225,7 +225,7 @@ class FaultCluster(Cluster[FaultNode]):
         if isinstance(content, ev.Arrived):
             value = sender.values.output(content.task)
             latency = self._scenario.latency(content, packet.sender.member)
-            sequence = number if self._crew.is_numbered else None
+            sequence = number if self._parallelism.is_numbered else None
             content = ev.Arrived(content.step, content.task, consumed=content.consumed, sequence=sequence)
         parcel = Parcel(message, number, packet._replace(content=content), value)
         self._put(self.network.send(parcel, self._queue.now, latency))

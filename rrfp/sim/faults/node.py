@@ -22,10 +22,10 @@ class FaultChecker(RankChecker):
     reference: Reference
 
     def __init__(self, rank: Rank, scenario: Scenario) -> None:
-        graph, limit, crew = scenario.graph, scenario.limits[rank.stage], scenario.crew
+        graph, limit, parallelism = scenario.graph, scenario.limits[rank.stage], scenario.parallelism
         # One forward of each chunk may start on any size: the first, whose size is unknown, and one while nothing is
         # held from its chunk on. In a forced order so may the lowest microbatch of each.
-        extra = graph.placement.chunks * max(crew.bytes_held) * (2 if scenario.in_order else 1)
+        extra = graph.placement.chunks * max(parallelism.bytes_held) * (2 if scenario.in_order else 1)
         super().__init__(rank, graph, limit, None if limit.bytes is None else limit.bytes + extra)
         self.objections: list[str] = []
 
@@ -60,7 +60,7 @@ class FaultNode(Node):
 
     def __init__(self, rank: Rank, core: StageCore, scenario: Scenario) -> None:
         super().__init__(rank, core, FaultChecker(rank, scenario))
-        self.messages = MessageChecker(is_numbered=scenario.crew.is_numbered)
+        self.messages = MessageChecker(is_numbered=scenario.parallelism.is_numbered)
         self.values = StageValues(scenario.graph, rank.salt)
         self.running = 0
         self.sums: dict[int, int] = {}

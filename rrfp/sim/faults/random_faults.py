@@ -6,14 +6,11 @@ It knows which messages a run sends (from its graph), about how long it takes, a
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from rrfp.arbiter.group_messages import GroupMessageKind
-from rrfp.core.admission import Limit
-from rrfp.core.graph import Graph
-from rrfp.core.tasks import Kind, Mode, StepId, Task
+from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.sim.cluster.ranks import Rank
-from rrfp.sim.faults.crew import Crew
 from rrfp.sim.faults.faults import (
     AnyId,
     Death,
@@ -28,52 +25,27 @@ from rrfp.sim.faults.faults import (
     Spike,
     Swap,
 )
+from rrfp.sim.faults.scenario import Scenario
 
 
-def draw_faults(
-    rng: random.Random,
-    graph: Graph,
-    steps: Sequence[StepId],
-    horizon: float,
-    crew: Crew,
-    limits: Sequence[Limit],
-) -> tuple[Fault, ...]:
-    """The faults of one run.
+class RandomFaults:
+    """Draws the faults of a scenario that has none yet; the generator decides everything."""
 
-    Args:
-        rng: decides everything.
-        graph: the dependency graph.
-        steps: the steps of the run.
-        horizon: about how long the run takes, in seconds.
-        crew: how many ranks a stage has, and how they work together.
-        limits: one a stage; bytes are counted where they are limited.
-    """
-    return _Draw(rng, graph, steps, horizon, crew, limits).faults()
-
-
-class _Draw:
-    def __init__(
-        self,
-        rng: random.Random,
-        graph: Graph,
-        steps: Sequence[StepId],
-        horizon: float,
-        crew: Crew,
-        limits: Sequence[Limit],
-    ) -> None:
+    def __init__(self, rng: random.Random, scenario: Scenario) -> None:
         self._rng = rng
-        self._graph = graph
-        self._ranks = crew.ranks(graph.placement.stages)
-        self._crew = crew
-        self._tells_bytes = limits[0].bytes is not None
-        self._steps = steps
-        self._horizon = horizon
+        self._graph = graph = scenario.graph
+        self._ranks = scenario.ranks
+        self._parallelism = scenario.parallelism
+        self._reports_bytes = scenario.limits[0].bytes is not None
+        self._steps = scenario.steps
+        self._horizon = _horizon(scenario)
         where = graph.placement.stage_of
         pairs = [(u, v) for u, v in graph.edges or () if where(u) != where(v)]
         #: Edges between stages: both virtual stages, and where they are.
         self._edges = [(u, v, where(u), where(v)) for u, v in pairs]
 
-    def faults(self) -> tuple[Fault, ...]:
+    def draw(self) -> tuple[Fault, ...]:
+        """The faults."""
         number = self._rng.choice([0, 1, 1, 1, 1, 1, 1, 2, 2, 3])
         faults: list[Fault] = []
         hit: set[AnyId] = set()
@@ -90,7 +62,7 @@ class _Draw:
 
     def _fault(self) -> Fault:
         rng = self._rng
-        if not self._edges and not self._crew.members > 1:
+        if not self._edges and not self._parallelism.members > 1:
             return Pause(rng.choice(self._ranks), self._instant(), self._instant())
         makers: list[Callable[[], Fault]] = [self._spike, self._pause, self._death, self._duplicate, self._delay]
         makers += [lambda: Lose(self._message())] * 2 + [lambda: Swap(self._message())]
@@ -138,7 +110,7 @@ class _Draw:
 
     def _is_in_group(self) -> bool:
         """Whether a message is one inside a group."""
-        return self._crew.members > 1 and (not self._edges or self._rng.random() < 0.7)
+        return self._parallelism.members > 1 and (not self._edges or self._rng.random() < 0.7)
 
     def _counterparts(self, *stages: int) -> list[Rank]:
         """One rank of each of these stages, all of the same replica and with the same index in their groups."""
@@ -158,7 +130,7 @@ class _Draw:
         first, other = self._pair()
         tasks = list(self._graph.tasks(first.stage, step.microbatches, step.mode))
         number = rng.randrange(len(tasks))
-        if self._crew.agrees:
+        if self._parallelism.agrees:
             down = rng.random() < 0.5
             kind, way = (
                 (GroupMessageKind.OUTCOME, (first, other)) if down else (GroupMessageKind.PROPOSE, (other, first))
@@ -168,10 +140,20 @@ class _Draw:
         choices: list[GroupMessageId] = [GroupMessageId(step.number, GroupMessageKind.ORDER, number, first, other)]
         if reported:
             choices.append(GroupMessageId(step.number, GroupMessageKind.READY, rng.choice(reported), other, first))
-        if self._tells_bytes:
+        if self._reports_bytes:
             choices.append(GroupMessageId(step.number, GroupMessageKind.HELD, rng.choice(tasks), other, first))
         return rng.choice(choices)
 
     def _reads_elsewhere(self, task: Task) -> bool:
         where = self._graph.placement.stage_of
         return any(where(source.virtual_stage) != where(task.virtual_stage) for source in self._graph.inputs(task))
+
+
+def _horizon(scenario: Scenario) -> float:
+    """About how long the run takes, so that faults fall into it."""
+    durations, latencies, steps = scenario.durations, scenario.latencies, scenario.steps
+    microbatches = max(step.microbatches for step in steps)
+    each = sum(sum(row) for rows in durations.values() for row in rows) / microbatches
+    latency = sum(sum(row) for rows in latencies.values() for row in rows) / microbatches
+    rounds = sum(step.microbatches / scenario.graph.placement.stages + 1 for step in steps)
+    return 0.6 * (rounds * each + len(steps) * latency)
