@@ -65,3 +65,10 @@ def test_a_core_that_ignores_its_limit_is_found_in_both_modes(mode: Mode) -> Non
     network = RandomRun(Graph.chain(2), [AnyReady(0), AnyReady(1)], [Limit(1), Limit(1)], make_core=IgnoresItsLimit)
     with pytest.raises(AssertionError, match=r"holds 2 chunk tasks after starting F\d@\d, the most allowed is 1"):
         network.run([(mode, 6)])
+
+
+@pytest.mark.parametrize("mode", [*Mode])
+def test_the_bytes_of_a_microbatch_are_counted_anew_in_both_modes(mode: Mode) -> None:
+    network = RandomRun(Graph.chain(2), [AnyReady(0), AnyReady(1)], [Limit(1), Limit(1)], num_bytes=lambda task: 7)
+    network.run([(mode, 4)])
+    assert [network.most_bytes(stage, 0) for stage in range(2)] == [7, 7]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,14 +11,17 @@ from sim.tables import table
 from sim.tp_cases import FirstCome, latencies
 
 from rrfp.core.admission import Limit
+from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
+from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Task
 from rrfp.core.usage import WaitCause
 from rrfp.costs import make_costs
 from rrfp.costs.rank_latency import RankLatencies, rank_latencies
 from rrfp.errors import ConfigError, DeadlockError, ProtocolError
 from rrfp.hints.registry import create_hint, create_strict
+from rrfp.sim.cluster import group_run
 from rrfp.sim.cluster.coordination import Agreement, Coordination, Independent, Leader
 from rrfp.sim.cluster.result import GroupCounts, TensorParallelResult
 from rrfp.sim.cluster.tensor_parallel import run_tensor_parallel
@@ -227,3 +231,20 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     assert refusal(CROSSED, F=np.zeros((2, 1, 3))) == "delays[F] has shape (2, 1, 3), must be (2, 1, 2)"
     assert refusal(CROSSED, F=-np.ones((2, 1, 2))) == "delays[F] must hold finite numbers >= 0 only"
     assert refusal(CROSSED, W=np.zeros((2, 1, 2))) == "delays has W, must be of F and B only: the costs are not split"
+
+
+class IgnoresItsLimit(StageCore):
+    """Holds whatever comes."""
+
+    def __init__(self, graph: Graph, stage: int, hint: Hint, limit: Limit, **options: Any) -> None:
+        super().__init__(graph, stage, hint, Limit(), **options)
+
+
+@pytest.mark.parametrize("coordination", [Leader(), Agreement(), Independent()])
+def test_groups_are_checked_by_what_never_asks_their_cores(
+    coordination: Coordination, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_run, "StageCore", IgnoresItsLimit)
+    costs = make_costs("llm", 2, 4)
+    with pytest.raises(AssertionError, match="holds 2 chunk tasks after starting F1@0, the most allowed is 1"):
+        run_tensor_parallel(costs, rank_latencies(costs, "none", 2), bf, [Limit(1)] * 2, coordination)

@@ -106,9 +106,10 @@ class RankChecker:
         self.step: StepId | None = None
         self._rank = rank
         self._graph = graph
-        #: Outputs that arrived, with their steps' numbers: a message may come a step early.
-        self._arrived: set[tuple[int, Task]] = set()
-        self._enqueued: set[Task] = set()
+        #: The tasks of this step whose outputs a task here may read: those that arrived or were enqueued.
+        self._present: set[Task] = set()
+        #: Outputs of later steps that came early, by step.
+        self._early: dict[int, set[Task]] = {}
         self._completed: set[Task] = set()
 
     def object_to(self, what: str) -> None:
@@ -125,34 +126,35 @@ class RankChecker:
 
     def open(self, step: StepId) -> None:
         """``step`` opens."""
-        self._arrived = {(number, task) for number, task in self._arrived if number >= step.number}
         self.step = step
-        self._enqueued, self._completed = set(), set()
+        self._present, self._completed = self._early.pop(step.number, set()), set()
         self.memory.open(step)
 
     def arrive(self, step: StepId, task: Task) -> None:
         """The output of ``task``, which ran on another stage in ``step``, is here."""
-        self._arrived.add((step.number, task))
+        if self._runs_here(task):
+            self.object_to(f"received {task}, which runs here")
+        elif step == self.step:
+            self._present.add(task)
+        else:
+            self._early.setdefault(step.number, set()).add(task)
 
     def lacks(self, task: Task, step: StepId) -> list[Task]:
         """The outputs of other stages that ``task`` needs in ``step`` and that have not arrived."""
-        sources = [source for source in self._graph.inputs(task) if not self._runs_here(source)]
-        if step != self.step:
-            return sources
-        return [source for source in sources if (step.number, source) not in self._arrived]
+        present = self._present if step == self.step else ()
+        return [s for s in self._graph.inputs(task) if s not in present and not self._runs_here(s)]
 
     def enqueue(self, task: Task) -> None:
         """The core started ``task``."""
+        assert self.step is not None, "no step was opened"
         if not self._runs_here(task):
             self.object_to(f"started {task}, which runs elsewhere")
-        if task in self._enqueued:
+        if task in self._present:
             self.object_to(f"started {task} twice")
-        assert self.step is not None, "no step was opened"
         for source in self._graph.inputs(task):
-            is_local = self._runs_here(source)
-            if not (source in self._enqueued if is_local else (self.step.number, source) in self._arrived):
+            if source not in self._present:
                 self.object_to(f"started {task} before {source}")
-        self._enqueued.add(task)
+        self._present.add(task)
         if wrong := self.memory.enqueue(task):
             self.object_to(wrong)
 
