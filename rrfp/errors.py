@@ -10,12 +10,16 @@ Every error survives pickling, because launchers carry exceptions between proces
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Literal
 
 __all__ = [
     "ConfigError",
     "DeadlockError",
+    "Faults",
     "FrameError",
     "HintError",
     "LocalError",
@@ -42,6 +46,38 @@ class RrfpError(Exception):
 
 class ConfigError(RrfpError, ValueError):
     """A value of the caller does not exist or does not fit; names the field and the allowed values."""
+
+
+class Faults:
+    """Joins the `ConfigError`s of independent checks, so that a caller reads about all mistakes at once.
+
+    Every check stands in a block of its own, ``with faults.kept():``, inside ``with Faults() as faults:``. At the end
+    of the outer block one `ConfigError` names all faults. A check that needs the result of another belongs behind the
+    outer block, or into the other's block.
+    """
+
+    def __init__(self) -> None:
+        self._errors: list[ConfigError] = []
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep a `ConfigError` of this block until the end of the outer one."""
+        try:
+            yield
+        except ConfigError as error:
+            self._errors.append(error)
+
+    def __enter__(self) -> Faults:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None or not self._errors:
+            return
+        if len(self._errors) == 1:
+            raise self._errors[0]
+        raise ConfigError("; ".join(dict.fromkeys(map(str, self._errors)))) from self._errors[0]
 
 
 class LocalError(RrfpError):

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Unpack
 from rrfp.compute.gradients.process_groups import global_ranks
 from rrfp.compute.gradients.tie_copies import Ties
 from rrfp.core.topology import Topology
-from rrfp.errors import ConfigError
+from rrfp.errors import ConfigError, Faults
 from rrfp.pipeline.build import RankBuilder
-from rrfp.pipeline.handle import LoopChoice, PipelineHandle
+from rrfp.pipeline.handle import LoopChoice, PipelineHandle, check_loop
 from rrfp.pipeline.options import Options, complete
 from rrfp.pipeline.partition import StagePart, check_modules
 from rrfp.transports.base import Rendezvous
@@ -61,7 +61,7 @@ class Pipeline(PipelineHandle):
         options: see `rrfp.pipeline.options.Options`.
 
     Raises:
-        ConfigError: for an unknown argument or a value that does not fit; names the field and the allowed values.
+        ConfigError: for unknown arguments or values that do not fit; names all of them and the allowed values.
     """
 
     def __init__(
@@ -77,12 +77,19 @@ class Pipeline(PipelineHandle):
         ties: Ties | None = None,
         **options: Unpack[Options],
     ) -> None:
-        # First, so that a pipeline that is refused below still counts: otherwise a rank that catches the error would
-        # pair its next pipeline with the others' last one.
-        label = _label(name)
-        settings = complete(options, "topology, mesh, coordinate, rendezvous, name, loop, ties")
-        check_rendezvous(rendezvous)
-        own = _topology(topology, mesh, coordinate)
+        with Faults() as faults:
+            # A pipeline that is refused below still counts: otherwise a rank that catches the error would pair its next
+            # pipeline with the others' last one.
+            with faults.kept():
+                label = _label(name)
+            with faults.kept():
+                settings = complete(options, "topology, mesh, coordinate, rendezvous, name, loop, ties")
+            with faults.kept():
+                check_rendezvous(rendezvous)
+            with faults.kept():
+                check_loop(loop)
+            with faults.kept():
+                own = _topology(topology, mesh, coordinate)
 
         async def meet() -> Rendezvous:
             if rendezvous is not None:
@@ -107,8 +114,13 @@ class LocalPipeline(PipelineHandle):
         ties: Ties | Sequence[Ties] | None = None,
         **options: Unpack[Options],
     ) -> None:
-        settings = complete({"transport": "inproc", "stack_timer": False, **options}, "loop, ties")
-        check_modules(modules)
+        with Faults() as faults:
+            with faults.kept():
+                settings = complete({"transport": "inproc", "stack_timer": False, **options}, "loop, ties")
+            with faults.kept():
+                check_modules(modules)
+            with faults.kept():
+                check_loop(loop)
         topologies = [Topology(stage, len(modules)) for stage in range(len(modules))]
         rendezvous = LocalRendezvous()
 
@@ -143,7 +155,7 @@ def local(
         The pipeline, not entered.
 
     Raises:
-        ConfigError: for an unknown argument or a value that does not fit; names the field and the allowed values.
+        ConfigError: for unknown arguments or values that do not fit; names all of them and the allowed values.
     """
     return LocalPipeline(modules, loop=loop, ties=ties, **options)
 

@@ -40,14 +40,9 @@ class PipelineHandle:
         ranks: the ranks of this process.
         loop: their event loop.
         name: of the loop's thread.
-
-    Raises:
-        ConfigError: if ``loop`` is not one of its values.
     """
 
     def __init__(self, ranks: LocalRanks, loop: LoopChoice, name: str) -> None:
-        if loop not in get_args(LoopChoice):
-            raise ConfigError(f"loop is {loop!r}, must be one of: {', '.join(get_args(LoopChoice))}")
         self._session = Session(ranks, name if loop == "own" else None)
 
     def __reduce__(self) -> NoReturn:
@@ -212,3 +207,13 @@ class PipelineHandle:
             self._session.leave()
         else:  # joining a thread would block the caller's loop
             await asyncio.to_thread(self._session.leave)
+
+
+def check_loop(loop: LoopChoice) -> None:
+    """Refuse a ``loop`` that is none of its values.
+
+    Raises:
+        ConfigError: naming them.
+    """
+    if loop not in get_args(LoopChoice):
+        raise ConfigError(f"loop is {loop!r}, must be one of: {', '.join(get_args(LoopChoice))}")

@@ -22,18 +22,14 @@ DEFAULT_LIMIT = "2n"
 
 
 class Method:
-    """See the module's docstring. Options that exclude each other, and unknown names, are a ConfigError."""
+    """See the module's docstring; reads ``strict``, ``hint``, ``limit``, ``split`` and ``coordination``."""
 
     def __init__(self, options: Options) -> None:
         self.strict = options["strict"]
         self._split = options["split"]
         self._coordination = options["coordination"]
-        if self.strict is not None and (options["hint"] is not None or options["limit"] is not None):
-            raise ConfigError("strict runs a schedule to the letter: it goes with neither hint nor limit")
         self._hint: HintSpec = DEFAULT_HINT if options["hint"] is None else options["hint"]
         self._limit = DEFAULT_LIMIT if options["limit"] is None else options["limit"]
-        self.new_hint()
-        self.limit(Topology(0, 1))
 
     def new_hint(self) -> Hint:
         """A fresh hint, or the strict schedule as one."""

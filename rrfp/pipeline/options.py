@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Annotated, Any, Literal, TypedDict, cast, get_args, get_type_hints
 
 from rrfp.compute.lanes.base import Lane
@@ -15,8 +15,8 @@ from rrfp.compute.weighting import Reduction
 from rrfp.core import timeouts
 from rrfp.core.admission import Limit
 from rrfp.core.placement import Layout
-from rrfp.errors import ConfigError
-from rrfp.hints.registry import HintSpec
+from rrfp.errors import ConfigError, Faults
+from rrfp.hints.registry import HintSpec, create_hint, create_strict
 from rrfp.runtime.core_driver import Coordination
 from rrfp.transports.base import DEFAULT_MAX_MESSAGE_BYTES, DEFAULT_QUEUE_BYTES
 from rrfp.transports.registry import TRANSPORTS, TransportSpec
@@ -32,7 +32,7 @@ class Option:
     Attributes:
         default: its value where the caller passes none.
         wanted: the allowed values, for the error; a function where plugins add values.
-        fits: whether a value is allowed.
+        fits: whether a value is allowed; may raise a `ConfigError` of its own.
         is_common: whether it must be the same on all ranks of a pipeline.
     """
 
@@ -43,7 +43,17 @@ class Option:
 
     def common(self) -> Option:
         """The same option, with one value for all ranks."""
-        return Option(self.default, self.wanted, self.fits, is_common=True)
+        return replace(self, is_common=True)
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuse a value of the option ``name`` that does not fit.
+
+        Raises:
+            ConfigError: naming the allowed values.
+        """
+        if not self.fits(value):
+            wanted = self.wanted() if callable(self.wanted) else self.wanted
+            raise ConfigError(f"{name} is {value!r}, must be {wanted}")
 
 
 def _one_of(default: str, choices: Any) -> Option:
@@ -75,6 +85,11 @@ def _function(call: str) -> Option:
     return Option(None, f"callable: {call}", lambda value: value is None or callable(value))
 
 
+def _resolved(resolve: Callable[[Any], object]) -> Option:
+    """An option that is None by default; ``resolve`` raises for a value that does not fit."""
+    return Option(None, fits=lambda value: value is None or resolve(value) is not None)
+
+
 class Options(TypedDict, total=False):
     """The keyword options of `rrfp.Pipeline` and `rrfp.local`."""
 
@@ -88,13 +103,13 @@ class Options(TypedDict, total=False):
     ]
     """A transport's name, class or factory."""
 
-    hint: Annotated[HintSpec | None, Option(None).common()]
+    hint: Annotated[HintSpec | None, _resolved(create_hint).common()]
     """A hint's name, class or instance; ``slot-aware-pyramid`` by default, unless ``strict`` is set."""
 
-    strict: Annotated[str | None, Option(None).common()]
+    strict: Annotated[str | None, _resolved(create_strict).common()]
     """The name of a schedule to run strictly: the fixed-order baseline. Excludes ``hint`` and ``limit``."""
 
-    limit: Annotated[Limit | int | str | None, Option(None).common()]
+    limit: Annotated[Limit | int | str | None, _resolved(partial(Limit.resolve, stage=0, stages=1)).common()]
     """Microbatches that a stage may hold: a number, ``"1f1b"``, ``"n"``, ``"2n"`` (the default) or a `rrfp.Limit`."""
 
     loss_fn: Annotated[Callable[[Any, Any], Any] | None, _function("loss_fn(output, target)")]
@@ -191,20 +206,37 @@ def common_options() -> list[str]:
 def complete(options: Options, arguments: str = "") -> Options:
     """``options`` with the defaults of all that it leaves out.
 
-    An unknown name, or a value that does not fit, is a ConfigError with the allowed ones; ``arguments`` are the names
-    of keyword arguments that are not options, for that.
+    Unknown names, values that do not fit, and options that exclude each other are one ConfigError that names all of
+    them and the allowed values; ``arguments`` are the names of keyword arguments that are not options, for that.
     """
     table = option_table()
-    for name in options:
-        if name not in table:
-            known = ", ".join(table) + (f"; or an argument: {arguments}" if arguments else "")
-            raise ConfigError(f"unknown option {name!r}, must be one of: {known}")
     values = cast("Options", {name: option.default for name, option in table.items()} | options)
-    for name, option in table.items():
-        if not option.fits(value := values[cast("Literal['seed']", name)]):
-            wanted = option.wanted() if callable(option.wanted) else option.wanted
-            raise ConfigError(f"{name} is {value!r}, must be {wanted}")
-    if values["patience"] < 3 * values["heartbeat"]:
-        least = f"at least three times heartbeat, which is {values['heartbeat']:g}"
-        raise ConfigError(f"patience is {values['patience']:g}, must be {least}")
+    with Faults() as faults:
+        with faults.kept():
+            _check_names(options, arguments)
+        for name, option in table.items():
+            with faults.kept():
+                option.check(name, values[cast("Literal['seed']", name)])
+        with faults.kept():
+            _check_patience(values)
+        if values["strict"] is not None and (values["hint"] is not None or values["limit"] is not None):
+            with faults.kept():
+                raise ConfigError("strict runs a schedule to the letter: it goes with neither hint nor limit")
     return values
+
+
+def _check_names(options: Options, arguments: str) -> None:
+    table = option_table()
+    unknown = [repr(name) for name in options if name not in table]
+    if unknown:
+        known = ", ".join(table) + (f"; or an argument: {arguments}" if arguments else "")
+        what = "option" if len(unknown) == 1 else "options"
+        raise ConfigError(f"unknown {what} {', '.join(unknown)}, must be one of: {known}")
+
+
+def _check_patience(values: Options) -> None:
+    patience, heartbeat, table = values["patience"], values["heartbeat"], option_table()
+    fit = table["patience"].fits(patience) and table["heartbeat"].fits(heartbeat)
+    if fit and patience < 3 * heartbeat:
+        least = f"at least three times heartbeat, which is {heartbeat:g}"
+        raise ConfigError(f"patience is {patience:g}, must be {least}")

@@ -186,6 +186,26 @@ def test_bad_options_are_refused_when_the_pipeline_is_made(options: dict[str, An
     assert message in str(caught.value)
 
 
+SEVERAL: list[tuple[dict[str, Any], list[str]]] = [
+    ({"hint": "best", "limit": "all"}, ["hint is 'best'", "limit is 'all'"]),
+    ({"seed": None, "split": 1, "loop": "mine"}, ["seed is None", "split is 1", "loop is 'mine'"]),
+    ({"strict": "1f1b", "hint": "bf", "heartbeat": "x"}, ["neither hint nor limit", "heartbeat is 'x'"]),
+    ({"hints": "bf", "limits": 2, "patience": 0}, ["unknown options 'hints', 'limits', must be", "patience is 0"]),
+]
+
+
+@pytest.mark.parametrize(("options", "messages"), SEVERAL, ids=lambda value: str(value)[:30])
+def test_all_wrong_options_are_named_at_once(options: dict[str, Any], messages: list[str]) -> None:
+    bad: Any = 3
+    with pytest.raises(ConfigError) as of_local:
+        rrfp.local(bad, **options)
+    with pytest.raises(ConfigError) as of_pipeline:
+        rrfp.Pipeline(stages(1)[0], topology=rrfp.Topology(0, 1), rendezvous=bad, name="a/b", **options)
+    assert all(message in str(of_local.value) for message in (*messages, "modules is a int"))
+    for message in (*messages, "name is 'a/b'", "rendezvous int has no method publish()"):
+        assert message in str(of_pipeline.value)
+
+
 def test_what_is_no_module_or_no_rendezvous_is_refused() -> None:
     bad: Any = 3
     with pytest.raises(ConfigError, match=r"module is a int, must be an nn.Module, a list of them"):
