@@ -11,28 +11,22 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 import rrfp
 from rrfp.commands.check import check
+from rrfp.commands.command_line import Command, Group, UsageError, usage_text
 from rrfp.commands.demo import demo
 from rrfp.commands.doctor import doctor
 from rrfp.commands.plugins import hints, transports
-from rrfp.commands.simulate import simulate
-from rrfp.commands.sweep import sweep
+from rrfp.commands.simulate import SimulateCommand, simulate
+from rrfp.commands.sweep import SweepCommand, sweep
 from rrfp.commands.trace import trace
 from rrfp.errors import ConfigError, DeadlockError, RrfpError
 
 FAILED, USAGE, DEADLOCK, INTERRUPTED = 1, 2, 3, 130
 
-#: One run and many: an option of the one that is passed to the other is answered with the right command.
-_SIBLINGS = {"simulate": "sweep", "sweep": "simulate"}
 
-# The base of typer's errors about arguments. Its module depends on typer's version.
-_UsageError: type[Exception] = typer.BadParameter.__mro__[2]
-
-
-class Commands(TyperGroup):
+class Commands(Group):
     """The commands. An `RrfpError` becomes one line on stderr and an exit code."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
@@ -41,8 +35,8 @@ class Commands(TyperGroup):
         try:
             result = super().main(*args, **kwargs)
             sys.stdout.flush()
-        except _UsageError as error:
-            _fail(_usage(error), USAGE)
+        except UsageError as error:
+            _fail(usage_text(error), USAGE)
         except ConfigError as error:
             _fail(_one_line(error), USAGE)
         except DeadlockError as error:
@@ -63,27 +57,6 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _usage(error: Any) -> str:
-    """The fault in the arguments, the choices where a command is missing or unknown, and the help option."""
-    message = " ".join(error.format_message().split()).removesuffix(".")
-    context = getattr(error, "ctx", None)
-    if context is None:
-        return message
-    if _is_siblings(getattr(error, "option_name", None), context):
-        message += f"; it is an option of rrfp {_SIBLINGS[context.command.name]}"
-    if isinstance(context.command, TyperGroup) and "option" not in message:
-        message += f", must be one of: {', '.join(context.command.list_commands(context))}"
-    return f"{message} (see {context.command_path} --help)"
-
-
-def _is_siblings(option: str | None, context: Any) -> bool:
-    """Whether an option that is unknown to a command is one of its sibling's."""
-    if option is None or context.command.name not in _SIBLINGS:
-        return False
-    sibling = context.parent.command.commands[_SIBLINGS[context.command.name]]
-    return any(option in parameter.opts for parameter in sibling.params)
-
-
 def _fail(message: str, code: int) -> None:
     typer.echo(f"rrfp: {message}", err=True)
     sys.exit(code)
@@ -98,7 +71,6 @@ def _print_version(is_wanted: bool) -> None:
 app = typer.Typer(
     cls=Commands,
     name="rrfp",
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -113,19 +85,19 @@ def _rrfp(
     """Pipeline-parallel training in which a schedule is a hint, never a command."""
 
 
-app.command()(demo)
-app.command()(simulate)
-app.command()(sweep)
-app.command()(trace)
-app.command()(hints)
-app.command()(transports)
+app.command(cls=Command)(demo)
+app.command(cls=SimulateCommand)(simulate)
+app.command(cls=SweepCommand)(sweep)
+app.command(cls=Command)(trace)
+app.command(cls=Command)(hints)
+app.command(cls=Command)(transports)
 app.add_typer(check, name="check")
-app.command()(doctor)
+app.command(cls=Command)(doctor)
 
 
 def main() -> None:
-    """The console script."""
-    app()
+    """The console script, and ``python -m rrfp``."""
+    app(prog_name="rrfp")
 
 
 if __name__ == "__main__":

@@ -10,20 +10,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 import rrfp
 from rrfp.commands.check_admission import admission
 from rrfp.commands.check_faults import faults
-from rrfp.commands.naming import named_or_loaded, named_or_loaded_hint
+from rrfp.commands.command_line import Command, Group, completed
+from rrfp.commands.known_names import known_hints, known_transports
 from rrfp.commands.output import Json, first_line, print_json
 from rrfp.testing.skipped import SkippedError
 
-check = typer.Typer(help="Check that a plugin keeps its contract; exit code 1 if it does not.")
-check.command()(faults)
-check.command()(admission)
+check = typer.Typer(cls=Group, help="Check that a plugin keeps its contract; exit code 1 if it does not.")
+check.command(cls=Command)(faults)
+check.command(cls=Command)(admission)
 
 #: The folders of Python's own modules.
 _STANDARD = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"])
@@ -33,8 +34,10 @@ _USED = frozenset({"torch", "numpy", "zmq", "msgpack", "uvloop"})
 
 _MARKS = {"ok": "ok  ", "skipped": "skip", "failed": "FAIL"}
 
-_NAME = "A registered name, module:attribute, or file.py:attribute."
-Name = Annotated[str, typer.Argument(metavar="NAME", help=_NAME)]
+
+def _name(values: Callable[[], Iterable[str]]) -> Any:
+    text = "A registered name, module:attribute, or file.py:attribute."
+    return typer.Argument(metavar="NAME", help=text, autocompletion=completed(values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +55,10 @@ class Outcome:
     message: str
 
 
-@check.command()
-def hint(name: Name, json: Json = False) -> None:
+@check.command(cls=Command)
+def hint(name: Annotated[str, _name(known_hints)], json: Json = False) -> None:
     """Run the checks for hints: only ready tasks are chosen, every run ends, same history, same choice."""
+    from rrfp.hints.named import named_or_loaded_hint
     from rrfp.hints.registry import create_hint
     from rrfp.testing.hint_checks import ALL_CHECKS
 
@@ -64,12 +68,13 @@ def hint(name: Name, json: Json = False) -> None:
     _report("hint", name, outcomes, json=json)
 
 
-@check.command()
-def transport(name: Name, json: Json = False) -> None:
+@check.command(cls=Command)
+def transport(name: Annotated[str, _name(known_transports)], json: Json = False) -> None:
     """Run the checks for transports, over two of them in this process."""
     import asyncio
 
     from rrfp.commands.pair import started_pair
+    from rrfp.core.naming import named_or_loaded
     from rrfp.testing.transport_checks import ALL_CHECKS, Check
     from rrfp.transports.registry import TRANSPORTS
 

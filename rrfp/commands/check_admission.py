@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
+from rrfp.commands.command_line import listed, option
 from rrfp.commands.output import Json, print_json
 from rrfp.core.placement import Layout
 from rrfp.core.tasks import Kind, Mode
@@ -22,24 +23,69 @@ if TYPE_CHECKING:
 #: Up to so many stages the default forces an order, too.
 _FEW_STAGES = 2
 _IN_ORDER = "What runs in microbatch order. By default nothing, and beside that B with up to 2 stages."
+_BACKWARD = "Backward by virtual stage."
+_MODE = "Training or forward only."
+_LIMIT = "Limits; those above M are left out."
+_RULE = "staircase, paper, or a rule known to be wrong."
+_WHERE = "The virtual stages where it does."
 _FULL = "Visit every reachable state, also orders of the same tasks that cannot matter."
 
 
-def _list(name: str, metavar: str, help: str) -> Any:
-    return typer.Option(f"--{name}", metavar=metavar, help=help)
+def _numbers(name: str, metavar: str, help: str, otherwise: str = "") -> Any:
+    """An option that lists whole numbers from 1 on, or the word ``otherwise``."""
+
+    def check(text: str) -> None:
+        if text != otherwise and (not text.isdecimal() or int(text) < 1):
+            wanted = f"whole numbers from 1 or {otherwise}" if otherwise else "whole numbers from 1"
+            raise ConfigError(f"{name} has {text!r}, must be {wanted}, separated by commas")
+
+    return option(name, metavar, help, check=check)
+
+
+def _names(name: str, metavar: str, help: str, known: Callable[[], Iterable[str]]) -> Any:
+    """An option that lists ``known`` names."""
+
+    def check(text: str) -> None:
+        names = [str(each) for each in known()]
+        if text not in names:
+            raise ConfigError(f"{name} has {text!r}, must be of: {', '.join(names)}, separated by commas")
+
+    return option(name, metavar, help, check=check, values=known)
+
+
+def _layouts() -> Iterable[str]:
+    return get_args(Layout)
+
+
+def _backwards() -> Iterable[str]:
+    from rrfp.sim.explore.cases import Backward
+
+    return get_args(Backward)
+
+
+def _rules() -> Iterable[str]:
+    from rrfp.sim.explore.cases import RULES
+
+    return RULES
+
+
+def _places() -> Iterable[str]:
+    from rrfp.sim.explore.cases import Where
+
+    return get_args(Where)
 
 
 def admission(
-    stages: Annotated[str, _list("stages", "N,..", "Numbers of stages.")] = "1,2,3",
-    microbatches: Annotated[str, _list("microbatches", "M,..", "Numbers of microbatches.")] = "1,2,3",
-    chunks: Annotated[str, _list("chunks", "C,..", "Numbers of chunks a stage.")] = "1,2",
-    placement: Annotated[str, _list("placement", "looped,v", "Placements of chunks.")] = "looped,v",
-    backward: Annotated[str, _list("backward", "whole,split,mixed", "Backward by virtual stage.")] = "whole,split",
-    mode: Annotated[str, _list("mode", "train,forward", "Training or forward only.")] = "train,forward",
-    limit: Annotated[str, _list("limit", "K,..,1f1b", "Limits; those above M are left out.")] = "1,2,3,4,1f1b",
-    rule: Annotated[str, _list("rule", "NAME,..", "staircase, paper, or a rule known to be wrong.")] = "staircase",
-    in_order: Annotated[str | None, _list("in-order", "none,F,B,W", _IN_ORDER)] = None,
-    where: Annotated[str, _list("where", "all,last,middle", "The virtual stages where it does.")] = "all",
+    stages: Annotated[str, _numbers("stages", "N,..", "Numbers of stages.")] = "1,2,3",
+    microbatches: Annotated[str, _numbers("microbatches", "M,..", "Numbers of microbatches.")] = "1,2,3",
+    chunks: Annotated[str, _numbers("chunks", "C,..", "Numbers of chunks a stage.")] = "1,2",
+    placement: Annotated[str, _names("placement", "looped,v", "Placements of chunks.", _layouts)] = "looped,v",
+    backward: Annotated[str, _names("backward", "whole,split,mixed", _BACKWARD, _backwards)] = "whole,split",
+    mode: Annotated[str, _names("mode", "train,forward", _MODE, lambda: Mode)] = "train,forward",
+    limit: Annotated[str, _numbers("limit", "K,..,1f1b", _LIMIT, "1f1b")] = "1,2,3,4,1f1b",
+    rule: Annotated[str, _names("rule", "NAME,..", _RULE, _rules)] = "staircase",
+    in_order: Annotated[str | None, _names("in-order", "none,F,B,W", _IN_ORDER, lambda: ("none", *Kind))] = None,
+    where: Annotated[str, _names("where", "all,last,middle", _WHERE, _places)] = "all",
     full: Annotated[bool, typer.Option("--full", help=_FULL)] = False,
     json: Json = False,
 ) -> None:
@@ -47,19 +93,19 @@ def admission(
 
     By default pipelines of up to 2 stages run with backwards in microbatch order, too: there the reserve rule matters.
     """
-    from rrfp.sim.explore.cases import RULES, Backward, Grid, Where, explored
+    from rrfp.sim.explore.cases import Backward, Grid, Where, explored
 
     grid = Grid(
-        _numbers("stages", stages),
-        _numbers("microbatches", microbatches),
-        _numbers("chunks", chunks),
-        cast("list[Layout]", _names("placement", placement, get_args(Layout))),
-        cast("list[Backward]", _names("backward", backward, get_args(Backward))),
-        [Mode(name) for name in _names("mode", mode, list(Mode))],
-        ["1f1b" if text == "1f1b" else _number("limit", text, " or 1f1b") for text in limit.split(",")],
-        _names("rule", rule, list(RULES)),
-        [None if name == "none" else Kind(name) for name in _names("in-order", in_order or "none", ["none", *Kind])],
-        cast("list[Where]", _names("where", where, get_args(Where))),
+        list(map(int, listed("stages", stages))),
+        list(map(int, listed("microbatches", microbatches))),
+        list(map(int, listed("chunks", chunks))),
+        cast("list[Layout]", listed("placement", placement)),
+        cast("list[Backward]", listed("backward", backward)),
+        [Mode(name) for name in listed("mode", mode)],
+        ["1f1b" if text == "1f1b" else int(text) for text in listed("limit", limit)],
+        listed("rule", rule),
+        [None if name == "none" else Kind(name) for name in listed("in-order", in_order or "none")],
+        cast("list[Where]", listed("where", where)),
     )
     cases = list(grid)
     if in_order is None:
@@ -77,24 +123,6 @@ def admission(
         typer.echo(f"{len(done)} cases, {states} states, {len(bad)} cases failed")
     if bad:
         raise RrfpError(f"{len(bad)} of {len(done)} cases fail, the first with the shortest way there: {_worst(bad)}")
-
-
-def _numbers(field: str, text: str) -> list[int]:
-    return [_number(field, number) for number in text.split(",")]
-
-
-def _number(field: str, text: str, otherwise: str = "") -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{field} has {text!r}, must be whole numbers from 1{otherwise}, separated by commas")
-    return int(text)
-
-
-def _names(field: str, text: str, allowed: Iterable[str]) -> list[str]:
-    names, known = text.split(","), [str(name) for name in allowed]
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"{field} has {name!r}, must be of: {', '.join(known)}, separated by commas")
-    return names
 
 
 def _shown(cases: list[Case], *, quiet: bool) -> Iterable[Case]:

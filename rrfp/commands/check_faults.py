@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rrfp.commands.naming import named_or_loaded_hint
+from rrfp.commands.command_line import option
+from rrfp.commands.known_names import known_hints
+from rrfp.commands.method_options import HINT_FORMS, check_hint
 from rrfp.commands.output import Json, print_json
-from rrfp.errors import ConfigError, RrfpError
+from rrfp.errors import ConfigError, Faults, RrfpError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,21 +22,26 @@ if TYPE_CHECKING:
 
 _SEED = "The run to make; with --runs the first one."
 _RUNS = "Make this many runs, and summarise how they ended."
-_HINT = "Use this hint in every run: a name of `rrfp hints`, or module:attribute."
+_HINT = f"Use this hint in every run: {HINT_FORMS}. Default: one drawn from the seed."
 
 
 def faults(
     seed: Annotated[int, typer.Option("--seed", help=_SEED)] = 0,
-    runs: Annotated[int | None, typer.Option("--runs", metavar="N", help=_RUNS)] = None,
-    hint: Annotated[str | None, typer.Option("--hint", metavar="NAME", help=_HINT)] = None,
+    runs: Annotated[int | None, option("runs", "N", _RUNS)] = None,
+    hint: Annotated[str | None, option("hint", "NAME", _HINT, check=check_hint, values=known_hints)] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Print everything that happens in the run.")] = False,
     json: Json = False,
 ) -> None:
     """Simulate faults: each run must end well or with one error that names its cause; exit code 1 if one does not."""
-    if runs is not None and runs < 1:
-        raise ConfigError(f"runs is {runs}, must be at least 1")
-    if runs is not None and trace:
-        raise ConfigError("--trace goes with one run: leave --runs out")
+    from rrfp.hints.named import named_or_loaded_hint
+
+    with Faults() as wrong:
+        with wrong.kept():
+            if runs is not None and runs < 1:
+                raise ConfigError(f"runs is {runs}, must be at least 1")
+        with wrong.kept():
+            if runs is not None and trace:
+                raise ConfigError("--trace goes with one run: leave --runs out")
     spec = None if hint is None else named_or_loaded_hint(hint)
     suffix = "" if hint is None else f" --hint {hint}"
     if runs is None:

@@ -5,15 +5,17 @@ A value that is wrong by itself is refused here, before anything runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from rrfp.commands.naming import named_or_loaded_hint
-from rrfp.errors import ConfigError
+from rrfp.commands.command_line import Command, listed, option
+from rrfp.commands.known_names import known_hints, known_schedules
+from rrfp.errors import ConfigError, Faults
 
 if TYPE_CHECKING:
     from rrfp.schedules.registry import ScheduleSpec
@@ -21,96 +23,141 @@ if TYPE_CHECKING:
 
 METHOD, WORKLOAD, OUTPUT = "Method", "Workload", "Output"
 
-
-def option(name: str, metavar: str, help: str, panel: str, least: int | None = None) -> Any:
-    """An option ``--name METAVAR`` in a panel of the help."""
-    return typer.Option(f"--{name}", metavar=metavar, help=help, rich_help_panel=panel, min=least)
-
-
-_HINT = "Dispatch by this hint: a name of `rrfp hints`, module:attribute, or file.py:attribute."
+#: The accepted forms of a hint, for help texts.
+HINT_FORMS = "a name that `rrfp hints` lists, module:attribute, or file.py:attribute"
+_HINT = f"Dispatch by this hint: {HINT_FORMS}. Default of rrfp simulate without --strict: slot-aware-pyramid."
 _STRICT = "Run this schedule to the letter: a name that `rrfp hints` lists as one, or a file in torch's grammar."
-_LIMIT = "Microbatches a stage may hold: a number, 1f1b (N - i on stage i), n or 2n. With --hint only; default 2n."
-_ADMISSION = "How chunks share the limit's slots. With --hint only; default staircase."
+_LIMIT = "Microbatches a stage may hold: a number, 1f1b (N - i on stage i), n or 2n. Not with --strict; default 2n."
+_ADMISSION = "How chunks share the limit's slots. Not with --strict; default staircase."
 _SENDS = "blocking: 1f1b sends as Megatron does, sender and receiver wait for each other. With --strict only."
 _SIZES = "Sizes of microbatches for hints: a JSON list of M numbers, or planned, the file's own sums of times."
-_COORDINATION = "How ranks of a group agree on one order. With --tp and --hint only; default leader."
+_COORDINATION = "How ranks of a group agree on one order. With --tp, not with --strict; default leader."
 TP_HELP = "Ranks of a tensor-parallel group: each stage is T ranks, whose messages take times of their own."
 
-HintName = Annotated[str | None, option("hint", "NAME", _HINT, METHOD)]
-Strict = Annotated[str | None, option("strict", "NAME|FILE.csv", _STRICT, METHOD)]
-LimitText = Annotated[str | None, option("limit", "K|1f1b|n|2n", _LIMIT, METHOD)]
-Admission = Annotated[str | None, option("admission", "staircase|paper", _ADMISSION, METHOD)]
-Sends = Annotated[str | None, option("sends", "eager|blocking", _SENDS, METHOD)]
-CoordinationName = Annotated[str | None, option("coordination", "leader|agreement", _COORDINATION, METHOD)]
-Sizes = Annotated[str | None, option("sizes", "FILE|planned", _SIZES, WORKLOAD)]
+
+def check_hint(text: str) -> None:
+    """Refuse a text that makes no hint.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    from rrfp.hints.named import named_or_loaded_hint
+
+    named_or_loaded_hint(text)
+
+
+def _check_strict(text: str) -> None:
+    _check_method(strict=_named_or_read_schedule(text))
+
+
+def _check_method(**values: Any) -> None:
+    """Refuse a value of a method that is wrong by itself."""
+    from rrfp.sim.sweep.experiment import Method
+
+    Method(**values)
+
+
+def _of_hint(name: str) -> Callable[[str], None]:
+    return lambda text: _check_method(hint="bf", **{name: text})
+
+
+def _of_strict(name: str) -> Callable[[str], None]:
+    return lambda text: _check_method(strict="1f1b", **{name: text})
+
+
+def choice(name: str, values: str, help: str, panel: str, check: Callable[[str], object]) -> Any:
+    """An option whose values are those between the bars of ``values``."""
+    return option(name, values, help, panel, check=check, values=partial(values.split, "|"))
+
+
+HintName = Annotated[str | None, option("hint", "NAME", _HINT, METHOD, check=check_hint, values=known_hints)]
+Strict = Annotated[
+    str | None, option("strict", "NAME|FILE.csv", _STRICT, METHOD, check=_check_strict, values=known_schedules)
+]
+LimitText = Annotated[
+    str | None,
+    option("limit", "K|1f1b|n|2n", _LIMIT, METHOD, check=_of_hint("limit"), values=lambda: ("1f1b", "n", "2n")),
+]
+Admission = Annotated[str | None, choice("admission", "staircase|paper", _ADMISSION, METHOD, _of_hint("admission"))]
+Sends = Annotated[str | None, choice("sends", "eager|blocking", _SENDS, METHOD, _of_strict("sends"))]
+CoordinationName = Annotated[
+    str | None, choice("coordination", "leader|agreement", _COORDINATION, METHOD, _of_hint("coordination"))
+]
+Sizes = Annotated[str | None, option("sizes", "FILE|planned", _SIZES, WORKLOAD, values=lambda: ("planned",))]
 
 #: Option -> its text, None where it was not given.
 Texts: TypeAlias = Mapping[str, Any]
+
+
+class MethodCommand(Command):
+    """A command that runs the methods that its options name."""
+
+    def check_together(self, given: Collection[str]) -> None:
+        """Refuse an option without the one that it goes with, or beside one that excludes it."""
+        is_strict = "strict" in given and "hint" not in given
+        reasons = {
+            "limit": "a strict schedule holds what its order holds",
+            "admission": "a strict schedule holds what its order holds",
+            "coordination": "a strict schedule is one order on every rank",
+            "sizes": "a strict schedule knows its order",
+        }
+        with Faults() as faults:
+            for name, reason in reasons.items():
+                if name in given and is_strict:
+                    with faults.kept():
+                        raise ConfigError(f"--{name} goes with --hint; {reason}")
+            if "sends" in given and "strict" not in given:
+                with faults.kept():
+                    raise ConfigError("--sends goes with --strict; readiness-driven stages never wait to send")
+            if "coordination" in given and "tp" not in given:
+                with faults.kept():
+                    raise ConfigError("--coordination goes with --tp; one rank agrees with itself")
 
 
 def methods_of(texts: Texts) -> list[Method]:
     """Every hint with every limit, admission rule and coordination, then every strict schedule with all sends.
 
     Args:
-        texts: values of hint, strict, limit, admission, sends, coordination, tp and sizes.
+        texts: values of hint, strict, limit, admission, sends and coordination, each right by itself.
 
     Raises:
-        ConfigError: for a value that is not allowed, or one that goes with nothing.
+        ConfigError: for a value that does not go with another.
     """
+    from rrfp.hints.named import named_or_loaded_hint
     from rrfp.sim.simulation import DEFAULT_LIMIT
     from rrfp.sim.sweep.experiment import Method
 
-    _check_company(texts)
-    limits = listed("limit", texts["limit"], DEFAULT_LIMIT)
-    admissions: list[Any] = listed("admission", texts["admission"], "staircase")
-    coordinations: list[Any] = (
-        [None] if texts["coordination"] is None else listed("coordination", texts["coordination"])
-    )
-    sends: list[Any] = listed("sends", texts["sends"], "eager")
+    def values(name: str, default: str = "") -> list[Any]:
+        return listed(name, texts[name] or default)
+
+    coordinations = [None] if texts["coordination"] is None else values("coordination")
     methods = []
-    for name in [] if texts["hint"] is None else listed("hint", texts["hint"]):
+    for name in [] if texts["hint"] is None else values("hint"):
         hint = named_or_loaded_hint(name)
         methods += [
             Method(hint=hint, name=name, limit=limit, admission=rule, coordination=way)
-            for limit, rule, way in product(limits, admissions, coordinations)
+            for limit, rule, way in product(
+                values("limit", DEFAULT_LIMIT), values("admission", "staircase"), coordinations
+            )
         ]
-    for name in [] if texts["strict"] is None else listed("strict", texts["strict"]):
+    for name in [] if texts["strict"] is None else values("strict"):
         schedule = _named_or_read_schedule(name)
-        methods += [Method(strict=schedule, sends=how) for how in sends]
+        methods += [Method(strict=schedule, sends=how) for how in values("sends", "eager")]
     return methods
 
 
 def one_method(texts: Texts) -> Method:
-    """The only method that the options name.
+    """The only method that the options name; with neither hint nor schedule the default hint.
 
     Raises:
-        ConfigError: as `methods_of`, and unless there is exactly one.
+        ConfigError: as `methods_of`, and if there are several.
     """
-    if (texts["hint"] is None) == (texts["strict"] is None):
-        raise ConfigError("exactly one of --hint NAME and --strict NAME is needed (names: rrfp hints)")
-    methods = methods_of(texts)
+    from rrfp.hints.registry import DEFAULT_HINT
+
+    methods = methods_of(texts if texts["strict"] is not None else {**texts, "hint": texts["hint"] or DEFAULT_HINT})
     if len(methods) > 1:
         raise ConfigError(f"rrfp simulate runs one method, these are {len(methods)}: lists go with rrfp sweep")
     return methods[0]
-
-
-def _check_company(texts: Texts) -> None:
-    """Refuse an option without the one that it goes with."""
-    if texts["hint"] is None and texts["strict"] is None:
-        raise ConfigError("at least one of --hint NAME and --strict NAME is needed (names: rrfp hints)")
-    reasons = {
-        "limit": "a strict schedule holds what its order holds",
-        "admission": "a strict schedule holds what its order holds",
-        "coordination": "a strict schedule is one order on every rank",
-        "sizes": "a strict schedule knows its order",
-    }
-    for name, reason in reasons.items():
-        if texts["hint"] is None and texts[name] is not None:
-            raise ConfigError(f"--{name} goes with --hint; {reason}")
-    if texts["strict"] is None and texts["sends"] is not None:
-        raise ConfigError("--sends goes with --strict; readiness-driven stages never wait to send")
-    if texts["tp"] is None and texts["coordination"] is not None:
-        raise ConfigError("--coordination goes with --tp; one rank agrees with itself")
 
 
 def _named_or_read_schedule(text: str) -> ScheduleSpec:
@@ -125,15 +172,6 @@ def _named_or_read_schedule(text: str) -> ScheduleSpec:
         raise ConfigError(f"strict is {text!r}: cannot be read ({error.strerror or error})") from None
     except UnicodeDecodeError:
         raise ConfigError(f"strict is {text!r}: is not CSV (not UTF-8 text)") from None
-
-
-def listed(name: str, text: str | None, default: str = "") -> list[str]:
-    """The values between commas; none twice, or a row of the sweep would count double."""
-    values = [value.strip() for value in (default if text is None else text).split(",")]
-    for value in values:
-        if values.count(value) > 1:
-            raise ConfigError(f"{name} is {text!r}, must name {value!r} once")
-    return values
 
 
 def warn_of_serial_chunks(experiments: Iterable[Experiment]) -> None:

@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
 from rrfp.commands import method_options as options
-from rrfp.commands.method_options import OUTPUT, WORKLOAD, option
+from rrfp.commands.command_line import option
+from rrfp.commands.method_options import OUTPUT, WORKLOAD, MethodCommand
 from rrfp.commands.output import Json, check_folder, print_json
+from rrfp.errors import ConfigError, Faults
 
 _COSTS = "Cost file (JSON): times of all tasks and messages; `rrfp sweep --save-costs` writes those of profiles."
 
 
+class SimulateCommand(MethodCommand):
+    """One method, on one file."""
+
+    def check_together(self, given: Collection[str]) -> None:
+        """See `MethodCommand`."""
+        with Faults() as faults:
+            with faults.kept():
+                super().check_together(given)
+            if "hint" in given and "strict" in given:
+                with faults.kept():
+                    raise ConfigError("--hint and --strict exclude each other: rrfp sweep compares methods")
+
+
+def _check_costs(text: str) -> None:
+    from rrfp.sim.sweep.experiment import CostFile
+
+    CostFile(costs_file=text)
+
+
 def simulate(
-    costs: Annotated[Path, option("costs", "FILE", _COSTS, WORKLOAD)],
+    costs: Annotated[str, option("costs", "FILE", _COSTS, WORKLOAD, check=_check_costs)],
     sizes: options.Sizes = None,
-    tp: Annotated[int | None, option("tp", "T", options.TP_HELP, WORKLOAD, 1)] = None,
+    tp: Annotated[int | None, option("tp", "T", options.TP_HELP, WORKLOAD, least=1)] = None,
     hint: options.HintName = None,
     strict: options.Strict = None,
     limit: options.LimitText = None,
@@ -35,13 +57,18 @@ def simulate(
     from rrfp.sim.sweep.experiment import CostFile, Experiment
 
     texts: options.Texts = {"hint": hint, "strict": strict, "limit": limit, "admission": admission}
-    texts = {**texts, "sends": sends, "coordination": coordination, "tp": tp, "sizes": sizes}
-    method = options.one_method(texts)
-    experiment = Experiment(CostFile(costs_file=str(costs), sizes_from=sizes, tp=tp), method)
-    if timeline is not None:
-        check_timeline(timeline, experiment.workload.costs())
-    if trace is not None:
-        check_folder(trace)
+    texts = {**texts, "sends": sends, "coordination": coordination}
+    with Faults() as faults:
+        with faults.kept():
+            method = options.one_method(texts)
+        with faults.kept():
+            workload = CostFile(costs_file=costs, sizes_from=sizes, tp=tp)
+            if timeline is not None:
+                check_timeline(timeline, workload.costs())
+        if trace is not None:
+            with faults.kept():
+                check_folder(trace)
+    experiment = Experiment(workload, method)
     options.warn_of_serial_chunks([experiment])
     run = experiment.simulate()
     title = f"{method.name} (strict)" if method.kind == "strict" else method.name

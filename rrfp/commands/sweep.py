@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import product
 from pathlib import Path
@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rrfp.commands import method_options as options
-from rrfp.commands.method_options import OUTPUT, WORKLOAD, listed, option
+from rrfp.commands.command_line import listed, option
+from rrfp.commands.known_names import known_jitter, known_latencies, known_profiles
+from rrfp.commands.method_options import OUTPUT, WORKLOAD, MethodCommand, choice
 from rrfp.commands.output import Json, check_folder
-from rrfp.errors import ConfigError
+from rrfp.errors import ConfigError, Faults
 
 if TYPE_CHECKING:
     from rrfp.sim.sweep.experiment import CostFile, Experiment, Workload
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from rrfp.sim.sweep.runs import Skip, SweepResult
 
 _COSTS = "Cost files (JSON), instead of a profile; may be given several times."
+_PROFILE = "A named, seeded workload."
+_PLACEMENT = "Where chunks live; default looped."
+_JITTER = "How much tasks are delayed; default J0."
 _SPLIT = "Split backward into input gradient and weight gradient; bfw on whole backwards is bf."
 _LATENCY = "none, constant, constant:SECONDS, wire or spike. Default none."
 _SEEDS = "Run this many seeds, from --seed on, and show mean and spread."
@@ -30,34 +35,91 @@ _PROFILE_DEFAULTS = {
     **{"profile": "", "stages": "8", "microbatches": "64", "chunks": "1", "placement": "looped"},
     **{"jitter": "J0", "latency": "none"},
 }
-_NUMBERS = ("stages", "microbatches", "chunks")
+_NUMBERS = ("stages", "microbatches", "chunks", "tp")
+#: Options that describe a profile's workload.
+_OF_PROFILE = (*_PROFILE_DEFAULTS, "split", "seed", "seeds", "save_costs")
+
+
+class SweepCommand(MethodCommand):
+    """Several methods on several workloads."""
+
+    def check_together(self, given: Collection[str]) -> None:
+        """Beside `MethodCommand`'s: a method, and either cost files or a profile."""
+        with Faults() as faults:
+            with faults.kept():
+                _check_source(given)
+            if not {"hint", "strict"} & set(given):
+                with faults.kept():
+                    raise ConfigError("at least one of --hint NAME and --strict NAME is needed (names: rrfp hints)")
+            with faults.kept():
+                super().check_together(given)
+
+
+def _check_source(given: Collection[str]) -> None:
+    """Refuse cost files beside the options of a profile, and neither of the two."""
+    if ("costs" in given) == ("profile" in given):
+        raise ConfigError("exactly one of --costs FILE and --profile NAME is needed (profiles: llm, mllm)")
+    if "costs" not in given and "sizes" in given:
+        raise ConfigError("--sizes goes with --costs; a profile has sizes of its own")
+    with Faults() as faults:
+        for name in _OF_PROFILE:
+            if "costs" in given and name in given:
+                with faults.kept():
+                    option = name.replace("_", "-")
+                    raise ConfigError(f"--{option} goes with --profile; a cost file is one workload by itself")
+
+
+def _of_workload(name: str) -> Callable[[str], None]:
+    """The check of one value of an option that describes a workload."""
+
+    def check(text: str) -> None:
+        from rrfp.sim.sweep.experiment import Workload
+
+        values: dict[str, Any] = {"profile": "llm", "stages": 1, "microbatches": 1}
+        values[name] = _number(text) if name in _NUMBERS else text
+        Workload(**values)
+
+    return check
 
 
 def sweep(
     costs: Annotated[list[str] | None, option("costs", "FILE", _COSTS, WORKLOAD)] = None,
     sizes: options.Sizes = None,
-    profile: Annotated[str | None, option("profile", "llm|mllm", "A named, seeded workload.", WORKLOAD)] = None,
-    stages: Annotated[str | None, option("stages", "N", "Stages; default 8.", WORKLOAD)] = None,
-    microbatches: Annotated[str | None, option("microbatches", "M", "Microbatches; default 64.", WORKLOAD)] = None,
-    chunks: Annotated[str | None, option("chunks", "C", "Chunks a stage; default 1.", WORKLOAD)] = None,
+    profile: Annotated[
+        str | None,
+        option("profile", "llm|mllm", _PROFILE, WORKLOAD, check=_of_workload("profile"), values=known_profiles),
+    ] = None,
+    stages: Annotated[
+        str | None, option("stages", "N", "Stages; default 8.", WORKLOAD, check=_of_workload("stages"))
+    ] = None,
+    microbatches: Annotated[
+        str | None,
+        option("microbatches", "M", "Microbatches; default 64.", WORKLOAD, check=_of_workload("microbatches")),
+    ] = None,
+    chunks: Annotated[
+        str | None, option("chunks", "C", "Chunks a stage; default 1.", WORKLOAD, check=_of_workload("chunks"))
+    ] = None,
     placement: Annotated[
-        str | None, option("placement", "looped|v", "Where chunks live; default looped.", WORKLOAD)
+        str | None, choice("placement", "looped|v", _PLACEMENT, WORKLOAD, _of_workload("placement"))
     ] = None,
     split: Annotated[bool | None, typer.Option("--split/--no-split", help=_SPLIT, rich_help_panel=WORKLOAD)] = None,
     jitter: Annotated[
-        str | None, option("jitter", "J0..J3", "How much tasks are delayed; default J0.", WORKLOAD)
+        str | None, option("jitter", "J0..J3", _JITTER, WORKLOAD, check=_of_workload("jitter"), values=known_jitter)
     ] = None,
-    latency: Annotated[str | None, option("latency", "MODEL", _LATENCY, WORKLOAD)] = None,
-    seed: Annotated[int | None, option("seed", "S", "The first seed; default 0.", WORKLOAD, 0)] = None,
-    seeds: Annotated[int | None, option("seeds", "K", _SEEDS, WORKLOAD, 1)] = None,
-    tp: Annotated[str | None, option("tp", "T", options.TP_HELP, WORKLOAD)] = None,
+    latency: Annotated[
+        str | None,
+        option("latency", "MODEL", _LATENCY, WORKLOAD, check=_of_workload("latency"), values=known_latencies),
+    ] = None,
+    seed: Annotated[int | None, option("seed", "S", "The first seed; default 0.", WORKLOAD, least=0)] = None,
+    seeds: Annotated[int | None, option("seeds", "K", _SEEDS, WORKLOAD, least=1)] = None,
+    tp: Annotated[str | None, option("tp", "T", options.TP_HELP, WORKLOAD, check=_of_workload("tp"))] = None,
     hint: options.HintName = None,
     strict: options.Strict = None,
     limit: options.LimitText = None,
     admission: options.Admission = None,
     sends: options.Sends = None,
     coordination: options.CoordinationName = None,
-    jobs: Annotated[int | None, option("jobs", "P", _JOBS, OUTPUT, 1)] = None,
+    jobs: Annotated[int | None, option("jobs", "P", _JOBS, OUTPUT, least=1)] = None,
     csv: Annotated[Path | None, option("csv", "FILE.csv", "Write a row a run.", OUTPUT)] = None,
     plot: Annotated[Path | None, option("plot", "FILE.png", "Draw speed and memory of all runs.", OUTPUT)] = None,
     save_costs: Annotated[Path | None, option("save-costs", "FOLDER", _SAVE, OUTPUT)] = None,
@@ -76,11 +138,13 @@ def sweep(
     texts = {**texts, "coordination": coordination, "tp": tp, "sizes": sizes}
     named: options.Texts = {"profile": profile, "stages": stages, "microbatches": microbatches, "chunks": chunks}
     named = {**named, "placement": placement, "split": split, "jitter": jitter, "latency": latency}
-    named = {**named, "seed": seed, "seeds": seeds, "save-costs": save_costs}
-    _check_source(costs, named, sizes)
-    methods = options.methods_of(texts)
+    named = {**named, "seed": seed, "seeds": seeds}
     workloads: Sequence[Workload | CostFile]
-    workloads = _profiles(named, _ranks(tp)) if costs is None else _files(costs, sizes, _ranks(tp))
+    with Faults() as faults:
+        with faults.kept():
+            methods = options.methods_of(texts)
+        with faults.kept():
+            workloads = _profiles(named, _ranks(tp)) if costs is None else _files(costs, sizes, _ranks(tp))
     experiments = [Experiment(workload, method) for workload in workloads for method in methods]
     if plot is not None:
         _check_plot(plot, experiments)
@@ -93,34 +157,21 @@ def sweep(
     show_sweep(result, json=json)
 
 
-def _check_source(costs: list[str] | None, named: options.Texts, sizes: str | None) -> None:
-    """Refuse cost files beside the options of a profile, and neither of the two."""
-    if (costs is None) == (named["profile"] is None):
-        raise ConfigError("exactly one of --costs FILE and --profile NAME is needed (profiles: llm, mllm)")
-    if costs is None and sizes is not None:
-        raise ConfigError("--sizes goes with --costs; a profile has sizes of its own")
-    for name, value in named.items():
-        if costs is not None and value is not None:
-            raise ConfigError(f"--{name} goes with --profile; a cost file is one workload by itself")
-
-
-def _profiles(texts: options.Texts, ranks: Sequence[int | None]) -> list[Workload]:
+def _profiles(texts: options.Texts, ranks: Sequence[Any]) -> list[Workload]:
     """Every combination of the listed values, seeds innermost."""
-    from rrfp.costs.streams import whole
     from rrfp.sim.sweep.experiment import Workload
 
     lists: dict[str, Sequence[Any]] = {
-        name: listed(name, texts[name], default) for name, default in _PROFILE_DEFAULTS.items()
+        name: listed(name, texts[name] or default) for name, default in _PROFILE_DEFAULTS.items()
     }
-    for name in _NUMBERS:
-        lists[name] = [whole(name, _number(text), 1) for text in lists[name]]
+    lists |= {name: [_number(text) for text in lists[name]] for name in _NUMBERS if name in lists}
     first = texts["seed"] or 0
     lists = {**lists, "split": [bool(texts["split"])], "tp": ranks}
     lists["seed"] = range(first, first + (texts["seeds"] or 1))
     return [Workload(**dict(zip(lists, values, strict=True))) for values in product(*lists.values())]
 
 
-def _files(texts: Sequence[str], sizes: str | None, ranks: Sequence[int | None]) -> list[CostFile]:
+def _files(texts: Sequence[str], sizes: str | None, ranks: Sequence[Any]) -> list[CostFile]:
     """Every file with every number of ranks."""
     from rrfp.sim.sweep.experiment import CostFile
 
@@ -128,10 +179,8 @@ def _files(texts: Sequence[str], sizes: str | None, ranks: Sequence[int | None])
     return [CostFile(costs_file=path, sizes_from=sizes, tp=tp) for path in paths for tp in ranks]
 
 
-def _ranks(text: str | None) -> list[int | None]:
-    from rrfp.costs.streams import whole
-
-    return [None] if text is None else [whole("tp", _number(value), 1) for value in listed("tp", text)]
+def _ranks(text: str | None) -> list[Any]:
+    return [None] if text is None else [_number(value) for value in listed("tp", text)]
 
 
 def _number(text: str) -> int | str:

@@ -14,6 +14,9 @@ from rrfp.schedules.registry import ScheduleSpec, make_schedule, schedule_names
 #: The ``hint`` option: a name, a class or other factory, or an instance, of which every stage gets a copy.
 HintSpec = str | Hint | Callable[[], Hint]
 
+#: The hint of `rrfp.Pipeline` and `rrfp simulate` where none is named; docs/hints.md gives the reasons.
+DEFAULT_HINT = "slot-aware-pyramid"
+
 #: All hints but the schedules.
 HINTS: Registry[Callable[[], Hint]] = Registry(
     "hint",

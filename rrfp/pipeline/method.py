@@ -9,15 +9,14 @@ from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError
-from rrfp.hints.registry import HintSpec, create_hint, create_strict
+from rrfp.hints.registry import DEFAULT_HINT, HintSpec, create_hint, create_strict
 from rrfp.log import get_logger
 from rrfp.pipeline.options import Options
 from rrfp.schedules.registry import schedule_names, schedule_needs
 
 logger = get_logger(__name__)
 
-#: The default hint and limit; docs/hints.md gives the reasons.
-DEFAULT_HINT = "slot-aware-pyramid"
+#: The default limit; docs/hints.md gives the reasons.
 DEFAULT_LIMIT = "2n"
 
 

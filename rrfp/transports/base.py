@@ -32,12 +32,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from rrfp.core import timeouts
 from rrfp.core.tasks import StepId, Task
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Plain data that msgpack carries: the body of a control message.
 Plain = None | bool | int | float | str | bytes | Sequence["Plain"] | Mapping[str, "Plain"]

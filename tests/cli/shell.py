@@ -21,7 +21,7 @@ def rrfp_process(
     *arguments: str | Path, cwd: Path | None = None, hash_seed: int = 0, timeout_s: float = 50
 ) -> subprocess.CompletedProcess[str]:
     """In a process of its own."""
-    command = [sys.executable, "-m", "rrfp.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "rrfp", *map(str, arguments)]
     environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed), "COLUMNS": "200"}
     return subprocess.run(
         command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=timeout_s, check=False

@@ -52,10 +52,9 @@ def test_version() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "Missing command, must be one of: demo, simulate"),
         (("nope",), "No such command 'nope', must be one of: demo, simulate"),
         (("--nope",), "No such option: --nope (see rrfp --help)"),
-        (("check",), "Missing command, must be one of: faults, admission, hint, transport (see rrfp check --help)"),
+        (("check", "nope"), "No such command 'nope', must be one of: faults, admission, hint, transport (see rrfp ch"),
         (("check", "hint"), "Missing argument 'NAME'"),
         (("check", "hint", "nope"), "hint is 'nope', must be one of: bf"),
         (("check", "transport", "nope"), "transport is 'nope', must be one of: inproc, zmq, simulated"),

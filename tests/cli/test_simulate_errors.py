@@ -33,8 +33,7 @@ def costs(tmp_path: Path) -> Path:
 
 
 BAD = {
-    "no method": ((), "exactly one of --hint NAME and --strict NAME is needed"),
-    "two methods": (("--hint", "bf", "--strict", "1f1b"), "exactly one of --hint NAME and --strict NAME is needed"),
+    "two methods": (("--hint", "bf", "--strict", "1f1b"), "--hint and --strict exclude each other"),
     "strict and limit": (("--strict", "1f1b", "--limit", "2"), "--limit goes with --hint"),
     "unknown hint": (("--hint", "x"), "hint is 'x', must be one of: bf, fb, b-priority, f-priority, bfw, slot-aware"),
     "unknown schedule": (("--strict", "bf"), "strict is 'bf', must be one of: gpipe, 1f1b, interleaved-1f1b, zb-h1"),

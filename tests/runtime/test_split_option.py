@@ -11,7 +11,8 @@ from runtime.toys import data, loss_fn, stages
 import rrfp
 from rrfp.core.tasks import Kind
 from rrfp.errors import ConfigError
-from rrfp.pipeline.method import DEFAULT_HINT, DEFAULT_LIMIT
+from rrfp.hints.registry import DEFAULT_HINT
+from rrfp.pipeline.method import DEFAULT_LIMIT
 
 HINTS = ["bf", "bfw", "bfw-pyramid", "slot-aware", DEFAULT_HINT]
 

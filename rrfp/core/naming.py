@@ -1,21 +1,15 @@
-"""Plugins on the command line: a registered name, ``module:attribute``, or ``file.py:attribute``."""
+"""Plugins as a user writes them: a registered name, ``module:attribute``, or ``file.py:attribute``."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import sys
-from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rrfp.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rrfp.core.hint import Hint
-    from rrfp.hints.registry import HintSpec
 
 
 def named_or_loaded(field: str, text: str) -> Any:
@@ -39,42 +33,6 @@ def named_or_loaded(field: str, text: str) -> Any:
         return getattr(module, attribute)
     except AttributeError:
         raise ConfigError(f"{field} is {text!r}: {home!r} has no attribute {attribute!r}") from None
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedHint:
-    """Makes the hint that a text with a colon leads to; another process can load it as well."""
-
-    text: str
-
-    def __call__(self) -> Hint:
-        """A fresh hint."""
-        from rrfp.hints.registry import create_hint
-
-        return create_hint(_loaded(self.text))
-
-
-@lru_cache(maxsize=64)
-def _loaded(text: str) -> Any:
-    return named_or_loaded("hint", text)
-
-
-def named_or_loaded_hint(text: str) -> HintSpec:
-    """The argument of `create_hint` for the user's ``text``; tried once.
-
-    Raises:
-        ConfigError: if the name is unknown, or the object makes no hint.
-    """
-    from rrfp.hints.registry import create_hint
-
-    spec: HintSpec = LoadedHint(text) if ":" in text else text
-    try:
-        create_hint(spec)
-    except ConfigError:
-        raise
-    except Exception as error:  # the user's class may raise anything
-        raise ConfigError(f"hint is {text!r}: cannot be made ({type(error).__name__}: {error})") from error
-    return spec
 
 
 def _from_path(name: str) -> ModuleType:

@@ -1,0 +1,194 @@
+"""The shape of a command line: an error names all of its faults, and a group without a command prints its help."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from rrfp.errors import ConfigError, Faults
+
+# The base of typer's errors about arguments. Its module depends on typer's version.
+UsageError: type[Exception] = typer.BadParameter.__mro__[2]
+
+#: One run and many: an option of the one that is passed to the other is answered with the right command.
+_SIBLINGS = {"simulate": "sweep", "sweep": "simulate"}
+
+
+class Command(TyperCommand):
+    """A command whose error names all faults of the line that are independent of each other."""
+
+    def check_together(self, given: Collection[str]) -> None:
+        """Refuse options that do not go together.
+
+        Args:
+            given: the names of the options on the line.
+
+        Raises:
+            ConfigError: naming them.
+        """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the line.
+
+        Raises:
+            ConfigError: naming all faults.
+        """
+        line = list(args)
+        try:
+            rest: list[str] = super().parse_args(ctx, args)
+            if not ctx.resilient_parsing:
+                self.check_together(self.make_parser(ctx).parse_args(args=list(line))[0])
+        except (UsageError, ConfigError):
+            errors = list(self._errors(ctx, line))
+            texts = dict.fromkeys(map(_text, errors))
+            help_option = f" (see {ctx.command_path} --help)" if any(isinstance(e, UsageError) for e in errors) else ""
+            raise ConfigError("; ".join(texts) + help_option) from None
+        return rest
+
+    def _errors(self, context: Any, line: list[str]) -> Iterator[Exception]:
+        """Options that cannot be read, then wrong values, then options that do not go together."""
+        unread: set[str] = set()
+        while True:
+            try:
+                given, rest, _ = self.make_parser(context).parse_args(args=list(line))
+                break
+            except UsageError as error:
+                yield error
+                name = getattr(error, "option_name", "")
+                if (others := _without(line, name)) is None:
+                    return
+                unread.add(name)
+                line = others
+        for parameter in self.get_params(context):
+            if not parameter.is_eager and unread.isdisjoint(parameter.opts):
+                try:
+                    _, rest = parameter.handle_parse_result(context, given, rest)
+                except (UsageError, ConfigError) as error:
+                    yield error
+        try:
+            self.check_together(given)
+            if rest and not unread:  # beside an unknown option it may be that one's value
+                context.fail(f"Got unexpected extra argument(s) ({' '.join(rest)})")
+        except (UsageError, ConfigError) as error:
+            yield error
+
+
+class Group(TyperGroup):
+    """Several commands. Without one of them it prints its help."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the line as far as the command."""
+        if not args and not ctx.resilient_parsing:
+            typer.echo(ctx.get_help())
+            ctx.exit()
+        rest: list[str] = super().parse_args(ctx, args)
+        return rest
+
+
+def usage_text(error: Exception) -> str:
+    """A fault that typer found, the choices where a command is unknown, and the help option."""
+    context = getattr(error, "ctx", None)
+    return _text(error) if context is None else f"{_text(error)} (see {context.command_path} --help)"
+
+
+def _text(error: Exception) -> str:
+    if not isinstance(error, UsageError):
+        return " ".join(str(error).split())
+    fault: Any = error
+    message, _, suggestion = " ".join(fault.format_message().split()).partition(". Did you mean ")
+    message = message.removesuffix(".")
+    context = getattr(error, "ctx", None)
+    if context is None:
+        return message
+    if _is_siblings(getattr(error, "option_name", None), context):
+        message = f"{fault.message}; it is an option of rrfp {_SIBLINGS[context.command.name]}"
+    if isinstance(context.command, TyperGroup) and "option" not in message:
+        message += f", must be one of: {', '.join(context.command.list_commands(context))}"
+    return f"{message}; did you mean {suggestion}" if suggestion else message
+
+
+def _is_siblings(option: str | None, context: Any) -> bool:
+    """Whether an option that is unknown to a command is one of its sibling's."""
+    if option is None or context.command.name not in _SIBLINGS:
+        return False
+    sibling = context.parent.command.commands[_SIBLINGS[context.command.name]]
+    return any(option in parameter.opts for parameter in sibling.params)
+
+
+def _without(line: list[str], name: str) -> list[str] | None:
+    """The line without the option ``name``, and without a negative number behind it; None where it is not found."""
+    for index, text in enumerate(line):
+        if name and text.partition("=")[0] == name:
+            behind = "" if "=" in text else "".join(line[index + 1 : index + 2])
+            return [*line[:index], *line[index + (2 if re.match(r"-\.?\d", behind) else 1) :]]
+    return None
+
+
+def option(
+    name: str,
+    metavar: str,
+    help: str,
+    panel: str | None = None,
+    *,
+    least: int | None = None,
+    check: Callable[[str], object] | None = None,
+    values: Callable[[], Iterable[str]] | None = None,
+) -> Any:
+    """An option ``--name METAVAR``.
+
+    Args:
+        name: without dashes.
+        metavar: of its value.
+        help: one sentence.
+        panel: of the help.
+        least: of a number.
+        check: raises a `ConfigError` for a value that is wrong by itself; called for each value between commas.
+        values: known values, for completion.
+    """
+    return typer.Option(
+        f"--{name}",
+        metavar=metavar,
+        help=help,
+        rich_help_panel=panel,
+        min=least,
+        callback=None if check is None else _checked(name, check),
+        autocompletion=None if values is None else completed(values),
+    )
+
+
+def _checked(name: str, check: Callable[[str], object]) -> Callable[[Any], Any]:
+    def callback(value: Any) -> Any:
+        with Faults() as faults:
+            for each in [] if value is None else listed(name, value):
+                with faults.kept():
+                    check(each)
+        return value
+
+    return callback
+
+
+def completed(values: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Completes the last of the values between commas."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, begun = incomplete.rpartition(",")
+        return [f"{before}{comma}{value}" for value in values() if value.startswith(begun)]
+
+    return complete
+
+
+def listed(name: str, text: str) -> list[str]:
+    """The values between commas.
+
+    Raises:
+        ConfigError: for a value that occurs twice: its row in the sweep would count double.
+    """
+    values = [value.strip() for value in text.split(",")]
+    for value in values:
+        if values.count(value) > 1:
+            raise ConfigError(f"{name} is {text!r}, must name {value!r} once")
+    return values

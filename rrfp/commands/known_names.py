@@ -1,0 +1,47 @@
+"""Names that complete on the command line; the modules that hold them are imported when a shell asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def known_hints() -> Iterable[str]:
+    """All hints, plugins and schedules included."""
+    from rrfp.hints.registry import hint_names
+
+    return hint_names()
+
+
+def known_schedules() -> Iterable[str]:
+    """All schedules."""
+    from rrfp.schedules.registry import schedule_names
+
+    return schedule_names()
+
+
+def known_transports() -> Iterable[str]:
+    """All transports, plugins included."""
+    from rrfp.transports.registry import TRANSPORTS
+
+    return TRANSPORTS.names()
+
+
+def known_profiles() -> Iterable[str]:
+    """All profiles of workloads."""
+    from rrfp.costs.profiles import PROFILES
+
+    return PROFILES
+
+
+def known_jitter() -> Iterable[str]:
+    """All levels of jitter."""
+    from rrfp.costs.jitter import JITTER_LEVELS
+
+    return JITTER_LEVELS
+
+
+def known_latencies() -> Iterable[str]:
+    """All models of latency."""
+    from rrfp.costs.latency import LATENCY_MODELS
+
+    return [name for name in LATENCY_MODELS if name.islower()]

@@ -1,0 +1,145 @@
+"""The line itself: help where nothing is asked, all faults at once, completion, and `python -m rrfp`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli.shell import rrfp
+from typer.testing import CliRunner
+
+from rrfp.cli import app
+from rrfp.costs import make_costs, write_costs
+
+
+@pytest.mark.parametrize("group", [(), ("check",)])
+def test_a_group_without_a_command_prints_its_help(group: tuple[str, ...]) -> None:
+    bare = rrfp(*group)
+    assert (bare.exit_code, bare.stderr) == (0, "")
+    assert bare.stdout.split() == rrfp(*group, "--help").stdout.split()
+
+
+def test_a_misspelt_command_is_answered_with_the_right_one() -> None:
+    result = rrfp("chek")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("rrfp: No such command 'chek', must be one of: demo, ")
+    assert result.stderr.endswith("; did you mean 'check'? (see rrfp --help)\n")
+
+
+SEVERAL = {
+    "options of the sibling, a hint and a missing option": (
+        ("simulate", "--hint", "nope", "--profile", "nope", "--stages", "0"),
+        [
+            "No such option: --profile; it is an option of rrfp sweep",
+            "No such option: --stages; it is an option of rrfp sweep",
+            "Missing option '--costs'",
+            "hint is 'nope', must be one of: bf",
+            " (see rrfp simulate --help)",
+        ],
+    ),
+    "values of the workload and of the method": (
+        ("sweep", "--hint", "nope", "--profile", "nope", "--stages", "0,-1", "--limit", "all", "--tp", "x"),
+        ["hint is 'nope'", "profile is 'nope'", "stages is 0", "stages is -1", "limit is 'all'", "tp is 'x'"],
+    ),
+    "a value, and options that do not go together": (
+        ("simulate", "--costs", "no/such", "--strict", "nope", "--limit", "2", "--coordination", "x", "--sends", "x"),
+        [
+            "no/such: cannot be read",
+            "strict is 'nope'",
+            "coordination is 'x'",
+            "sends is 'x'",
+            "--limit goes with --hint",
+            "--coordination goes with --hint",
+            "--coordination goes with --tp",
+        ],
+    ),
+    "neither workload nor method": (
+        ("sweep", "--sends", "blocking"),
+        ["exactly one of --costs FILE and --profile NAME", "at least one of --hint", "--sends goes with --strict"],
+    ),
+    "a profile's options beside a file": (
+        ("sweep", "--costs", "a", "--hint", "bf", "--stages", "2", "--save-costs", "."),
+        ["--stages goes with --profile", "--save-costs goes with --profile"],
+    ),
+    "a range and a type": (
+        ("sweep", "--profile", "llm", "--hint", "bf", "--seed", "-1", "--jobs", "x", "--nope=3"),
+        ["No such option: --nope", "Invalid value for '--seed'", "Invalid value for '--jobs'"],
+    ),
+    "a missing value": (
+        ("simulate", "--hint", "nope", "--costs"),
+        ["Option '--costs' requires an argument", "hint is 'nope'"],
+    ),
+    "an unknown option with a negative value": (
+        ("check", "faults", "--sed", "-1", "--hint", "nope"),
+        ["No such option: --sed", "hint is 'nope'"],
+    ),
+    "two words": (("check", "faults", "--runs", "0", "--trace"), ["runs is 0", "--trace goes with one run"]),
+    "lists": (("check", "admission", "--stages", "0", "--rule", "x"), ["stages has '0'", "rule has 'x'"]),
+}
+
+
+@pytest.mark.parametrize("case", SEVERAL)
+def test_all_faults_are_one_line(case: str) -> None:
+    words, messages = SEVERAL[case]
+    result = rrfp(*words)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith("rrfp: ")
+    for message in messages:
+        assert result.stderr.count(message) == 1, (message, result.stderr)
+
+
+def test_a_word_behind_an_unknown_option_is_no_fault_of_its_own() -> None:
+    result = rrfp("check", "faults", "--sed", "1")
+    assert "unexpected extra argument" not in result.stderr
+    assert "'--costs'" not in rrfp("simulate", "--hint", "nope", "--costs").stderr.replace("Option '--costs'", "")
+
+
+def test_the_default_hint_is_that_of_the_pipeline(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    write_costs(path, make_costs("mllm", 3, 8, jitter="J2", split=True))
+    named = rrfp("simulate", "--costs", path, "--hint", "slot-aware-pyramid", "--limit", "n", "--json")
+    assert rrfp("simulate", "--costs", path, "--limit", "n", "--json").stdout == named.stdout
+    assert named.exit_code == 0
+    assert "slot-aware-pyramid" in rrfp("simulate", "--help").stdout
+
+
+def completions(line: str) -> list[str]:
+    """The words that a bash offers behind ``line``."""
+    environment = {"_RRFP_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    return CliRunner().invoke(app, [], env=environment, prog_name="rrfp").stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "some"),
+    [
+        ("rrfp ", ["demo", "simulate", "sweep", "check"]),
+        ("rrfp check ", ["faults", "admission", "hint", "transport"]),
+        ("rrfp simulate --str", ["--strict"]),
+        ("rrfp simulate --hint b", ["bf", "b-priority", "bfw"]),
+        ("rrfp simulate --strict z", ["zb-h1", "zb-v"]),
+        ("rrfp simulate --limit ", ["1f1b", "n", "2n"]),
+        ("rrfp sweep --hint bf,z", ["bf,zb-h1", "bf,zb-v"]),
+        ("rrfp sweep --profile ", ["llm", "mllm"]),
+        ("rrfp sweep --jitter J", ["J0", "J3"]),
+        ("rrfp sweep --placement ", ["looped", "v"]),
+        ("rrfp check hint slot", ["slot-aware", "slot-aware-pyramid"]),
+        ("rrfp check transport ", ["inproc", "zmq"]),
+    ],
+)
+def test_commands_options_and_names_complete(line: str, some: list[str]) -> None:
+    assert set(some) <= set(completions(line))
+
+
+def test_as_a_module_it_is_rrfp_and_completes_without_torch() -> None:
+    def module(line: str | None, *arguments: str) -> str:
+        asks = {} if line is None else {"_RRFP_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": "3"}
+        blocked = "import sys, runpy; sys.modules['torch'] = None; runpy.run_module('rrfp', run_name='__main__')"
+        command = [sys.executable, "-c", blocked, *arguments]
+        environment = {**os.environ, **asks}
+        return subprocess.run(command, capture_output=True, text=True, env=environment, check=True, timeout=50).stdout
+
+    assert "Usage: rrfp simulate" in module(None, "simulate", "--help")
+    assert "zmq" in module("rrfp check transport ").split()
