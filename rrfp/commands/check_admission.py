@@ -14,10 +14,9 @@ from rrfp.commands.output import Json, print_json
 from rrfp.core.placement import Layout
 from rrfp.core.tasks import Kind, Mode
 from rrfp.errors import ConfigError, RrfpError
+from rrfp.tables import Column, print_table
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from rrfp.sim.explore.cases import Case, Explored
 
 #: Up to so many stages the default forces an order, too.
@@ -118,7 +117,7 @@ def admission(
     if json:
         print_json({"ok": not bad, "cases": [_document(result) for result in done]})
     else:
-        _print(_table(done))
+        _print_cases(done)
         states = sum(result.exploration.states for result in done)
         typer.echo(f"{len(done)} cases, {states} states, {len(bad)} cases failed")
     if bad:
@@ -160,36 +159,26 @@ def _document(result: Explored) -> dict[str, Any]:
     }
 
 
-def _table(done: list[Explored]) -> Table:
+def _print_cases(done: list[Explored]) -> None:
     """A row for each rule, C, kind of step and forced kind; the peaks are the largest of its cases and stages."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 1), collapse_padding=True)
-    for column in ("rule", "C", "step", "order"):
-        table.add_column(column, no_wrap=True)
-    for column in ("cases", "states", "s", "stuck", "D", "received", "buffered"):
-        table.add_column(column, justify="right", no_wrap=True)
-    rows: dict[tuple[str, ...], list[Explored]] = {}
+    groups: dict[tuple[str, ...], list[Explored]] = {}
     for result in done:
         case = result.case
         step = "forward" if case.mode is Mode.FORWARD else case.backward
-        rows.setdefault((case.rule, str(case.chunks), step, str(case.in_order or "-")), []).append(result)
-    for key, results in rows.items():
+        groups.setdefault((case.rule, str(case.chunks), step, str(case.in_order or "-")), []).append(result)
+    rows: list[tuple[str, ...]] = []
+    for results in groups.values():
         searches = [result.exploration for result in results]
-        table.add_row(
-            *key,
-            str(len(results)),
-            str(sum(search.states for search in searches)),
-            f"{sum(result.seconds for result in results):.1f}",
-            str(sum(len(search.deadlocks) for search in searches)),
-            str(max(max(search.peak_held) for search in searches)),
-            str(max(max(search.peak_received) for search in searches)),
-            str(max(max(search.peak_buffered) for search in searches)),
+        peaks = (
+            max(max(held) for held in (getattr(search, peak) for search in searches))
+            for peak in ("peak_held", "peak_received", "peak_buffered")
         )
-    return table
-
-
-def _print(table: Table) -> None:
-    from rich.console import Console
-
-    Console(highlight=False, markup=False).print(table)
+        counts = len(results), sum(search.states for search in searches)
+        seconds = f"{sum(result.seconds for result in results):.1f}"
+        rows.append(
+            (*map(str, counts), seconds, str(sum(len(search.deadlocks) for search in searches)), *map(str, peaks))
+        )
+    keys = zip(("rule", "C", "step", "order"), zip(*groups, strict=True), strict=True)
+    heads = ("cases", "states", "s", "stuck", "D", "received", "buffered")
+    columns = zip(heads, zip(*rows, strict=True), strict=True)
+    print_table([Column(head, cells, "left") for head, cells in keys], [Column(head, cells) for head, cells in columns])

@@ -13,10 +13,9 @@ from rrfp.commands.known_names import known_hints
 from rrfp.commands.method_options import HINT_FORMS, check_hint
 from rrfp.commands.output import Json, print_json
 from rrfp.errors import ConfigError, Faults, RrfpError
+from rrfp.tables import Column, print_table
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from rrfp.hints.registry import HintSpec
     from rrfp.sim.faults.campaign import Campaign
 
@@ -26,7 +25,7 @@ _HINT = f"Use this hint in every run: {HINT_FORMS}. Default: one drawn from the 
 
 
 def faults(
-    seed: Annotated[int, typer.Option("--seed", help=_SEED)] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="S", help=_SEED)] = 0,
     runs: Annotated[int | None, option("runs", "N", _RUNS)] = None,
     hint: Annotated[str | None, option("hint", "NAME", _HINT, check=check_hint, values=known_hints)] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Print everything that happens in the run.")] = False,
@@ -78,7 +77,7 @@ def _run_many(first: int, runs: int, hint: HintSpec | None, suffix: str, *, json
     if json:
         print_json({"first": first, "runs": runs, "ok": not failures, "endings": campaign.endings, "failed": failures})
     else:
-        _print(_table(campaign))
+        _print_endings(campaign)
         typer.echo(f"{runs} runs from seed {first} on, {len(failures)} failed")
     return failures[0] if failures else ""
 
@@ -98,22 +97,13 @@ def _shown(seeds: range, *, quiet: bool) -> Iterable[int]:
     return track(seeds, "runs", console=console, transient=True, disable=quiet or not sys.stderr.isatty())
 
 
-def _table(campaign: Campaign) -> Table:
+def _print_endings(campaign: Campaign) -> None:
     """One row for each kind of fault."""
-    from rich.table import Table
-
     from rrfp.sim.faults.checker import Ending
 
-    table = Table(title="how runs with one fault ended", title_justify="left")
-    table.add_column("fault")
-    for ending in Ending:
-        table.add_column(ending, justify="right")
-    for kind, endings in sorted(campaign.endings.items()):
-        table.add_row(kind, *(str(endings[ending]) if ending in endings else "" for ending in Ending))
-    return table
-
-
-def _print(table: Table) -> None:
-    from rich.console import Console
-
-    Console(highlight=False, markup=False).print(table)
+    rows = sorted(campaign.endings.items())
+    columns = [
+        Column(ending, [str(endings[ending]) if ending in endings else "" for _, endings in rows]) for ending in Ending
+    ]
+    typer.echo("how runs with one fault ended")
+    print_table([Column("fault", [kind for kind, _ in rows], "left")], columns)

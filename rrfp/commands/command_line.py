@@ -137,6 +137,7 @@ def option(
     least: int | None = None,
     check: Callable[[str], object] | None = None,
     values: Callable[[], Iterable[str]] | None = None,
+    is_list: bool = True,
 ) -> Any:
     """An option ``--name METAVAR``.
 
@@ -146,8 +147,9 @@ def option(
         help: one sentence.
         panel: of the help.
         least: of a number.
-        check: raises a `ConfigError` for a value that is wrong by itself; called for each value between commas.
+        check: raises a `ConfigError` for a value that is wrong by itself.
         values: known values, for completion.
+        is_list: whether commas separate several values, each of which is checked.
     """
     return typer.Option(
         f"--{name}",
@@ -155,15 +157,17 @@ def option(
         help=help,
         rich_help_panel=panel,
         min=least,
-        callback=None if check is None else _checked(name, check),
+        callback=None if check is None else _checked(name, check, is_list=is_list),
         autocompletion=None if values is None else completed(values),
     )
 
 
-def _checked(name: str, check: Callable[[str], object]) -> Callable[[Any], Any]:
+def _checked(name: str, check: Callable[[str], object], *, is_list: bool) -> Callable[[Any], Any]:
     def callback(value: Any) -> Any:
+        if value is None:
+            return None
         with Faults() as faults:
-            for each in [] if value is None else listed(name, value):
+            for each in listed(name, value) if is_list else [value]:
                 with faults.kept():
                     check(each)
         return value

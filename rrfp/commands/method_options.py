@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 METHOD, WORKLOAD, OUTPUT = "Method", "Workload", "Output"
 
+#: The accepted files of pictures.
+PICTURE = "FILE.png|svg|pdf"
+
 #: The accepted forms of a hint, for help texts.
 HINT_FORMS = "a name that `rrfp hints` lists, module:attribute, or file.py:attribute"
 _HINT = f"Dispatch by this hint: {HINT_FORMS}. Default of rrfp simulate without --strict: slot-aware-pyramid."

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rrfp.errors import ConfigError
+from rrfp.errors import ConfigError, Faults
 
 #: The option that every command has.
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON instead of text.")]
@@ -29,6 +29,28 @@ def check_folder(path: Path) -> None:
     """
     if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         raise ConfigError(f"{path}: cannot be written (no such folder, or not allowed)")
+
+
+def check_picture(path: Path, picture: str) -> None:
+    """Refuse a picture that could not be written, before anything runs.
+
+    Args:
+        path: of its file.
+        picture: the kind, for the error.
+
+    Raises:
+        ConfigError: without matplotlib, for a suffix that is no format, or a folder that cannot be written to.
+    """
+    from rrfp.trace.picture_file import picture_format
+    from rrfp.trace.plot import require_matplotlib
+
+    with Faults() as faults:
+        with faults.kept():
+            require_matplotlib(picture)
+        with faults.kept():
+            picture_format(path)
+        with faults.kept():
+            check_folder(path)
 
 
 def first_line(text: str | None) -> str:

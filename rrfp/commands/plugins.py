@@ -9,6 +9,7 @@ from typing import Any
 
 from rrfp.commands.output import Json, first_line, print_json
 from rrfp.core.registry import Registry
+from rrfp.tables import terminal
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +59,12 @@ def _show(known: Iterable[Known], *, json: bool) -> None:
     if json:
         print_json([asdict(entry) for entry in known])
         return
-    from rich.console import Console
     from rich.table import Table
 
-    table = Table("name", "origin", "description", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for head in ("name", "origin"):
+        table.add_column(head, no_wrap=True)
+    table.add_column("description")
     for entry in known:
         table.add_row(entry.name, entry.origin, entry.description)
-    Console(highlight=False, markup=False).print(table)
+    terminal().print(table)

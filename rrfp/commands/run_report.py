@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from rrfp.commands.output import check_folder
 from rrfp.errors import ConfigError
+from rrfp.tables import Column, print_table, terminal
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from rrfp.costs.table import CostTable
     from rrfp.sim.cluster.simulation import TensorParallelSimulation
     from rrfp.sim.simulation import Simulation
@@ -24,17 +22,12 @@ MOST_ROWS, END_ROWS = 32, 8
 MOST_BOXES = 20_000
 
 
-def check_timeline(path: Path, costs: CostTable) -> None:
-    """Refuse a timeline that could not be drawn or read, before the step is run.
+def check_boxes(costs: CostTable) -> None:
+    """Refuse a timeline that nobody could read, before the step is run.
 
     Raises:
-        ConfigError: if there is nothing to draw with, or the step has more tasks than a timeline
-            shows.
+        ConfigError: if the step has more tasks than a timeline shows.
     """
-    from rrfp.trace.plot import require_matplotlib
-
-    require_matplotlib()
-    check_folder(path)
     tasks = costs.num_virtual_stages * costs.microbatches * (3 if costs.split else 2)
     if tasks > MOST_BOXES:
         raise ConfigError(
@@ -61,13 +54,11 @@ def write_pictures(title: str, simulation: Simulation, timeline: Path | None, tr
 
 def show_run(title: str, simulation: Simulation) -> None:
     """Print the table and the makespan beside its lower bound."""
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False)
+    console = terminal()
     console.print(f"{title}: {_size(simulation.costs)}", soft_wrap=True)
-    console.print(_table(simulation))
+    _print_stages(simulation)
     makespan, bound = f"{simulation.makespan:.6g} s", f"{simulation.lower_bound:.6g} s"
-    console.print(f"makespan {makespan}, lower bound {bound}, ratio {simulation.ratio:.4f}")
+    console.print(f"makespan {makespan}, lower bound {bound}, ratio {simulation.ratio:.4f}", soft_wrap=True)
 
 
 def show_groups(run: TensorParallelSimulation) -> None:
@@ -87,31 +78,27 @@ def _size(costs: CostTable) -> str:
     return f"{costs.stages} stages{chunks}, {costs.microbatches} microbatches{split}"
 
 
-def _table(simulation: Simulation) -> Table:
+def _print_stages(simulation: Simulation) -> None:
     """A row a stage, and one for all of them."""
-    from rich.table import Table
-
-    costs = simulation.costs
-    table = Table()
-    table.add_column("stage")
-    for column in ("busy (s)", "busy", "peak held", "received peak", "limit"):
-        table.add_column(column, justify="right")
-    busy, peaks = simulation.result.busy, simulation.peaks
+    costs, busy, peaks = simulation.costs, simulation.result.busy, simulation.peaks
+    rows: list[tuple[str, ...]] = []
     for stage in _shown(costs.stages):
         if stage is None:
-            hidden = costs.stages - 2 * END_ROWS
-            table.add_row(f"... {hidden} more", *[""] * 5)
+            rows.append((f"... {costs.stages - 2 * END_ROWS} more", *[""] * 5))
             continue
         # Like the peak, in chunk tasks.
         limit = "-" if simulation.limits is None else str(simulation.limits[stage] * costs.chunks)
         held, received = str(peaks[stage].held), str(peaks[stage].received)
-        table.add_row(str(stage), f"{busy[stage]:.6g}", _share(busy[stage], simulation), held, received, limit)
+        rows.append((str(stage), f"{busy[stage]:.6g}", _share(busy[stage], simulation), held, received, limit))
+    sections = [len(rows) - 1] if costs.stages > 1 else []
     if costs.stages > 1:
         mean = sum(busy) / costs.stages
         held, received = (f"max {most}" for most in (max(p.held for p in peaks), max(p.received for p in peaks)))
-        table.add_section()
-        table.add_row("mean", f"{mean:.6g}", _share(mean, simulation), held, received, "")
-    return table
+        rows.append(("mean", f"{mean:.6g}", _share(mean, simulation), held, received, ""))
+    cells = list(zip(*rows, strict=True))
+    heads = ("busy (s)", "busy", "peak held", "received peak", "limit")
+    columns = [Column(head, each) for head, each in zip(heads, cells[1:], strict=True)]
+    print_table([Column("stage", cells[0], "left")], columns, sections)
 
 
 def _shown(stages: int) -> Iterable[int | None]:

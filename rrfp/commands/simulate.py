@@ -8,10 +8,11 @@ from typing import Annotated
 
 from rrfp.commands import method_options as options
 from rrfp.commands.command_line import option
-from rrfp.commands.method_options import OUTPUT, WORKLOAD, MethodCommand
-from rrfp.commands.output import Json, check_folder, print_json
+from rrfp.commands.method_options import OUTPUT, PICTURE, WORKLOAD, MethodCommand
+from rrfp.commands.output import Json, check_folder, check_picture, print_json
 from rrfp.errors import ConfigError, Faults
 
+_TIMELINE = "Draw the step's timeline; the suffix decides the format."
 _COSTS = "Cost file (JSON): times of all tasks and messages; `rrfp sweep --save-costs` writes those of profiles."
 
 
@@ -35,7 +36,7 @@ def _check_costs(text: str) -> None:
 
 
 def simulate(
-    costs: Annotated[str, option("costs", "FILE", _COSTS, WORKLOAD, check=_check_costs)],
+    costs: Annotated[str, option("costs", "FILE", _COSTS, WORKLOAD, check=_check_costs, is_list=False)],
     sizes: options.Sizes = None,
     tp: Annotated[int | None, option("tp", "T", options.TP_HELP, WORKLOAD, least=1)] = None,
     hint: options.HintName = None,
@@ -44,7 +45,7 @@ def simulate(
     admission: options.Admission = None,
     sends: options.Sends = None,
     coordination: options.CoordinationName = None,
-    timeline: Annotated[Path | None, option("timeline", "FILE.png", "Draw the step's timeline.", OUTPUT)] = None,
+    timeline: Annotated[Path | None, option("timeline", PICTURE, _TIMELINE, OUTPUT)] = None,
     trace: Annotated[Path | None, option("trace", "FILE.json", "Write a trace for Perfetto.", OUTPUT)] = None,
     json: Json = False,
 ) -> None:
@@ -52,7 +53,7 @@ def simulate(
 
     `rrfp sweep` runs lists of workloads, methods and seeds.
     """
-    from rrfp.commands.run_report import check_timeline, show_groups, show_run, write_pictures
+    from rrfp.commands.run_report import check_boxes, show_groups, show_run, write_pictures
     from rrfp.sim.simulation import Simulation
     from rrfp.sim.sweep.experiment import CostFile, Experiment
 
@@ -64,7 +65,10 @@ def simulate(
         with faults.kept():
             workload = CostFile(costs_file=costs, sizes_from=sizes, tp=tp)
             if timeline is not None:
-                check_timeline(timeline, workload.costs())
+                check_boxes(workload.costs())
+        if timeline is not None:
+            with faults.kept():
+                check_picture(timeline, "a timeline")
         if trace is not None:
             with faults.kept():
                 check_folder(trace)

@@ -13,8 +13,8 @@ import typer
 from rrfp.commands import method_options as options
 from rrfp.commands.command_line import listed, option
 from rrfp.commands.known_names import known_jitter, known_latencies, known_profiles
-from rrfp.commands.method_options import OUTPUT, WORKLOAD, MethodCommand, choice
-from rrfp.commands.output import Json, check_folder
+from rrfp.commands.method_options import OUTPUT, PICTURE, WORKLOAD, MethodCommand, choice
+from rrfp.commands.output import Json, check_picture
 from rrfp.errors import ConfigError, Faults
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ _SPLIT = "Split backward into input gradient and weight gradient; bfw on whole b
 _LATENCY = "none, constant, constant:SECONDS, wire or spike. Default none."
 _SEEDS = "Run this many seeds, from --seed on, and show mean and spread."
 _JOBS = "Processes; default: usable cores, as far as there is work for them."
+_PLOT = "Draw speed and memory of all runs; the suffix decides the format."
 _SAVE = "Write the cost file of every workload of a profile into this folder."
 _PROFILE_DEFAULTS = {
     **{"profile": "", "stages": "8", "microbatches": "64", "chunks": "1", "placement": "looped"},
@@ -121,7 +122,7 @@ def sweep(
     coordination: options.CoordinationName = None,
     jobs: Annotated[int | None, option("jobs", "P", _JOBS, OUTPUT, least=1)] = None,
     csv: Annotated[Path | None, option("csv", "FILE.csv", "Write a row a run.", OUTPUT)] = None,
-    plot: Annotated[Path | None, option("plot", "FILE.png", "Draw speed and memory of all runs.", OUTPUT)] = None,
+    plot: Annotated[Path | None, option("plot", PICTURE, _PLOT, OUTPUT)] = None,
     save_costs: Annotated[Path | None, option("save-costs", "FOLDER", _SAVE, OUTPUT)] = None,
     json: Json = False,
 ) -> None:
@@ -216,13 +217,14 @@ def _check_plot(path: Path, experiments: Sequence[Experiment]) -> None:
         ConfigError: if there is nothing to draw with, too much to draw, or no folder to write to.
     """
     from rrfp.sim.sweep.plot import check_size
-    from rrfp.trace.plot import require_matplotlib
 
-    require_matplotlib("a plot")
     methods = {experiment.method for experiment in experiments}
     workloads = {experiment.workload.without_seed() for experiment in experiments}
-    check_size(len(methods), len(workloads))
-    check_folder(path)
+    with Faults() as faults:
+        with faults.kept():
+            check_picture(path, "a plot")
+        with faults.kept():
+            check_size(len(methods), len(workloads))
 
 
 def _run(experiments: Sequence[Experiment], *, jobs: int | None, csv: Path | None) -> SweepResult:

@@ -8,16 +8,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rrfp.commands.output import print_json
+from rrfp.tables import Column, print_table, terminal
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from rrfp.sim.sweep.rows import Row
     from rrfp.sim.sweep.runs import Skip, SweepResult
     from rrfp.sim.sweep.summary import Group, Spread
-
-#: Columns of a table that goes to a file.
-FILE_WIDTH = 140
 
 
 def show_sweep(result: SweepResult, *, json: bool) -> None:
@@ -29,13 +25,9 @@ def show_sweep(result: SweepResult, *, json: bool) -> None:
         document = {"runs": list(map(asdict, result.rows)), "summary": [group.to_json() for group in groups]}
         print_json({**document, "skipped": list(map(_plain, result.skipped))})
         return
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:  # a file or a pager has no edge to wrap at
-        console.width = max(console.width, FILE_WIDTH)
+    console = terminal()
     console.print(in_common(result.rows), soft_wrap=True)
-    console.print(_table(result.rows, groups))
+    _print_groups(result.rows, groups)
     methods = Counter(
         (skip.experiment.method.name, skip.experiment.method.kind, skip.reason) for skip in result.skipped
     )
@@ -49,31 +41,27 @@ def _plain(skip: Skip) -> dict[str, Any]:
     return {**asdict(skip.experiment.workload), "method": method.name, "kind": method.kind, "reason": skip.reason}
 
 
-def _table(rows: Sequence[Row], groups: Sequence[Group]) -> Table:
+def _print_groups(rows: Sequence[Row], groups: Sequence[Group]) -> None:
     """A row a group; an empty line between workloads."""
-    from rich.table import Table
-
     from rrfp.sim.sweep.summary import WORKLOAD_COLUMNS, label, varied
 
     changing = varied(rows, WORKLOAD_COLUMNS)
     over = {label(group.baseline[0]) for group in groups if group.baseline}
     figures = _figures(groups, has_speed_ups=bool(over))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    if over:
-        table.caption = f"speed-up over {' or '.join(sorted(over))}, seed by seed"
-    for column in (*changing, "method"):
-        table.add_column(column, no_wrap=True)
-    for column in figures:
-        table.add_column(column, justify="right")
+    lines: list[tuple[str, ...]] = []
     before = None
     for group in groups:
         here = ["-" if (value := group.workload[column]) is None else str(value) for column in changing]
         if before is not None and here != before:
-            table.add_row()
+            lines.append(("",) * (len(changing) + 1 + len(figures)))
         shown = [""] * len(here) if here == before else here
-        table.add_row(*shown, group.label, *(figure(group) for figure in figures.values()))
+        lines.append((*shown, group.label, *(figure(group) for figure in figures.values())))
         before = here
-    return table
+    cells = list(zip(*lines, strict=True))
+    names = [Column(head, each, "left") for head, each in zip((*changing, "method"), cells, strict=False)]
+    print_table(names, [Column(head, each) for head, each in zip(figures, cells[len(names) :], strict=True)])
+    if over:
+        terminal().print(f"speed-up over {' or '.join(sorted(over))}, seed by seed", soft_wrap=True)
 
 
 def _figures(groups: Sequence[Group], *, has_speed_ups: bool) -> dict[str, Callable[[Group], str]]:

@@ -16,6 +16,7 @@ from rrfp.core.tasks import Kind
 from rrfp.core.usage import WaitCause
 from rrfp.errors import ConfigError
 from rrfp.trace.breakdown import CAUSE_LABELS, idle_waits
+from rrfp.trace.picture_file import save_picture
 from rrfp.trace.spans import StepTrace, TaskSpan, WaitSpan
 
 if TYPE_CHECKING:
@@ -64,17 +65,13 @@ def require_matplotlib(picture: str = "a timeline") -> None:
 
 
 def plot_timelines(rows: Sequence[tuple[str, StepTrace]], path: str | os.PathLike[str]) -> None:
-    """Draw runs below each other and write a PNG, replacing an old file; see `draw_timelines`.
+    """Draw runs below each other and write a PNG, SVG or PDF, replacing an old file; see `draw_timelines`.
 
     Raises:
-        ConfigError: if matplotlib is not installed, or the file cannot be written.
+        ConfigError: if matplotlib is not installed, the suffix is none of these, or the file cannot be written.
         ValueError: if there is no run, or one without tasks.
     """
-    figure = draw_timelines(rows)
-    try:
-        figure.savefig(path, format="png", dpi=DPI)
-    except OSError as error:
-        raise ConfigError(f"{os.fspath(path)}: cannot be written ({error.strerror or error})") from None
+    save_picture(path, lambda: draw_timelines(rows))
 
 
 def draw_timelines(rows: Sequence[tuple[str, StepTrace]]) -> Figure:

@@ -194,7 +194,7 @@ def test_a_schedule_file_runs_as_the_schedule_that_it_holds(tmp_path: Path, sche
 def test_a_table_of_many_stages_shows_the_ends_and_the_mean(tmp_path: Path) -> None:
     write_costs(tmp_path / "costs.json", make_costs("mllm", 40, 4))
     lines = rrfp("simulate", "--costs", tmp_path / "costs.json", "--hint", "bf").stdout.splitlines()
-    first_cells = [line.split("│")[1].strip() for line in lines if line.startswith("│")]
+    first_cells = [line.split("  ")[0] for line in lines[2:-1] if not line.startswith("-")]
     assert first_cells == [*map(str, range(8)), "... 24 more", *map(str, range(32, 40)), "mean"]
 
 

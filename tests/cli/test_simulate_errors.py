@@ -81,6 +81,11 @@ BAD = {
         ("--hint", "bf", "--timeline", "/no/such/dir/t.png"),
         "/no/such/dir/t.png: cannot be written",
     ),
+    "picture of no format": (
+        ("--hint", "bf", "--timeline", "t.bmp"),
+        "t.bmp: the suffix of a picture is '.bmp', must be one of: .png, .svg, .pdf",
+    ),
+    "picture without suffix": (("--timeline", "/no/such/t"), "suffix of a picture is '', must be one of: .png, .svg"),
     "unwritable trace": (("--hint", "bf", "--trace", "/no/such/dir/t.json"), "/no/such/dir/t.json: cannot be written"),
 }
 

@@ -170,6 +170,13 @@ def test_plot_is_written(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_picture_of_no_format_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    result = rrfp(*SMALL, *LISTS, "--plot", tmp_path / "p.gif", "--csv", tmp_path / "r.csv")
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert "p.gif: the suffix of a picture is '.gif', must be one of: .png, .svg, .pdf" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_missing_matplotlib_is_told_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = rrfp(*SMALL, *LISTS, "--plot", tmp_path / "p.png", "--csv", tmp_path / "r.csv")

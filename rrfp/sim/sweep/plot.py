@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rrfp.errors import ConfigError
 from rrfp.sim.sweep.rows import Row
 from rrfp.sim.sweep.summary import WORKLOAD_COLUMNS, Group, Spread, in_common, label, named, summarise, varied
+from rrfp.trace.picture_file import save_picture
 from rrfp.trace.plot import DARK, DPI, MUTED, TEXT_SIZE, TITLE_SIZE, require_matplotlib
 
 if TYPE_CHECKING:
@@ -57,17 +58,14 @@ def check_size(methods: int, workloads: int) -> None:
 
 
 def plot_sweep(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
-    """Draw a sweep and write a PNG, replacing what was there; see `draw_sweep`.
+    """Draw a sweep and write a PNG, SVG or PDF, replacing an old file; see `draw_sweep`.
 
     Raises:
-        ConfigError: if matplotlib is not installed, the sweep is too large, or the file cannot be written.
+        ConfigError: if matplotlib is not installed, the sweep is too large, the suffix is none of these, or the file
+            cannot be written.
         ValueError: if there is no row.
     """
-    figure = draw_sweep(rows)
-    try:
-        figure.savefig(path, format="png", dpi=DPI)
-    except OSError as error:
-        raise ConfigError(f"{os.fspath(path)}: cannot be written ({error.strerror or error})") from None
+    save_picture(path, lambda: draw_sweep(rows))
 
 
 def draw_sweep(rows: Sequence[Row]) -> Figure:
