@@ -14,10 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from rrfp.demo.launch import run_workers
 from rrfp.demo.report import DemoReport
-from rrfp.demo.settings import METHODS, SEQUENCE_LENGTH, DemoSettings
+from rrfp.demo.settings import SEQUENCE_LENGTH, DemoSettings
 from rrfp.demo.summary import Steps
 from rrfp.demo.text import load_text
 from rrfp.errors import ConfigError
+from rrfp.tables import terminal
 from rrfp.trace.plot import require_matplotlib
 
 
@@ -25,27 +26,42 @@ def run_demo(settings: DemoSettings, *, as_json: bool) -> None:
     """Run the demo and print its table, or its JSON.
 
     Raises:
-        ConfigError: before any process starts, if matplotlib, the text or the folder is missing.
+        ConfigError: before any process starts, if the text or the folder is missing.
         DemoFailedError: if a worker failed.
     """
-    require_matplotlib()
     load_text(settings.text, at_least=SEQUENCE_LENGTH + 1)
     out = _prepare(settings)
+    has_picture = _can_draw()
     steps = Steps(settings)
     try:
-        for line in _with_progress(settings, out):
+        for line in _with_progress(settings, out, quiet=as_json):
             steps.add(line)
         report = DemoReport(settings, steps)
-        report.write()
+        names = report.write(has_picture=has_picture)
     finally:
         shutil.rmtree(out / "parts", ignore_errors=True)
     if as_json:
         sys.stdout.write(json.dumps(report.to_json()) + "\n")
         return
-    console = Console()
-    console.print(report.table())
-    console.print(f"written to {out}/: summary.json, timeline.png, {', '.join(f'trace-{m}.json' for m in METHODS)}")
+    report.show()
+    console = terminal()
+    console.print(f"written to {out}/: {', '.join(names)}")
     console.print("the traces open in https://ui.perfetto.dev")
+
+
+def _can_draw() -> bool:
+    """Whether there is a matplotlib; without it, one line says how to get it."""
+    try:
+        require_matplotlib()
+    except ConfigError as error:
+        _say(f"timeline.png is left out: {error}")
+        return False
+    return True
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def _prepare(settings: DemoSettings) -> Path:
@@ -60,7 +76,18 @@ def _prepare(settings: DemoSettings) -> Path:
     return out
 
 
-def _with_progress(settings: DemoSettings, out: Path) -> Iterator[Mapping[str, Any]]:
+def _with_progress(settings: DemoSettings, out: Path, *, quiet: bool) -> Iterator[Mapping[str, Any]]:
+    """The lines of rank 0; a bar on a terminal's stderr, otherwise a line a step unless ``quiet``."""
+    lines = run_workers(settings, out / "workers.log")
+    console = Console(stderr=True)
+    if console.is_terminal:
+        return _with_bar(settings, console, lines)
+    return lines if quiet else _with_lines(settings, lines)
+
+
+def _with_bar(
+    settings: DemoSettings, console: Console, lines: Iterator[Mapping[str, Any]]
+) -> Iterator[Mapping[str, Any]]:
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -68,10 +95,23 @@ def _with_progress(settings: DemoSettings, out: Path) -> Iterator[Mapping[str, A
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        total = len(METHODS) * (settings.warm_up + settings.steps)
+    with Progress(*columns, console=console, transient=True) as progress:
+        total = len(settings.methods) * (settings.warm_up + settings.steps)
         bar = progress.add_task(f"starting {settings.stages} processes", total=total)
-        for line in run_workers(settings, out / "workers.log"):
+        for line in lines:
             progress.update(bar, advance=1, description=f"{line['method']}: {line['seconds'] * 1e3:.0f} ms a step")
             yield line
+
+
+def _with_lines(settings: DemoSettings, lines: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """A line when the processes start, and one for each step of all methods, which take turns."""
+    methods, steps = len(settings.methods), settings.warm_up + settings.steps
+    _say(f"starting {settings.stages} processes: {methods} methods take turns for {steps} steps each")
+    times: list[str] = []
+    for line in lines:
+        times.append(f"{line['method']} {line['seconds'] * 1e3:.0f} ms")
+        if len(times) == methods:
+            kind = " (warm-up)" if line["step"] < settings.warm_up else ""
+            _say(f"step {line['step'] + 1} of {steps}{kind}: {', '.join(times)}")
+            times.clear()
+        yield line

@@ -9,20 +9,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE
-from rich.table import Table
-
 from rrfp.core.usage import WaitCause
-from rrfp.demo.settings import BASELINE, JITTER, METHODS, PROFILE, DemoSettings
+from rrfp.demo.methods import BASELINE
+from rrfp.demo.settings import JITTER, PROFILE, DemoSettings
 from rrfp.demo.summary import MethodFigures, Steps
+from rrfp.tables import Column, print_table, terminal
 from rrfp.trace.breakdown import CAUSE_LABELS
 from rrfp.trace.chrome import write_chrome
 from rrfp.trace.plain import from_plain
 from rrfp.trace.plot import plot_timelines
 from rrfp.trace.spans import StepTrace, merge
-
-#: The methods in the timeline, top to bottom.
-SHOWN = (BASELINE, "bf")
 
 
 class DemoReport:
@@ -46,7 +42,7 @@ class DemoReport:
         self.figures = steps.figures()
         bounds = steps.bounds()
         self.lower_bound_s = None if bounds is None else sum(bounds) / len(bounds)
-        self._parts = {method: self._read_parts(method) for method in METHODS}
+        self._parts = {method: self._read_parts(method) for method in settings.methods}
         self.overrun_share = self._overrun_share()
 
     def to_json(self) -> dict[str, Any]:
@@ -66,37 +62,36 @@ class DemoReport:
         stages = (part["weights_sha256"] for part in self._parts[method])
         return hashlib.sha256("".join(stages).encode()).hexdigest()
 
-    def write(self) -> None:
-        """Write summary.json, timeline.png and trace-<method>.json."""
+    def write(self, *, has_picture: bool) -> list[str]:
+        """Write summary.json, trace-<method>.json and, where it can be drawn, timeline.png; returns their names."""
         summary = {**self.to_json(), "settings": asdict(self._settings)}
         (self._out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-        traces = {method: self._traces(method) for method in METHODS}
+        traces = {method: self._traces(method) for method in self._settings.methods}
         for method, steps in traces.items():
             write_chrome(self._out / f"trace-{method}.json", steps, name=method)
-        shown = self._steps.typical_step("bf")
-        rows = [(self._title(method, traces[method][shown]), traces[method][shown]) for method in SHOWN]
+        names = ["summary.json", *(f"trace-{method}.json" for method in traces)]
+        if not has_picture:
+            return names
+        driven = next(name for name, method in self._settings.methods.items() if method.hint is not None)
+        shown = self._steps.typical_step(driven)
+        rows = [(self._title(method, traces[method][shown]), traces[method][shown]) for method in (BASELINE, driven)]
         plot_timelines(rows, self._out / "timeline.png")
+        return [*names, "timeline.png"]
 
-    def table(self) -> Table:
-        """The figures for a terminal of 80 columns, a row for each method."""
-        settings = self._settings
-        title = f"{settings.stages} stages, {settings.microbatches} microbatches, {settings.steps} steps a method"
-        caption = self._caption()
-        table = Table(title=title, caption=caption, box=SIMPLE, padding=0, pad_edge=False)
-        table.title_justify = table.caption_justify = "left"
-        table.add_column("")
-        columns = [(heading, [cell(figures) for figures in self.figures.values()]) for heading, cell in _COLUMNS]
-        shown = [(heading, cells) for heading, cells in columns if any(text != _NOTHING for text in cells)]
-        for heading, _ in shown:
-            table.add_column(heading, justify="right")
-        for method, *row in zip(self.figures, *(cells for _, cells in shown), strict=True):
-            table.add_row(method, *row)
-        return table
+    def show(self) -> None:
+        """Print the figures, a row for each method."""
+        settings, console = self._settings, terminal()
+        head = f"{settings.stages} stages, {settings.microbatches} microbatches, {settings.steps} steps a method"
+        console.print(head, soft_wrap=True)
+        columns = [Column(head, [cell(figures) for figures in self.figures.values()]) for head, cell in _COLUMNS]
+        shown = [column for column in columns if set(column.cells) != {_NOTHING}]
+        print_table([Column("method", list(self.figures), "left")], shown)
+        console.print(self._caption())
 
     def _caption(self) -> str:
         caption = f"loss {self._losses()}; {self._emulation()}"
         if self._settings.deterministic:
-            weights = {self.weights_sha256(method) for method in METHODS}
+            weights = {self.weights_sha256(method) for method in self._settings.methods}
             same = "bitwise the same weights by every method" if len(weights) == 1 else "DIFFERENT weights by method"
             caption += f"; {same}"
         return caption
@@ -146,17 +141,16 @@ def _percent(share: float) -> str:
 
 
 def _cause(cause: WaitCause) -> tuple[str, Callable[[MethodFigures], str]]:
-    heading = f"{CAUSE_LABELS[cause]} %".replace("nothing ", "nothing\n").replace("TP ", "TP\n")
-    return heading, lambda figures: _percent(figures.blocking_by_cause[cause])
+    return f"{CAUSE_LABELS[cause]} %", lambda figures: _percent(figures.blocking_by_cause[cause])
 
 
 #: Heading and cell of each column.
 _COLUMNS: tuple[tuple[str, Callable[[MethodFigures], str]], ...] = (
-    ("median\nms", lambda figures: f"{figures.iteration_s * 1e3:.0f}"),
-    ("spread\nms", lambda figures: f"{figures.iteration_s_spread * 1e3:.0f}"),
-    ("speed-\nup", lambda figures: f"{figures.speedup:.2f}"),
-    ("over\nbound", lambda figures: _NOTHING if figures.ratio is None else f"{figures.ratio:.2f}"),
-    ("blocked\n%", lambda figures: _percent(figures.blocking)),
+    ("median ms", lambda figures: f"{figures.iteration_s * 1e3:.0f}"),
+    ("spread ms", lambda figures: f"{figures.iteration_s_spread * 1e3:.0f}"),
+    ("speed-up", lambda figures: f"{figures.speedup:.2f}"),
+    ("over bound", lambda figures: _NOTHING if figures.ratio is None else f"{figures.ratio:.2f}"),
+    ("blocked %", lambda figures: _percent(figures.blocking)),
     *map(_cause, WaitCause),
     ("held", lambda figures: " ".join(map(str, figures.peak_held))),
 )

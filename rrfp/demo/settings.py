@@ -5,23 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from rrfp.costs import CostTable, make_costs
 from rrfp.costs.profiles import microbatch_sizes
+from rrfp.demo.methods import DemoMethod, check_methods, demo_methods
 from rrfp.demo.model import GptConfig
-from rrfp.errors import ConfigError
-
-#: The compared methods and their pipeline options. The first is the baseline.
-METHODS: Mapping[str, Mapping[str, Any]] = {
-    "1f1b": {"strict": "1f1b", "split": False},
-    "zb-h1": {"strict": "zb-h1", "split": True},
-    "bf": {"hint": "bf", "split": False},
-    "b-priority": {"hint": "b-priority", "split": False},
-    "bfw": {"hint": "bfw", "split": True},
-    "slot-aware": {"hint": "slot-aware-pyramid", "split": True},
-}
-BASELINE = "1f1b"
+from rrfp.errors import ConfigError, Faults
 
 #: The cost table that tasks are stretched to.
 PROFILE = "mllm"
@@ -46,9 +35,13 @@ class DemoSettings:
         seed: of model, data and cost tables.
         real_compute: tasks are not stretched to a cost table.
         deterministic: every method trains bitwise the same model.
+        hint: the hints of the readiness-driven methods, between commas; None for those of `METHODS`.
+        limit: their memory limit; None for the default of `rrfp.Pipeline`.
+        split: whether they split backward; None: those of `METHODS` as they say there, any other hint does not.
+        transport: of all methods: a name, ``module:attribute`` or ``file.py:attribute``.
 
     Raises:
-        ConfigError: if a count is out of range.
+        ConfigError: naming every count that is out of range, and every option that no worker could run.
     """
 
     out: str
@@ -60,17 +53,28 @@ class DemoSettings:
     seed: int = 0
     real_compute: bool = False
     deterministic: bool = False
+    hint: str | None = None
+    limit: str | None = None
+    split: bool | None = None
+    transport: str = "zmq"
 
     def __post_init__(self) -> None:
         layers = GptConfig().layers
-        if not 2 <= self.stages <= layers:
-            raise ConfigError(f"stages is {self.stages}, must be 2..{layers} (the model has {layers} layers)")
-        for field in ("microbatches", "steps"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"{field} is {getattr(self, field)}, must be at least 1")
-        for field in ("warm_up", "seed"):
-            if getattr(self, field) < 0:
-                raise ConfigError(f"{field} is {getattr(self, field)}, must be at least 0")
+        with Faults() as faults:
+            if not 2 <= self.stages <= layers:
+                with faults.kept():
+                    raise ConfigError(f"stages is {self.stages}, must be 2..{layers} (the model has {layers} layers)")
+            for field, least in (("microbatches", 1), ("steps", 1), ("warm_up", 0), ("seed", 0)):
+                if getattr(self, field) < least:
+                    with faults.kept():
+                        raise ConfigError(f"{field} is {getattr(self, field)}, must be at least {least}")
+            with faults.kept():
+                check_methods(self.methods, self.transport)
+
+    @property
+    def methods(self) -> Mapping[str, DemoMethod]:
+        """The compared methods by name; the first is the baseline."""
+        return demo_methods(self.hint, self.limit, self.split)
 
     def to_json(self) -> str:
         """One line of JSON."""

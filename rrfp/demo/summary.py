@@ -9,7 +9,8 @@ from statistics import fmean, median
 from typing import Any
 
 from rrfp.core.usage import WaitCause
-from rrfp.demo.settings import BASELINE, METHODS, DemoSettings
+from rrfp.demo.methods import BASELINE
+from rrfp.demo.settings import DemoSettings
 from rrfp.sim.bound import lower_bound
 from rrfp.trace.breakdown import Breakdown, mean
 
@@ -72,7 +73,7 @@ class Steps:
     def figures(self) -> dict[str, MethodFigures]:
         """Every method's figures."""
         bounds = self.bounds()
-        return {method: self._figures(method, bounds) for method in METHODS}
+        return {method: self._figures(method, bounds) for method in self._settings.methods}
 
     def typical_step(self, method: str) -> int:
         """The measured step (0 is the first measured) whose speed-up is the median one: the one to show."""

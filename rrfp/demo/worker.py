@@ -22,8 +22,9 @@ from rrfp.compute.torch_stage import TorchStage
 from rrfp.core import timeouts
 from rrfp.core.graph import Graph
 from rrfp.core.topology import Topology
+from rrfp.demo.methods import demo_transport
 from rrfp.demo.model import GptConfig, build_stages, loss_fn
-from rrfp.demo.settings import LEARNING_RATE, METHODS, MICROBATCH_SIZE, SEQUENCE_LENGTH, DemoSettings
+from rrfp.demo.settings import LEARNING_RATE, MICROBATCH_SIZE, SEQUENCE_LENGTH, DemoSettings
 from rrfp.demo.text import batches, load_text
 from rrfp.errors import PipelineAborted
 from rrfp.pipeline.api import Pipeline
@@ -50,13 +51,14 @@ class MethodRun:
         module: nn.Module = build_stages(GptConfig(), topology.stages, settings.seed)[topology.stage]
         self._optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
         self._module = module
-        self._split: bool = METHODS[name]["split"]
+        method = settings.methods[name]
+        self._split = method.split
         partition = Partition(Graph.chain(topology.stages, split=self._split), settings.deterministic)
         modules = {topology.stage: module}
         program = TorchStage(modules, partition.graph, loss_fn=loss_fn, in_order=partition.in_order(modules))
         self._paced = None if settings.real_compute else PacedStage(program, lambda task: 0.0)
-        options: dict[str, Any] = {**METHODS[name], "deterministic": settings.deterministic}
-        options["patience"] = timeouts.WORKERS_PATIENCE_S
+        options = {**method.options(), "deterministic": settings.deterministic}
+        options |= {"transport": demo_transport(settings.transport), "patience": timeouts.WORKERS_PATIENCE_S}
         self._pipeline = Pipeline(program if self._paced is None else self._paced, topology=topology, **options)
         self._pipe: BlockingPipeline | None = None
 
@@ -98,7 +100,7 @@ def weights_sha256(module: nn.Module) -> str:
 def train(settings: DemoSettings, topology: Topology) -> None:
     """Run all methods to the end."""
     text = load_text(settings.text, at_least=SEQUENCE_LENGTH + 1)
-    runs = [MethodRun(name, settings, topology) for name in METHODS]
+    runs = [MethodRun(name, settings, topology) for name in settings.methods]
     data = batches(
         text,
         steps=settings.warm_up + settings.steps,

@@ -1,0 +1,112 @@
+"""The methods that a demo run compares: fixed orders, and readiness-driven dispatch by hints of the user's choice."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rrfp.core.graph import Graph
+from rrfp.core.naming import named_or_loaded
+from rrfp.errors import ConfigError, Faults
+from rrfp.hints.named import named_or_loaded_hint
+from rrfp.pipeline.method import Method
+from rrfp.pipeline.options import complete
+from rrfp.transports.inproc import InprocTransport
+from rrfp.transports.registry import TRANSPORTS
+
+
+@dataclass(frozen=True, slots=True)
+class DemoMethod:
+    """One method, as texts that another process can read.
+
+    Attributes:
+        strict: a schedule to run to the letter; None for a hint.
+        hint: a hint's name, ``module:attribute`` or ``file.py:attribute``; None for a schedule.
+        split: whether backward is split.
+        limit: of a hint; None for the default.
+    """
+
+    strict: str | None = None
+    hint: str | None = None
+    split: bool = False
+    limit: str | None = None
+
+    def options(self) -> dict[str, Any]:
+        """The options of its `rrfp.Pipeline`.
+
+        Raises:
+            ConfigError: if the hint cannot be loaded.
+        """
+        hint = None if self.hint is None else named_or_loaded_hint(self.hint)
+        return {"strict": self.strict, "hint": hint, "split": self.split, "limit": self.limit}
+
+
+BASELINE = "1f1b"
+#: The methods by name, where the user names no hint. The first is the baseline.
+METHODS: Mapping[str, DemoMethod] = {
+    BASELINE: DemoMethod(strict="1f1b"),
+    "zb-h1": DemoMethod(strict="zb-h1", split=True),
+    "bf": DemoMethod(hint="bf"),
+    "b-priority": DemoMethod(hint="b-priority"),
+    "bfw": DemoMethod(hint="bfw", split=True),
+    "slot-aware": DemoMethod(hint="slot-aware-pyramid", split=True),
+}
+
+
+def demo_methods(hint: str | None, limit: str | None, split: bool | None) -> dict[str, DemoMethod]:
+    """The fixed orders, and the readiness-driven methods with these options; see `DemoSettings`.
+
+    Raises:
+        ConfigError: if two of the hints would have the same name.
+    """
+    fixed = {name: method for name, method in METHODS.items() if method.hint is None}
+    if hint is None:
+        driven = {name: method for name, method in METHODS.items() if method.hint is not None}
+    else:
+        texts = [text.strip() for text in hint.split(",")]
+        names = [_row_name(text) for text in texts]
+        if (most := Counter(names).most_common(1)[0])[1] > 1:
+            raise ConfigError(f"hint is {hint!r}, must give each hint another name than {most[0]!r}")
+        driven = {name: DemoMethod(hint=text) for name, text in zip(names, texts, strict=True)}
+    for name, method in driven.items():
+        driven[name] = replace(method, limit=limit, split=method.split if split is None else split)
+    return {**fixed, **driven}
+
+
+def _row_name(text: str) -> str:
+    """The name of a hint's row, which is also part of a file's name; a schedule as a hint is not the strict one."""
+    name = re.sub(r"[^\w.-]", "-", text.rpartition(":")[2])
+    return f"{name}-hint" if name in METHODS and METHODS[name].hint is None else name
+
+
+def demo_transport(text: str) -> Any:
+    """The argument of `rrfp.Pipeline` for the user's transport.
+
+    Raises:
+        ConfigError: if there is no such transport, or it does not connect processes.
+    """
+    spec = named_or_loaded("transport", text)
+    factory = TRANSPORTS.load(spec) if isinstance(spec, str) else spec
+    if isinstance(factory, type) and issubclass(factory, InprocTransport):
+        raise ConfigError(f"transport is {text!r}, must connect processes, as zmq does")
+    return spec
+
+
+def check_methods(methods: Mapping[str, DemoMethod], transport: str) -> None:
+    """Refuse methods that the workers would refuse.
+
+    Raises:
+        ConfigError: naming every wrong option.
+    """
+    with Faults() as faults:
+        with faults.kept():
+            complete({"transport": demo_transport(transport)})
+        for method in methods.values():
+            with faults.kept():
+                complete({"limit": method.limit})
+            with faults.kept():
+                options: Any = method.options()
+                Method(complete(options)).check(Graph.chain(2, split=method.split))
