@@ -23,7 +23,7 @@ class Alternating(Hint):
 
 
 class BackwardForward(Alternating):
-    """BF: after a backward, forwards have priority; otherwise, and at the start, backwards have.
+    """BF: after a backward, forwards come first; otherwise, and at the start, backwards do.
 
     If no task of that kind is ready, the other kind runs. Only an enqueued task changes the priority, waiting does not.
     """
@@ -36,7 +36,7 @@ class BackwardForward(Alternating):
 
 
 class ForwardBackward(Alternating):
-    """FB: after a forward, backwards have priority; otherwise, and at the start, forwards have."""
+    """FB: after a forward, backwards come first; otherwise, and at the start, forwards do."""
 
     def choose(self, ready: ReadySet, view: View) -> Task | None:
         """See `rrfp.core.hint.Hint.choose`."""
