@@ -15,7 +15,7 @@ from typing import Any
 from rrfp.costs.atomic_files import write_atomically
 from rrfp.costs.streams import Matrix
 from rrfp.costs.table import CostTable
-from rrfp.errors import ConfigError
+from rrfp.errors import ConfigError, Faults
 
 #: Name in the file -> attribute of the table, in the order of writing.
 FIELDS = {
@@ -79,7 +79,7 @@ def from_json(text: str) -> CostTable:
     Every field is required except W; with one virtual stage the latencies are empty lists.
 
     Raises:
-        ConfigError: if the text is not JSON, a field is missing, unknown or repeated, or a value is wrong.
+        ConfigError: if the text is not JSON, or fields are missing, unknown, repeated or wrong; names all of these.
     """
     try:
         document = json.loads(text, object_pairs_hook=_without_repeats)
@@ -93,15 +93,20 @@ def from_json(text: str) -> CostTable:
         raise ConfigError(f"is not JSON ({error})") from None
     if not isinstance(document, dict):
         raise ConfigError(f"must be a JSON object with the fields {', '.join(FIELDS)}")
-    for name in document:
-        if name not in FIELDS:
-            raise ConfigError(f"field {name!r} is unknown, must be one of {', '.join(FIELDS)}")
-    for name in FIELDS:
-        if name not in document and name not in _OPTIONAL:
-            raise ConfigError(f"field {name} is missing")
-    for name in _MATRICES:
-        if name in document:
-            _check_numbers(name, document[name])
+    missing = [name for name in FIELDS if name not in document and name not in _OPTIONAL]
+    with Faults() as faults:
+        for name in document:
+            if name not in FIELDS:
+                with faults.kept():
+                    raise ConfigError(f"field {name!r} is unknown, must be one of {', '.join(FIELDS)}")
+        if missing:
+            with faults.kept():
+                one = len(missing) == 1
+                raise ConfigError(f"field{'' if one else 's'} {', '.join(missing)} {'is' if one else 'are'} missing")
+        for name in _MATRICES:
+            if name in document:
+                with faults.kept():
+                    _check_numbers(name, document[name])
     fields: dict[str, Any] = {field: document.get(name) for name, field in FIELDS.items()}
     return CostTable(**fields)
 

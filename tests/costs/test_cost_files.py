@@ -91,6 +91,14 @@ def test_text_that_is_no_cost_file(text: str, message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
+def test_all_faults_of_a_file_are_named() -> None:
+    rest = {name: value for name, value in GOOD.items() if name != "stages"}
+    with pytest.raises(ConfigError) as caught:
+        from_json(json.dumps(rest | {"F": [[True]], "B": None, "G": 1}))
+    faults = ["field 'G' is unknown", "field stages is missing", "F[0][0] is true", "B must be a list of rows"]
+    assert [str(caught.value).count(fault) for fault in faults] == [1] * 4
+
+
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     missing, binary, bad = tmp_path / "none" / "a.json", tmp_path / "b.json", tmp_path / "c.json"
     binary.write_bytes(b"\xff\xfe")
@@ -99,7 +107,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         (missing, f"{missing}: cannot be read (No such file or directory)"),
         (tmp_path, f"{tmp_path}: cannot be read (Is a directory)"),
         (binary, f"{binary}: is not JSON (not UTF-8 text)"),
-        (bad, f"{bad}: field stages is missing"),
+        (bad, f"{bad}: fields stages, chunks, placement, microbatches, F, B, latency_F, latency_B are missing"),
     ):
         with pytest.raises(ConfigError) as caught:
             read_costs(path)
