@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 # For type checkers, which do not run __getattr__: `as` marks a public name.
 if TYPE_CHECKING:
+    from rrfp.compute.lanes.base import Execution as Execution
     from rrfp.compute.lanes.base import Lane as Lane
     from rrfp.compute.payload import Payload as Payload
     from rrfp.compute.program import Batch as Batch
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rrfp.core.ready_set import ReadySet as ReadySet
     from rrfp.core.tasks import Kind as Kind
     from rrfp.core.tasks import Mode as Mode
+    from rrfp.core.tasks import StepId as StepId
     from rrfp.core.tasks import Task as Task
     from rrfp.core.topology import Topology as Topology
     from rrfp.errors import ConfigError as ConfigError
@@ -35,13 +37,13 @@ if TYPE_CHECKING:
 
 #: Every public name, by the module that defines it.
 _PUBLIC = {
-    "rrfp.compute.lanes.base": ("Lane",),
+    "rrfp.compute.lanes.base": ("Execution", "Lane"),
     "rrfp.compute.payload": ("Payload",),
     "rrfp.compute.program": ("Batch", "StageProgram"),
     "rrfp.core.admission": ("Limit",),
     "rrfp.core.hint": ("Hint", "View"),
     "rrfp.core.ready_set": ("ReadySet",),
-    "rrfp.core.tasks": ("Kind", "Mode", "Task"),
+    "rrfp.core.tasks": ("Kind", "Mode", "StepId", "Task"),
     "rrfp.core.topology": ("Topology",),
     "rrfp.errors": ("ConfigError", "PipelineAborted", "RrfpError"),
     "rrfp.pipeline.api": ("local", "Pipeline"),

@@ -146,6 +146,7 @@ Event = (
     | ChunkReduced
     | Aborted
 )
+"""What happens on a stage, as `Hint.observe` receives it."""
 
 
 @record

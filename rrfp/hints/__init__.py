@@ -1,1 +1,47 @@
-"""Hint policies: the priorities of ready tasks."""
+"""Hint policies: the priorities of ready tasks. The names below are those that hints outside this package rely on."""
+
+from rrfp.core.events import (
+    Aborted,
+    Arrived,
+    ChunkReduced,
+    Completed,
+    Consumed,
+    Enqueued,
+    Event,
+    HeldReported,
+    Ordered,
+    ReadyReported,
+    SendReleased,
+    StepOpened,
+)
+from rrfp.core.graph import Graph
+from rrfp.core.hint import Hint, View
+from rrfp.core.placement import Placement
+from rrfp.core.ready_set import ReadySet
+from rrfp.core.tasks import Kind, Mode, Task
+from rrfp.hints.registry import create_hint, hint_names
+
+__all__ = [
+    "Aborted",
+    "Arrived",
+    "ChunkReduced",
+    "Completed",
+    "Consumed",
+    "Enqueued",
+    "Event",
+    "Graph",
+    "HeldReported",
+    "Hint",
+    "Kind",
+    "Mode",
+    "Ordered",
+    "Placement",
+    "ReadyReported",
+    "ReadySet",
+    "SendReleased",
+    "StepOpened",
+    "Task",
+    "View",
+    "create_hint",
+    "hint_names",
+]

@@ -21,8 +21,10 @@ from rrfp.core.tasks import Mode, Task
 from rrfp.errors import ConfigError, HintError
 from rrfp.sim.cluster.random_run import Delivery, RandomRun
 
-#: Makes a fresh hint for one stage.
+__all__ = ["ALL_CHECKS", "Check", "HintFactory", "run_hint_checks"]
+
 HintFactory = Callable[[], Hint]
+"""Makes a fresh hint for one stage, such as the hint's class."""
 
 _SEEDS = range(4)
 
@@ -62,8 +64,8 @@ CASES = (
 )
 
 
-#: A check: raises `AssertionError` if its docstring does not hold for the hints of a factory.
 Check = Callable[[HintFactory], None]
+"""A check: raises `AssertionError` if its docstring does not hold for the hints of a factory."""
 
 
 def run_hint_checks(factory: HintFactory) -> None:
@@ -119,6 +121,7 @@ ALL_CHECKS: tuple[Check, ...] = (
     check_same_history_same_choices,
     check_choosing_changes_nothing,
 )
+"""Every check."""
 
 
 class _AskedAgain(Hint):

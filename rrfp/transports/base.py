@@ -40,8 +40,8 @@ from rrfp.core.tasks import StepId, Task
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Plain data that msgpack carries: the body of a control message.
 Plain = None | bool | int | float | str | bytes | Sequence["Plain"] | Mapping[str, "Plain"]
+"""Plain data that msgpack carries: the body of a message."""
 
 DEFAULT_QUEUE_BYTES = 64 << 20
 DEFAULT_MAX_MESSAGE_BYTES = 4 << 30

@@ -25,6 +25,7 @@ from rrfp.transports.tensor_bytes import DTYPE_NAMES, as_bytes, from_buffer
 VERSION = 1
 
 MAX_HEADER_BYTES = 64 << 10
+"""The most that a header may have, in bytes. A reader refuses more before it reads or allocates anything."""
 
 _MAX_ITEMS = 8192
 _SEAL_LENGTH = 5

@@ -15,7 +15,17 @@ SkippedError where the pair lacks `Pair.inject`, `Pair.silence` or `Pair.third`.
 from __future__ import annotations
 
 from rrfp.testing.skipped import SkippedError
+from rrfp.testing.transport_checks.frames import check_codec
 from rrfp.testing.transport_checks.pair import Check, MakePair, Pair, PairOptions
 from rrfp.testing.transport_checks.suite import ALL_CHECKS, run_transport_checks
 
-__all__ = ["ALL_CHECKS", "Check", "MakePair", "Pair", "PairOptions", "SkippedError", "run_transport_checks"]
+__all__ = [
+    "ALL_CHECKS",
+    "Check",
+    "MakePair",
+    "Pair",
+    "PairOptions",
+    "SkippedError",
+    "check_codec",
+    "run_transport_checks",
+]

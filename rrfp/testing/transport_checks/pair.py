@@ -67,11 +67,11 @@ class Pair:
     third: Transport | None = None
 
 
-#: Yields a started pair with the given options; afterwards frees all transports, whatever state they are in.
 MakePair = Callable[[PairOptions], AbstractAsyncContextManager[Pair]]
+"""Yields a started pair with the given options; afterwards frees all transports, whatever state they are in."""
 
-#: One check; raises AssertionError with one sentence about the breach, or SkippedError with the part that it lacks.
 Check = Callable[[MakePair], Coroutine[Any, Any, None]]
+"""One check; raises AssertionError with one sentence about the breach, or SkippedError with the part that it lacks."""
 
 
 def data(*tensors: Tensor | None, index: int = 0, channel: Channel = Channel.FORWARD, **body: Plain) -> Message:

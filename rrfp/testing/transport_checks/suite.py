@@ -6,7 +6,6 @@ from rrfp.testing.skipped import SkippedError
 from rrfp.testing.transport_checks import data, ends, flow, frames, peers
 from rrfp.testing.transport_checks.pair import Check, MakePair
 
-#: Every check, the simplest first, so that the first failure is the most helpful.
 ALL_CHECKS: tuple[Check, ...] = (
     *data.CHECKS,
     *flow.CHECKS,
@@ -14,6 +13,7 @@ ALL_CHECKS: tuple[Check, ...] = (
     *peers.CHECKS,
     *frames.CHECKS,
 )
+"""Every check, the simplest first, so that the first failure is the most helpful."""
 
 
 async def run_transport_checks(make_pair: MakePair) -> dict[str, str]:

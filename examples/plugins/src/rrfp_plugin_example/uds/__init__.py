@@ -1,0 +1,1 @@
+"""A transport over unix domain sockets, for ranks of one Linux host."""
