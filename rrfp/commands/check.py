@@ -107,11 +107,11 @@ def _outcome(contract: Callable[..., object], run: Callable[[], object]) -> Outc
 
 def _location(error: Exception) -> str:
     """The last line of the plugin's own code in the traceback; empty where no code outside rrfp took part."""
-    ours = str(Path(rrfp.__file__).parent)
+    ours = Path(rrfp.__file__).parent
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         parts = Path(frame.filename).parts
         is_standard = frame.filename.startswith(("<", *_STANDARD)) and "site-packages" not in parts
-        if not (is_standard or frame.filename.startswith(ours) or _USED.intersection(parts)):
+        if not (is_standard or Path(frame.filename).is_relative_to(ours) or _USED.intersection(parts)):
             return f" (at {frame.filename}:{frame.lineno}, in {frame.name})"
     return ""
 
