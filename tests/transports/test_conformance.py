@@ -16,8 +16,8 @@ from rrfp.errors import PeerLostError
 from rrfp.testing.clock import run_virtual
 from rrfp.testing.skipped import SkippedError
 from rrfp.testing.transport_checks import ALL_CHECKS, Check, MakePair, Pair, PairOptions, run_transport_checks
-from rrfp.testing.transport_checks.data import check_large_tensor
-from rrfp.testing.transport_checks.flow import check_cancelled_receive
+from rrfp.testing.transport_checks.data import check_every_dtype, check_large_tensor
+from rrfp.testing.transport_checks.flow import check_cancelled_receive, check_fifo_per_channel
 from rrfp.testing.transport_checks.frames import check_codec
 from rrfp.testing.transport_checks.peers import check_silent_peer, check_three_ranks
 from rrfp.transports.base import Message
@@ -89,6 +89,20 @@ def test_a_maker_that_makes_two_ranks_only_is_told_what_is_skipped() -> None:
 
     with pytest.raises(SkippedError, match=r"it does not read PairOptions\.ranks"):
         run_virtual(check_three_ranks(make_pair))
+
+
+class Broken(SimulatedTransport):
+    """Has a slip of the pen in one method."""
+
+    async def send(self, peer: int, message: Message) -> None:
+        raise TypeError("a slip of the pen")
+
+
+@pytest.mark.parametrize("check", [check_every_dtype, check_fifo_per_channel, check_three_ranks])
+def test_an_error_in_the_transport_itself_is_raised_in_place_of_the_message_that_does_not_come(check: Check) -> None:
+    with pytest.raises(TypeError, match="a slip of the pen") as caught:
+        run_virtual(check(silenced(Broken)))
+    assert [entry.name for entry in caught.traceback][-1] == "send"
 
 
 def test_the_codec_names_every_bad_frame() -> None:

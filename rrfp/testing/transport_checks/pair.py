@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rrfp.core.tasks import Kind, Mode, StepId, Task
+from rrfp.errors import RrfpError
 from rrfp.transports.base import Channel, Message, MessageKind, Plain, Transport
 
 _Result = TypeVar("_Result")
@@ -108,14 +109,23 @@ async def stays_pending(task: asyncio.Task[Any], breach: str) -> None:
 
 @asynccontextmanager
 async def running(coroutine: Coroutine[Any, Any, _Result]) -> AsyncIterator[asyncio.Task[_Result]]:
-    """A task beside a check, cancelled at its end."""
+    """A task beside a check, cancelled at its end. An error that no check expects is raised in place of its effect."""
     task = asyncio.create_task(coroutine)
     try:
         yield task
+    except AssertionError:
+        if _has_crashed(task):
+            task.result()
+        raise
     finally:
         task.cancel()
         with suppress(asyncio.CancelledError, Exception):
             await task
+
+
+def _has_crashed(task: asyncio.Task[Any]) -> bool:
+    error = task.exception() if task.done() and not task.cancelled() else None
+    return isinstance(error, Exception) and not isinstance(error, RrfpError | AssertionError)
 
 
 async def receive(transport: Transport, event: str = "a message arrives") -> Message:
@@ -124,10 +134,14 @@ async def receive(transport: Transport, event: str = "a message arrives") -> Mes
 
 
 async def pass_on(pair: Pair, message: Message) -> Message:
-    """Send from left to right and receive."""
-    async with running(pair.left.send(1, message)) as sending:
-        received = await receive(pair.right)
-        await soon(sending, "send returns once the message was received")
+    """Send from left to right and receive. An error of either is raised at once."""
+    async with running(pair.left.send(1, message)) as sending, running(pair.right.receive()) as receiving:
+        done, _ = await asyncio.wait({sending, receiving}, timeout=PATIENCE_S, return_when=asyncio.FIRST_EXCEPTION)
+        if sending in done:
+            sending.result()
+        assert receiving in done, f"a message arrives: did not happen within {PATIENCE_S:g} s"
+        received = receiving.result()
+        assert sending in done, f"send returns once the message was received: did not happen within {PATIENCE_S:g} s"
     return received
 
 
