@@ -90,14 +90,28 @@ class StageProgram(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no split backward, so it cannot run {task}")
 
     def finish(self, virtual_stage: int) -> None:  # noqa: B027 - optional
-        """Make the gradients of ``virtual_stage`` final. Called after its last task of a training step."""
+        """Make gradients final. Called after the last task of a virtual stage in a training step.
+
+        Args:
+            virtual_stage: the virtual stage.
+        """
 
     def held_bytes(self, microbatch: int, virtual_stage: int) -> int:
-        """Bytes kept for ``microbatch`` on ``virtual_stage`` between its tasks. Called on any thread."""
+        """Bytes kept for a microbatch between its tasks. Called on any thread.
+
+        Args:
+            microbatch: 0..M-1.
+            virtual_stage: one of this rank's.
+        """
         return 0
 
     def held_output_bytes(self, microbatch: int, virtual_stage: int) -> int:
-        """The part of `held_bytes` that is output of the forward, kept for the backward. Called on any thread."""
+        """The part of `held_bytes` that is output of the forward, kept for the backward. Called on any thread.
+
+        Args:
+            microbatch: 0..M-1.
+            virtual_stage: one of this rank's.
+        """
         return 0
 
     def losses(self) -> Mapping[int, float]:

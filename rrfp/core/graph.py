@@ -61,18 +61,39 @@ class Graph:
 
     @classmethod
     def chain(cls, stages: int, *, chunks: int = 1, layout: Layout = "looped", split: bool = False) -> Graph:
-        """The usual pipeline: virtual stage v feeds v + 1, all virtual stages split or none."""
+        """The usual pipeline: virtual stage v feeds v + 1, all virtual stages split or none.
+
+        Args:
+            stages: N, at least 1.
+            chunks: C, chunks a stage, at least 1.
+            layout: ``"looped"`` or ``"v"``; see `Placement`.
+            split: whether backward is split into B and W.
+
+        Raises:
+            ConfigError: as `Placement`.
+        """
         placement = Placement(stages, chunks, layout)
         return cls(placement, split=(split,) * placement.num_virtual_stages)
 
     def kinds(self, virtual_stage: int, mode: Mode) -> tuple[Kind, ...]:
-        """The kinds of task that each microbatch runs on ``virtual_stage``, in dependency order."""
+        """The kinds of task that each microbatch runs on a virtual stage, in dependency order.
+
+        Args:
+            virtual_stage: 0..V-1.
+            mode: training or forward only.
+        """
         if mode is Mode.FORWARD:
             return (Kind.F,)
         return (Kind.F, Kind.B, Kind.W) if self.split[virtual_stage] else (Kind.F, Kind.B)
 
     def tasks(self, stage: int, microbatches: int, mode: Mode = Mode.TRAIN) -> Iterator[Task]:
-        """Every task of ``stage`` in a step of ``microbatches`` microbatches."""
+        """Every task of a stage in a step.
+
+        Args:
+            stage: 0..N-1.
+            microbatches: M.
+            mode: training or forward only.
+        """
         for v in self.placement.virtual_stages(stage):
             for kind in self.kinds(v, mode):
                 for m in range(microbatches):
@@ -82,6 +103,9 @@ class Graph:
         """The tasks whose outputs ``task`` reads.
 
         F reads the forwards before it; B its own forward and the backwards after it; W its own backward.
+
+        Args:
+            task: any task of the graph.
         """
         kind, m, v = task
         if kind is Kind.F:
@@ -91,7 +115,13 @@ class Graph:
         return (Task(Kind.B, m, v),)
 
     def consumers(self, kind: Kind, virtual_stage: int, mode: Mode) -> tuple[tuple[Kind, int], ...]:
-        """The (kind, virtual stage) pairs that read the output of ``kind`` on ``virtual_stage``."""
+        """The (kind, virtual stage) pairs that read an output.
+
+        Args:
+            kind: the kind of its task.
+            virtual_stage: where that runs.
+            mode: training or forward only.
+        """
         if kind is Kind.F:
             onward = tuple((Kind.F, w) for w in self.successors[virtual_stage])
             return onward if mode is Mode.FORWARD else (*onward, (Kind.B, virtual_stage))
@@ -101,11 +131,20 @@ class Graph:
         return ()
 
     def last_kind(self, virtual_stage: int, mode: Mode) -> Kind:
-        """The kind after which ``virtual_stage`` is done with a microbatch."""
+        """The kind after which a virtual stage is done with a microbatch.
+
+        Args:
+            virtual_stage: 0..V-1.
+            mode: training or forward only.
+        """
         return self.kinds(virtual_stage, mode)[-1]
 
     def neighbours(self, stage: int) -> Sequence[int]:
-        """The other stages that exchange tensors with ``stage``, ascending."""
+        """The other stages that exchange tensors with a stage, ascending.
+
+        Args:
+            stage: 0..N-1.
+        """
         assert self.edges is not None
         pairs = [(self.stage_of[u], self.stage_of[v]) for u, v in self.edges]
         return sorted({b if a == stage else a for a, b in pairs if stage in (a, b)} - {stage})

@@ -65,14 +65,24 @@ class View(Protocol):
         """Forward outputs that successors have started to use, as last reported; None before the first report."""
 
     def num_enqueued(self, kind: Kind, chunk: int | None = None) -> int:
-        """Tasks of ``kind`` enqueued so far in this step, on one local chunk or on all."""
+        """Tasks of ``kind`` enqueued so far in this step.
+
+        Args:
+            kind: F, B or W.
+            chunk: one local chunk, 0..C-1; None: all of them together.
+        """
 
     @property
     def num_enqueued_total(self) -> int:
         """Tasks of any kind enqueued so far in this step."""
 
     def mean_seconds(self, kind: Kind, chunk: int) -> float | None:
-        """Mean measured duration of ``kind`` on local ``chunk`` in this run, seconds; None before the first."""
+        """Mean measured duration in this run, in seconds; None before the first.
+
+        Args:
+            kind: F, B or W.
+            chunk: the local chunk, 0..C-1.
+        """
 
 
 class Hint(Protocol):
@@ -100,7 +110,14 @@ class Hint(Protocol):
         ...
 
     def open_step(self, view: View) -> None:
-        """A step began: forget what belongs to the last one."""
+        """A step began: forget what belongs to the last one.
+
+        Args:
+            view: the stage at the start of the step.
+
+        Raises:
+            ConfigError: if the hint cannot serve this pipeline.
+        """
         return None
 
     def microbatch_order(self, view: View) -> Sequence[int] | None:
@@ -108,11 +125,18 @@ class Hint(Protocol):
 
         Not followed where any task has to run in microbatch order: the two orders would fill the memory.
 
+        Args:
+            view: the stage at the start of the step.
+
         Returns:
             Every microbatch once, the highest priority first; None for 0, 1, 2, ...
         """
         return None
 
     def observe(self, event: Event) -> None:
-        """Called with every event after the core has taken it in."""
+        """Called with every event after the core has taken it in.
+
+        Args:
+            event: the event; one of a kind that the hint does not know must be ignored.
+        """
         return None

@@ -43,12 +43,20 @@ class Placement:
         return self.stages * self.chunks
 
     def stage_of(self, virtual_stage: int) -> int:
-        """The stage that holds ``virtual_stage``."""
+        """The stage that holds a virtual stage.
+
+        Args:
+            virtual_stage: 0..V-1.
+        """
         chunk, position = divmod(virtual_stage, self.stages)
         return self.stages - 1 - position if self.layout == "v" and chunk % 2 else position
 
     def virtual_stages(self, stage: int) -> tuple[int, ...]:
-        """The virtual stages of ``stage``, in chunk order (shallowest first)."""
+        """The virtual stages of a stage, in chunk order (shallowest first).
+
+        Args:
+            stage: 0..N-1.
+        """
         mirrored = self.stages - 1 - stage
         return tuple(
             chunk * self.stages + (mirrored if self.layout == "v" and chunk % 2 else stage)

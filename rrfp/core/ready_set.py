@@ -80,7 +80,12 @@ class ReadySet:
         return len(self._deeper_first)
 
     def head(self, kind: Kind, chunk: int) -> Task | None:
-        """The highest-priority ready microbatch of ``kind`` on local ``chunk``, or None."""
+        """The highest-priority ready microbatch, or None.
+
+        Args:
+            kind: F, B or W.
+            chunk: the local chunk, 0..C-1.
+        """
         queue = self._queues[kind][chunk]
         if not queue:
             return None
@@ -193,7 +198,7 @@ class ReadySet:
         return True
 
     def gated(self) -> Iterator[Task]:
-        """Tasks whose inputs are present and which the memory limit blocks."""
+        """Tasks whose inputs are present and which the memory limit blocks. For the core only."""
         for task, chunk in self._queued():
             if not self._admits(task, chunk):
                 yield task

@@ -52,6 +52,9 @@ class Task(NamedTuple):
     def parse(cls, text: str) -> Task:
         """Read the text form back.
 
+        Args:
+            text: such as ``F3@5``.
+
         Raises:
             ConfigError: if ``text`` is not of the form ``F3@5``.
         """

@@ -34,7 +34,14 @@ _MATRICES = ("F", "B", "W", "latency_F", "latency_B")
 
 
 def read_costs(path: str | os.PathLike[str]) -> CostTable:
-    """Read a cost file; a ConfigError of one line names the file and the field at fault."""
+    """Read a cost file.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        ConfigError: if the file cannot be read or is malformed; one line that names the file and the field.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:

@@ -28,27 +28,29 @@ class CostTable:
 
     A matrix may be any nested sequence of the right shape; it is copied, checked and made read-only.
 
+    Attributes:
+        stages: number of stages N >= 1 ("stages").
+        chunks: chunks a stage C >= 1 ("chunks").
+        placement: which stage holds which virtual stage: "looped" or "v" ("placement").
+        microbatches: number of microbatches M >= 1 ("microbatches").
+        forward: V x M: forward durations ("F").
+        backward: V x M: backward durations, of the input gradient only when `weight` is given ("B").
+        weight: V x M: weight-gradient durations, or None if backward is not split ("W").
+        latency_forward: V-1 x M: row v is from the end of F on v to its arrival at v + 1 ("latency_F").
+        latency_backward: V-1 x M: row v is from the end of B on v + 1 to its arrival at v ("latency_B").
+
     Raises:
         ConfigError: if a size, shape or entry is wrong; the message names the field as the cost file does.
     """
 
-    #: Number of stages N >= 1 ("stages").
     stages: int
-    #: Chunks a stage C >= 1 ("chunks").
     chunks: int
-    #: Which stage holds which virtual stage: "looped" or "v" ("placement").
     placement: Layout
-    #: Number of microbatches M >= 1 ("microbatches").
     microbatches: int
-    #: V x M: forward durations ("F").
     forward: Matrix
-    #: V x M: backward durations, of the input gradient only when `weight` is given ("B").
     backward: Matrix
-    #: V x M: weight-gradient durations, or None if backward is not split ("W").
     weight: Matrix | None
-    #: V-1 x M: row v is from the end of F on v to its arrival at v + 1 ("latency_F").
     latency_forward: Matrix
-    #: V-1 x M: row v is from the end of B on v + 1 to its arrival at v ("latency_B").
     latency_backward: Matrix
 
     def __post_init__(self) -> None:
@@ -76,15 +78,32 @@ class CostTable:
         return self.weight is not None
 
     def stage_of(self, virtual_stage: int) -> int:
-        """The stage that holds a virtual stage."""
+        """The stage that holds a virtual stage.
+
+        Args:
+            virtual_stage: 0..V-1.
+        """
         return Placement(self.stages, self.chunks, self.placement).stage_of(virtual_stage)
 
     def virtual_stages_of(self, stage: int) -> tuple[int, ...]:
-        """The virtual stages that a stage holds, by chunk."""
+        """The virtual stages that a stage holds, by chunk.
+
+        Args:
+            stage: 0..N-1.
+        """
         return Placement(self.stages, self.chunks, self.placement).virtual_stages(stage)
 
     def duration(self, kind: str, virtual_stage: int, microbatch: int) -> float:
-        """Seconds for which one task occupies its lane; `kind` is "F", "B" or, where the table is split, "W"."""
+        """Seconds for which one task occupies its lane.
+
+        Args:
+            kind: "F", "B" or "W".
+            virtual_stage: 0..V-1.
+            microbatch: 0..M-1.
+
+        Raises:
+            ConfigError: if `kind` is unknown, or is "W" and the table is not split.
+        """
         rows = {"F": self.forward, "B": self.backward, "W": self.weight}.get(kind)
         if rows is None:
             kinds = "F, B, W" if self.split else "F, B (the costs are not split)"

@@ -25,7 +25,11 @@ _Entry = tuple[Message | RrfpError, Callable[[], None] | None]
 
 
 def cost_of(num_bytes: int) -> int:
-    """Window bytes of a message with ``num_bytes`` tensor bytes; sender and receiver compute the same."""
+    """The bytes of a window that a message takes; sender and receiver compute the same.
+
+    Args:
+        num_bytes: of its tensors.
+    """
     return num_bytes + MESSAGE_OVERHEAD
 
 
@@ -37,7 +41,11 @@ class HomeLoop:
         self._ident = threading.get_ident()
 
     def call(self, callback: Callable[[], object]) -> None:
-        """Run ``callback`` on the loop: now when called there, else soon; never when the loop is closed."""
+        """Run a function on the loop: now when called there, else soon; never when the loop is closed.
+
+        Args:
+            callback: the function.
+        """
         # Waking the loop from its own thread would cost a system call for its self-pipe.
         if threading.get_ident() == self._ident:
             callback()
@@ -73,7 +81,10 @@ class Window:
             return max(0, self._outstanding - self._messages * MESSAGE_OVERHEAD)  # the numbers are the peer's
 
     async def acquire(self, cost: int) -> None:
-        """Wait until ``cost`` bytes fit, and acquire them. Cancelled, it acquires none.
+        """Wait until some bytes fit, and acquire them. Cancelled, it acquires none.
+
+        Args:
+            cost: the bytes; see `cost_of`.
 
         Raises:
             RrfpError: the error passed to `fail`.
@@ -86,7 +97,13 @@ class Window:
                 self._waiter = None
 
     def try_acquire(self, cost: int) -> bool:
-        """Acquire ``cost`` bytes if they fit; otherwise register a waiter that `release` wakes.
+        """Acquire some bytes if they fit; otherwise register a waiter that `release` wakes.
+
+        Args:
+            cost: the bytes; see `cost_of`.
+
+        Returns:
+            Whether they were acquired.
 
         Raises:
             RrfpError: the error passed to `fail`.
@@ -101,7 +118,12 @@ class Window:
             return False
 
     def release(self, cost: int, messages: int = 1) -> None:
-        """Release ``cost`` bytes of messages that the peer consumed. Clamped at zero: the numbers are the peer's."""
+        """Release bytes of messages that the peer consumed; from any thread.
+
+        Args:
+            cost: the bytes; clamped to those outstanding, since the numbers are the peer's.
+            messages: the number of messages; clamped likewise.
+        """
         with self._lock:
             self._outstanding = max(0, self._outstanding - cost)
             self._messages = max(0, self._messages - messages) if self._outstanding else 0
@@ -110,7 +132,11 @@ class Window:
             self._home.call(self._wake)
 
     def fail(self, error: RrfpError) -> None:
-        """Make the waiting sender and all later ones raise ``error``. The first error stays."""
+        """Make the waiting sender and all later ones raise an error; from any thread. The first error stays.
+
+        Args:
+            error: each sender raises a copy of it.
+        """
         with self._lock:
             if self._error is None:
                 self._error = error
@@ -162,6 +188,9 @@ class Inbox:
 
     async def get(self) -> Message:
         """Wait for the next message. Cancelling loses nothing: an entry is removed only when nothing is awaited after.
+
+        Returns:
+            The next message: control messages first, the others in order of arrival.
 
         Raises:
             RrfpError: an error passed to `put`.

@@ -46,7 +46,11 @@ class BufferPool:
         return self._idle_bytes
 
     def acquire(self, num_bytes: int) -> memoryview:
-        """Writable memory of ``num_bytes``, aligned to 64 bytes, not initialised; lent until nothing refers to it."""
+        """Writable memory, aligned to 64 bytes, not initialised; lent until nothing refers to it.
+
+        Args:
+            num_bytes: its size.
+        """
         if num_bytes < POOLED_FROM_BYTES:
             return allocate(num_bytes)
         size = -(-num_bytes // _PAGE) * _PAGE

@@ -34,6 +34,9 @@ DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.ite
 def check_sendable(tensor: Tensor) -> None:
     """Refuse a tensor whose bytes cannot be sent as they are.
 
+    Args:
+        tensor: the tensor.
+
     Raises:
         ConfigError: for another device than the CPU, a sparse or nested layout, or a dtype outside `DTYPES`.
     """
@@ -51,6 +54,9 @@ def as_bytes(tensor: Tensor) -> memoryview:
     """The dense bytes of ``tensor``: a view of its memory where it is contiguous, a copy otherwise.
 
     The copy is made on the calling thread; make large tensors contiguous where they are computed.
+
+    Args:
+        tensor: a dense CPU tensor.
 
     Raises:
         ConfigError: as `check_sendable`.
@@ -71,7 +77,11 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def allocate(num_bytes: int) -> memoryview:
-    """Fresh writable memory aligned to `ALIGNMENT`, not initialised."""
+    """Fresh writable memory aligned to 64 bytes, not initialised.
+
+    Args:
+        num_bytes: its size.
+    """
     array: Any = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy()
     return memoryview(array)
 

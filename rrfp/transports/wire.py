@@ -71,6 +71,9 @@ class Announcement:
     def assemble(self, buffers: Sequence[memoryview]) -> Message:
         """The whole message. Aligned writable buffers become the tensors' memory, others are copied once.
 
+        Args:
+            buffers: one for each of `sizes`.
+
         Raises:
             FrameError: if the number of buffers, or the length of one, differs from the announced.
         """
@@ -105,7 +108,11 @@ class Codec:
         self._max_bytes = context.max_message_bytes
 
     def seal(self, kind: str, *fields: Any) -> bytes:
-        """The header of a frame of ``kind``.
+        """The header of a frame.
+
+        Args:
+            kind: its meaning; the kinds of a transport's own frames must differ from those of `MessageKind`.
+            fields: further plain data, which `open` returns.
 
         Raises:
             ConfigError: if it is too large, or a field is not plain data.
@@ -113,7 +120,13 @@ class Codec:
         return _pack([VERSION, self._run_id, self._restart, self._rank, kind, *fields])
 
     def open(self, header: bytes | memoryview) -> Sealed:
-        """Check the seal of ``header``.
+        """Check the seal of a header.
+
+        Args:
+            header: at most `MAX_HEADER_BYTES`.
+
+        Returns:
+            Sender, kind and the fields after the seal, which are not checked.
 
         Raises:
             FrameError: for malformed bytes, or another version, run, restart or an unknown sender.
@@ -138,6 +151,9 @@ class Codec:
     def check_size(self, num_bytes: int) -> None:
         """Refuse a message that the receiver would refuse for its size.
 
+        Args:
+            num_bytes: of its tensors.
+
         Raises:
             ConfigError: if it has more than ``max_message_bytes``.
         """
@@ -150,6 +166,9 @@ class Codec:
         Args:
             message: of any channel.
             sequence: its number in its channel; ``message.sequence`` does not count.
+
+        Returns:
+            The header, and the bytes of each tensor that is not None.
 
         Raises:
             ConfigError: for an unsupported tensor or body.
@@ -168,6 +187,12 @@ class Codec:
 
     def announcement(self, sealed: Sealed) -> Announcement:
         """Check every field of a message's header.
+
+        Args:
+            sealed: from `open`.
+
+        Returns:
+            The checked header; nothing was allocated for its tensors.
 
         Raises:
             FrameError: names the field that is wrong.
@@ -197,6 +222,10 @@ class Codec:
     def decode(self, header: bytes | memoryview, frames: Sequence[memoryview]) -> Message:
         """A whole message at once.
 
+        Args:
+            header: of the message.
+            frames: the bytes of each tensor that is not None.
+
         Raises:
             FrameError: names the field that is wrong.
         """
@@ -204,7 +233,10 @@ class Codec:
 
 
 def copy_body(body: Mapping[str, Plain]) -> dict[str, Any]:
-    """``body`` as a receiver gets it: a deep copy, tuples become lists.
+    """A message's body as a receiver gets it: a deep copy, tuples become lists.
+
+    Args:
+        body: plain data.
 
     Raises:
         ConfigError: if it is too large or not plain data.

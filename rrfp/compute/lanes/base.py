@@ -53,7 +53,10 @@ class Lane(ABC):
 
     @abstractmethod
     def enqueue(self, call: Callable[[], T]) -> asyncio.Future[Execution[T]]:
-        """Run ``call`` after all calls enqueued before it. Called on the loop of `start`.
+        """Run a call after all calls enqueued before it. Called on the loop of `start`.
+
+        Args:
+            call: a function without arguments.
 
         Returns:
             A future that gets the result, or fails with the exception that ``call`` raised. The lane never cancels it,
