@@ -45,3 +45,10 @@ def test_a_broken_plugin_beside_rrfp_is_named_by_file_and_line(installed: Instal
     done = installed.run("rrfp check hint rrfp_broken:Broken", tmp_path)
     assert done.returncode == 1
     assert f"TypeError: 'method' object is not subscriptable (at {file}:6, in choose)" in done.stdout
+
+
+def test_the_demo_trains_with_them_between_processes(installed: Installed, tmp_path: Path) -> None:
+    sizes = "--stages 2 --microbatches 4 --steps 1 --warm-up 0"
+    printed = installed.printed(f"rrfp demo --hint short-queue --transport uds {sizes} --out pictures", tmp_path)
+    assert "short-queue" in printed
+    assert [entry.name for entry in tmp_path.iterdir()] == ["pictures"]
