@@ -1,49 +1,72 @@
 """Messages between the ranks of one pipeline: the contract in `base`, and its implementations.
 
-The names below are those that transports outside this package rely on.
+The names below are those that transports outside this package rely on. They are loaded when first used, so that the
+known transports can be listed without torch.
 """
 
-from rrfp.transports.base import (
-    Channel,
-    Message,
-    MessageKind,
-    Plain,
-    Rendezvous,
-    Transport,
-    TransportContext,
-    TransportStatistics,
-)
-from rrfp.transports.flow import HomeLoop, Inbox, Window, cost_of
-from rrfp.transports.pool import BufferPool
-from rrfp.transports.registry import create_transport
-from rrfp.transports.rendezvous import LocalRendezvous, StoreRendezvous
-from rrfp.transports.tensor_bytes import allocate, as_bytes, check_sendable, from_buffer
-from rrfp.transports.wire import MAX_HEADER_BYTES, Announcement, Codec, Sealed, copy_body
+from __future__ import annotations
 
-__all__ = [
-    "MAX_HEADER_BYTES",
-    "Announcement",
-    "BufferPool",
-    "Channel",
-    "Codec",
-    "HomeLoop",
-    "Inbox",
-    "LocalRendezvous",
-    "Message",
-    "MessageKind",
-    "Plain",
-    "Rendezvous",
-    "Sealed",
-    "StoreRendezvous",
-    "Transport",
-    "TransportContext",
-    "TransportStatistics",
-    "Window",
-    "allocate",
-    "as_bytes",
-    "check_sendable",
-    "copy_body",
-    "cost_of",
-    "create_transport",
-    "from_buffer",
-]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+# For type checkers, which do not run __getattr__: `as` marks a public name.
+if TYPE_CHECKING:
+    from rrfp.transports.base import Channel as Channel
+    from rrfp.transports.base import Message as Message
+    from rrfp.transports.base import MessageKind as MessageKind
+    from rrfp.transports.base import Plain as Plain
+    from rrfp.transports.base import Rendezvous as Rendezvous
+    from rrfp.transports.base import Transport as Transport
+    from rrfp.transports.base import TransportContext as TransportContext
+    from rrfp.transports.base import TransportStatistics as TransportStatistics
+    from rrfp.transports.flow import HomeLoop as HomeLoop
+    from rrfp.transports.flow import Inbox as Inbox
+    from rrfp.transports.flow import Window as Window
+    from rrfp.transports.flow import cost_of as cost_of
+    from rrfp.transports.pool import BufferPool as BufferPool
+    from rrfp.transports.registry import create_transport as create_transport
+    from rrfp.transports.rendezvous import LocalRendezvous as LocalRendezvous
+    from rrfp.transports.rendezvous import StoreRendezvous as StoreRendezvous
+    from rrfp.transports.tensor_bytes import allocate as allocate
+    from rrfp.transports.tensor_bytes import as_bytes as as_bytes
+    from rrfp.transports.tensor_bytes import check_sendable as check_sendable
+    from rrfp.transports.tensor_bytes import from_buffer as from_buffer
+    from rrfp.transports.wire import MAX_HEADER_BYTES as MAX_HEADER_BYTES
+    from rrfp.transports.wire import Announcement as Announcement
+    from rrfp.transports.wire import Codec as Codec
+    from rrfp.transports.wire import Sealed as Sealed
+    from rrfp.transports.wire import copy_body as copy_body
+
+#: Every public name, by the module that defines it.
+_PUBLIC = {
+    "rrfp.transports.base": (
+        "Channel",
+        "Message",
+        "MessageKind",
+        "Plain",
+        "Rendezvous",
+        "Transport",
+        "TransportContext",
+        "TransportStatistics",
+    ),
+    "rrfp.transports.flow": ("HomeLoop", "Inbox", "Window", "cost_of"),
+    "rrfp.transports.pool": ("BufferPool",),
+    "rrfp.transports.registry": ("create_transport",),
+    "rrfp.transports.rendezvous": ("LocalRendezvous", "StoreRendezvous"),
+    "rrfp.transports.tensor_bytes": ("allocate", "as_bytes", "check_sendable", "from_buffer"),
+    "rrfp.transports.wire": ("MAX_HEADER_BYTES", "Announcement", "Codec", "Sealed", "copy_body"),
+}
+
+_HOMES = {name: home for home, names in _PUBLIC.items() for name in names}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rrfp.transports' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
