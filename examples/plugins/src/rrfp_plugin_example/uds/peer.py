@@ -51,6 +51,7 @@ class Peer:
     Attributes:
         opened: set when all connections are open, or when the peer is gone.
         is_open: all connections are open, or were.
+        is_lost: it died or fell silent.
     """
 
     def __init__(self, rank: int, context: TransportContext, codec: Codec, home: HomeLoop, owner: Owner) -> None:
@@ -133,7 +134,7 @@ class Peer:
             self._on_credit(sealed)
         elif sealed.kind == BYE:
             self._byes.add(channel)
-            self._fail_windows(PeerLostError(self.rank, "it closed its end"))
+            self.refuse_sends(PeerLostError(self.rank, "it closed its end"))
 
     def _on_credit(self, sealed: Sealed) -> None:
         match sealed.fields:
@@ -151,7 +152,7 @@ class Peer:
         in_order = channel in self._byes
         if not in_order:
             # The peer is lost: what its other connections had delivered is read to the end before the loss is reported.
-            self._fail_windows(PeerLostError(self.rank, reason))
+            self.refuse_sends(PeerLostError(self.rank, reason))
             for connection in self._connections.values():
                 connection.shut()
         if len(self._ended) < len(self._connections):
@@ -189,13 +190,10 @@ class Peer:
             return 0.0
         return self._loop.time() - max(connection.last_read for connection in self._connections.values())
 
-    def _fail_windows(self, error: RrfpError) -> None:
-        for outlet in self._outlets.values():
-            outlet.window.fail(error)
-
     def refuse_sends(self, error: RrfpError) -> None:
         """Make waiting and later `send` raise ``error``; a message that is being written is written to its end."""
-        self._fail_windows(error)
+        for outlet in self._outlets.values():
+            outlet.window.fail(error)
 
     async def leave(self) -> None:
         """Write everything that was accepted, then bye; returns at once when the peer is gone."""
@@ -212,6 +210,6 @@ class Peer:
         self.opened.set()
         if self._heartbeat is not None:
             self._heartbeat.cancel()
-        self._fail_windows(error)
+        self.refuse_sends(error)
         for connection in self._connections.values():
             connection.close(error)
