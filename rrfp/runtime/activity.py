@@ -9,7 +9,7 @@ from rrfp.core.tasks import StepId
 
 
 class RankActivity:
-    """Follows the calls of a rank's caller: steps, and all-gathers between two steps.
+    """Follows the calls of a rank's caller: steps, and collective calls between two steps.
 
     Every rank makes the same calls in the same order. Other parts of a rank read the attributes; only the methods
     change them.
@@ -17,15 +17,15 @@ class RankActivity:
     Attributes:
         step: the step that the rank is in, None between steps.
         steps_ended: steps that it has completed.
-        is_gathering: whether it is in an all-gather between two steps.
-        gatherings_ended: all-gathers between steps that it has completed.
+        gathering: the collective call between two steps that it is in, such as ``clip_grad_norm_``; empty if none.
+        gatherings_ended: collective calls between steps that it has completed.
         active_at: when anything last happened, in seconds of the clock ``now``.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.step: StepId | None = None
         self.steps_ended = 0
-        self.is_gathering = False
+        self.gathering = ""
         self.gatherings_ended = 0
         self.active_at = 0.0
         self._now = now
@@ -41,12 +41,12 @@ class RankActivity:
         self.steps_ended += 1
 
     @contextmanager
-    def gathering(self) -> Iterator[int]:
-        """In here the rank takes part in an all-gather between two steps; yields its number."""
+    def gather(self, call: str) -> Iterator[int]:
+        """In here the rank takes part in ``call``, which all ranks make between two steps; yields its number."""
         self.touch()
-        self.is_gathering = True
+        self.gathering = call
         yield self.gatherings_ended  # what raises in there ends the pipeline, so there is nothing to take back
-        self.is_gathering = False
+        self.gathering = ""
         self.gatherings_ended += 1
 
     def touch(self) -> None:

@@ -1,9 +1,12 @@
-"""An all-gather over the control tree: every rank contributes some bytes, every rank gets those of all."""
+"""Collectives over the control tree: every rank contributes some bytes.
+
+In an all-gather every rank gets the bytes of all. In a reduction rank 0 makes an answer of them, which every rank gets.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgpack
 import torch
@@ -15,6 +18,9 @@ from rrfp.transports.base import Channel, Message, MessageKind, Plain
 
 #: Names one all-gather: a topic and a number that all ranks agree on.
 Key = tuple[str, int]
+
+#: Makes the answer of a reduction from the bytes of all ranks, by rank.
+Answer = Callable[[Sequence[bytes]], bytes]
 
 #: All-gathers that others have begun and this rank has not; in order there are a handful, one a topic.
 MOST_AHEAD = 16
@@ -40,6 +46,8 @@ class TreeAllGather:
         self._gathered: dict[Key, dict[int, bytes]] = {}
         self._reported: dict[Key, set[int]] = {}
         self._results: dict[Key, asyncio.Future[dict[int, bytes]]] = {}
+        #: The reductions that this rank has joined.
+        self._answers: dict[Key, Answer] = {}
         #: By topic, the first all-gather that was not superseded.
         self._first: dict[str, int] = {}
 
@@ -51,14 +59,28 @@ class TreeAllGather:
         key = (topic, number)
         if self._is_past(key):
             raise SupersededError(f"{topic} {number}")
-        self._gathered.setdefault(key, {})[self._rank] = own
-        future = self._results.setdefault(key, asyncio.get_running_loop().create_future())
-        self._advance(key)
-        try:
-            result = await future
-        finally:
-            self._results.pop(key, None)
+        result = await self._join(key, own)
         return [result[rank] for rank in range(self._world)]
+
+    async def reduce(self, topic: str, number: int, own: bytes, answer: Answer) -> bytes:
+        """Contribute ``own``, and wait for the answer to the bytes of all ranks, which only rank 0 gets.
+
+        Args:
+            topic: as in `all_gather`; a number of it is either a reduction or an all-gather on all ranks.
+            number: as in `all_gather`.
+            own: this rank's bytes.
+            answer: called on rank 0, before any rank gets its result.
+
+        Returns:
+            What ``answer`` returned on rank 0.
+        """
+        key = (topic, number)
+        self._answers[key] = answer
+        try:
+            bundle = await self._join(key, own)
+        finally:
+            self._answers.pop(key, None)
+        return bundle[0]
 
     def supersede(self, topic: str, number: int) -> None:
         """All-gathers of ``topic`` before ``number`` are of no use any more: end them, and ignore their messages."""
@@ -69,6 +91,16 @@ class TreeAllGather:
             future = self._results.pop(key, None)
             if future is not None and not future.done():
                 future.set_exception(SupersededError(f"{topic} {key[1]}"))
+
+    async def _join(self, key: Key, own: bytes) -> dict[int, bytes]:
+        """Contribute ``own`` to ``key``, and wait for the result."""
+        self._gathered.setdefault(key, {})[self._rank] = own
+        future = self._results.setdefault(key, asyncio.get_running_loop().create_future())
+        self._advance(key)
+        try:
+            return await future
+        finally:
+            self._results.pop(key, None)
 
     def _is_past(self, key: Key) -> bool:
         return key[1] < self._first.get(key[0], 0)
@@ -87,7 +119,7 @@ class TreeAllGather:
             self._gathered.setdefault(key, {}).update(bundle)
             self._reported.setdefault(key, set()).add(message.sender)
             self._advance(key)
-        elif message.kind is MessageKind.RESULT and message.sender == self._parent and self._is_whole(bundle):
+        elif message.kind is MessageKind.RESULT and message.sender == self._parent and self._is_whole(key, bundle):
             self._finish(key, bundle)
         else:
             raise ProtocolError(f"rank {message.sender} sent rank {self._rank} a {message.kind} of {topic} {number}")
@@ -97,8 +129,9 @@ class TreeAllGather:
         if key not in self._gathered and len(self._gathered) >= MOST_AHEAD:
             raise ProtocolError(f"rank {sender} began {key[0]} {key[1]}, but {MOST_AHEAD} all-gathers are open already")
 
-    def _is_whole(self, bundle: Mapping[int, bytes]) -> bool:
-        return bundle.keys() == set(range(self._world))
+    def _is_whole(self, key: Key, bundle: Mapping[int, bytes]) -> bool:
+        wanted = {0} if key in self._answers else set(range(self._world))
+        return bundle.keys() == wanted
 
     def _advance(self, key: Key) -> None:
         """Pass the bundle on once this rank and all below it have contributed."""
@@ -108,6 +141,9 @@ class TreeAllGather:
         del self._gathered[key]
         self._reported.pop(key, None)
         if self._parent is None:
+            answer = self._answers.get(key)
+            if answer is not None:
+                gathered = {0: answer([gathered[rank] for rank in range(self._world)])}
             self._finish(key, gathered)
         else:
             self._post(self._parent, _message(MessageKind.REPORT, key, gathered))

@@ -8,7 +8,7 @@ from rrfp.transports.base import Channel, Message, MessageKind
 
 
 class Departures:
-    """The peers that left, each with the number of steps and all-gathers that it took part in."""
+    """The peers that left, each with the number of steps and collective calls that it took part in."""
 
     def __init__(self, activity: RankActivity) -> None:
         self._activity = activity
@@ -37,8 +37,8 @@ class Departures:
                 raise PeerLostError(
                     peer, f"its program left after {steps} step(s), but step {number} was begun elsewhere"
                 )
-        if activity.is_gathering and (peer := _left_before(activity.gatherings_ended, self._gatherings)) is not None:
-            raise PeerLostError(peer, "its program left, but gradients are being clipped elsewhere")
+        if activity.gathering and (peer := _left_before(activity.gatherings_ended, self._gatherings)) is not None:
+            raise PeerLostError(peer, f"its program left, but {activity.gathering} was called elsewhere")
 
     def own_message(self) -> Message:
         """The CLOSED message of this rank."""

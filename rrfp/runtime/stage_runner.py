@@ -226,6 +226,6 @@ class StageRunner:
         return replace(result, outputs=self.program.outputs())
 
     async def _gather(self, own: bytes) -> list[bytes]:
-        with self._context.activity.gathering() as number:
+        with self._context.activity.gather("clip_grad_norm_") as number:
             self._context.departures.check()
             return await self._all_gather.all_gather("gather", number, own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -28,15 +28,17 @@ class Network:
     def _poster(self, sender: int) -> Callable[[int, Message], None]:
         return lambda peer, message: self.bag.append((peer, replace(message, sender=sender)))
 
-    async def run(self, choices: random.Random) -> None:
+    async def run(self, choices: random.Random) -> list[Message]:
         """Deliver everything, in drawn order."""
-        quiet = 0
+        quiet, carried = 0, []
         while quiet < 3:
             await asyncio.sleep(0)
             quiet = 0 if self.bag else quiet + 1
             if self.bag:
                 peer, message = self.bag.pop(choices.randrange(len(self.bag)))
                 self.parts[peer].on_message(message)
+                carried.append(message)
+        return carried
 
 
 @pytest.mark.parametrize("stages", range(1, 10))
@@ -146,3 +148,34 @@ def test_a_result_that_lacks_a_stage_is_refused() -> None:
     tensors = (to_tensor(b"\x90"),)
     with pytest.raises(ProtocolError, match="a result of step 0"):
         part.on_message(Message(Channel.CONTROL, MessageKind.RESULT, tensors=tensors, body=body, sender=0))
+
+
+@pytest.mark.parametrize("stages", range(1, 8))
+async def test_a_reduction_gives_all_ranks_the_answer_of_rank_0_alone(stages: int) -> None:
+    for seed in range(5):
+        network, asked = Network(stages), []
+
+        def answer(contributions: Sequence[bytes], asked: list[Sequence[bytes]] = asked) -> bytes:
+            asked.append(contributions)
+            return b"sum %d" % sum(map(int, contributions))
+
+        tasks = [
+            asyncio.create_task(part.reduce("sum", 7, str(rank).encode(), answer))
+            for rank, part in enumerate(network.parts)
+        ]
+        carried = await network.run(random.Random(seed))
+        assert {task.result() for task in tasks} == {b"sum %d" % sum(range(stages))}
+        assert asked == [[str(rank).encode() for rank in range(stages)]]
+        down = [message for message in carried if message.kind is MessageKind.RESULT]
+        assert all(message.num_bytes < 20 for message in down), "the contributions do not travel down"
+
+
+async def test_a_reduction_takes_no_result_of_an_all_gather() -> None:
+    part = TreeAllGather(1, 2, lambda peer, sent: None)
+    task = asyncio.create_task(part.reduce("sum", 0, b"1", lambda contributions: b""))
+    await asyncio.sleep(0)
+    body: dict[str, Plain] = {"topic": "sum", "number": 0}
+    tensors = (to_tensor(b"\x92\x92\x00\xc4\x01x\x92\x01\xc4\x01x"),)
+    with pytest.raises(ProtocolError, match="a result of sum 0"):
+        part.on_message(Message(Channel.CONTROL, MessageKind.RESULT, tensors=tensors, body=body, sender=0))
+    task.cancel()

@@ -95,15 +95,15 @@ def test_a_peer_that_left_later_is_no_loss() -> None:
         activity.begin_step(StepId(number, Mode.TRAIN, 2))
         departures.check()
         activity.end_step()
-    with activity.gathering():
+    with activity.gather("clip_grad_norm_"):
         departures.check()
     activity.begin_step(StepId(3, Mode.TRAIN, 2))
     with pytest.raises(PeerLostError, match=r"its program left after 3 step\(s\), but step 3 was begun elsewhere"):
         departures.check()
     activity.end_step()
     with (
-        activity.gathering(),
-        pytest.raises(PeerLostError, match="its program left, but gradients are being clipped elsewhere"),
+        activity.gather("clip_grad_norm_"),
+        pytest.raises(PeerLostError, match="its program left, but clip_grad_norm_ was called elsewhere"),
     ):
         departures.check()
 
@@ -114,7 +114,7 @@ def test_a_peer_that_leaves_before_the_call_that_runs_here_is_lost_when_it_says_
     departures = Departures(activity)
     if not gathers:
         activity.begin_step(StepId(0, Mode.TRAIN, 2))
-    with activity.gathering() if gathers else nullcontext():
+    with activity.gather("clip_grad_norm_") if gathers else nullcontext():
         departures.on_message(closed({"steps": 1, "gatherings": 1}, sender=2))
         with pytest.raises(PeerLostError, match="its program left") as caught:
             departures.on_message(closed({"steps": 0, "gatherings": 0}))
@@ -130,6 +130,6 @@ def test_a_closed_message_has_the_calls_that_its_rank_took_part_in(body: Any) ->
     for number in range(3):
         activity.begin_step(StepId(number, Mode.TRAIN, 2))
         activity.end_step()
-    with activity.gathering():
+    with activity.gather("clip_grad_norm_"):
         pass
     assert dict(departures.own_message().body) == {"steps": 3, "gatherings": 1}

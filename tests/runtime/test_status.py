@@ -102,7 +102,7 @@ def test_between_steps_nobody_is_late() -> None:
     assert not judge(outside, outside).deadlock
 
 
-CLIPPING = replace(OTHER, step=None, gathering=True, gatherings_ended=4)
+CLIPPING = replace(OTHER, step=None, gathering="clip_grad_norm_", gatherings_ended=4)
 
 
 def test_a_step_on_one_rank_and_clipping_before_it_on_another_never_end() -> None:
@@ -129,6 +129,18 @@ def test_a_step_on_one_rank_and_clipping_before_it_on_another_never_end() -> Non
 def test_clipping_that_may_end_is_no_deadlock(first: RankStatus, text: str) -> None:
     verdict = judge([first, CLIPPING], None)
     assert (verdict.deadlock, verdict.certain, verdict.text) == (False, True, text)
+
+
+def test_two_ranks_in_different_calls_between_the_same_steps_never_end() -> None:
+    saving = replace(CLIPPING, stage=0, gathering="save_trace")
+    verdict = judge([saving, CLIPPING], None)
+    assert verdict.deadlock
+    assert verdict.text == (
+        "deadlock: stage 0 is in save_trace, stage 1 is in clip_grad_norm_: every rank must make the same calls in the "
+        "same order"
+    )
+    about_to_hear = replace(CLIPPING, gatherings_ended=3)
+    assert not judge([saving, about_to_hear], None).deadlock
 
 
 def test_ranks_that_only_exchange_results_are_no_deadlock() -> None:

@@ -41,7 +41,7 @@ class Progress:
     def idle_seconds(self) -> float:
         """For how long nothing has happened while all ranks are waited for; 0 otherwise, and while the lane is busy."""
         activity = self._activity
-        if (activity.step is None and not activity.is_gathering) or self.running():
+        if (activity.step is None and not activity.gathering) or self.running():
             return 0.0
         return self._now() - activity.active_at
 
@@ -72,7 +72,7 @@ class Progress:
             sent=self._messenger.sent,
             received=self._messenger.received,
             awaits=() if activity.step is None else tuple(self._awaits()),
-            gathering=activity.is_gathering,
+            gathering=activity.gathering,
             gatherings_ended=activity.gatherings_ended,
             name=self._topology.name,
         )

@@ -29,8 +29,8 @@ class RankStatus:
         sent: messages of a step (tensors, credits) sent since the start.
         received: messages of a step received since the start.
         awaits: what it waits for, one line a task.
-        gathering: it waits for all ranks between two steps, as `clip_grad_norm_` does.
-        gatherings_ended: how often all ranks have done so.
+        gathering: the call of all ranks between two steps that it is in, such as ``clip_grad_norm_``; empty if none.
+        gatherings_ended: how many such calls it has completed.
         name: its display name; empty where that is its stage.
         process: its host and process id.
         stack: the Python stack of its lane, where it has been running something for long.
@@ -46,7 +46,7 @@ class RankStatus:
     sent: int
     received: int
     awaits: tuple[str, ...] = ()
-    gathering: bool = False
+    gathering: str = ""
     gatherings_ended: int = 0
     name: str = ""
     process: str = ""
@@ -88,9 +88,7 @@ def judge(statuses: Sequence[RankStatus], before: Sequence[RankStatus] | None) -
     if (crossed := _crossed(statuses)) is not None:
         return Verdict(True, True, crossed)
     if all(status.step is None for status in statuses):
-        absent = [s.who for s in statuses if not s.gathering] if any(s.gathering for s in statuses) else []
-        text = f"clip_grad_norm_ was not called yet on {', '.join(absent)}" if absent else "no rank is in a step"
-        return Verdict(False, True, text)
+        return Verdict(False, True, _absent(statuses))
     reasons = [reason for status in statuses if (reason := _busy(status))]
     current = max((status.step for status in statuses if status.step is not None), default=None)
     reasons += [_elsewhere(status, current) for status in statuses if status.step != current]
@@ -113,19 +111,29 @@ def judge(statuses: Sequence[RankStatus], before: Sequence[RankStatus] | None) -
 
 
 def _crossed(statuses: Sequence[RankStatus]) -> str | None:
-    """A rank in a step waits for one that waits, before that step, for all ranks between two steps: both wait forever.
+    """Two ranks that wait for all ranks in different calls: both wait forever.
 
-    The rank in the step has not taken part: it would have been counted.
+    Neither has taken part in the other's call: it would have been counted.
     """
     for status in statuses:
         for other in statuses:
-            is_before = status.gathering and status.steps_ended == other.step
-            if is_before and status.gatherings_ended == other.gatherings_ended:
-                return (
-                    f"deadlock: {other.who} is in step {other.step}, {status.who} is in clip_grad_norm_ before that "
-                    "step: every rank must make the same calls in the same order"
-                )
+            if not status.gathering or status.gatherings_ended != other.gatherings_ended:
+                continue
+            if status.steps_ended == other.step:
+                where = f"{other.who} is in step {other.step}, {status.who} is in {status.gathering} before that step"
+            elif other.gathering and other.gathering != status.gathering:
+                where = f"{status.who} is in {status.gathering}, {other.who} is in {other.gathering}"
+            else:
+                continue
+            return f"deadlock: {where}: every rank must make the same calls in the same order"
     return None
+
+
+def _absent(statuses: Sequence[RankStatus]) -> str:
+    """Between two steps: the ranks for whose call the others wait."""
+    call = next((status.gathering for status in statuses if status.gathering), "")
+    absent = [status.who for status in statuses if not status.gathering]
+    return f"{call} was not called yet on {', '.join(absent)}" if call and absent else "no rank is in a step"
 
 
 def _process(status: RankStatus) -> str:
@@ -140,5 +148,5 @@ def _busy(status: RankStatus) -> str | None:
 
 def _elsewhere(status: RankStatus, current: int | None) -> str:
     where = "its program has not called step() yet" if status.step is None else f"it is still in step {status.step}"
-    where = "it is in clip_grad_norm_" if status.gathering else where
+    where = f"it is in {status.gathering}" if status.gathering else where
     return f"{status.who} is not in step {current}: {where}"
