@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar, Unpack
+from typing import Any, Literal, NoReturn, Self, TypeVar, Unpack
 
 from rrfp.core import timeouts
 from rrfp.core.tasks import Mode
-from rrfp.errors import PipelineAborted
+from rrfp.errors import ConfigError, PipelineAborted
 from rrfp.pipeline.session import Session
 from rrfp.runtime.batching import EvaluateArguments, StepArguments
 from rrfp.runtime.result import StepResult
@@ -83,6 +84,13 @@ class BlockingPipeline:
         """As `rrfp.Pipeline.clip_grad_norm_`."""
         clipping = self._session.clip(max_norm, norm_type)
         return clipping.clip(self._run(self._session.ranks.share(clipping)))
+
+    def save_trace(
+        self, path: str | os.PathLike[str], *, steps: int | None = None, replica: int | Literal["all"] = 0
+    ) -> None:
+        """As `rrfp.Pipeline.save_trace`."""
+        if reason := self._run(self._session.save_trace(path, steps, replica)):
+            raise ConfigError(reason)
 
     def statistics(self) -> tuple[RankStatistics, ...]:
         """As `rrfp.Pipeline.statistics`. While a step blocks this thread, another one may call it."""

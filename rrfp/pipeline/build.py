@@ -199,6 +199,7 @@ class RankBuilder:
             stall_after=options["stall_after"],
             abort_after=options["abort_after"],
             ties=rank.ties,
+            trace_steps=options["trace_steps"],
         )
 
     def _context(self, topology: Topology, rendezvous: Rendezvous) -> TransportContext:

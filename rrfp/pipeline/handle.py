@@ -8,6 +8,7 @@ the caller's; the blocking API waits for the same future.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -160,6 +161,35 @@ class PipelineHandle:
         """
         clipping = self._session.clip(max_norm, norm_type)
         return clipping.clip(await self._run(self._session.ranks.share(clipping), "clipping gradients"))
+
+    async def save_trace(
+        self, path: str | os.PathLike[str], *, steps: int | None = None, replica: int | Literal["all"] = 0
+    ) -> None:
+        """Write the newest training steps of all ranks into one trace file, which rank 0 writes.
+
+        Call it between steps, on every rank. `rrfp trace` and `rrfp costs` read the file, and https://ui.perfetto.dev
+        draws it: a process for each replica, a thread for each stage. Of a group of ranks (tensor parallelism) its
+        leader's trace is in the file. Steps have the numbers of `StepResult.step`; evaluations are not recorded. Each
+        rank keeps as many steps as the option ``trace_steps`` says.
+
+        Ranks of one host share a clock. Those of other hosts measure by round trips how far theirs is from rank 0's,
+        at the time of this call; the field ``otherData.clocks`` of the file has the ranks of each host, the offset
+        that was added to their times, and its largest possible error.
+
+        Args:
+            path: of the file, in a folder of rank 0's host that exists; it is replaced as a whole. Other ranks ignore
+                theirs.
+            steps: only so many of the newest steps; None for all that are kept.
+            replica: the data-parallel replica to save, or ``"all"``.
+
+        Raises:
+            ConfigError: if an argument does not fit, no step is recorded, arguments differ between ranks, or the file
+                cannot be written; the last two on every rank. The pipeline goes on then.
+            PipelineAborted: if any rank failed.
+            RrfpError: as `step`.
+        """
+        if reason := await self._run(self._session.save_trace(path, steps, replica), "saving a trace"):
+            raise ConfigError(reason)
 
     def statistics(self) -> tuple[RankStatistics, ...]:
         """Held now, peaks and moved messages of the ranks of this process, for monitoring.

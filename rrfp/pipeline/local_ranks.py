@@ -7,7 +7,7 @@ import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from rrfp.arbiter.loop import SettlingLoop
 from rrfp.compute.gradients.reducer import GradientReducer
@@ -17,7 +17,7 @@ from rrfp.compute.program import StageProgram
 from rrfp.compute.thread_modes import out_of_reach
 from rrfp.core.tasks import Mode
 from rrfp.core.topology import Topology
-from rrfp.errors import PeerLostError, PipelineAborted
+from rrfp.errors import ConfigError, PeerLostError, PipelineAborted
 from rrfp.log import get_logger
 from rrfp.pipeline.options import Options
 from rrfp.runtime.batching import Plan, plan_step
@@ -26,6 +26,7 @@ from rrfp.runtime.result import StepResult
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.runtime.stall.loop_watchdog import LoopWatchdog
 from rrfp.runtime.statistics import RankStatistics
+from rrfp.runtime.trace_saver import TraceRequest
 from rrfp.trace.spans import merge
 
 logger = get_logger(__name__)
@@ -144,6 +145,32 @@ class LocalRanks:
         first, *others = self._runners
         shares = [first.gather(clipping.share()), *(runner.gather(clipping.empty_share()) for runner in others)]
         return (await _all(shares))[0]
+
+    def trace_request(
+        self, path: str | os.PathLike[str], steps: int | None, replica: int | Literal["all"]
+    ) -> TraceRequest:
+        """Check the arguments of ``save_trace``. Called on the caller's thread.
+
+        Raises:
+            ConfigError: if one is impossible, or no step is kept.
+        """
+        replicas = self._topologies[0].replicas
+        text: Any = os.fspath(path) if isinstance(path, os.PathLike) else path
+        if type(text) is not str or not text:
+            raise ConfigError(f"path is {path!r}, must be the name of a file")
+        if steps is not None and (type(steps) is not int or steps < 1):
+            raise ConfigError(f"steps is {steps!r}, must be an integer >= 1, or None for all that are kept")
+        if replica != "all" and (type(replica) is not int or not 0 <= replica < replicas):
+            raise ConfigError(f"replica is {replica!r}, must be one of 0..{replicas - 1}, or 'all'")
+        if not self._options["trace_steps"]:
+            raise ConfigError("trace_steps is 0, must be at least 1 for save_trace")
+        if not all(runner.has_traces for runner in self._runners):
+            raise ConfigError("no training step is recorded: save_trace goes after a step")
+        return TraceRequest(text, steps, None if replica == "all" else replica)
+
+    async def save_trace(self, request: TraceRequest) -> str:
+        """As `StageRunner.save_trace`, on all ranks of this process."""
+        return (await _all(runner.save_trace(request) for runner in self._runners))[0]
 
     def statistics(self) -> tuple[RankStatistics, ...]:
         """The statistics of each rank; none before the start. May be called on any thread."""

@@ -156,6 +156,10 @@ class Options(TypedDict, total=False):
     allow_insecure: Annotated[bool, _flag(False)]
     """Permit connections beyond this host without authentication."""
 
+    trace_steps: Annotated[int, _integer(16, least=0).common()]
+    """How many of the newest training steps' traces each rank keeps for `save_trace`; 0 keeps none. With more than
+    65,536 spans (tasks, waits, messages) in all of them, about 10 MB, it keeps fewer."""
+
     lane_nice: Annotated[int, Option(0, f"0..{LOWEST_NICE}", range(LOWEST_NICE + 1).__contains__)]
     """Niceness of the compute thread (Linux); a positive value lets messages overtake compute on busy cores."""
 

@@ -21,7 +21,7 @@ from rrfp.runtime.result import StepResult
 
 T = TypeVar("T")
 
-State = Literal["new", "open", "in a step", "clipping gradients", "closed"]
+State = Literal["new", "open", "in a step", "clipping gradients", "saving a trace", "closed"]
 
 #: The arguments of a step beside inputs and targets.
 _ARGUMENTS: Mapping[Mode, frozenset[str]] = {
@@ -100,10 +100,25 @@ class Session:
         with self._beginning("clipping gradients"):
             return self.ranks.clipping(max_norm, norm_type)
 
+    def save_trace(
+        self, path: str | os.PathLike[str], steps: int | None, replica: int | Literal["all"]
+    ) -> Coroutine[Any, Any, str]:
+        """Begin to save a trace; `end` ends it.
+
+        Returns:
+            The rest of it, to run on the runtime's loop; it returns why nothing was written, or an empty text.
+
+        Raises:
+            ConfigError: if an argument does not fit, or no step is recorded.
+            RrfpError: if the pipeline is not open for it.
+        """
+        with self._beginning("saving a trace", counts=False):
+            return self.ranks.save_trace(self.ranks.trace_request(path, steps, replica))
+
     def end(self) -> None:
-        """The step, or clipping, has ended, with or without an error."""
+        """The call that runs has ended, with or without an error."""
         with self._lock:
-            if self._state in ("in a step", "clipping gradients"):  # and not closed meanwhile
+            if self._state not in ("new", "closed"):  # and not closed meanwhile
                 self._state = "open"
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
@@ -160,8 +175,11 @@ class Session:
             self.thread.loop.call_soon_threadsafe(self.ranks.fail, error)
 
     @contextmanager
-    def _beginning(self, state: State) -> Iterator[None]:
-        """Enter ``state``, back to open if the block raises; an RrfpError if this caller cannot call now."""
+    def _beginning(self, state: State, *, counts: bool = True) -> Iterator[None]:
+        """Enter ``state``, back to open if the block raises; an RrfpError if this caller cannot call now.
+
+        ``counts`` says whether a refused call may have dropped a batch.
+        """
         if self.is_foreign:
             raise RrfpError(
                 f"this pipeline belongs to process {self._pid}, of which this one ({os.getpid()}) was forked: build a "
@@ -178,7 +196,7 @@ class Session:
         try:
             yield
         except BaseException as error:
-            self._refused += isinstance(error, ConfigError)
+            self._refused += counts and isinstance(error, ConfigError)
             self.end()
             raise
 

@@ -36,6 +36,8 @@ from rrfp.runtime.stall.health_monitor import HealthMonitor
 from rrfp.runtime.stall.progress import Progress
 from rrfp.runtime.statistics import RankStatistics
 from rrfp.runtime.step_report import StepReporter
+from rrfp.runtime.trace_saver import TraceRequest, TraceSaver
+from rrfp.trace.history import TraceHistory
 from rrfp.transports.base import MessageKind, Transport
 
 logger = get_logger(__name__)
@@ -57,6 +59,7 @@ class StageRunner:
         stall_after: seconds of idleness inside a step after which all ranks are asked why.
         abort_after: seconds that a task, or a turn of a rank's loop, may take before the pipeline ends; None: any.
         ties: the rank's copies of tied parameters, if it may have any; all ranks agree on them.
+        trace_steps: the newest training steps whose traces are kept.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class StageRunner:
         stall_after: float = timeouts.STALL_AFTER_S,
         abort_after: float | None = None,
         ties: TiedGradients | None = None,
+        trace_steps: int = 0,
     ) -> None:
         self.topology = topology = Topology(core.stage, core.graph.placement.stages) if topology is None else topology
         self.stage = core.stage
@@ -86,6 +90,9 @@ class StageRunner:
         self._reporter = StepReporter(topology, core.graph, self._all_gather)
         progress = Progress(context, core, driver.executor, driver.messenger, driver.gradients.awaited, driver.dispute)
         self._health = HealthMonitor(context, progress, self._all_gather, post, stall_after, abort_after)
+        self._history = TraceHistory(trace_steps)
+        most_bytes = transport.context.max_message_bytes
+        self._saver = TraceSaver(topology, self._all_gather, self._history, driver.executor, lane.now, most_bytes)
         #: The part that takes each kind of message.
         self._handlers: Mapping[MessageKind, Handler] = {
             **driver.handlers,
@@ -135,6 +142,17 @@ class StageRunner:
         """Give ``own`` to all ranks between two steps, and get what each of them gives, by rank; all equally often."""
         return await self._abort.unless_aborted(self._gather(own), "an all-gather between steps")
 
+    async def save_trace(self, request: TraceRequest) -> str:
+        """Write the traces of all ranks into one file, on rank 0; all ranks call it between the same steps.
+
+        Returns:
+            As `TraceSaver.save`.
+
+        Raises:
+            PipelineAborted: if any rank failed.
+        """
+        return await self._abort.unless_aborted(self._save_trace(request), "saving a trace")
+
     async def close(self) -> None:
         """Leave in order: notify the peers, deliver what was accepted, free everything. Takes `RUNNER_CLOSE_S` at most.
 
@@ -181,6 +199,11 @@ class StageRunner:
         return failure_of(error, self.topology).error()
 
     @property
+    def has_traces(self) -> bool:
+        """Whether the trace of a step is kept. May be read on any thread."""
+        return bool(self._history.traces)
+
+    @property
     def is_awaited(self) -> bool:
         """Whether its caller waits for it. May be read on any thread."""
         return self._abort.is_awaited
@@ -219,6 +242,8 @@ class StageRunner:
         # Before this rank reports: the others may then begin the next step, and send its tensors.
         context.mailbox.clear()
         trace = context.recorder.close(step.number, self._core.peaks)
+        if step.mode is Mode.TRAIN:
+            self._history.add(replace(trace, step=plan.batch.training_step))
         # On the lane's thread, because reading a loss may wait for the device.
         losses = await self._driver.executor.run_extra("the losses of the step", self.program.losses)
         result = await self._reporter.report(plan, trace, self._core.peaks, losses)
@@ -229,3 +254,8 @@ class StageRunner:
         with self._context.activity.gather("clip_grad_norm_") as number:
             self._context.departures.check()
             return await self._all_gather.all_gather("gather", number, own)
+
+    async def _save_trace(self, request: TraceRequest) -> str:
+        with self._context.activity.gather("save_trace"):
+            self._context.departures.check()
+            return await self._saver.save(request)

@@ -3,7 +3,8 @@
 A pipeline run is a process there, a stage one of its threads: tasks and waits are slices of the thread, messages are
 arrows between the slice of the task that made them and the slice of the task that reads them. Perfetto ties an arrow's
 end to whatever slice is open on the thread at that moment, so both ends are put strictly inside their slices, and a
-message whose reader is not in the trace, or took no time, has no arrow.
+message whose reader is not in the trace, or took no time, has no arrow. The arrow's beginning has the message's real
+time of arrival among its arguments.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
-from itertools import zip_longest
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rrfp.core.tasks import Kind, Task
@@ -42,8 +42,56 @@ def write_chrome(path: str | os.PathLike[str], traces: Sequence[StepTrace], *, n
     Raises:
         ConfigError: if the file cannot be written; its old content stays then.
     """
-    document = {"displayTimeUnit": "ms", "traceEvents": chrome_events(traces, name=name)}
-    write_atomically(path, json.dumps(document, separators=(",", ":")))
+    stages = _stages(traces)
+    write_runs(path, [ChromeRun(name, stages, traces, traces[0].start if traces else 0.0)])
+
+
+@dataclass(frozen=True, slots=True)
+class ChromeRun:
+    """One run of a file.
+
+    Attributes:
+        name: in the viewer.
+        stages: those that have a thread.
+        traces: merged traces, in the order of the steps; read once, one step ahead of the file.
+        origin: the time that is 0 in the file; runs with one clock share it.
+    """
+
+    name: str
+    stages: Sequence[int]
+    traces: Iterable[StepTrace]
+    origin: float
+
+
+def write_runs(
+    path: str | os.PathLike[str], runs: Iterable[ChromeRun], other_data: Mapping[str, object] | None = None
+) -> None:
+    """Write several runs to a file, replacing its content.
+
+    Args:
+        path: the file; its folder must exist.
+        runs: each becomes a process of its own in the viewer.
+        other_data: further facts about the file, as plain data, for its field ``otherData``.
+
+    Raises:
+        ConfigError: if the file cannot be written; its old content stays then.
+    """
+    write_atomically(path, _pieces(runs, other_data))
+
+
+def _pieces(runs: Iterable[ChromeRun], other_data: Mapping[str, object] | None) -> Iterator[str]:
+    other = "" if other_data is None else f'"otherData":{_json(other_data)},'
+    yield f'{{"displayTimeUnit":"ms",{other}"traceEvents":['
+    comma = ""
+    for pid, run in enumerate(runs, 1):
+        for event in _run_events(run, pid):
+            yield comma + _json(event)
+            comma = ","
+    yield "]}"
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 def chrome_events(traces: Sequence[StepTrace], *, name: str = "pipeline", pid: int = 1) -> list[Event]:
@@ -52,19 +100,34 @@ def chrome_events(traces: Sequence[StepTrace], *, name: str = "pipeline", pid: i
     Times are microseconds from the first step's start. A step that does not start later than the one in front of it
     (every simulated step starts at 0) is laid behind it.
     """
-    stages = sorted({span.stage for trace in traces for spans in (trace.tasks, trace.waits) for span in spans})
-    events = list(_names(name, pid, stages))
-    arrow = 0
-    origin = traces[0].start if traces else 0.0
-    for trace, following in zip_longest(traces, traces[1:]):
+    return list(_run_events(ChromeRun(name, _stages(traces), traces, traces[0].start if traces else 0.0), pid))
+
+
+def _stages(traces: Iterable[StepTrace]) -> list[int]:
+    return sorted({span.stage for trace in traces for spans in (trace.tasks, trace.waits) for span in spans})
+
+
+def _run_events(run: ChromeRun, pid: int) -> Iterator[Event]:
+    yield from _names(run.name, pid, run.stages)
+    arrow, origin = 0, run.origin
+    for trace, following in _with_next(run.traces):
         same_clock = following is not None and following.start > trace.start
         # One rank may begin the next step a little before another has returned from this one.
-        until = min(trace.end, following.start) if same_clock else trace.end
-        events.extend(_Step(trace, until, origin, pid).events(stages, arrow))
+        until = trace.end if following is None or not same_clock else min(trace.end, following.start)
+        yield from _Step(trace, until, origin, pid).events(run.stages, arrow)
         arrow += len(trace.messages)
         if following is not None and not same_clock:
             origin += following.start - trace.end
-    return events
+
+
+def _with_next(traces: Iterable[StepTrace]) -> Iterator[tuple[StepTrace, StepTrace | None]]:
+    """Each trace and the one after it; the last one with None."""
+    iterator = iter(traces)
+    current = next(iterator, None)
+    while current is not None:
+        following = next(iterator, None)
+        yield current, following
+        current = following
 
 
 def _names(name: str, pid: int, stages: Iterable[int]) -> Iterator[Event]:
@@ -150,7 +213,14 @@ class _Step:
         if leaves >= sender.end or arrives >= reader.end:
             return
         common = {"cat": "message", "name": _arrow_name(message.task), "id": arrow, "pid": self._pid}
-        yield {"ph": "s", **common, "tid": _thread(sender.stage), "ts": self._microseconds(leaves)}
+        args: dict[str, object] = {
+            "task": str(message.task),
+            "step": self._trace.step,
+            "to stage": message.target,
+            "arrived": None if message.arrived is None else self._microseconds(message.arrived),
+            "bytes": message.num_bytes,
+        }
+        yield {"ph": "s", **common, "tid": _thread(sender.stage), "ts": self._microseconds(leaves), "args": args}
         yield {"ph": "f", "bp": "e", **common, "tid": _thread(reader.stage), "ts": self._microseconds(arrives)}
 
     def _reader(self, message: MessageSpan, sender: TaskSpan) -> TaskSpan | None:

@@ -1,4 +1,4 @@
-"""Reads the files of `rrfp.trace.chrome`: tasks and waits of every step, to the nanosecond, without the arrows."""
+"""Reads the files of `rrfp.trace.chrome`: tasks, waits and messages of every step, to the nanosecond."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from rrfp.core.usage import Peaks, WaitCause
 from rrfp.errors import ConfigError
 from rrfp.trace.breakdown import CAUSE_LABELS
 from rrfp.trace.chrome import STEPS_THREAD
-from rrfp.trace.spans import StagePeaks, StepTrace, TaskSpan, WaitSpan
+from rrfp.trace.chrome_messages import is_message, read_clock_error, read_message
+from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
 
 _CAUSES = {f"wait: {label}": cause for cause, label in CAUSE_LABELS.items()}
 
@@ -29,11 +30,13 @@ class TracedRun:
         name: as the writer named it.
         num_stages: its stages.
         steps: its steps in order; times are seconds from the first one's start.
+        clock_error: the most seconds by which times of two ranks may be apart that were the same; 0 on one host.
     """
 
     name: str
     num_stages: int
     steps: tuple[StepTrace, ...]
+    clock_error: float = 0.0
 
 
 def read_chrome(path: str | os.PathLike[str]) -> list[TracedRun]:
@@ -58,8 +61,9 @@ def read_chrome(path: str | os.PathLike[str]) -> list[TracedRun]:
         if isinstance(event.get("pid"), int):
             by_run[event["pid"]].append((index, event))
     try:
-        runs = [_Reader().read(pairs) for pairs in by_run.values()]
-    except ConfigError as error:
+        clock_error = read_clock_error(document.get("otherData"))
+        runs = [replace(_Reader().read(pairs), clock_error=clock_error) for pairs in by_run.values()]
+    except ValueError as error:
         raise ConfigError(f"{os.fspath(path)}: {error}") from None
     runs = [run for run in runs if run.steps and run.num_stages]
     if not runs:
@@ -75,6 +79,7 @@ class _Reader:
         self._steps: dict[int, tuple[float, float]] = {}
         self._tasks: dict[int, list[TaskSpan]] = defaultdict(list)
         self._waits: dict[int, list[WaitSpan]] = defaultdict(list)
+        self._messages: dict[int, list[MessageSpan]] = defaultdict(list)
         self._peaks: dict[int, tuple[StagePeaks, ...]] = {}
 
     def read(self, events: Sequence[tuple[int, dict[str, Any]]]) -> TracedRun:
@@ -90,6 +95,9 @@ class _Reader:
     def _read_event(self, event: dict[str, Any]) -> None:
         if event.get("ph") == "M" and event.get("name") == "process_name":
             self._name = str(event["args"]["name"])
+        elif is_message(event):
+            step, message = read_message(event)
+            self._messages[step].append(message)
         elif event.get("ph") == "X" and event.get("cat") in ("step", "computation", "wait"):
             step, stage = int(event["args"]["step"]), int(event["tid"]) - STEPS_THREAD - 1
             # Rounded as the writer did, so that slices that touched still touch.
@@ -109,7 +117,7 @@ class _Reader:
     def _trace(self, step: int) -> StepTrace:
         start, end = self._steps[step]
         tasks, waits = _by_start(self._tasks[step]), _by_start(self._waits[step])
-        return StepTrace(step, start, end, tasks, waits, peaks=self._peaks[step])
+        return StepTrace(step, start, end, tasks, waits, tuple(self._messages[step]), peaks=self._peaks[step])
 
 
 def _cause(name: str) -> WaitCause:

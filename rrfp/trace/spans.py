@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 
 from rrfp.core.record import record
 from rrfp.core.tasks import Task
@@ -86,6 +87,11 @@ class StepTrace:
     dropped: int = 0
     peaks: tuple[StagePeaks, ...] = ()
 
+    @property
+    def num_spans(self) -> int:
+        """Spans of all kinds."""
+        return len(self.tasks) + len(self.waits) + len(self.messages)
+
 
 class SpanRing:
     """Keeps the newest ``capacity`` spans."""
@@ -133,6 +139,22 @@ def merge(traces: Iterable[StepTrace]) -> StepTrace:
         messages=_join(m for p in parts for m in p.messages),
         dropped=sum(part.dropped for part in parts),
         peaks=_worst(peak for part in parts for peak in part.peaks),
+    )
+
+
+def shifted(trace: StepTrace, seconds: float) -> StepTrace:
+    """The same step on a clock that shows ``seconds`` more."""
+
+    def moved(time: float | None) -> float | None:
+        return None if time is None else time + seconds
+
+    return replace(
+        trace,
+        start=trace.start + seconds,
+        end=trace.end + seconds,
+        tasks=tuple(replace(span, start=span.start + seconds, end=span.end + seconds) for span in trace.tasks),
+        waits=tuple(replace(span, start=span.start + seconds, end=span.end + seconds) for span in trace.waits),
+        messages=tuple(replace(span, sent=moved(span.sent), arrived=moved(span.arrived)) for span in trace.messages),
     )
 
 

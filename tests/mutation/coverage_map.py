@@ -19,6 +19,7 @@ _IN_PROCESSES = (
     "memory",
     "processes",
     "random_kills",
+    "save_trace_processes",
     "stuck_processes",
     "tensor_parallel",
     "ties_between_processes",

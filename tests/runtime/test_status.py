@@ -124,6 +124,10 @@ def test_a_step_on_one_rank_and_clipping_before_it_on_another_never_end() -> Non
             "stage 1 is not in step 1: it is in clip_grad_norm_",
         ),
         (replace(CLIPPING, stage=0), "no rank is in a step"),
+        (
+            replace(CLIPPING, stage=0, running="the writing of the trace", running_s=12.0),
+            "stage 0 has been running the writing of the trace for 12.0 s",
+        ),
     ],
 )
 def test_clipping_that_may_end_is_no_deadlock(first: RankStatus, text: str) -> None:

@@ -88,7 +88,7 @@ def judge(statuses: Sequence[RankStatus], before: Sequence[RankStatus] | None) -
     if (crossed := _crossed(statuses)) is not None:
         return Verdict(True, True, crossed)
     if all(status.step is None for status in statuses):
-        return Verdict(False, True, _absent(statuses))
+        return Verdict(False, True, _between_steps(statuses))
     reasons = [reason for status in statuses if (reason := _busy(status))]
     current = max((status.step for status in statuses if status.step is not None), default=None)
     reasons += [_elsewhere(status, current) for status in statuses if status.step != current]
@@ -129,11 +129,13 @@ def _crossed(statuses: Sequence[RankStatus]) -> str | None:
     return None
 
 
-def _absent(statuses: Sequence[RankStatus]) -> str:
-    """Between two steps: the ranks for whose call the others wait."""
+def _between_steps(statuses: Sequence[RankStatus]) -> str:
+    """The ranks for which the others wait in a call of all ranks, or no rank waits."""
     call = next((status.gathering for status in statuses if status.gathering), "")
     absent = [status.who for status in statuses if not status.gathering]
-    return f"{call} was not called yet on {', '.join(absent)}" if call and absent else "no rank is in a step"
+    if call and absent:
+        return f"{call} was not called yet on {', '.join(absent)}"
+    return "; ".join(reason for status in statuses if (reason := _busy(status))) or "no rank is in a step"
 
 
 def _process(status: RankStatus) -> str:

@@ -1,0 +1,256 @@
+"""`save_trace` on one rank: the traces of all ranks go to rank 0, which writes them into one file.
+
+The ranks first agree on the steps. Then each rank whose trace is wanted sends it in pieces, one a round, so that no
+message holds more than `ROUND_BYTES` however many ranks there are and however long their traces. Rank 0 keeps the
+packed traces and unpacks a step at a time while it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import msgpack
+
+from rrfp.core.topology import Topology
+from rrfp.errors import ConfigError, ProtocolError
+from rrfp.runtime import records
+from rrfp.runtime.all_gather import TreeAllGather
+from rrfp.runtime.clock_offsets import ClockOffset, HostClock, host_clocks, measure_offset, own_clock
+from rrfp.runtime.lane_executor import LaneExecutor
+from rrfp.runtime.processes import ProcessIdentity
+from rrfp.trace.chrome import ChromeRun, write_runs
+from rrfp.trace.history import TraceHistory
+from rrfp.trace.plain import from_plain, to_plain
+from rrfp.trace.spans import StepTrace, merge, shifted
+
+T = TypeVar("T")
+
+_TOPIC = "save_trace"
+
+#: The most bytes of traces in one message.
+ROUND_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """The arguments of ``save_trace``.
+
+    Attributes:
+        path: of the file; rank 0 alone writes.
+        steps: the newest steps, so many at most; None for all that are kept.
+        replica: the replica whose ranks are saved; None for all.
+    """
+
+    path: str
+    steps: int | None = None
+    replica: int | None = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TraceOffer:
+    """The traces of a rank, before any is sent.
+
+    Attributes:
+        steps: as its caller asks.
+        replica: as its caller asks.
+        first: the oldest training step whose trace it has.
+        last: the newest one.
+        clock: identifies its clock.
+        host: its host.
+        most_bytes: the largest message that it takes.
+    """
+
+    steps: int | None
+    replica: int | None
+    first: int
+    last: int
+    clock: str
+    host: str
+    most_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSize:
+    """The bytes of a rank's packed trace, and its clock's offset."""
+
+    num_bytes: int
+    offset: ClockOffset
+
+
+class TraceSaver:
+    """Saves the traces of one job; every rank has one.
+
+    Args:
+        topology: where the rank is.
+        all_gather: of all ranks.
+        history: the traces of this rank.
+        executor: for work that would keep the loop.
+        now: the clock of the traces.
+        most_bytes: the largest message that this rank's transport takes.
+        clock: identifies this rank's clock; by default that of its host.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        all_gather: TreeAllGather,
+        history: TraceHistory,
+        executor: LaneExecutor,
+        now: Callable[[], float],
+        most_bytes: int,
+        clock: str | None = None,
+    ) -> None:
+        self._topology = topology
+        self._all_gather = all_gather
+        self._history = history
+        self._executor = executor
+        self._now = now
+        self._most_bytes = most_bytes
+        self._clock = own_clock() if clock is None else clock
+        #: Rounds of all calls so far, the same on all ranks.
+        self._rounds = 0
+
+    async def save(self, request: TraceRequest) -> str:
+        """Save the traces; every rank calls it.
+
+        Returns:
+            Why nothing was written, the same on all ranks; empty where the file was written.
+
+        Raises:
+            ProtocolError: if a rank sends something else than a trace.
+        """
+        offers = await self._share(self._offer(request), "an offer of traces")
+        if reason := _refusal(offers):
+            return reason
+        first, last = max(offer.first for offer in offers), min(offer.last for offer in offers)
+        if request.steps is not None:
+            first = max(first, last - request.steps + 1)
+        savers = self._savers(request.replica)
+        packed = b""
+        if self._topology.rank in savers:
+            traces = [trace for trace in self._history.traces if first <= trace.step <= last]
+            packed = await self._executor.run_extra("the packing of its trace", partial(_pack, traces))
+        offset = ClockOffset()
+        if len({offer.clock for offer in offers}) > 1:
+            offset = await measure_offset(self._now, self._ask_clock)
+        sizes = await self._share(TraceSize(len(packed), offset), "the size of a trace")
+        most = min(ROUND_BYTES, *(offer.most_bytes // 2 for offer in offers))
+        pieces = await self._collect(packed, max(size.num_bytes for size in sizes), max(1, most // len(savers)))
+        failure = ""
+        if self._topology.rank == 0:
+            owners = [(offer.clock, offer.host) for offer in offers]
+            clocks = host_clocks(owners, [size.offset for size in sizes])
+            write = partial(_write, request.path, {rank: pieces[rank] for rank in savers}, clocks, self._topology)
+            failure = await self._executor.run_extra("the writing of the trace", write)
+        return (await self._reduce(failure.encode(), lambda failures: failures[0])).decode()
+
+    def _offer(self, request: TraceRequest) -> TraceOffer:
+        traces = self._history.traces
+        first, last = (traces[0].step, traces[-1].step) if traces else (0, -1)
+        host = ProcessIdentity.own().host
+        return TraceOffer(request.steps, request.replica, first, last, self._clock, host, self._most_bytes)
+
+    def _savers(self, replica: int | None) -> list[int]:
+        """The ranks whose traces are wanted: the leaders of their groups."""
+        owners = [(rank, self._topology.place_of(rank)) for rank in range(self._topology.world)]
+        return [rank for rank, owner in owners if owner.member == 0 and replica in (None, owner.replica)]
+
+    async def _collect(self, packed: bytes, most: int, piece: int) -> list[bytes]:
+        """Send this rank's trace to rank 0, which gets those of all ranks, by rank; empty ones elsewhere."""
+        collected = [bytearray() for _ in range(self._topology.world)]
+
+        def keep(pieces: Sequence[bytes]) -> bytes:
+            for mine, new in zip(collected, pieces, strict=True):
+                mine += new
+            return b""
+
+        for start in range(0, most, piece):
+            await self._reduce(packed[start : start + piece], keep)
+        return [bytes(mine) for mine in collected]
+
+    async def _ask_clock(self) -> float:
+        reading = await self._reduce(b"", lambda _: records.pack(ClockOffset(self._now())))
+        return records.unpack(ClockOffset, reading, "a reading of rank 0's clock").seconds
+
+    async def _share(self, own: T, name: str) -> list[T]:
+        """Give ``own`` to all ranks, and get what each gives, by rank."""
+        answers = await self._all_gather.all_gather(_TOPIC, self._next_round(), records.pack(own))
+        return [records.unpack(type(own), data, name) for data in answers]
+
+    async def _reduce(self, own: bytes, answer: Callable[[Sequence[bytes]], bytes]) -> bytes:
+        return await self._all_gather.reduce(_TOPIC, self._next_round(), own, answer)
+
+    def _next_round(self) -> int:
+        self._rounds += 1
+        return self._rounds
+
+
+def _refusal(offers: Sequence[TraceOffer]) -> str:
+    """Why no trace is written; empty if one is."""
+    for name in ("steps", "replica"):
+        values = [getattr(offer, name) for offer in offers]
+        if len(set(values)) > 1:
+            other = next(rank for rank, value in enumerate(values) if value != values[0])
+            everything = "'all'" if name == "replica" else "None"
+            ours, theirs = (everything if value is None else value for value in (values[0], values[other]))
+            return f"{name} is {ours} on rank 0 and {theirs} on rank {other}, must be the same on all ranks"
+    if max(offer.first for offer in offers) > min(offer.last for offer in offers):
+        return "no training step is recorded on all ranks: save_trace goes after a step"
+    return ""
+
+
+def _pack(traces: Sequence[StepTrace]) -> bytes:
+    return b"".join(msgpack.packb(to_plain(trace)) for trace in traces)
+
+
+def _write(path: str, packed: dict[int, bytes], clocks: Sequence[HostClock], topology: Topology) -> str:
+    """Write the file; returns the reason if that is not possible. On a thread that may wait for the disk."""
+    offsets = {rank: clock.offset.seconds for clock in clocks for rank in clock.ranks}
+    by_replica: dict[int, list[int]] = {}
+    for rank in packed:
+        by_replica.setdefault(topology.place_of(rank).replica, []).append(rank)
+    runs = [
+        (
+            "pipeline" if topology.replicas == 1 else f"replica {replica}",
+            _Steps([_unpack(rank, packed[rank], offsets[rank]) for rank in ranks]),
+        )
+        for replica, ranks in by_replica.items()
+    ]
+    origin = min(steps.first.start for _, steps in runs)
+    stages = range(topology.stages)
+    try:
+        write_runs(path, [ChromeRun(name, stages, steps, origin) for name, steps in runs], {"clocks": _plain(clocks)})
+    except ConfigError as error:
+        return f"save_trace on rank 0: {error}"
+    return ""
+
+
+class _Steps:
+    """The merged steps of one replica, each unpacked when its turn comes; read once."""
+
+    def __init__(self, ranks: Sequence[Iterator[StepTrace]]) -> None:
+        self._merged = (merge(parts) for parts in zip(*ranks, strict=True))
+        self.first = next(self._merged)
+
+    def __iter__(self) -> Iterator[StepTrace]:
+        yield self.first
+        yield from self._merged
+
+
+def _unpack(rank: int, packed: bytes, offset: float) -> Iterator[StepTrace]:
+    """The steps in ``packed``, on the clock of rank 0."""
+    unpacker = msgpack.Unpacker(max_buffer_size=len(packed))
+    unpacker.feed(packed)
+    try:
+        for plain in unpacker:
+            trace = from_plain(plain)
+            yield shifted(trace, offset) if offset else trace
+    except (KeyError, TypeError, ValueError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"rank {rank} sent a trace that cannot be read: {error!r}") from None
+
+
+def _plain(clocks: Sequence[HostClock]) -> list[dict[str, Any]]:
+    return [{"host": clock.host, "ranks": clock.ranks, **asdict(clock.offset)} for clock in clocks]
