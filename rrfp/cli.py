@@ -15,6 +15,7 @@ import typer
 import rrfp
 from rrfp.commands.check import check
 from rrfp.commands.command_line import Command, Group, UsageError, usage_text
+from rrfp.commands.costs import costs
 from rrfp.commands.demo import demo
 from rrfp.commands.doctor import doctor
 from rrfp.commands.plugins import hints, transports
@@ -89,6 +90,7 @@ app.command(cls=Command)(demo)
 app.command(cls=SimulateCommand)(simulate)
 app.command(cls=SweepCommand)(sweep)
 app.command(cls=Command)(trace)
+app.command(cls=Command)(costs)
 app.command(cls=Command)(hints)
 app.command(cls=Command)(transports)
 app.add_typer(check, name="check")

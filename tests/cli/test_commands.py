@@ -18,7 +18,7 @@ from rrfp.sim.simulation import simulate
 from rrfp.trace.chrome import chrome_events, write_chrome
 
 CHECKS = ("check faults", "check admission", "check hint", "check transport")
-COMMANDS = ("demo", "simulate", "sweep", "trace", "hints", "transports", "doctor", *CHECKS)
+COMMANDS = ("demo", "simulate", "sweep", "trace", "costs", "hints", "transports", "doctor", *CHECKS)
 
 CHEAT = """
 from rrfp import Hint, Kind, Task

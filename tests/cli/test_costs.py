@@ -1,0 +1,119 @@
+"""`rrfp costs`: from traces to a cost file that `rrfp simulate` and `rrfp sweep` run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli.shell import rrfp
+
+from rrfp.costs import make_costs, read_costs
+from rrfp.sim.simulation import simulate
+from rrfp.trace.chrome import ChromeRun, write_runs
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Four steps of two replicas."""
+    tables = [make_costs("mllm", 3, 4, seed=seed, step=step, latency="wire") for seed in (0, 1) for step in range(4)]
+    traces = [simulate(table, hint="bf").result.trace(step % 4) for step, table in enumerate(tables)]
+    runs = [ChromeRun(f"replica {r}", range(3), traces[4 * r : 4 * r + 4], 0.0) for r in (0, 1)]
+    write_runs(tmp_path / "trace.json", runs, {"clocks": [{"error_s": 0.0}, {"error_s": 0.0002}, {"error_s": 0.0001}]})
+    return tmp_path / "trace.json"
+
+
+def test_the_file_goes_into_simulate_and_sweep(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "costs.json"
+    result = rrfp("costs", trace, "--out", out)
+    assert result.exit_code == 0, result.stderr
+    assert "4 training step(s) of 4 microbatches" in result.stdout
+    assert "left out: 4 at the beginning" in result.stdout
+    assert "clocks of hosts are known to 0.300 ms" in result.stdout
+    assert f"{out} written: rrfp sweep --costs {out}" in result.stdout
+    assert rrfp("simulate", "--costs", out, "--hint", "bf", "--json").exit_code == 0
+    compared = rrfp("sweep", "--costs", out, "--hint", "bf,fb", "--limit", "1f1b,2n", "--strict", "1f1b", "--json")
+    assert len(json.loads(compared.stdout)["runs"]) == 5
+
+
+def test_json_has_the_figures_and_the_file(trace: Path, tmp_path: Path) -> None:
+    arguments = ("--run", "replica 1", "--skip-first", "0", "--step", "mean")
+    document: dict[str, Any] = json.loads(rrfp("costs", trace, *arguments, "--json").stdout)
+    assert set(document) == {
+        *("out", "step", "steps", "left_out", "step_seconds", "latency", "messages", "clock_error", "costs"),
+    }
+    assert (document["out"], document["step"], document["steps"], document["left_out"]) == (None, None, 4, [])
+    assert document["messages"] == {"measured": 2 * 2 * 4, "filled": 0}
+    assert document["latency"] == "measured"
+    assert document["clock_error"] == pytest.approx(0.0003)
+    out = tmp_path / "costs.json"
+    assert rrfp("costs", trace, *arguments, "--out", out).exit_code == 0
+    assert read_costs(out).forward.tolist() == document["costs"]["F"]
+
+
+def test_one_step_as_it_was_and_messages_by_a_model(trace: Path) -> None:
+    document = json.loads(rrfp("costs", trace, "--step", "3", "--latency", "none", "--json").stdout)
+    assert (document["step"], document["steps"], document["latency"]) == (3, 2, "none")  # of each replica
+    assert {value for row in document["costs"]["latency_F"] for value in row} == {0}
+    assert "messages: latency none" in rrfp("costs", trace, "--latency", "none").stdout
+    assert "--out FILE writes the cost file" in rrfp("costs", trace).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--run", "replica 2"), "run is 'replica 2', must be one of: replica 0, replica 1"),
+        (
+            ("--skip-first", "1", "--step", "1"),
+            "--skip-first leaves steps out, --step 1 takes one: must be one of them",
+        ),
+        (("--skip-first", "4"), "{trace}: replica 0 has 4 training step(s), and skip-first is 4, must be less"),
+        (("--step", "9"), "step is 9, must be one of: 0, 1, 2, 3"),
+        (("--step", "-1"), "step is '-1', must be a step's number or one of: typical, median, mean"),
+        (("--out", "nowhere/costs.json"), "nowhere/costs.json: cannot be written (No such file or directory)"),
+        (("{trace}",), "TRACE is {trace} twice, must be named once"),
+        (("missing.json",), "missing.json: cannot be read (No such file or directory)"),
+    ],
+)
+def test_bad_usage_is_one_line(trace: Path, arguments: tuple[str, ...], message: str) -> None:
+    result = rrfp("costs", trace, *(argument.format(trace=trace) for argument in arguments))
+    assert (result.exit_code, result.stderr) == (2, f"rrfp: {message.format(trace=trace)}\n")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("args", "arrived"), "soon", "args.arrived is 'soon', must be a finite number (microseconds) or null"),
+        (("args", "arrived"), 1e999, "args.arrived is inf, must be a finite number (microseconds) or null"),
+        (("args", "to stage"), -1, "args.to stage is -1, must be a whole number from 0 on"),
+        (("args", "step"), True, "args.step is True, must be a whole number from 0 on"),
+        (("args", "bytes"), None, "args.bytes is None, must be a whole number from 0 on"),
+        (("args", "task"), 3, "args.task is 3, must be a task such as F3@5"),
+        (("args", "task"), "G3@5", "task 'G3@5' is not of the form F3@5"),
+        (("args",), [], "args is [], must be an object"),
+        (("tid",), 0, "tid is 0, must be a whole number from 1 on"),
+    ],
+)
+def test_a_message_that_is_wrong_is_refused_by_event_and_field(
+    trace: Path, path: tuple[str, ...], value: Any, message: str
+) -> None:
+    document = json.loads(trace.read_text())
+    index = next(i for i, event in enumerate(document["traceEvents"]) if event["ph"] == "s")
+    place = document["traceEvents"][index]
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    trace.write_text(json.dumps(document))
+    result = rrfp("costs", trace)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"rrfp: {trace}: traceEvents[{index}]: {message}")
+
+
+@pytest.mark.parametrize("error", ["much", -1.0, None, True, 1e999])
+def test_a_clock_error_that_is_wrong_is_refused(trace: Path, error: Any) -> None:
+    document = json.loads(trace.read_text())
+    document["otherData"]["clocks"][1]["error_s"] = error
+    trace.write_text(json.dumps(document))
+    result = rrfp("costs", trace)
+    assert result.stderr.startswith(f"rrfp: {trace}: otherData.clocks[1].error_s is ")
