@@ -20,13 +20,13 @@ def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables}
 
 
-def run_workers(script: Path, count: int, settings: str, **variables: str) -> Iterator[Any]:
+def run_workers(script: Path, count: int, *arguments: str, **variables: str) -> Iterator[Any]:
     """Run ``count`` workers, and yield their reports.
 
     Args:
         script: the worker's file.
         count: how many.
-        settings: the argument of each.
+        arguments: of each, on its command line.
         variables: of the environment.
 
     Raises:
@@ -34,7 +34,7 @@ def run_workers(script: Path, count: int, settings: str, **variables: str) -> It
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     process = subprocess.Popen(
-        [*command, str(script), settings],
+        [*command, str(script), *arguments],
         stdout=subprocess.PIPE,
         text=True,
         env=environment_with(variables),

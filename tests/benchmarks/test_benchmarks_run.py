@@ -97,3 +97,13 @@ def test_tp_coordination_reports_every_way_to_one_order() -> None:
         assert figures["to_start"]["samples"] == 2 * 7  # of two stages with 8 tasks each, from the second task on
         assert figures["messages_per_task"] > 1
     check_aims(document["aims"])
+
+
+def test_trace_to_costs_predicts_every_method_in_both_workloads() -> None:
+    document = quick("trace_to_costs")
+
+    methods = ["bf, limit 2n", "bf, limit 1f1b", "b-priority, limit n", "1f1b (strict)", "gpipe (strict)"]
+    shown = [(figures["workload"], figures["method"]) for figures in document["figures"]]
+    assert shown == [(workload, method) for workload in ("paced", "cpu") for method in methods]
+    for figures in document["figures"]:
+        assert min(figures[way] for way in ("measured", "typical", "each_step", "averaged")) > 0
