@@ -4,7 +4,7 @@ A pipeline run is a process there, a stage one of its threads: tasks and waits a
 arrows between the slice of the task that made them and the slice of the task that reads them. Perfetto ties an arrow's
 end to whatever slice is open on the thread at that moment, so both ends are put strictly inside their slices, and a
 message whose reader is not in the trace, or took no time, has no arrow. The arrow's beginning has the message's real
-time of arrival among its arguments.
+time of arrival among its arguments. A counter track for each stage shows the chunk tasks that it held.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from rrfp.core.tasks import Kind, Task
 from rrfp.costs.atomic_files import write_atomically
 from rrfp.trace.breakdown import CAUSE_LABELS, idle_waits
+from rrfp.trace.held import Level, held_levels
 from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan
 
 Event = dict[str, Any]
@@ -26,6 +27,9 @@ Event = dict[str, Any]
 #: Thread ids: the steps first, then the stages.
 STEPS_THREAD = 0
 KIND_NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradient"}
+
+#: The series of a stage's counter.
+HELD = "chunk tasks"
 
 #: Seconds by which an arrow's end lies inside its slice, unless the slice is too short.
 _INSIDE = 1e-6
@@ -160,7 +164,7 @@ class _Step:
             self._by_microbatch[span.stage, span.task.kind, span.task.microbatch].append(span)
 
     def events(self, stages: Iterable[int], first_arrow: int) -> Iterator[Event]:
-        """Slices before arrows: viewers read events of one instant in the order of the file."""
+        """Arrows last: viewers read events of one instant in the order of the file."""
         trace = self._trace
         args: dict[str, object] = {"step": trace.step}
         if trace.peaks:
@@ -175,6 +179,8 @@ class _Step:
                     label = f"wait: {CAUSE_LABELS[wait.cause]}"
                     event = self._slice("wait", label, _thread(stage), wait.start, end, {"step": trace.step})
                     yield {**event, "cname": "grey"}
+            for level in held_levels(trace, stage):
+                yield self._counter(stage, level)
         for arrow, message in enumerate(trace.messages, first_arrow):
             yield from self._arrow(message, arrow)
 
@@ -202,6 +208,11 @@ class _Step:
             "dur": duration,
             "args": args,
         }
+
+    def _counter(self, stage: int, level: Level) -> Event:
+        # Viewers tell counters apart by process and name, whatever the thread.
+        track = {"cat": "memory", "name": f"stage {stage} held", "pid": self._pid, "tid": _thread(stage)}
+        return {"ph": "C", **track, "ts": self._microseconds(level.time), "args": {HELD: level.held}}
 
     def _arrow(self, message: MessageSpan, arrow: int) -> Iterator[Event]:
         sender = self._spans.get(message.task)

@@ -17,6 +17,7 @@ from rrfp.costs import make_costs
 from rrfp.errors import ConfigError
 from rrfp.sim.simulation import simulate
 from rrfp.trace.chrome import STEPS_THREAD, chrome_events, write_chrome
+from rrfp.trace.chrome_reader import read_chrome
 from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan, WaitSpan
 
 Events = list[dict[str, Any]]
@@ -135,7 +136,7 @@ def test_chunks_the_reader_is_the_first_one_after_the_sender() -> None:
     ],
 )
 def test_no_arrow_without_a_slice_at_both_ends(trace: StepTrace) -> None:
-    assert {event["ph"] for event in chrome_events([trace])} == {"M", "X"}
+    assert {event["ph"] for event in chrome_events([trace])} == {"M", "X", "C"}
 
 
 def test_clocks_that_differ_a_little_do_not_lose_the_arrow() -> None:
@@ -158,6 +159,32 @@ def test_a_step_that_begins_before_all_ranks_returned_does_not_overlap_the_last(
     events = chrome_events(steps)
     assert [(e["ts"], e["dur"]) for e in slices(events, "wait")] == [(4e6, 6e6), (14e6, 6.5e6)]
     assert [(e["ts"], e["dur"]) for e in slices(events, "step")] == [(0, 10e6), (10e6, 10.5e6)]
+
+
+def test_a_counter_for_each_stage_has_the_chunk_tasks_that_it_held(steps: list[StepTrace]) -> None:
+    counters = of_phase(chrome_events(steps), "C")
+    assert {event["name"] for event in counters} == {f"stage {stage} held" for stage in range(4)}
+    for stage in range(4):
+        levels = [event for event in counters if event["name"] == f"stage {stage} held"]
+        assert [event["ts"] for event in levels] == sorted(event["ts"] for event in levels)
+        held = [event["args"]["chunk tasks"] for event in levels]
+        assert (held[0], held[-1], min(held), max(held) <= 3) == (1, 0, 0, True)
+    first = [(event["ts"], event["args"]["chunk tasks"]) for event in counters if event["name"] == "stage 3 held"][:3]
+    forward, backward, *_ = (span for span in steps[0].tasks if span.stage == 3)
+    held_until = [(forward.start, 1), (backward.end, 0)]
+    assert first[:2] == [(pytest.approx((time - 100) * 1e6, abs=1e-3), held) for time, held in held_until]
+
+
+def test_the_reader_passes_counters_and_other_programs_events_over(steps: list[StepTrace], tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    write_chrome(path, steps)
+    (run,) = read_chrome(path)
+    document = json.loads(path.read_text())
+    counters = of_phase(document["traceEvents"], "C")
+    foreign = [{"ph": "X", "pid": "gpu", "cat": "kernel", "ts": "now"}, {"ph": "C", "args": 3}, {"ph": 1}]
+    document["traceEvents"] = [e for e in document["traceEvents"] if e not in counters] + foreign
+    path.write_text(json.dumps(document))
+    assert read_chrome(path) == [run]
 
 
 def test_two_runs_can_share_a_file() -> None:
