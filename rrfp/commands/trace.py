@@ -1,107 +1,118 @@
-"""`rrfp trace FILE...`: the breakdown of recorded steps."""
+"""`rrfp trace FILE...`: where the time of recorded steps went, as tables or as a picture."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rrfp.commands.output import Json, print_json
+from rrfp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rrfp.trace.breakdown import Breakdown
-    from rrfp.trace.chrome_reader import TracedRun
-    from rrfp.trace.spans import StepTrace
+    from rich.console import Console
+
+    from rrfp.trace.report import RunReport, StageReport
+
+#: What `--step` has for every step.
+ALL = "all"
+
+_STEP = "Show this step alone: its number, or all. May be repeated. Without it: the mean over all steps."
 
 
 def trace(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Traces (Chrome JSON) written by rrfp.")],
+    step: Annotated[list[str] | None, typer.Option("--step", metavar="N|all", help=_STEP)] = None,
     json: Json = False,
 ) -> None:
-    """Show where the time of recorded steps went, by stage."""
-    from rrfp.trace.chrome_reader import read_chrome
+    """Show where the time of recorded steps went, by stage: one summary for each run.
 
-    reports = [
-        (path, run, [_Report.of(step, run.num_stages) for step in run.steps])
-        for path in files
-        for run in read_chrome(path)
-    ]
+    Files of one run's ranks (same name, same steps, no stage in common) make one summary; every other file has its
+    own.
+    """
+    from rrfp.trace.report import read_reports
+
+    wanted = _wanted(step)
+    reports = read_reports(files)
     if json:
-        print_json([_document(*report) for report in reports])
+        print_json([_document(report, wanted) for report in reports])
         return
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
     for report in reports:
-        _show(*report)
+        _show(console, report, wanted)
 
 
-@dataclass(frozen=True, slots=True)
-class _Report:
-    """One step: each stage's breakdown, peak D (chunk tasks), and peak bytes where the trace has them."""
-
-    step: int
-    stages: tuple[Breakdown, ...]
-    peak_held: list[int]
-    peak_bytes: list[int] | None
-
-    @classmethod
-    def of(cls, trace: StepTrace, num_stages: int) -> _Report:
-        from rrfp.trace.breakdown import by_stage
-
-        peak_held = [_peak_held(trace, stage) for stage in range(num_stages)]
-        by_stage_bytes = {entry.stage: entry.peaks.num_bytes for entry in trace.peaks}
-        stages = range(num_stages)
-        peak_bytes = [by_stage_bytes[stage] for stage in stages] if set(by_stage_bytes) == set(stages) else None
-        return cls(trace.step, by_stage(trace, num_stages), peak_held, peak_bytes)
+def _wanted(texts: Sequence[str] | None) -> list[int] | None:
+    """The steps to show alone; empty for all of them, None for none."""
+    if not texts:
+        return None
+    numbers = []
+    for text in dict.fromkeys(texts):
+        if text == ALL:
+            return []
+        if not (text.isascii() and text.isdigit()):
+            raise ConfigError(f"--step is {text!r}, must be the number of a step, or all")
+        numbers.append(int(text))
+    return numbers
 
 
-def _peak_held(trace: StepTrace, stage: int) -> int:
-    """The largest D. A chunk task is held from its F's start to its last span's end; at one instant ends come first."""
-    changes: Counter[tuple[float, int]] = Counter()
-    ends: dict[tuple[int, int], float] = {}
-    for span in trace.tasks:
-        if span.stage == stage:
-            key = (span.task.microbatch, span.task.virtual_stage)
-            ends[key] = max(span.end, ends.get(key, span.end))
-            changes[span.start, 1] += span.task.kind == "F"
-    for end in ends.values():
-        changes[end, -1] += 1
-    held = peak = 0
-    for (_, sign), count in sorted(changes.items()):
-        held += sign * count
-        peak = max(peak, held)
-    return peak
+def _document(report: RunReport, wanted: Sequence[int] | None) -> dict[str, Any]:
+    from rrfp.trace.report import bytes_by_stage
 
-
-def _document(path: Path, run: TracedRun, reports: list[_Report]) -> dict[str, Any]:
+    steps = [report.step(number) for number in wanted] if wanted else report.steps
     return {
-        "file": str(path),
-        "run": run.name,
+        "file": str(report.files[0]),
+        "files": [str(path) for path in report.files],
+        "run": report.name,
+        "slowest_step": report.slowest.step,
+        "mean": [stage.to_json() for stage in report.mean],
         "steps": [
             {
-                "step": report.step,
-                "stages": [part.to_json() for part in report.stages],
-                "peak_held": report.peak_held,
-                "peak_bytes": report.peak_bytes,
+                "step": step.step,
+                "stages": [stage.to_json() for stage in step.stages],
+                "peak_held": [stage.peak_held for stage in step.stages],
+                "peak_bytes": bytes_by_stage(step.stages),
             }
-            for report in reports
+            for step in steps
         ],
     }
 
 
-def _show(path: Path, run: TracedRun, reports: list[_Report]) -> None:
-    from rich.console import Console
+def _show(console: Console, report: RunReport, wanted: Sequence[int] | None) -> None:
+    from rrfp.trace.table import duration
 
-    from rrfp.trace.breakdown import mean
-    from rrfp.trace.table import breakdown_table
+    first, *others = map(str, report.files)
+    files = f"{first} and {len(others)} more (ranks of one run)" if others else first
+    if wanted is None:
+        slowest = report.slowest
+        steps = f"step {slowest.step}, {duration(slowest.seconds)}"
+        if len(report.steps) > 1:
+            steps = f"{len(report.steps)} steps, mean {duration(report.seconds)}; slowest: {steps}"
+        console.print(f"{files}: {report.name}, {steps}", soft_wrap=True)
+        _show_table(console, report.mean)
+        return
+    for step in [report.step(number) for number in wanted] or report.steps:
+        console.print(f"{files}: {report.name}, step {step.step}, {duration(step.seconds)}", soft_wrap=True)
+        _show_table(console, step.stages)
 
-    console = Console(highlight=False, markup=False)
-    for report in reports:
-        console.print(f"{path}: {run.name}, step {report.step}", soft_wrap=True)
-        console.print(breakdown_table(report.stages, peak_held=report.peak_held, peak_bytes=report.peak_bytes))
-    total = mean(part for report in reports for part in report.stages)
-    console.print(
-        f"{run.name}: {len(reports)} step(s) of {total.step * 1e3:.1f} ms, computing {total.compute_share:.1%},"
-        f" blocked {total.blocking_share:.1%}, peak held {max(max(report.peak_held) for report in reports)}\n"
-    )
+
+def _show_table(console: Console, stages: Sequence[StageReport]) -> None:
+    """The table; with its peaks in a second one where the terminal is too narrow."""
+    from rich.measure import Measurement
+
+    from rrfp.trace.report import bytes_by_stage
+    from rrfp.trace.table import breakdown_table, peaks_table
+
+    parts, numbers = [stage.part for stage in stages], [stage.stage for stage in stages]
+    held, peak_bytes = [stage.peak_held for stage in stages], bytes_by_stage(stages)
+    table = breakdown_table(parts, peak_held=held, peak_bytes=peak_bytes, numbers=numbers)
+    # Measured without the terminal's own width, which would cap the measure.
+    if Measurement.get(console, console.options.update(max_width=1000), table).minimum > console.width:
+        console.print(breakdown_table(parts, numbers=numbers))
+        table = peaks_table(peak_held=held, peak_bytes=peak_bytes, numbers=numbers)
+    console.print(table)
+    console.print()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import reprlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from rrfp.trace.chrome_messages import is_message, read_clock_error, read_messag
 from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
 
 _CAUSES = {f"wait: {label}": cause for cause, label in CAUSE_LABELS.items()}
+#: A larger thread id is a mistake: reports have a row for each stage.
+MOST_STAGES = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,12 @@ class TracedRun:
     num_stages: int
     steps: tuple[StepTrace, ...]
     clock_error: float = 0.0
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages that were recorded, ascending; a file of one rank has only its own."""
+        spans = (spans for step in self.steps for spans in (step.tasks, step.waits))
+        return tuple(sorted({span.stage for some in spans for span in some}))
 
 
 def read_chrome(path: str | os.PathLike[str]) -> list[TracedRun]:
@@ -58,8 +67,11 @@ def read_chrome(path: str | os.PathLike[str]) -> list[TracedRun]:
     for index, event in enumerate(events):
         if not isinstance(event, dict):
             raise ConfigError(f"{os.fspath(path)}: traceEvents[{index}] must be an object")
-        if isinstance(event.get("pid"), int):
-            by_run[event["pid"]].append((index, event))
+        if _is_ours(event):
+            pid = event.get("pid")
+            if type(pid) is not int:
+                raise ConfigError(f"{os.fspath(path)}: traceEvents[{index}]: {_fault('pid', event, 'a whole number')}")
+            by_run[pid].append((index, event))
     try:
         clock_error = read_clock_error(document.get("otherData"))
         runs = [replace(_Reader().read(pairs), clock_error=clock_error) for pairs in by_run.values()]
@@ -69,6 +81,13 @@ def read_chrome(path: str | os.PathLike[str]) -> list[TracedRun]:
     if not runs:
         raise ConfigError(f"{os.fspath(path)}: holds no step of a pipeline, must be a trace written by rrfp")
     return runs
+
+
+def _is_ours(event: dict[str, Any]) -> bool:
+    """Whether the reader needs the event; counters, arrows without times and other programs' events are passed over."""
+    if event.get("ph") == "M":
+        return event.get("name") == "process_name"
+    return is_message(event) or event.get("ph") == "X" and event.get("cat") in ("step", "computation", "wait")
 
 
 class _Reader:
@@ -81,43 +100,98 @@ class _Reader:
         self._waits: dict[int, list[WaitSpan]] = defaultdict(list)
         self._messages: dict[int, list[MessageSpan]] = defaultdict(list)
         self._peaks: dict[int, tuple[StagePeaks, ...]] = {}
+        #: Step -> the first event of one of its stages.
+        self._mentioned: dict[int, int] = {}
 
     def read(self, events: Sequence[tuple[int, dict[str, Any]]]) -> TracedRun:
         for index, event in events:
             try:
-                self._read_event(event)
-            except (KeyError, TypeError, ValueError) as error:
-                reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-                raise ConfigError(f"traceEvents[{index}]: {reason}") from None
+                self._read_event(index, event)
+            except ValueError as error:
+                raise ConfigError(f"traceEvents[{index}]: {error}") from None
+        for step, index in self._mentioned.items():
+            if step not in self._steps:
+                raise ConfigError(f"traceEvents[{index}]: args.step is {step}, and that step has no slice of its own")
         stages = {span.stage for spans in (self._tasks, self._waits) for step in spans.values() for span in step}
         return TracedRun(self._name, 1 + max(stages, default=-1), tuple(self._trace(step) for step in self._steps))
 
-    def _read_event(self, event: dict[str, Any]) -> None:
-        if event.get("ph") == "M" and event.get("name") == "process_name":
-            self._name = str(event["args"]["name"])
-        elif is_message(event):
+    def _read_event(self, index: int, event: dict[str, Any]) -> None:
+        if is_message(event):
             step, message = read_message(event)
             self._messages[step].append(message)
-        elif event.get("ph") == "X" and event.get("cat") in ("step", "computation", "wait"):
-            step, stage = int(event["args"]["step"]), int(event["tid"]) - STEPS_THREAD - 1
-            # Rounded as the writer did, so that slices that touched still touch.
-            start, end = event["ts"] / 1e6, round(event["ts"] + event["dur"], 3) / 1e6
-            if not math.isfinite(start) or not math.isfinite(end):
-                raise ValueError(f"ts and dur are {event['ts']} and {event['dur']}, must be finite")
-            if event["cat"] == "step":
-                self._steps[step] = (start, end)
-                self._peaks[step] = _peaks(event["args"].get("peaks", {}))
-            elif stage < 0:
-                raise ValueError(f"tid is {event['tid']}, must be 1 or more for a stage")
-            elif event["cat"] == "computation":
-                self._tasks[step].append(TaskSpan(stage, Task.parse(event["name"]), start, end))
-            else:
-                self._waits[step].append(WaitSpan(stage, _cause(event["name"]), start, end))
+            return
+        args = event.get("args")
+        if not isinstance(args, dict):
+            raise ValueError(_fault("args", event, "an object"))
+        if event["ph"] == "M":
+            self._name = _text("name", args, "args.")
+            return
+        step = _whole("step", args, "args.")
+        ts, dur = _number("ts", event), _number("dur", event)
+        if dur < 0:
+            raise ValueError(f"dur is {event['dur']}, must be 0 or more")
+        # Rounded as the writer did, so that slices that touched still touch.
+        start, end = ts / 1e6, max(ts, round(ts + dur, 3)) / 1e6
+        if not math.isfinite(end):
+            raise ValueError(f"ts + dur is {ts + dur}, must be finite")
+        if event["cat"] == "step":
+            self._read_step(step, start, end, args)
+        else:
+            self._mentioned.setdefault(step, index)
+            self._read_slice(step, start, end, event)
+
+    def _read_step(self, step: int, start: float, end: float, args: dict[str, Any]) -> None:
+        if step in self._steps:
+            raise ValueError(f"args.step is {step}, which the run has twice")
+        self._steps[step] = (start, end)
+        self._peaks[step] = _peaks(args.get("peaks", {}))
+
+    def _read_slice(self, step: int, start: float, end: float, event: dict[str, Any]) -> None:
+        tid, name = _whole("tid", event), _text("name", event)
+        stage = tid - STEPS_THREAD - 1
+        if not 0 <= stage < MOST_STAGES:
+            raise ValueError(f"tid is {tid}, must be 1 to {MOST_STAGES} for a stage")
+        if event["cat"] == "computation":
+            self._tasks[step].append(TaskSpan(stage, Task.parse(name), start, end))
+        else:
+            self._waits[step].append(WaitSpan(stage, _cause(name), start, end))
 
     def _trace(self, step: int) -> StepTrace:
         start, end = self._steps[step]
         tasks, waits = _by_start(self._tasks[step]), _by_start(self._waits[step])
         return StepTrace(step, start, end, tasks, waits, tuple(self._messages[step]), peaks=self._peaks[step])
+
+
+def _fault(name: str, data: dict[str, Any], must_be: str, prefix: str = "") -> str:
+    """The sentence for a field that is missing or wrong."""
+    if name not in data:
+        return f"{prefix}{name} is missing, must be {must_be}"
+    return f"{prefix}{name} is {reprlib.repr(data[name])}, must be {must_be}"
+
+
+def _number(name: str, data: dict[str, Any]) -> float:
+    value: Any = data.get(name)
+    try:
+        number = float(value) if type(value) in (int, float) else math.nan
+    except OverflowError:  # an int beyond the floats
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(_fault(name, data, "a finite number (microseconds)"))
+    return number
+
+
+def _whole(name: str, data: dict[str, Any], prefix: str = "") -> int:
+    value = data.get(name)
+    if type(value) is not int or value < 0:
+        raise ValueError(_fault(name, data, "a whole number from 0 on", prefix))
+    return value
+
+
+def _text(name: str, data: dict[str, Any], prefix: str = "") -> str:
+    value = data.get(name)
+    if not isinstance(value, str):
+        raise ValueError(_fault(name, data, "text", prefix))
+    return value
 
 
 def _cause(name: str) -> WaitCause:
@@ -128,12 +202,17 @@ def _cause(name: str) -> WaitCause:
 
 def _peaks(by_stage: Any) -> tuple[StagePeaks, ...]:
     try:
-        return tuple(
+        read = tuple(
             StagePeaks(int(stage), Peaks(**{name: int(value) for name, value in peaks.items()}))
             for stage, peaks in by_stage.items()
         )
-    except (AttributeError, TypeError, ValueError):
-        raise ValueError(f"peaks are {by_stage!r}, must be numbers by name, by stage") from None
+        if any(entry.stage < 0 or min(astuple(entry.peaks)) < 0 for entry in read):
+            raise ValueError
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        raise ValueError(
+            f"args.peaks is {reprlib.repr(by_stage)}, must be numbers from 0 on by name, by stage"
+        ) from None
+    return read
 
 
 def _by_start(spans: Iterable[Any]) -> tuple[Any, ...]:

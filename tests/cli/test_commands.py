@@ -1,4 +1,4 @@
-"""The other commands: lists, conformance checks, doctor, traces, and what holds for the command line as a whole."""
+"""The other commands: lists, conformance checks, doctor, and what holds for the command line as a whole."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from cli.shell import rrfp, rrfp_process
 
 import rrfp as package
 from rrfp.commands import doctor
-from rrfp.costs import make_costs
-from rrfp.sim.simulation import simulate
-from rrfp.trace.chrome import chrome_events, write_chrome
 
 CHECKS = ("check faults", "check admission", "check hint", "check transport")
 COMMANDS = ("demo", "simulate", "sweep", "trace", "costs", "hints", "transports", "doctor", *CHECKS)
@@ -180,74 +177,3 @@ def test_doctor_fails_where_something_needed_is_missing(monkeypatch: pytest.Monk
     assert result.exit_code == 1
     assert "FAIL torch        not installed: pip install no-such-package" in result.stdout
     assert "-    extra" in result.stdout
-
-
-def test_trace_shows_what_a_run_wrote(tmp_path: Path) -> None:
-    costs = make_costs("mllm", 3, 6, jitter="J2", latency="wire")
-    simulation = simulate(costs, hint="bf", limit=2)
-    path = tmp_path / "trace.json"
-    write_chrome(path, [simulation.result.trace(0), simulation.result.trace(1)], name="bf")
-    result = rrfp("trace", path, "--json")
-    assert result.exit_code == 0
-    (run,) = json.loads(result.stdout)
-    assert (run["file"], run["run"], [step["step"] for step in run["steps"]]) == (str(path), "bf", [0, 1])
-    for step in run["steps"]:
-        assert step["peak_held"] == [peak.held for peak in simulation.peaks]
-        assert [stage["compute"] for stage in step["stages"]] == pytest.approx(simulation.result.busy, abs=1e-7)
-        assert [stage["step"] for stage in step["stages"]] == pytest.approx([simulation.makespan] * 3, abs=1e-7)
-        assert step["stages"][0]["blocking_by_cause"]["memory"] > 0
-    text = rrfp_process("trace", path, path).stdout
-    assert text.count("bf, step 1") == 2
-    assert "bf: 2 step(s) of" in text
-
-
-def test_trace_of_a_file_with_several_runs(tmp_path: Path) -> None:
-    trace = simulate(make_costs("llm", 2, 3), hint="bf").result.trace()
-    path = tmp_path / "trace.json"
-    events = [*chrome_events([trace], name="a", pid=1), *chrome_events([trace], name="b", pid=2)]
-    path.write_text(json.dumps({"traceEvents": events}))
-    assert [run["run"] for run in json.loads(rrfp("trace", path, "--json").stdout)] == ["a", "b"]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "cannot be read (No such file or directory)"),
-        ("{", "is not JSON"),
-        ("[1]", "traceEvents is missing"),
-        ('{"traceEvents": []}', "holds no step of a pipeline"),
-        (
-            '{"traceEvents": [{"ph": "X", "pid": 1, "tid": 0, "cat": "step", "ts": 0, "dur": 1, "args": {"step": 0}}]}',
-            "holds no step of a pipeline",
-        ),
-        (
-            '{"traceEvents": [{"ph": "X", "pid": 1, "tid": 1, "cat": "wait","ts": NaN, "dur": 1,"args": {"step": 0}}]}',
-            "ts and dur are nan and 1, must be finite",
-        ),
-        ('{"traceEvents": [3]}', "traceEvents[0] must be an object"),
-        ('{"traceEvents": [{"ph": "X", "pid": 1, "cat": "wait"}]}', "traceEvents[0]: 'args' is missing"),
-        (
-            '{"traceEvents": [{"ph": "X", "pid": 1, "tid": 1, "cat": "computation", "name": "G1", "ts": 0, "dur": 1,'
-            ' "args": {"step": 0}}]}',
-            "traceEvents[0]: task 'G1' is not of the form F3@5",
-        ),
-        (
-            '{"traceEvents": [{"ph": "X", "pid": 1, "tid": 1, "cat": "wait", "name": "wait: tea", "ts": 0, "dur": 1,'
-            ' "args": {"step": 0}}]}',
-            "name is 'wait: tea', must be one of: wait: input",
-        ),
-        (
-            '{"traceEvents": [{"ph": "X", "pid": 1, "tid": 0, "cat": "wait", "name": "wait: input", "ts": 0, "dur": 1,'
-            ' "args": {"step": 0}}]}',
-            "tid is 0, must be 1 or more for a stage",
-        ),
-    ],
-)
-def test_bad_trace_is_one_line_and_exit_2(tmp_path: Path, text: str | None, message: str) -> None:
-    path = tmp_path / "trace.json"
-    if text is not None:
-        path.write_text(text)
-    result = rrfp("trace", path)
-    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert result.stderr.startswith(f"rrfp: {path}: ")
-    assert message in result.stderr

@@ -1,0 +1,282 @@
+"""`rrfp trace`: summaries, single steps, files of several ranks, and files that are wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli.shell import rrfp
+
+from rrfp.costs import make_costs
+from rrfp.sim.simulation import Simulation, simulate
+from rrfp.trace.chrome import chrome_events, write_chrome
+from rrfp.trace.spans import StepTrace
+
+
+def simulated(step: int = 0) -> Simulation:
+    return simulate(make_costs("mllm", 3, 6, jitter="J2", latency="wire", step=step), hint="bf", limit=2)
+
+
+def traces(steps: Sequence[int]) -> list[StepTrace]:
+    return [simulated(step).result.trace(step) for step in steps]
+
+
+def of_stage(trace: StepTrace, stage: int) -> StepTrace:
+    """The part that the rank of ``stage`` recorded."""
+    tasks = tuple(span for span in trace.tasks if span.stage == stage)
+    waits = tuple(span for span in trace.waits if span.stage == stage)
+    return replace(trace, tasks=tasks, waits=waits, messages=())
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The trace of four steps, the third of which is the slowest."""
+    path = tmp_path / "trace.json"
+    write_chrome(path, traces(range(4)), name="bf")
+    return path
+
+
+def test_json_has_every_step_and_their_mean(path: Path) -> None:
+    result = rrfp("trace", path, "--json")
+    assert result.exit_code == 0
+    (run,) = json.loads(result.stdout)
+    assert (run["file"], run["run"], [step["step"] for step in run["steps"]]) == (str(path), "bf", [0, 1, 2, 3])
+    for step in run["steps"]:
+        simulation = simulated(step["step"])
+        assert step["peak_held"] == [peak.held for peak in simulation.peaks]
+        assert [stage["compute"] for stage in step["stages"]] == pytest.approx(simulation.result.busy, abs=1e-7)
+        assert [stage["step"] for stage in step["stages"]] == pytest.approx([simulation.makespan] * 3, abs=1e-7)
+        assert step["stages"][0]["blocking_by_cause"]["memory"] > 0
+    makespans = [simulated(step).makespan for step in range(4)]
+    assert run["slowest_step"] == makespans.index(max(makespans))
+    for stage, mean in enumerate(run["mean"]):
+        assert (mean["stage"], mean["peak_bytes"]) == (stage, None)
+        assert mean["step"] == pytest.approx(sum(makespans) / 4, abs=1e-7)
+        assert mean["compute"] == pytest.approx(sum(s["stages"][stage]["compute"] for s in run["steps"]) / 4)
+        assert mean["peak_held"] == max(step["peak_held"][stage] for step in run["steps"])
+
+
+def test_a_run_has_one_summary_that_names_its_slowest_step(path: Path) -> None:
+    (run,) = json.loads(rrfp("trace", path, "--json").stdout)
+    text = rrfp("trace", path).stdout
+    slowest = run["slowest_step"]
+    times = [step["stages"][0]["step"] * 1e3 for step in run["steps"]]
+    head = f"{path}: bf, 4 steps, mean {sum(times) / 4:.1f} ms; slowest: step {slowest}, {times[slowest]:.1f} ms"
+    assert text.splitlines()[0] == head
+    assert text.count("stage compute") == 1
+    (row,) = [line.split() for line in text.splitlines() if line.startswith("1 ")]
+    assert row[1] == f"{run['mean'][1]['compute'] * 1e3:.1f}"
+
+
+def test_step_shows_single_steps(path: Path) -> None:
+    (run,) = json.loads(rrfp("trace", path, "--json").stdout)
+    text = rrfp("trace", path, "--step", "3", "--step", "1").stdout
+    heads = [line for line in text.splitlines() if ": bf" in line]
+    assert heads == [f"{path}: bf, step {n}, {run['steps'][n]['stages'][0]['step'] * 1e3:.1f} ms" for n in (3, 1)]
+    rows = [line.split() for line in text.splitlines() if line.startswith("0 ")]
+    assert [row[1] for row in rows] == [f"{run['steps'][n]['stages'][0]['compute'] * 1e3:.1f}" for n in (3, 1)]
+    assert rrfp("trace", path, "--step", "all").stdout.count("stage compute") == 4
+    chosen = json.loads(rrfp("trace", path, "--step", "2", "--json").stdout)
+    assert [step["step"] for step in chosen[0]["steps"]] == [2]
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        ("7", "bf has no step 7, must be one of: 0 to 3, 6"),
+        ("-1", "--step is '-1', must be the number of a step, or all"),
+        ("1.0", "--step is '1.0', must be the number of a step, or all"),
+        ("\u00b2", "--step is '\u00b2', must be the number of a step, or all"),
+    ],
+)
+def test_an_unknown_step_is_refused_with_the_steps_that_there_are(tmp_path: Path, step: str, message: str) -> None:
+    path = tmp_path / "trace.json"
+    write_chrome(path, traces([0, 1, 2, 3, 6]), name="bf")
+    for form in ((), ("--json",)):
+        result = rrfp("trace", path, f"--step={step}", *form)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr.startswith("rrfp: ")
+        assert result.stderr.endswith(f"{message}\n")
+
+
+def test_files_of_one_runs_ranks_are_one_summary(tmp_path: Path) -> None:
+    steps = traces([0, 1])
+    paths = [tmp_path / f"rank-{stage}.json" for stage in range(3)]
+    for stage, path in enumerate(paths):
+        write_chrome(path, [of_stage(step, stage) for step in steps])
+    write_chrome(tmp_path / "whole.json", steps)
+    (run,) = json.loads(rrfp("trace", *reversed(paths), "--json").stdout)
+    (whole,) = json.loads(rrfp("trace", tmp_path / "whole.json", "--json").stdout)
+    assert run["files"] == [str(path) for path in paths]
+    for mine, theirs in zip(run["mean"], whole["mean"], strict=True):
+        assert (mine["stage"], mine["peak_held"]) == (theirs["stage"], theirs["peak_held"])
+        assert mine["compute"] == pytest.approx(theirs["compute"], abs=1e-7)
+    text = rrfp("trace", *paths).stdout
+    assert text.startswith(f"{paths[0]} and 2 more (ranks of one run): pipeline, 2 steps, mean ")
+    assert text.count("stage compute") == 1
+
+
+def test_a_file_of_one_rank_has_no_row_for_other_stages(tmp_path: Path) -> None:
+    path = tmp_path / "rank-2.json"
+    write_chrome(path, [of_stage(step, 2) for step in traces([0])])
+    assert [line[0] for line in rrfp("trace", path).stdout.splitlines() if line[:1].isdigit()] == ["2"]
+    (run,) = json.loads(rrfp("trace", path, "--json").stdout)
+    assert [stage["stage"] for stage in run["steps"][0]["stages"]] == [2]
+
+
+def test_files_that_are_no_ranks_of_one_run_have_a_summary_each(tmp_path: Path) -> None:
+    """The same stages twice, other steps, another name."""
+    first, again, later, other = (tmp_path / f"{name}.json" for name in ("first", "again", "later", "other"))
+    write_chrome(first, traces([0, 1]))
+    write_chrome(again, traces([0, 1]))
+    write_chrome(later, [of_stage(step, 0) for step in traces([2])])
+    write_chrome(other, [of_stage(step, 1) for step in traces([2])], name="other")
+    runs = json.loads(rrfp("trace", first, again, later, other, "--json").stdout)
+    assert sorted(run["file"] for run in runs) == sorted(map(str, (first, again, later, other)))
+    assert all(len(run["files"]) == 1 for run in runs)
+
+
+def test_trace_of_a_file_with_several_runs(tmp_path: Path) -> None:
+    trace = simulate(make_costs("llm", 2, 3), hint="bf").result.trace()
+    path = tmp_path / "trace.json"
+    events = [*chrome_events([trace], name="a", pid=1), *chrome_events([trace], name="b", pid=2)]
+    path.write_text(json.dumps({"traceEvents": events}))
+    assert [run["run"] for run in json.loads(rrfp("trace", path, "--json").stdout)] == ["a", "b"]
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_no_head_is_cut_in_a_narrow_terminal(path: Path, columns: int) -> None:
+    command = [sys.executable, "-m", "rrfp.cli", "trace", str(path)]
+    environment = {**os.environ, "COLUMNS": str(columns)}
+    text = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=50, check=True).stdout
+    assert "\u2026" not in text
+    assert all(len(line) <= columns for line in text.splitlines()[1:])
+    assert {"compute", "input", "memory", "other", "blocked", "held"} <= set(text.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot be read (No such file or directory)"),
+        ("{", "is not JSON"),
+        ("[1]", "traceEvents is missing"),
+        ('{"traceEvents": []}', "holds no step of a pipeline"),
+        (
+            '{"traceEvents": [{"ph": "X", "pid": 1, "tid": 0, "cat": "step", "ts": 0, "dur": 1, "args": {"step": 0}}]}',
+            "holds no step of a pipeline",
+        ),
+        (
+            '{"traceEvents": [{"ph": "X", "pid": 1, "tid": 1, "cat": "wait","ts": NaN, "dur": 1,"args": {"step": 0}}]}',
+            "traceEvents[0]: ts is nan, must be a finite number (microseconds)",
+        ),
+        ('{"traceEvents": [3]}', "traceEvents[0] must be an object"),
+        (
+            '{"traceEvents": [{"ph": "X", "pid": 1, "cat": "wait"}]}',
+            "traceEvents[0]: args is missing, must be an object",
+        ),
+        (
+            '{"traceEvents": [{"ph": "X", "pid": 1, "tid": 1, "cat": "computation", "name": "G1", "ts": 0, "dur": 1,'
+            ' "args": {"step": 0}}]}',
+            "traceEvents[0]: task 'G1' is not of the form F3@5",
+        ),
+        (
+            '{"traceEvents": [{"ph": "X", "pid": 1, "tid": 1, "cat": "wait", "name": "wait: tea", "ts": 0, "dur": 1,'
+            ' "args": {"step": 0}}]}',
+            "name is 'wait: tea', must be one of: wait: input",
+        ),
+        (
+            '{"traceEvents": [{"ph": "X", "pid": 1, "tid": 0, "cat": "wait", "name": "wait: input", "ts": 0, "dur": 1,'
+            ' "args": {"step": 0}}]}',
+            "tid is 0, must be 1 to 16384 for a stage",
+        ),
+    ],
+)
+def test_bad_trace_is_one_line_and_exit_2(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "trace.json"
+    if text is not None:
+        path.write_text(text)
+    result = rrfp("trace", path)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith(f"rrfp: {path}: ")
+    assert message in result.stderr
+
+
+STEP: dict[str, Any] = {"ph": "X", "pid": 1, "tid": 0, "cat": "step", "name": "step 0", "ts": 0, "dur": 9}
+STEP["args"] = {"step": 0}
+TASK = {**STEP, "tid": 1, "cat": "computation", "name": "F0@0"}
+NAME = {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "bf"}}
+MISSING = object()
+
+
+@pytest.mark.parametrize(
+    ("event", "field", "value", "message"),
+    [
+        (TASK, "ts", "12", "ts is '12', must be a finite number (microseconds)"),
+        (TASK, "ts", True, "ts is True, must be a finite number (microseconds)"),
+        (TASK, "ts", None, "ts is None, must be a finite number (microseconds)"),
+        (TASK, "ts", MISSING, "ts is missing, must be a finite number (microseconds)"),
+        (TASK, "ts", 1e308, None),
+        (TASK, "ts", 10**400, "ts is 10000"),
+        (TASK, "dur", -3, "dur is -3, must be 0 or more"),
+        (STEP, "dur", -1e-9, "dur is -1e-09, must be 0 or more"),
+        (STEP, "dur", float("inf"), "dur is inf, must be a finite number (microseconds)"),
+        (STEP, "dur", [1], "dur is [1], must be a finite number (microseconds)"),
+        (TASK, "dur", MISSING, "dur is missing, must be a finite number (microseconds)"),
+        (TASK, "args", [], "args is [], must be an object"),
+        (TASK, "args", {}, "args.step is missing, must be a whole number from 0 on"),
+        (TASK, "args", {"step": "0"}, "args.step is '0', must be a whole number from 0 on"),
+        (TASK, "args", {"step": -1}, "args.step is -1, must be a whole number from 0 on"),
+        (TASK, "args", {"step": 3}, "args.step is 3, and that step has no slice of its own"),
+        (TASK, "tid", 1.5, "tid is 1.5, must be a whole number from 0 on"),
+        (TASK, "tid", MISSING, "tid is missing, must be a whole number from 0 on"),
+        (TASK, "tid", 10**9, "tid is 1000000000, must be 1 to 16384 for a stage"),
+        (TASK, "name", 5, "name is 5, must be text"),
+        (TASK, "name", MISSING, "name is missing, must be text"),
+        (TASK, "pid", "1", "pid is '1', must be a whole number"),
+        (TASK, "pid", MISSING, "pid is missing, must be a whole number"),
+        (NAME, "args", {}, "args.name is missing, must be text"),
+        (NAME, "args", {"name": 1}, "args.name is 1, must be text"),
+        (NAME, "args", None, "args is None, must be an object"),
+        (STEP, "args", {"step": 0, "peaks": {"0": {"held": -1}}}, "args.peaks is {'0': {'held': -1}}, must be numbers"),
+        (STEP, "args", {"step": 0, "peaks": {"0": {"held": float("inf")}}}, "args.peaks is {'0': {'held': inf}}, must"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_field_with_file_and_index(
+    tmp_path: Path, event: dict[str, Any], field: str, value: Any, message: str | None
+) -> None:
+    broken = {**event, field: value}
+    if value is MISSING:
+        del broken[field]
+    events = [broken if sound is event else sound for sound in (NAME, STEP, TASK)]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    result = rrfp("trace", path)
+    if message is None:
+        assert result.exit_code == 0
+        return
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    index = (NAME, STEP, TASK).index(event)
+    assert result.stderr.startswith(f"rrfp: {path}: traceEvents[{index}]: {message}")
+
+
+def test_a_step_that_a_run_has_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": [STEP, TASK, STEP]}))
+    assert rrfp("trace", path).stderr == f"rrfp: {path}: traceEvents[2]: args.step is 0, which the run has twice\n"
+
+
+def test_a_step_never_takes_less_than_nothing(tmp_path: Path) -> None:
+    """The reader rounds ends as the writer does, to the nanosecond; a start that was not rounded may lie above."""
+    path = tmp_path / "trace.json"
+    events = [{**event, "ts": 0.0004, "dur": 0} for event in (STEP, TASK)]
+    path.write_text(json.dumps({"traceEvents": events}))
+    result = rrfp("trace", path)
+    assert result.stdout.splitlines()[0] == f"{path}: pipeline, step 0, 0.0 us"
+    assert "-0.0" not in result.stdout
