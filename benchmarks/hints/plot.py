@@ -1,4 +1,8 @@
-"""The hints benchmark as a picture; only this file of it draws."""
+"""The hints benchmark as a picture; only this file of it draws.
+
+A row a method, so that no method hides another: its points are the numbers of stages, from left to right the percent
+above the bound.
+"""
 
 from __future__ import annotations
 
@@ -7,72 +11,68 @@ from typing import TYPE_CHECKING
 
 from benchmarks.hints.figures import Figure, Figures
 from benchmarks.hints.runs import ALIASES, LIMITS, STRICT, Row
-from rrfp.trace.plot import DARK, DPI, MUTED, TEXT_SIZE, TITLE_SIZE, require_matplotlib
+from rrfp.trace.looks import DARK, MUTED, TEXT_SIZE, TITLE_SIZE
+from rrfp.trace.plot import require_matplotlib, save_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-#: Distinct for all common colour blindnesses (Okabe and Ito's palette), ours the strongest.
-_STYLES = {
-    "bfw": ("#000000", "o"),
-    "fb": ("#b8bec8", "s"),
-    "b-priority": ("#cc79a7", "v"),
-    "f-priority": ("#e69f00", "^"),
-    "slot-aware": ("#56b4e9", "D"),
-    "bfw-pyramid": ("#009e73", "P"),
-    "slot-aware-pyramid": ("#d55e00", "o"),
-    "1f1b": ("#5b6470", "x"),
-    "zb-h1": ("#5b6470", "+"),
-}
+#: Colour and shape of each number of stages: darker and of another shape as they grow.
+_STYLES = (("#9ecae1", "o"), ("#6baed6", "s"), ("#3182bd", "^"), ("#08519c", "D"), ("#1b1f24", "P"))
+_MEMORY = {"1f1b": "N - i on stage i", "N": "N", "2N": "2N"}
 
 
 def plot(figures: Figures, path: Path) -> None:
-    """A row a profile, a column a limit: percent above the bound over PP, mean over jitter levels and seeds."""
+    """A row of panels a profile, a panel a limit, a line a method: percent above the bound, mean over jitter levels."""
     require_matplotlib()
     from matplotlib.figure import Figure as Picture
 
-    picture = Picture(figsize=(11.0, 0.9 + 2.9 * len(figures.profiles)), dpi=DPI, facecolor="white")
-    grid = picture.subplots(len(figures.profiles), len(LIMITS), sharex=True, sharey="row", squeeze=False)
+    methods = [*figures.strict, *figures.hints]
+    picture = Picture(figsize=(11.0, 0.6 + len(figures.profiles) * (0.75 + 0.26 * len(methods))), facecolor="white")
+    grid = picture.subplots(len(figures.profiles), len(LIMITS), sharex="row", sharey=True, squeeze=False)
     for axes_row, profile in zip(grid, figures.profiles, strict=True):
         for axes, limit in zip(axes_row, LIMITS, strict=True):
-            _panel(axes, figures, profile, limit)
-        axes_row[0].set_ylabel("percent above the bound", fontsize=TEXT_SIZE, color=MUTED)
+            _panel(axes, figures, profile, limit, methods)
     for axes in grid[-1]:
-        axes.set_xlabel("stages (PP)", fontsize=TEXT_SIZE, color=MUTED)
-    named = {label: handle for axes in grid[0] for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    picture.legend(named.values(), named.keys(), loc="lower center", ncols=5, fontsize=TEXT_SIZE, frameon=False)
-    picture.tight_layout(rect=(0, 0.5 / picture.get_figheight(), 1, 1))
-    picture.savefig(path, format="png")
+        axes.set_xlabel("percent above the bound", fontsize=TEXT_SIZE, color=MUTED)
+    handles, labels = grid[0][-1].get_legend_handles_labels()
+    picture.legend(handles, labels, loc="lower center", ncols=len(labels), fontsize=TEXT_SIZE, frameon=False)
+    picture.tight_layout(rect=(0, 0.28 / picture.get_figheight(), 1, 1))
+    save_picture(path, lambda: picture)
 
 
-def _panel(axes: Axes, figures: Figures, profile: str, limit: str) -> None:
-    memory = {"1f1b": "N - i on stage i", "N": "N", "2N": "2N"}[limit]
-    axes.set_title(f"{profile}, memory {memory}", fontsize=TITLE_SIZE, loc="left", color=DARK)
-    methods = [method for method, column in figures.runs() if column == limit]
-    for place, method in enumerate(methods):
-        colour, shape = _STYLES[method]
-        label = f"strict {method}" if method in STRICT else ALIASES.get(method, method)
-        cells = [Figure.of(figures.select(profile, method, limit, stages=n), _above) for n in figures.stages]
-        shown = [(n, cell) for n, cell in zip(figures.stages, cells, strict=True) if cell is not None]
+def _panel(axes: Axes, figures: Figures, profile: str, limit: str, methods: list[str]) -> None:
+    axes.set_title(f"{profile}, memory {_MEMORY[limit]}", fontsize=TITLE_SIZE, loc="left", color=DARK)
+    for number, n in enumerate(figures.stages):
+        colour, shape = _STYLES[number % len(_STYLES)]
+        cells = {
+            row: cell
+            for row, method in enumerate(methods)
+            if (cell := Figure.of(figures.select(profile, method, limit, stages=n), _above)) is not None
+        }
         axes.errorbar(
-            # A little apart, so that whiskers of equal methods can be distinguished.
-            [n * 1.02 ** (place - len(methods) / 2) for n, _ in shown],
-            [cell.mean for _, cell in shown],
-            [cell.spread for _, cell in shown],
-            label=label,
+            [cell.mean for cell in cells.values()],
+            list(cells),
+            xerr=[cell.spread for cell in cells.values()],
+            linestyle="none",
+            label=f"{n} stages",
             color=colour,
             marker=shape,
-            markersize=4,
-            linewidth=1.6 if method == figures.hints[-1] else 0.9,
+            markersize=5,
             elinewidth=0.7,
             capsize=1.5,
         )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(figures.stages, [str(n) for n in figures.stages], minor=False)
-    axes.set_ylim(bottom=0)
-    axes.grid(axis="y", color="#e3e6ea", linewidth=0.5)
+    axes.set_yticks(range(len(methods)), [_name(method) for method in methods])
+    axes.set_ylim(len(methods) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    axes.grid(color="#e3e6ea", linewidth=0.5)
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=TEXT_SIZE, labelcolor=MUTED, length=2)
+
+
+def _name(method: str) -> str:
+    return f"strict {method}" if method in STRICT else ALIASES.get(method, method)
 
 
 def _above(row: Row) -> float:

@@ -8,44 +8,41 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from rrfp.errors import ConfigError
+from rrfp.commands.timeline_options import check_tasks
 from rrfp.tables import Column, print_table, terminal
 
 if TYPE_CHECKING:
     from rrfp.costs.table import CostTable
     from rrfp.sim.cluster.simulation import TensorParallelSimulation
     from rrfp.sim.simulation import Simulation
+    from rrfp.trace.window import Window
 
 #: A table of more stages than the first shows only as many of the outermost ones, at each end, as the second.
 MOST_ROWS, END_ROWS = 32, 8
-#: Boxes that a timeline can hold: beyond it takes minutes to draw and is too small to read.
-MOST_BOXES = 20_000
 
 
-def check_boxes(costs: CostTable) -> None:
-    """Refuse a timeline that nobody could read, before the step is run.
+def check_size(costs: CostTable) -> None:
+    """Refuse the timeline of a step with more tasks than it can show, before the step is run.
 
     Raises:
-        ConfigError: if the step has more tasks than a timeline shows.
+        ConfigError: naming their number.
     """
     tasks = costs.num_virtual_stages * costs.microbatches * (3 if costs.split else 2)
-    if tasks > MOST_BOXES:
-        raise ConfigError(
-            f"a timeline shows at most {MOST_BOXES} tasks, this step has {tasks}: take fewer stages or microbatches,"
-            " or --trace FILE.json for Perfetto"
-        )
+    check_tasks(tasks, "take fewer stages or microbatches, or --trace FILE.json for Perfetto")
 
 
-def write_pictures(title: str, simulation: Simulation, timeline: Path | None, trace: Path | None) -> None:
+def write_pictures(
+    title: str, simulation: Simulation, timeline: Path | None, window: Window, trace: Path | None
+) -> None:
     """Draw the timeline and write the trace, where they are wanted.
 
     Raises:
-        ConfigError: if a file cannot be written.
+        ConfigError: if a file cannot be written, or the window begins after the step's end.
     """
     if timeline is not None:
         from rrfp.trace.plot import plot_timelines
 
-        plot_timelines([(title, simulation.result.trace())], timeline)
+        plot_timelines([(title, simulation.result.trace())], timeline, window)
     if trace is not None:
         from rrfp.trace.chrome import write_chrome
 

@@ -8,11 +8,11 @@ from typing import Annotated
 
 from rrfp.commands import method_options as options
 from rrfp.commands.command_line import option
-from rrfp.commands.method_options import OUTPUT, PICTURE, WORKLOAD, MethodCommand
-from rrfp.commands.output import Json, check_folder, check_picture, print_json
+from rrfp.commands.method_options import OUTPUT, WORKLOAD, MethodCommand
+from rrfp.commands.output import Json, check_folder, print_json
+from rrfp.commands.timeline_options import From, TimelineFile, To, checked_window
 from rrfp.errors import ConfigError, Faults
 
-_TIMELINE = "Draw the step's timeline; the suffix decides the format."
 _COSTS = "Cost file (JSON): times of all tasks and messages; `rrfp sweep --save-costs` writes those of profiles."
 
 
@@ -45,7 +45,9 @@ def simulate(
     admission: options.Admission = None,
     sends: options.Sends = None,
     coordination: options.CoordinationName = None,
-    timeline: Annotated[Path | None, option("timeline", PICTURE, _TIMELINE, OUTPUT)] = None,
+    timeline: TimelineFile = None,
+    from_ms: From = None,
+    to_ms: To = None,
     trace: Annotated[Path | None, option("trace", "FILE.json", "Write a trace for Perfetto.", OUTPUT)] = None,
     json: Json = False,
 ) -> None:
@@ -53,7 +55,7 @@ def simulate(
 
     `rrfp sweep` runs lists of workloads, methods and seeds.
     """
-    from rrfp.commands.run_report import check_boxes, show_groups, show_run, write_pictures
+    from rrfp.commands.run_report import check_size, show_groups, show_run, write_pictures
     from rrfp.sim.simulation import Simulation
     from rrfp.sim.sweep.experiment import CostFile, Experiment
 
@@ -65,10 +67,9 @@ def simulate(
         with faults.kept():
             workload = CostFile(costs_file=costs, sizes_from=sizes, tp=tp)
             if timeline is not None:
-                check_boxes(workload.costs())
-        if timeline is not None:
-            with faults.kept():
-                check_picture(timeline, "a timeline")
+                check_size(workload.costs())
+        with faults.kept():
+            window = checked_window(timeline, from_ms, to_ms)
         if trace is not None:
             with faults.kept():
                 check_folder(trace)
@@ -77,7 +78,7 @@ def simulate(
     run = experiment.simulate()
     title = f"{method.name} (strict)" if method.kind == "strict" else method.name
     simulation = run if isinstance(run, Simulation) else run.simulation
-    write_pictures(title, simulation, timeline, trace)
+    write_pictures(title, simulation, timeline, window, trace)
     if json:
         print_json(run.to_json())
         return

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rrfp.commands.output import Json, print_json
+from rrfp.commands.timeline_options import From, TimelineFile, To, check_tasks, checked_window
 from rrfp.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from rrfp.trace.chrome_reader import TracedRun
     from rrfp.trace.report import RunReport, StageReport
+    from rrfp.trace.window import Window
 
 #: What `--step` has for every step.
 ALL = "all"
@@ -25,17 +28,27 @@ _STEP = "Show this step alone: its number, or all. May be repeated. Without it: 
 def trace(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Traces (Chrome JSON) written by rrfp.")],
     step: Annotated[list[str] | None, typer.Option("--step", metavar="N|all", help=_STEP)] = None,
+    timeline: TimelineFile = None,
+    from_ms: From = None,
+    to_ms: To = None,
     json: Json = False,
 ) -> None:
     """Show where the time of recorded steps went, by stage: one summary for each run.
 
     Files of one run's ranks (same name, same steps, no stage in common) make one summary; every other file has its
-    own.
+    own. The timeline shows the step of median length, or those of --step; ranks' files below each other, each from
+    the start of its own step.
     """
-    from rrfp.trace.report import read_reports
+    from rrfp.trace.chrome_reader import read_chrome
+    from rrfp.trace.report import RunReport, joined
 
-    wanted = _wanted(step)
-    reports = read_reports(files)
+    wanted, window = _wanted(step), checked_window(timeline, from_ms, to_ms)
+    runs = [(path, run) for path in dict.fromkeys(files) for run in read_chrome(path)]
+    reports = joined([RunReport.of(path, run) for path, run in runs])
+    for report in reports:
+        report.check(wanted or ())
+    if timeline is not None:
+        _draw(runs, wanted, timeline, window)
     if json:
         print_json([_document(report, wanted) for report in reports])
         return
@@ -58,6 +71,27 @@ def _wanted(texts: Sequence[str] | None) -> list[int] | None:
             raise ConfigError(f"--step is {text!r}, must be the number of a step, or all")
         numbers.append(int(text))
     return numbers
+
+
+def _draw(runs: Sequence[tuple[Path, TracedRun]], wanted: Sequence[int] | None, path: Path, window: Window) -> None:
+    """Draw the wanted steps of every run, or its step of median length."""
+    from rrfp.trace.plot import plot_timelines
+
+    rows = []
+    for file, run in runs:
+        by_length = sorted(run.steps, key=lambda step: step.end - step.start)
+        by_number = {step.step: step for step in run.steps}
+        steps = (
+            [by_length[(len(by_length) - 1) // 2]] if wanted is None else [by_number[n] for n in wanted or by_number]
+        )
+        name = f"{file.name}: {run.name}" if len(runs) > 1 else run.name
+        median = " (median length)" if wanted is None and len(run.steps) > 1 else ""
+        rows += [(f"{name}, step {step.step}{median}", step) for step in steps]
+    empty = [title for title, step in rows if not step.tasks]
+    if empty:
+        raise ConfigError(f"{empty[0]} has no task, so it has no timeline")
+    check_tasks(sum(len(step.tasks) for _, step in rows), "choose fewer steps with --step N")
+    plot_timelines(rows, path, window)
 
 
 def _document(report: RunReport, wanted: Sequence[int] | None) -> dict[str, Any]:

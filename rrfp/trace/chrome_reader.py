@@ -87,7 +87,7 @@ def _is_ours(event: dict[str, Any]) -> bool:
     """Whether the reader needs the event; counters, arrows without times and other programs' events are passed over."""
     if event.get("ph") == "M":
         return event.get("name") == "process_name"
-    return is_message(event) or event.get("ph") == "X" and event.get("cat") in ("step", "computation", "wait")
+    return is_message(event) or (event.get("ph") == "X" and event.get("cat") in ("step", "computation", "wait"))
 
 
 class _Reader:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rrfp.errors import ConfigError
 from rrfp.trace.breakdown import Breakdown, breakdown, mean
-from rrfp.trace.chrome_reader import TracedRun, read_chrome
+from rrfp.trace.chrome_reader import TracedRun
 from rrfp.trace.held import peak_held
 from rrfp.trace.spans import StepTrace
 
@@ -111,11 +111,20 @@ class RunReport:
         Raises:
             ConfigError: if there is no such step; it names the steps that there are.
         """
-        found = next((report for report in self.steps if report.step == number), None)
-        if found is None:
-            files = ", ".join(map(str, self.files))
-            raise ConfigError(f"{files}: {self.name} has no step {number}, must be one of: {in_ranges(self.numbers)}")
-        return found
+        self.check([number])
+        return self.steps[self.numbers.index(number)]
+
+    def check(self, numbers: Iterable[int]) -> None:
+        """Refuse the number of a step that the run does not have.
+
+        Raises:
+            ConfigError: naming the steps that there are.
+        """
+        known = self.numbers
+        for number in numbers:
+            if number not in known:
+                files = ", ".join(map(str, self.files))
+                raise ConfigError(f"{files}: {self.name} has no step {number}, must be one of: {in_ranges(known)}")
 
 
 def bytes_by_stage(reports: Sequence[StageReport]) -> list[int] | None:
@@ -132,15 +141,6 @@ def _mean(reports: Sequence[StageReport]) -> StageReport:
         peak_held=max(report.peak_held for report in reports),
         peak_bytes=None if num_bytes is None else max(num_bytes),
     )
-
-
-def read_reports(paths: Iterable[Path]) -> list[RunReport]:
-    """A report for each run of each file, where the files of one run's ranks count as one run.
-
-    Raises:
-        ConfigError: if a file cannot be read, or was not written by `rrfp.trace.chrome`.
-    """
-    return joined([RunReport.of(path, run) for path in dict.fromkeys(paths) for run in read_chrome(path)])
 
 
 def joined(reports: Sequence[RunReport]) -> list[RunReport]:

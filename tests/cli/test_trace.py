@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from cli.shell import rrfp
 
-from rrfp.costs import make_costs
+from rrfp.costs import make_costs, write_costs
 from rrfp.sim.simulation import Simulation, simulate
 from rrfp.trace.chrome import chrome_events, write_chrome
 from rrfp.trace.spans import StepTrace
+from rrfp.trace.window import Window
 
 
 def simulated(step: int = 0) -> Simulation:
@@ -280,3 +281,60 @@ def test_a_step_never_takes_less_than_nothing(tmp_path: Path) -> None:
     result = rrfp("trace", path)
     assert result.stdout.splitlines()[0] == f"{path}: pipeline, step 0, 0.0 us"
     assert "-0.0" not in result.stdout
+
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_timeline_shows_the_step_of_median_length_or_those_of_step(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picture = tmp_path / "step.png"
+    drawn: list[tuple[list[str], Window]] = []
+
+    def record(rows: Sequence[tuple[str, StepTrace]], file: Path, window: Window) -> None:
+        drawn.append(([title for title, _ in rows], window))
+        assert file == picture
+
+    monkeypatch.setattr("rrfp.trace.plot.plot_timelines", record)
+    makespans = {simulated(step).makespan: step for step in range(4)}
+    median = makespans[sorted(makespans)[1]]
+    for options in ((), ("--step", "2", "--step", "0"), ("--step", "all", "--from", "10", "--to", "20.5")):
+        assert rrfp("trace", path, "--timeline", picture, *options).exit_code == 0
+    assert drawn == [
+        ([f"bf, step {median} (median length)"], Window()),
+        (["bf, step 2", "bf, step 0"], Window()),
+        ([f"bf, step {step}" for step in range(4)], Window(0.01, 0.0205)),
+    ]
+
+
+def test_the_timeline_is_a_png_beside_the_table(path: Path, tmp_path: Path) -> None:
+    result = rrfp("trace", path, "--timeline", tmp_path / "step.png", "--from", "20", "--to", "60")
+    assert (result.exit_code, "stage compute" in result.stdout) == (0, True)
+    assert (tmp_path / "step.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize("command", ["trace", "simulate"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--from", "3"), "--from goes with --timeline"),
+        (("--to", "3"), "--to goes with --timeline"),
+        (("--timeline", "t.png", "--from", "-1"), "from is -1 ms, must be 0 ms or more"),
+        (("--timeline", "t.png", "--from", "7", "--to", "6"), "to is 6 ms, must be more than from (7 ms)"),
+        (("--timeline", "t.png", "--from", "nan"), "from is nan ms, must be 0 ms or more"),
+        (("--timeline", "t.png", "--from", "9e9"), "from is 9e+09 ms, must be less than the step's"),
+        (("--timeline", "t.png", "--from", "soon"), "Invalid value for '--from'"),
+        (("--timeline", "absent/t.png"), "absent/t.png: cannot be written"),
+    ],
+)
+def test_a_wrong_part_of_a_step_is_refused_and_nothing_is_written(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, options: Sequence[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_costs("costs.json", make_costs("mllm", 2, 3))
+    arguments = {"trace": (path,), "simulate": ("--costs", "costs.json", "--hint", "bf")}[command]
+    result = rrfp(command, *arguments, *options)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert message in result.stderr
+    assert not Path("t.png").exists()

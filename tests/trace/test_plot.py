@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.image import imread
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.transforms import Bbox
 
 from rrfp.core.tasks import Kind, Task
+from rrfp.core.usage import WaitCause
 from rrfp.costs import make_costs
 from rrfp.errors import ConfigError
 from rrfp.sim.simulation import simulate
-from rrfp.trace.plot import DPI, draw_timelines, plot_timelines
-from rrfp.trace.spans import StepTrace, TaskSpan
+from rrfp.trace.looks import DPI
+from rrfp.trace.plot import draw_timelines, plot_timelines
+from rrfp.trace.spans import StepTrace, TaskSpan, WaitSpan
+from rrfp.trace.window import Window
 
 
 @pytest.fixture(scope="module")
@@ -97,14 +104,124 @@ def test_titles_name_the_makespan_and_the_legend_every_colour(
     assert labels == ["forward", "backward", "idle: input", "idle: memory", "idle: nothing left"]
 
 
-def test_a_kind_is_paler_on_a_deeper_chunk_and_w_is_in_the_legend() -> None:
+def boxes(axes: Axes) -> list[PolyCollection]:
+    return [artist for artist in axes.collections if isinstance(artist, PolyCollection)]
+
+
+def swatches(figure: Figure) -> list[Patch]:
+    """The legend's patches; a kind has one for each chunk."""
+    return [patch for patch in figure.legends[0].findobj(Patch) if isinstance(patch, Rectangle)]
+
+
+def looks(figure: Figure) -> set[tuple[tuple[float, ...], str | None]]:
+    """Ground and hatch of all that is drawn."""
+    shapes = [shape for axes in figure.axes for shape in boxes(axes)]
+    return {(rounded(colour), shape.get_hatch()) for shape in shapes for colour in np.asarray(shape.get_facecolor())}
+
+
+def rounded(colour: Any) -> tuple[float, ...]:
+    return tuple(np.round(colour, 6).tolist())
+
+
+@pytest.mark.parametrize(
+    "how", [{"strict": "zb-v"}, {"strict": "interleaved-1f1b"}, {"hint": "bf", "limit": 1}, {"hint": "bf"}]
+)
+def test_the_legend_has_every_tint_and_hatch_that_is_drawn_and_no_other(how: dict[str, Any]) -> None:
+    shape: dict[str, Any] = {"strict": {"chunks": 2}}.get(next(iter(how)), {})
+    if how.get("strict") == "zb-v":
+        shape |= {"placement": "v", "split": True}
+    trace = simulate(make_costs("mllm", 4, 8, jitter="J2", **shape), **how).result.trace()
+    figure = draw_timelines([("one", trace)])
+    found = {(rounded(patch.get_facecolor()), patch.get_hatch()) for patch in swatches(figure)}
+    assert found == looks(figure)
+
+
+def test_a_kind_is_paler_on_a_deeper_chunk_and_the_legend_names_the_chunks() -> None:
     kinds = [(Kind.F, 0), (Kind.F, 1), (Kind.W, 1), (Kind.W, 0)]
     spans = tuple(TaskSpan(0, Task(kind, 0, v), float(i), i + 1.0) for i, (kind, v) in enumerate(kinds))
     figure = draw_timelines([("one", StepTrace(0, 0.0, 4.0, spans))])
-    [boxes] = [artist for artist in figure.axes[0].collections if isinstance(artist, PolyCollection)]
-    shallow, deep = np.asarray(boxes.get_facecolor())[:2, :3].sum(axis=1)
+    [tasks] = boxes(figure.axes[0])
+    shallow, deep = np.asarray(tasks.get_facecolor())[:2, :3].sum(axis=1)
     assert shallow < deep
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["forward", "weight gradient"]
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["forward, chunk 0, 1", "weight gradient, chunk 0, 1"]
+
+
+def test_idle_times_are_told_apart_without_colour() -> None:
+    """Each pair differs in its hatch, and tasks have none."""
+    waits = tuple(WaitSpan(0, cause, float(i), i + 1.0) for i, cause in enumerate(WaitCause))
+    end = float(len(WaitCause))
+    trace = StepTrace(0, 0.0, end + 1, (TaskSpan(0, Task(Kind.F, 0, 0), end, end + 1),), waits)
+    figure = draw_timelines([("one", trace)])
+    hatches: list[str | None] = [shape.get_hatch() for shape in boxes(figure.axes[0])]
+    assert len(hatches) == 5
+    assert len(set(hatches[:-1])) == 4
+    assert hatches[-1] is None
+    plain = [shape for shape in boxes(figure.axes[0]) if shape.get_hatch() is None]
+    ground, task = (np.asarray(shape.get_facecolor())[0, :3].mean() for shape in plain)
+    assert ground - task > 0.3  # lightness alone
+
+
+def test_a_window_shows_a_part_of_the_step(rows: list[tuple[str, StepTrace]]) -> None:
+    _, trace = rows[0]
+    start, end = 0.25 * trace.end, 0.5 * trace.end
+    figure = draw_timelines(rows[:1], Window(start, end))
+    figure.draw_without_rendering()
+    [axes] = figure.axes
+    assert axes.get_xlim() == (start, end)
+    tasks = boxes(axes)[-1]
+    assert len(tasks.get_paths()) == sum(box.end >= start and box.start <= end for box in trace.tasks)
+    title, makespan = (text.get_text() for text in axes.texts[-2:])
+    shown = f"{start * 1e3:.6g} to {end * 1e3:.6g} ms shown"
+    assert (title, makespan) == ("1f1b", f"makespan {trace.end * 1e3:.4g} ms; {shown}")
+    assert len(axes.texts) - 2 > 0.9 * len(tasks.get_paths())
+    for text in axes.texts[:-2]:
+        assert start <= text.get_position()[0] <= end
+    assert not axes.lines  # the step's end is not there
+
+
+def test_a_window_may_end_after_the_step_and_not_begin_there(rows: list[tuple[str, StepTrace]]) -> None:
+    figure = draw_timelines(rows[:1], Window(0.0, 1e6))
+    assert figure.axes[0].get_xlim() == (0.0, rows[0][1].end)
+    with pytest.raises(ConfigError, match=r"^from is 1e\+06 ms, must be less than the step's [0-9.]+ ms$"):
+        draw_timelines(rows, Window(1000.0))
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "message"),
+    [
+        (-1.0, None, "from is -1 ms, must be 0 ms or more"),
+        (float("nan"), None, "from is nan ms, must be 0 ms or more"),
+        (None, 0.0, "to is 0 ms, must be more than from (0 ms)"),
+        (5.0, 4.0, "to is 4 ms, must be more than from (5 ms)"),
+        (None, float("inf"), "to is inf ms, must be more than from (0 ms)"),
+    ],
+)
+def test_times_that_make_no_window_are_refused(start: float | None, end: float | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        Window.of_milliseconds(start, end)
+
+
+def test_a_step_of_too_thin_boxes_has_the_dense_form() -> None:
+    """No number, no edge that would cover a box, and the share of the stages below; a part of it has numbers again."""
+    trace = simulate(make_costs("mllm", 6, 200, jitter="J2"), hint="bf", limit=2).result.trace()
+    figure = draw_timelines([("many", trace)])
+    axes, panel = figure.axes
+    assert [text.get_text() for text in axes.texts] == ["many", f"makespan {trace.end:.4g} s"]
+    assert np.all(np.asarray(boxes(axes)[-1].get_linewidth()) == 0.0)
+    assert panel.get_xlim() == axes.get_xlim()
+    assert [shape.get_hatch() for shape in boxes(panel)] == [None, None, None, "//////", "...."]
+    top = np.asarray(boxes(panel)[-1].get_paths()[0].vertices)[:, 1]
+    assert top.max() == pytest.approx(1.0)  # a simulated stage always computes or waits
+    detail = draw_timelines([("many", trace)], Window(0.1 * trace.end, 0.15 * trace.end))
+    assert len(detail.axes) == 1
+    assert len(detail.axes[0].texts) > 40
+
+
+def test_only_recorded_stages_have_a_row() -> None:
+    spans = tuple(TaskSpan(stage, Task(Kind.F, 0, stage), 0.0, 1.0) for stage in (2, 5))
+    [axes] = draw_timelines([("two ranks", StepTrace(0, 0.0, 1.0, spans))]).axes
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["stage 2", "stage 5"]
 
 
 def test_extreme_sizes_are_drawn_within_bounds(rows: list[tuple[str, StepTrace]], tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from rrfp.errors import ConfigError
 from rrfp.sim.sweep.rows import Row
 from rrfp.sim.sweep.summary import WORKLOAD_COLUMNS, Group, Spread, in_common, label, named, summarise, varied
+from rrfp.trace.looks import DARK, DPI, MUTED, TEXT_SIZE, TITLE_SIZE
 from rrfp.trace.picture_file import save_picture
-from rrfp.trace.plot import DARK, DPI, MUTED, TEXT_SIZE, TITLE_SIZE, require_matplotlib
+from rrfp.trace.plot import require_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,16 +29,17 @@ Box = tuple[float, float, float, float]
 #: The most that a reader can distinguish, and that fits a picture.
 MOST_METHODS, MOST_WORKLOADS = 16, 240
 
-#: Distinct for all common colour blindnesses (Okabe and Ito's palette, black last); a shape each round.
+#: Distinct for all common colour blindnesses (Okabe and Ito's palette, black last).
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a7d00", "#000000")
-SHAPES = ("o", "s")
+#: A method's own shape, so that it is recognised without its colour as well; the second round is hollow.
+SHAPES = ("o", "s", "^", "D", "v", "P", "X", "*")
 #: What may be the horizontal axis, the best first.
 ACROSS = ("stages", "microbatches", "tp", "chunks", "jitter", "latency", "placement", "profile", "split", "costs")
 
 #: Inches: a panel's width and the height of its two parts, the seam between these, the gap between columns.
 WIDTH, SPEED, MEMORY, SEAM, GAP = 3.1, 2.0, 0.9, 0.08, 0.22
-#: Inches: margins, the axis below a panel, a line of text.
-LEFT, RIGHT, EDGE, AXIS, LINE = 0.82, 0.2, 0.16, 0.52, 0.2
+#: Inches: margins, the axis below a panel, a line of text, a line of the legend.
+LEFT, RIGHT, EDGE, AXIS, LINE, LEGEND_LINE = 0.82, 0.2, 0.16, 0.42, 0.2, 0.167
 #: Panels beside each other, inches of a method's entry in the legend, and characters of text in an inch.
 MOST_COLUMNS, ENTRY, CHARACTERS = 4, 2.1, 15
 #: How far apart methods are drawn, at most, and all together, in units of the horizontal axis.
@@ -195,11 +197,11 @@ class _Picture:
         return group.spread("ratio") if speed_up is None else speed_up
 
     def _look(self, name: str) -> dict[str, Any]:
-        """Colour and shape of a method; what has a fixed order is dashed."""
+        """Colour and shape of a method; a fixed order is dashed, one with blocking sends dotted."""
         turn, index = divmod(self.methods[name], len(COLOURS))
-        dashed = name.split(", ")[0].endswith("(strict)")
-        look = {"color": COLOURS[index], "marker": SHAPES[turn % len(SHAPES)], "linestyle": "--" if dashed else "-"}
-        return {**look, "markersize": 3.6, "linewidth": 1.1}
+        face = COLOURS[index] if turn == 0 else "white"
+        look = {"color": COLOURS[index], "marker": SHAPES[index], "markerfacecolor": face, "linestyle": _line(name)}
+        return {**look, "markersize": 4.4, "linewidth": 1.1}
 
     def _handle(self, name: str) -> Any:
         from matplotlib.lines import Line2D
@@ -231,7 +233,7 @@ class _Layout:
         title = LINE * max(len(_wrapped(panel.title, WIDTH).splitlines()) for panel in panels)
         top = EDGE + LINE * (1 + head.count("\n")) + title + 0.1
         pitch = SPEED + SEAM + MEMORY + AXIS + title
-        legend = LINE * -(-len(picture.methods) // entries)
+        legend = LEGEND_LINE * -(-len(picture.methods) // entries)
         height = top + lines * pitch - title + legend + EDGE
         return cls(LEFT + plots + RIGHT, height, top, pitch, columns, entries, head)
 
@@ -243,6 +245,14 @@ class _Layout:
 
     def _box(self, left: float, bottom: float, height: float) -> Box:
         return left / self.width, bottom / self.height, WIDTH / self.width, height / self.height
+
+
+def _line(name: str) -> str:
+    """The style of a method's line."""
+    first, *others = name.split(", ")
+    if not first.endswith("(strict)"):
+        return "-"
+    return ":" if "blocking sends" in others else "--"
 
 
 def _wrapped(text: str, inches: float) -> str:

@@ -1,0 +1,65 @@
+"""How pictures look: the colours and hatches of tasks and idle times, and the sizes that all pictures share.
+
+Tasks are plain and idle times light, three of the four with a hatch of their own, so that a picture without colours
+still tells everything apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rrfp.core.tasks import Kind
+from rrfp.core.usage import WaitCause
+
+Colour = tuple[float, float, float]
+
+
+def _hex(text: str) -> Colour:
+    return int(text[1:3], 16) / 255, int(text[3:5], 16) / 255, int(text[5:7], 16) / 255
+
+
+@dataclass(frozen=True, slots=True)
+class IdleLook:
+    """How time without a task looks.
+
+    Attributes:
+        face: the ground.
+        hatch: matplotlib's pattern; None for a plain ground.
+        ink: the pattern's colour.
+    """
+
+    face: Colour
+    hatch: str | None
+    ink: Colour
+
+
+#: Distinct for all common colour blindnesses and in grey: dark, light, middle.
+KIND_COLOURS = {Kind.F: _hex("#2f6db5"), Kind.B: _hex("#f5b041"), Kind.W: _hex("#4fa58c")}
+KIND_LABELS = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradient"}
+IDLE_LOOKS = {
+    WaitCause.INPUT: IdleLook(_hex("#dfe3e9"), None, _hex("#dfe3e9")),
+    WaitCause.MEMORY: IdleLook(_hex("#f9dde2"), "//////", _hex("#c2506b")),
+    WaitCause.ORDER: IdleLook(_hex("#e6def3"), "xxxxxx", _hex("#7a5cb0")),
+    WaitCause.DRAINED: IdleLook(_hex("#ffffff"), "....", _hex("#a3abb7")),
+}
+DARK, LIGHT, MUTED, FRAME = "#1b1f24", "#ffffff", "#5b6470", "#b8bec8"
+
+DPI = 144
+#: Points: the number in a box, other text, and the title of a run.
+NUMBER_SIZE, TEXT_SIZE, TITLE_SIZE = 6.5, 8.0, 9.0
+
+#: How much white the deepest chunk's colours have.
+_PALEST = 0.5
+
+
+def kind_colour(kind: Kind, chunk: int, chunks: int) -> Colour:
+    """The colour of a task: its kind's, paler for deeper chunks."""
+    pale = _PALEST * chunk / max(1, chunks - 1)
+    red, green, blue = (part + (1 - part) * pale for part in KIND_COLOURS[kind])
+    return red, green, blue
+
+
+def contrast(colour: Colour) -> str:
+    """Black or white, whichever reads better on a colour (relative luminance of WCAG, without its gamma's foot)."""
+    red, green, blue = (part**2.2 for part in colour)
+    return LIGHT if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.3 else DARK
