@@ -37,6 +37,11 @@ class Setting:
         return f"{self.workload} {self.tp}/{self.pp}" + (f"/{self.dp}" if self.dp > 1 else "")
 
     @property
+    def spelled_out(self) -> str:
+        """For a picture, which has no head that explains the numbers."""
+        return f"{self.workload}, TP {self.tp}, PP {self.pp}" + (f", DP {self.dp}" if self.dp > 1 else "")
+
+    @property
     def speedups(self) -> tuple[float, float, float]:
         """ZB, BF and BFW over 1F1B."""
         base, *others = self.seconds

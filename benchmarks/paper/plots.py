@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper.tables import Table
-from rrfp.trace.plot import require_matplotlib
+from rrfp.trace.plot import require_matplotlib, save_picture
 
 #: Paper, over blocking, over eager, at equal memory: distinct in grey and for colour-blind eyes.
 _COLOURS = ("#1b1f24", "#2f6db5", "#f5b041", "#4fa58c")
-_DPI = 120
 
 
 def plot(tables: Mapping[str, Table], folder: Path) -> list[Path]:
@@ -41,13 +40,13 @@ def _speedups(table: Table, path: Path) -> Path:
         positions = [row + (place - (len(series) - 1) / 2) * height for row in range(len(rows))]
         axes.barh(positions, values, height * 0.92, label=label, color=colour)
     axes.axvline(1.0, color="#5b6470", linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [str(row["setting"]) for row in rows], fontsize=8)
+    axes.set_yticks(range(len(rows)), [str(row["spelled_out"]) for row in rows], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("speed-up of BF over 1F1B")
     axes.set_title(table.title, fontsize=10, loc="left")
     figure.legend(loc="lower center", ncols=2, fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0.62 / figure.get_figheight(), 1, 1))
-    figure.savefig(path, dpi=_DPI)
+    save_picture(path, lambda: figure)
     return path
 
 
@@ -69,7 +68,7 @@ def _jitter(table: Table, path: Path) -> Path:
     axes.set_title(table.title, fontsize=10, loc="left")
     axes.legend(fontsize=8, frameon=False)
     figure.tight_layout()
-    figure.savefig(path, dpi=_DPI)
+    save_picture(path, lambda: figure)
     return path
 
 
@@ -84,7 +83,7 @@ def _limits(table: Table, path: Path) -> Path:
     axes.set_ylabel("speed-up over eager 1F1B")
     axes.set_title(table.title, fontsize=10, loc="left")
     figure.tight_layout()
-    figure.savefig(path, dpi=_DPI)
+    save_picture(path, lambda: figure)
     return path
 
 

@@ -99,6 +99,7 @@ def iteration_times(title: str, settings: Sequence[Setting]) -> Section:
             data.append(
                 {
                     "setting": setting.name,
+                    "spelled_out": setting.spelled_out,
                     "paper": dict(zip(("zb", "bf", "bfw"), setting.speedups, strict=True)),
                     "over_blocking": {m.name: over[m, BLOCKING] for m in (ZB, BF, BFW)},
                     "over_eager": {m.name: over[m, EAGER] for m in (ZB, BF, BFW)},
