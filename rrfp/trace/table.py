@@ -109,10 +109,10 @@ def _peaks(
 
 
 def _one_a_stage(name: str, values: Iterable[int], num_stages: int) -> list[int]:
-    found = list(values)
-    if len(found) != num_stages:
-        raise ValueError(f"{name} has {len(found)} entries, must have {num_stages} (one a stage)")
-    return found
+    entries = list(values)
+    if len(entries) != num_stages:
+        raise ValueError(f"{name} has {len(entries)} entries, must have {num_stages} (one a stage)")
+    return entries
 
 
 def _unit(step: float) -> tuple[str, Callable[[float], str]]:
