@@ -25,7 +25,7 @@ from rrfp.hints.alternating import BackwardForward
 from rrfp.pipeline.build import RankBuilder
 from rrfp.pipeline.loop_thread import LoopThread
 from rrfp.pipeline.options import Options, complete
-from rrfp.runtime.batching import Plan
+from rrfp.runtime.batching import plan_step
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.trace.spans import StepTrace
 from rrfp.transports.base import Rendezvous
@@ -157,7 +157,7 @@ class Rank:
         number, self._next_step = self._next_step, self._next_step + 1
 
         async def run() -> StepTrace:
-            plan = Plan(StepId(number, Mode.FORWARD, messages), Batch(), None)
+            plan = plan_step(number, Mode.FORWARD, "mean", microbatches=messages)
             return (await self._runner.result().step(plan)).trace
 
         return self._thread.submit(run())

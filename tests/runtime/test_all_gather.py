@@ -153,7 +153,8 @@ def test_a_result_that_lacks_a_stage_is_refused() -> None:
 @pytest.mark.parametrize("stages", range(1, 8))
 async def test_a_reduction_gives_all_ranks_the_answer_of_rank_0_alone(stages: int) -> None:
     for seed in range(5):
-        network, asked = Network(stages), []
+        network = Network(stages)
+        asked: list[Sequence[bytes]] = []
 
         def answer(contributions: Sequence[bytes], asked: list[Sequence[bytes]] = asked) -> bytes:
             asked.append(contributions)
