@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -119,8 +119,9 @@ async def running(coroutine: Coroutine[Any, Any, _Result]) -> AsyncIterator[asyn
         raise
     finally:
         task.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await task
+        await asyncio.wait({task})  # awaiting the task itself would replace the traceback of an error on its way
+        if not task.cancelled():
+            task.exception()  # else the loop reports it as never retrieved
 
 
 def _has_crashed(task: asyncio.Task[Any]) -> bool:
