@@ -41,7 +41,14 @@ def hint_names() -> tuple[str, ...]:
 
 
 def create_hint(spec: HintSpec) -> Hint:
-    """A fresh hint for one stage; an unknown name, or an object that is no hint, is a ConfigError."""
+    """A fresh hint for one stage.
+
+    Args:
+        spec: a name, a factory, or an instance to copy.
+
+    Raises:
+        ConfigError: for an unknown name, or an object that is no hint.
+    """
     if isinstance(spec, str):
         spec = hint_factory(spec)
     hint = spec() if callable(spec) else copy.deepcopy(spec)
