@@ -1,0 +1,51 @@
+"""docs/how-to/read-a-trace.md: its program and its commands, in an empty folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "how-to" / "read-a-trace.md").read_text()
+
+
+def run(folder: Path, *arguments: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_program_writes_the_trace_whose_table_the_page_shows(tmp_path: Path) -> None:
+    (program,) = re.findall(r'```python title="trace.py"\n(.*?)```', PAGE, re.DOTALL)
+    (tmp_path / "trace.py").write_text(program)
+    run(tmp_path, "trace.py")
+    (shown,) = re.findall(r"\n```\n(trace\.json: .*?)```", PAGE, re.DOTALL)
+    printed = run(tmp_path, "-m", "rrfp.cli", "trace", "trace.json")
+    # Times differ from machine to machine: the words that stand for themselves do not.
+    assert shape(printed) == shape(shown)
+    for head in ("compute", "input", "memory", "nothing left", "other", "blocked", "peak held", "peak MiB"):
+        assert f"\n| {head} |" in PAGE
+    pictures = re.findall(r"^    rrfp (trace .*--timeline \S+[^#\n]*)", PAGE, re.MULTILINE)
+    assert len(pictures) == 3
+    for arguments in pictures:
+        run(tmp_path, "-m", "rrfp.cli", *arguments.split())
+        assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+        (tmp_path / "step.png").unlink()
+
+
+def shape(text: str) -> list[str]:
+    """The words of each line, with every number alike and without the rule, whose length goes with the numbers."""
+    lines = (re.sub(r"[0-9.]+%?", "N", line).split() for line in text.splitlines() if line.strip("\u2500 "))
+    return [" ".join(words) for words in lines]
