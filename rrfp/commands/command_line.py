@@ -21,11 +21,11 @@ _SIBLINGS = {"simulate": "sweep", "sweep": "simulate"}
 class Command(TyperCommand):
     """A command whose error names all faults of the line that are independent of each other."""
 
-    def check_together(self, given: Collection[str]) -> None:
+    def check_together(self, named: Collection[str]) -> None:
         """Refuse options that do not go together.
 
         Args:
-            given: the names of the options on the line.
+            named: the names of the options on the line.
 
         Raises:
             ConfigError: naming them.
@@ -54,7 +54,7 @@ class Command(TyperCommand):
         unread: set[str] = set()
         while True:
             try:
-                given, rest, _ = self.make_parser(context).parse_args(args=list(line))
+                named, rest, _ = self.make_parser(context).parse_args(args=list(line))
                 break
             except UsageError as error:
                 yield error
@@ -66,11 +66,11 @@ class Command(TyperCommand):
         for parameter in self.get_params(context):
             if not parameter.is_eager and unread.isdisjoint(parameter.opts):
                 try:
-                    _, rest = parameter.handle_parse_result(context, given, rest)
+                    _, rest = parameter.handle_parse_result(context, named, rest)
                 except (UsageError, ConfigError) as error:
                     yield error
         try:
-            self.check_together(given)
+            self.check_together(named)
             if rest and not unread:  # beside an unknown option it may be that one's value
                 context.fail(f"Got unexpected extra argument(s) ({' '.join(rest)})")
         except (UsageError, ConfigError) as error:

@@ -95,9 +95,9 @@ Texts: TypeAlias = Mapping[str, Any]
 class MethodCommand(Command):
     """A command that runs the methods that its options name."""
 
-    def check_together(self, given: Collection[str]) -> None:
+    def check_together(self, named: Collection[str]) -> None:
         """Refuse an option without the one that it goes with, or beside one that excludes it."""
-        is_strict = "strict" in given and "hint" not in given
+        is_strict = "strict" in named and "hint" not in named
         reasons = {
             "limit": "a strict schedule holds what its order holds",
             "admission": "a strict schedule holds what its order holds",
@@ -106,13 +106,13 @@ class MethodCommand(Command):
         }
         with Faults() as faults:
             for name, reason in reasons.items():
-                if name in given and is_strict:
+                if name in named and is_strict:
                     with faults.kept():
                         raise ConfigError(f"--{name} goes with --hint; {reason}")
-            if "sends" in given and "strict" not in given:
+            if "sends" in named and "strict" not in named:
                 with faults.kept():
                     raise ConfigError("--sends goes with --strict; readiness-driven stages never wait to send")
-            if "coordination" in given and "tp" not in given:
+            if "coordination" in named and "tp" not in named:
                 with faults.kept():
                     raise ConfigError("--coordination goes with --tp; one rank agrees with itself")
 

@@ -19,12 +19,12 @@ _COSTS = "Cost file (JSON): times of all tasks and messages; `rrfp sweep --save-
 class SimulateCommand(MethodCommand):
     """One method, on one file."""
 
-    def check_together(self, given: Collection[str]) -> None:
+    def check_together(self, named: Collection[str]) -> None:
         """See `MethodCommand`."""
         with Faults() as faults:
             with faults.kept():
-                super().check_together(given)
-            if "hint" in given and "strict" in given:
+                super().check_together(named)
+            if "hint" in named and "strict" in named:
                 with faults.kept():
                     raise ConfigError("--hint and --strict exclude each other: rrfp sweep compares methods")
 

@@ -44,27 +44,27 @@ _OF_PROFILE = (*_PROFILE_DEFAULTS, "split", "seed", "seeds", "save_costs")
 class SweepCommand(MethodCommand):
     """Several methods on several workloads."""
 
-    def check_together(self, given: Collection[str]) -> None:
+    def check_together(self, named: Collection[str]) -> None:
         """Beside `MethodCommand`'s: a method, and either cost files or a profile."""
         with Faults() as faults:
             with faults.kept():
-                _check_source(given)
-            if not {"hint", "strict"} & set(given):
+                _check_source(named)
+            if not {"hint", "strict"} & set(named):
                 with faults.kept():
                     raise ConfigError("at least one of --hint NAME and --strict NAME is needed (names: rrfp hints)")
             with faults.kept():
-                super().check_together(given)
+                super().check_together(named)
 
 
-def _check_source(given: Collection[str]) -> None:
+def _check_source(named: Collection[str]) -> None:
     """Refuse cost files beside the options of a profile, and neither of the two."""
-    if ("costs" in given) == ("profile" in given):
+    if ("costs" in named) == ("profile" in named):
         raise ConfigError("exactly one of --costs FILE and --profile NAME is needed (profiles: llm, mllm)")
-    if "costs" not in given and "sizes" in given:
+    if "costs" not in named and "sizes" in named:
         raise ConfigError("--sizes goes with --costs; a profile has sizes of its own")
     with Faults() as faults:
         for name in _OF_PROFILE:
-            if "costs" in given and name in given:
+            if "costs" in named and name in named:
                 with faults.kept():
                     option = name.replace("_", "-")
                     raise ConfigError(f"--{option} goes with --profile; a cost file is one workload by itself")

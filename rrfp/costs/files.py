@@ -108,8 +108,8 @@ def from_json(text: str) -> CostTable:
                     raise ConfigError(f"field {name!r} is unknown, must be one of {', '.join(FIELDS)}")
         if missing:
             with faults.kept():
-                one = len(missing) == 1
-                raise ConfigError(f"field{'' if one else 's'} {', '.join(missing)} {'is' if one else 'are'} missing")
+                subject, verb = ("field", "is") if len(missing) == 1 else ("fields", "are")
+                raise ConfigError(f"{subject} {', '.join(missing)} {verb} missing")
         for name in _MATRICES:
             if name in document:
                 with faults.kept():

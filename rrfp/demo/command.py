@@ -54,12 +54,12 @@ def _can_draw() -> bool:
     try:
         require_matplotlib()
     except ConfigError as error:
-        _say(f"timeline.png is left out: {error}")
+        _report(f"timeline.png is left out: {error}")
         return False
     return True
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
@@ -106,12 +106,12 @@ def _with_bar(
 def _with_lines(settings: DemoSettings, lines: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     """A line when the processes start, and one for each step of all methods, which take turns."""
     methods, steps = len(settings.methods), settings.warm_up + settings.steps
-    _say(f"starting {settings.stages} processes: {methods} methods take turns for {steps} steps each")
+    _report(f"starting {settings.stages} processes: {methods} methods take turns for {steps} steps each")
     times: list[str] = []
     for line in lines:
         times.append(f"{line['method']} {line['seconds'] * 1e3:.0f} ms")
         if len(times) == methods:
             kind = " (warm-up)" if line["step"] < settings.warm_up else ""
-            _say(f"step {line['step'] + 1} of {steps}{kind}: {', '.join(times)}")
+            _report(f"step {line['step'] + 1} of {steps}{kind}: {', '.join(times)}")
             times.clear()
         yield line
