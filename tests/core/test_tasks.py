@@ -7,6 +7,7 @@ from core_script import T
 
 from rrfp.core.graph import Graph
 from rrfp.core.placement import Layout, Placement
+from rrfp.core.task_state import counters
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError
@@ -125,3 +126,8 @@ def test_an_impossible_graph_is_refused(
     with pytest.raises(ConfigError) as caught:
         Graph(Placement(2), edges=edges, split=split)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("most", [1, 255, 256, 1000])
+def test_counters_hold_whatever_they_may_reach(most: int) -> None:
+    assert list(counters(3, most, most=most)) == [most] * 3

@@ -180,3 +180,8 @@ async def test_a_reduction_takes_no_result_of_an_all_gather() -> None:
     with pytest.raises(ProtocolError, match="a result of sum 0"):
         part.on_message(Message(Channel.CONTROL, MessageKind.RESULT, tensors=tensors, body=body, sender=0))
     task.cancel()
+
+
+@pytest.mark.parametrize("data", [b"", b"x", bytes(1000)], ids=len)
+def test_bytes_travel_as_a_tensor_of_their_length(data: bytes) -> None:
+    assert bytes(to_tensor(data).tolist()) == data

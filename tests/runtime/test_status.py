@@ -71,7 +71,7 @@ def test_one_poll_alone_proves_nothing() -> None:
 
 def test_two_polls_without_progress_and_with_nothing_in_flight_are_a_deadlock_with_a_report() -> None:
     verdict = judge([IDLE, OTHER], [IDLE, OTHER])
-    assert verdict.deadlock
+    assert (verdict.deadlock, verdict.certain) == (True, True)
     assert verdict.text.splitlines() == [
         "deadlock in step 2: every rank is idle and nothing is in flight",
         "  stage 0 waits for: F1@0 (x owed by stage 1)",

@@ -205,3 +205,19 @@ def test_it_may_be_closed_on_another_thread_and_again_on_its_own() -> None:
         assert beats[0].cancelled()
 
     asyncio.run(program())
+
+
+def test_the_processs_timer_is_set_only_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    armed: list[float] = []
+    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda timeout, **_: armed.append(timeout))
+    monkeypatch.setattr("faulthandler.cancel_dump_traceback_later", lambda: None)
+
+    async def program(use_timer: bool) -> None:
+        watch = LoopWatchdog("stage 0", 60, use_timer=use_timer)
+        watch.start()
+        watch.close()
+
+    asyncio.run(program(False))
+    assert armed == []
+    asyncio.run(program(True))
+    assert len(armed) == 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 from rrfp.core.tasks import Task
 from rrfp.runtime.supervisor import TaskSupervisor
@@ -74,3 +76,23 @@ async def test_an_error_goes_to_its_handler_with_its_task_and_the_others_go_on()
     await reached.wait()
     await supervisor.stop()
     assert errors == [("gone", Task.parse("F0@0"))]
+
+
+async def test_a_coroutine_that_has_ended_is_forgotten() -> None:
+    class Data:
+        """What a coroutine works on."""
+
+    async def work(on: Data) -> None:
+        del on
+
+    supervisor = TaskSupervisor(nothing_fails)
+    await supervisor.start()
+    data = Data()
+    still_there = weakref.ref(data)
+    supervisor.spawn(work(data))
+    del data
+    for _ in range(3):  # it runs, it ends, its end is noticed
+        await asyncio.sleep(0)
+    gc.collect()
+    assert still_there() is None
+    await supervisor.stop()
