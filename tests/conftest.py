@@ -14,6 +14,7 @@ import torch  # noqa: E402
 from leak_guard import LeakGuard  # noqa: E402
 
 torch.set_num_threads(1)
+os.environ.pop("COLUMNS", None)  # set in xdist's workers, it would narrow every command's tables
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -24,7 +24,7 @@ def test_the_whole_way(installed: Installed, tmp_path: Path, monkeypatch: pytest
     assert [command.split()[0] for command in COMMANDS] == ["torchrun", "rrfp", "rrfp", "rrfp", "rrfp"]
     train, trace, costs, simulate, sweep = (installed.printed(command, tmp_path) for command in COMMANDS)
     assert train.startswith("the last step took ")
-    assert "8 step(s)" in trace
+    assert "8 steps" in trace
     assert "6 training step(s) of 6 microbatches" in costs
     assert "left out: 2 at the beginning" in costs
     assert simulate.startswith("slot-aware-pyramid: 2 stages, 6 microbatches")
