@@ -48,6 +48,7 @@ def test_dispatch_reports_every_latency_with_its_aim() -> None:
     check_aims(document["aims"])
 
 
+@pytest.mark.long
 def test_against_torch_reports_every_method_under_every_jitter() -> None:
     document = quick("against_torch")
 
@@ -85,6 +86,7 @@ def test_tp_simulated_compares_every_way_at_every_number_of_ranks() -> None:
     assert slow["over_free_leader"]["leader"]["mean"] > 1
 
 
+@pytest.mark.long
 def test_tp_coordination_reports_every_way_to_one_order() -> None:
     document = quick("tp")
 
@@ -99,6 +101,7 @@ def test_tp_coordination_reports_every_way_to_one_order() -> None:
     check_aims(document["aims"])
 
 
+@pytest.mark.long
 def test_trace_to_costs_predicts_every_method_in_both_workloads() -> None:
     document = quick("trace_to_costs")
 

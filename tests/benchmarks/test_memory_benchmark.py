@@ -26,7 +26,7 @@ def benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_every_hint_is_measured_at_every_limit_beside_strict_schedules() -> None:
     done = benchmark("--quick", "--json")

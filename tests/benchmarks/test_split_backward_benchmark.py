@@ -13,7 +13,7 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "split_backward" / "run.py"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_all_ways_are_compared_in_time_and_bytes() -> None:
     command = [sys.executable, str(SCRIPT), "--quick", "--json"]

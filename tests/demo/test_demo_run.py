@@ -100,6 +100,7 @@ def test_a_run_leaves_its_figures_its_timeline_and_its_traces(tmp_path: Path) ->
     assert workers(tmp_path) == []
 
 
+@pytest.mark.long
 def test_deterministic_methods_train_bitwise_the_same_model(tmp_path: Path) -> None:
     process = start(tmp_path, "--json", "--deterministic", *SHORT)
     output, errors = process.communicate(timeout=120)
@@ -110,7 +111,7 @@ def test_deterministic_methods_train_bitwise_the_same_model(tmp_path: Path) -> N
     assert len({tuple(figures["losses"]) for figures in methods}) == 1
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
 def test_a_lost_worker_is_named_in_one_line_and_nothing_is_left(how: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text("of an earlier run")
     process = start(tmp_path, *LONG)

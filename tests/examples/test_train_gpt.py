@@ -49,6 +49,7 @@ def test_a_pipeline_of_four_trains_and_evaluates() -> None:
     assert len(SCRIPT.read_text().splitlines()) < 170
 
 
+@pytest.mark.long
 def test_pipeline_tensor_and_data_parallelism_train_together() -> None:
     output = end(start(8, "--pp", "2", "--tp", "2", "--dp", "2", "--steps", "3", *SMALL))
     numbers, losses = zip(*steps(output), strict=True)

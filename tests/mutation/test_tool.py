@@ -114,7 +114,7 @@ def test_the_tests_that_are_asked_exist() -> None:
     assert [test for test in TESTS if not (TREE / test).exists()] == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_mutant_is_killed_by_its_guard(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -8,7 +8,7 @@ from under_torchrun import reports
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "configurations"), [("whole", 27), ("parts", 20)])
+@pytest.mark.parametrize(("what", "configurations"), [pytest.param("whole", 27, marks=pytest.mark.long), ("parts", 20)])
 def test_gradients_between_processes_are_the_references_and_interpreters_end(what: str, configurations: int) -> None:
     """Every hint and strict schedule, with and without chunks; where it is promised, bitwise."""
     for report in reports("runtime/torchrun_gradients.py", what, ranks=4, timeout_s=55):

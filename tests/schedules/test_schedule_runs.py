@@ -245,7 +245,7 @@ def test_validation_agrees_with_a_naive_dry_run(case: tuple[str, CostTable], see
     [
         ("1f1b", Graph.chain(1024)),
         ("interleaved-1f1b", Graph.chain(1024, chunks=2)),
-        ("zb-v", Graph.chain(1024, chunks=2, layout="v", split=True)),
+        pytest.param("zb-v", Graph.chain(1024, chunks=2, layout="v", split=True), marks=pytest.mark.long),
     ],
 )
 def test_a_thousand_stages_are_made_and_validated_before_the_timeout(name: str, graph: Graph) -> None:

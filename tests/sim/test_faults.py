@@ -11,6 +11,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from batches import batches
 
 from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.costs import CostTable
@@ -22,7 +23,7 @@ from rrfp.sim.faults.node import FaultNode
 from rrfp.sim.faults.random_scenario import make_scenario
 from rrfp.sim.faults.scenario import Scenario
 
-NUM_RUNS, NUM_MORE = 6_000, 60_000
+QUICK, NUM_RUNS, NUM_MORE = 2_000, 6_000, 60_000
 BATCH = 1_000
 
 
@@ -43,7 +44,7 @@ def _expect_none(failed: list[tuple[int, str]]) -> None:
         pytest.fail(f"{len(failed)} runs failed: {problem}; {replay_command(seed)}", pytrace=False)
 
 
-@pytest.mark.parametrize("first", range(0, NUM_RUNS, BATCH))
+@pytest.mark.parametrize("first", batches(NUM_RUNS, BATCH, QUICK))
 def test_every_run_ends_well_or_names_its_fault(first: int) -> None:
     _expect_none(run_campaign(range(first, first + BATCH)).failed)
 

@@ -192,7 +192,14 @@ def led_and_agreed(tp: int, seed: int) -> tuple[TensorParallelResult, TensorPara
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("coordination", [Leader(), Leader(depth=2), Agreement()])
+@pytest.mark.parametrize(
+    "coordination",
+    [
+        pytest.param(Leader(), marks=pytest.mark.long),
+        Leader(depth=2),
+        pytest.param(Agreement(), marks=pytest.mark.long),
+    ],
+)
 def test_64_ranks_a_stage_run_a_real_step(coordination: Coordination) -> None:
     costs = make_costs("mllm", 8, 64, latency="spike")
     ranks, limits = rank_latencies(costs, "spike", 64), [Limit(16)] * 8
