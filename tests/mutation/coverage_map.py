@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 #: The packages that are changed.
 PACKAGES = ("rrfp/core", "rrfp/arbiter", "rrfp/runtime")
 
@@ -101,7 +103,7 @@ def record(tree: Path, target: Path, tests: Sequence[str] = TESTS) -> CoverageMa
     }
     # Tests may fail because watching slows them; those are not asked.
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
-    if not target.exists():
+    if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not target.exists():
         raise RuntimeError(f"the tests could not be run:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     return load(target)
 
