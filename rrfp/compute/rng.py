@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from rrfp.compute.lanes.thread import lane_is_closed
 from rrfp.core.tasks import Task
 
 #: Held while the process's generators belong to one task.
@@ -76,8 +77,11 @@ class RandomForks:
                     generator.manual_seed(seed)
                 yield
             finally:
+                # After a failure the caller goes on while the last task still runs: a seed that it has set stays.
+                is_late = lane_is_closed()
                 for generator, state in zip(generators, states, strict=True):
-                    generator.set_state(state)
+                    if not is_late or generator.initial_seed() == seed:
+                        generator.set_state(state)
 
 
 def _cuda_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:

@@ -36,8 +36,12 @@ def gradient_weights(
         ConfigError: if an argument is not as above, or all weights are 0 for ``"mean"``.
     """
     normaliser = _normaliser(checked := _checked(weights, microbatches), reduction)
-    if not math.isfinite(grad_scale):
-        raise ConfigError(f"grad_scale is {grad_scale}, must be finite")
+    try:
+        is_finite = math.isfinite(grad_scale)
+    except TypeError:
+        is_finite = False
+    if not is_finite:
+        raise ConfigError(f"grad_scale is {grad_scale!r}, must be a finite number")
     return tuple(weight / normaliser * grad_scale for weight in checked)
 
 

@@ -192,7 +192,8 @@ def _microbatches(lists: Mapping[str, Any], microbatches: Any) -> int:
         if values is None:
             continue
         if not isinstance(values, Sequence) or isinstance(values, str | bytes) or is_named(values):
-            line = _cut(": write", name, values)
+            is_numbers = name in ("weights", "sizes") and isinstance(values, Tensor)
+            line = f": write {name}.tolist()" if is_numbers else _cut(": write", name, values)
             raise ConfigError(f"{name} is a {type(values).__name__}, must be a list with one entry a microbatch{line}")
         lengths[name] = len(values)
     if not lengths:

@@ -119,6 +119,10 @@ def test_the_line_that_an_error_tells_to_write_makes_microbatches(inputs: Any) -
 
 BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"targets": torch.zeros(3)}, "write list(targets.chunk(8)) for 8 microbatches"),
+    (
+        {"weights": torch.ones(2)},
+        "weights is a Tensor, must be a list with one entry a microbatch: write weights.tolist()",
+    ),
     ({"inputs": (torch.zeros(8),) * 3}, "; if inputs is one whole batch, write list(zip(*(x.chunk(8) for x in inputs)"),
     ({"kwargs": {0: [{}, None]}}, "kwargs[0] must hold a dict for each microbatch"),
     ({"kwargs": {2: [{}, {}]}}, "kwargs names the stage 2, must be one of: 0, 1"),

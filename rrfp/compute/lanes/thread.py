@@ -30,6 +30,11 @@ LOWEST_NICE = 19
 _closed: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
+def lane_is_closed() -> bool:
+    """Whether the calling thread is that of a closed lane: its pipeline has ended, and its caller has gone on."""
+    return threading.current_thread() in _closed
+
+
 class ThreadLane(Lane):
     """Runs calls on one daemon thread. Complete means returned, so ``depth`` is 1.
 
