@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from rrfp.commands.output import Json, print_json
+from rrfp.commands.output import Json, check_output, print_json
 from rrfp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ def costs(
 
     if step.isdecimal() and skip_first is not None:
         raise ConfigError(f"--skip-first leaves steps out, --step {step} takes one: must be one of them")
+    if out is not None:
+        check_output(out, *traces)
     skip = WARM_UP_STEPS if skip_first is None else skip_first
     chosen = int(step) if step.isdecimal() else cast("Choice", step)
     measured = measured_costs(_runs(traces, run), skip_first=skip, step=chosen, latency=latency)

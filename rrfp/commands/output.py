@@ -21,12 +21,14 @@ def print_json(document: Mapping[str, Any] | Sequence[Any]) -> None:
     typer.echo(json.dumps(document, allow_nan=False))
 
 
-def check_folder(path: Path) -> None:
-    """Refuse a file whose folder cannot be written to, before anything runs.
+def check_output(path: Path, *inputs: str | Path) -> None:
+    """Refuse a file that cannot be written, or that is one of ``inputs``, before anything runs.
 
     Raises:
         ConfigError: naming the file.
     """
+    if path.resolve() in {Path(file).resolve() for file in inputs}:
+        raise ConfigError(f"{path}: is read by this command, must be another file to be written")
     if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         raise ConfigError(f"{path}: cannot be written (no such folder, or not allowed)")
 
@@ -50,7 +52,7 @@ def check_picture(path: Path, picture: str) -> None:
         with faults.kept():
             picture_format(path)
         with faults.kept():
-            check_folder(path)
+            check_output(path)
 
 
 def first_line(text: str | None) -> str:

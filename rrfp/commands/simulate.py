@@ -9,7 +9,7 @@ from typing import Annotated
 from rrfp.commands import method_options as options
 from rrfp.commands.command_line import option
 from rrfp.commands.method_options import OUTPUT, WORKLOAD, MethodCommand
-from rrfp.commands.output import Json, check_folder, print_json
+from rrfp.commands.output import Json, check_output, print_json
 from rrfp.commands.timeline_options import From, TimelineFile, To, checked_window
 from rrfp.errors import ConfigError, Faults
 
@@ -72,7 +72,7 @@ def simulate(
             window = checked_window(timeline, from_ms, to_ms)
         if trace is not None:
             with faults.kept():
-                check_folder(trace)
+                check_output(trace, costs)
     experiment = Experiment(workload, method)
     options.warn_of_serial_chunks([experiment])
     run = experiment.simulate()

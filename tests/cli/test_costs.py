@@ -71,7 +71,7 @@ def test_one_step_as_it_was_and_messages_by_a_model(trace: Path) -> None:
         (("--skip-first", "4"), "{trace}: replica 0 has 4 training step(s), and skip-first is 4, must be less"),
         (("--step", "9"), "step is 9, must be one of: 0, 1, 2, 3"),
         (("--step", "-1"), "step is '-1', must be a step's number or one of: typical, median, mean"),
-        (("--out", "nowhere/costs.json"), "nowhere/costs.json: cannot be written (No such file or directory)"),
+        (("--out", "nowhere/costs.json"), "nowhere/costs.json: cannot be written (no such folder, or not allowed)"),
         (("{trace}",), "TRACE is {trace} twice, must be named once"),
         (("missing.json",), "missing.json: cannot be read (No such file or directory)"),
     ],
@@ -117,3 +117,12 @@ def test_a_clock_error_that_is_wrong_is_refused(trace: Path, error: Any) -> None
     trace.write_text(json.dumps(document))
     result = rrfp("costs", trace)
     assert result.stderr.startswith(f"rrfp: {trace}: otherData.clocks[1].error_s is ")
+
+
+def test_a_file_that_is_read_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("{}")
+    result = rrfp("costs", path, "--out", path)
+    assert result.exit_code == 2
+    assert "trace.json: is read by this command, must be another file to be written" in result.stderr
+    assert path.read_text() == "{}"

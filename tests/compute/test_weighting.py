@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -43,9 +44,10 @@ def test_a_loss_of_weight_0_is_left_out(loss: float) -> None:
         ([0.0, 0.0], 2, "mean", 1.0, "weights sum to 0.0"),
         (None, 1, "median", 1.0, "reduction is 'median', must be one of: mean, sum"),
         (None, 1, "mean", math.nan, "grad_scale is nan"),
+        (None, 1, "mean", "x", "grad_scale is 'x', must be a finite number"),
     ],
 )
-def test_refusals(weights: list[float] | None, count: int, reduction: str, scale: float, message: str) -> None:
+def test_refusals(weights: list[float] | None, count: int, reduction: str, scale: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         gradient_weights(weights, count, reduction, scale)
 
