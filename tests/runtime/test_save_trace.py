@@ -23,6 +23,7 @@ from rrfp.core.tasks import Task
 from rrfp.errors import ConfigError, RrfpError
 from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.runtime import trace_saver
+from rrfp.runtime.trace_saver import TraceOffer, _refusal
 from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual
 from rrfp.trace.chrome_reader import TracedRun, read_chrome
 
@@ -309,3 +310,12 @@ def test_the_times_of_another_host_come_to_the_clock_of_rank_0(tmp_path: Path, m
     starts = {str(span.task): span.start for span in run.steps[0].tasks}
     assert starts["F0@1"] == pytest.approx(1.0005, abs=there["error_s"] + 1e-6)
     assert starts["B0@1"] == pytest.approx(4.0015, abs=there["error_s"] + 1e-6)
+
+
+def test_ranks_whose_newest_steps_have_none_in_common_are_refused() -> None:
+    def offer(first: int, last: int) -> TraceOffer:
+        return TraceOffer(None, 0, first, last, "clock", "host", 1 << 20)
+
+    assert _refusal([offer(0, 5), offer(5, 9)]) == ""
+    assert "no training step is recorded on all ranks" in _refusal([offer(0, 4), offer(5, 9)])
+    assert "no training step is recorded on all ranks" in _refusal([offer(5, 9), offer(0, 4)])

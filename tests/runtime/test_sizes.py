@@ -31,9 +31,9 @@ def test_pyramids_change_the_order_and_neither_gradients_nor_losses(hint: str) -
 
 
 def test_a_size_may_be_a_number_of_numpy_or_a_tensor() -> None:
-    sizes: Any = [7, 1.5, np.int64(3), torch.tensor(4)]
+    sizes: Any = [7, 1.5, np.int64(3), torch.tensor(4), 0]
     plan = plan_step(0, Mode.TRAIN, "mean", sizes=sizes)
-    assert plan.sizes == (7.0, 1.5, 3.0, 4.0)
+    assert plan.sizes == (7.0, 1.5, 3.0, 4.0, 0.0)
 
 
 @pytest.mark.parametrize("size", [-1, math.nan, math.inf, None, "many", torch.ones(2)])

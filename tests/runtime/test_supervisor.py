@@ -79,20 +79,18 @@ async def test_an_error_goes_to_its_handler_with_its_task_and_the_others_go_on()
 
 
 async def test_a_coroutine_that_has_ended_is_forgotten() -> None:
-    class Data:
-        """What a coroutine works on."""
-
-    async def work(on: Data) -> None:
-        del on
-
     supervisor = TaskSupervisor(nothing_fails)
+    running: list[weakref.ref[asyncio.Task[None]]] = []
+
+    async def work() -> None:
+        current = asyncio.current_task()
+        assert current is not None
+        running.append(weakref.ref(current))
+
     await supervisor.start()
-    data = Data()
-    still_there = weakref.ref(data)
-    supervisor.spawn(work(data))
-    del data
+    supervisor.spawn(work())
     for _ in range(3):  # it runs, it ends, its end is noticed
         await asyncio.sleep(0)
     gc.collect()
-    assert still_there() is None
+    assert [task() for task in running] == [None]
     await supervisor.stop()
