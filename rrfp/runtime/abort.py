@@ -54,7 +54,8 @@ def failure_of(error: BaseException, topology: Topology, task: Task | None = Non
     if isinstance(error, PipelineAborted):
         return Failure(error.origin, error.__cause__)
     if isinstance(error, PeerLostError):
-        return Failure(_origin(topology, error.peer, None, f"{type(error).__name__}: {error.reason}"), error)
+        # It began elsewhere: the frames in which this rank noticed it would bury the line that names the peer.
+        return Failure(_origin(topology, error.peer, None, f"{type(error).__name__}: {error.reason}"))
     return Failure(_origin(topology, topology.rank, None if task is None else str(task), _describe(error)), error)
 
 

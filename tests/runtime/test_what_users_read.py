@@ -16,7 +16,9 @@ from runtime.toys import Bomb, Trap, data, fail_at, loss_fn, stages
 from under_torchrun import run
 
 import rrfp
-from rrfp.errors import PipelineAborted
+from rrfp.core.topology import Topology
+from rrfp.errors import PeerLostError, PipelineAborted
+from rrfp.runtime.abort import failure_of
 
 PACKAGE = str(Path(rrfp.__file__).parent)
 
@@ -48,6 +50,14 @@ def test_every_other_rank_prints_its_own_call_and_one_line_that_names_the_fault(
     assert lines[0] == "Traceback (most recent call last):"
     assert len(own_frames(lines)) == 2
     assert len(lines) <= 16  # of which the test's own helpers have six
+
+
+def test_a_rank_that_notices_a_lost_peer_prints_one_line_that_names_it() -> None:
+    try:
+        raise PeerLostError(1, "its process ended")
+    except PeerLostError as error:
+        lines = printed(failure_of(error, Topology(0, 2)).error())
+    assert lines == ["rrfp.errors.PipelineAborted: aborted by stage 1: PeerLostError: its process ended"]
 
 
 async def test_the_async_call_prints_no_more() -> None:
