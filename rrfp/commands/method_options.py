@@ -34,7 +34,7 @@ _LIMIT = "Microbatches a stage may hold: a number, 1f1b (N - i on stage i), n or
 _ADMISSION = "How chunks share the limit's slots. Not with --strict; default staircase."
 _SENDS = "blocking: 1f1b sends as Megatron does, sender and receiver wait for each other. With --strict only."
 _SIZES = "Sizes of microbatches for hints: a JSON list of M numbers, or planned, the file's own sums of times."
-_COORDINATION = "How ranks of a group agree on one order. With --tp, not with --strict; default leader."
+_COORDINATION = "How the ranks of a group agree on the same order. With --tp, not with --strict; default leader."
 TP_HELP = "Ranks of a tensor-parallel group: each stage is T ranks, whose messages take times of their own."
 
 
@@ -101,7 +101,7 @@ class MethodCommand(Command):
         reasons = {
             "limit": "a strict schedule holds what its order holds",
             "admission": "a strict schedule holds what its order holds",
-            "coordination": "a strict schedule is one order on every rank",
+            "coordination": "a strict schedule is the same order on every rank",
             "sizes": "a strict schedule knows its order",
         }
         with Faults() as faults:

@@ -63,7 +63,7 @@ def refusal(**options: Any) -> str:
 
 def test_what_does_not_go_together_is_refused() -> None:
     assert refusal() == refusal(hint="bf", strict="1f1b") == "exactly one of hint and strict is needed"
-    alone = "goes with a hint; a strict schedule is one order on every rank"
+    alone = "goes with a hint; a strict schedule is the same order on every rank"
     assert refusal(strict="1f1b", limit=3) == f"limit {alone}"
     assert refusal(strict="1f1b", coordination="leader") == f"coordination {alone}"
     assert refusal(hint="bf", coordination="vote") == "coordination is 'vote', must be one of: leader, agreement"

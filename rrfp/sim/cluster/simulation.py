@@ -31,7 +31,7 @@ class TensorParallelSimulation:
         simulation: the groups as single ranks: what tables, timelines and traces of a step show. Its costs have the
             slowest rank's latencies.
         result: the result of the simulation, with what coordination cost.
-        coordination: how the ranks of a group agreed on one order.
+        coordination: how the ranks of a group agreed on the same order.
     """
 
     simulation: Simulation
@@ -92,7 +92,7 @@ def simulate_tensor_parallel(
     if hint is None:
         if limit is not None or coordination is not None:
             what = "limit" if limit is not None else "coordination"
-            raise ConfigError(f"{what} goes with a hint; a strict schedule is one order on every rank")
+            raise ConfigError(f"{what} goes with a hint; a strict schedule is the same order on every rank")
         assert strict is not None
         way: Coordination = Independent()
         make, limits, counts = partial(create_strict, strict), [Limit()] * costs.stages, None

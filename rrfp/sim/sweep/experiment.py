@@ -200,7 +200,7 @@ class Method:
         limit: with a hint, the microbatches a stage may hold; see `rrfp.core.admission.Limit.resolve`.
         admission: with a hint, how chunks share the limit's slots.
         sends: of a strict schedule, see `rrfp.sim.simulation.simulate`.
-        coordination: with a hint, how the ranks of a group agree on one order; None: the default.
+        coordination: with a hint, how the ranks of a group agree on the same order; None: the default.
         name: what rows call it; by default the name of the hint, its class, or the schedule.
 
     Raises:
