@@ -1,8 +1,9 @@
 """Run under torchrun on 4 ranks: compares gradients over zmq with the reference.
 
-``whole``: one chunk a rank, pipelines of 1, 2 and 4 stages; ends with a stage that hangs on its lane while another one
-raises. ``parts``: chunks, split backward and ``deterministic=True``, which must be the reference's bits; 4
-stages, and 2 where bits are compared. Prints one JSON line a rank.
+``few``: a pipeline of 4 stages for each way to place and to split. ``whole``: one chunk a rank, pipelines of 1, 2 and 4
+stages. Both end with a stage that hangs on its lane while another one raises. ``parts``: chunks, split backward and
+``deterministic=True``, which must be the reference's bits; 4 stages, and 2 where bits are compared. Prints one line of
+JSON a rank.
 """
 
 from __future__ import annotations
@@ -51,6 +52,12 @@ PARTS: list[dict[str, Any]] = [
     {**V, "strict": "zb-v", "split": True, "tokens": True},
     {**V, "hint": "bfw", "split": True, "deterministic": True, "tokens": True},
     {**V, "strict": "zb-v", "split": True, "deterministic": True},
+]
+FEW = [
+    {"hint": "bf", "tokens": True},
+    {"hint": "zb-h1", "split": True},
+    {"chunks": 2, "hint": "bfw", "split": True, "deterministic": True, "limit": 1},
+    {**V, "strict": "zb-v", "split": True, "tokens": True},
 ]
 
 
@@ -130,10 +137,12 @@ def main(what: str) -> None:
     torch.set_num_threads(1)
     split_backward.MIN_FLOPS = 0.0  # or nothing of this size would be deferred
     runs = [(count, each) for count in (1, 2, 4) for each in WHOLE]
-    if what == "parts":
+    if what == "few":
+        runs = [(4, each) for each in FEW]
+    elif what == "parts":
         runs = [(count, each) for count in (2, 4) for each in PARTS if count == 4 or each.get("deterministic")]
     worst = {f"{count} {each}": difference(count, each) for count, each in runs}
-    report = {"rank": RANK, "worst": worst, "abort_s": abort_beside_a_busy_lane() if what == "whole" else 0.0}
+    report = {"rank": RANK, "worst": worst, "abort_s": 0.0 if what == "parts" else abort_beside_a_busy_lane()}
     sys.stdout.write(json.dumps(report) + "\n")  # in one piece, since four ranks share the pipe
     sys.stdout.flush()
 
