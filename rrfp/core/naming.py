@@ -23,6 +23,8 @@ def named_or_loaded(field: str, text: str) -> Any:
         ConfigError: if the module cannot be imported or has no such attribute.
     """
     home, colon, attribute = text.rpartition(":")
+    if not colon and text.endswith(".py"):
+        raise ConfigError(f"{field} is {text!r}, must be a name, module:attribute or file.py:attribute")
     if not colon:
         return text
     try:

@@ -24,7 +24,8 @@ def misplaced(event: FromRank, graph: Graph, stage: int, step: Step | None) -> P
     """What is wrong with an event that does not belong to ``step``, the last one that ``stage`` opened."""
     sent, sender = event.step, _described(sender_of(event, graph))
     if step is not None and sent.number == step.id.number and not step.finished:
-        return ProtocolError(f"stages disagree on the step: {sender} is in {sent}, stage {stage} in {step.id}")
+        where = f"{sender} is in {sent}, stage {stage} in {step.id}"
+        return ProtocolError(f"stages disagree on the step: {where}; all ranks must make the same calls in order")
     here = "before its first step"
     if step is not None:
         here = f"in step {step.id.number}" + (" (ended)" if step.finished else "")

@@ -100,6 +100,8 @@ def from_json(text: str) -> CostTable:
         raise ConfigError(f"is not JSON ({error})") from None
     if not isinstance(document, dict):
         raise ConfigError(f"must be a JSON object with the fields {', '.join(FIELDS)}")
+    if "traceEvents" in document:
+        raise ConfigError("is a trace, must be a cost file: `rrfp costs` makes one of a trace")
     missing = [name for name in FIELDS if name not in document and name not in _OPTIONAL]
     with Faults() as faults:
         for name in document:

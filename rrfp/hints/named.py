@@ -34,7 +34,7 @@ def named_or_loaded_hint(text: str) -> HintSpec:
     Raises:
         ConfigError: if the name is unknown, or the object makes no hint.
     """
-    spec: HintSpec = LoadedHint(text) if ":" in text else text
+    spec: HintSpec = LoadedHint(text) if ":" in text else named_or_loaded("hint", text)
     try:
         create_hint(spec)
     except ConfigError:

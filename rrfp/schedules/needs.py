@@ -39,7 +39,8 @@ class Needs:
         if not all(fits for _, _, fits in demands):
             takes = ", ".join(takes for takes, _, _ in demands)
             has = ", ".join(has for _, has, fits in demands if not fits)
-            raise ConfigError(f"schedule {name} takes {takes}; the graph has {has}")
+            remedy = " (split=True splits it)" if "unsplit backward" in has else ""
+            raise ConfigError(f"schedule {name} takes {takes}; the graph has {has}{remedy}")
 
 
 def _count(chunks: int) -> str:

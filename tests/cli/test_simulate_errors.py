@@ -43,6 +43,7 @@ BAD = {
     "negative limit": (("--hint", "bf", "--limit", "-1"), "must be at least 1"),
     "absent module": (("--hint", "no_such_module:X"), "cannot import 'no_such_module'"),
     "absent file": (("--hint", "no/such/file.py:X"), "cannot import 'no/such/file.py'"),
+    "no attribute": (("--hint", "mine.py"), "hint is 'mine.py', must be a name, module:attribute or file.py:attribute"),
     "absent attribute": (("--hint", "json:X"), "'json' has no attribute 'X'"),
     "no hint": (("--hint", "json:JSONDecoder"), "hint is of type JSONDecoder, must be a name"),
     "no factory": (("--hint", "json:loads"), "cannot be made (TypeError"),

@@ -15,6 +15,7 @@ from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.errors import ConfigError, HintError, Origin, ProtocolError
 
 HERE = "step 0 (train, 2 microbatches)"
+REMEDY = "; all ranks must make the same calls in order"
 
 
 def middle() -> Script:
@@ -75,11 +76,11 @@ def test_a_second_early_arrival_is_found_when_the_step_opens() -> None:
         ),
         (
             StepId(0, Mode.TRAIN, 3),
-            f"stages disagree on the step: stage 0 is in step 0 (train, 3 microbatches), stage 1 in {HERE}",
+            f"stages disagree on the step: stage 0 is in step 0 (train, 3 microbatches), stage 1 in {HERE}{REMEDY}",
         ),
         (
             StepId(0, Mode.FORWARD, 2),
-            f"stages disagree on the step: stage 0 is in step 0 (forward, 2 microbatches), stage 1 in {HERE}",
+            f"stages disagree on the step: stage 0 is in step 0 (forward, 2 microbatches), stage 1 in {HERE}{REMEDY}",
         ),
     ],
 )
@@ -91,7 +92,8 @@ def test_a_disagreement_of_an_early_message_is_found_when_the_step_opens() -> No
     script = Script(Graph.chain(3), stage=1, microbatches=0)
     script.arrived("F0@0", step=StepId(0, Mode.TRAIN, 3))
     message = refusal(lambda: script.opened(StepId(0, Mode.TRAIN, 2)))
-    assert message == f"stages disagree on the step: stage 0 is in step 0 (train, 3 microbatches), stage 1 in {HERE}"
+    where = f"stage 0 is in step 0 (train, 3 microbatches), stage 1 in {HERE}"
+    assert message == f"stages disagree on the step: {where}{REMEDY}"
 
 
 def test_a_message_of_the_second_step_before_the_first_is_refused() -> None:

@@ -114,3 +114,8 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         assert str(caught.value) == message
     with pytest.raises(ConfigError, match=r"cannot be written \(No such file or directory\)$"):
         write_costs(missing, make_costs("llm", 1, 1))
+
+
+def test_a_trace_is_no_cost_file_and_the_error_names_the_command_that_makes_one() -> None:
+    with pytest.raises(ConfigError, match=r"^is a trace, must be a cost file: `rrfp costs` makes one of a trace$"):
+        from_json('{"traceEvents": []}')

@@ -176,7 +176,11 @@ def test_an_unknown_schedule_is_refused_with_the_choices() -> None:
             Graph.chain(2, chunks=2, layout="v"),
             "interleaved-1f1b takes looped placement; the graph has v placement",
         ),
-        ("zb-h1", Graph.chain(2), "zb-h1 takes 1 chunk a stage, split backward; the graph has unsplit backward"),
+        (
+            "zb-h1",
+            Graph.chain(2),
+            "zb-h1 takes 1 chunk a stage, split backward; the graph has unsplit backward (split=True splits it)",
+        ),
         (
             "zb-h1",
             Graph.chain(2, chunks=2, split=True),
@@ -186,7 +190,7 @@ def test_an_unknown_schedule_is_refused_with_the_choices() -> None:
             "zb-v",
             Graph.chain(2, chunks=2),
             "zb-v takes 2 chunks a stage, v placement, split backward; the graph has looped placement, "
-            "unsplit backward",
+            "unsplit backward (split=True splits it)",
         ),
         (
             "zb-v",
