@@ -34,9 +34,9 @@ test: lint
 test-fast: $(READY)
 	$(BIN)/python -m pytest -m "not slow and not long" $(ARGS)
 
-# The exhaustive and many-seed versions, the mutation check among them: an hour and more.
+# The exhaustive and many-seed versions, all examples of the property tests and the mutation check: an hour and more.
 test-long: $(READY)
-	$(BIN)/python -m pytest -m long -o faulthandler_timeout=600 --numprocesses auto --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -m "long or hypothesis" --hypothesis-profile=full -o faulthandler_timeout=600 --numprocesses auto --dist worksteal $(ARGS)
 
 # Do the tests notice when the code is wrong? See tests/mutation/check.py for ARGS.
 mutation: $(READY)

@@ -11,9 +11,12 @@ from collections.abc import Iterator  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from batches import FULL  # noqa: E402
+from hypothesis import settings  # noqa: E402
 from leak_guard import LeakGuard  # noqa: E402
 
 torch.set_num_threads(1)
+settings.register_profile(FULL)
 os.environ.pop("COLUMNS", None)  # set in xdist's workers, it would narrow every command's tables
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
+from batches import long
 from deterministic_runs import (
     STAGES,
     WIDTH,
@@ -50,13 +51,16 @@ def test_layers_of_these_sizes_are_deferred_here() -> None:
     assert len(pending.deferred) >= 2
 
 
-@pytest.mark.parametrize("limit", [1, "n", None])
-@pytest.mark.parametrize(("chunks", "layout"), [(1, "looped"), (2, "looped"), (2, "v")])
-@pytest.mark.parametrize("hint", ["bf", "bfw", "slot-aware-pyramid", AnyReady])
-def test_five_steps_are_bitwise_those_of_one_process(hint: Any, chunks: int, layout: str, limit: Any) -> None:
+@pytest.mark.parametrize("seeds", [1, long(3)])
+@pytest.mark.parametrize("limit", [1, long("n"), None])
+@pytest.mark.parametrize(("chunks", "layout"), [(1, "looped"), long(2, "looped"), (2, "v")])
+@pytest.mark.parametrize("hint", ["bf", "bfw", long("slot-aware-pyramid"), AnyReady])
+def test_five_steps_are_bitwise_those_of_one_process(
+    hint: Any, chunks: int, layout: str, limit: Any, seeds: int
+) -> None:
     expected = model(STAGES * chunks)
     losses = train_in_one_process(expected)
-    for seed in range(3):
+    for seed in range(seeds):
         modules = model(STAGES * chunks)
         assert train_in_a_pipeline(modules, layout, seed, hint=hint, split=hint != "bf", limit=limit) == losses
         assert_bitwise(modules, expected)

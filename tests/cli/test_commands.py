@@ -9,6 +9,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+from batches import long
 from cli.shell import rrfp, rrfp_process
 
 import rrfp as package
@@ -137,7 +138,9 @@ def test_check_of_a_hint_outside_the_package(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["inproc", "zmq", "simulated", "rrfp.transports.inproc:InprocTransport"])
+@pytest.mark.parametrize(
+    "name", [long("inproc"), long("zmq"), long("simulated"), "rrfp.transports.inproc:InprocTransport"]
+)
 def test_check_of_a_transport(name: str) -> None:
     result = rrfp_process("check", "transport", name, "--json")
     answer = json.loads(result.stdout)

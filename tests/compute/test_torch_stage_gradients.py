@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from batches import examples
 from compute.stage_driver import (
     Choose,
     Run,
@@ -19,7 +20,7 @@ from compute.stage_driver import (
     train,
     travelled,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -83,7 +84,7 @@ def drawn(data: st.DataObject) -> Choose:
     return choose
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(st.data(), st.sampled_from([1, 3, 5]), st.sampled_from([1, 2, 4]), st.sampled_from([travelled, shared]))
 def test_gradients_in_any_order(data: st.DataObject, count: int, stages: int, wire: Wire) -> None:
     torch.manual_seed(0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import permutations, product
 
 import pytest
-from hypothesis import given, settings
+from batches import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.core.mesh import Mesh, Place
@@ -40,7 +41,7 @@ def test_ranks_and_places_are_one_to_one_in_any_order_of_dims(
         assert mesh.stages * mesh.replicas * mesh.members == mesh.size
 
 
-@settings(deadline=None)
+@examples(100)
 @given(meshes())
 def test_a_place_is_what_the_coordinates_say(mesh: Mesh) -> None:
     for rank in range(mesh.size):
@@ -53,7 +54,7 @@ def test_a_place_is_what_the_coordinates_say(mesh: Mesh) -> None:
         assert mesh.place_of(rank).stage == at["pp"]
 
 
-@settings(deadline=None)
+@examples(100)
 @given(meshes())
 def test_a_group_differs_in_coordinated_dims_only_and_a_replica_in_the_others(mesh: Mesh) -> None:
     places = [mesh.place_of(rank) for rank in range(mesh.size)]
@@ -65,7 +66,7 @@ def test_a_group_differs_in_coordinated_dims_only_and_a_replica_in_the_others(me
         assert (here[::2] == there[::2]) == (not differ - set(mesh.replicated))
 
 
-@settings(deadline=None)
+@examples(100)
 @given(meshes())
 def test_a_leader_has_the_lowest_rank_of_its_group_and_all_members_see_the_same_group(mesh: Mesh) -> None:
     for rank in range(mesh.size):
@@ -77,7 +78,7 @@ def test_a_leader_has_the_lowest_rank_of_its_group_and_all_members_see_the_same_
         assert Topology.at(place.group[-1], mesh).group == place.group
 
 
-@settings(deadline=None)
+@examples(100)
 @given(meshes())
 def test_tensors_travel_between_ranks_that_differ_in_the_stage_only(mesh: Mesh) -> None:
     for rank in range(mesh.size):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from batches import examples
 from core_script import Script, T
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.core import events as ev
@@ -136,7 +137,7 @@ cases = st.builds(
 )
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(cases)
 def test_the_limit_is_passed_by_one_surprise_at_most(case: Case) -> None:
     """Whatever the sizes and the order: by what one microbatch turned out larger than all before it, or needs alone."""
@@ -164,7 +165,7 @@ def test_the_limit_is_passed_by_one_surprise_at_most(case: Case) -> None:
         script.told(ChunkReduced(0))
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(cases)
 def test_once_sizes_are_known_the_limit_is_kept(case: Case) -> None:
     """A step like the one before it, in any order: forwards first as well as weight gradients last."""

@@ -18,7 +18,7 @@ from rrfp.demo.methods import METHODS
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 SHORT = ("--microbatches", "4", "--warm-up", "0", "--steps", "2")
-LONG = ("--steps", "50")
+LONG = ("--stages", "2", "--steps", "50")
 FIGURES = {
     "iteration_s",
     "iteration_s_spread",
@@ -52,8 +52,8 @@ def workers(out: Path) -> list[int]:
 
 
 PIPELINES = len(METHODS)
-#: Connections of 4 stages: 5 pairs of peers, both ways, 3 channels, for each pipeline, and one address a stage of each.
-CONNECTED = 5 * 2 * 3 * PIPELINES + 4 * PIPELINES
+#: Connections of 2 stages: both ways, 3 channels, for each pipeline, and one address a stage of each.
+CONNECTED = 2 * 3 * PIPELINES + 2 * PIPELINES
 
 
 def num_addresses(out: Path) -> int:
@@ -121,7 +121,7 @@ def test_a_lost_worker_is_named_in_one_line_and_nothing_is_left(how: signal.Sign
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 1
     *progress, line = errors.splitlines()
-    assert progress[0].startswith("starting 4 processes: 6 methods take turns for 51 steps each")
+    assert progress[0].startswith("starting 2 processes: 6 methods take turns for 51 steps each")
     assert line.startswith("rrfp: aborted by stage ")
     assert line.endswith(f"PeerLostError: its connection ended or fell silent; log: {log}")
     assert workers(tmp_path) == []

@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from cli.shell import rrfp
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "how-to" / "read-a-trace.md").read_text()
 
@@ -27,7 +30,9 @@ def run(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_the_program_writes_the_trace_whose_table_the_page_shows(tmp_path: Path) -> None:
+def test_the_program_writes_the_trace_whose_table_the_page_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (program,) = re.findall(r'```python title="trace.py"\n(.*?)```', PAGE, re.DOTALL)
     (tmp_path / "trace.py").write_text(program)
     run(tmp_path, "trace.py")
@@ -39,8 +44,9 @@ def test_the_program_writes_the_trace_whose_table_the_page_shows(tmp_path: Path)
         assert f"\n| {head} |" in PAGE
     pictures = re.findall(r"^    rrfp (trace .*--timeline \S+[^#\n]*)", PAGE, re.MULTILINE)
     assert len(pictures) == 3
+    monkeypatch.chdir(tmp_path)
     for arguments in pictures:
-        run(tmp_path, "-m", "rrfp.cli", *arguments.split())
+        assert rrfp(*arguments.split()).exit_code == 0
         assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
         (tmp_path / "step.png").unlink()
 

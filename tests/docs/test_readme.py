@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from batches import long
 from installed import ROOT, Installed
 
 README = (ROOT / "README.md").read_text()
@@ -68,7 +69,11 @@ def test_the_section_lists_the_commands() -> None:
     assert SHORTER.keys() <= set(COMMANDS)
 
 
-@pytest.mark.parametrize("printed", COMMANDS)
+#: Commands that take long and have a test of their own that always runs.
+LONG = ("rrfp demo", "rrfp check transport NAME")
+
+
+@pytest.mark.parametrize("printed", [long(command) if command in LONG else command for command in COMMANDS])
 def test_the_command_runs_as_printed(printed: str, installed: Installed, folder: Path) -> None:
     command = SHORTER.get(printed, printed)
     for name, value in VALUES.items():

@@ -47,6 +47,7 @@ def test_a_broken_plugin_beside_rrfp_is_named_by_file_and_line(installed: Instal
     assert f"TypeError: 'method' object is not subscriptable (at {file}:6, in choose)" in done.stdout
 
 
+@pytest.mark.long
 def test_the_demo_trains_with_them_between_processes(installed: Installed, tmp_path: Path) -> None:
     sizes = "--stages 2 --microbatches 4 --steps 1 --warm-up 0"
     printed = installed.printed(f"rrfp demo --hint short-queue --transport uds {sizes} --out pictures", tmp_path)

@@ -68,6 +68,7 @@ def test_a_wrong_number_of_ranks_is_one_line_with_the_arithmetic() -> None:
     assert "exitcode  : 2 " in errors
 
 
+@pytest.mark.long
 def test_two_jobs_on_one_host_and_a_restarted_one_and_its_first_attempt_do_not_meet() -> None:
     failing = Path(__file__).parent / "fails_once.py"
     restarted = start(2, "--steps", "2", *SMALL, script=failing, launcher=("--max-restarts", "1"))

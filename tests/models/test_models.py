@@ -27,8 +27,8 @@ pytestmark = [
 ]
 
 #: What `make test` runs; everything else is left to `make test-long`.
-USUAL_MODELS = ("clip", "gpt2", "llava", "lora", "mixtral", "qwen2", "t5", "unet")
-USUAL_CONFIGURATIONS = ("bf", "bfw-deferred-deterministic", "default")
+USUAL_MODELS = ("clip", "gpt2", "llava", "lora", "mixtral", "t5", "unet")
+USUAL_CONFIGURATIONS = ("bf", "bfw-deferred-deterministic")
 
 
 def runs() -> list[Any]:

@@ -22,7 +22,8 @@ def check(stages: int, models: Sequence[str], configurations: Sequence[str]) -> 
         assert {run: error for run, error in worst.items() if not error < TOLERANCE} == {}
 
 
-def test_processes_train_tied_models_as_one_does() -> None:
+@pytest.mark.long
+def test_processes_train_a_tied_model_as_one_does() -> None:
     check(2, ["bert", "qwen2"], ["bfw-deferred-deterministic", "default"])
 
 

@@ -67,7 +67,7 @@ def run_tests(tree: Path, tests: Sequence[str], timeout_s: float) -> tuple[Fate,
         What became of the tree, and the end of what pytest said.
     """
     options = ["-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    return _fork(tree, ["pytest", *options, "--hypothesis-seed=0", *tests], timeout_s)
+    return _fork(tree, ["pytest", *options, "--hypothesis-seed=0", "--hypothesis-profile=full", *tests], timeout_s)
 
 
 def run_command(tree: Path, words: Sequence[str], timeout_s: float) -> tuple[Fate, str]:

@@ -57,3 +57,10 @@ CASES: dict[tuple[int, int, int], list[dict[str, Any]]] = {
         {**V, "hint": "bfw", "split": True, "deterministic": True, "tokens": True},
     ],
 }
+
+#: The same, as few as show each way to combine dims.
+FEW: dict[tuple[int, int, int], list[dict[str, Any]]] = {
+    (2, 1, 2): [{**V, "hint": RandomHint, "split": True, "limit": "n"}, {"hint": "bf", "coordination": "agreement"}],
+    (1, 2, 2): [{"hint": "bf", "tokens": True, "evaluate": True}],
+    (2, 2, 1): [{"hint": "bfw", "split": True, "fully_shard": True}],
+}

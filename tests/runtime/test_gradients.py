@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from batches import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from runtime.toys import TOLERANCE, data, expect, largest_difference, loss_fn, stages
 from torch import nn
@@ -92,7 +93,7 @@ def test_dicts_masks_frozen_stages_and_keyword_arguments_travel() -> None:
             torch.testing.assert_close(grad, wanted, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     choices=st.lists(st.integers(0, 11), min_size=1, max_size=60),
     count=st.sampled_from([2, 3, 4]),

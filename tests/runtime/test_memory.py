@@ -32,6 +32,7 @@ def test_the_count_is_within_15_percent_or_64_mib_of_what_the_process_grows_by(h
     assert abs(counted - told["grown"]) <= max(0.15 * told["grown"], 64 * MIB), told
 
 
+@pytest.mark.long
 def test_a_byte_limit_is_kept_and_used() -> None:
     limit = 3 * WITH_LOSS + 10 * MIB
     told = measure(1, "f-priority", limit)
@@ -39,6 +40,7 @@ def test_a_byte_limit_is_kept_and_used() -> None:
     assert told["counted"] == [3 * WITH_LOSS]
 
 
+@pytest.mark.long
 def test_an_output_that_its_own_backward_keeps_counts_once() -> None:
     """A stage's output is its last Tanh's, which backward needs: on its way out it takes no memory of its own."""
     told = measure(2, "f-priority", 4)

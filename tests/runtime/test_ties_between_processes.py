@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import runtime.tied_processes as programs
+from batches import long
 from runtime.test_processes import DEAD_S, fork_server
 from runtime.tied_processes import Program, TiedProcesses
 from runtime.toys import TOLERANCE
@@ -47,7 +48,12 @@ def test_copies_train_bit_by_bit_as_one_parameter_in_one_process(
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"placement": "v", "split": True}, {"placement": "looped", "split": True}, {"placement": "looped"}],
+    [
+        {},
+        long({"placement": "v", "split": True}),
+        {"placement": "looped", "split": True},
+        long({"placement": "looped"}),
+    ],
     ids=["copies", "one object, split", "a copy and one object, split", "a copy and one object"],
 )
 def test_with_replicas_the_sum_over_both_counts_everything_once(launch: Any, options: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from batches import long
 from runtime.ranks import ThreadedRanks, step, two_steps
 from runtime.toys import Bomb, Trap, data, fail_at, loss_fn, stages
 from under_torchrun import run
@@ -105,7 +106,7 @@ def test_python_closes_the_loop_of_an_aborted_async_program() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["plain", "record"])
+@pytest.mark.parametrize("how", [long("plain"), "record"])
 def test_torchruns_report_names_the_rank_at_fault(how: str) -> None:
     done = run("runtime/torchrun_fails.py", how, ranks=3, timeout_s=55)
     said = done.stderr

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from runtime.late import Late
 from runtime.sharded_gpt import LENGTH, VOCABULARY, WIDTH, build, largest_difference, shard
-from runtime.tensor_parallel_cases import CASES
+from runtime.tensor_parallel_cases import CASES, FEW
 from runtime.toys import TOLERANCE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -233,13 +233,15 @@ def meshes(sizes: Sequence[tuple[int, int, int]]) -> dict[tuple[int, int, int], 
     return {size: init_device_mesh("cpu", size, mesh_dim_names=("pp", "dp", "tp")) for size in sizes}
 
 
-def examine_all(known: Mapping[tuple[int, int, int], DeviceMesh]) -> tuple[dict[str, float], int]:
+def examine_all(
+    known: Mapping[tuple[int, int, int], DeviceMesh], cases: Mapping[tuple[int, int, int], list[dict[str, Any]]] = CASES
+) -> tuple[dict[str, float], int]:
     """The largest difference by case, and how often members saw other tasks ready than this rank."""
     split_backward.MIN_FLOPS = 0.0  # or nothing of this size would be deferred
     worst: dict[str, float] = {}
     disagreements = 0
     for size, mesh in known.items():
-        for options in CASES[size]:
+        for options in cases[size]:
             name = " ".join([*map(str, size), *(f"{key}={value}" for key, value in options.items())])
             worst[name], seen = examine(mesh, options)
             disagreements += seen if size[2] > 1 else 0
@@ -256,12 +258,12 @@ def three_dims(rank: int) -> None:
     assert sum(everyone) > 0
 
 
-def main() -> None:
-    """Run everything on this rank, of four."""
+def main(what: str) -> None:
+    """Run the cases on this rank, of four: ``all`` or ``few``."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     known = meshes([size for size in CASES if math.prod(size) == dist.get_world_size()])
-    worst, disagreements = examine_all(known)
+    worst, disagreements = examine_all(known, FEW if what == "few" else CASES)
     refused = refusal(known[1, 2, 2])
     abort_s = abort_beside_a_collective(known[2, 1, 2])
     dist.destroy_process_group()
@@ -269,4 +271,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

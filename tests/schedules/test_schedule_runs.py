@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from batches import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.core.admission import Limit
@@ -69,7 +70,7 @@ def test_every_schedule_is_tried_here() -> None:
 
 
 @given(cases())
-@settings(max_examples=250, deadline=None)
+@examples(250)
 def test_strict_runs_the_schedule_to_the_letter_and_holds_what_it_says(case: tuple[str, CostTable]) -> None:
     name, costs = case
     graph = graph_of(costs)
@@ -80,7 +81,7 @@ def test_strict_runs_the_schedule_to_the_letter_and_holds_what_it_says(case: tup
 
 
 @given(cases(), st.sampled_from([1, 2, "1f1b", "2n", None]), st.sampled_from(["staircase", "paper"]))
-@settings(max_examples=250, deadline=None)
+@examples(250)
 def test_as_a_hint_it_finishes_within_any_limit(
     case: tuple[str, CostTable], limit: int | str | None, rule: str
 ) -> None:
@@ -97,14 +98,14 @@ def test_as_a_hint_it_finishes_within_any_limit(
 
 
 @given(cases())
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_simulate_takes_every_schedule_and_stays_above_the_lower_bound(case: tuple[str, CostTable]) -> None:
     name, costs = case
     assert simulate(costs, strict=name).ratio >= 1
 
 
 @given(cases())
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_its_forwards_alone_are_a_schedule_for_a_forward_only_step(case: tuple[str, CostTable]) -> None:
     name, costs = case
     forwards = make_schedule(name, graph_of(costs), costs.microbatches).forward_only()
@@ -112,7 +113,7 @@ def test_its_forwards_alone_are_a_schedule_for_a_forward_only_step(case: tuple[s
 
 
 @given(cases(), st.integers(1, 12))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_a_schedule_without_its_last_microbatches_is_valid(case: tuple[str, CostTable], fewer: int) -> None:
     """On this rests what schedules do with numbers of microbatches that their papers leave out."""
     name, costs = case
@@ -220,7 +221,7 @@ def naive_dry_run(schedule: Schedule, graph: Graph) -> str | None:
 
 
 @given(cases(), st.integers(0, 2**32 - 1), st.integers(0, 3))
-@settings(max_examples=250, deadline=None)
+@examples(250)
 def test_validation_agrees_with_a_naive_dry_run(case: tuple[str, CostTable], seed: int, swaps: int) -> None:
     name, costs = case
     graph, random = graph_of(costs), np.random.default_rng(seed)
@@ -244,7 +245,7 @@ def test_validation_agrees_with_a_naive_dry_run(case: tuple[str, CostTable], see
     ("name", "graph"),
     [
         ("1f1b", Graph.chain(1024)),
-        ("interleaved-1f1b", Graph.chain(1024, chunks=2)),
+        pytest.param("interleaved-1f1b", Graph.chain(1024, chunks=2), marks=pytest.mark.long),
         pytest.param("zb-v", Graph.chain(1024, chunks=2, layout="v", split=True), marks=pytest.mark.long),
     ],
 )

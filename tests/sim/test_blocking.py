@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from batches import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from sim.tables import table, tables
 
@@ -100,7 +101,7 @@ def test_equal_stages_without_latency_take_the_textbook_time(stages: int, forwar
 
 
 @given(tables(most_chunks=1))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_no_task_starts_earlier_than_with_eager_sends(costs: CostTable) -> None:
     blocking, free = run_blocking(costs), eager(costs)
     for ours, theirs in zip(blocking.spans, free.spans, strict=True):
@@ -110,7 +111,7 @@ def test_no_task_starts_earlier_than_with_eager_sends(costs: CostTable) -> None:
 
 
 @given(tables(most_chunks=1))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_both_ends_of_a_transfer_compute_nothing(costs: CostTable) -> None:
     result = run_blocking(costs)
     assert len(result.messages) == 2 * (costs.stages - 1) * costs.microbatches
@@ -129,7 +130,7 @@ def latency_of(costs: CostTable, message: MessageSpan) -> float:
 
 
 @given(tables(most_chunks=1))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_it_holds_what_strict_1f1b_holds(costs: CostTable) -> None:
     schedule, graph = make_schedule("1f1b", graph_of(costs), costs.microbatches), graph_of(costs)
     result = run_blocking(costs)
@@ -139,7 +140,7 @@ def test_it_holds_what_strict_1f1b_holds(costs: CostTable) -> None:
 
 
 @given(tables(most_chunks=1))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_a_lane_is_busy_or_waits_at_every_instant(costs: CostTable) -> None:
     result = run_blocking(costs)
     assert tuple(sorted(result.waits, key=lambda wait: (wait.start, wait.stage))) == result.waits
@@ -151,13 +152,13 @@ def test_a_lane_is_busy_or_waits_at_every_instant(costs: CostTable) -> None:
 
 
 @given(tables(most_chunks=1))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_split_costs_take_as_long_as_the_same_work_unsplit(costs: CostTable) -> None:
     assert run_blocking(costs).makespan == pytest.approx(run_blocking(costs.to_unsplit()).makespan, rel=1e-12)
 
 
 @given(st.integers(1, 5), st.integers(1, 8), st.integers(0, 2**32 - 1))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_without_latency_and_jitter_it_is_as_fast_as_eager_sends(stages: int, microbatches: int, seed: int) -> None:
     times = np.random.default_rng(seed).integers(0, 20, (2, stages, 1)).astype(float)
     forward, backward = np.repeat(times, microbatches, axis=2)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from batches import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from sim.optimum import Pipeline
 from sim.tables import table
@@ -48,28 +49,28 @@ SMALL = [(1, 1, 3), (2, 1, 2), (2, 1, 3), (3, 1, 2)]
 CHUNKED = [(1, 2, 2), (2, 2, 1), (2, 2, 2), (1, 3, 2)]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.data())
 def test_never_above_the_optimum(data: st.DataObject) -> None:
     costs = data.draw(tiny_costs(SMALL, split=False))
     assert_valid(costs, draw_limits(data, costs))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_never_above_the_optimum_of_three_stages_and_microbatches(data: st.DataObject) -> None:
     costs = data.draw(tiny_costs([(3, 1, 3)], split=False))
     assert_valid(costs, draw_limits(data, costs))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.data())
 def test_never_above_the_optimum_when_split(data: st.DataObject) -> None:
     costs = data.draw(tiny_costs([(1, 1, 3), (2, 1, 2), (3, 1, 2)], split=True))
     assert_valid(costs, draw_limits(data, costs))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.data())
 def test_never_above_the_optimum_with_chunks(data: st.DataObject) -> None:
     costs = data.draw(tiny_costs(CHUNKED, split=False))
@@ -93,7 +94,7 @@ def test_never_above_a_random_run(chunks: int, placement: Layout, split: bool) -
                 assert bound <= Pipeline(costs, limits).some_makespan(choose) * (1 + 1e-12)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=1, max_size=12))
 def test_jackson_equals_the_best_subset(jobs: list[tuple[int, int, int]]) -> None:
     """Head + work + tail of a set, maximised over the sets {r >= a, q >= b}: among these is always a largest one."""

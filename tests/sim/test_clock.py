@@ -9,7 +9,8 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from batches import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from sim.virtual_loop import here
 
@@ -51,7 +52,7 @@ moments = (
 )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.lists(moments, max_size=12))
 def test_timers_fire_at_their_very_float_in_order_and_ties_first_come_first_served(whens: list[float]) -> None:
     async def main() -> list[tuple[float, int]]:

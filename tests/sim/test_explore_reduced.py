@@ -64,6 +64,7 @@ def byte_limits() -> Iterator[tuple[Limit, Sequence[int] | None]]:
             yield Limit(1, num_bytes), sizes
 
 
+@pytest.mark.long
 def test_byte_limits() -> None:
     graph = Graph.chain(2, chunks=2, layout="v")
     for limit, sizes in byte_limits():

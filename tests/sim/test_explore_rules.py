@@ -19,6 +19,9 @@ EVERYWHERE: tuple[Where, ...] = ("all", "last", "middle")
 #: States of these run into the hundreds of thousands.
 many_states = [pytest.mark.long, pytest.mark.timeout(600)]
 
+#: The numbers of stages at which a rule shows all that it does; four add states and take most of the time.
+STAGES = [1, 2, 3, pytest.param(4, marks=many_states)]
+
 
 def assert_safe(cases: Iterable[Case]) -> None:
     done = list(explored(cases))
@@ -28,13 +31,13 @@ def assert_safe(cases: Iterable[Case]) -> None:
 
 
 @pytest.mark.parametrize("backward", ["whole", "split", "mixed"])
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("stages", STAGES)
 def test_one_chunk_a_stage_at_any_limit(stages: int, backward: Backward) -> None:
     assert_safe(Grid(stages=(stages,), chunks=(1,), backwards=(backward,), modes=TRAIN))
 
 
 @pytest.mark.parametrize("layout", ["looped", "v"])
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("stages", STAGES)
 def test_forward_only_at_any_limit(stages: int, layout: Layout) -> None:
     assert_safe(Grid(stages=(stages,), layouts=(layout,), modes=FORWARD, rules=("staircase",)))
 
@@ -50,7 +53,7 @@ def test_forward_only_the_papers_rule_is_the_staircase() -> None:
 
 @pytest.mark.parametrize("backward", ["whole", "split", "mixed"])
 @pytest.mark.parametrize("layout", ["looped", "v"])
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("stages", STAGES)
 def test_the_staircase_with_two_chunks(stages: int, layout: Layout, backward: Backward) -> None:
     microbatches = (1, 2) if backward == "mixed" else (1, 2, 3)
     assert_safe(Grid((stages,), microbatches, (2,), (layout,), (backward,), TRAIN, rules=("staircase",)))
@@ -58,13 +61,14 @@ def test_the_staircase_with_two_chunks(stages: int, layout: Layout, backward: Ba
 
 @pytest.mark.parametrize("backward", ["whole", pytest.param("split", marks=many_states)])
 @pytest.mark.parametrize("layout", ["looped", "v"])
-@pytest.mark.parametrize("stages", [1, 2, 3, pytest.param(4, marks=many_states)])
+@pytest.mark.parametrize("stages", [1, 2, *(pytest.param(n, marks=many_states) for n in (3, 4))])
 def test_the_staircase_with_two_chunks_and_four_microbatches(stages: int, layout: Layout, backward: Backward) -> None:
     assert_safe(Grid((stages,), (4,), (2,), (layout,), (backward,), TRAIN, rules=("staircase",)))
 
 
-def test_the_staircase_with_three_chunks() -> None:
-    assert_safe(Grid((1, 2, 3), (1, 2, 3), (3,), ("looped", "v"), ("whole",), TRAIN, rules=("staircase",)))
+@pytest.mark.parametrize("stages", [1, 2, pytest.param(3, marks=many_states)])
+def test_the_staircase_with_three_chunks(stages: int) -> None:
+    assert_safe(Grid((stages,), (1, 2, 3), (3,), ("looped", "v"), ("whole",), TRAIN, rules=("staircase",)))
 
 
 @pytest.mark.parametrize("layout", ["looped", "v"])
@@ -73,11 +77,11 @@ def test_the_staircase_with_three_chunks() -> None:
     [
         (1, 4, "whole"),
         (2, 3, "whole"),
-        (3, 3, "whole"),
-        (4, 2, "whole"),
+        pytest.param(3, 3, "whole", marks=many_states),
+        pytest.param(4, 2, "whole", marks=many_states),
         (1, 3, "split"),
         (2, 2, "split"),
-        (3, 2, "split"),
+        pytest.param(3, 2, "split", marks=many_states),
     ],
 )
 def test_the_papers_rule(stages: int, microbatches: int, backward: Backward, layout: Layout) -> None:
@@ -103,7 +107,10 @@ def test_a_forced_order_with_one_chunk(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.F, Kind.B, Kind.W])
-@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("stages", "microbatches"),
+    [(1, 2), (2, 2), *(pytest.param(*sizes, marks=many_states) for sizes in ((1, 3), (3, 2)))],
+)
 def test_a_forced_order_with_two_chunks(stages: int, microbatches: int, kind: Kind) -> None:
     """Staircase and reserve rule together, where one reserved slot is not enough."""
     backward: Backward = "split" if kind is Kind.W else "whole"
@@ -111,15 +118,17 @@ def test_a_forced_order_with_two_chunks(stages: int, microbatches: int, kind: Ki
     assert_safe(grid)
 
 
-@pytest.mark.parametrize("backward", ["whole", pytest.param("split", marks=many_states)])
+@pytest.mark.parametrize("backward", ["whole", "split"])
 @pytest.mark.parametrize("layout", ["looped", "v"])
-@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=many_states)])
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stages", [2, 3])
 def test_a_forced_order_with_two_chunks_and_three_microbatches(stages: int, layout: Layout, backward: Backward) -> None:
     kinds = (Kind.F, Kind.B, Kind.W) if backward == "split" else (Kind.F, Kind.B)
     assert_safe(Grid((stages,), (3,), (2,), (layout,), (backward,), TRAIN, rules=("staircase",), in_order=kinds))
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("chunks", [1, pytest.param(2, marks=many_states)])
 @pytest.mark.parametrize("in_order", [None, Kind.B])
 @pytest.mark.parametrize("microbatches", [None, 1, 2])
 def test_byte_limits_beside_a_limit_on_microbatches(

@@ -23,7 +23,7 @@ from rrfp.sim.faults.node import FaultNode
 from rrfp.sim.faults.random_scenario import make_scenario
 from rrfp.sim.faults.scenario import Scenario
 
-QUICK, NUM_RUNS, NUM_MORE = 2_000, 6_000, 60_000
+QUICK, NUM_RUNS, NUM_MORE = 1_000, 6_000, 60_000
 BATCH = 1_000
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from batches import batches
 from sim.fault_cases import FORWARD, TRAIN, credit, output, scenario
 from sim.fault_shell import ShellRun, run_shell
 
@@ -22,8 +23,8 @@ from rrfp.sim.faults.faults import Death, Duplicate, Fault, Lose, MessageFault, 
 from rrfp.sim.faults.random_scenario import make_scenario
 from rrfp.sim.faults.scenario import Scenario
 
-NUM_SEEDS = 400
-BATCH = 100
+NUM_SEEDS, QUICK = 400, 100
+BATCH = 50
 
 #: How a run with this fault alone may end: over a transport that checks, and over one that does not. A copy that comes
 #: after the last step harms nobody, because the ranks have left by then.
@@ -94,7 +95,7 @@ def problems(one: Scenario, run: ShellRun, lines: list[str], *, checks: bool) ->
     return found
 
 
-@pytest.mark.parametrize("first", range(0, NUM_SEEDS, BATCH))
+@pytest.mark.parametrize("first", batches(NUM_SEEDS, BATCH, QUICK))
 @pytest.mark.parametrize("checks", [True, False], ids=["checked", "unchecked"])
 def test_every_shell_run_ends_well_or_names_its_fault(first: int, checks: bool) -> None:
     endings: Counter[str] = Counter()

@@ -25,8 +25,8 @@ from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.errors import HintError, ProtocolError, RrfpError
 from rrfp.sim.cluster.random_run import Carry, Delivery, RandomRun
 
-NUM_PIPELINES, QUICK = 10_000, 3_000
-BATCH = 1_000
+NUM_PIPELINES, QUICK = 10_000, 500
+BATCH = 500
 
 
 class Follower(Hint):

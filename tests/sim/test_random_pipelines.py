@@ -24,8 +24,8 @@ from rrfp.hints.registry import create_hint
 from rrfp.sim.cluster.random_run import Delivery, RandomRun
 from rrfp.sim.faults.random_scenario import AnyReady
 
-NUM_PIPELINES, QUICK = 10_000, 3_000
-BATCH = 1_000
+NUM_PIPELINES, QUICK = 10_000, 500
+BATCH = 500
 
 
 class Worst(Hint):

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from batches import examples
+from hypothesis import event, given
 from hypothesis import strategies as st
 from sim.shell.runs import run_shell, run_shell_steps
 from sim.tables import table
@@ -116,7 +117,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(costs, named(method, strict), tuple(limits), f"strict {method}" if strict else method, sizes, in_order)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(cases())
 def test_shell_and_engine_tell_the_same_of_any_pipeline(case: Case) -> None:
     expected = case.outcome(run)

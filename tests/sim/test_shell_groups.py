@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from batches import examples
+from hypothesis import event, given
 from hypothesis import strategies as st
 from sim.shell.group_lane import Meetings
 from sim.shell.groups import GroupRun, Replica, run_shell_groups
@@ -68,7 +69,7 @@ def delays_of(draw: st.DrawFn, costs: CostTable, ranks: int) -> dict[Kind, Cube]
 # A leader.
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(data=st.data(), costs=tables(), make=any_makers())
 def test_a_leader_at_depth_one_whose_words_take_no_time_does_what_the_simulator_says(
     data: st.DataObject, costs: CostTable, make: Callable[[], Hint]
@@ -80,7 +81,7 @@ def test_a_leader_at_depth_one_whose_words_take_no_time_does_what_the_simulator_
     same(shell, run_tensor_parallel(costs, ranks, make, limits, leader, delays=delays, in_order=in_order))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     data=st.data(),
     costs=tables(),
@@ -125,7 +126,7 @@ def test_training_and_forward_only_steps_follow_each_other() -> None:
 # Agreement.
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(data=st.data(), costs=tables(), make=settled_makers(), gather=st.sampled_from([0.0, 1e-3, 0.5]))
 def test_agreement_ends_in_one_order_on_all_ranks(
     data: st.DataObject, costs: CostTable, make: Callable[[], Hint], gather: float

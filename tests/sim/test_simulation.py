@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given, settings
+from batches import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from sim.tables import table, tables
 
@@ -75,7 +76,7 @@ def largest_d(simulation: Simulation, stage: int) -> int:
 
 
 @given(tables(), st.sampled_from(HINTS), st.sampled_from(LIMITS))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_every_hint_keeps_the_rules_and_the_bound(costs: CostTable, hint: str, limit: int | str) -> None:
     simulation = simulate(costs, hint=hint, limit=limit)
     check(simulation)
@@ -85,7 +86,7 @@ def test_every_hint_keeps_the_rules_and_the_bound(costs: CostTable, hint: str, l
 
 
 @given(tables(most_chunks=1), st.sampled_from(SCHEDULES))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_every_strict_schedule_keeps_the_rules_and_the_bound(costs: CostTable, schedule: str) -> None:
     simulation = simulate(costs, strict=schedule)
     check(simulation)
@@ -94,7 +95,7 @@ def test_every_strict_schedule_keeps_the_rules_and_the_bound(costs: CostTable, s
 
 
 @given(tables(most_chunks=1), st.sampled_from((*HINTS, *SCHEDULES)), st.sampled_from(LIMITS))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_no_stage_is_idle_while_a_task_could_run(costs: CostTable, hint: str, limit: int | str) -> None:
     """Before each start the stage was busy, or nothing else had its inputs, or only Fs had and memory was full."""
     simulation = simulate(costs, hint=hint, limit=limit)
@@ -114,7 +115,7 @@ def test_no_stage_is_idle_while_a_task_could_run(costs: CostTable, hint: str, li
 
 
 @given(tables(), st.sampled_from(HINTS), st.sampled_from(LIMITS))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_waits_and_tasks_fill_the_step(costs: CostTable, hint: str, limit: int | str) -> None:
     trace = simulate(costs, hint=hint, limit=limit).result.trace()
     for part in by_stage(trace, costs.stages):
@@ -123,7 +124,7 @@ def test_waits_and_tasks_fill_the_step(costs: CostTable, hint: str, limit: int |
 
 
 @given(tables(), st.sampled_from(HINTS))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_same_costs_same_bytes(costs: CostTable, hint: str) -> None:
     again = from_json(to_json(costs))
     one, other = simulate(costs, hint=hint).to_json(), simulate(again, hint=hint).to_json()
@@ -131,7 +132,7 @@ def test_same_costs_same_bytes(costs: CostTable, hint: str) -> None:
 
 
 @given(tables().map(CostTable.to_unsplit))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_bfw_on_unsplit_costs_is_bf(costs: CostTable) -> None:
     assert simulate(costs, hint="bfw").to_json() == simulate(costs, hint="bf").to_json()
 
@@ -195,7 +196,7 @@ def test_admission_replaces_the_rule_of_a_limit_and_none_leaves_it() -> None:
 
 
 @given(tables(), st.sampled_from(HINTS), st.sampled_from(LIMITS))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_under_the_papers_rule_no_run_is_below_its_bound(costs: CostTable, hint: str, limit: int | str) -> None:
     """D may pass K * C by C, so the bound is that of one microbatch more."""
     simulation = simulate(costs, hint=hint, limit=limit, admission="paper")
@@ -207,7 +208,7 @@ def test_under_the_papers_rule_no_run_is_below_its_bound(costs: CostTable, hint:
 
 
 @given(tables(most_chunks=1))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_blocking_sends_keep_the_order_and_are_never_faster(costs: CostTable) -> None:
     eager, blocking = simulate(costs, strict="1f1b"), simulate(costs, strict="1f1b", sends="blocking")
     assert blocking.makespan >= eager.makespan * (1 - 1e-12)
@@ -216,7 +217,7 @@ def test_blocking_sends_keep_the_order_and_are_never_faster(costs: CostTable) ->
 
 
 @given(tables())
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_planned_sizes_add_up_to_the_work(costs: CostTable) -> None:
     sizes = planned_sizes(costs)
     assert len(sizes) == costs.microbatches

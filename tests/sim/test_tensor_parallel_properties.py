@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from batches import examples, long
+from hypothesis import given
 from hypothesis import strategies as st
 from sim.tables import tables
 from sim.tp_cases import PURE, any_makers, latencies_of, limits_of, makers, settled_makers
@@ -49,7 +50,7 @@ def forced(draw: st.DrawFn, costs: CostTable) -> tuple[ForcedOrder, ...]:
     return tuple((kind, v) for v in range(costs.num_virtual_stages))
 
 
-@settings(deadline=None)
+@examples(100)
 @given(data=st.data(), costs=tables(), make=any_makers(), coordination=st.sampled_from([*FREE, Agreement()]))
 def test_a_group_of_one_is_the_plain_engine(
     data: st.DataObject, costs: CostTable, make: Callable[[], Hint], coordination: Coordination
@@ -63,7 +64,7 @@ def test_a_group_of_one_is_the_plain_engine(
     assert (groups.rounds_per_task, groups.messages_per_task) == (0, 0)
 
 
-@settings(deadline=None)
+@examples(100)
 @given(data=st.data(), costs=tables(), make=any_makers(), ranks=st.integers(2, 4), coordination=st.sampled_from(FREE))
 def test_ranks_with_equal_latencies_are_the_plain_engine(
     data: st.DataObject, costs: CostTable, make: Callable[[], Hint], ranks: int, coordination: Coordination
@@ -77,7 +78,7 @@ def test_ranks_with_equal_latencies_are_the_plain_engine(
     assert groups.failed_rounds_per_task == 0
 
 
-@settings(deadline=None)
+@examples(100)
 @given(data=st.data(), costs=tables(), make=makers(PURE))
 def test_a_leader_without_delay_is_one_rank_with_the_slowest_messages(
     data: st.DataObject, costs: CostTable, make: Callable[[], Hint]
@@ -88,7 +89,7 @@ def test_a_leader_without_delay_is_one_rank_with_the_slowest_messages(
     assert sum(groups.coordination) == 0
 
 
-@settings(deadline=None)
+@examples(100)
 @given(data=st.data(), costs=tables(most_chunks=1), schedule=st.sampled_from(["1f1b", "gpipe"]))
 def test_a_strict_schedule_is_one_rank_with_the_slowest_messages(
     data: st.DataObject, costs: CostTable, schedule: str
@@ -124,7 +125,7 @@ def check(result: TensorParallelResult, costs: CostTable, ranks: RankLatencies, 
     assert sum(result.coordination) + sum(result.blocked) == pytest.approx(idle)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     data=st.data(),
     costs=tables(),
@@ -148,7 +149,7 @@ def test_a_leader_ends_with_any_hint_in_one_order(
         assert sum(counts.messages for counts in result.counts) == followers * (result.num_tasks + reported)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(data=st.data(), costs=tables(), make=settled_makers(), gather=st.sampled_from([0.0, 1e-3, 0.5, 10.0]))
 def test_agreement_ends_with_any_hint_that_ranks_share_in_the_end(
     data: st.DataObject, costs: CostTable, make: Callable[[], Hint], gather: float
@@ -193,15 +194,11 @@ def led_and_agreed(tp: int, seed: int) -> tuple[TensorParallelResult, TensorPara
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "coordination",
-    [
-        pytest.param(Leader(), marks=pytest.mark.long),
-        Leader(depth=2),
-        pytest.param(Agreement(), marks=pytest.mark.long),
-    ],
+    ("coordination", "ranks_a_stage"),
+    [(Leader(depth=2), 8), *(long(way, 64) for way in (Leader(), Leader(2), Agreement()))],
 )
-def test_64_ranks_a_stage_run_a_real_step(coordination: Coordination) -> None:
+def test_many_ranks_a_stage_run_a_real_step(coordination: Coordination, ranks_a_stage: int) -> None:
     costs = make_costs("mllm", 8, 64, latency="spike")
-    ranks, limits = rank_latencies(costs, "spike", 64), [Limit(16)] * 8
+    ranks, limits = rank_latencies(costs, "spike", ranks_a_stage), [Limit(16)] * 8
     result = run_tensor_parallel(costs, ranks, lambda: create_hint("bf"), limits, coordination)
     check(result, costs, ranks, limits)

@@ -8,7 +8,8 @@ from typing import Any
 import msgpack
 import pytest
 import torch
-from hypothesis import given, settings
+from batches import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.core.tasks import Kind, Mode, StepId, Task
@@ -64,7 +65,7 @@ MESSAGES = st.builds(
 
 
 @given(MESSAGES)
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_what_is_written_is_read_back(message: Message) -> None:
     received = codec(1).decode(*codec(0).encode(message, message.sequence))
     assert received.sender == 0
@@ -76,14 +77,14 @@ def test_what_is_written_is_read_back(message: Message) -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_arbitrary_bytes_are_a_frame_error(header: bytes) -> None:
     with pytest.raises(FrameError):
         codec(1).decode(header, [])
 
 
 @given(st.data())
-@settings(max_examples=400, deadline=None)
+@examples(400)
 def test_damaged_headers_give_a_message_or_a_frame_error(source: st.DataObject) -> None:
     """Bytes of a good header are overwritten, cut and inserted: most changes get past msgpack to the field checks."""
     message = data(torch.ones(3), None, torch.zeros(2, dtype=torch.int64), index=3, text="x")
@@ -99,7 +100,7 @@ def test_damaged_headers_give_a_message_or_a_frame_error(source: st.DataObject) 
 
 
 @given(st.integers(0, 10), PLAIN)
-@settings(max_examples=400, deadline=None)
+@examples(400)
 def test_any_value_in_any_field_gives_a_message_or_a_frame_error(position: int, value: Any) -> None:
     good, frames = codec(0).encode(data(torch.ones(3), index=3))
     fields = msgpack.unpackb(good)
