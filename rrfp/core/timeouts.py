@@ -70,6 +70,10 @@ LAUNCHER_LOOKS_S = 0.5
 #: need `LAST_WORDS_S` and `ABORTED_S`, names the rank.
 COLLECTIVE_ERROR_S = 4.0
 
+#: A call failed on a device that runs late: so long for the verdict on the calls before it, one of which may be at
+#: fault.
+DEVICE_VERDICT_S = 1.0
+
 #: Closing a transport in order waits for peers that do not answer.
 TRANSPORT_CLOSE_S = 5.0
 
@@ -115,6 +119,7 @@ def _check_order() -> None:
         (("PATIENCE_S", PATIENCE_S), ("CONNECT_S", CONNECT_S)),
         (("2 * ANSWER_S", 2 * ANSWER_S), ("NAMED_S", NAMED_S), ("STALL_AFTER_S", STALL_AFTER_S)),
         (("BREAK_GRACE_S", BREAK_GRACE_S), ("LAST_WORDS_S", LAST_WORDS_S), ("ABORTED_S", ABORTED_S)),
+        (("DEVICE_VERDICT_S", DEVICE_VERDICT_S), ("ABORTED_S", ABORTED_S)),
         (("LOOK_S", LOOK_S), ("VERDICT_GRACE_S", VERDICT_GRACE_S)),
         (("LAST_MESSAGES_S", LAST_MESSAGES_S), ("LAST_WORDS_S", LAST_WORDS_S)),
         (("ABORT_GRACE_S", ABORT_GRACE_S), ("ABORTED_S", ABORTED_S), ("TRANSPORT_CLOSE_S", TRANSPORT_CLOSE_S)),

@@ -12,6 +12,7 @@ from typing import Literal, cast
 import torch
 from torch import nn
 
+from rrfp.compute.devices.base import Device
 from rrfp.compute.gradients.module_reduction import check_wrappers
 from rrfp.compute.gradients.process_groups import check_replicas, check_sharded, replica_group, warn_of_unreduced
 from rrfp.compute.gradients.reducer import GradientReducer
@@ -19,6 +20,7 @@ from rrfp.compute.gradients.sparse import check_not_sparse
 from rrfp.compute.gradients.tie_copies import Ties
 from rrfp.compute.gradients.tied import ProcessTies, TiedGradients
 from rrfp.compute.lanes.base import Lane
+from rrfp.compute.lanes.stream import StreamLane
 from rrfp.compute.lanes.thread import ThreadLane
 from rrfp.compute.program import StageProgram
 from rrfp.compute.rng import replica_seed
@@ -29,6 +31,7 @@ from rrfp.core.stage_core import StageCore
 from rrfp.core.topology import Topology
 from rrfp.errors import TransportError
 from rrfp.log import get_logger
+from rrfp.pipeline.device_choice import choose_device
 from rrfp.pipeline.local_ranks import LocalRanks, together
 from rrfp.pipeline.method import Method, name_of
 from rrfp.pipeline.options import Options, common_options
@@ -51,6 +54,7 @@ class _Rank:
     Attributes:
         topology: the rank's.
         program: computes its tasks.
+        device: where it computes; None for the CPU.
         in_order: its forced orders.
         ties: its copies of tied parameters.
         reducer: sums its gradients over the replicas; None with one replica.
@@ -58,6 +62,7 @@ class _Rank:
 
     topology: Topology
     program: StageProgram
+    device: Device | None
     in_order: frozenset[ForcedOrder]
     ties: TiedGradients
     reducer: GradientReducer | None
@@ -110,6 +115,7 @@ class RankBuilder:
             _Rank(
                 topology,
                 self._program(part, topology),
+                choose_device(own, options["device"]),
                 partition.in_order(own),
                 rank_ties,
                 None if torch_ranks is None else self._reducer(own, topology, torch_ranks),
@@ -190,7 +196,7 @@ class RankBuilder:
         return StageRunner(
             StageCore(graph, topology.stage, self._method.new_hint(), limit, group=group, in_order=rank.in_order),
             rank.program,
-            self._lane(topology.stage),
+            self._lane(topology.stage, rank.device),
             create_transport(options["transport"], context),
             topology=topology,
             coordination=options["coordination"],
@@ -219,10 +225,11 @@ class RankBuilder:
             patience_s=options["patience"],
         )
 
-    def _lane(self, stage: int) -> Lane:
+    def _lane(self, stage: int, device: Device | None) -> Lane:
         if (make_lane := self._options["lane"]) is not None:
             return make_lane(stage)
-        return ThreadLane(f"rrfp-lane-{stage}", nice=self._options["lane_nice"])
+        name, nice = f"rrfp-lane-{stage}", self._options["lane_nice"]
+        return ThreadLane(name, nice=nice) if device is None else StreamLane(device, name, nice=nice)
 
     def _common_terms(self, topology: Topology) -> Terms:
         """The values that must be the same on all ranks of the job."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Annotated, Any, Literal, TypedDict, cast, get_args, get_type_hints
 
+import torch
+
+from rrfp.compute.devices.base import Device
 from rrfp.compute.lanes.base import Lane
 from rrfp.compute.lanes.thread import LOWEST_NICE
 from rrfp.compute.split.backward import Unsplittable
@@ -83,6 +87,10 @@ def _or_none(option: Option, meaning: str) -> Option:
 
 def _function(call: str) -> Option:
     return Option(None, f"callable: {call}", lambda value: value is None or callable(value))
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"cpu|cuda(:\d+)?", value) is not None
 
 
 def _resolved(resolve: Callable[[Any], object]) -> Option:
@@ -165,6 +173,16 @@ class Options(TypedDict, total=False):
 
     lane: Annotated[LaneFactory | None, _function("lane(stage)")]
     """Makes the lane of a stage, such as a `TimerLane` for virtual time; a compute thread by default."""
+
+    device: Annotated[
+        Device | torch.device | str | None,
+        Option(
+            None,
+            "'cpu', 'cuda', 'cuda:<index>', a torch.device, a Device, or None for that of the modules",
+            lambda value: value is None or isinstance(value, Device | torch.device) or _is_device(value),
+        ),
+    ]
+    """Where tasks run; by default where the parameters and buffers of the rank's modules are. It moves nothing."""
 
     placement: Annotated[Layout, _one_of("looped", Layout).common()]
     """Which virtual stages a stage holds: ``"looped"`` or ``"v"``."""

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from rrfp.errors import StageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T")
 
@@ -25,13 +28,15 @@ class Execution(Generic[T]):
 
     Attributes:
         result: the return value of the call.
-        started: when the lane began the call, seconds of the lane's clock.
-        ended: when the call was complete, on the same clock.
+        started: when the lane began the call's work, seconds of the lane's clock.
+        ended: when that work was complete, on the same clock.
+        launched: when the call returned, on the same clock, if its work went on afterwards; else None.
     """
 
     result: T
     started: float
     ended: float
+    launched: float | None = None
 
 
 class Lane(ABC):
@@ -66,6 +71,23 @@ class Lane(ABC):
     @abstractmethod
     def now(self) -> float:
         """The lane's clock in seconds; comparable between the ranks of one host."""
+
+    def fence(self) -> None:  # noqa: B027 - optional
+        """Run calls enqueued from now on behind the work that the calling thread has issued to the lane's device.
+
+        Called on the caller's thread before each step, so that a step sees the inputs and parameters that its caller
+        has computed. Where calls are complete when they return, there is nothing to do.
+        """
+
+    def adopt(self, tensors: Iterable[Tensor]) -> None:  # noqa: B027 - optional
+        """Use ``tensors``, which other threads or streams have allocated, in this call and later ones.
+
+        Called on the lane's thread, inside a call. Their memory is not reused before the calls that were issued when
+        the last reference is dropped are complete.
+        """
+
+    def hand_over(self, tensors: Iterable[Tensor]) -> None:  # noqa: B027 - optional
+        """Let the caller use ``tensors``, which calls of the lane have made, during later calls. On its thread."""
 
     def stack(self) -> str:
         """The Python stack of the running call, for reports; empty if none runs. Called on any thread."""

@@ -23,6 +23,9 @@ from rrfp.errors import ConfigError
 
 T = TypeVar("T")
 
+#: A call and its future; without a future the call is the lane's own.
+_Call = tuple[Callable[[], Any], asyncio.Future[Any] | None]
+
 #: The lowest priority of a thread on Linux.
 LOWEST_NICE = 19
 
@@ -57,7 +60,10 @@ class ThreadLane(Lane):
             raise ConfigError(f"nice is {nice!r}, must be a whole number 0..{LOWEST_NICE}")
         self._name = name
         self._nice = nice
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
+        #: A call without a future is the lane's own.
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any] | None] | None] = (
+            queue.SimpleQueue()
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -100,30 +106,46 @@ class ThreadLane(Lane):
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
         _lower_priority(self._nice)
         while (item := self._calls.get()) is not None and not self._closed:
-            _run(*item, loop)
+            self._run(*item, loop)
             del item  # otherwise the last call and its closure would live until the next one
 
+    def _run(
+        self, call: Callable[[], T], future: asyncio.Future[Execution[T]] | None, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """Make one call and complete its future. No local of the call outlives it."""
+        assert future is not None
+        started = time.monotonic()
+        execution: Execution[T] | None = None
+        failure: Exception | None = None
+        try:
+            execution = Execution(call(), started, time.monotonic())
+        except BaseException as error:
+            failure = as_exception(error)
+        try:
+            settle(loop, future, execution, failure)
+        finally:
+            # A failure's traceback holds this frame, so the frame must not hold the failure, nor the future with it.
+            del call, future, execution, failure
 
-def _run(call: Callable[[], T], future: asyncio.Future[Execution[T]], loop: asyncio.AbstractEventLoop) -> None:
-    """Run one call and complete its future on the loop. A function, so that no local of the call outlives it."""
-    started = time.monotonic()
-    execution: Execution[T] | None = None
-    failure: Exception | None = None
+
+def settle(
+    loop: asyncio.AbstractEventLoop,
+    future: asyncio.Future[Execution[T]],
+    execution: Execution[T] | None,
+    failure: Exception | None,
+) -> None:
+    """Complete ``future`` on its loop with ``execution``, or with ``failure`` if there is one. On any thread."""
     try:
-        execution = Execution(call(), started, time.monotonic())
-    except BaseException as error:
-        failure = as_exception(error)
-    try:
-        loop.call_soon_threadsafe(_complete, future, execution, failure)
+        loop.call_soon_threadsafe(complete, future, execution, failure)
     except RuntimeError:
         if not loop.is_closed():
             raise
     finally:
-        # A failure's traceback holds this frame, so the frame must not hold the failure, nor the future with it.
-        del call, future, execution, failure
+        del future, execution, failure  # as in `ThreadLane._run`
 
 
-def _complete(future: asyncio.Future[Execution[T]], execution: Execution[T] | None, failure: Exception | None) -> None:
+def complete(future: asyncio.Future[Execution[T]], execution: Execution[T] | None, failure: Exception | None) -> None:
+    """As `settle`, on the loop."""
     if future.done():  # cancelled in the meantime
         return
     if failure is not None:

@@ -1,0 +1,119 @@
+"""The contract of a device: streams that run work in order, and events that mark points in it.
+
+Work is *issued* on a thread and *complete* when the device has run it. A stream runs its work in order; work of two
+streams is ordered only where one waits for an event of the other. Memory belongs to the stream that first writes it. A
+second stream that uses it must be noted by `Device.note_use`, or the memory is reused as soon as its last reference is
+gone, while the second stream still needs it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+class Event(ABC):
+    """A point in the work of a stream. Its methods may be called on any thread."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block until the device has reached the point; other Python threads go on meanwhile.
+
+        Raises:
+            Exception: the device's error, if work before this point failed. The device is unusable from then on.
+        """
+
+    @abstractmethod
+    def seconds_since(self, base: Event) -> float:
+        """Seconds of the device's clock from ``base`` to this event. Both have been reached."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give the event back for reuse; nobody uses it afterwards."""
+
+
+class Stream(ABC):
+    """Work in order. Its methods may be called on any thread."""
+
+    @abstractmethod
+    def issuing(self) -> AbstractContextManager[None]:
+        """Work issued in the block, on the calling thread, goes on this stream. Not reentrant.
+
+        If the block ends with another stream current, this stream waits for the work issued on that one, and `strayed`
+        becomes true.
+        """
+
+    @property
+    @abstractmethod
+    def strayed(self) -> bool:
+        """Whether a block of `issuing` has ended with another stream current."""
+
+    @abstractmethod
+    def record(self) -> Event:
+        """An event at the end of the work issued on this stream so far."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """Run work that is issued on this stream from now on behind ``event``. Does not block the thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of a device in bytes, as its allocator counts it.
+
+    Attributes:
+        allocated: in tensors now.
+        reserved: held by the allocator now.
+        peak: the most that was in tensors since the process began.
+    """
+
+    allocated: int
+    reserved: int
+    peak: int
+
+
+class Device(ABC):
+    """One accelerator. Its methods may be called on any thread.
+
+    Attributes:
+        kind: its type, such as ``"cuda"``.
+        name: its type and index, such as ``"cuda:0"``.
+    """
+
+    kind: str
+    name: str
+
+    @abstractmethod
+    def stream(self, *, is_urgent: bool = False) -> Stream:
+        """A new stream. Work of urgent streams, which copy, goes before that of others."""
+
+    @abstractmethod
+    def current_stream(self) -> Stream:
+        """The stream on which work issued on the calling thread goes."""
+
+    @abstractmethod
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in this device's memory."""
+
+    @abstractmethod
+    def note_use(self, tensor: Tensor, stream: Stream) -> None:
+        """Keep the memory of ``tensor`` from reuse until the work issued on ``stream`` when it is freed is complete."""
+
+    @abstractmethod
+    def empty(self, tensor: Tensor) -> Tensor:
+        """A tensor in this device's memory with the shape and dtype of ``tensor``, contiguous and not initialised."""
+
+    @abstractmethod
+    def empty_on_host(self, tensor: Tensor) -> Tensor:
+        """The same in host memory to and from which this device copies without blocking; pooled."""
+
+    @abstractmethod
+    def memory(self) -> DeviceMemory:
+        """The memory in use now."""
+
+    def explain(self, error: Exception) -> Exception:
+        """The error of late work, with what helps to find its place."""
+        return error
