@@ -6,7 +6,7 @@ decides when an output is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -47,6 +47,15 @@ class Mailbox:
         if kind is Kind.F:
             return tuple(self._forward[Task(Kind.F, m, u)] for u in self._graph.predecessors[v])
         return tuple(self._backward[Task(Kind.B, m, w)][v] for w in self._graph.successors[v])
+
+    def received(self, task: Task) -> Iterator[Tensor]:
+        """The tensors in the inputs of F or B that came from other stages; none for W."""
+        if task.kind is Kind.W:
+            return
+        edges = self._graph.predecessors if task.kind is Kind.F else self._graph.successors
+        for v, payload in zip(edges[task.virtual_stage], self.inputs(task), strict=True):
+            if self._graph.stage_of[v] != self._stage:
+                yield from (tensor for tensor in payload.tensors if tensor is not None)
 
     def output_bytes(self, task: Task) -> int:
         """Bytes of the output of ``task``, as dense tensors."""

@@ -69,7 +69,7 @@ class BlockingPipeline:
         **arguments: Unpack[StepArguments],
     ) -> StepResult:
         """As `rrfp.Pipeline.step`."""
-        return self._run(self._session.step(Mode.TRAIN, inputs, targets, arguments))
+        return self._session.handed_over(self._run(self._session.step(Mode.TRAIN, inputs, targets, arguments)))
 
     def evaluate(
         self,
@@ -78,7 +78,7 @@ class BlockingPipeline:
         **arguments: Unpack[EvaluateArguments],
     ) -> StepResult:
         """As `rrfp.Pipeline.evaluate`."""
-        return self._run(self._session.step(Mode.FORWARD, inputs, targets, arguments))
+        return self._session.handed_over(self._run(self._session.step(Mode.FORWARD, inputs, targets, arguments)))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """As `rrfp.Pipeline.clip_grad_norm_`."""

@@ -110,7 +110,8 @@ class PipelineHandle:
             PipelineAborted: if any rank failed. Gradients are undefined.
             RrfpError: if the pipeline is not entered, was left, or another call runs.
         """
-        return await self._run(self._session.step(Mode.TRAIN, inputs, targets, arguments), "the step")
+        result = await self._run(self._session.step(Mode.TRAIN, inputs, targets, arguments), "the step")
+        return self._session.handed_over(result)
 
     async def evaluate(
         self,
@@ -137,7 +138,8 @@ class PipelineHandle:
             PipelineAborted: as `step`.
             RrfpError: as `step`.
         """
-        return await self._run(self._session.step(Mode.FORWARD, inputs, targets, arguments), "the step")
+        result = await self._run(self._session.step(Mode.FORWARD, inputs, targets, arguments), "the step")
+        return self._session.handed_over(result)
 
     async def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Clip the gradients of the whole model by their norm: over all stages, shards and replicas.

@@ -105,6 +105,8 @@ class LocalRanks:
                 tied.open()
             for reducer in self._reducers:
                 reducer.open(plan.reduce_gradients)
+        for runner in self._runners:  # last, because all of the above may have issued work
+            runner.fence()
         return plan
 
     def _warn_about_modes(self) -> None:
@@ -135,6 +137,11 @@ class LocalRanks:
         results = await _all(runner.step(plan) for runner in self._runners)
         outputs = {m: output for result in results for m, output in result.outputs.items()}
         return replace(results[0], trace=merge(result.trace for result in results), outputs=outputs)
+
+    def hand_over(self, result: StepResult) -> None:
+        """Let the calling thread use the tensors of ``result``. Called on the caller's thread."""
+        for runner in self._runners:
+            runner.hand_over(result.outputs)
 
     def clipping(self, max_norm: float, norm_type: float) -> Clipping:
         """Begin to clip gradients. Called on the caller's thread; errors as in `Clipping`."""

@@ -95,6 +95,11 @@ class Session:
             self._training_step += mode is Mode.TRAIN
             return self.ranks.step(plan)
 
+    def handed_over(self, result: StepResult) -> StepResult:
+        """``result``, whose tensors the calling thread may use from now on."""
+        self.ranks.hand_over(result)
+        return result
+
     def clip(self, max_norm: float, norm_type: float) -> Clipping:
         """Begin to clip gradients; `end` ends it. Errors as in `Clipping` and `step`."""
         with self._beginning("clipping gradients"):

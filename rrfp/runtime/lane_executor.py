@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
+
+from torch import Tensor
 
 from rrfp.compute.lanes.base import Execution
 from rrfp.compute.mailbox import bytes_after, run_task
@@ -21,7 +23,7 @@ T = TypeVar("T")
 
 
 class LaneExecutor:
-    """Hands work to a lane and reports its completion. All methods are called on the loop of the lane.
+    """Hands work to a lane and reports its completion. Its public methods are called on the loop of the lane.
 
     Attributes:
         completed: tasks that have completed since the start.
@@ -59,10 +61,13 @@ class LaneExecutor:
         if self._enqueued == 1:
             self.running_since = self._lane.now()
 
-    async def run_extra(self, name: str, call: Callable[[], T]) -> T:
-        """Make ``call``, which is no task, on the lane; meanwhile the rank is busy with ``name``."""
+    async def run_extra(self, name: str, call: Callable[[], T], received: Iterable[Tensor] = ()) -> T:
+        """Make ``call``, which is no task, on the lane; meanwhile the rank is busy with ``name``.
+
+        ``received`` are the tensors of other ranks that the call uses.
+        """
         with self.extra_call(name):
-            return (await self._lane.enqueue(call)).result
+            return (await self._lane.enqueue(partial(self._run_extra, call, received))).result
 
     @contextmanager
     def extra_call(self, name: str) -> Iterator[None]:
@@ -80,14 +85,23 @@ class LaneExecutor:
         self._closed = True
         self._lane.close()
 
+    # On the lane's thread.
+
+    def _run_extra(self, call: Callable[[], T], received: Iterable[Tensor]) -> T:
+        self._lane.adopt(received)
+        return call()
+
     def _run(self, task: Task) -> tuple[int, int]:
-        """Run ``task``, on the lane; returns the bytes it leaves: after the next task these could not be separated."""
+        """Run ``task``; returns the bytes it leaves: after the next task these could not be separated."""
         self.thread = threading.get_ident()
         try:
+            self._lane.adopt(self._mailbox.received(task))
             run_task(self._program, self._mailbox, task)
             return bytes_after(self._program, self._mailbox, task)
         finally:
             self.thread = None
+
+    # On the loop.
 
     def _on_done(self, task: Task, done: asyncio.Future[Execution[tuple[int, int]]]) -> None:
         error = done.exception()  # read in any case, or asyncio would log that no one has

@@ -11,8 +11,11 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from rrfp.arbiter.loop import SettlingLoop, run_arbiter
+from rrfp.compute.activations import tensors_in
+from rrfp.compute.async_tensors import inner_tensors
 from rrfp.compute.gradients.tied import TiedGradients
 from rrfp.compute.lanes.base import Lane
 from rrfp.compute.program import StageProgram
@@ -44,7 +47,7 @@ logger = get_logger(__name__)
 
 
 class StageRunner:
-    """Runs the tasks of one stage. All methods are called on the loop of `start`.
+    """Runs the tasks of one stage. Methods are called on the loop of `start`, unless their docstring names a thread.
 
     Args:
         core: the stage's state machine.
@@ -137,6 +140,15 @@ class StageRunner:
             PipelineAborted: if any rank failed.
         """
         return await self._abort.unless_aborted(self._run_step(plan), "the step")
+
+    def fence(self) -> None:
+        """Let the next step see the work that the calling thread has issued. Called on the caller's thread."""
+        self._context.lane.fence()
+
+    def hand_over(self, outputs: Mapping[int, Any]) -> None:
+        """Let the calling thread use ``outputs`` of the last virtual stage, if they are this rank's."""
+        if self._reporter.has_losses:
+            self._context.lane.hand_over(part for tensor in tensors_in(outputs) for part in inner_tensors(tensor))
 
     async def gather(self, own: bytes) -> list[bytes]:
         """Give ``own`` to all ranks between two steps, and get what each of them gives, by rank; all equally often."""

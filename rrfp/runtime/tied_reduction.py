@@ -8,7 +8,7 @@ FORWARD. All ranks take ties in one order, and send before they wait, so no two 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -88,7 +88,9 @@ class TiedReduction:
         with self._waits_for(*(f"the gradients of tie {tie.name!r} from stage {self._stage_of(v)}" for v in others)):
             for v in others:
                 gradients[v] = await self._arrived((step.number, tie.name, v))
-        total = await self._on_lane(tie, partial(self._gradients.add, tie.name, gradients))
+        received = [piece for gradient in gradients.values() for piece in gradient.tensors]
+        total = await self._on_lane(tie, partial(self._gradients.add, tie.name, gradients), received)
+        del received
         gradients.clear()
         await self._send_pieces(step, tie, None, total, sorted({self._stage_of(v) for v in others}))
 
@@ -96,7 +98,7 @@ class TiedReduction:
         """Wait for the sum."""
         with self._waits_for(f"the sum of tie {tie.name!r} from stage {self._leader(tie)}"):
             total = await self._arrived((step.number, tie.name, None))
-        await self._on_lane(tie, partial(self._gradients.put, tie.name, total))
+        await self._on_lane(tie, partial(self._gradients.put, tie.name, total), total.tensors)
 
     async def _send_pieces(
         self, step: StepId, tie: Tie, virtual_stage: int | None, gradient: Pieces, stages: Sequence[int]
@@ -115,8 +117,8 @@ class TiedReduction:
         del self._arriving[key]
         return arriving.pieces()
 
-    async def _on_lane(self, tie: Tie, call: Callable[[], Any]) -> Any:
-        return await self._executor.run_extra(f"the gradients of tie {tie.name!r}", call)
+    async def _on_lane(self, tie: Tie, call: Callable[[], Any], received: Iterable[Tensor] = ()) -> Any:
+        return await self._executor.run_extra(f"the gradients of tie {tie.name!r}", call, received)
 
     def _leader(self, tie: Tie) -> int:
         return self._stage_of(tie.virtual_stages[0])
