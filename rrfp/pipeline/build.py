@@ -111,16 +111,19 @@ class RankBuilder:
         self._holder = GradientHolder(
             modules, None if torch_ranks is None else topologies[0], torch_ranks, self._ties.repeated
         )
+        devices = [choose_device(own, options["device"]) for own in by_rank]
         self._ranks = [
             _Rank(
                 topology,
                 self._program(part, topology),
-                choose_device(own, options["device"]),
+                device,
                 partition.in_order(own),
                 rank_ties,
-                None if torch_ranks is None else self._reducer(own, topology, torch_ranks),
+                None if torch_ranks is None else self._reducer(own, topology, torch_ranks, device),
             )
-            for topology, part, own, rank_ties in zip(topologies, parts, by_rank, self._ties.ranks, strict=True)
+            for topology, part, own, rank_ties, device in zip(
+                topologies, parts, by_rank, self._ties.ranks, devices, strict=True
+            )
         ]
 
     def _program(self, part: StagePart, topology: Topology) -> StageProgram:
@@ -141,7 +144,7 @@ class RankBuilder:
         )
 
     def _reducer(
-        self, modules: dict[int, nn.Module], topology: Topology, torch_ranks: Sequence[int]
+        self, modules: dict[int, nn.Module], topology: Topology, torch_ranks: Sequence[int], device: Device | None
     ) -> GradientReducer | None:
         if topology.replicas == 1 or not modules:
             return None
@@ -149,7 +152,8 @@ class RankBuilder:
         check_not_sparse(modules, "gradients are summed over replicas as dense ones")
         make_group = partial(replica_group, topology, torch_ranks)
         deterministic = self._options["deterministic"]
-        return GradientReducer(modules, make_group, replica=topology.replica, deterministic=deterministic)
+        lane = _lane(device, "rrfp-gradients")
+        return GradientReducer(modules, make_group, lane, replica=topology.replica, deterministic=deterministic)
 
     def ranks(self) -> LocalRanks:
         """The ranks, not started."""
@@ -228,8 +232,7 @@ class RankBuilder:
     def _lane(self, stage: int, device: Device | None) -> Lane:
         if (make_lane := self._options["lane"]) is not None:
             return make_lane(stage)
-        name, nice = f"rrfp-lane-{stage}", self._options["lane_nice"]
-        return ThreadLane(name, nice=nice) if device is None else StreamLane(device, name, nice=nice)
+        return _lane(device, f"rrfp-lane-{stage}", self._options["lane_nice"])
 
     def _common_terms(self, topology: Topology) -> Terms:
         """The values that must be the same on all ranks of the job."""
@@ -268,6 +271,11 @@ class RankBuilder:
             platform.python_version(),
         )
         self._method.warn_unless_split()
+
+
+def _lane(device: Device | None, name: str, nice: int = 0) -> Lane:
+    """A lane on a stream of ``device``; on a thread where that is None."""
+    return ThreadLane(name, nice=nice) if device is None else StreamLane(device, name, nice=nice)
 
 
 async def _join(reducer: GradientReducer, timeout_s: float) -> None:

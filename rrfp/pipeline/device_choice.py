@@ -22,11 +22,11 @@ def choose_device(modules: Mapping[int, nn.Module], option: Device | torch.devic
     if isinstance(option, Device):
         return option
     wanted = None if option is None else torch.device(option)
-    found = _devices(modules)
-    for device, name in found.items():
+    named = _devices(modules)
+    for device, name in named.items():
         if device.type not in ("cpu", "cuda"):
             raise ConfigError(f"{name} is on {device}, must be on one of: cpu, cuda")
-    on_cuda = {device: name for device, name in found.items() if device.type == "cuda"}
+    on_cuda = {device: name for device, name in named.items() if device.type == "cuda"}
     if len(on_cuda) > 1:
         places = ", ".join(f"{name} on {device}" for device, name in on_cuda.items())
         raise ConfigError(f"a rank computes on one device, but its modules lie on several: {places}")
@@ -53,10 +53,10 @@ def _cuda(device: torch.device) -> Device:
 
 def _devices(modules: Mapping[int, nn.Module]) -> dict[torch.device, str]:
     """The devices of all parameters and buffers, each with the name of one that lies there."""
-    found: dict[torch.device, str] = {}
+    named: dict[torch.device, str] = {}
     for name, tensor in _tensors(modules):
-        found.setdefault(tensor.device, name)
-    return found
+        named.setdefault(tensor.device, name)
+    return named
 
 
 def _tensors(modules: Mapping[int, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:

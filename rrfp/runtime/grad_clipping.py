@@ -1,4 +1,8 @@
-"""One call of ``clip_grad_norm_``: the share of this rank in the common norm, and the scale that follows from all."""
+"""One call of ``clip_grad_norm_``: the share of this rank in the common norm, and the scale that follows from all.
+
+Nothing here knows lanes. The step before is complete on the device, not only issued, so the caller's thread may use the
+gradients on any stream; and the next step's fence orders it behind the scaling.
+"""
 
 from __future__ import annotations
 

@@ -12,11 +12,15 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from runtime.host_device import HostDevice
+from runtime.recording_lane import RecordingLane
 from torch import Tensor, nn
 
+import rrfp
 from rrfp.compute.gradients import buckets as gradient_buckets
 from rrfp.compute.gradients.reducer import GradientReducer
 from rrfp.core import timeouts
+from rrfp.core.mesh import Mesh
 from rrfp.errors import StageError
 
 REPLICAS = 3
@@ -70,7 +74,8 @@ class Replica:
         self._rank = rank
         group = dist.group.WORLD if group is None else group
         assert group is not None
-        self._reducer = GradientReducer(self.modules, lambda: group, replica=rank, **options)
+        self.lane = RecordingLane()
+        self._reducer = GradientReducer(self.modules, lambda: group, self.lane, replica=rank, **options)
         self._runner = asyncio.Runner()
         self._runner.run(self._start())
 
@@ -274,6 +279,25 @@ def gradients_of_another_dtype_on_one_replica_are_refused(rank: int) -> None:
     module.w1.grad = torch.zeros(4, dtype=torch.float32 if rank == 1 else torch.float64)
     with pytest.raises(StageError, match="'w1' of virtual stage 0 has gradients of different dtypes or placements"):
         reduce_once(module, rank)
+
+
+def a_lane_is_fenced_by_each_step_that_sums_and_adopts_the_gradients(rank: int) -> None:
+    module = Weights((3,), (2,))
+    replica = Replica(rank, module)
+    replica.step(0, reduces=False)
+    assert not replica.lane.fences
+    replica.step(1)
+    assert len(replica.lane.fences) == 1
+    adopted = {tensor.data_ptr() for tensor in replica.lane.adopted}
+    assert adopted == {parameter.grad.data_ptr() for parameter in module.parameters() if parameter.grad is not None}
+    assert len(adopted) == 2
+
+
+def a_rank_with_a_device_sums_on_a_stream_of_it(rank: int) -> None:
+    device = HostDevice()
+    topology = rrfp.Topology.at(rank, Mesh((("pp", 1), ("dp", REPLICAS))))
+    rrfp.Pipeline(nn.Linear(2, 2), topology=topology, device=device, loss_fn=nn.functional.mse_loss)
+    assert device.num_streams == 1
 
 
 def zy_the_error_of_a_broken_connection_is_kept_back_for_a_while(rank: int) -> None:

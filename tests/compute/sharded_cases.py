@@ -19,6 +19,7 @@ import rrfp
 from rrfp.compute.gradients.norm import combined_norm, local_norm
 from rrfp.compute.gradients.process_groups import check_replicas, check_sharded, global_ranks, replica_group
 from rrfp.compute.gradients.reducer import GradientReducer
+from rrfp.compute.lanes.thread import ThreadLane
 from rrfp.core.mesh import Mesh
 from rrfp.errors import ConfigError, StageError
 
@@ -83,7 +84,7 @@ def reduce_once(module: nn.Module) -> None:
         await reducer.reduce(0)
         reducer.close()
 
-    reducer = GradientReducer({0: module}, like, replica=place().replica)
+    reducer = GradientReducer({0: module}, like, ThreadLane(), replica=place().replica)
     asyncio.run(run())
 
 

@@ -1,6 +1,7 @@
 """The sum of tensors over replicas: small ones travel together, and the order of additions may be fixed.
 
-Blocks the calling thread until the sum is complete.
+On a CPU a call returns when the sum is complete. On a device it may only have issued the work to the calling thread's
+current stream.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def replica_group(topology: Topology, ranks: Sequence[int]) -> ProcessGroup:
     """Make a group of this rank and its counterparts in the other replicas, in the order of replicas.
 
     It blocks until all its ranks have joined, and lives until ``torch.distributed`` ends. ``ranks`` are those of
-    `global_ranks`.
+    `global_ranks`. Called on the lane of the group's collectives, whose device is then the thread's current one.
     """
     # Why not a group of the DeviceMesh over the same ranks? The caller may use that one, and these collectives run on
     # another thread. Blocking cannot deadlock: these groups do not overlap, each rank joins one, and all ranks of a job

@@ -2,7 +2,10 @@
 
 All replicas must begin their collectives in the same order, but they finish their chunks in different orders. So there
 is one fixed order, the deepest chunk first because it usually ends first, and a chunk that ends early waits for its
-turn. The calls block, so they run on one daemon thread, which is never joined.
+turn. The calls block, or put work on a stream, so they have a lane of their own, beside that of the tasks.
+
+On a device no stream has to wait for another: a chunk's gradients are final once its last task is *complete*, and the
+step ends once the sums are. Only the caller's work is ordered by a fence.
 
 Replicas may lack different gradients (an expert that no token of a replica chose): they first agree on the layouts, and
 replace an absent gradient by zeros. Over several steps without ``zero_grad`` the total must count once, though every
@@ -33,7 +36,7 @@ from rrfp.compute.gradients.layout import (
     local_part,
     zeros,
 )
-from rrfp.compute.lanes.thread import ThreadLane
+from rrfp.compute.lanes.base import Lane
 from rrfp.core import timeouts
 from rrfp.errors import StageError
 
@@ -53,6 +56,8 @@ class GradientReducer:
         modules: the chunks of the rank, by virtual stage.
         make_group: makes the group of the rank and its counterparts, in the order of replicas; may block. The group is
             for this object alone.
+        lane: where collectives run, for this object alone: of the device that holds the gradients, so that a sum is
+            complete, and not only issued, when its call is. Not started.
         replica: the replica that this rank belongs to.
         deterministic: add in the order of replicas, so that the bits of the result do not depend on the backend.
     """
@@ -61,6 +66,7 @@ class GradientReducer:
         self,
         modules: Mapping[int, nn.Module],
         make_group: Callable[[], ProcessGroup],
+        lane: Lane,
         *,
         replica: int,
         deterministic: bool = False,
@@ -70,7 +76,7 @@ class GradientReducer:
         self._group: ProcessGroup | None = None
         self._replica = replica
         self._deterministic = deterministic
-        self._lane = ThreadLane("rrfp-gradients")
+        self._lane = lane
         #: For each chunk the parameters that it sums in this step, and the event of its turn.
         self._shares: dict[int, _Named] = {}
         self._turns: dict[int, asyncio.Event] = {}
@@ -79,7 +85,7 @@ class GradientReducer:
         self._compared = False
 
     def start(self) -> None:
-        """Start the thread. Called on the loop of `reduce`."""
+        """Start the lane. Called on the loop of `reduce`."""
         self._lane.start()
 
     async def join(self) -> None:
@@ -99,6 +105,7 @@ class GradientReducer:
             self._shares = shares(self._modules)
             self._turns = {v: asyncio.Event() for v in self._shares}
             self._next_turn()
+            self._lane.fence()
 
     async def reduce(self, virtual_stage: int) -> None:
         """Sum the gradients of ``virtual_stage``, once all tasks of it are done and its turn has come.
@@ -126,7 +133,7 @@ class GradientReducer:
         if (first := next(iter(self._turns.values()), None)) is not None:
             first.set()
 
-    # On the thread.
+    # On the lane's thread.
 
     @torch.no_grad()
     def _sum(self, virtual_stage: int) -> None:
@@ -140,7 +147,10 @@ class GradientReducer:
                 if parameter.grad is None:
                     parameter.grad = zeros(parameter, layout)
                 present.append(parameter)
-        gradients = (local_part(parameter.grad) for parameter in present if parameter.grad is not None)
+        gradients = [local_part(parameter.grad) for parameter in present if parameter.grad is not None]
+        # Why, if the step ends after the sum? It may fail before, and its caller then drops gradients that are still
+        # being added.
+        self._lane.adopt(gradients)
         sum_over(gradients, self._group, in_order=self._deterministic)
         self._totals.update((id(parameter), parameter) for parameter in present)
 
