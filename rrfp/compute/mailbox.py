@@ -48,6 +48,13 @@ class Mailbox:
             return tuple(self._forward[Task(Kind.F, m, u)] for u in self._graph.predecessors[v])
         return tuple(self._backward[Task(Kind.B, m, w)][v] for w in self._graph.successors[v])
 
+    def has_inputs(self, task: Task) -> bool:
+        """Whether all inputs of F or B are here. Those of a task that runs behind its local producer may not be."""
+        kind, m, v = task
+        if kind is Kind.F:
+            return all(Task(kind, m, u) in self._forward for u in self._graph.predecessors[v])
+        return all(Task(kind, m, w) in self._backward for w in self._graph.successors[v])
+
     def received(self, task: Task) -> Iterator[Tensor]:
         """The tensors in the inputs of F or B that came from other stages; none for W."""
         if task.kind is Kind.W:

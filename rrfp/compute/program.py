@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +104,21 @@ class StageProgram(ABC):
             virtual_stage: one of this rank's.
         """
         return 0
+
+    def signature(self, task: Task, inputs: tuple[Payload, ...]) -> Hashable:
+        """What decides how many bytes an F will hold, such as the shapes of its inputs; known before it runs.
+
+        Forwards of one virtual stage with equal signatures hold as many bytes. Under a limit on bytes, a lane that runs
+        ahead starts no forward behind one whose signature is new. Called on the event loop, so it must not take long.
+
+        Args:
+            task: an F.
+            inputs: as for `forward`.
+
+        Returns:
+            By default None: all forwards count as equal.
+        """
+        return None
 
     def held_output_bytes(self, microbatch: int, virtual_stage: int) -> int:
         """The part of `held_bytes` that is output of the forward, kept for the backward. Called on any thread.

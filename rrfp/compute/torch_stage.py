@@ -174,6 +174,14 @@ class TorchStage(StageProgram):
         """
         return self._held.get((microbatch, virtual_stage), 0)
 
+    def signature(self, task: Task, inputs: tuple[Payload, ...]) -> Hashable:
+        """See :meth:`StageProgram.signature`: all that `ActivationMeter` measures a forward for."""
+        _, m, v = task
+        batch, received = self._batch, tuple((payload.tensors, payload.structure) for payload in inputs)
+        own = None if self._graph.predecessors[v] or batch.inputs is None else batch.inputs[m]
+        kwargs = None if batch.kwargs is None else batch.kwargs[m]
+        return self._signature(m, v, (received, own, kwargs))
+
     def held_output_bytes(self, microbatch: int, virtual_stage: int) -> int:
         """See :meth:`StageProgram.held_output_bytes`; measured like `held_bytes`."""
         return self._held_outputs.get((microbatch, virtual_stage), 0)
@@ -209,7 +217,7 @@ class TorchStage(StageProgram):
 
         try:
             if training:
-                signature = self._signature(m, v, arguments)
+                signature = self._signature(m, v, (arguments.args, arguments.kwargs))
                 (output, loss), kept = self._meters[v].run(call, signature, received.tensors())
                 self._held[m, v], self._held_outputs[m, v] = kept.held, kept.of_output
             else:
@@ -280,10 +288,10 @@ class TorchStage(StageProgram):
             values = [batch.inputs[m]]
         return Arguments.spread(values if batch.kwargs is None else [*values, batch.kwargs[m]])
 
-    def _signature(self, m: int, v: int, arguments: Arguments) -> Hashable:
+    def _signature(self, m: int, v: int, arguments: Any) -> Hashable:
         target = None if self._batch.targets is None or self._graph.successors[v] else self._batch.targets[m]
         module = self._modules[v]
-        return describe((arguments.args, arguments.kwargs, target)), module.training, self._modes.autocast
+        return describe((arguments, target)), module.training, self._modes.autocast
 
 
 def _detached(tensor: Tensor | None) -> Tensor | None:

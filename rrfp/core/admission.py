@@ -17,7 +17,7 @@ chunk tasks; there are K * C. Backwards and weight tasks free memory: only the p
   chunk from c on is expected to hold (and, under the reserve rule, a whole lowest microbatch), and with what backwards
   are expected to add. `rrfp.core.byte_limit` says how much is expected; that can be wrong, so one forward is always
   admitted when no chunk from c on holds anything (under the reserve rule: the lowest one, when they hold later ones
-  only).
+  only). While a forward runs whose size no earlier one has shown, none starts behind it, however deep the lane is.
 - **Groups**: the leader decides for all, so its byte rule counts the rank that holds the most. A follower starts a
   forward that was ordered once a slot is free on itself, so that D keeps its bound on every rank. The slots that the
   leader saw free become so there too: by tasks that are in the log before it, and by successors that run those.
@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -187,19 +188,22 @@ class Admission:
         is_lowest = microbatch == lowest_unforwarded or not self.reserve
         if self.slots is not None and self.held >= (self._below if is_lowest else self._below_later)[chunk]:
             return False
-        if self._byte_limit is None or self._byte_limit.fits(chunk, is_lowest=is_lowest):
+        limit = self._byte_limit
+        if limit is None:
             return True
-        return is_lowest and self._byte_limit.must_go_on(chunk, microbatch)
+        if limit.is_measuring:
+            return False
+        return limit.fits(chunk, is_lowest=is_lowest) or (is_lowest and limit.must_go_on(chunk, microbatch))
 
-    def acquire(self, chunk: int, microbatch: int) -> None:
-        """The forward of ``microbatch`` on ``chunk`` was enqueued: it takes a slot."""
+    def acquire(self, chunk: int, microbatch: int, signature: Hashable = None) -> None:
+        """The forward of ``microbatch`` on ``chunk`` was enqueued: it takes a slot. ``signature``: see `Enqueued`."""
         self.held += 1
         if self.held > self.peak_held:
             self.peak_held = self.held
         if self.drains_in_order:
             self.is_draining = self.slots is not None and self.held >= self.slots
         if self._byte_limit is not None:
-            self._byte_limit.start((chunk, microbatch))
+            self._byte_limit.start((chunk, microbatch), signature)
 
     def release_slot(self) -> None:
         """A slot is free for what the lane runs next."""

@@ -3,14 +3,17 @@
 A forward of chunk c fits if all of this together is within the limit: what is held; what the backwards to come are
 expected to add to that; and the largest size expected for each forward that runs, for each chunk from c on, and under
 the reserve rule for a whole lowest microbatch. So the limit is passed by no more than what one forward turns out larger
-than all that are remembered (`rrfp.core.seen_sizes`), times the forwards that run at once: the next one starts from
-what these showed.
+than all that are remembered (`rrfp.core.seen_sizes`): while a forward is in flight whose signature none of them had, no
+other one starts, and the next one starts from what it showed. Forwards of a known signature may surprise all the same
+where that does not decide their size; then those that run at once do.
 
 On the leader of a group a forward is in flight until all ranks have reported what it left behind: until then it counts
 with what is expected.
 """
 
 from __future__ import annotations
+
+from collections.abc import Hashable
 
 from rrfp.core.held_bytes import HeldBytes, Owner
 from rrfp.core.seen_sizes import SeenSizes
@@ -31,19 +34,23 @@ class ByteLimit:
         #: Forwards in flight: the ranks that have not reported the bytes; and how many forwards there are by chunk.
         self._unreported: dict[Owner, int] = {}
         self._in_flight = [0] * len(seen.expected)
-        #: By chunk, whether every rank has reported what some forward left behind.
-        self._is_known = [largest.held > 0 for largest in seen.expected]
+        #: Their signatures, and those among them whose signature no earlier one had.
+        self._signatures: dict[Owner, Hashable] = {}
+        self._measured: set[Owner] = set()
         #: Owners between forward and backward on this rank.
         self._before_backward: set[Owner] = set()
 
     def fits(self, chunk: int, *, is_lowest: bool) -> bool:
         """Whether a forward of ``chunk`` leaves room for those that must follow it; see `rrfp.core.admission`."""
         sizes = [largest.held for largest in self._seen.expected]
-        if self._in_flight[chunk] and not self._is_known[chunk]:
-            return False  # the first of its chunk is still running, on some rank: its size is about to be known
         running = sum(count * size for count, size in zip(self._in_flight, sizes, strict=True))
         needed = sum(sizes[chunk:]) + (0 if is_lowest else sum(sizes))
         return self._held.worst + self._growth_to_come() + running + needed <= self._most
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether a forward runs, on some rank, whose size is not known and about to be."""
+        return bool(self._measured)
 
     def _growth_to_come(self) -> int:
         """What backwards are expected to add, for each chunk by the lesser of the two ways to expect it."""
@@ -59,12 +66,15 @@ class ByteLimit:
         holders = set[int]().union(*self._holders[chunk:])
         return not holders or (self._reserve and microbatch < min(holders))
 
-    def start(self, owner: Owner) -> None:
-        """The forward of ``owner`` was enqueued."""
+    def start(self, owner: Owner, signature: Hashable) -> None:
+        """The forward of ``owner`` was enqueued; see `rrfp.core.events.Enqueued` for its ``signature``."""
         chunk, microbatch = owner
         self._holders[chunk].add(microbatch)
         self._in_flight[chunk] += 1
         self._unreported[owner] = self._members
+        self._signatures[owner] = signature
+        if not self._seen.has_seen(chunk, signature):
+            self._measured.add(owner)
 
     def complete(self, kind: Kind, owner: Owner, held: int, output: int, member: int = 0) -> None:
         """A task of ``owner`` completed on ``member``; called before the ledger has what it left."""
@@ -86,7 +96,7 @@ class ByteLimit:
             return  # it is done and free on this rank already
         self._unreported[owner] -= 1
         if not self._unreported[owner]:
-            self._is_known[owner[0]] = True
+            self._seen.saw_signature(owner[0], self._signatures[owner])
             self._leave_flight(owner)
 
     def free(self, owner: Owner) -> None:
@@ -99,4 +109,6 @@ class ByteLimit:
 
     def _leave_flight(self, owner: Owner) -> None:
         del self._unreported[owner]
+        del self._signatures[owner]
+        self._measured.discard(owner)
         self._in_flight[owner[0]] -= 1

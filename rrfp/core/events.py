@@ -6,6 +6,8 @@ messages that run ahead, and names a disagreement about the step.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from rrfp.core.record import record
 from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.errors import Origin
@@ -50,9 +52,16 @@ class Arrived:
 
 @record
 class Enqueued:
-    """The lane accepted ``task``. Local dependants count it as done from here on: the lane runs in order."""
+    """The lane accepted ``task``. Local dependants count it as done from here on: the lane runs in order.
+
+    Attributes:
+        task: the task.
+        signature: of a forward, what decides how many bytes it will hold, such as the shapes of its inputs: forwards of
+            one virtual stage with equal signatures hold as many. None where that is not known; these count as equal.
+    """
 
     task: Task
+    signature: Hashable = None
 
 
 @record

@@ -2,14 +2,15 @@
 
 Sizes differ between microbatches and between steps, and are known only once a task has run. For each chunk three
 figures are remembered, the largest ones of this step and of the `REMEMBERED_STEPS` before it: what one microbatch held
-after a task, the task's output included; and by how much its backward raised what its forward had left, in bytes and in
+after a task, the task's output included; by how much its backward raised what its forward had left, in bytes and in
 proportion. (After a split backward a microbatch keeps inputs and output gradients of its layers, which may be more than
-its activations were.)
+its activations were.) And of the forwards, their signatures, by which a size is known before a forward runs.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Self
 
@@ -47,11 +48,14 @@ class SeenSizes:
         #: By chunk, the largest of the current step so far and of those remembered.
         self.expected: list[Largest]
         self._steps: deque[list[Largest]] = deque(maxlen=REMEMBERED_STEPS + 1)
+        #: Chunks with the signatures of their forwards, of the same steps.
+        self._signatures: deque[set[tuple[int, Hashable]]] = deque(maxlen=REMEMBERED_STEPS + 1)
         self.open_step()
 
     def open_step(self) -> Self:
         """A step begins; the oldest one is forgotten. Returns itself."""
         self._steps.append([Largest() for _ in range(self._num_chunks)])
+        self._signatures.append(set())
         self.expected = [Largest() for _ in range(self._num_chunks)]
         for step in self._steps:
             for largest, seen in zip(self.expected, step, strict=True):
@@ -62,6 +66,14 @@ class SeenSizes:
         """A microbatch held so much on ``chunk`` after a task."""
         for largest in (self._steps[-1][chunk], self.expected[chunk]):
             largest.cover(held=num_bytes)
+
+    def saw_signature(self, chunk: int, signature: Hashable) -> None:
+        """A forward on ``chunk`` with ``signature`` has shown its size."""
+        self._signatures[-1].add((chunk, signature))
+
+    def has_seen(self, chunk: int, signature: Hashable) -> bool:
+        """Whether a forward on ``chunk`` with ``signature`` has shown its size."""
+        return any((chunk, signature) in step for step in self._signatures)
 
     def saw_growth(self, chunk: int, before: int, after: int) -> None:
         """A backward on ``chunk`` made ``after`` bytes of ``before``."""

@@ -186,7 +186,7 @@ class Step:
         self.enqueued[kind][state.chunk] += 1
         self.in_flight.append(task)
         if kind is F:
-            self.admission.acquire(state.chunk, m)
+            self.admission.acquire(state.chunk, m, event.signature)
         if state.frees_memory and self._is_training:
             self.admission.release_slot()
         self.outputs.start_reading(state, m)

@@ -209,8 +209,9 @@ class Options(TypedDict, total=False):
     all-gather with retries."""
 
     depth: Annotated[int | None, _or_none(_integer(1, least=1), "for the lane's")]
-    """The most tasks that a rank has enqueued and not completed; by default 1 on a CPU, and 2 where a group has a
-    leader, so that its decisions travel while the task before runs."""
+    """The most tasks that a rank has enqueued and not completed; by default 1 on a CPU, 2 on a device, which then need
+    not wait for the event loop, and 2 where a group has a leader, so that its decisions travel while the task before
+    runs. It is never changed, and a limit on bytes holds at any depth."""
 
 
 @cache

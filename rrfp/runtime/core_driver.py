@@ -7,7 +7,7 @@ group, the end of a task in `LaneExecutor`; the arbiter then decides, and a deci
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Literal
 
 from rrfp.arbiter.agreement import AgreementArbiter
@@ -18,7 +18,7 @@ from rrfp.compute.program import StageProgram
 from rrfp.core import events as ev
 from rrfp.core.order_log import Group
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Task
+from rrfp.core.tasks import Kind, Task
 from rrfp.core.usage import WaitCause
 from rrfp.errors import ProtocolError
 from rrfp.runtime.batching import Plan
@@ -61,32 +61,38 @@ class CoreDriver:
         self.finished = asyncio.Event()
         self._context = context
         self._core = core
+        self._program = program
+        is_led = coordination == "leader" and context.topology.members > 1
+        lane_depth = context.lane.depth
+        self._depth = depth or (max(2, lane_depth) if is_led else lane_depth)
+        # At depth 1 a forward has shown its size before the next decision; a follower decides nothing.
+        self._needs_signatures = core.limit.bytes is not None and self._depth > 1 and not core.group.follows
         self._leader_protocol: LeaderProtocol | None = None
         self._agreement: AgreementArbiter | None = None
         self.handlers: Mapping[MessageKind, Handler] = {
             MessageKind.OUTPUT: self.messenger.on_output,
             MessageKind.CONSUMED: self.messenger.on_consumed,
             MessageKind.TIE: self.gradients.on_message,
-            **self._join_group(coordination, depth),
+            **self._join_group(coordination),
         }
 
-    def _join_group(self, coordination: Coordination, depth: int | None) -> Mapping[MessageKind, Handler]:
+    def _join_group(self, coordination: Coordination) -> Mapping[MessageKind, Handler]:
         """Make the arbiter, and what this rank needs to run one order with its group."""
-        core, topology, lane_depth = self._core, self._context.topology, self._context.lane.depth
+        core, topology = self._core, self._context.topology
         self.arbiter: Arbiter
         if topology.members == 1:
-            self.arbiter = Arbiter(core, depth or lane_depth, self._dispatch, self._waiting)
+            self.arbiter = Arbiter(core, self._depth, self._dispatch, self._waiting)
             return {}
         group = Group(topology.member, topology.members)
         link = GroupLink(topology.group, self.messenger.post)
         if coordination == "leader":
-            self.arbiter = Arbiter(core, depth or max(2, lane_depth), self._dispatch, self._waiting)
+            self.arbiter = Arbiter(core, self._depth, self._dispatch, self._waiting)
             reports_bytes = core.limit.bytes is not None
             self._leader_protocol = LeaderProtocol(group, link.send, self._on_event, reports_bytes=reports_bytes)
             on_message = self._leader_protocol.on_message
         else:
             self.arbiter = self._agreement = AgreementArbiter(
-                core, depth or lane_depth, self._dispatch, self._waiting, group=group, send=link.send
+                core, self._depth, self._dispatch, self._waiting, group=group, send=link.send
             )
             on_message = self._agreement.on_message
         return dict.fromkeys(GROUP_KINDS, lambda message: on_message(*link.read(message)))
@@ -141,8 +147,15 @@ class CoreDriver:
     # Tasks on the lane.
 
     def _dispatch(self, task: Task) -> None:
-        self.executor.enqueue(task)  # first, because the lane's thread takes some time to wake up
-        self._apply(ev.Enqueued(task))  # and no kick: the arbiter, which called this, goes on deciding
+        signature = self._signature(task) if self._needs_signatures and task.kind is Kind.F else None
+        self.executor.enqueue(task)  # early, because the lane's thread takes some time to wake up
+        self._apply(ev.Enqueued(task, signature))  # and no kick: the arbiter, which called this, goes on deciding
+
+    def _signature(self, task: Task) -> Hashable:
+        """See `Enqueued`; one of its own for a forward whose inputs are about to be computed on this rank."""
+        if self._context.mailbox.has_inputs(task):
+            return self._program.signature(task, self._context.mailbox.inputs(task))
+        return task, self._context.activity.step
 
     def _on_completed(self, completed: ev.Completed) -> None:
         if self._leader_protocol is not None and self._context.activity.step is not None:

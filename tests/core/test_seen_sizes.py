@@ -182,3 +182,58 @@ def test_once_sizes_are_known_the_limit_is_kept(case: Case) -> None:
         if number:
             assert script.core.peaks.num_bytes <= max(case.limit, max(sizes), max(grown))
         script.told(ChunkReduced(0))
+
+
+# A lane that runs ahead.
+
+
+def enqueued(script: Script, task: str, signature: str) -> None:
+    script.told(ev.Enqueued(T(task), signature))
+
+
+def test_no_forward_starts_behind_one_whose_signature_is_new() -> None:
+    script = Script(Graph.chain(1, chunks=2), microbatches=4, limit=Limit(bytes=1000))
+    enqueued(script, "F0@0", "short")
+    assert script.ready == "", "neither here nor on the deeper chunk, whatever else would fit"
+    script.completed("F0@0", held=10)
+    enqueued(script, "F1@0", "short")
+    assert script.ready == "F0@1 F1@1 F2@0 F3@0", "the size of this one is known"
+    enqueued(script, "F0@1", "short")
+    assert script.ready == "B0@1", "on another chunk the same signature is new"
+    script.completed("F1@0", "F0@1", held=10)
+    enqueued(script, "F2@0", "long")
+    assert script.ready == "B0@1"
+    script.completed("F2@0", held=500)
+    assert script.ready == "F1@1 F2@1 B0@1", "500 more would not fit"
+
+
+def test_even_a_forward_that_must_go_on_waits_for_a_size() -> None:
+    script = Script(Graph.chain(2), stage=1, microbatches=2, limit=Limit(bytes=10), in_order=((Kind.B, 1),))
+    script.arrived("F1@0")
+    enqueued(script, "F1@1", "short")
+    script.arrived("F0@0")
+    assert script.ready == ""
+    script.completed("F1@1", held=10)
+    assert script.ready == "F0@1"
+
+
+def test_a_signature_is_remembered_as_long_as_its_size_and_anew_with_each_use() -> None:
+    script = Script(ONE, microbatches=0, limit=Limit(bytes=1000))
+
+    def is_known(number: int, signature: str) -> bool:
+        script.opened(StepId(number, Mode.TRAIN, 2))
+        enqueued(script, "F0@0", signature)
+        known = "F1@0" in script.ready
+        script.completed("F0@0", held=1)
+        enqueued(script, "F1@0", "usual")
+        script.completed("F1@0", held=1)
+        script.ran("B0@0", "B1@0")
+        script.told(ChunkReduced(0))
+        return known
+
+    answers = [is_known(number, "rare" if number in (0, 8, 17) else "usual") for number in range(18)]
+    assert REMEMBERED_STEPS == 8
+    assert answers[8], "seen 8 steps ago"
+    assert not answers[17], "seen 9 steps ago"
+    assert answers[9:17] == [True] * 8
+    assert answers[0] is answers[17] is False

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 import rrfp
 from rrfp.compute.split import backward as split_backward
+from rrfp.core.events import Enqueued, Event
 from rrfp.core.seen_sizes import REMEMBERED_STEPS
+from rrfp.hints.priority import ForwardPriority
 from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.runtime.result import StepResult
 
@@ -35,9 +37,10 @@ def step(pipe: BlockingPipeline, rows: Sequence[int]) -> StepResult:
     return pipe.step([torch.randn(n, WIDTH) for n in rows], [torch.zeros(n, WIDTH) for n in rows])
 
 
-def test_microbatches_that_grow_within_a_step_pass_the_limit_once_by_less_than_one_of_them() -> None:
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_microbatches_that_grow_within_a_step_pass_the_limit_once_by_less_than_one_of_them(depth: int) -> None:
     rows, limit = [SMALL] * 6 + [LARGE] * 6, 6 * SMALL * ROW
-    with pipeline([stage()], hint="f-priority", limit=rrfp.Limit(bytes=limit)) as pipe:
+    with pipeline([stage()], hint="f-priority", limit=rrfp.Limit(bytes=limit), depth=depth) as pipe:
         first, second = step(pipe, rows), step(pipe, rows)
     (most,) = first.peak_bytes
     assert limit < most <= limit + (LARGE - SMALL) * ROW
@@ -45,9 +48,10 @@ def test_microbatches_that_grow_within_a_step_pass_the_limit_once_by_less_than_o
     assert second.peak_bytes[0] >= LARGE * ROW
 
 
-def test_microbatches_that_grow_between_steps_pass_the_limit_once_by_less_than_one_of_them() -> None:
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_microbatches_that_grow_between_steps_pass_the_limit_once_by_less_than_one_of_them(depth: int) -> None:
     limit = 6 * SMALL * ROW
-    with pipeline([stage()], hint="f-priority", limit=rrfp.Limit(bytes=limit)) as pipe:
+    with pipeline([stage()], hint="f-priority", limit=rrfp.Limit(bytes=limit), depth=depth) as pipe:
         small = [step(pipe, [SMALL] * 8) for _ in range(2)]
         first, second = step(pipe, [LARGE] * 4), step(pipe, [LARGE] * 4)
     assert [result.peak_held for result in small] == [(6,), (6,)], "all that fits"
@@ -73,6 +77,50 @@ def test_an_evaluation_is_not_held_back_by_what_training_kept() -> None:
             outcome = pipe.evaluate([torch.randn(LARGE, WIDTH) for _ in range(8)], [torch.zeros(LARGE, WIDTH)] * 8)
     assert len(outcome.losses) == 8
     assert outcome.peak_bytes[0] <= limit
+
+
+@pytest.mark.parametrize("layout", ["looped", "v"])
+def test_a_lane_that_runs_ahead_measures_what_its_own_forwards_pass_on(layout: Any) -> None:
+    """On one stage all inputs but the first chunk's are still to be computed when their readers are enqueued."""
+    limit = rrfp.Limit(bytes=9 * SMALL * ROW)
+    most = {}
+    for depth in (1, 6):
+        parts = placed([stage() for _ in range(3)], 1, layout)
+        with pipeline(parts, hint="f-priority", limit=limit, depth=depth, placement=layout) as pipe:
+            step(pipe, [SMALL] * 6)
+            (most[depth],) = step(pipe, [SMALL] * 3 + [LARGE] * 3).peak_bytes
+    assert LARGE * ROW < most[6] <= most[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "is_asked"),
+    [
+        ({"depth": 2}, False),
+        ({"limit": rrfp.Limit(bytes=1 << 30)}, False),
+        ({"limit": rrfp.Limit(bytes=1), "depth": 2}, True),
+    ],
+)
+def test_a_forward_has_a_signature_where_a_limit_asks_for_one_before_the_size_is_known(
+    options: dict[str, Any], is_asked: bool
+) -> None:
+    signatures: dict[str, Any] = {}
+
+    class Observer(ForwardPriority):
+        def observe(self, event: Event) -> None:
+            if isinstance(event, Enqueued):
+                signatures[str(event.task)] = event.signature
+
+    with pipeline(placed([stage(), stage()], 1), hint=Observer, **options) as pipe:
+        step(pipe, [SMALL, SMALL, LARGE])
+    assert len(signatures) == 2 * 2 * 3
+    if not is_asked:
+        assert set(signatures.values()) == {None}
+        return
+    assert signatures["F0@0"] == signatures["F1@0"] != signatures["F2@0"]
+    assert all(signature is None for task, signature in signatures.items() if task[0] == "B")
+    assert len({signatures[f"F{m}@1"] for m in range(3)}) in (2, 3), (
+        "or one of its own each, if its input was not there"
+    )
 
 
 def test_a_microbatch_larger_than_the_limit_runs_alone() -> None:

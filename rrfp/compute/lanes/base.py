@@ -84,10 +84,19 @@ class Lane(ABC):
 
         Called on the lane's thread, inside a call. Their memory is not reused before the calls that were issued when
         the last reference is dropped are complete.
+
+        Args:
+            tensors: on any device; those on another one than the lane's are left alone.
         """
 
     def hand_over(self, tensors: Iterable[Tensor]) -> None:  # noqa: B027 - optional
-        """Let the caller use ``tensors``, which calls of the lane have made, during later calls. On its thread."""
+        """Let the caller use ``tensors``, which calls of the lane have made, during later calls.
+
+        Called on the caller's thread.
+
+        Args:
+            tensors: as for `adopt`.
+        """
 
     def stack(self) -> str:
         """The Python stack of the running call, for reports; empty if none runs. Called on any thread."""
