@@ -1,17 +1,20 @@
 """Settings of torch under which the same operators may give other bits.
 
 The runtime fixes the order of tasks and messages. The order inside a kernel is torch's, and depends on settings of the
-whole process, so they are reported and never changed.
+whole process, so they are never changed. On a CPU they make a difference between machines and threads, and are
+reported. On CUDA two runs of one program differ under them, so a pipeline that promises equal bits refuses to start.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from rrfp.errors import ConfigError
 from rrfp.log import get_logger
 
 logger = get_logger(__name__)
@@ -29,9 +32,9 @@ def device_types(modules: Iterable[nn.Module]) -> frozenset[str]:
 def not_promised(types: Iterable[str]) -> list[str]:
     """Differences between runs or machines that this thread's settings allow, each with the setting that prevents it.
 
-    Empty if none is known for the device ``types`` that compute.
+    Empty if none is known for the device ``types`` that compute. Those of CUDA are refused instead: `missing_on_cuda`.
     """
-    on_device = {"cpu": _on_cpu, "cuda": _on_cuda, "meta": list[str]}
+    on_device = {"cpu": _on_cpu, "cuda": list[str], "meta": list[str]}
     unknown = "anything on devices of type {}, of which nothing is known here"
     return [
         clause
@@ -40,10 +43,54 @@ def not_promised(types: Iterable[str]) -> list[str]:
     ]
 
 
-def warn_of_torch(modules: Iterable[nn.Module]) -> None:
-    """Log the clauses of `not_promised` for ``modules``, if any, in one line."""
-    if clauses := not_promised(device_types(modules)):
+def check_torch(types: Collection[str]) -> None:
+    """Refuse this thread's settings if two runs on the device ``types`` differ, and log the clauses of `not_promised`.
+
+    Raises:
+        ConfigError: naming the settings that CUDA needs.
+    """
+    if "cuda" in types and (missing := missing_on_cuda(CudaSettings.here())):
+        raise ConfigError(
+            f"deterministic=True on CUDA needs {', and '.join(missing)}; set them before the first kernel"
+        )
+    if clauses := not_promised(types):
         logger.warning("deterministic=True orders tasks; torch itself does not promise: %s", "; ".join(clauses))
+
+
+@dataclass(frozen=True, slots=True)
+class CudaSettings:
+    """What decides whether CUDA kernels give the same bits in each run.
+
+    Attributes:
+        is_strict: whether torch refuses operators without a deterministic implementation.
+        measures: whether cuDNN picks algorithms by a measurement.
+        workspace: the variable CUBLAS_WORKSPACE_CONFIG.
+    """
+
+    is_strict: bool
+    measures: bool
+    workspace: str | None
+
+    @classmethod
+    def here(cls) -> CudaSettings:
+        """Those of this process."""
+        return cls(_is_strict(), torch.backends.cudnn.benchmark, os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+
+
+def missing_on_cuda(settings: CudaSettings) -> list[str]:
+    """The settings that CUDA kernels need to give the same bits in each run, each with the reason; empty if none."""
+    missing = []
+    if not settings.is_strict:
+        missing.append("torch.use_deterministic_algorithms(True), without warn_only: some kernels add in any order")
+    if settings.measures:
+        missing.append("torch.backends.cudnn.benchmark = False: a measurement picks among algorithms")
+    if settings.workspace not in _CUBLAS_FIXED:
+        allowed = " or ".join(_CUBLAS_FIXED)
+        missing.append(
+            f"the environment variable CUBLAS_WORKSPACE_CONFIG, which is {settings.workspace!r}, to be {allowed}: "
+            "cuBLAS on several streams shares its workspace otherwise"
+        )
+    return missing
 
 
 def _on_cpu() -> list[str]:
@@ -59,17 +106,6 @@ def _on_cpu() -> list[str]:
             "the gradient of indexing with a tensor, which several threads add in any order "
             "(torch.use_deterministic_algorithms(True), or one thread)"
         )
-    return clauses
-
-
-def _on_cuda() -> list[str]:
-    clauses = []
-    if not _is_strict():
-        clauses.append("CUDA kernels that add in any order (torch.use_deterministic_algorithms(True))")
-    if torch.backends.cudnn.benchmark:  # each of the algorithms may be deterministic, and the choice is not
-        clauses.append("cuDNN, which picks algorithms by a measurement (torch.backends.cudnn.benchmark = False)")
-    if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in _CUBLAS_FIXED:
-        clauses.append(f"cuBLAS on several streams (CUBLAS_WORKSPACE_CONFIG={_CUBLAS_FIXED[0]})")
     return clauses
 
 

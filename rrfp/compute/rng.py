@@ -56,7 +56,8 @@ class RandomForks:
 
     Attributes:
         seed: the run's seed; None disables forking and its lock.
-        devices: CUDA devices whose generators are forked along with the CPU's.
+        devices: CUDA devices whose generators are forked along with the CPU's. One without an index is the current one
+            of the thread that forks.
     """
 
     seed: int | None
@@ -85,4 +86,5 @@ class RandomForks:
 
 
 def _cuda_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
-    return [torch.cuda.default_generators[device.index] for device in devices]
+    indices: list[int | None] = [device.index for device in devices]  # torch's stub has no None
+    return [torch.cuda.default_generators[torch.cuda.current_device() if i is None else i] for i in indices]

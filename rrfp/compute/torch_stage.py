@@ -60,6 +60,7 @@ class TorchStage(StageProgram):
             whole backward in B and nothing in W, ``"refuse"`` raises a StageError that names the module.
         in_order: (kind, virtual stage) pairs that run in microbatch order. If there are any, a task that writes state
             outside such an order (`StateWatches`), and a whole backward in an unordered B, raise a StageError.
+        devices: CUDA devices whose random generators tasks use, beside those that hold parameters or buffers.
         shared: separates the gradients of parameters that several virtual stages of the process share.
         grouped: whether ranks with other data join in collectives inside tasks, so that every backward has to run. A
             loss of weight 0 is never differentiated; its backward then enters at the outputs, with zeros.
@@ -77,6 +78,7 @@ class TorchStage(StageProgram):
         seed: int | None = 0,
         unsplittable: Unsplittable = "whole",
         in_order: Collection[ForcedOrder] = (),
+        devices: Collection[torch.device] = (),
         shared: SharedGradients | None = None,
         grouped: bool = False,
     ) -> None:
@@ -88,6 +90,7 @@ class TorchStage(StageProgram):
         self._graph = graph
         self._loss_fn = loss_fn
         self._seed = seed
+        self._devices = frozenset(devices)
         self._grouped = grouped
         self._meters = {v: ActivationMeter(unit) for v, unit in self._units.items()}
         forced = frozenset(in_order)
@@ -109,7 +112,7 @@ class TorchStage(StageProgram):
         """
         check_batch(batch, step, first=self._is_first, last=self._is_last, has_loss=self._loss_fn is not None)
         self._modes = CallerModes.capture(step.mode)
-        self._forks = RandomForks(self._seed, frozenset().union(*map(devices_of, self._units.values())))
+        self._forks = RandomForks(self._seed, self._devices.union(*map(devices_of, self._units.values())))
         self._step, self._batch = step, batch
         self._clear()
         for v, unit in self._units.items():

@@ -31,7 +31,7 @@ from rrfp.core.stage_core import StageCore
 from rrfp.core.topology import Topology
 from rrfp.errors import TransportError
 from rrfp.log import get_logger
-from rrfp.pipeline.device_choice import choose_device
+from rrfp.pipeline.device_choice import check_on_device, choose_device, generator_devices
 from rrfp.pipeline.local_ranks import LocalRanks, together
 from rrfp.pipeline.method import Method, name_of
 from rrfp.pipeline.options import Options, common_options
@@ -112,10 +112,12 @@ class RankBuilder:
             modules, None if torch_ranks is None else topologies[0], torch_ranks, self._ties.repeated
         )
         devices = [choose_device(own, options["device"]) for own in by_rank]
+        for own, device in zip(by_rank, devices, strict=True):
+            check_on_device(own, options["loss_fn"], device)
         self._ranks = [
             _Rank(
                 topology,
-                self._program(part, topology),
+                self._program(part, topology, device),
                 device,
                 partition.in_order(own),
                 rank_ties,
@@ -126,7 +128,7 @@ class RankBuilder:
             )
         ]
 
-    def _program(self, part: StagePart, topology: Topology) -> StageProgram:
+    def _program(self, part: StagePart, topology: Topology, device: Device | None) -> StageProgram:
         """The tasks of the rank's modules, or the caller's own program."""
         partition = self._partition
         if isinstance(part, StageProgram):
@@ -139,6 +141,7 @@ class RankBuilder:
             seed=replica_seed(self._options["seed"], topology.replica),
             unsplittable=self._options["unsplittable"],
             in_order=partition.in_order(partition.modules(part, topology.stage)),
+            devices=generator_devices(device),
             shared=self._ties.shared,
             grouped=topology.mesh.coordinates_replicas,
         )
@@ -165,6 +168,7 @@ class RankBuilder:
             topologies=[rank.topology for rank in self._ranks],
             reducers=[rank.reducer for rank in self._ranks if rank.reducer is not None],
             ties=self._ties.ranks,
+            devices=[rank.device for rank in self._ranks if rank.device is not None],
         )
 
     async def runners(self) -> Sequence[StageRunner]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
+from rrfp.compute.cuda_graphs import check_no_cuda_graphs
 from rrfp.compute.devices.base import Device
 from rrfp.compute.devices.cuda import CudaDevice
 from rrfp.errors import ConfigError
@@ -39,6 +41,21 @@ def choose_device(modules: Mapping[int, nn.Module], option: Device | torch.devic
     if wanted.type == "cpu":
         return None
     return _cuda(wanted)
+
+
+def check_on_device(modules: Mapping[int, nn.Module], loss_fn: Any, device: Device | None) -> None:
+    """Refuse modules, or a loss, that cannot run on ``device``.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if device is not None and device.kind == "cuda":
+        check_no_cuda_graphs(modules, loss_fn)
+
+
+def generator_devices(device: Device | None) -> tuple[torch.device, ...]:
+    """The devices, beside the CPU, from whose random generators tasks on ``device`` may draw."""
+    return (torch.device(device.name),) if device is not None and device.kind == "cuda" else ()
 
 
 def _cuda(device: torch.device) -> Device:

@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from rrfp.arbiter.loop import SettlingLoop
+from rrfp.compute.devices.base import Device
 from rrfp.compute.gradients.reducer import GradientReducer
 from rrfp.compute.gradients.tied import TiedGradients
-from rrfp.compute.nondeterminism import warn_of_torch
+from rrfp.compute.nondeterminism import check_torch, device_types
 from rrfp.compute.program import StageProgram
 from rrfp.compute.thread_modes import out_of_reach
 from rrfp.core.tasks import Mode
@@ -53,6 +54,7 @@ class LocalRanks:
         holder: GradientHolder | None = None,
         reducers: Sequence[GradientReducer] = (),
         ties: Sequence[TiedGradients] = (),
+        devices: Sequence[Device] = (),
     ) -> None:
         self._programs = programs
         in_order = [Topology(stage, len(programs)) for stage in range(len(programs))]
@@ -62,6 +64,7 @@ class LocalRanks:
         self._holder = GradientHolder({}) if holder is None else holder
         self._reducers = reducers
         self._ties = ties
+        self._devices = devices
         self._runners: Sequence[StageRunner] = ()
         self._has_warned = False
         self._loop_watch: LoopWatchdog | None = None
@@ -72,14 +75,18 @@ class LocalRanks:
         return self._options["first_step"]
 
     def announce(self) -> None:
-        """Read the tied parameters, which ranks compare, and warn about settings of torch that are not deterministic.
+        """Read the tied parameters, which ranks compare, and check torch's settings if the pipeline is deterministic.
 
         Called on the caller's thread, whose settings apply.
+
+        Raises:
+            ConfigError: if they are not, where they have to be.
         """
         for tied in self._ties:
             tied.read()
         if self._options["deterministic"]:
-            warn_of_torch(list(self._holder.modules.values()))
+            kinds = {device.kind for device in self._devices if device.kind == "cuda"}
+            check_torch(device_types(self._holder.modules.values()) | kinds)
 
     def plan(self, number: int, training_step: int, mode: Mode, **arguments: Any) -> Plan:
         """Check a step's arguments and pass them to the programs. Called on the caller's thread, whose modes apply.

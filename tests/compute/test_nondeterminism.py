@@ -7,10 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from runtime.host_device import CudaLike
 from torch import nn
 
 import rrfp
-from rrfp.compute.nondeterminism import device_types, not_promised
+from rrfp.compute.nondeterminism import CudaSettings, device_types, missing_on_cuda, not_promised
+from rrfp.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -40,18 +42,41 @@ def test_several_threads_on_the_cpu_round_by_their_number_and_add_indexed_gradie
     assert not_promised({"cpu"}) == [rounding, indexing]
 
 
-def test_cuda_needs_three_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    kernels, convolutions, products = not_promised({"cuda"})
-    assert "use_deterministic_algorithms" in kernels
-    assert "benchmark" in convolutions
-    assert "CUBLAS_WORKSPACE_CONFIG=:4096:8" in products
-    torch.use_deterministic_algorithms(True)
-    assert not_promised({"cuda"}) == [convolutions, products]
+def test_cuda_needs_three_settings() -> None:
+    kernels, convolutions, products = missing_on_cuda(CudaSettings(is_strict=False, measures=True, workspace=None))
+    assert kernels.startswith("torch.use_deterministic_algorithms(True), without warn_only")
+    assert convolutions.startswith("torch.backends.cudnn.benchmark = False")
+    assert products.startswith(
+        "the environment variable CUBLAS_WORKSPACE_CONFIG, which is None, to be :4096:8 or :16:8"
+    )
+    for workspace in (":4096:8", ":16:8"):
+        assert missing_on_cuda(CudaSettings(is_strict=True, measures=False, workspace=workspace)) == []
+    assert missing_on_cuda(CudaSettings(True, False, ":8:16")) == [products.replace("None", "':8:16'")]
+    assert missing_on_cuda(CudaSettings(True, True, ":16:8")) == [convolutions]
+
+
+def test_settings_are_read_where_they_apply(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CudaSettings.here() == CudaSettings(False, False, None)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    assert not_promised({"cuda"}) == [convolutions]
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    assert not_promised({"cuda"}) == []
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert CudaSettings.here() == CudaSettings(False, True, ":16:8")
+    torch.use_deterministic_algorithms(True)
+    assert CudaSettings.here() == CudaSettings(True, True, ":16:8")
+
+
+def test_a_deterministic_pipeline_on_cuda_does_not_start_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = [nn.Linear(2, 2)]
+    with rrfp.local(modules, device=CudaLike()).blocking():
+        pass
+    with pytest.raises(
+        ConfigError, match=r"deterministic=True on CUDA needs torch\.use_det.*, and the environment variable"
+    ):
+        rrfp.local(modules, device=CudaLike(), deterministic=True).blocking().__enter__()
+    torch.use_deterministic_algorithms(True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    with rrfp.local(modules, device=CudaLike(), deterministic=True).blocking():
+        pass
 
 
 def test_of_other_devices_nothing_is_known() -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 import threading
 
+import pytest
 import torch
-from torch import Tensor
+from runtime.host_device import CudaLike
+from torch import Tensor, nn
 
+import rrfp
 from rrfp.compute.rng import RandomForks, fork_seed
 from rrfp.core.tasks import Kind, Task
 
@@ -88,3 +91,55 @@ def test_masks_are_the_same_in_several_threads_and_any_order() -> None:
     for thread in threads:
         thread.join()
     assert all(torch.equal(found[task], expected[task]) for task in tasks)
+
+
+@pytest.fixture
+def cuda_generators(monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Generator, ...]:
+    """Stand for those of two CUDA devices, of which the second is current."""
+    generators = (torch.Generator(), torch.Generator())
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    return generators
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda:0", 0), ("cuda:1", 1), ("cuda", 1)])
+def test_the_generator_of_a_device_is_forked_also_where_the_device_has_no_index(
+    device: str, index: int, cuda_generators: tuple[torch.Generator, ...]
+) -> None:
+    forked, other = cuda_generators[index], cuda_generators[1 - index]
+    states = [forked.get_state(), other.get_state()]
+    forks = RandomForks(0, frozenset({torch.device(device)}))
+
+    def draw() -> Tensor:
+        with forks.fork(0, Task(Kind.F, 0, 0)):
+            return torch.rand(3, generator=forked)
+
+    assert torch.equal(draw(), draw())
+    with forks.fork(0, Task(Kind.F, 0, 0)):
+        assert torch.equal(other.get_state(), states[1])
+    assert torch.equal(forked.get_state(), states[0])
+
+
+class Noisy(nn.Module):
+    """Has no parameter, and draws from a device's generator."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand(x.shape, generator=self.generator)
+
+
+def test_tasks_on_the_device_of_the_option_fork_its_generator_though_no_parameter_lies_there(
+    cuda_generators: tuple[torch.Generator, ...],
+) -> None:
+    def outputs(order: str) -> list[Tensor]:
+        pipeline = rrfp.local([Noisy(cuda_generators[1])], device=CudaLike(), hint=order)
+        with pipeline.blocking() as pipe:
+            results = pipe.evaluate([torch.zeros(2)] * 3).outputs
+        return [results[m] for m in range(3)]
+
+    first, second = outputs("bf"), outputs("f-priority")
+    assert all(map(torch.equal, first, second))
+    assert not torch.equal(first[0], first[1])

@@ -74,3 +74,10 @@ class HostDevice(Device):
 
     def memory(self) -> DeviceMemory:
         return self.in_use
+
+
+class CudaLike(HostDevice):
+    """Says that it is the second CUDA device."""
+
+    kind = "cuda"
+    name = "cuda:1"
