@@ -75,7 +75,7 @@ class StreamLane(ThreadLane):
         self.depth = depth
         self.device = device
         self._stream = device.stream(is_urgent=is_urgent)
-        #: To the watcher: calls that were made, and events that nobody needs any more.
+        #: To the watcher: calls that were made, and events that are not needed any more.
         self._issued: queue.SimpleQueue[_Issued | Event | None] = queue.SimpleQueue()
         #: The first failure of the device. Every later call fails with it.
         self._broken: Exception | None = None

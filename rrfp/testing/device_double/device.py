@@ -1,0 +1,131 @@
+"""`DoubleDevice`: a device for the runtime, on the CPU's memory."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from rrfp.compute.devices.base import Device, DeviceMemory, Stream
+from rrfp.errors import ConfigError
+from rrfp.testing.device_double.memory import Memory
+from rrfp.testing.device_double.stream import DoubleStream, Issuer
+from rrfp.testing.device_double.timeline import Timeline
+
+_serial = itertools.count()
+
+
+class DoubleDevice(Device):
+    """See the package's docstring. A context manager: on leaving it is closed.
+
+    One thread at a time is inside blocks of `Stream.issuing`, also of several streams. So a call on a lane must not
+    wait for a call on another lane of the same device.
+
+    Args:
+        seconds: how long the device takes for a block, or for a part of one that ends at an event: a number, or a
+            function of the count of blocks before. A block without operators on tensors takes no time.
+
+    Attributes:
+        problems: the races found so far, a line each.
+
+    Raises:
+        ConfigError: if ``seconds`` is a negative number.
+    """
+
+    kind = "double"
+
+    def __init__(self, seconds: float | Callable[[int], float] = 0.001) -> None:
+        if not callable(seconds) and not seconds >= 0:
+            raise ConfigError(f"seconds is {seconds!r}, must be a number >= 0, or a function of the count of blocks")
+        self.name = f"double:{next(_serial)}"
+        self.problems: list[str] = []
+        self._seconds = seconds
+        self._streams = itertools.count()
+        self._count = 0
+        #: The work that fails, counted from the first.
+        self._failing: int | None = None
+        self._memory = Memory(self.problems.append)
+        self._timeline = Timeline(self._memory.complete)
+        self._issuer = Issuer(self._timeline, self._memory, self._next_work, self.problems.append)
+        self._of_thread = threading.local()
+
+    def __enter__(self) -> DoubleDevice:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Run all work at once, that of later calls included, and end the device's thread."""
+        self._timeline.close()
+
+    def fail(self, *, after: int = 1) -> None:
+        """Let the device break at the ``after``-th block issued from now on.
+
+        No event behind that block, or behind any block that the device has not run then, is reached any more: waiting
+        for one raises `DoubleError`, and so does issuing work.
+        """
+        with self._timeline.changed:
+            self._failing = self._count + after
+
+    def stream(self, *, is_urgent: bool = False) -> Stream:
+        """See :meth:`Device.stream`. Streams do not delay each other, so urgency makes no difference."""
+        return self._new_stream()
+
+    def current_stream(self) -> DoubleStream:
+        """See :meth:`Device.current_stream`. Outside blocks every thread has a stream of its own.
+
+        Nothing is issued on that one but in its own blocks: ``with device.current_stream().issuing(): x.fill_(3)`` is
+        slow work of a caller.
+        """
+        if (current := self._issuer.current()) is not None:
+            return current
+        if not hasattr(self._of_thread, "stream"):
+            self._of_thread.stream = self._new_stream()
+        stream: DoubleStream = self._of_thread.stream
+        return stream
+
+    def holds(self, tensor: Tensor) -> bool:
+        """See :meth:`Device.holds`: true unless `empty_on_host` made its memory."""
+        if tensor.device.type != "cpu":
+            return False
+        with self._timeline.changed:
+            return not any(region.is_on_host for _, region in self._memory.regions.of(tensor))
+
+    def note_use(self, tensor: Tensor, stream: Stream) -> None:
+        """See :meth:`Device.note_use`."""
+        assert isinstance(stream, DoubleStream)
+        with self._timeline.changed:
+            self._memory.note_use(tensor, stream.number)
+
+    def empty(self, tensor: Tensor) -> Tensor:
+        """See :meth:`Device.empty`. Outside a block, the memory is that of the thread's stream."""
+        made = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self._issuer.allocate(made, self.current_stream())
+        return made
+
+    def empty_on_host(self, tensor: Tensor) -> Tensor:
+        """See :meth:`Device.empty_on_host`. Its reuse is safe only when the work that uses it is complete."""
+        made = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self._issuer.allocate(made, None)
+        return made
+
+    def memory(self) -> DeviceMemory:
+        """See :meth:`Device.memory`: the bytes that blocks and `empty` have made; nothing is reserved beside them."""
+        with self._timeline.changed:
+            allocated = self._memory.regions.sweep()
+            return DeviceMemory(allocated, allocated, self._memory.regions.peak)
+
+    def _new_stream(self) -> DoubleStream:
+        return DoubleStream(next(self._streams), self._issuer)
+
+    def _next_work(self) -> tuple[float, bool]:
+        self._count += 1
+        seconds = self._seconds(self._count) if callable(self._seconds) else self._seconds
+        return seconds, self._count == self._failing

@@ -1,0 +1,356 @@
+"""`DoubleDevice`: who reads too early reads garbage, and the races that it reports."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rrfp.errors import ConfigError
+from rrfp.testing.device_double import DoubleDevice, DoubleError
+
+#: Longer than any test: work that is not complete until `close`, which runs it at once.
+FOREVER_S = 1e6
+
+
+@pytest.fixture
+def device() -> Iterator[DoubleDevice]:
+    """One that completes nothing before it is closed."""
+    with DoubleDevice(FOREVER_S) as device:
+        yield device
+
+
+def is_garbage(tensor: Tensor) -> bool:
+    return bool(tensor.isnan().all()) if tensor.is_floating_point() else bool((tensor == -1).all())
+
+
+def test_results_are_garbage_until_the_device_has_run_the_block() -> None:
+    with DoubleDevice(0.05) as device:
+        stream = device.stream()
+        with stream.issuing():
+            x = torch.ones(3) * 2
+            n = torch.arange(3)
+        assert is_garbage(x)
+        assert is_garbage(n)
+        stream.record().synchronize()
+        assert x.tolist() == [2, 2, 2]
+        assert n.tolist() == [0, 1, 2]
+        assert device.problems == []
+
+
+def test_blocks_of_one_stream_see_each_others_results(device: DoubleDevice) -> None:
+    stream, x = device.stream(), torch.zeros(3)
+    view = x[1:]
+    with stream.issuing():
+        x += 1
+    with stream.issuing():
+        view *= 5
+        y = x + 1
+        seen = y.clone().tolist()
+    assert seen == [2, 6, 6]
+    assert is_garbage(x)
+    device.close()
+    assert (x.tolist(), y.tolist()) == ([1, 5, 5], [2, 6, 6])
+    assert device.problems == []
+
+
+def test_a_forward_and_a_backward_of_a_module_are_covered_and_come_back(device: DoubleDevice) -> None:
+    torch.manual_seed(0)
+    norm, x, stream = nn.BatchNorm1d(3), torch.randn(4, 3), device.stream()
+    module = nn.Sequential(nn.Linear(3, 3), norm)
+    expected = torch.autograd.grad(module(x).square().sum(), tuple(module.parameters()))
+    norm.reset_running_stats()
+    with stream.issuing():
+        loss = module(x).square().sum()
+    with stream.issuing():
+        loss.backward()
+    assert is_garbage(loss.detach())
+    assert all(is_garbage(p.grad) for p in module.parameters() if p.grad is not None)
+    assert norm.running_mean is not None
+    assert is_garbage(norm.running_mean)
+    device.close()
+    assert all(torch.equal(p.grad, g) for p, g in zip(module.parameters(), expected, strict=True) if p.grad is not None)
+    assert device.problems == []
+
+
+def test_the_order_of_an_event_lets_another_stream_read(device: DoubleDevice) -> None:
+    first, second = device.stream(), device.stream()
+    with first.issuing():
+        x = torch.ones(3)
+    event = first.record()
+    with first.issuing():
+        later = torch.ones(3)
+    second.wait(event)
+    with second.issuing():
+        assert (x + 1).tolist() == [2, 2, 2]
+        assert device.problems == []
+        assert is_garbage(later)
+    assert "and does not wait" not in "".join(device.problems)
+
+
+def test_order_is_transitive(device: DoubleDevice) -> None:
+    streams = [device.stream() for _ in range(3)]
+    with streams[0].issuing():
+        x = torch.ones(3)
+    for before, after in pairwise(streams):
+        after.wait(before.record())
+    with streams[2].issuing():
+        assert x.tolist() == [1, 1, 1]
+    assert device.problems == []
+
+
+def test_a_missing_event_between_streams_is_found(device: DoubleDevice) -> None:
+    first, second = device.stream(), device.stream()
+    with first.issuing():
+        x = torch.ones(3)
+    with second.issuing():
+        y = x + 1
+    device.close()
+    assert is_garbage(y)
+    (problem,) = device.problems
+    assert "aten.add.Tensor reads 12 bytes that MainThread's work 1 on stream 0 writes, without waiting" in problem
+
+
+def test_a_write_under_a_pending_read_of_another_stream_is_found(device: DoubleDevice) -> None:
+    x, first, second = torch.ones(3), device.stream(), device.stream()
+    with first.issuing():
+        x + 1
+    with second.issuing():
+        x.zero_()
+    (problem,) = device.problems
+    assert "aten.zero_.default writes 12 bytes that MainThread's work 1 on stream 0 reads" in problem
+
+
+def test_freed_input_is_found() -> None:
+    with DoubleDevice(0.02) as device:
+        x, stream = torch.ones(3), device.stream()
+        with stream.issuing():
+            y = x + 1
+        del x
+        stream.record().synchronize()
+        (problem,) = device.problems
+        assert "12 bytes that it reads (aten.add.Tensor) were freed before it was complete" in problem
+        del y
+
+
+def test_noted_input_may_be_freed() -> None:
+    with DoubleDevice(0.02) as device:
+        x, stream = torch.ones(3), device.stream()
+        with stream.issuing():
+            device.note_use(x, stream)
+            y = x + 1
+        del x
+        stream.record().synchronize()
+        assert device.problems == []
+        del y
+
+
+def free_input(device: DoubleDevice, between: Callable[[Any, Any], None]) -> None:
+    """``reader`` uses memory that ``maker`` made, it is freed, ``between`` happens, and ``maker`` makes more."""
+    maker, reader = device.stream(), device.stream()
+    with maker.issuing():
+        x = torch.ones(3)
+    reader.wait(maker.record())
+    with reader.issuing():
+        x + 1
+    del x
+    between(maker, reader)
+    with maker.issuing():
+        torch.ones(3)
+
+
+def test_memory_freed_to_a_stream_that_uses_it_too_early_is_found(device: DoubleDevice) -> None:
+    free_input(device, lambda maker, reader: None)
+    (problem,) = device.problems
+    assert "MainThread's work 1 on stream 1: 12 bytes that it reads (aten.add.Tensor) were freed" in problem
+
+
+def test_memory_freed_to_a_stream_that_waits_for_the_reader_is_no_problem(device: DoubleDevice) -> None:
+    free_input(device, lambda maker, reader: maker.wait(reader.record()))
+    assert device.problems == []
+
+
+def test_written_input_is_found() -> None:
+    with DoubleDevice(0.02) as device:
+        x, stream = torch.ones(3), device.stream()
+        with stream.issuing():
+            x + 1
+        x.fill_(7)
+        stream.record().synchronize()
+        (problem,) = device.problems
+        assert "12 bytes that it reads (aten.add.Tensor) were written to before it was complete" in problem
+
+
+def test_an_output_written_by_the_host_is_found() -> None:
+    with DoubleDevice(0.02) as device:
+        x, stream = torch.ones(3), device.stream()
+        with stream.issuing():
+            x.add_(1)
+        x.fill_(7)
+        stream.record().synchronize()
+        (problem,) = device.problems
+        assert "12 bytes were written to by the host before the work that writes them was complete" in problem
+
+
+def test_slow_work_of_a_caller(device: DoubleDevice) -> None:
+    x, stream = torch.zeros(3), device.stream()
+    with device.current_stream().issuing():
+        x.fill_(3)
+    assert is_garbage(x)
+    stream.wait(device.current_stream().record())
+    with stream.issuing():
+        assert x.tolist() == [3, 3, 3]
+    assert device.problems == []
+
+
+def test_every_thread_has_a_current_stream_of_its_own(device: DoubleDevice) -> None:
+    own, others = device.current_stream(), []
+    thread = threading.Thread(target=lambda: others.append(device.current_stream()))
+    thread.start()
+    thread.join()
+    assert device.current_stream() is own
+    assert others[0] is not own
+    stream = device.stream()
+    with stream.issuing():
+        assert device.current_stream() is stream
+    assert device.current_stream() is own
+
+
+def test_events_in_a_block_split_it() -> None:
+    with DoubleDevice(0.01) as device:
+        stream = device.stream()
+        with stream.issuing():
+            before = stream.record()
+            x = torch.ones(3)
+            middle = stream.record()
+            y = x + 1
+        end = stream.record()
+        end.synchronize()
+        assert middle.seconds_since(before) >= 0.01 - 1e-9
+        assert end.seconds_since(before) >= 0.02 - 1e-9
+        assert y.tolist() == [2, 2, 2]
+        assert device.problems == []
+
+
+def test_a_block_that_leaves_another_stream_current_waits_for_it(device: DoubleDevice) -> None:
+    stream, side = device.stream(), device.stream()
+    with stream.issuing():
+        side.make_current()  # type: ignore[attr-defined]
+        x = torch.ones(3)
+    assert stream.strayed
+    with stream.issuing():
+        assert x.tolist() == [1, 1, 1]
+    assert device.problems == []
+
+
+def test_a_block_in_a_block_sees_only_its_own_streams_work(device: DoubleDevice) -> None:
+    stream, side = device.stream(), device.stream()
+    with stream.issuing():
+        x = torch.ones(3)
+        with side.issuing():
+            assert is_garbage(x)
+        assert x.tolist() == [1, 1, 1]
+        with pytest.raises(RuntimeError, match="not reentrant"), stream.issuing():
+            pass
+    assert not stream.strayed
+    assert "without waiting" in device.problems[0]
+
+
+def test_a_failure_is_late_and_sticky() -> None:
+    with DoubleDevice(0.01) as device:
+        stream, other = device.stream(), device.stream()
+        device.fail(after=2)
+        with stream.issuing():
+            torch.ones(3)
+        good = stream.record()
+        with stream.issuing():
+            torch.ones(3)
+        bad = stream.record()
+        good.synchronize()
+        for _ in range(2):
+            with pytest.raises(DoubleError, match=r"work 2 on stream 0 failed on the device"):
+                bad.synchronize()
+        good.synchronize()
+        with pytest.raises(DoubleError), other.issuing():
+            pass
+        for call in (other.record, lambda: other.wait(good)):
+            with pytest.raises(DoubleError):
+                call()
+
+
+def test_staged_copies(device: DoubleDevice) -> None:
+    out, back = device.stream(), device.stream()
+    with out.issuing():
+        x = torch.ones(3)
+        host = device.empty_on_host(x)
+        host.copy_(x, non_blocking=True)
+    assert device.holds(x)
+    assert not device.holds(host)
+    assert not device.holds(host[1:])
+    assert is_garbage(host)
+    back.wait(out.record())
+    with back.issuing():
+        received = device.empty(x)
+        received.copy_(host, non_blocking=True)
+    assert device.holds(received)
+    del host  # its pool keeps it from reuse until both copies are done
+    device.close()
+    assert received.tolist() == [1, 1, 1]
+    assert device.problems == []
+
+
+def test_memory_is_counted() -> None:
+    with DoubleDevice(0) as device:
+        stream = device.stream()
+        with stream.issuing():
+            x = torch.ones(256)
+            y = x + 1
+        kept = device.empty(x)
+        stream.record().synchronize()
+        assert device.memory().allocated == 3 * 1024
+        del y, kept
+        assert (device.memory().allocated, device.memory().peak) == (1024, 3 * 1024)
+
+
+def test_misuse_of_events_is_found(device: DoubleDevice) -> None:
+    stream = device.stream()
+    with stream.issuing():
+        torch.ones(3)
+    early = stream.record()
+    early.seconds_since(early)
+    assert device.problems == ["an event was asked for its time before it was reached"] * 2
+    device.problems.clear()
+    early.release()
+    stream.wait(early)
+    assert device.problems == ["an event was waited for after its release"]
+
+
+def test_sparse_gradients_and_numbers_from_python(device: DoubleDevice) -> None:
+    stream, table = device.stream(), nn.Embedding(5, 2, sparse=True)
+    with stream.issuing():
+        table(torch.tensor([1, 1])).sum().backward()
+    assert table.weight.grad is not None
+    assert is_garbage(table.weight.grad._values())
+    device.close()
+    assert table.weight.grad.to_dense()[1].tolist() == [2, 2]
+    assert device.problems == []
+
+
+def test_seconds_may_differ_by_block() -> None:
+    with DoubleDevice(lambda n: n / 100) as device:
+        stream = device.stream()
+        events = [stream.record()]
+        for _ in range(2):
+            with stream.issuing():
+                torch.ones(3)
+            events.append(stream.record())
+        events[-1].synchronize()
+        assert events[1].seconds_since(events[0]) >= 0.01 - 1e-9
+        assert events[2].seconds_since(events[1]) == pytest.approx(0.02)
+    with pytest.raises(ConfigError, match="seconds is -1"):
+        DoubleDevice(-1)
