@@ -24,6 +24,7 @@ from rrfp.compute.devices.base import Device, Event, Stream
 from rrfp.compute.lanes.base import Execution, as_exception
 from rrfp.compute.lanes.thread import ThreadLane, complete, settle
 from rrfp.core import timeouts
+from rrfp.errors import ConfigError
 from rrfp.log import get_logger
 
 T = TypeVar("T")
@@ -32,23 +33,33 @@ logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
+class _Base:
+    """A point that the device has reached, and its time on the lane's clock; see `_narrowed`."""
+
+    event: Event
+    time: float
+
+
+@dataclass(slots=True)
 class _Issued:
-    """A call that was made, and its place in the stream.
+    """A call and its place in the stream.
 
     Attributes:
         future: the call's.
-        base: a point that the device had reached, and its time on the lane's clock.
-        result: its return value.
-        failure: the exception that it raised.
-        launched: when it returned, on the lane's clock.
+        base: relates the device's clock to the lane's; None if the device refused that.
+        result: the call's return value.
+        failure: the exception that it raised, or that kept it from being made.
+        began: when it began, on the lane's clock.
+        launched: when it returned, on the same clock.
         start: the event before its work; None if the device refused it.
-        end: the event behind it; likewise.
+        end: the event behind it; None if the device refused it, or the call was not made.
     """
 
     future: asyncio.Future[Any]
-    base: tuple[Event, float]
+    base: _Base | None = None
     result: Any = None
     failure: Exception | None = None
+    began: float = 0.0
     launched: float = 0.0
     start: Event | None = None
     end: Event | None = None
@@ -66,11 +77,16 @@ class StreamLane(ThreadLane):
         depth: how many calls may be issued and not complete. From 2 on the device need not wait for the loop.
         nice: as for `ThreadLane`.
         is_urgent: whether its work goes before that of other streams.
+
+    Raises:
+        ConfigError: if ``depth`` is not a whole number >= 1, or ``nice`` does not fit.
     """
 
     def __init__(
         self, device: Device, name: str = "rrfp-lane", *, depth: int = 2, nice: int = 0, is_urgent: bool = False
     ) -> None:
+        if type(depth) is not int or depth < 1:
+            raise ConfigError(f"depth is {depth!r}, must be a whole number >= 1")
         super().__init__(name, nice=nice)
         self.depth = depth
         self.device = device
@@ -79,14 +95,23 @@ class StreamLane(ThreadLane):
         self._issued: queue.SimpleQueue[_Issued | Event | None] = queue.SimpleQueue()
         #: The first failure of the device. Every later call fails with it.
         self._broken: Exception | None = None
-        self._base: tuple[Event, float] | None = None
+        self._base: _Base | None = None
         self._is_calling = False
+        #: Calls that the lane's thread has taken, and those that the watcher has completed.
+        self._made = self._completed = 0
+        #: When the last completed call ended.
+        self._ended = 0.0
         self._has_warned = False
 
     def fence(self) -> None:
-        """See :meth:`Lane.fence`."""
-        if self._broken is None and not self._closed:
+        """See :meth:`Lane.fence`. If the device refuses the event, all later calls fail: their order would be wrong."""
+        if self._broken is not None or self._closed:
+            return
+        try:
             event = self.device.current_stream().record()
+        except Exception as error:
+            self._calls.put((partial(self._break, error), None))
+        else:
             self._calls.put((partial(self._pass_fence, event), None))
 
     def adopt(self, tensors: Iterable[Tensor]) -> None:
@@ -99,8 +124,10 @@ class StreamLane(ThreadLane):
 
     def stack(self) -> str:
         """See :meth:`Lane.stack`; where the call has returned, a line that says so."""
-        if self._is_calling or self._thread is None:
+        if self._is_calling:
             return super().stack()
+        if self._made == self._completed:
+            return ""
         return f"the call has returned, and {self.device.name} has not completed its work"
 
     def _note_use(self, tensors: Iterable[Tensor], stream: Stream) -> None:
@@ -122,63 +149,68 @@ class StreamLane(ThreadLane):
     def _run(
         self, call: Callable[[], T], future: asyncio.Future[Execution[T]] | None, loop: asyncio.AbstractEventLoop
     ) -> None:
+        issued: _Issued | None = None
         try:
             if future is None:
                 call()
-            elif self._broken is not None:
-                settle(loop, future, None, self._broken)
-            else:
-                self._issue(call, future, loop)
+                return
+            issued = _Issued(future, failure=self._broken)
+            self._made += 1
+            if issued.failure is None:
+                self._issue(call, issued)
+            if issued.failure is not None:
+                # An older call may be at fault, which the watcher finds out; but the device may never complete that.
+                _settle_later(loop, future, issued.failure)
+            self._issued.put(issued)
         finally:
-            del call, future
+            del call, future, issued  # a failure's traceback holds this frame
 
-    def _issue(
-        self, call: Callable[[], T], future: asyncio.Future[Execution[T]], loop: asyncio.AbstractEventLoop
-    ) -> None:
-        issued: _Issued | None = None
+    def _issue(self, call: Callable[[], T], issued: _Issued) -> None:
+        """Make the call between two events, of which the device may refuse each."""
         self._is_calling = True
         try:
-            issued = _Issued(future, self._base or self._new_base())
+            issued.base = self._base or self._new_base()
+            issued.began = issued.launched = time.monotonic()
             with self._stream.issuing():
                 issued.start = self._stream.record()
                 try:
                     issued.result = call()
                 finally:
                     issued.launched = time.monotonic()
-            issued.end = self._stream.record()
         except BaseException as error:
-            failure = as_exception(error)
-            if issued is None:  # the device failed before
-                self._broken = self.device.explain(failure)
-                settle(loop, future, None, self._broken)
-                return
-            issued.failure = failure
-            # An older call may be at fault, which the watcher finds out; but the device may never complete that one.
-            _settle_later(loop, future, failure)
+            issued.failure = as_exception(error)
         finally:
             self._is_calling = False
-            if issued is not None:
-                self._issued.put(issued)
-            # A failure's traceback holds this frame.
-            del call, future, issued
+        try:
+            if issued.start is not None:
+                issued.end = self._stream.record()
+        except Exception as error:
+            issued.failure = issued.failure or error
+        finally:
+            del call, issued  # a failure's traceback holds this frame
         self._warn_if_strayed()
 
     def _pass_fence(self, event: Event) -> None:
         """Run what follows behind ``event``, and read both clocks anew: those of the device lose precision."""
         try:
+            self._new_base()  # first, so that the lane need not wait for the caller's work
             self._stream.wait(event)
-            self._new_base()
             self._issued.put(event)
-        except Exception:
-            logger.debug("the device fails at a fence; the next call fails and is named", exc_info=True)
+        except Exception as error:
+            self._break(error)
 
-    def _new_base(self) -> tuple[Event, float]:
+    def _break(self, error: Exception) -> None:
+        """The device is unusable: let all later calls fail."""
+        if self._broken is None:
+            self._broken = self.device.explain(error)
+
+    def _new_base(self) -> _Base:
         if self._base is not None:
-            self._issued.put(self._base[0])
+            self._issued.put(self._base.event)
             self._base = None
         event = self._stream.record()
         event.synchronize()
-        self._base = event, time.monotonic()
+        self._base = _Base(event, time.monotonic())
         return self._base
 
     def _warn_if_strayed(self) -> None:
@@ -204,12 +236,23 @@ class StreamLane(ThreadLane):
         """Wait for the call's work, and complete its future."""
         failure = self._broken
         execution: Execution[Any] | None = None
+        has_broken = False
         try:
             if failure is None:
-                failure, execution = issued.failure, self._execution(issued)
-        except BaseException as error:
-            failure = self._broken = self.device.explain(issued.failure or as_exception(error))
+                has_broken = issued.end is None  # the device refused to go on, or never began
+                failure = issued.failure
+                if issued.end is not None:
+                    issued.end.synchronize()
+                if failure is None:
+                    execution = self._execution(issued)
+        except Exception as error:
+            has_broken, failure = True, failure or error
+        if has_broken and failure is not None:
+            failure = self.device.explain(failure)
+        self._completed += 1
         settle(loop, issued.future, execution, failure)
+        if has_broken and self._broken is None:  # after it was settled, so that no later call fails before this one
+            self._broken = failure
         if self._broken is None:
             for event in (issued.start, issued.end):
                 if event is not None:
@@ -217,17 +260,37 @@ class StreamLane(ThreadLane):
         del issued, failure, execution  # the failure's traceback holds this frame
 
     def _execution(self, issued: _Issued) -> Execution[Any]:
-        """Wait for the call's work, and read its times; raises the error of the device."""
-        if issued.start is None or issued.end is None:
-            return Execution(None, issued.launched, issued.launched)
-        issued.end.synchronize()
-        base, base_time = issued.base
-        started = base_time + issued.start.seconds_since(base)
-        ended = base_time + issued.end.seconds_since(base)
-        return Execution(issued.result, started, ended, issued.launched)
+        """The result and the times of a call whose work is done."""
+        now = time.monotonic()
+        base, start, end = issued.base, issued.start, issued.end
+        assert base is not None
+        assert start is not None
+        assert end is not None
+        started, ended = start.seconds_since(base.event), end.seconds_since(base.event)
+        base.time = _narrowed(base.time, least=max(issued.began - started, issued.launched - ended), most=now - ended)
+        started = max(base.time + started, issued.began, self._ended)
+        self._ended = max(base.time + ended, issued.launched, started)
+        return Execution(issued.result, started, self._ended, issued.launched)
+
+
+def _narrowed(estimate: float, *, least: float, most: float) -> float:
+    """The time of a base on the lane's clock.
+
+    The thread that read it was late by an unknown time. A call does not reach the device before it was made, nor is it
+    observed before it ended; each such pair of times narrows the estimate.
+    """
+    return max(least, min(estimate, most))
 
 
 def _settle_later(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], failure: Exception) -> None:
     """Let ``future`` fail if the watcher has not completed it in `DEVICE_VERDICT_S`."""
     with suppress(RuntimeError):  # the loop has ended
-        loop.call_soon_threadsafe(loop.call_later, timeouts.DEVICE_VERDICT_S, complete, future, None, failure)
+        loop.call_soon_threadsafe(_settle_after_verdict, loop, future, failure)
+    del future, failure
+
+
+def _settle_after_verdict(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], failure: Exception) -> None:
+    if future.done():
+        return
+    timer = loop.call_later(timeouts.DEVICE_VERDICT_S, complete, future, None, failure)
+    future.add_done_callback(lambda _: timer.cancel())  # else it would hold the failure, and all in its traceback

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch._dynamo  # the first dispatch mode would import it, for a second, perhaps on an event loop
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

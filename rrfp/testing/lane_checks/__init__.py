@@ -1,0 +1,45 @@
+"""The conformance suite for lanes: it checks an implementation against the contract of `rrfp.compute.lanes.base`.
+
+For plugin authors; needs no test framework. Write a *maker*, an async context manager that yields a started lane as a
+`Subject`, and run::
+
+    @asynccontextmanager
+    async def make_lane() -> AsyncIterator[Subject]: ...
+
+    asyncio.run(run_lane_checks(make_lane))
+
+or pass each of `ALL_CHECKS` to your test runner. `made_by` is the maker for a factory as the option ``lane=`` takes it.
+A check raises AssertionError with one sentence about the breach, or SkippedError where the subject lacks a part that
+the check needs.
+"""
+
+from __future__ import annotations
+
+from rrfp.testing.lane_checks.makers import (
+    LANES,
+    cuda_lane,
+    double_lane,
+    lanes_named,
+    made_by,
+    thread_lane,
+    timer_lane,
+)
+from rrfp.testing.lane_checks.subject import Check, MakeLane, Subject
+from rrfp.testing.lane_checks.suite import ALL_CHECKS, run_lane_checks
+from rrfp.testing.skipped import SkippedError
+
+__all__ = [
+    "ALL_CHECKS",
+    "LANES",
+    "Check",
+    "MakeLane",
+    "SkippedError",
+    "Subject",
+    "cuda_lane",
+    "double_lane",
+    "lanes_named",
+    "made_by",
+    "run_lane_checks",
+    "thread_lane",
+    "timer_lane",
+]

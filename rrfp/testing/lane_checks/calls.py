@@ -1,0 +1,234 @@
+"""Checks of what every lane promises about calls."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from rrfp.errors import StageError
+from rrfp.testing.lane_checks.subject import QUIET_S, Check, Gate, MakeLane, Subject, completed, failure, soon
+from rrfp.testing.skipped import SkippedError
+
+#: Seconds after which nothing of a completed call may be left: less than any of the lane's own timeouts.
+FREED_S = 0.5
+LOOKS = 200
+
+
+async def check_order(make_lane: MakeLane) -> None:
+    """Calls run one at a time on one thread, in the order in which they were enqueued."""
+    seen: list[tuple[str, int, int]] = []
+
+    def call(index: int) -> int:
+        seen.append(("begins", index, threading.get_ident()))
+        seen.append(("returns", index, threading.get_ident()))
+        return index
+
+    async with make_lane() as subject:
+        futures = [subject.lane.enqueue(partial(call, index)) for index in range(50)]
+        results = [(await completed(future)).result for future in futures]
+    expected = [(verb, index) for index in range(50) for verb in ("begins", "returns")]
+    assert [(verb, index) for verb, index, _ in seen] == expected, "calls ran in another order, or side by side"
+    assert results == list(range(50)), "a future got the result of another call"
+    assert len({thread for _, _, thread in seen}) == 1, "calls ran on several threads"
+
+
+async def check_begins_after_return(make_lane: MakeLane) -> None:
+    """A call begins when the one before it has returned, and the loop goes on meanwhile."""
+    begun: list[int] = []
+    async with make_lane() as subject:
+        subject.needs_blocking()
+        gate = Gate()
+        first = subject.lane.enqueue(gate.wait_here)
+        second = subject.lane.enqueue(lambda: begun.append(1))
+        await soon(gate.is_reached.wait(), "a call begins")
+        await asyncio.sleep(QUIET_S)
+        assert not begun, "a call began before the one before it had returned"
+        gate.open()
+        await completed(first)
+        await completed(second)
+        assert not gate.has_given_up, "the loop did not run while a call ran"
+
+
+async def check_errors_stay_with_their_call(make_lane: MakeLane) -> None:
+    """A call that raises fails its own future, with its exception, and later calls run."""
+    error = ValueError("of the check")
+
+    def fail() -> None:
+        raise error
+
+    async with make_lane() as subject:
+        failing, following = subject.lane.enqueue(fail), subject.lane.enqueue(lambda: "next")
+        raised = await failure(failing, "a call that raises fails its future")
+        assert raised is error, f"the future failed with {raised!r} in place of the call's own exception"
+        assert (await completed(following, "a call after a failed one completes")).result == "next"
+
+
+async def check_foreign_exceptions(make_lane: MakeLane) -> None:
+    """Exceptions that a future must not carry, or that would end the loop, become a StageError caused by them."""
+
+    def fail(error: BaseException) -> None:
+        raise error
+
+    async with make_lane() as subject:
+        errors = [StopIteration(), asyncio.CancelledError()]
+        if subject.may_block:  # on the loop's thread these two must end the loop
+            errors += [SystemExit(3), KeyboardInterrupt()]
+        for error in errors:
+            name = type(error).__name__
+            raised = await failure(subject.lane.enqueue(partial(fail, error)), f"a call that raises {name} fails")
+            assert isinstance(raised, StageError), f"{name} became {raised!r}, must become a StageError"
+            assert raised.__cause__ is error, f"the StageError for {name} is not caused by it"
+            assert name in str(raised), f"the StageError for {name} does not name it"
+        await completed(subject.lane.enqueue(int), "a call after such exceptions completes")
+
+
+async def check_cancelled_future(make_lane: MakeLane) -> None:
+    """Cancelling a future stops neither its call nor later ones, and is no error."""
+    ran: list[str] = []
+    problems: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: problems.append(context))
+    try:
+        async with make_lane() as subject:
+            subject.lane.enqueue(lambda: ran.append("cancelled")).cancel()
+            await completed(subject.lane.enqueue(lambda: ran.append("next")))
+    finally:
+        loop.set_exception_handler(None)
+    assert ran == ["cancelled", "next"], f"these calls ran: {ran}"
+    assert not problems, f"the loop had to handle: {problems[0]['message']}"
+
+
+class _Thing:
+    """Something that can be weakly referenced."""
+
+
+async def check_nothing_outlives_completion(make_lane: MakeLane) -> None:
+    """When a future is done, the lane holds neither the call nor its result or exception, without a collector's run."""
+    async with make_lane() as subject:
+        for fails in (False, True):
+            refs = await _weakly(subject, fails=fails)
+            for _ in range(LOOKS):
+                if all(ref() is None for ref in refs):
+                    break
+                await asyncio.sleep(FREED_S / LOOKS)
+            names = [name for name, ref in zip(("closure", "outcome"), refs, strict=True) if ref() is not None]
+            how = "a call that failed" if fails else "a call that returned"
+            assert not names, f"{FREED_S:g} s after {how} was complete, its {' and its '.join(names)} still lived"
+
+
+async def _weakly(subject: Subject, *, fails: bool) -> list[weakref.ref[Any]]:
+    """Run a call to its end; returns references to an object of its closure, and to its result or exception."""
+    is_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        closure = _Thing()
+        refs: list[weakref.ref[Any]] = [weakref.ref(closure)]
+
+        future = subject.lane.enqueue(partial(_fail if fails else _return, closure, refs))
+        del closure
+        await soon(asyncio.wait([future]), "a call completes")
+        future.exception()
+        return refs
+    finally:
+        if is_collecting:
+            gc.enable()
+
+
+class _Error(Exception):
+    """Registers itself, since a local variable would keep it in its own traceback."""
+
+    def __init__(self, refs: list[weakref.ref[Any]]) -> None:
+        super().__init__("of the check")
+        refs.append(weakref.ref(self))
+
+
+def _return(closure: _Thing, refs: list[weakref.ref[Any]]) -> _Thing:
+    result = _Thing()
+    refs.append(weakref.ref(result))
+    return result
+
+
+def _fail(closure: _Thing, refs: list[weakref.ref[Any]]) -> _Thing:
+    raise _Error(refs)
+
+
+async def check_times(make_lane: MakeLane) -> None:
+    """Calls begin and end one after the other on the lane's clock; a call ends no earlier than it returned."""
+    async with make_lane() as subject:
+        lane, moments = subject.lane, [subject.lane.now()]
+        for _ in range(3):
+            futures = [lane.enqueue(int) for _ in range(lane.depth)]
+            for future in futures:
+                execution = await completed(future)
+                moments += [execution.started, execution.ended]
+                launched = execution.launched
+                assert launched is None or launched <= execution.ended, (
+                    f"a call ended at {execution.ended}, but returned at {launched}"
+                )
+            assert execution.ended <= lane.now(), f"a call ended at {execution.ended}, later than now, {lane.now()}"
+    assert moments == sorted(moments), f"these times do not follow one another: {moments}"
+
+
+async def check_close_does_not_wait(make_lane: MakeLane) -> None:
+    """`close` returns while a call runs, starts no further one, and may be called twice; then `enqueue` raises."""
+    ran: list[str] = []
+    async with make_lane() as subject:
+        subject.needs_blocking()
+        gate = Gate()
+        running = subject.lane.enqueue(gate.wait_here)
+        waiting = subject.lane.enqueue(lambda: ran.append("after close"))
+        await soon(gate.is_reached.wait(), "a call begins")
+        subject.lane.close()
+        assert not gate.has_given_up, "close waited for the running call"
+        subject.lane.close()
+        gate.open()
+        await soon(asyncio.wait([running]), "the call that ran during close ends")
+        await asyncio.sleep(QUIET_S)
+        assert not ran, "a call began after close"
+        assert not waiting.done(), "the future of a call that never began is done"
+        try:
+            subject.lane.enqueue(int)
+        except RuntimeError:
+            return
+        raise AssertionError("a closed lane takes calls")
+
+
+async def check_stack(make_lane: MakeLane) -> None:
+    """`stack` names the function that runs, and nothing once no call runs."""
+    async with make_lane() as subject:
+        subject.needs_blocking()
+        gate = Gate()
+        running = subject.lane.enqueue(partial(_users_function(), gate.wait_here))
+        await soon(gate.is_reached.wait(), "a call begins")
+        during = subject.lane.stack()
+        gate.open()
+        await completed(running)
+        if not during:
+            raise SkippedError("a stack")
+        assert "of_the_check" in during, f"the stack does not name the running call: {during}"
+        assert "of_the_check" not in subject.lane.stack(), "the stack names a call that has ended"
+
+
+def _users_function() -> Callable[[Callable[[], None]], None]:
+    """One that no file of this package holds: a stack for users begins with their own code."""
+    names: dict[str, Callable[[Callable[[], None]], None]] = {}
+    exec(compile("def of_the_check(wait):\n    wait()", "<the checked call>", "exec"), names)
+    return names["of_the_check"]
+
+
+CHECKS: tuple[Check, ...] = (
+    check_order,
+    check_begins_after_return,
+    check_errors_stay_with_their_call,
+    check_foreign_exceptions,
+    check_cancelled_future,
+    check_nothing_outlives_completion,
+    check_times,
+    check_close_does_not_wait,
+    check_stack,
+)
