@@ -1,4 +1,4 @@
-"""`rrfp check hint|transport NAME`: the conformance suites, for authors of plugins; beside `faults` and `admission`."""
+"""`rrfp check hint|transport|lane NAME`: the conformance suites for plugins; beside `faults` and `admission`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +18,7 @@ import rrfp
 from rrfp.commands.check_admission import admission
 from rrfp.commands.check_faults import faults
 from rrfp.commands.command_line import Command, Group, completed
-from rrfp.commands.known_names import known_hints, known_transports
+from rrfp.commands.known_names import known_hints, known_lanes, known_transports
 from rrfp.commands.output import Json, first_line, print_json
 from rrfp.testing.skipped import SkippedError
 
@@ -35,8 +35,8 @@ _USED = frozenset({"torch", "numpy", "zmq", "msgpack", "uvloop"})
 _MARKS = {"ok": "ok  ", "skipped": "skip", "failed": "FAIL"}
 
 
-def _name(values: Callable[[], Iterable[str]]) -> Any:
-    text = "A registered name, module:attribute, or file.py:attribute."
+def _name(values: Callable[[], Iterable[str]], *, kinds: str = "A registered name") -> Any:
+    text = f"{kinds}, module:attribute, or file.py:attribute."
     return typer.Argument(metavar="NAME", help=text, autocompletion=completed(values))
 
 
@@ -88,6 +88,32 @@ def transport(name: Annotated[str, _name(known_transports)], json: Json = False)
 
     outcomes = (_outcome(contract, partial(run, contract)) for contract in ALL_CHECKS)
     _report("transport", name, outcomes, json=json)
+
+
+@check.command(cls=Command)
+def lane(
+    name: Annotated[str, _name(known_lanes, kinds="thread, timer, double, cuda; or the option lane=")],
+    json: Json = False,
+) -> None:
+    """Run the checks for lanes: order, completion, order with the caller's work, memory, late errors."""
+    import asyncio
+
+    from rrfp.core.naming import named_or_loaded
+    from rrfp.testing.lane_checks import ALL_CHECKS, Check, MakeLane, made_by
+    from rrfp.testing.lane_checks.makers import lanes_named
+
+    spec = named_or_loaded("lane", name)
+    makers = lanes_named(spec) if isinstance(spec, str) else {"": made_by(spec)}
+
+    def run(contract: Check, make_lane: MakeLane) -> None:
+        asyncio.run(contract(make_lane))
+
+    outcomes = (
+        replace(outcome, name=f"{outcome.name}{suffix}")
+        for suffix, make_lane in makers.items()
+        for outcome in (_outcome(contract, partial(run, contract, make_lane)) for contract in ALL_CHECKS)
+    )
+    _report("lane", name, outcomes, json=json)
 
 
 def _outcome(contract: Callable[..., object], run: Callable[[], object]) -> Outcome:

@@ -26,6 +26,11 @@ def known_transports() -> Iterable[str]:
     return TRANSPORTS.names()
 
 
+def known_lanes() -> Iterable[str]:
+    """The lanes that come with RRFP, as ``check lane`` names them."""
+    return ("thread", "timer", "double", "cuda")
+
+
 def known_profiles() -> Iterable[str]:
     """All profiles of workloads."""
     from rrfp.costs.profiles import PROFILES

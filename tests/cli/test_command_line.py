@@ -116,7 +116,7 @@ def completions(line: str) -> list[str]:
     ("line", "some"),
     [
         ("rrfp ", ["demo", "simulate", "sweep", "check"]),
-        ("rrfp check ", ["faults", "admission", "hint", "transport"]),
+        ("rrfp check ", ["faults", "admission", "hint", "transport", "lane"]),
         ("rrfp simulate --str", ["--strict"]),
         ("rrfp simulate --hint b", ["bf", "b-priority", "bfw"]),
         ("rrfp simulate --strict z", ["zb-h1", "zb-v"]),
@@ -127,6 +127,7 @@ def completions(line: str) -> list[str]:
         ("rrfp sweep --placement ", ["looped", "v"]),
         ("rrfp check hint slot", ["slot-aware", "slot-aware-pyramid"]),
         ("rrfp check transport ", ["inproc", "zmq"]),
+        ("rrfp check lane ", ["thread", "timer", "double", "cuda"]),
     ],
 )
 def test_commands_options_and_names_complete(line: str, some: list[str]) -> None:
@@ -143,3 +144,4 @@ def test_as_a_module_it_is_rrfp_and_completes_without_torch() -> None:
 
     assert "Usage: rrfp simulate" in module(None, "simulate", "--help")
     assert "zmq" in module("rrfp check transport ").split()
+    assert "double" in module("rrfp check lane ").split()

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from batches import long
+import torch
 from cli.shell import rrfp, rrfp_process
 
 import rrfp as package
 from rrfp.commands import doctor
 
-CHECKS = ("check faults", "check admission", "check hint", "check transport")
+CHECKS = ("check faults", "check admission", "check hint", "check transport", "check lane")
 COMMANDS = ("demo", "simulate", "sweep", "trace", "costs", "hints", "transports", "doctor", *CHECKS)
 
 CHEAT = """
@@ -52,10 +53,12 @@ def test_version() -> None:
     [
         (("nope",), "No such command 'nope', must be one of: demo, simulate"),
         (("--nope",), "No such option: --nope (see rrfp --help)"),
-        (("check", "nope"), "No such command 'nope', must be one of: faults, admission, hint, transport (see rrfp ch"),
+        (("check", "nope"), "No such command 'nope', must be one of: faults, admission, hint, transport, lane (se"),
         (("check", "hint"), "Missing argument 'NAME'"),
         (("check", "hint", "nope"), "hint is 'nope', must be one of: bf"),
         (("check", "transport", "nope"), "transport is 'nope', must be one of: inproc, zmq, simulated"),
+        (("check", "lane", "nope"), "lane is 'nope', must be one of: thread, timer, double, cuda, or module:attribute"),
+        (("check", "lane", "math:pi"), "lane is 3.141592653589793, must be a factory: lane(stage)"),
         (("trace",), "Missing argument 'FILE...'"),
     ],
 )
@@ -157,6 +160,61 @@ def test_check_of_something_that_is_no_transport() -> None:
     result = rrfp("check", "transport", "collections:OrderedDict", "--json")
     assert result.exit_code == 1
     assert not json.loads(result.stdout)["ok"]
+
+
+@pytest.mark.parametrize("name", ["thread", "timer", "double"])
+def test_check_of_a_lane(name: str) -> None:
+    result = rrfp("check", "lane", name, "--json")
+    answer = json.loads(result.stdout)
+    names = [check["name"] for check in answer["checks"]]
+    assert (result.exit_code, answer["kind"], answer["ok"]) == (0, "lane", True)
+    assert "order (depth 3)" in names if name == "double" else "order" in names
+    skipped = {check["message"] for check in answer["checks"] if check["outcome"] == "skipped"}
+    assert skipped <= {
+        "a device that runs work after the call has returned",
+        "calls on a thread of their own",
+        "a depth of 2 or more",
+    }
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_check_of_the_lane_of_a_gpu_says_that_there_is_none() -> None:
+    result = rrfp("check", "lane", "cuda")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "rrfp: lane is 'cuda', but torch finds no CUDA device here; 'double' needs none\n"
+
+
+WRONG_LANE = """
+from rrfp.compute.lanes.stream import StreamLane
+from rrfp.compute.lanes.thread import ThreadLane
+from rrfp.testing.device_double import DoubleDevice
+from rrfp.testing.lane_checks import Subject
+
+def good(stage):
+    return ThreadLane()
+
+class Unfenced(StreamLane):
+    def fence(self):
+        pass
+
+def unfenced(stage):
+    device = DoubleDevice(0.03)
+    return Subject(Unfenced(device), device=device, problems=lambda: device.problems)
+
+def none(stage):
+    return None
+"""
+
+
+def test_check_of_lanes_outside_the_package(tmp_path: Path) -> None:
+    path = tmp_path / "lanes.py"
+    path.write_text(WRONG_LANE)
+    assert rrfp("check", "lane", f"{path}:good").exit_code == 0
+    result = rrfp("check", "lane", f"{path}:unfenced")
+    assert result.exit_code == 1
+    failed = [line for line in result.stdout.splitlines() if line.startswith("FAIL")]
+    assert failed == ["FAIL fence: a call ran before work that its caller had issued before fence"]
+    assert "the factory returned None, must return a Lane or a Subject" in rrfp("check", "lane", f"{path}:none").stdout
 
 
 def test_doctor_finds_this_machine_fit() -> None:

@@ -21,7 +21,13 @@ LISTED = re.findall(r"^\| `(rrfp[\w.]*)\.(\w+)` \|", PAGE, re.MULTILINE)
 (_SENTENCE, _SHORTER) = re.findall(r"^(`.+`) are also names of `rrfp`", PAGE, re.MULTILINE)
 ALSO_IN_RRFP = set(re.findall(r"\w+", _SENTENCE + _SHORTER)) - {"and"}
 #: Packages all of whose exports are for plugins.
-PACKAGES = ("rrfp.hints", "rrfp.transports", "rrfp.testing.hint_checks", "rrfp.testing.transport_checks")
+PACKAGES = (
+    "rrfp.hints",
+    "rrfp.transports",
+    "rrfp.testing.hint_checks",
+    "rrfp.testing.transport_checks",
+    "rrfp.testing.lane_checks",
+)
 EXAMPLE = ROOT / "examples" / "plugins"
 
 

@@ -92,7 +92,8 @@ class Lane(ABC):
     def hand_over(self, tensors: Iterable[Tensor]) -> None:  # noqa: B027 - optional
         """Let the caller use ``tensors``, which calls of the lane have made, during later calls.
 
-        Called on the caller's thread.
+        Called on the caller's thread. Their memory is not reused before the work that the caller has issued when it
+        drops the last reference is complete.
 
         Args:
             tensors: as for `adopt`.

@@ -70,6 +70,9 @@ class DoubleDevice(Device):
 
         No event behind that block, or behind any block that the device has not run then, is reached any more: waiting
         for one raises `DoubleError`, and so does issuing work.
+
+        Args:
+            after: how many blocks are issued until then, that one included.
         """
         with self._timeline.changed:
             self._failing = self._count + after

@@ -15,31 +15,18 @@ the check needs.
 
 from __future__ import annotations
 
-from rrfp.testing.lane_checks.makers import (
-    LANES,
-    cuda_lane,
-    double_lane,
-    lanes_named,
-    made_by,
-    thread_lane,
-    timer_lane,
-)
+from rrfp.testing.lane_checks.makers import double_lane, made_by
 from rrfp.testing.lane_checks.subject import Check, MakeLane, Subject
 from rrfp.testing.lane_checks.suite import ALL_CHECKS, run_lane_checks
 from rrfp.testing.skipped import SkippedError
 
 __all__ = [
     "ALL_CHECKS",
-    "LANES",
     "Check",
     "MakeLane",
     "SkippedError",
     "Subject",
-    "cuda_lane",
     "double_lane",
-    "lanes_named",
     "made_by",
     "run_lane_checks",
-    "thread_lane",
-    "timer_lane",
 ]

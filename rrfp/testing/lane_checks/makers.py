@@ -54,7 +54,11 @@ async def timer_lane() -> AsyncIterator[Subject]:
 
 
 def double_lane(depth: int = 2) -> MakeLane:
-    """The lane in front of a device, over the device double."""
+    """The lane in front of a device, over the device double.
+
+    Args:
+        depth: of the lane.
+    """
 
     @asynccontextmanager
     async def make() -> AsyncIterator[Subject]:
@@ -107,6 +111,9 @@ def made_by(factory: Callable[[int], object]) -> MakeLane:
     """The lane of stage 0 of a factory, as the option ``lane=`` takes it.
 
     The factory may return a `Subject` instead, which says what the checks of device work need. Its lane is not started.
+
+    Args:
+        factory: of the lane; called for each check with the number of a stage, 0.
 
     Raises:
         ConfigError: if ``factory`` cannot be called; the maker, if it returns neither.

@@ -72,7 +72,12 @@ class Subject:
         return self.device
 
     def fill(self, tensor: Tensor, value: float) -> None:
-        """Issue slow work that fills ``tensor``; in a call of the lane, or in a block of the caller's stream."""
+        """Issue slow work, in a call of the lane or in a block of the caller's stream.
+
+        Args:
+            tensor: what the work fills.
+            value: with which number.
+        """
         self.delay()
         tensor.fill_(value)
 
