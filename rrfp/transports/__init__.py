@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rrfp.transports.base import Transport as Transport
     from rrfp.transports.base import TransportContext as TransportContext
     from rrfp.transports.base import TransportStatistics as TransportStatistics
+    from rrfp.transports.device_copies import DeviceCopies as DeviceCopies
     from rrfp.transports.flow import HomeLoop as HomeLoop
     from rrfp.transports.flow import Inbox as Inbox
     from rrfp.transports.flow import Window as Window
@@ -49,6 +50,7 @@ _PUBLIC = {
         "TransportContext",
         "TransportStatistics",
     ),
+    "rrfp.transports.device_copies": ("DeviceCopies",),
     "rrfp.transports.flow": ("HomeLoop", "Inbox", "Window", "cost_of"),
     "rrfp.transports.pool": ("BufferPool",),
     "rrfp.transports.registry": ("create_transport",),

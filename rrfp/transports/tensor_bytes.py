@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rrfp.errors import ConfigError
+from rrfp.transports.device_copies import DeviceCopies
 
 #: Alignment of a received tensor's memory in bytes: a cache line, and the widest vector load.
 ALIGNMENT = 64
@@ -31,17 +32,22 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES 
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def check_sendable(tensor: Tensor) -> None:
+def check_sendable(tensor: Tensor, copies: DeviceCopies | None = None) -> None:
     """Refuse a tensor whose bytes cannot be sent as they are.
 
     Args:
         tensor: the tensor.
+        copies: of the rank's device, where its tensors can be sent too.
 
     Raises:
-        ConfigError: for another device than the CPU, a sparse or nested layout, or a dtype outside `DTYPES`.
+        ConfigError: for a device that is neither the CPU nor the rank's, a sparse or nested layout, or a dtype outside
+            `DTYPES`.
     """
-    if not tensor.is_cpu:
-        raise ConfigError(f"tensor is on {tensor.device}, this transport moves tensors on: cpu")
+    if not tensor.is_cpu and (copies is None or not copies.holds(tensor)):
+        raise ConfigError(
+            f"tensor is on {tensor.device}, must be on the CPU or on the rank's device: pass device=, or move the "
+            "rank's modules to their device before the pipeline is built"
+        )
     if tensor.layout is not torch.strided:
         raise ConfigError(f"tensor layout is {tensor.layout}, must be: torch.strided")
     if tensor.dtype not in DTYPE_NAMES:

@@ -1,0 +1,127 @@
+"""Copies between a device and the host for transports, on two lanes: one for each direction of a rank's messages.
+
+A copy is a call on a lane, so no copy blocks the loop, and its future completes when the device has made it. Sources
+and copies stay referenced until then, so memory is never reused under a copy, whatever the caller drops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from rrfp.compute.devices.base import Device
+from rrfp.compute.lanes.stream import StreamLane
+from rrfp.errors import TransportClosedError
+
+#: The copies, and the tensors that must live until these are complete.
+_Copied = tuple[list[Tensor], object]
+
+
+class StreamCopies:
+    """The copies of one rank's transport; see :class:`rrfp.transports.DeviceCopies`, whose methods it has.
+
+    Memory that it copies into belongs to its own streams: a lane that uses a received tensor adopts it. A lane and its
+    two threads start with the first copy in that direction.
+
+    Args:
+        device: the rank's.
+        name: of the threads.
+    """
+
+    def __init__(self, device: Device, name: str = "rrfp-copies") -> None:
+        self.kind = device.kind
+        self._device = device
+        self._name = name
+        self._lanes: dict[str, StreamLane] = {}
+        self._pending: set[asyncio.Future[Any]] = set()
+        self._closed = False
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in the device's memory."""
+        return self._device.holds(tensor)
+
+    async def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies in pinned memory."""
+        return await self._run("send", partial(_to_host, self._device, tensors))
+
+    async def to_device(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies on the device."""
+        return await self._run("receive", partial(_to_device, self._device, tensors))
+
+    async def copy(self, tensors: Sequence[Tensor], target: Any) -> list[Tensor]:
+        """Copies on the device of ``target``, another `StreamCopies` or this one."""
+        assert isinstance(target, StreamCopies)
+        return await self._run("send", partial(_to_other, target._device, tensors))
+
+    def close(self) -> None:
+        """Fail the waiting calls; copies under way end by themselves."""
+        self._closed = True
+        for lane in self._lanes.values():
+            lane.close()
+        for future in self._pending:
+            if not future.done():
+                with suppress(RuntimeError):  # the loop has ended
+                    future.set_exception(_closed_error())
+
+    async def _run(self, direction: str, call: Callable[[], _Copied]) -> list[Tensor]:
+        if self._closed:
+            raise _closed_error()
+        lane = self._lanes.get(direction)
+        if lane is None:
+            lane = self._lanes[direction] = StreamLane(self._device, f"{self._name}-{direction}", is_urgent=True)
+            lane.start()
+        future = lane.enqueue(call)
+        del call
+        self._pending.add(future)
+        try:
+            execution = await future
+        finally:
+            self._pending.discard(future)
+        return execution.result[0]
+
+
+def _closed_error() -> TransportClosedError:
+    return TransportClosedError("the transport is closed")
+
+
+def _to_host(device: Device, tensors: Sequence[Tensor]) -> _Copied:
+    copies = []
+    for tensor in tensors:
+        dense = _dense(tensor)
+        copy = device.empty_on_host(dense)
+        copy.copy_(dense, non_blocking=True)
+        copies.append(copy.requires_grad_(tensor.requires_grad))
+    return copies, tensors
+
+
+def _to_device(device: Device, tensors: Sequence[Tensor]) -> _Copied:
+    copies, staged = [], []
+    for tensor in tensors:
+        dense = _dense(tensor)
+        pinned = device.empty_on_host(dense)
+        pinned.copy_(dense)
+        copy = device.empty(pinned)
+        copy.copy_(pinned, non_blocking=True)
+        copies.append(copy.requires_grad_(tensor.requires_grad))
+        staged.append(pinned)
+    return copies, (tensors, staged)
+
+
+def _to_other(device: Device, tensors: Sequence[Tensor]) -> _Copied:
+    copies = []
+    for tensor in tensors:
+        dense = _dense(tensor)
+        copy = device.empty(dense)
+        copy.copy_(dense, non_blocking=True)
+        copies.append(copy.requires_grad_(tensor.requires_grad))
+    return copies, tensors
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The values in row-major memory and without a graph; a new tensor on its device unless they lie so."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()

@@ -1,0 +1,73 @@
+"""Copies of tensors between a device and the host, as a transport needs them; implemented where devices are known."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+
+class DeviceCopies(Protocol):
+    """Copies tensors into and out of the memory of one rank's device, on streams of their own.
+
+    Each method returns when the device has made the copies, in the order of the arguments. A copy is a dense leaf with
+    memory of its own, and requires grad exactly if its source does. Sources must be complete when they are passed, and
+    must not be written to before the call returns; cancelled, the call drops the copies. The methods are called on one
+    loop, which they never block, and raise the device's error if it fails, `TransportClosedError` once closed.
+
+    Attributes:
+        kind: the device's type, such as ``"cuda"``.
+    """
+
+    kind: str
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the device's memory.
+
+        Args:
+            tensor: any tensor.
+        """
+
+    async def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copy tensors of the device into pooled pinned memory.
+
+        Args:
+            tensors: dense ones that the device holds.
+        """
+
+    async def to_device(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copy tensors into the device's memory. Where another stream uses them, their memory must be noted there.
+
+        Args:
+            tensors: dense ones on the CPU, in any memory.
+        """
+
+    async def copy(self, tensors: Sequence[Tensor], target: DeviceCopies) -> list[Tensor]:
+        """Copy tensors of the device into the memory of the same or another device, without the host's.
+
+        Args:
+            tensors: dense ones that the device holds.
+            target: of the rank that will own the copies, in this process.
+        """
+
+    def close(self) -> None:
+        """Make waiting and later calls raise. May be called twice; never waits."""
+
+
+def held_by(copies: DeviceCopies, tensors: Sequence[Tensor | None]) -> list[int]:
+    """The indices of the tensors that a device holds."""
+    return [index for index, tensor in enumerate(tensors) if tensor is not None and copies.holds(tensor)]
+
+
+async def with_copies(
+    tensors: Sequence[Tensor | None],
+    indices: Sequence[int],
+    copy: Callable[[Sequence[Tensor]], Awaitable[list[Tensor]]],
+) -> list[Tensor | None]:
+    """``tensors`` with those at ``indices`` replaced by their copies."""
+    replaced = list(tensors)
+    sources = [tensor for index in indices if (tensor := tensors[index]) is not None]
+    for index, made in zip(indices, await copy(sources), strict=True):
+        replaced[index] = made
+    return replaced
