@@ -51,6 +51,7 @@ class ReorderingTransport(Transport):
 
     def __init__(self, context: TransportContext, inner: Transport, pick: Pick) -> None:
         super().__init__(context)
+        self.carries = inner.carries
         self._inner = inner
         self._pick = pick
         self._held: list[Message | RrfpError] = []

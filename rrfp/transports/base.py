@@ -19,6 +19,10 @@ The contract, which `rrfp.testing.transport_checks` verifies for any implementat
   in order is not an error for ``receive``.
 - **Bad input** from the network is dropped and raised by ``receive`` as one :class:`FrameError` that names peer and
   field. The next call returns the next message.
+- **Devices**: tensors on the rank's device are complete when they are passed to ``send``, and those that ``receive``
+  returns are complete. They arrive on the receiver's device, or on the CPU where it has none; tensors on the CPU
+  arrive on the CPU. One message may have both. A transport whose `Transport.carries` does not name the device need not
+  care: it is wrapped.
 - ``close`` delivers the accepted messages, notifies the peers and frees all resources; ``abort`` frees them at once.
   Both may be called twice, and while other calls wait: those then raise :class:`TransportClosedError`.
 
@@ -39,6 +43,8 @@ from rrfp.core.tasks import StepId, Task
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from rrfp.transports.device_copies import DeviceCopies
 
 Plain = None | bool | int | float | str | bytes | Sequence["Plain"] | Mapping[str, "Plain"]
 """Plain data that msgpack carries: the body of a message."""
@@ -154,6 +160,8 @@ class TransportContext:
         connect_timeout_s: how long ``start`` waits for the peers, in seconds.
         heartbeat_s: seconds of silence after which a peer is sent a heartbeat.
         patience_s: how long a connected peer may be silent before it is lost, in seconds.
+        copies: copies tensors of this rank's device; None where it computes on the CPU. Only a transport that `carries`
+            the device uses it, and closes it when it closes or aborts.
     """
 
     rank: int
@@ -168,6 +176,7 @@ class TransportContext:
     connect_timeout_s: float = timeouts.CONNECT_S
     heartbeat_s: float = timeouts.HEARTBEAT_S
     patience_s: float = timeouts.PATIENCE_S
+    copies: DeviceCopies | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +205,13 @@ class Transport(ABC):
 
     Args:
         context: this rank, its peers and the limits.
+
+    Attributes:
+        carries: kinds of devices whose tensors it sends and receives as they are. For a rank whose device is of another
+            kind, RRFP copies tensors through host memory in front of the transport, which then sees CPU tensors only.
     """
+
+    carries: frozenset[str] = frozenset({"cpu"})
 
     def __init__(self, context: TransportContext) -> None:
         self.context = context

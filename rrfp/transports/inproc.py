@@ -1,6 +1,7 @@
 """The reference transport: ranks of one process, each on its own event loop or all on one. Written to be read.
 
-A message is copied on the sender's loop and put into the receiver's inbox. Ends that share a rendezvous object, run id
+A message is copied on the sender's loop and put into the receiver's inbox; tensors on a device are copied there, on a
+stream of the sender's `DeviceCopies`, and never touch host memory. Ends that share a rendezvous object, run id
 and restart find each other through a `_Hub`. Threads share an end's `Inbox`, the `Window`s of its peers, and the hub;
 each has its own lock, and no lock is acquired while another is held, so they cannot deadlock.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from rrfp.errors import ConfigError, PeerLostError, RrfpError, TransportClosedError, TransportError
 from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
+from rrfp.transports.device_copies import DeviceCopies, held_by, with_copies
 from rrfp.transports.flow import CLOSED, HomeLoop, Inbox, Window, cost_of
 from rrfp.transports.pool import BufferPool
 from rrfp.transports.rendezvous import publish_in_time
@@ -42,6 +45,7 @@ class PeerEnd:
 
     def __init__(self, context: TransportContext) -> None:
         self.rank = context.rank
+        self.copies = context.copies
         self.has_left = False  # guarded by the hub's lock
         self.departed: set[int] = set()  # peers that left while this end was there; guarded likewise
         self.home = HomeLoop()
@@ -131,6 +135,8 @@ class InprocTransport(Transport):
 
     def __init__(self, context: TransportContext) -> None:
         super().__init__(context)
+        if context.copies is not None:
+            self.carries |= {context.copies.kind}
         self._hub = _hub_of(context.rendezvous)
         self._pool = BufferPool()
         self._end: PeerEnd | None = None
@@ -196,7 +202,7 @@ class InprocTransport(Transport):
         async with outbound.turn:
             await outbound.window.acquire(cost)
             try:
-                tensors = tuple([await self._copy(tensor) for tensor in message.tensors])
+                tensors = await self._copies_of(message, self._peers[peer].copies)
                 outbound.window.check()  # the peer may have left while the loop ran
             except BaseException:
                 outbound.window.release(cost)
@@ -220,11 +226,23 @@ class InprocTransport(Transport):
         """Hand a copied message to the peer; a subclass may do so later."""
         self._peers[peer].deliver(message, window, cost)
 
+    async def _copies_of(self, message: Message, target: DeviceCopies | None) -> tuple[Tensor | None, ...]:
+        """Copies of all tensors; of a device's on that of ``target``, or on the CPU where the peer has none."""
+        tensors: Sequence[Tensor | None] = message.tensors
+        copies = self.context.copies
+        for tensor in tensors:
+            if tensor is not None:
+                check_sendable(tensor, copies)
+        on_device = [] if copies is None else held_by(copies, tensors)
+        if copies is not None and on_device:
+            copy = copies.to_host if target is None else partial(copies.copy, target=target)
+            tensors = await with_copies(tensors, on_device, copy)
+        return tuple([t if i in on_device else await self._copy(t) for i, t in enumerate(tensors)])
+
     async def _copy(self, tensor: Tensor | None) -> Tensor | None:
         """A dense leaf with its own memory. Copying a large one yields to the loop every `SLICE_BYTES`."""
         if tensor is None:
             return None
-        check_sendable(tensor)
         if tensor.numel() * tensor.itemsize <= SLICE_BYTES and not (tensor.is_conj() or tensor.is_neg()):
             return tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_(tensor.requires_grad)
         source = as_bytes(tensor)
@@ -262,6 +280,8 @@ class InprocTransport(Transport):
     def _leave(self, reason: str, *, lost: bool) -> None:
         end, was_closed = self._end, self._closed
         self._closed = True
+        if self.context.copies is not None:
+            self.context.copies.close()
         if end is None or was_closed:
             return
         end.inbox.close()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import transports.makers as makers
+import transports.on_device as on_device
 import uvloop
 
 from rrfp.errors import PeerLostError
@@ -27,15 +28,25 @@ from rrfp.transports.simulated import SimulatedTransport
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 
+MAKERS = makers.MAKERS | on_device.MAKERS
+
+
 @pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
-@pytest.mark.parametrize("maker", makers.MAKERS)
+@pytest.mark.parametrize("maker", MAKERS)
 async def test_contract(maker: str, check: Check) -> None:
     with skipping(maker, check):
-        await check(makers.MAKERS[maker])
+        await check(MAKERS[maker])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("maker", on_device.ON_CUDA)
+async def test_contract_on_cuda(maker: str) -> None:
+    await run_transport_checks(on_device.ON_CUDA[maker])
 
 
 #: What cannot be looked at: nothing travels as bytes there, or nothing can make a peer silent in one process.
-SKIPPED = {maker: {"check_bad_frames", "check_silent_peer"} for maker in makers.MAKERS} | {
+SKIPPED = {maker: {"check_bad_frames", "check_silent_peer"} for maker in MAKERS} | {
+    "staged-zmq": {"check_silent_peer"},
     "zmq-ipc": {"check_silent_peer"},
     "zmq-tcp": {"check_silent_peer"},
     "zmq-relayed": {"check_bad_frames"},

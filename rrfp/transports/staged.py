@@ -1,0 +1,191 @@
+"""Device tensors over a transport that carries CPU tensors only: staged through host memory on both sides.
+
+The sender copies a message's device tensors to the host and sends them as CPU tensors; the body names the device of
+each tensor. The receiver copies those to its own device; where it has none, nothing wraps its transport, and they stay
+on the CPU. Both copies run on streams of the rank's `DeviceCopies`, never on the loop.
+
+Memory is bounded without a queue of its own. A sender stages one message for each peer and channel, then waits until
+the inner transport accepts it. A receiver reads the inner transport only inside `receive`: one message may be on its
+way to the device, and one more read ahead, so that a control message can pass it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from rrfp.errors import ConfigError, FrameError, TransportClosedError
+from rrfp.transports.base import Channel, Message, Transport, TransportStatistics
+from rrfp.transports.device_copies import DeviceCopies, held_by, with_copies
+from rrfp.transports.flow import CLOSED
+from rrfp.transports.tensor_bytes import check_sendable
+
+#: The entry of a message's body that names the device of each tensor, with None for None. Absent where all are CPU's.
+DEVICES = "tensor_devices"
+
+_MAX_KIND_LENGTH = 32
+
+
+def staged(transport: Transport, copies: DeviceCopies | None) -> Transport:
+    """``transport`` itself if it carries the tensors of the rank's device, else in front of it a `StagedTransport`.
+
+    Args:
+        transport: not started.
+        copies: of the rank's device; None where it computes on the CPU.
+    """
+    return transport if copies is None or copies.kind in transport.carries else StagedTransport(transport, copies)
+
+
+class StagedTransport(Transport):
+    """Sends and receives device tensors over ``inner``, which sees CPU tensors only.
+
+    Messages without device tensors pass as they are. The contract of `Transport` holds if ``inner`` keeps it.
+
+    Args:
+        inner: not started.
+        copies: of the rank's device; closed with this transport.
+    """
+
+    def __init__(self, inner: Transport, copies: DeviceCopies) -> None:
+        super().__init__(inner.context)
+        self.carries = inner.carries | {copies.kind}
+        self._inner = inner
+        self._copies = copies
+        self._turns = {(peer, channel): asyncio.Lock() for peer in inner.context.peers for channel in Channel}
+        self._receiving = asyncio.Lock()
+        #: A message on its way to the device: its channel, and the task that returns it.
+        self._copying: tuple[Channel, asyncio.Task[Message]] | None = None
+        #: The message after it.
+        self._ahead: asyncio.Task[Message] | None = None
+        self._closed = False
+        self._dropped = 0
+
+    async def start(self) -> None:
+        """See `Transport.start`."""
+        await self._inner.start()
+
+    async def send(self, peer: int, message: Message) -> None:
+        """See `Transport.send`. Cancelled while it copies, it has sent nothing."""
+        turn = self._turns.get((peer, message.channel))
+        if turn is None:
+            return await self._inner.send(peer, message)  # which raises: no such peer
+        async with turn:
+            await self._inner.send(peer, await self._on_host(message))
+
+    async def _on_host(self, message: Message) -> Message:
+        """``message`` with its device tensors in host memory, and their devices named."""
+        indices = held_by(self._copies, message.tensors)
+        if not indices:
+            return message
+        if (num_bytes := message.num_bytes) > (limit := self.context.max_message_bytes):
+            raise ConfigError(f"message has {num_bytes} bytes, max_message_bytes is {limit}")
+        for tensor in message.tensors:
+            if tensor is not None:
+                check_sendable(tensor, self._copies)
+        devices = [None if tensor is None else "cpu" for tensor in message.tensors]
+        for index in indices:
+            devices[index] = self._copies.kind
+        tensors = await with_copies(message.tensors, indices, self._copies.to_host)
+        return replace(message, tensors=tuple(tensors), body={**message.body, DEVICES: devices})
+
+    async def receive(self) -> Message:
+        """See `Transport.receive`."""
+        async with self._receiving:
+            while not self._closed:
+                message = await self._advance()
+                if message is not None and not self._closed:
+                    return message
+        raise TransportClosedError(CLOSED)
+
+    async def _advance(self) -> Message | None:
+        """Wait for one event: the message that it completes, if any. Cancelled, it loses nothing."""
+        ahead, copying = self._ahead, self._copying
+        if ahead is not None and ahead.done() and (copying is None or _passes(ahead, copying[0])):
+            self._ahead = None
+            return self._accept(ahead.result())
+        if copying is not None and copying[1].done():
+            self._copying = None
+            return copying[1].result()
+        if copying is None and ahead is None:
+            return self._accept(await self._inner.receive())
+        if ahead is None:
+            self._ahead = ahead = _background(self._inner.receive())
+        tasks = [ahead] if copying is None else [ahead, copying[1]]
+        await asyncio.wait([task for task in tasks if not task.done()], return_when=asyncio.FIRST_COMPLETED)
+        return None
+
+    def _accept(self, message: Message) -> Message | None:
+        """The message if it is complete; else its tensors are on their way."""
+        if DEVICES not in message.body:
+            return message
+        try:
+            indices = _device_tensors(message)
+        except FrameError:
+            self._dropped += 1
+            raise
+        body = {key: value for key, value in message.body.items() if key != DEVICES}
+        self._copying = message.channel, _background(self._on_device(replace(message, body=body), indices))
+        return None
+
+    async def _on_device(self, message: Message, indices: list[int]) -> Message:
+        try:
+            tensors = await with_copies(message.tensors, indices, self._copies.to_device)
+        except Exception as error:
+            error.add_note(f"while tensors of {message.kind} {message.task} from rank {message.sender} were received")
+            raise
+        return replace(message, tensors=tuple(tensors))
+
+    async def close(self) -> None:
+        """See `Transport.close`."""
+        self._closed = True
+        try:
+            await self._inner.close()
+        finally:
+            self._copies.close()
+
+    def abort(self) -> None:
+        """See `Transport.abort`; copies under way end by themselves."""
+        self._closed = True
+        self._inner.abort()
+        self._copies.close()
+
+    def statistics(self) -> TransportStatistics:
+        """See `Transport.statistics`: the inner transport's. A message counts as received when that one returned it."""
+        inner = self._inner.statistics()
+        return replace(inner, dropped_frames=inner.dropped_frames + self._dropped) if self._dropped else inner
+
+
+def _passes(ahead: asyncio.Task[Message], channel: Channel) -> bool:
+    """Whether the message that was read ahead overtakes the one of ``channel`` that is on its way to the device."""
+    if ahead.cancelled() or ahead.exception() is not None:
+        return False
+    message = ahead.result()
+    return message.channel is Channel.CONTROL is not channel and DEVICES not in message.body
+
+
+def _background(receiving: Any) -> asyncio.Task[Message]:
+    """A task whose error may go unread, when the transport closes."""
+    task: asyncio.Task[Message] = asyncio.ensure_future(receiving)
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    return task
+
+
+def _device_tensors(message: Message) -> list[int]:
+    """The indices of the tensors that the sender had on a device. The list comes from the network.
+
+    Raises:
+        FrameError: if it does not name one device for each tensor.
+    """
+    devices = message.body[DEVICES]
+    sender, tensors = message.sender, message.tensors
+    if not isinstance(devices, list) or len(devices) != len(tensors):
+        raise FrameError(sender, f"body.{DEVICES}", f"is {devices!r:.80}, must be an array of {len(tensors)}")
+    for index, (device, tensor) in enumerate(zip(devices, tensors, strict=True)):
+        field = f"body.{DEVICES}[{index}]"
+        if tensor is None:
+            if device is not None:
+                raise FrameError(sender, field, f"is {device!r:.80}, must be null like the tensor")
+        elif not isinstance(device, str) or not 0 < len(device) <= _MAX_KIND_LENGTH:
+            raise FrameError(sender, field, f"is {device!r:.80}, must be the type of a device")
+    return [index for index, device in enumerate(devices) if device not in (None, "cpu")]

@@ -1,0 +1,137 @@
+"""Pairs of transports whose messages have tensors on a device: the double, or CUDA."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import transports.makers as makers
+import zmq
+from compute.separate_double import SeparateDouble, check_races, closing, put, scribble
+from torch import Tensor
+
+from rrfp.compute.devices.base import Device
+from rrfp.compute.devices.copies import StreamCopies
+from rrfp.compute.devices.cuda import CudaDevice
+from rrfp.testing.transport_checks import MakePair, Pair, PairOptions
+from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
+from rrfp.transports.inproc import InprocTransport
+from rrfp.transports.staged import staged
+from rrfp.transports.zmq.transport import ZmqTransport
+
+
+class OnDevice(Transport):
+    """Puts what it sends on the device, overwrites it once it may, and brings back to the CPU what it receives."""
+
+    def __init__(self, inner: Transport, device: Device) -> None:
+        super().__init__(inner.context)
+        self._inner = inner
+        self._device = device
+        self.has_cancelled = False
+
+    async def start(self) -> None:
+        await self._inner.start()
+
+    async def send(self, peer: int, message: Message) -> None:
+        tensors = tuple(None if tensor is None else put(self._device, tensor) for tensor in message.tensors)
+        try:
+            await self._inner.send(peer, replace(message, tensors=tensors))
+        except asyncio.CancelledError:
+            self.has_cancelled = True
+            raise
+        finally:
+            for tensor in tensors:
+                if tensor is not None and tensor.layout is torch.strided:
+                    scribble(tensor)
+
+    async def receive(self) -> Message:
+        message = await self._inner.receive()
+        assert all(tensor is None or self._device.holds(tensor) for tensor in message.tensors), "not on the device"
+        assert all(tensor is None or tensor.is_leaf for tensor in message.tensors), "not a leaf"
+        return replace(message, tensors=tuple(map(self._back, message.tensors)))
+
+    def _back(self, tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        return tensor.detach().clone().cpu().requires_grad_(tensor.requires_grad)
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+    def statistics(self) -> TransportStatistics:
+        return self._inner.statistics()
+
+
+class CpuOnlyInproc(InprocTransport):
+    """The reference transport as a plugin that knows no devices."""
+
+    def __init__(self, context: TransportContext) -> None:
+        super().__init__(replace(context, copies=None))
+
+
+MakeTransport = Callable[[TransportContext], Transport]
+MakeDevice = Callable[[], Device]
+
+
+def over(
+    make: MakeTransport,
+    make_device: MakeDevice = SeparateDouble,
+    *,
+    is_shared: bool = False,
+) -> MakePair:
+    """A maker of pairs over ``make``, staged where that does not carry the device; its ends may share one device."""
+
+    @asynccontextmanager
+    async def make_pair(options: PairOptions) -> AsyncIterator[Pair]:
+        devices = [make_device() for _ in range(options.ranks)]
+        if is_shared:
+            devices = devices[:1] * options.ranks
+        contexts = [
+            replace(context, copies=StreamCopies(device))
+            for context, device in zip(makers.contexts(options), devices, strict=True)
+        ]
+        inner = [make(context) for context in contexts]
+        ends = [
+            OnDevice(staged(end, context.copies), device)
+            for end, context, device in zip(inner, contexts, devices, strict=True)
+        ]
+        async with closing(devices), makers.started(*ends, inject=injecting(inner[0])) as pair:
+            yield pair
+        check_races(devices, may_write=any(end.has_cancelled for end in ends))
+
+    return make_pair
+
+
+def injecting(left: Transport) -> Any:
+    """Sends raw frames past the sender's checks; None where nothing travels as frames."""
+    if not isinstance(left, ZmqTransport):
+        return None
+
+    async def inject(channel: Channel, header: bytes, frames: Sequence[bytes]) -> None:
+        left._links[1].outlets[channel]._socket.send_multipart([header, *frames], flags=zmq.NOBLOCK)
+
+    return inject
+
+
+def _over_zmq(context: TransportContext) -> Transport:
+    return ZmqTransport(context, "ipc")
+
+
+MAKERS: dict[str, MakePair] = {
+    "staged-zmq": over(_over_zmq),
+    "staged-inproc": over(CpuOnlyInproc),
+    "inproc-device": over(InprocTransport, is_shared=True),
+}
+
+#: For a machine with a CUDA device.
+ON_CUDA: dict[str, MakePair] = {
+    "staged-zmq-cuda": over(_over_zmq, CudaDevice),
+    "inproc-cuda": over(InprocTransport, CudaDevice, is_shared=True),
+}
