@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rrfp.compute.devices.base import Device
+from rrfp.compute.devices.copies import StreamCopies
 from rrfp.compute.gradients.module_reduction import check_wrappers
 from rrfp.compute.gradients.process_groups import check_replicas, check_sharded, replica_group, warn_of_unreduced
 from rrfp.compute.gradients.reducer import GradientReducer
@@ -42,6 +43,7 @@ from rrfp.runtime.handshake import Handshake, Terms
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.transports.base import Rendezvous, TransportContext
 from rrfp.transports.registry import create_transport
+from rrfp.transports.staged import staged
 from rrfp.version import __version__
 
 logger = get_logger(__name__)
@@ -184,7 +186,7 @@ class RankBuilder:
     async def _runner(self, rank: _Rank, rendezvous: Rendezvous) -> StageRunner:
         options, graph, topology = self._options, self._partition.graph, rank.topology
         limit = self._method.limit(topology)
-        context = self._context(topology, rendezvous)
+        context = self._context(rank, rendezvous)
         terms = self._common_terms(topology)
         group_terms: Terms = {
             "in_order": " ".join(sorted(f"{kind}@{v}" for kind, v in rank.in_order)),
@@ -205,7 +207,7 @@ class RankBuilder:
             StageCore(graph, topology.stage, self._method.new_hint(), limit, group=group, in_order=rank.in_order),
             rank.program,
             self._lane(topology.stage, rank.device),
-            create_transport(options["transport"], context),
+            staged(create_transport(options["transport"], context), context.copies),
             topology=topology,
             coordination=options["coordination"],
             depth=options["depth"],
@@ -216,8 +218,8 @@ class RankBuilder:
             trace_steps=options["trace_steps"],
         )
 
-    def _context(self, topology: Topology, rendezvous: Rendezvous) -> TransportContext:
-        options = self._options
+    def _context(self, rank: _Rank, rendezvous: Rendezvous) -> TransportContext:
+        options, topology, device = self._options, rank.topology, rank.device
         return TransportContext(
             rank=topology.rank,
             peers=peers(self._partition.graph, topology),
@@ -231,6 +233,7 @@ class RankBuilder:
             connect_timeout_s=options["connect_timeout"],
             heartbeat_s=options["heartbeat"],
             patience_s=options["patience"],
+            copies=None if device is None else StreamCopies(device, f"rrfp-copies-{topology.rank}"),
         )
 
     def _lane(self, stage: int, device: Device | None) -> Lane:

@@ -38,6 +38,22 @@ class SeparateDouble(DoubleDevice):
         return reference is not None and not bool(reference.expired())
 
 
+class CountingDouble(SeparateDouble):
+    """Counts the bytes of host memory for copies that are in use, and the most of them."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self._staged: list[tuple[Any, int]] = []
+        self.peak = 0
+
+    def empty_on_host(self, tensor: Tensor) -> Tensor:
+        made = super().empty_on_host(tensor)
+        self._staged = [(ref, size) for ref, size in self._staged if not ref.expired()]
+        self._staged.append((WeakStorage(made.untyped_storage()), made.numel() * made.itemsize))
+        self.peak = max(self.peak, sum(size for _, size in self._staged))
+        return made
+
+
 def put(device: Device, tensor: Tensor) -> Tensor:
     """``tensor`` in the device's memory, complete, with the same strides, conjugation and requires_grad."""
     if tensor.layout is not torch.strided:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transports.makers as makers
-from compute.separate_double import SeparateDouble, WeakStorage, check_races, closing, put
+from compute.separate_double import CountingDouble, SeparateDouble, check_races, closing, put
 from torch import Tensor
 from transports.on_device import CpuOnlyInproc, over
 
@@ -292,22 +292,6 @@ async def test_a_failure_of_the_device_is_raised_by_both_ends() -> None:
         assert index_of(await receive(pair.right)) == 5
         with pytest.raises(DoubleError):
             await soon(pair.right.send(0, data(on(target, 1))), "the failure is raised")
-
-
-class CountingDouble(SeparateDouble):
-    """Counts the bytes of host memory for copies that are in use, and the most of them."""
-
-    def __init__(self) -> None:
-        super().__init__(0.0)
-        self._staged: list[tuple[Any, int]] = []
-        self.peak = 0
-
-    def empty_on_host(self, tensor: Tensor) -> Tensor:
-        made = super().empty_on_host(tensor)
-        self._staged = [(ref, size) for ref, size in self._staged if not ref.expired()]
-        self._staged.append((WeakStorage(made.untyped_storage()), made.numel() * made.itemsize))
-        self.peak = max(self.peak, sum(size for _, size in self._staged))
-        return made
 
 
 @pytest.mark.parametrize("make", [CpuOnlyInproc, zmq])
