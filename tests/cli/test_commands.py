@@ -9,8 +9,8 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
-from batches import long
 import torch
+from batches import long
 from cli.shell import rrfp, rrfp_process
 
 import rrfp as package

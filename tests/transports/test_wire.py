@@ -174,7 +174,7 @@ def nested(depth: int) -> Any:
         pytest.param(data(map={b"x": 2}), "keys must be strings", id="bytes as key"),  # type: ignore[dict-item]
         pytest.param(data(items=[0] * 9000), "exceeds", id="long list"),
         pytest.param(data(time=msgpack.Timestamp(1)), "cannot be sent", id="extension type"),
-        pytest.param(data(torch.zeros(2, device="meta")), "cpu", id="other device"),
+        pytest.param(data(torch.zeros(2, device="meta")), "the CPU", id="other device"),
         pytest.param(data(torch.zeros((1,) * 65)), "65 dimensions", id="many dimensions"),
         pytest.param(data(*[None] * 9000), "9000 tensors", id="many tensors"),
     ],
