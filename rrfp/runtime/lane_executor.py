@@ -17,6 +17,7 @@ from rrfp.compute.program import StageProgram
 from rrfp.core import events as ev
 from rrfp.core.tasks import Task
 from rrfp.runtime.context import RankContext
+from rrfp.runtime.device_waits import DeviceWaits
 from rrfp.runtime.supervisor import failure_on_loop
 
 T = TypeVar("T")
@@ -43,6 +44,7 @@ class LaneExecutor:
         self._activity = context.activity
         self._recorder = context.recorder
         self._fail = context.fail
+        self._device_waits = DeviceWaits(context.topology.stage)
         self._on_completed = on_completed
         self._closed = False
         self._enqueued = 0
@@ -119,6 +121,7 @@ class LaneExecutor:
         self._enqueued -= 1
         self.completed += 1
         self.running_since = self._lane.now()
-        self._recorder.ran(task, execution.started, execution.ended)
+        self._recorder.ran(task, execution.started, execution.ended, execution.launched)
+        self._device_waits.saw(task, execution)
         held, output = execution.result
         self._on_completed(ev.Completed(task, held, execution.ended - execution.started, output))

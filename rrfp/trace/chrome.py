@@ -28,6 +28,9 @@ Event = dict[str, Any]
 STEPS_THREAD = 0
 KIND_NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradient"}
 
+#: An argument of a task on a device: when its call returned, in microseconds on the axis of the file.
+LAUNCHED = "launched"
+
 #: The series of a stage's counter.
 HELD = "chunk tasks"
 
@@ -186,12 +189,14 @@ class _Step:
 
     def _task(self, span: TaskSpan) -> Event:
         kind, microbatch, virtual_stage = span.task
-        args = {
+        args: dict[str, object] = {
             "kind": KIND_NAMES[kind],
             "microbatch": microbatch,
             "virtual stage": virtual_stage,
             "step": self._trace.step,
         }
+        if span.launched is not None:
+            args[LAUNCHED] = self._microseconds(span.launched)
         return self._slice("computation", str(span.task), _thread(span.stage), span.start, span.end, args)
 
     def _slice(self, cat: str, name: str, tid: int, start: float, end: float, args: dict[str, object]) -> Event:

@@ -16,7 +16,7 @@ from rrfp.core.tasks import Task
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.errors import ConfigError
 from rrfp.trace.breakdown import CAUSE_LABELS
-from rrfp.trace.chrome import STEPS_THREAD
+from rrfp.trace.chrome import LAUNCHED, STEPS_THREAD
 from rrfp.trace.chrome_messages import is_message, read_clock_error, read_message
 from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
 
@@ -152,7 +152,9 @@ class _Reader:
         if not 0 <= stage < MOST_STAGES:
             raise ValueError(f"tid is {tid}, must be 1 to {MOST_STAGES} for a stage")
         if event["cat"] == "computation":
-            self._tasks[step].append(TaskSpan(stage, Task.parse(name), start, end))
+            args = event["args"]
+            launched = _number(LAUNCHED, args) / 1e6 if LAUNCHED in args else None
+            self._tasks[step].append(TaskSpan(stage, Task.parse(name), start, end, launched))
         else:
             self._waits[step].append(WaitSpan(stage, _cause(name), start, end))
 

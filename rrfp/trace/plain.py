@@ -20,7 +20,7 @@ def to_plain(trace: StepTrace) -> dict[str, Any]:
         "step": trace.step,
         "start": trace.start,
         "end": trace.end,
-        "tasks": [[span.stage, str(span.task), span.start, span.end] for span in trace.tasks],
+        "tasks": [[span.stage, str(span.task), *_times(span)] for span in trace.tasks],
         "waits": [[span.stage, span.cause.value, span.start, span.end] for span in trace.waits],
         "messages": [
             [span.source, span.target, str(span.task), span.sent, span.arrived, span.num_bytes]
@@ -41,7 +41,7 @@ def from_plain(data: dict[str, Any]) -> StepTrace:
         step=data["step"],
         start=data["start"],
         end=data["end"],
-        tasks=tuple(TaskSpan(stage, Task.parse(task), start, end) for stage, task, start, end in data["tasks"]),
+        tasks=tuple(TaskSpan(stage, Task.parse(task), *times) for stage, task, *times in data["tasks"]),
         waits=tuple(WaitSpan(stage, WaitCause(cause), start, end) for stage, cause, start, end in data["waits"]),
         messages=tuple(
             MessageSpan(source, target, Task.parse(task), *rest) for source, target, task, *rest in data["messages"]
@@ -49,3 +49,7 @@ def from_plain(data: dict[str, Any]) -> StepTrace:
         dropped=data["dropped"],
         peaks=tuple(StagePeaks(stage, Peaks(*peaks)) for stage, *peaks in data["peaks"]),
     )
+
+
+def _times(span: TaskSpan) -> tuple[float, ...]:
+    return (span.start, span.end) if span.launched is None else (span.start, span.end, span.launched)

@@ -47,12 +47,12 @@ class Recorder:
             self._cause_since = now
         self._cause = cause
 
-    def ran(self, task: Task, start: float, end: float) -> None:
-        """``task`` has completed."""
+    def ran(self, task: Task, start: float, end: float, launched: float | None = None) -> None:
+        """``task`` has completed. ``launched``: see `TaskSpan`."""
         if self._cause is not None:
             self._end_wait(start)
             self._cause = None
-        self._ring.record(TaskSpan(self._stage, task, start, end))
+        self._ring.record(TaskSpan(self._stage, task, start, end, launched))
         self._idle_since = end
 
     def sent(self, peer: int, task: Task, num_bytes: int) -> None:

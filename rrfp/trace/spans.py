@@ -18,12 +18,16 @@ DEFAULT_CAPACITY = 65_536
 
 @record
 class TaskSpan:
-    """``task`` ran on ``stage`` from ``start`` to ``end``."""
+    """``task`` ran on ``stage`` from ``start`` to ``end``.
+
+    ``launched``: where a device computes it, when its call on the host returned; that may be before ``start``.
+    """
 
     stage: int
     task: Task
     start: float
     end: float
+    launched: float | None = None
 
 
 @record
@@ -152,7 +156,10 @@ def shifted(trace: StepTrace, seconds: float) -> StepTrace:
         trace,
         start=trace.start + seconds,
         end=trace.end + seconds,
-        tasks=tuple(replace(span, start=span.start + seconds, end=span.end + seconds) for span in trace.tasks),
+        tasks=tuple(
+            replace(span, start=span.start + seconds, end=span.end + seconds, launched=moved(span.launched))
+            for span in trace.tasks
+        ),
         waits=tuple(replace(span, start=span.start + seconds, end=span.end + seconds) for span in trace.waits),
         messages=tuple(replace(span, sent=moved(span.sent), arrived=moved(span.arrived)) for span in trace.messages),
     )

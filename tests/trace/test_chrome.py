@@ -207,3 +207,26 @@ def test_a_wait_of_a_stage_without_tasks_has_a_thread() -> None:
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"missing/trace\.json: cannot be written \(No such file or directory\)$"):
         write_chrome(tmp_path / "missing" / "trace.json", [])
+
+
+def test_the_return_of_a_call_that_a_device_goes_on_with_is_an_argument_and_reads_back(tmp_path: Path) -> None:
+    """It may lie before the task's start, behind another task, and other readers may pass it over."""
+    early = TaskSpan(0, Task(Kind.F, 1, 0), 10.5, 11.0, launched=10.25)
+    late = TaskSpan(0, Task(Kind.F, 0, 0), 10.0, 10.5, launched=10.125)
+    write_chrome(path := tmp_path / "trace.json", [StepTrace(0, 10.0, 12.0, (late, early))])
+    first, second = slices(json.loads(path.read_text())["traceEvents"], "computation")
+    assert (first["args"]["launched"], second["args"]["launched"]) == (0.125e6, 0.25e6)
+    (run,) = read_chrome(path)
+    assert [span.launched for span in run.steps[0].tasks] == [0.125, 0.25]
+
+
+def test_without_a_device_a_task_has_no_such_argument(steps: list[StepTrace]) -> None:
+    assert all("launched" not in task["args"] for task in slices(chrome_events(steps), "computation"))
+
+
+def test_a_return_that_is_no_time_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    write_chrome(path, [StepTrace(0, 0.0, 2.0, (TaskSpan(0, SEND, 0.0, 1.0, launched=0.5),))])
+    path.write_text(path.read_text().replace('"launched":500000.0', '"launched":"soon"'))
+    with pytest.raises(ConfigError, match=r"launched is 'soon', must be a finite number \(microseconds\)"):
+        read_chrome(path)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rrfp.core.tasks import Kind, Task
 from rrfp.core.usage import WaitCause
 from rrfp.trace.plain import from_plain, to_plain
-from rrfp.trace.spans import MessageSpan, SpanRing, StepTrace, TaskSpan, WaitSpan, merge
+from rrfp.trace.spans import MessageSpan, SpanRing, StepTrace, TaskSpan, WaitSpan, merge, shifted
 
 SENT = Task(Kind.F, 0, 0)
 ONE, TWO = TaskSpan(0, SENT, 0.0, 1.0), TaskSpan(1, Task(Kind.F, 0, 1), 1.5, 2.0)
@@ -49,6 +51,17 @@ def test_only_traces_of_one_step_are_merged() -> None:
         merge([])
 
 
-@pytest.mark.parametrize("trace", [SENDER, RECEIVER, merge([SENDER, RECEIVER])])
+LAUNCHED = StepTrace(3, 0.0, 2.0, (replace(ONE, launched=0.25), TWO))
+
+
+def test_times_of_another_clock_are_all_moved() -> None:
+    there = shifted(LAUNCHED, 10.0)
+    assert there.tasks == (
+        replace(ONE, start=ONE.start + 10, end=ONE.end + 10, launched=10.25),
+        replace(TWO, start=TWO.start + 10, end=TWO.end + 10),
+    )
+
+
+@pytest.mark.parametrize("trace", [SENDER, RECEIVER, merge([SENDER, RECEIVER]), LAUNCHED])
 def test_plain_data_reads_back(trace: StepTrace) -> None:
     assert from_plain(to_plain(trace)) == trace
