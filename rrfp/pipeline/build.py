@@ -216,6 +216,7 @@ class RankBuilder:
             abort_after=options["abort_after"],
             ties=rank.ties,
             trace_steps=options["trace_steps"],
+            device=rank.device,
         )
 
     def _context(self, rank: _Rank, rendezvous: Rendezvous) -> TransportContext:

@@ -184,9 +184,9 @@ def _origin(topology: Topology, rank: int, task: str | None, cause: str) -> Orig
 
 
 def _describe(error: BaseException) -> str:
-    """One text, whatever the exception does: it may be huge, no valid Unicode, or raise in ``str``."""
+    """One text, whatever the exception does: it may be huge, no valid Unicode, or raise in ``str``. With its notes."""
     try:
-        text = str(error)
+        text = "; ".join(filter(None, map(str, (error, *getattr(error, "__notes__", ())))))
     except Exception as broken:
         text = f"(str() failed: {type(broken).__name__})"
     name = type(error).__name__

@@ -16,6 +16,7 @@ from typing import Any
 from rrfp.arbiter.loop import SettlingLoop, run_arbiter
 from rrfp.compute.activations import tensors_in
 from rrfp.compute.async_tensors import inner_tensors
+from rrfp.compute.devices.base import Device
 from rrfp.compute.gradients.tied import TiedGradients
 from rrfp.compute.lanes.base import Lane
 from rrfp.compute.program import StageProgram
@@ -32,6 +33,7 @@ from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.batching import Plan
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.core_driver import Coordination, CoreDriver
+from rrfp.runtime.device_memory import explain_shortage
 from rrfp.runtime.grad_finalizer import Reduce
 from rrfp.runtime.messenger import Handler
 from rrfp.runtime.result import StepResult
@@ -63,6 +65,7 @@ class StageRunner:
         abort_after: seconds that a task, or a turn of a rank's loop, may take before the pipeline ends; None: any.
         ties: the rank's copies of tied parameters, if it may have any; all ranks agree on them.
         trace_steps: the newest training steps whose traces are kept.
+        device: the lane's; None for a CPU.
     """
 
     def __init__(
@@ -80,13 +83,15 @@ class StageRunner:
         abort_after: float | None = None,
         ties: TiedGradients | None = None,
         trace_steps: int = 0,
+        device: Device | None = None,
     ) -> None:
         self.topology = topology = Topology(core.stage, core.graph.placement.stages) if topology is None else topology
         self.stage = core.stage
         self.program = program
         self._core = core
         self._abort = AbortController(topology, transport, self._stop)
-        self._context = context = RankContext.create(topology, core.graph, transport, lane, self._abort.fail)
+        self._device = device
+        self._context = context = RankContext.create(topology, core.graph, transport, lane, self.fail)
         self._driver = driver = CoreDriver(context, core, program, coordination, depth, reduce, ties)
         post = driver.messenger.post
         self._all_gather = TreeAllGather(topology.rank, topology.world, post)
@@ -195,11 +200,11 @@ class StageRunner:
 
     def fail(self, error: BaseException, task: Task | None = None) -> None:
         """End the pipeline on every rank because of ``error`` on this one. Only the first failure counts."""
-        self._abort.fail(error, task)
+        self._abort.fail(explain_shortage(error, self._device, self._core.holding), task)
 
     def statistics(self) -> RankStatistics:
         """The memory that it holds, and its traffic. May be called on any thread, at any time."""
-        return RankStatistics.of(self.topology, self._core, self._earlier, self._context.transport)
+        return RankStatistics.of(self.topology, self._core, self._earlier, self._context.transport, self._device)
 
     async def let_culprit_end(self, origin: Origin) -> None:
         """Where a failure began elsewhere, log that, and wait until the process of ``origin`` has ended."""

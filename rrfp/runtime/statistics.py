@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
+from rrfp.compute.devices.base import Device
 from rrfp.core.stage_core import StageCore
 from rrfp.core.topology import Topology
 from rrfp.core.usage import Holding, Peaks
@@ -23,6 +24,9 @@ class RankStatistics:
         last_step: the most that it held in the step that runs, so far, or else in the last one.
         peaks: the most that it held in any step since the start.
         transport: what its transport has moved since the start.
+        device_allocated: bytes in tensors on the rank's device, of the whole process; None on a CPU, as the next two.
+        device_reserved: bytes that the allocator of the device holds.
+        device_peak: the most that was in tensors on the device since the process began.
     """
 
     rank: int
@@ -31,9 +35,14 @@ class RankStatistics:
     last_step: Peaks
     peaks: Peaks
     transport: TransportStatistics
+    device_allocated: int | None = None
+    device_reserved: int | None = None
+    device_peak: int | None = None
 
     @classmethod
-    def of(cls, topology: Topology, core: StageCore, earlier: Peaks, transport: Transport) -> RankStatistics:
+    def of(
+        cls, topology: Topology, core: StageCore, earlier: Peaks, transport: Transport, device: Device | None = None
+    ) -> RankStatistics:
         """Read them.
 
         Args:
@@ -41,7 +50,10 @@ class RankStatistics:
             core: of the rank.
             earlier: the most that it held in the steps before the current or last one.
             transport: of the rank.
+            device: of the rank; None for a CPU.
         """
         last_step = core.peaks
         peaks = Peaks.worst([earlier, last_step])
-        return cls(topology.rank, topology.stage, core.holding, last_step, peaks, transport.statistics())
+        moved = transport.statistics()
+        memory = (None, None, None) if device is None else astuple(device.memory())
+        return cls(topology.rank, topology.stage, core.holding, last_step, peaks, moved, *memory)

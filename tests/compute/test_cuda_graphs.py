@@ -27,10 +27,12 @@ def in_place(**options: Any) -> nn.Module:
 class Forward(nn.Module):
     """Compiles its own forward."""
 
+    forward: Any
+
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.inner = nn.Linear(2, 2)
-        self.forward = torch.compile(self.run, **options)  # type: ignore[assignment]
+        self.forward = torch.compile(self.run, **options)
 
     def run(self, x: Tensor) -> Tensor:
         result: Tensor = self.inner(x)
@@ -38,7 +40,8 @@ class Forward(nn.Module):
 
 
 def wrapped(**options: Any) -> nn.Module:
-    module: nn.Module = torch.compile(nn.Linear(2, 2), **options)
+    module: Any = torch.compile(nn.Linear(2, 2), **options)
+    assert isinstance(module, nn.Module)
     return module
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from runtime.host_device import HostDevice
 from torch import Tensor, nn
 
 import rrfp
+from rrfp.compute.devices.base import DeviceMemory
 from rrfp.core.usage import Holding, Peaks
 from rrfp.errors import PipelineAborted
 
@@ -106,3 +109,47 @@ def test_a_failed_pipeline_still_tells() -> None:
         pipe.step(*batch(2))
     (rank,) = pipeline.statistics()
     assert rank.peaks.num_bytes == 0
+
+
+def test_of_a_rank_on_a_device_the_memory_of_that_is_told_and_on_a_cpu_nothing() -> None:
+    device = HostDevice()
+    device.in_use = DeviceMemory(allocated=7, reserved=20, peak=11)
+    pipelines = [rrfp.local([Told(lambda: None)], device=each) for each in (device, None)]
+    told = []
+    for pipeline in pipelines:
+        with pipeline.blocking() as pipe:
+            (rank,) = pipe.statistics()
+        told.append((rank.device_allocated, rank.device_reserved, rank.device_peak))
+    assert told == [(7, 20, 11), (None, None, None)]
+
+
+def test_a_task_that_runs_out_of_device_memory_is_named_with_what_is_held_and_not_run_again() -> None:
+    device = HostDevice()
+    device.in_use = DeviceMemory(allocated=7_000, reserved=20_000, peak=11_000)
+    calls: list[None] = []
+
+    def run_out() -> None:
+        calls.append(None)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    options: dict[str, Any] = {"hint": "f-priority", "limit": 4, "device": device, "depth": 1}
+    pipeline = rrfp.local([Told(run_out)], loss_fn=nn.functional.mse_loss, **options)
+    with pytest.raises(PipelineAborted) as caught, pipeline.blocking() as pipe:
+        pipe.step(*batch(4))
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    assert caught.value.origin.task == "F2@0"
+    assert caught.value.origin.cause.startswith(
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.; host:0 has 7,000 bytes in tensors (11,000 "
+        f"at most so far) and 20,000 reserved; of those {2 * MICROBATCH:,} are counted as held by 3 microbatches"
+    )
+    assert len(calls) == 3
+
+
+def test_on_a_cpu_such_an_error_is_as_it_was() -> None:
+    def run_out() -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with pytest.raises(PipelineAborted) as caught, rrfp.local([Told(run_out)]).blocking() as pipe:
+        pipe.evaluate(batch(1)[0])
+    assert caught.value.origin.cause == "OutOfMemoryError: no memory"
