@@ -199,7 +199,7 @@ class RankBuilder:
             await _join(rank.reducer, options["connect_timeout"])
         rank.ties.agree(handshake.ties, options["max_message_bytes"])
         if topology.rank == 0:
-            self._announce(topology)
+            self._announce(topology, rank.device)
         context = replace(context, peers=peers(graph, topology, handshake.ties))
         is_led = options["coordination"] == "leader"
         group = Group(topology.member, topology.members) if is_led else Group()
@@ -263,17 +263,18 @@ class RankBuilder:
         transport = self._options["transport"]
         return transport if isinstance(transport, str) else name_of(transport)
 
-    def _announce(self, topology: Topology) -> None:
-        """Log one line: ranks, method, transport and versions."""
+    def _announce(self, topology: Topology, device: Device | None) -> None:
+        """Log one line: ranks, method, transport, this rank's device and versions."""
         dims, graph = _dims_text(topology), self._partition.graph
         logger.info(
-            "%d rank(s)%s, %d chunk(s) each, %s, backward %s, transport %s; rrfp %s, torch %s, Python %s",
+            "%d rank(s)%s, %d chunk(s) each, %s, backward %s, transport %s, rank 0 on %s; rrfp %s, torch %s, Python %s",
             topology.world,
             f" ({dims})" if dims else "",
             graph.placement.chunks,
             self._method,
             "split" if any(graph.split) else "whole",
             self._transport_name,
+            "cpu" if device is None else device.name,
             __version__,
             torch.__version__,
             platform.python_version(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,35 +13,51 @@ from rrfp.compute.cuda_graphs import check_no_cuda_graphs
 from rrfp.compute.devices.base import Device
 from rrfp.compute.devices.cuda import CudaDevice
 from rrfp.errors import ConfigError
+from rrfp.log import get_logger
+
+logger = get_logger(__name__)
+
+#: The types of devices that RRFP drives by itself.
+_TYPES = "cpu, cuda"
 
 
 def choose_device(modules: Mapping[int, nn.Module], option: Device | torch.device | str | None) -> Device | None:
-    """The device on which ``modules`` compute; None for the CPU.
+    """The device on which ``modules``, by virtual stage, compute; None for the CPU.
+
+    Parameters and buffers on the CPU go with any device: some may stay there, or be moved in each forward.
 
     Raises:
         ConfigError: if the modules lie on several devices, on another one than ``option``, or on one of a type that
             RRFP does not drive; or if there is no such device.
     """
+    named = {device: name for device, name in _devices(modules).items() if device.type != "cpu"}
     if isinstance(option, Device):
+        for name, tensor in _tensors(modules):
+            if tensor.device.type != "cpu" and not option.holds(tensor):
+                raise ConfigError(f"device is {option.name!r}, but {name} is on {tensor.device}; move it")
         return option
-    wanted = None if option is None else torch.device(option)
-    named = _devices(modules)
     for device, name in named.items():
-        if device.type not in ("cpu", "cuda"):
-            raise ConfigError(f"{name} is on {device}, must be on one of: cpu, cuda")
-    on_cuda = {device: name for device, name in named.items() if device.type == "cuda"}
-    if len(on_cuda) > 1:
-        places = ", ".join(f"{name} on {device}" for device, name in on_cuda.items())
+        if device.type != "cuda":
+            raise ConfigError(f"{name} is on {device}, must be on one of: {_TYPES}")
+    if len(named) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in named.items())
         raise ConfigError(f"a rank computes on one device, but its modules lie on several: {places}")
-    if wanted is None:
-        wanted = next(iter(on_cuda), torch.device("cpu"))
-    for device, name in on_cuda.items():
+    wanted = next(iter(named), torch.device("cpu")) if option is None else torch.device(option)
+    for device, name in named.items():
         if device.type != wanted.type or wanted.index not in (None, device.index):
             raise ConfigError(f"device is {str(wanted)!r}, but {name} is on {device}; move it, or leave device out")
         wanted = device
     if wanted.type == "cpu":
         return None
-    return _cuda(wanted)
+    chosen = _cuda(wanted)
+    if not named and any(True for module in modules.values() for _ in module.parameters()):
+        logger.warning(
+            "device is %r, but all parameters are on the CPU, and nothing moves them: unless the modules do that "
+            "themselves, move the modules first (module.to(%r))",
+            chosen.name,
+            chosen.name,
+        )
+    return chosen
 
 
 def check_on_device(modules: Mapping[int, nn.Module], loss_fn: Any, device: Device | None) -> None:
@@ -60,11 +77,17 @@ def generator_devices(device: Device | None) -> tuple[torch.device, ...]:
 
 def _cuda(device: torch.device) -> Device:
     if device.type != "cuda":
-        raise ConfigError(f"device is {str(device)!r}, must be one of: cpu, cuda")
+        raise ConfigError(f"device is {str(device)!r}, must be one of: {_TYPES}")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index: int | None = device.index  # torch's stub has no None
     if not count or (index is not None and index >= count):
         raise ConfigError(f"device is {str(device)!r}, but torch finds {count} CUDA devices here")
+    return _cuda_device(torch.cuda.current_device() if index is None else index)
+
+
+@cache
+def _cuda_device(index: int) -> CudaDevice:
+    """One object for all ranks of this process on a device: they share its pool of events."""
     return CudaDevice(index)
 
 

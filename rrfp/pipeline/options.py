@@ -90,7 +90,7 @@ def _function(call: str) -> Option:
 
 
 def _is_device(value: Any) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"cpu|cuda(:\d+)?", value) is not None
+    return isinstance(value, str) and re.fullmatch(r"cpu|cuda(:(0|[1-9]\d?))?", value) is not None  # torch has 0..127
 
 
 def _resolved(resolve: Callable[[Any], object]) -> Option:

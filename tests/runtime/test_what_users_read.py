@@ -90,7 +90,7 @@ def test_one_line_at_the_start_tells_what_runs(caplog: pytest.LogCaptureFixture)
     ThreadedRanks([[each] for each in stages(3)], step, hint="bf", limit="1f1b").join()
     [line] = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
     assert line.startswith("3 rank(s), 1 chunk(s) each, hint bf, limit ")
-    assert ", backward whole, transport inproc; rrfp " in line
+    assert ", backward whole, transport inproc, rank 0 on cpu; rrfp " in line
     assert f"torch {torch.__version__}, Python 3." in line
 
 
