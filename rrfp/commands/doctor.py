@@ -14,7 +14,9 @@ from pathlib import Path
 
 import typer
 
+from rrfp.commands.gpus import GpuReport, choices, gpu_report
 from rrfp.commands.output import Json, print_json
+from rrfp.version import __version__
 
 _NUM_ROUND_TRIPS = 100
 
@@ -37,9 +39,11 @@ class Finding:
 def doctor(json: Json = False) -> None:
     """Look at versions, devices and sockets; exit code 1 if something needed is missing."""
     findings = {name: _examine(look, required) for name, (look, required) in _LOOKS.items()}
+    gpus = _add_gpus(findings)
     ok = all(finding.ok or not finding.required for finding in findings.values())
     if json:
-        print_json({"ok": ok, "checks": {name: asdict(finding) for name, finding in findings.items()}})
+        checks = {name: asdict(finding) for name, finding in findings.items()}
+        print_json({"ok": ok, "checks": checks, "gpus": None if gpus is None else asdict(gpus)})
     else:
         for name, finding in findings.items():
             mark = "ok  " if finding.ok else "FAIL" if finding.required else "-   "
@@ -55,7 +59,26 @@ def _examine(look: Callable[[], str], required: bool) -> Finding:
     except PackageNotFoundError as error:
         return Finding(False, required, f"not installed: pip install {error.name}")
     except Exception as error:  # a broken package may raise anything
-        return Finding(False, required, " ".join(f"{type(error).__name__}: {error}".split()))
+        return Finding(False, required, _one_line(error))
+
+
+def _add_gpus(findings: dict[str, Finding]) -> GpuReport | None:
+    """Add what concerns accelerators, none of which is required; returns the report if the look itself works."""
+    try:
+        report = gpu_report()
+        lines = report.lines() if report.gpus else {}
+        if not report.gpus:
+            findings["cuda"] = Finding(False, False, report.missing())
+        for name, line in (*lines.items(), *choices().items()):
+            findings[name] = Finding(True, False, line)
+    except Exception as error:  # a broken driver or package may raise anything
+        findings["cuda"] = Finding(False, False, _one_line(error))
+        return None
+    return report
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _python() -> str:
@@ -129,20 +152,12 @@ def _torchrun() -> str:
     return str(script) if script.exists() else f"{sys.executable} -m torch.distributed.run"
 
 
-def _cuda() -> str:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise RuntimeError("no CUDA device")
-    return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-
-
 #: By name: the look, and whether the part is required.
 _LOOKS: dict[str, tuple[Callable[[], str], bool]] = {
     "python": (_python, True),
     "platform": (_platform, True),
     "cores": (_cores, True),
-    "rrfp": (_package("rrfp"), True),
+    "rrfp": (lambda: __version__, True),
     "torch": (_package("torch"), True),
     "numpy": (_package("numpy"), True),
     "msgpack": (_package("msgpack"), True),
@@ -151,5 +166,4 @@ _LOOKS: dict[str, tuple[Callable[[], str], bool]] = {
     "torchrun": (_torchrun, True),
     "uvloop": (_package("uvloop"), False),
     "matplotlib": (_package("matplotlib"), False),
-    "cuda": (_cuda, False),
 }
