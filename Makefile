@@ -2,10 +2,14 @@
 #   PYTHON=python3.12        the interpreter .venv is made from (3.11 or newer)
 #   INDEX_URL=https://...    the package index to install from; default: pip's own configuration
 #   ARGS="..."               passed on by `make demo` (to rrfp demo) and by `make test` (to pytest)
+#   GPU_PYTHON=3.12          the version of Python for which `make gpu-wheels` fetches wheels
+#   DEVICE=cuda|double       where `make gpu-test` and `make gpu-bench` run: double is a stand-in on the CPU
 # `make test` leaves out what is exhaustive (the tests marked long, minutes of them); `make test-long` runs that alone.
 PYTHON ?= python3
 INDEX_URL ?=
 ARGS ?=
+GPU_PYTHON ?= 3.12
+DEVICE ?= cuda
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -17,10 +21,10 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-fast test-long mutation lint fmt bench clean
+.PHONY: help setup demo test test-fast test-long mutation lint fmt bench clean gpu-wheels gpu-site gpu-test gpu-bench gpu-questions
 
 help:
-	@echo "make demo | test | test-fast | test-long | mutation | lint | fmt | bench | setup | clean      (options: see the head of the Makefile)"
+	@echo "make demo | test | test-fast | test-long | mutation | lint | fmt | bench | setup | clean | gpu-wheels | gpu-test | gpu-bench | gpu-questions      (options: see the head of the Makefile)"
 
 setup: $(READY)
 
@@ -56,6 +60,28 @@ fmt: $(READY)
 
 bench: $(READY)
 	@set -e; for file in benchmarks/*/run.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
+
+# The GPU targets use $(PYTHON) with its own torch and without .venv. They need no network: gpu-wheels, which does, is
+# run before on another machine, and out/gpu-wheels is carried to the one with the GPU.
+GPU := $(CURDIR)/out/gpu-site
+GPU_RUN = PYTHONPATH="$(CURDIR):$(CURDIR)/tests:$(GPU):$$PYTHONPATH" $(PYTHON)
+
+gpu-wheels:
+	$(PYTHON) benchmarks/gpu/wheels.py download --python $(GPU_PYTHON)
+
+gpu-site:
+	$(PYTHON) benchmarks/gpu/wheels.py install --into $(GPU)
+
+# Other plugins that are installed there are none of the project's; their warnings are not, either.
+gpu-test: gpu-site
+	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(GPU_RUN) -m pytest tests/gpu -p asyncio -p timeout -m gpu -W default \
+		--device $(DEVICE) --results out/gpu-test.txt $(ARGS)
+
+gpu-bench: gpu-site
+	$(GPU_RUN) benchmarks/gpu/run.py --device $(DEVICE) --results out/gpu-bench.txt $(ARGS)
+
+gpu-questions:
+	$(GPU_RUN) benchmarks/gpu/questions.py --results out/gpu-questions.txt $(ARGS)
 
 clean:
 	rm -rf .venv out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
