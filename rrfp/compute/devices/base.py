@@ -32,7 +32,7 @@ class Event(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Give the event back for reuse; nobody uses it afterwards."""
+        """Give the event back for reuse; it must not be used afterwards."""
 
 
 class Stream(ABC):
