@@ -8,6 +8,7 @@ loop_guard.install()  # before anything that is tested is imported
 
 import os  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -26,8 +27,22 @@ def pytest_xdist_auto_num_workers() -> int | None:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device", choices=("cuda", "double"), default="cuda", help="where tests marked gpu run; double: on the CPU"
+    )
+    parser.addoption("--results", type=Path, help="write a text file with the outcome and figures of every test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (path := config.getoption("results")) is not None:
+        from gpu.results import Results
+
+        config.pluginmanager.register(Results(path, config.getoption("device")))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available() or config.getoption("device") == "double":
         return
     for item in items:
         if item.get_closest_marker("gpu"):

@@ -1,0 +1,86 @@
+"""The device of tests and benchmarks for GPUs: CUDA, or with ``--device double`` its stand-in on the CPU."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rrfp
+from rrfp.commands.gpus import gpu_report
+from rrfp.compute.devices.base import Device
+from rrfp.compute.devices.cuda import CudaDevice
+from rrfp.testing.device_double import DoubleDevice
+
+#: How long the double takes for a piece of work.
+DOUBLE_S = 0.0003
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device.
+
+    Attributes:
+        name: ``"cuda"`` or ``"double"``.
+        where: the place of modules and batches.
+        device: the device behind it.
+    """
+
+    name: str
+    where: torch.device
+    device: Device
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether this is no stand-in."""
+        return self.name == "cuda"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of a pipeline whose modules lie there; on CUDA they decide themselves."""
+        return {} if self.is_cuda else {"device": self.device}
+
+    def take_problems(self) -> list[str]:
+        """The races that the double has seen since the last call; none on CUDA, which does not look for them."""
+        if not isinstance(self.device, DoubleDevice):
+            return []
+        problems = self.device.problems[:]
+        del self.device.problems[: len(problems)]
+        return problems
+
+
+@contextmanager
+def open_target(name: str) -> Iterator[Target]:
+    """The device called ``name``."""
+    if name == "cuda":
+        yield Target(name, torch.device("cuda", 0), CudaDevice(0))
+    else:
+        with DoubleDevice(DOUBLE_S) as device:
+            yield Target(name, torch.device("cpu"), device)
+
+
+def header(device: str) -> list[str]:
+    """The machine, the versions and the date, as lines of a file of results."""
+    report = gpu_report()
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    lines = [f"{now}; RRFP {_commit()}, Python {platform.python_version()}, torch {report.torch}"]
+    lines += [f"{name}: {line}" for name, line in report.lines().items()] if report.gpus else [report.missing()]
+    if device != "cuda":
+        lines.append("device: the double, on the CPU: it shows that all runs to the end, and its figures mean nothing")
+    return lines
+
+
+def _commit() -> str:
+    with suppress(OSError):  # there may be no git
+        command = ["git", "describe", "--always", "--dirty"]
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return done.stdout.strip()
+    return f"{rrfp.__version__} of unknown commit"

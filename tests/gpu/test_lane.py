@@ -1,0 +1,24 @@
+"""The lane in front of the device keeps the contract of lanes, at each depth."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu.target import Target
+from rrfp.testing.lane_checks import ALL_CHECKS, Check, SkippedError
+from rrfp.testing.lane_checks.makers import DEPTHS, cuda_lane, double_lane
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda check: str(check.__name__))
+async def test_the_lane_keeps_its_contract(check: Check, depth: int, target: Target, record_property: Any) -> None:
+    make = cuda_lane if target.is_cuda else double_lane
+    try:
+        await check(make(depth))
+    except SkippedError as lack:  # on CUDA, of the checks that need a device that fails on request
+        record_property("skipped without", str(lack))
+        pytest.skip(str(lack))
