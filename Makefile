@@ -4,6 +4,7 @@
 #   ARGS="..."               passed on by `make demo` (to rrfp demo) and by `make test` (to pytest)
 #   GPU_PYTHON=3.12          the version of Python for which `make gpu-wheels` fetches wheels
 #   DEVICE=cuda|double       where `make gpu-test` and `make gpu-bench` run: double is a stand-in on the CPU
+#   GPU_OUT=out              the folder of their results
 # `make test` leaves out what is exhaustive (the tests marked long, minutes of them); `make test-long` runs that alone.
 PYTHON ?= python3
 INDEX_URL ?=
@@ -63,25 +64,25 @@ bench: $(READY)
 
 # The GPU targets use $(PYTHON) with its own torch and without .venv. They need no network: gpu-wheels, which does, is
 # run before on another machine, and out/gpu-wheels is carried to the one with the GPU.
-GPU := $(CURDIR)/out/gpu-site
-GPU_RUN = PYTHONPATH="$(CURDIR):$(CURDIR)/tests:$(GPU):$$PYTHONPATH" $(PYTHON)
+GPU_OUT ?= $(CURDIR)/out
+GPU_RUN = PYTHONPATH="$(CURDIR):$(CURDIR)/tests:$(GPU_OUT)/gpu-site:$$PYTHONPATH" $(PYTHON)
 
 gpu-wheels:
 	$(PYTHON) benchmarks/gpu/wheels.py download --python $(GPU_PYTHON)
 
 gpu-site:
-	$(PYTHON) benchmarks/gpu/wheels.py install --into $(GPU)
+	$(PYTHON) benchmarks/gpu/wheels.py install --into $(GPU_OUT)/gpu-site
 
 # Other plugins that are installed there are none of the project's; their warnings are not, either.
 gpu-test: gpu-site
 	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(GPU_RUN) -m pytest tests/gpu -p asyncio -p timeout -m gpu -W default \
-		--device $(DEVICE) --results out/gpu-test.txt $(ARGS)
+		--device $(DEVICE) --results $(GPU_OUT)/gpu-test.txt $(ARGS)
 
 gpu-bench: gpu-site
-	$(GPU_RUN) benchmarks/gpu/run.py --device $(DEVICE) --results out/gpu-bench.txt $(ARGS)
+	$(GPU_RUN) benchmarks/gpu/run.py --device $(DEVICE) --results $(GPU_OUT)/gpu-bench.txt $(ARGS)
 
 gpu-questions:
-	$(GPU_RUN) benchmarks/gpu/questions.py --results out/gpu-questions.txt $(ARGS)
+	$(GPU_RUN) benchmarks/gpu/questions.py --results $(GPU_OUT)/gpu-questions.txt $(ARGS)
 
 clean:
 	rm -rf .venv out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,108 @@
+"""What runs on a GPU machine is tried here with the double: to the end, and never how fast."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import wheels
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def make(target: str, out: Path, *, arguments: str = "", timeout_s: float = 110.0) -> tuple[str, str]:
+    """Run a make target with the double; its text file and what it printed."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    variables = [f"PYTHON={sys.executable}", "DEVICE=double", f"GPU_OUT={out}", f"ARGS={arguments}"]
+    done = subprocess.run(
+        ["make", target, *variables],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return (out / f"{target}.txt").read_text(), done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_make_gpu_test_writes_every_outcome_and_figure(tmp_path: Path) -> None:
+    text, _ = make("gpu-test", tmp_path, arguments="-k '1f1b or doctor or spoilt and large'")
+    assert "device: the double" in text
+    assert "passed tests/gpu/test_local.py::test_the_demos_gpt[strict 1f1b] (" in text
+    assert "    largest relative difference of gradients: " in text
+    assert text.splitlines()[-1].startswith("3 passed; exit status 0")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_make_gpu_test_runs_every_test_on_the_double(tmp_path: Path) -> None:
+    text, _ = make("gpu-test", tmp_path, timeout_s=590.0)
+    assert re.fullmatch(r"\d+ passed, 1 skipped; exit status 0", text.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_make_gpu_bench_writes_every_part(tmp_path: Path) -> None:
+    text, printed = make("gpu-bench", tmp_path, arguments="--json")
+    for part in ("gaps (", "host (", "staging (", "step ("):
+        assert f"\n{part}" in text
+    for line in ("    depth 2: ", "    a fork of the generators, CPU and device: ", "    rank to rank, zmq, "):
+        assert line in text
+    assert "at most" not in text  # an aim means nothing on the double
+    document = json.loads(printed.splitlines()[-1])
+    assert document["failed"] == []
+    assert set(document["gaps"]["by_depth"]) == {"1", "2"}
+    assert {rate["way"] for rate in document["staging"]} >= {"device to host", "rank to rank, inproc"}
+
+
+@pytest.mark.slow
+def test_without_a_gpu_the_benchmark_says_so() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu" / "run.py")]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=50, check=True)
+    assert done.stdout == "needs a CUDA device; --device double shows that everything runs\n"
+
+
+def wheel(folder: Path, name: str) -> None:
+    """A wheel of an empty package."""
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as archive:
+        info = f"{name}-1.0.dist-info"
+        archive.writestr(f"{name}.py", "")
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+
+
+def test_what_is_lacking_comes_from_wheels_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    carried, site = tmp_path / "wheels", tmp_path / "site"
+    carried.mkdir()
+    wheel(carried, "rrfp_lacks_this")
+    wheel(carried, "pytest")
+    wheels.install(carried, site)
+    assert capsys.readouterr().out == "unpacked from wheels: rrfp-lacks-this\n"
+    assert (site / "rrfp_lacks_this.py").exists()
+    assert not (site / "pytest.py").exists()
+
+
+def test_what_is_lacking_and_not_carried_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wheels, "minimums", lambda: {"rrfp-lacks-this": (), "pytest": (1000,)})
+    with pytest.raises(SystemExit, match=r"lacks rrfp-lacks-this, pytest, and .* no wheel of it: run make gpu-wheels"):
+        wheels.install(tmp_path, tmp_path / "site")
+
+
+def test_requirements_come_without_torch() -> None:
+    required = wheels.minimums()
+    assert required["pyzmq"] == (26,)
+    assert required["pytest-asyncio"] == (0, 26)
+    assert "torch" not in required
