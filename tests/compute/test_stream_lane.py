@@ -111,14 +111,23 @@ async def test_an_error_in_python_does_not_wait_for_a_device_that_hangs() -> Non
 
 async def test_stack_says_where_a_call_is(device: DoubleDevice, lane: StreamLane) -> None:
     assert lane.stack() == ""
-    has_returned = threading.Event()
-    future = lane.enqueue(lambda: torch.ones(3))
-    lane.enqueue(has_returned.set)
-    await asyncio.to_thread(has_returned.wait)
-    stacks = {lane.stack()}
-    await future
-    await lane.enqueue(lambda: None)
-    assert stacks <= {f"the call has returned, and {device.name} has not completed its work", ""}
+    begun, released = threading.Event(), threading.Event()
+
+    def call() -> torch.Tensor:
+        begun.set()
+        released.wait()
+        return torch.ones(3)
+
+    future = lane.enqueue(call)
+    await asyncio.to_thread(begun.wait)
+    assert "released.wait()" in lane.stack()
+    released.set()
+    stacks = set()
+    while not future.done():
+        stacks.add(lane.stack())
+        await asyncio.sleep(0)
+    others = {stack for stack in stacks if "test_stream_lane.py" not in stack}
+    assert others <= {f"the call has returned, and {device.name} has not completed its work", ""}
     assert lane.stack() == ""
 
 

@@ -43,16 +43,18 @@ async def test_a_wrong_lane_fails_a_check(
 def train(lane: type[StreamLane]) -> tuple[list[nn.Module], list[nn.Module], list[str]]:
     """Two steps on two stages; before each, the caller changes parameters on its stream. Actual, expected, problems."""
     actual, expected = stages(2), stages(2)
-    batch = data(4)
-    with DoubleDevice(0.002) as device:
+    batch, seconds = data(4), 0.002
+    with DoubleDevice(lambda count: seconds) as device:
         with rrfp.local(actual, loss_fn=loss_fn, lane=lambda stage: lane(device, depth=2)).blocking() as pipe:
             for number in range(2):
                 for modules in (actual, expected):
                     for parameter in (p for module in modules for p in module.parameters()):
                         parameter.grad = None
+                seconds = 0.2  # so that a task without a fence comes before it, however late the host is
                 with torch.no_grad(), device.current_stream().issuing():
                     for parameter in (p for module in actual for p in module.parameters()):
                         parameter.mul_(1.5)
+                seconds = 0.002
                 with torch.no_grad():
                     for parameter in (p for module in expected for p in module.parameters()):
                         parameter.mul_(1.5)
