@@ -6,13 +6,15 @@ on the CPU. Both copies run on streams of the rank's `DeviceCopies`, never on th
 
 Memory is bounded without a queue of its own. A sender stages one message for each peer and channel, then waits until
 the inner transport accepts it. A receiver reads the inner transport only inside `receive`: one message may be on its
-way to the device, and one more read ahead, so that a control message can pass it.
+way to the device, and one more read ahead, so that a control message can pass it. Only behind a copy that is late are
+all messages read: where the device is stuck, an abort must get through.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from collections import deque
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rrfp.errors import ConfigError, FrameError, TransportClosedError
@@ -23,6 +25,9 @@ from rrfp.transports.tensor_bytes import check_sendable
 
 #: The entry of a message's body that names the device of each tensor, with None for None. Absent where all are CPU's.
 DEVICES = "tensor_devices"
+
+#: So many seconds after its start, a copy is late. They last milliseconds.
+LATE_S = 0.5
 
 _MAX_KIND_LENGTH = 32
 
@@ -35,6 +40,15 @@ def staged(transport: Transport, copies: DeviceCopies | None) -> Transport:
         copies: of the rank's device; None where it computes on the CPU.
     """
     return transport if copies is None or copies.kind in transport.carries else StagedTransport(transport, copies)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copying:
+    """A message on its way to the device: its channel, the task that returns it, and when it is late."""
+
+    channel: Channel
+    task: asyncio.Task[Message]
+    late_at: float
 
 
 class StagedTransport(Transport):
@@ -54,10 +68,12 @@ class StagedTransport(Transport):
         self._copies = copies
         self._turns = {(peer, channel): asyncio.Lock() for peer in inner.context.peers for channel in Channel}
         self._receiving = asyncio.Lock()
-        #: A message on its way to the device: its channel, and the task that returns it.
-        self._copying: tuple[Channel, asyncio.Task[Message]] | None = None
-        #: The message after it.
-        self._ahead: asyncio.Task[Message] | None = None
+        #: The message on its way to the device.
+        self._copying: _Copying | None = None
+        #: Those behind it that were read, and errors.
+        self._held: deque[Message | BaseException] = deque()
+        #: Reads the next one.
+        self._reading: asyncio.Task[Message] | None = None
         self._closed = False
         self._dropped = 0
 
@@ -93,30 +109,58 @@ class StagedTransport(Transport):
         """See `Transport.receive`."""
         async with self._receiving:
             while not self._closed:
-                message = await self._advance()
-                if message is not None and not self._closed:
+                if (message := await self._advance()) is not None:
                     return message
         raise TransportClosedError(CLOSED)
 
     async def _advance(self) -> Message | None:
         """Wait for one event: the message that it completes, if any. Cancelled, it loses nothing."""
-        ahead, copying = self._ahead, self._copying
-        if ahead is not None and ahead.done() and (copying is None or _passes(ahead, copying[0])):
-            self._ahead = None
-            return self._accept(ahead.result())
-        if copying is not None and copying[1].done():
-            self._copying = None
-            return copying[1].result()
-        if copying is None and ahead is None:
+        copying, reading = self._copying, self._reading
+        if copying is None and self._held:
+            return self._accept(self._held.popleft())
+        if reading is not None and reading.done():
+            self._reading = None
+            return self._sort(reading.exception() or reading.result())
+        if copying is None and reading is None:
             return self._accept(await self._inner.receive())
-        if ahead is None:
-            self._ahead = ahead = _background(self._inner.receive())
-        tasks = [ahead] if copying is None else [ahead, copying[1]]
-        await asyncio.wait([task for task in tasks if not task.done()], return_when=asyncio.FIRST_COMPLETED)
+        if copying is not None and copying.task.done():
+            self._copying = None
+            return copying.task.result()
+        await self._wait()
         return None
 
-    def _accept(self, message: Message) -> Message | None:
-        """The message if it is complete; else its tensors are on their way."""
+    async def _wait(self) -> None:
+        """Wait until a message is read or copied, or the copy is late."""
+        copying = self._copying
+        left_s = None if copying is None else copying.late_at - asyncio.get_running_loop().time()
+        if self._reading is None and (not self._held or (left_s is not None and left_s <= 0)):
+            self._reading = _background(self._inner.receive())
+        tasks = set() if copying is None else {copying.task}
+        if self._reading is not None:
+            tasks.add(self._reading)
+            left_s = None
+        await asyncio.wait(tasks, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+
+    def _sort(self, entry: Message | BaseException) -> Message | None:
+        """The message that was read, if it is complete and passes those before it; an error that does is raised."""
+        if self._copying is None or self._passes(entry, self._copying):
+            return self._accept(entry)
+        self._held.append(entry)
+        return None
+
+    def _passes(self, entry: Message | BaseException, copying: _Copying) -> bool:
+        """Whether an entry overtakes the message on its way to the device, and those that wait for that."""
+        if isinstance(entry, BaseException):
+            return asyncio.get_running_loop().time() >= copying.late_at
+        if entry.channel is not Channel.CONTROL or DEVICES in entry.body or copying.channel is Channel.CONTROL:
+            return False
+        return all(isinstance(held, BaseException) or held.channel is not Channel.CONTROL for held in self._held)
+
+    def _accept(self, entry: Message | BaseException) -> Message | None:
+        """The message if it is complete; else its tensors are on their way. An error is raised."""
+        if isinstance(entry, BaseException):
+            raise entry
+        message = entry
         if DEVICES not in message.body:
             return message
         try:
@@ -125,7 +169,8 @@ class StagedTransport(Transport):
             self._dropped += 1
             raise
         body = {key: value for key, value in message.body.items() if key != DEVICES}
-        self._copying = message.channel, _background(self._on_device(replace(message, body=body), indices))
+        task = _background(self._on_device(replace(message, body=body), indices))
+        self._copying = _Copying(message.channel, task, asyncio.get_running_loop().time() + LATE_S)
         return None
 
     async def _on_device(self, message: Message, indices: list[int]) -> Message:
@@ -154,14 +199,6 @@ class StagedTransport(Transport):
         """See `Transport.statistics`: the inner transport's. A message counts as received when that one returned it."""
         inner = self._inner.statistics()
         return replace(inner, dropped_frames=inner.dropped_frames + self._dropped) if self._dropped else inner
-
-
-def _passes(ahead: asyncio.Task[Message], channel: Channel) -> bool:
-    """Whether the message that was read ahead overtakes the one of ``channel`` that is on its way to the device."""
-    if ahead.cancelled() or ahead.exception() is not None:
-        return False
-    message = ahead.result()
-    return message.channel is Channel.CONTROL is not channel and DEVICES not in message.body
 
 
 def _background(receiving: Any) -> asyncio.Task[Message]:

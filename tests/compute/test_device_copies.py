@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rrfp.compute.devices.copies import StreamCopies
 from rrfp.errors import TransportClosedError
-from rrfp.testing.device_double import DoubleError
+from rrfp.testing.device_double import DoubleDevice, DoubleError
 from rrfp.testing.transport_checks.pair import assert_same, running, soon, stays_pending
 from rrfp.transports.tensor_bytes import DTYPES
 
@@ -124,21 +124,19 @@ async def test_close_ends_the_waiting_call_and_refuses_others(call: Call) -> Non
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 async def test_a_cancelled_copy_keeps_its_source_until_the_device_is_done(call: Call) -> None:
-    release = threading.Event()
-    device = SeparateDouble(lambda count: 3600.0 if not release.is_set() else 0.0)
-    copies, tensor = StreamCopies(device), put(device, torch.ones(2))
+    device = DoubleDevice(lambda count: 3600.0)
+    copies = StreamCopies(device)
     async with closing([device]):
-        async with running(call(copies, [tensor])) as waiting:
-            await stays_pending(waiting, "a copy was complete before the device had made it")
-        del tensor
-        # Work on the lane's stream that may reuse freed memory.
-        release.set()
-        async with running(call(copies, [put(device, torch.ones(2))])) as behind:
-            await stays_pending(behind, "a copy was complete before the one in front of it")
-            await asyncio.to_thread(device.close)
-            assert_same((await soon(behind, "the copy is made"))[0], torch.ones(2), "the copy")
+        cancelled = asyncio.create_task(call(copies, [torch.ones(2)]))
+        async with running(call(copies, [torch.full((2,), 7.0)])) as behind:
+            await stays_pending(behind, "a copy was complete before the device had made it")
+            cancelled.cancel()
+            await asyncio.wait({cancelled})
+            del cancelled  # its error's traceback holds the source
+            await asyncio.to_thread(device.close)  # the device makes the copies now
+            assert_same((await soon(behind, "the other copy is made"))[0], torch.full((2,), 7.0), "the other copy")
         copies.close()
-    check_races([device])
+    check_races([device])  # such as a source that was freed before
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)

@@ -217,6 +217,69 @@ async def test_control_is_received_while_tensors_are_on_their_way_to_the_device(
         assert [index_of(await receive(pair.right)) for _ in range(3)] == [1, 6, 7]
 
 
+@pytest.mark.parametrize("make", [CpuOnlyInproc, InprocTransport])
+async def test_a_message_without_device_tensors_does_not_overtake_one_that_is_copied(make: MakeTransport) -> None:
+    source = SeparateDouble(never)
+    copied = data(on(source, 1), index=0)
+    async with ends(make, (source, SeparateDouble())) as pair, running(pair.left.send(1, copied)) as first:
+        await stays_pending(first, "a copy was complete before the device had made it")
+        async with running(pair.left.send(1, data(torch.ones(1), index=1))) as second:
+            await stays_pending(second, "a message overtook another one in its channel")
+            await soon(pair.left.send(1, data(index=2, channel=Channel.BACKWARD)), "another channel is free")
+            await soon(pair.left.send(1, note(3)), "control is free")
+            await asyncio.to_thread(source.close)  # the device makes the copy now
+            seen = [index_of(await receive(pair.right)) for _ in range(4)]
+            assert seen.index(0) < seen.index(1)
+            await soon(asyncio.gather(first, second), "both are sent")
+
+
+async def test_two_receivers_get_a_message_each() -> None:
+    async with ends() as pair, running(pair.right.receive()) as first, running(pair.right.receive()) as second:
+        await asyncio.sleep(0)
+        for index in range(2):
+            await pair.left.send(1, data(on(pair.devices[0], index), index=index))
+        both = await soon(asyncio.gather(first, second), "both messages are received")
+        assert sorted(map(index_of, both)) == [0, 1]
+
+
+async def test_after_close_no_message_is_received_that_was_copied_before() -> None:
+    async with ends() as pair:
+        await pair.left.send(1, data(on(pair.devices[0], 1), index=1))
+        gate = pair.copies[1]
+        assert gate is not None
+        gate.gate.clear()
+        async with running(pair.right.receive()) as receiving:
+            await stays_pending(receiving, "a message was received before its tensors were copied")
+        gate.gate.set()
+        assert isinstance(pair.right, StagedTransport)
+        assert pair.right._copying is not None
+        await pair.right._copying.task
+        await pair.right.close()
+        with pytest.raises(TransportClosedError):
+            await pair.right.receive()
+
+
+async def test_control_stays_in_order_behind_a_copy_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rrfp.transports.staged.LATE_S", 0.0)
+    async with ends() as pair:
+        device, gate = pair.devices[0], pair.copies[1]
+        assert gate is not None
+        gate.gate.clear()
+        await pair.left.send(1, data(on(device, 1), index=1))
+        async with running(pair.right.receive()) as receiving:
+            await stays_pending(receiving, "a message was received before its tensors were copied")
+            await pair.left.send(1, note(2))
+            seen = [index_of(await soon(receiving, "control is received"))]
+        await pair.left.send(1, replace(note(3), tensors=(on(device, 1),)))
+        await pair.left.send(1, note(4))
+        async with running(pair.right.receive()) as receiving:
+            await stays_pending(receiving, "control overtook control")
+            gate.gate.set()
+            seen.append(index_of(await soon(receiving, "the copy ends")))
+        seen += [index_of(await receive(pair.right)) for _ in range(2)]
+        assert seen == [2, 1, 3, 4]
+
+
 async def test_a_peer_is_lost_after_its_last_message_was_copied() -> None:
     async with ends() as pair:
         gate = pair.copies[1]
@@ -237,6 +300,24 @@ async def test_a_peer_is_lost_after_its_last_message_was_copied() -> None:
 
 def never(count: int) -> float:
     return 3600.0
+
+
+async def test_an_abort_and_a_loss_get_through_although_the_device_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rrfp.transports.staged.LATE_S", 0.05)
+    async with ends(devices=(SeparateDouble(), SeparateDouble(never))) as pair:
+        for index in range(4):
+            await pair.left.send(1, data(on(pair.devices[0], index), index=index))
+        for index in range(2):
+            await pair.left.send(1, note(index))
+        assert [index_of(await receive(pair.right)) for _ in range(2)] == [0, 1]
+        pair.left.abort()
+        with pytest.raises(PeerLostError):
+            await soon(pair.right.receive(), "the loss is reported")
+        assert pair.devices[1] is not None
+        await asyncio.to_thread(pair.devices[1].close)  # the device goes on
+        for index in range(4):
+            message = await receive(pair.right)
+            assert_same(message.tensors[0], torch.tensor([float(index)]), f"message {index}")
 
 
 @pytest.mark.parametrize("make", [CpuOnlyInproc, InprocTransport, zmq])

@@ -124,4 +124,5 @@ def _to_other(device: Device, tensors: Sequence[Tensor]) -> _Copied:
 
 def _dense(tensor: Tensor) -> Tensor:
     """The values in row-major memory and without a graph; a new tensor on its device unless they lie so."""
+    # Where a copy to the host has to conjugate, torch does so on the host, before an asynchronous copy has arrived.
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
