@@ -57,12 +57,12 @@ class Target:
 
 
 @contextmanager
-def open_target(name: str) -> Iterator[Target]:
-    """The device called ``name``."""
+def open_target(name: str, double_s: float = DOUBLE_S) -> Iterator[Target]:
+    """The device called ``name``; the double takes ``double_s`` seconds for a piece of work."""
     if name == "cuda":
         yield Target(name, torch.device("cuda", 0), CudaDevice(0))
     else:
-        with DoubleDevice(DOUBLE_S) as device:
+        with DoubleDevice(double_s) as device:
             yield Target(name, torch.device("cpu"), device)
 
 

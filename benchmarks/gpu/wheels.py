@@ -24,24 +24,20 @@ WHEELS, SITE = _ROOT / "out" / "gpu-wheels", _ROOT / "out" / "gpu-site"
 
 #: The machine's own: it must fit its driver.
 _TORCH = "torch"
-#: What the tests marked gpu need beside the package's requirements.
-_TEST_TOOLS = ("pytest", "pytest-asyncio", "pytest-timeout")
 #: pip matches the number exactly.
 _GLIBC = ("2_17", "2_24", "2_26", "2_27", "2_28", "2_31", "2_34")
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)\s*(?:>=\s*([0-9.]+))?")
 
 
 def minimums() -> dict[str, tuple[int, ...]]:
-    """The smallest version of each direct requirement; () for any."""
+    """The smallest version of everything that RRFP and its tests require, except torch; () for any."""
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
-    texts = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
-    known = {}
-    for text in texts:
-        match = _REQUIREMENT.match(text)
-        assert match is not None, text
-        known[normal(match[1])] = numbers(match[2] or "")
-    runtime = [normal(_REQUIREMENT.match(text)[1]) for text in project["dependencies"]]  # type: ignore[index]
-    return {name: known[name] for name in (*runtime, *_TEST_TOOLS) if name != _TORCH}
+    matches = [
+        _REQUIREMENT.match(text) for text in (*project["dependencies"], *project["optional-dependencies"]["test"])
+    ]
+    required = {normal(match[1]): numbers(match[2] or "") for match in matches if match is not None}
+    del required[_TORCH]
+    return required
 
 
 def normal(name: str) -> str:
