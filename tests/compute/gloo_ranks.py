@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from on_device import on_double_if_asked
 from runtime.processes import preload
 
 #: What is run on each rank: an assertion that fails, or any other error, is the outcome.
@@ -73,7 +74,8 @@ def _run(module: str, cases: list[str], rank: int, count: int, store: str, conne
     outcomes = {}
     for case in cases:
         try:
-            functions[case](rank)
+            with on_double_if_asked(builds_ranks=module.startswith("runtime.")):
+                functions[case](rank)
             outcomes[case] = GOOD
         except BaseException:
             outcomes[case] = traceback.format_exc()

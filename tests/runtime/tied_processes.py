@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from on_device import on_double_if_asked
 from runtime.processes import preload
 from runtime.tied_models import tied, words
 from runtime.toys import loss_fn, placed
@@ -111,15 +112,17 @@ def _run(
     mine = [weight for weight in weights if any(weight is p for part in own for p in part.parameters())]
     value, error = None, None
     try:
-        with rrfp.Pipeline(
-            own,
-            topology=place,
-            rendezvous=StoreRendezvous(store, run_id="tied"),
-            loss_fn=loss_fn,
-            ties={"embedding": mine} if mine and not is_v else None,
-            **options,
-        ).blocking() as pipe:
-            value = program(pipe, Rank(place, own, mine, line))
+        with on_double_if_asked():
+            pipeline = rrfp.Pipeline(
+                own,
+                topology=place,
+                rendezvous=StoreRendezvous(store, run_id="tied"),
+                loss_fn=loss_fn,
+                ties={"embedding": mine} if mine and not is_v else None,
+                **options,
+            )
+            with pipeline.blocking() as pipe:
+                value = program(pipe, Rank(place, own, mine, line))
     except Exception as caught:
         error = caught
     line.send(End(value, error, time.monotonic()))

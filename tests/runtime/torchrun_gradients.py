@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 import torch
+from on_device import on_double_if_asked
 from runtime.toys import Bomb, data, expect, largest_difference, loss_fn, placed, same_bits, stages
 
 import rrfp
@@ -148,4 +149,5 @@ def main(what: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    with on_double_if_asked():
+        main(sys.argv[1])

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from on_device import on_double_if_asked
 from runtime.late import Late
 from runtime.sharded_gpt import LENGTH, VOCABULARY, WIDTH, build, largest_difference, shard
 from runtime.tensor_parallel_cases import CASES, FEW
@@ -271,4 +272,5 @@ def main(what: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    with on_double_if_asked():
+        main(sys.argv[1])

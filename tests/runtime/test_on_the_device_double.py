@@ -1,0 +1,112 @@
+"""The runtime's own tests, on lanes in front of an asynchronous device: the double on the CPU's memory."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runtime.toys import TOLERANCE, data, expect, largest_difference, loss_fn, placed, same_bits, stages
+
+import rrfp
+from rrfp.testing.device_double import DoubleDevice
+
+TESTS = Path(__file__).parents[1]
+
+#: Of each kind a test that reads, writes and frees as much as others do.
+SOME = (
+    "runtime/test_gradients.py::test_gradients_do_not_depend_on_the_limit_and_the_limit_is_kept[2]",
+    "runtime/test_chunk_gradients.py::test_an_evaluation_of_chunks_holds_no_more_than_the_limit_and_changes_no_gradient",
+    "runtime/test_ties.py::test_what_was_summed_before_counts_once[objects-True]",
+    "runtime/test_ties.py::test_a_list_by_stage_and_copies_of_several_chunks_of_a_rank",
+    "runtime/test_memory_ragged.py::test_a_microbatch_larger_than_the_limit_runs_alone",
+    "runtime/test_clipping.py",
+    "runtime/test_failures.py::test_a_stage_that_raises_is_named_on_every_rank[F-2]",
+    "runtime/test_failures.py::test_an_abort_waits_for_no_lane",
+)
+
+#: All tests of those kinds, and those with several ranks a stage.
+ALL = (
+    "runtime/test_gradients.py",
+    "runtime/test_chunk_gradients.py",
+    "runtime/test_chunks.py",
+    "runtime/test_ties.py",
+    "runtime/test_ties_between_processes.py",
+    "runtime/test_memory_ragged.py",
+    "runtime/test_clipping.py",
+    "runtime/test_failures.py",
+    "runtime/test_torchrun.py",
+    "runtime/test_data_parallel.py",
+    "runtime/test_tensor_parallel.py",
+)
+
+
+def run_on_double(depth: int, tests: tuple[str, ...], timeout_s: float) -> None:
+    paths = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    how = ["-p", "no:xdist", "-p", "no:cacheprovider", "-q", "-p", "on_device", "--device-double", str(depth)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *how, "-m", "not long", *(str(TESTS / test) for test in tests)],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        cwd=TESTS.parent,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    found = re.search(rf"device double: depth {depth}, (\d+) ranks", done.stdout)
+    assert found is not None
+    assert int(found[1]) >= len(tests)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_some_of_the_runtimes_tests_hold_on_a_device() -> None:
+    run_on_double(2, SOME, timeout_s=140)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1900)
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_runtimes_tests_hold_on_a_device(depth: int) -> None:
+    run_on_double(depth, ALL, timeout_s=1800)
+
+
+@pytest.mark.parametrize("options", [{}, {"split": True}, {"placement": "v"}, {"limit": 1}], ids=str)
+def test_stages_that_share_a_device_compute_the_references_bits(options: dict[str, Any]) -> None:
+    """Deterministic training of two stages, whose work the device runs in any order that it may choose."""
+    count, slow = 4 if "placement" in options else 2, random.Random(7)
+    actual, expected, batch = stages(count), stages(count), data(5)
+    parts: list[Any] = placed(actual, 2, "v") if count == 4 else list(actual)
+    with DoubleDevice(lambda _: slow.choice((0.0, 0.001, 0.003))) as device:
+        with rrfp.local(
+            parts, loss_fn=loss_fn, device=device, deterministic=True, hint="bfw", **options
+        ).blocking() as pipe:
+            losses = [pipe.step(batch.inputs, batch.targets).loss for _ in range(2)]
+        assert device.problems == []
+    assert losses == [expect(expected, batch, step=number).loss for number in range(2)]
+    assert same_bits(actual, expected)
+
+
+def test_what_a_caller_computes_on_its_stream_reaches_the_step_and_an_error_names_its_task() -> None:
+    actual, expected, batch = stages(2), stages(2), data(4)
+    with DoubleDevice(0.002) as device, rrfp.local(actual, loss_fn=loss_fn, device=device).blocking() as pipe:
+        with torch.no_grad(), device.current_stream().issuing():
+            for parameter in (p for module in actual for p in module.parameters()):
+                parameter.mul_(1.5)
+        with torch.no_grad():
+            for parameter in (p for module in expected for p in module.parameters()):
+                parameter.mul_(1.5)
+        assert pipe.step(batch.inputs, batch.targets).loss == pytest.approx(expect(expected, batch).loss)
+        assert largest_difference(actual, expected) < TOLERANCE
+        assert device.problems == []
+        device.fail(after=3)
+        with pytest.raises(rrfp.errors.PipelineAborted, match="failed on the device, as asked for") as raised:
+            pipe.step(batch.inputs, batch.targets)
+        assert raised.value.origin.task is not None
