@@ -32,6 +32,7 @@ VALUES = {
     "rrfp costs FILE": "rrfp costs trace.json --skip-first 0",
     "hint NAME": "hint bf",
     "transport NAME": "transport inproc",
+    "lane NAME": "lane thread",
 }
 
 #: The names that the program leaves to its reader.
