@@ -42,6 +42,18 @@ def test_autocast_holds_in_forward_and_not_in_backward() -> None:
     assert on_another_thread(state)[0] is False
 
 
+def test_autocast_of_the_machines_accelerator_is_carried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)  # as torch.autocast("cuda") does where there is one
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        assert CallerModes.capture(Mode.TRAIN).autocast == (("cuda", torch.bfloat16),)
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
+
+
 def test_no_autocast_where_the_caller_had_none() -> None:
     modes = CallerModes.capture(Mode.TRAIN)
     with torch.autocast("cpu"):
