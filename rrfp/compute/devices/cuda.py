@@ -15,14 +15,16 @@ from rrfp.compute.devices.base import Device, DeviceMemory, Event, Stream
 class CudaEvent(Event):
     """A pooled event that records time, and on which a thread blocks without spinning."""
 
-    def __init__(self, pool: queue.SimpleQueue[CudaEvent]) -> None:
+    def __init__(self, index: int, pool: queue.SimpleQueue[CudaEvent]) -> None:
         # Why not torch.Event? Its flag `blocking` has no effect on CUDA; a thread that spins takes the driver's lock.
         self.event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        self._index = index
         self._pool = pool
 
     def synchronize(self) -> None:
         """See :meth:`Event.synchronize`; torch releases the GIL here, as `torch.cuda.Event.query` does not."""
-        self.event.synchronize()
+        with torch.cuda.device(self._index):  # a new thread's is 0, on which CUDA would make a context
+            self.event.synchronize()
 
     def seconds_since(self, base: Event) -> float:
         """See :meth:`Event.seconds_since`. A float32 of milliseconds: exact to 1 us for 8 s after ``base``."""
@@ -92,8 +94,7 @@ class CudaDevice(Device):
         try:
             return self._events.get_nowait()
         except queue.Empty:
-            with torch.cuda.device(self.index):
-                return CudaEvent(self._events)
+            return CudaEvent(self.index, self._events)
 
     def stream(self, *, is_urgent: bool = False) -> Stream:
         """See :meth:`Device.stream`."""
