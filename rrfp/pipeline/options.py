@@ -182,8 +182,8 @@ class Options(TypedDict, total=False):
             lambda value: value is None or isinstance(value, Device | torch.device) or _is_device(value),
         ),
     ]
-    """Where tasks run; by default where the parameters and buffers of the rank's modules are. It moves nothing. Ranks may
-    have different devices, and several stages of a process the same one, each with a stream of its own."""
+    """Where tasks run; by default where the parameters and buffers of the rank's modules are. It moves nothing. Ranks
+    may have different devices, and several stages of a process the same one, each with a stream of its own."""
 
     placement: Annotated[Layout, _one_of("looped", Layout).common()]
     """Which virtual stages a stage holds: ``"looped"`` or ``"v"``."""
