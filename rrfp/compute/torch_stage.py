@@ -8,6 +8,7 @@ one process.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -111,7 +112,9 @@ class TorchStage(StageProgram):
                 no ``loss_fn`` or is called under ``no_grad``.
         """
         check_batch(batch, step, first=self._is_first, last=self._is_last, has_loss=self._loss_fn is not None)
-        self._modes = CallerModes.capture(step.mode)
+        modes = CallerModes.capture(step.mode)
+        # On a device's lane that device is current, whichever is in the caller's thread.
+        self._modes = replace(modes, cuda_device=None) if self._devices else modes
         self._forks = RandomForks(self._seed, self._devices.union(*map(devices_of, self._units.values())))
         self._step, self._batch = step, batch
         self._clear()

@@ -30,7 +30,7 @@ from rrfp.core.order_log import Group
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.topology import Topology
-from rrfp.errors import TransportError
+from rrfp.errors import ConfigError, TransportError
 from rrfp.log import get_logger
 from rrfp.pipeline.device_choice import check_on_device, choose_device, generator_devices
 from rrfp.pipeline.local_ranks import LocalRanks, together
@@ -239,7 +239,14 @@ class RankBuilder:
 
     def _lane(self, stage: int, device: Device | None) -> Lane:
         if (make_lane := self._options["lane"]) is not None:
-            return make_lane(stage)
+            lane = make_lane(stage)
+            if device is not None and (lane.device is None or lane.device.name != device.name):
+                where = "on the CPU" if lane.device is None else f"on {lane.device.name}"
+                raise ConfigError(
+                    f"lane({stage}) computes {where}, but the stage is on {device.name}: return a StreamLane of that "
+                    "device, or leave lane out"
+                )
+            return lane
         return _lane(device, f"rrfp-lane-{stage}", self._options["lane_nice"])
 
     def _common_terms(self, topology: Topology) -> Terms:

@@ -38,7 +38,7 @@ def choose_device(modules: Mapping[int, nn.Module], option: Device | torch.devic
         return option
     for device, name in named.items():
         if device.type != "cuda":
-            raise ConfigError(f"{name} is on {device}, must be on one of: {_TYPES}")
+            raise ConfigError(f"{name} is on {device}, must be on one of: {_TYPES}; or pass a Device as device=")
     if len(named) > 1:
         places = ", ".join(f"{name} on {device}" for device, name in named.items())
         raise ConfigError(f"a rank computes on one device, but its modules lie on several: {places}")

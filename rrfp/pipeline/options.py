@@ -138,7 +138,7 @@ class Options(TypedDict, total=False):
     """Seconds of idleness in a step after which all ranks are polled for the reason."""
 
     abort_after: Annotated[float | None, _or_none(_seconds(1.0), "for never")]
-    """Seconds after which a task that has not returned, or a rank whose event loop does not run, ends the job; None
+    """Seconds after which a task that has not completed, or a rank whose event loop does not run, ends the job; None
     (the default): never. Set it to several times the duration of the slowest task."""
 
     stack_timer: Annotated[bool, _flag(True)]
@@ -212,7 +212,7 @@ class Options(TypedDict, total=False):
     depth: Annotated[int | None, _or_none(_integer(1, least=1), "for the lane's")]
     """The most tasks that a rank has enqueued and not completed; by default 1 on a CPU, 2 on a device, which then need
     not wait for the event loop, and 2 where a group has a leader, so that its decisions travel while the task before
-    runs. It is never changed, and a limit on bytes holds at any depth."""
+    runs. It is never changed. A limit on bytes lets no forward start behind one whose size is not known yet."""
 
 
 @cache

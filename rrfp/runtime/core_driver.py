@@ -20,7 +20,7 @@ from rrfp.core.order_log import Group
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Task
 from rrfp.core.usage import WaitCause
-from rrfp.errors import ProtocolError
+from rrfp.errors import ProtocolError, StageError
 from rrfp.runtime.batching import Plan
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.grad_finalizer import GradientFinalizer, Reduce
@@ -153,9 +153,15 @@ class CoreDriver:
 
     def _signature(self, task: Task) -> Hashable:
         """See `Enqueued`; one of its own for a forward whose inputs are about to be computed on this rank."""
-        if self._context.mailbox.has_inputs(task):
-            return self._program.signature(task, self._context.mailbox.inputs(task))
-        return task, self._context.activity.step
+        if not self._context.mailbox.has_inputs(task):
+            return task, self._context.activity.step
+        try:
+            signature = self._program.signature(task, self._context.mailbox.inputs(task))
+            hash(signature)
+        except Exception as error:  # a caller's program may raise anything; here no task would be named
+            name = type(self._program).__name__
+            raise StageError(f"{name}.signature of {task} raised {type(error).__name__}: {error}") from error
+        return signature
 
     def _on_completed(self, completed: ev.Completed) -> None:
         if self._leader_protocol is not None and self._context.activity.step is not None:

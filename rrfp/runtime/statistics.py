@@ -26,7 +26,8 @@ class RankStatistics:
         transport: what its transport has moved since the start.
         device_allocated: bytes in tensors on the rank's device, of the whole process; None on a CPU, as the next two.
         device_reserved: bytes that the allocator of the device holds.
-        device_peak: the most that was in tensors on the device since the process began.
+        device_peak: the most that was in tensors on the device since the process began, or since its program reset the
+            figure.
     """
 
     rank: int

@@ -54,7 +54,8 @@ class _Copying:
 class StagedTransport(Transport):
     """Sends and receives device tensors over ``inner``, which sees CPU tensors only.
 
-    Messages without device tensors pass as they are. The contract of `Transport` holds if ``inner`` keeps it.
+    Messages without device tensors pass as they are. The contract of `Transport` holds if ``inner`` keeps it, but for
+    one thing: of the messages with device tensors, one at a time is copied, whatever its peer and channel.
 
     Args:
         inner: not started.
@@ -116,16 +117,18 @@ class StagedTransport(Transport):
     async def _advance(self) -> Message | None:
         """Wait for one event: the message that it completes, if any. Cancelled, it loses nothing."""
         copying, reading = self._copying, self._reading
+        if copying is not None and copying.task.done():
+            self._copying = None
+            return copying.task.result()
         if copying is None and self._held:
             return self._accept(self._held.popleft())
+        if copying is not None and asyncio.get_running_loop().time() >= copying.late_at:
+            self._raise_held()
         if reading is not None and reading.done():
             self._reading = None
             return self._sort(reading.exception() or reading.result())
         if copying is None and reading is None:
             return self._accept(await self._inner.receive())
-        if copying is not None and copying.task.done():
-            self._copying = None
-            return copying.task.result()
         await self._wait()
         return None
 
@@ -140,6 +143,13 @@ class StagedTransport(Transport):
             tasks.add(self._reading)
             left_s = None
         await asyncio.wait(tasks, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+
+    def _raise_held(self) -> None:
+        """Raise the first error that waits behind a late copy, if there is one."""
+        for entry in self._held:
+            if isinstance(entry, BaseException):
+                self._held.remove(entry)
+                raise entry
 
     def _sort(self, entry: Message | BaseException) -> Message | None:
         """The message that was read, if it is complete and passes those before it; an error that does is raised."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import rrfp
+from rrfp.compute.lanes.thread import ThreadLane
 from rrfp.errors import ConfigError
 from rrfp.pipeline.device_choice import choose_device, generator_devices
 from rrfp.pipeline.options import common_options
@@ -127,6 +128,17 @@ def test_a_device_of_the_callers_own_holds_the_modules_or_they_are_on_the_cpu() 
     with pytest.raises(ConfigError, match="device is 'host:0', but parameter 'w0' of virtual stage 0 is on cuda:1"):
         choose_device({0: on("cuda:1")}, device)
     assert choose_device({0: on("cuda:1")}, mine := HostDevice()) is mine
+
+
+def test_a_lane_of_the_callers_own_computes_on_the_stages_device() -> None:
+    device = HostDevice()
+    with (
+        pytest.raises(
+            ConfigError, match=r"^lane\(0\) computes on the CPU, but the stage is on host:0: return a StreamLane"
+        ),
+        rrfp.local([nn.Linear(2, 2)], device=device, lane=lambda stage: ThreadLane()).blocking(),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("bad", ["gpu", "cuda:", "cuda:-1", "cuda:01", "cuda:1000", "mps", "meta", 0, True])

@@ -87,7 +87,7 @@ def test_a_task_that_never_returns_ends_the_job_and_is_named_with_its_stack(laun
         assert end.origin is not None
         stage, task, cause = end.origin
         assert (stage, task) == (0, "F0@0")
-        assert cause.startswith("OverdueError: F0@0 has not returned for 4.")
+        assert cause.startswith("OverdueError: F0@0 has not completed for 4.")
         assert (
             f"longer than abort_after, which is 4, on stage 0 (host {os.uname().nodename}, pid {ranks.pid(0)})" in cause
         )

@@ -137,5 +137,5 @@ def test_a_task_may_take_just_less_than_abort_after_and_no_more() -> None:
         run_virtual(main(0.99))
     assert caught.value.origin.task == "F0@0"
     assert caught.value.origin.cause.startswith(
-        "OverdueError: F0@0 has not returned for 1.0 s, longer than abort_after"
+        "OverdueError: F0@0 has not completed for 1.0 s, longer than abort_after"
     )

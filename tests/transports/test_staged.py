@@ -320,6 +320,17 @@ async def test_an_abort_and_a_loss_get_through_although_the_device_is_stuck(monk
             assert_same(message.tensors[0], torch.tensor([float(index)]), f"message {index}")
 
 
+async def test_a_loss_that_was_read_before_the_copy_is_late_is_raised_once_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rrfp.transports.staged.LATE_S", 0.2)
+    async with ends(devices=(SeparateDouble(), SeparateDouble(never))) as pair:
+        await pair.left.send(1, data(on(pair.devices[0], 1)))
+        pair.left.abort()  # so the loss is read right behind the message
+        with pytest.raises(PeerLostError, match="rank 0 is lost"):
+            await soon(pair.right.receive(), "the loss is reported")
+
+
 @pytest.mark.parametrize("make", [CpuOnlyInproc, InprocTransport, zmq])
 @pytest.mark.parametrize("how", ["abort", "close"])
 async def test_calls_that_wait_for_a_copy_end_with_the_transport(make: MakeTransport, how: str) -> None:

@@ -67,7 +67,7 @@ class DeviceMemory:
     Attributes:
         allocated: in tensors now.
         reserved: held by the allocator now.
-        peak: the most that was in tensors since the process began.
+        peak: the most that was in tensors since the process began, or since its program reset the figure.
     """
 
     allocated: int

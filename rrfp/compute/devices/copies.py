@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rrfp.compute.devices.base import Device
 from rrfp.compute.lanes.stream import StreamLane
+from rrfp.core import timeouts
 from rrfp.errors import TransportClosedError
 
 #: The copies, and the tensors that must live until these are complete.
@@ -25,7 +26,8 @@ _Copied = tuple[list[Tensor], object]
 class StreamCopies:
     """The copies of one rank's transport; see :class:`rrfp.transports.DeviceCopies`, whose methods it has.
 
-    Memory that it copies into belongs to its own streams: a lane that uses a received tensor adopts it. A lane and its
+    Memory that it copies into belongs to its own streams, or on another device to the default one there: a lane that
+    uses a received tensor adopts it. A lane and its
     two threads start with the first copy in that direction.
 
     Args:
@@ -80,6 +82,12 @@ class StreamCopies:
         self._pending.add(future)
         try:
             execution = await future
+        except TransportClosedError:
+            raise
+        except Exception:
+            # A failed device fails everything on it. The lane of the tasks knows which one was at fault.
+            await asyncio.sleep(timeouts.DEVICE_VERDICT_S)
+            raise
         finally:
             self._pending.discard(future)
         return execution.result[0]

@@ -48,7 +48,9 @@ class CudaStream(Stream):
     @contextmanager
     def issuing(self) -> Iterator[None]:
         """See :meth:`Stream.issuing`."""
-        with torch.cuda.stream(self.stream):
+        # Why the device too? A thread's current one is 0 at first. Leaving the stream's block would go back to it by a
+        # call that makes a CUDA context there, in every process of the host.
+        with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
             try:
                 yield
             finally:
@@ -112,7 +114,8 @@ class CudaDevice(Device):
     def note_use(self, tensor: Tensor, stream: Stream) -> None:
         """See :meth:`Device.note_use`."""
         assert isinstance(stream, CudaStream)
-        tensor.record_stream(stream.stream)
+        for part in _dense_parts(tensor):
+            part.record_stream(stream.stream)
 
     def empty(self, tensor: Tensor) -> Tensor:
         """See :meth:`Device.empty`."""
@@ -136,3 +139,14 @@ class CudaDevice(Device):
             "traceback shows; CUDA_LAUNCH_BLOCKING=1 shows the line"
         )
         return error
+
+
+def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The dense tensors of which a sparse one consists; ``tensor`` itself if it is dense."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()

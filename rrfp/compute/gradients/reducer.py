@@ -124,6 +124,12 @@ class GradientReducer:
             # Why not raise at once? torch names a connection; meanwhile the control plane may name the rank that died.
             await asyncio.sleep(timeouts.COLLECTIVE_ERROR_S)
             raise error.__cause__ or error from None
+        except StageError:
+            raise
+        except Exception:
+            if self._lane.device is not None:  # as above, but the lane of the tasks names the task at fault
+                await asyncio.sleep(timeouts.DEVICE_VERDICT_S)
+            raise
 
     def close(self) -> None:
         """Stop without waiting for a running collective. May be called twice."""

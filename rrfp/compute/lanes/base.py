@@ -19,6 +19,8 @@ from rrfp.errors import StageError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rrfp.compute.devices.base import Device
+
 T = TypeVar("T")
 
 
@@ -48,9 +50,11 @@ class Lane(ABC):
 
     Attributes:
         depth: how many tasks may be enqueued and not complete. 1 if the lane is free only after completion.
+        device: the device on whose stream its work runs; None on a CPU.
     """
 
     depth: int = 1
+    device: Device | None = None
 
     @abstractmethod
     def start(self) -> None:

@@ -82,6 +82,8 @@ class StreamLane(ThreadLane):
         ConfigError: if ``depth`` is not a whole number >= 1, or ``nice`` does not fit.
     """
 
+    device: Device
+
     def __init__(
         self, device: Device, name: str = "rrfp-lane", *, depth: int = 2, nice: int = 0, is_urgent: bool = False
     ) -> None:
@@ -125,7 +127,9 @@ class StreamLane(ThreadLane):
     def stack(self) -> str:
         """See :meth:`Lane.stack`; where the call has returned, a line that says so."""
         if self._is_calling:
-            return super().stack()
+            has_earlier = self._made - self._completed > 1
+            first = f"{self.device.name} has not completed an earlier call; the next one is in:\n"
+            return (first if has_earlier else "") + super().stack()
         if self._made == self._completed:
             return ""
         return f"the call has returned, and {self.device.name} has not completed its work"
@@ -143,6 +147,8 @@ class StreamLane(ThreadLane):
                 super()._serve(loop)
         finally:
             self._issued.put(None)
+            # The end of the process waits for this thread: the watcher must not return into a dying interpreter.
+            watcher.join()
 
     # On the lane's thread.
 
@@ -246,6 +252,8 @@ class StreamLane(ThreadLane):
                 if failure is None:
                     execution = self._execution(issued)
         except Exception as error:
+            if failure is not None:
+                failure.add_note(f"{self.device.name} failed too: {error}")
             has_broken, failure = True, failure or error
         if has_broken and failure is not None:
             failure = self.device.explain(failure)

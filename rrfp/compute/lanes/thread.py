@@ -60,10 +60,7 @@ class ThreadLane(Lane):
             raise ConfigError(f"nice is {nice!r}, must be a whole number 0..{LOWEST_NICE}")
         self._name = name
         self._nice = nice
-        #: A call without a future is the lane's own.
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any] | None] | None] = (
-            queue.SimpleQueue()
-        )
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._thread: threading.Thread | None = None

@@ -31,7 +31,7 @@ class TaskTimeout:
         running, task = self._progress.running(), self._progress.running_task()
         stack = self._stack()
         text = (
-            f"{running} has not returned for {seconds:.1f} s, longer than abort_after, which is {self._limit:g}, on "
+            f"{running} has not completed for {seconds:.1f} s, longer than abort_after, which is {self._limit:g}, on "
             f"{self._describe(self._rank)}"
         )
         self._fail(OverdueError(f"{text}, in:\n{stack}" if stack else text), task)
