@@ -67,6 +67,7 @@ def test_against_torch_reports_every_method_under_every_jitter() -> None:
     check_aims(document["aims"])
 
 
+@pytest.mark.long
 def test_tp_simulated_compares_every_way_at_every_number_of_ranks() -> None:
     document = quick("tp_simulated")
 

@@ -53,6 +53,7 @@ def test_make_gpu_test_runs_every_test_on_the_double(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
+@pytest.mark.long
 def test_make_gpu_bench_writes_every_part(tmp_path: Path) -> None:
     text, printed = make("gpu-bench", tmp_path, arguments="--json")
     for part in ("gaps (", "host (", "staging (", "step ("):

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
+@pytest.mark.long
 def test_every_table_of_the_paper_has_its_figures_beside_ours_and_what_they_rest_on(tmp_path: Path) -> None:
     command = [
         sys.executable,

@@ -70,6 +70,7 @@ def test_wrong_options_are_all_named_before_a_process_starts(
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
+@pytest.mark.long
 def test_a_run_with_plugins_and_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One small run: a hint and a transport from files, no picture, a line a step, and a table of 60 columns."""
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)

@@ -128,6 +128,7 @@ def test_a_lost_worker_is_named_in_one_line_and_nothing_is_left(how: signal.Sign
     assert [path.name for path in tmp_path.iterdir()] == ["workers.log"]
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_everything_and_says_so(tmp_path: Path) -> None:
     process = start(tmp_path, *LONG)
     wait_until_connected(tmp_path)

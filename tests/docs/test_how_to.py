@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 PAGE = (ROOT / "docs" / "how-to" / "uneven-microbatches.md").read_text()
 
 
+@pytest.mark.long
 def test_uneven_microbatches_keep_the_loss_and_the_byte_limit(installed: Installed, tmp_path: Path) -> None:
     ((name, program),) = re.findall(r'```python title="([^"]+)"\n(.*?)```', PAGE, re.DOTALL)
     (tmp_path / name).write_text(program)

@@ -58,6 +58,7 @@ def test_pipeline_tensor_and_data_parallelism_train_together() -> None:
     assert len(output.splitlines()) == 3
 
 
+@pytest.mark.long
 def test_a_wrong_number_of_ranks_is_one_line_with_the_arithmetic() -> None:
     job = start(2, "--pp", "2", "--tp", "2", "--dp", "2")
     output, errors = job.communicate(timeout=80)

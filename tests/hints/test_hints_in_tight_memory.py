@@ -11,6 +11,7 @@ from statistics import fmean
 
 import numpy as np
 import pytest
+from batches import long
 
 from rrfp.core.admission import Limit
 from rrfp.costs import CostTable, make_costs, microbatch_sizes
@@ -83,7 +84,7 @@ def test_sizes_off_by_a_tenth_keep_most_of_the_gain() -> None:
     ("profile", "limit", "split"),
     [("llm", "1f1b", True), ("llm", "n", True), ("llm", "2n", True), ("mllm", "2n", True), ("mllm", "1f1b", False)],
 )
-@pytest.mark.parametrize("jitter", ["J0", "J3"])
+@pytest.mark.parametrize("jitter", [long("J0"), "J3"])
 def test_where_there_is_nothing_to_gain_nothing_is_lost(
     hint: str, profile: str, limit: str, split: bool, jitter: str
 ) -> None:

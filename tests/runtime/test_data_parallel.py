@@ -24,6 +24,7 @@ TOLD_S, DEAD_S = 2.5, 5.5
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_gradients_of_two_replicas_are_the_references(tmp_path: Path) -> None:
     """Ragged microbatches, weights, chunks, accumulation, clipping, a learned loss; where it is promised, bitwise."""
     case = "gradients_of_two_replicas_are_the_references"

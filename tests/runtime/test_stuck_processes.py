@@ -69,6 +69,7 @@ def test_a_stuck_loop_is_named_prints_its_stacks_and_is_ended(launch: Any, tmp_p
     ranks.join(began, within_s=30.0)
 
 
+@pytest.mark.long
 def test_all_ranks_may_be_stuck_and_each_prints_its_own_stacks(launch: Any, tmp_path: Path) -> None:
     """No loop runs anywhere, and no thread of Python either."""
     ranks = launch(programs.keep_the_lock, emulated=False, abort_after=None)

@@ -71,6 +71,7 @@ def difference(count: int, configuration: dict[str, Any]) -> float:
     """The largest one between this rank's gradients, or losses, and the reference's; infinite where bits must agree."""
     options = dict(configuration)
     tokens, reduction = options.pop("tokens", False), options.get("reduction", "mean")
+    sizes = options.pop("microbatches", (1, 3, 8))
     chunks = options.get("chunks", 1)
     actual, expected = stages(count * chunks), stages(count * chunks)
     stage, number, worst = RANK % count, 0, 0.0
@@ -78,7 +79,7 @@ def difference(count: int, configuration: dict[str, Any]) -> float:
         placed(all_parts, count, options.get("placement", "looped"))[stage] for all_parts in (actual, expected)
     )
     with rrfp.Pipeline(own, topology=place(count), loss_fn=loss_fn, **options).blocking() as pipe:
-        for microbatches in (1, 3, 8):
+        for microbatches in sizes:
             for module in (*actual, *expected):
                 module.zero_grad()
             for _ in range(2):
@@ -139,7 +140,7 @@ def main(what: str) -> None:
     split_backward.MIN_FLOPS = 0.0  # or nothing of this size would be deferred
     runs = [(count, each) for count in (1, 2, 4) for each in WHOLE]
     if what == "few":
-        runs = [(4, each) for each in FEW]
+        runs = [(4, {**each, "microbatches": (1, 6)}) for each in FEW]
     elif what == "parts":
         runs = [(count, each) for count in (2, 4) for each in PARTS if count == 4 or each.get("deterministic")]
     worst = {f"{count} {each}": difference(count, each) for count, each in runs}

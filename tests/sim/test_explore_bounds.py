@@ -74,6 +74,7 @@ def test_the_staircase_buffers_up_to_3k_minus_1_inputs_on_an_inner_stage_of_a_v(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_staircase_passes_the_papers_bound_on_buffers_at_limit_4() -> None:
     assert buffered(Case(3, 7, 2, "v", limit=4))[1] == 11
 

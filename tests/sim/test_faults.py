@@ -23,8 +23,8 @@ from rrfp.sim.faults.node import FaultNode
 from rrfp.sim.faults.random_scenario import make_scenario
 from rrfp.sim.faults.scenario import Scenario
 
-QUICK, NUM_RUNS, NUM_MORE = 1_000, 6_000, 60_000
-BATCH = 1_000
+QUICK, NUM_RUNS, NUM_MORE = 500, 6_000, 60_000
+BATCH = 500
 
 
 #: Endings that need three members, a round that failed, and a third member with something new to propose before the

@@ -12,6 +12,7 @@ import pytest
 import transports.makers as makers
 import transports.on_device as on_device
 import uvloop
+from batches import long
 
 from rrfp.errors import PeerLostError
 from rrfp.testing.clock import run_virtual
@@ -31,8 +32,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 MAKERS = makers.MAKERS | on_device.MAKERS
 
 
+#: Those that differ from another one only in what is below the contract.
+TWINS = ("simulated-late", "staged-inproc")
+
+
 @pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
-@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("maker", [long(maker) if maker in TWINS else maker for maker in MAKERS])
 async def test_contract(maker: str, check: Check) -> None:
     with skipping(maker, check):
         await check(MAKERS[maker])
