@@ -20,9 +20,6 @@ from rrfp.compute.gradients.reducer import GradientReducer
 from rrfp.compute.gradients.sparse import check_not_sparse
 from rrfp.compute.gradients.tie_copies import Ties
 from rrfp.compute.gradients.tied import ProcessTies, TiedGradients
-from rrfp.compute.lanes.base import Lane
-from rrfp.compute.lanes.stream import StreamLane
-from rrfp.compute.lanes.thread import ThreadLane
 from rrfp.compute.program import StageProgram
 from rrfp.compute.rng import replica_seed
 from rrfp.compute.torch_stage import TorchStage
@@ -30,9 +27,9 @@ from rrfp.core.order_log import Group
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.topology import Topology
-from rrfp.errors import ConfigError, TransportError
+from rrfp.errors import TransportError
 from rrfp.log import get_logger
-from rrfp.pipeline.device_choice import check_on_device, choose_device, generator_devices
+from rrfp.pipeline.device_choice import check_on_device, choose_device, generator_devices, new_lane, stage_lane
 from rrfp.pipeline.local_ranks import LocalRanks, together
 from rrfp.pipeline.method import Method, name_of
 from rrfp.pipeline.options import Options, common_options
@@ -157,7 +154,7 @@ class RankBuilder:
         check_not_sparse(modules, "gradients are summed over replicas as dense ones")
         make_group = partial(replica_group, topology, torch_ranks)
         deterministic = self._options["deterministic"]
-        lane = _lane(device, "rrfp-gradients")
+        lane = new_lane(device, "rrfp-gradients")
         return GradientReducer(modules, make_group, lane, replica=topology.replica, deterministic=deterministic)
 
     def ranks(self) -> LocalRanks:
@@ -206,7 +203,7 @@ class RankBuilder:
         return StageRunner(
             StageCore(graph, topology.stage, self._method.new_hint(), limit, group=group, in_order=rank.in_order),
             rank.program,
-            self._lane(topology.stage, rank.device),
+            stage_lane(topology.stage, rank.device, self._options["lane"], self._options["lane_nice"]),
             staged(create_transport(options["transport"], context), context.copies),
             topology=topology,
             coordination=options["coordination"],
@@ -236,18 +233,6 @@ class RankBuilder:
             patience_s=options["patience"],
             copies=None if device is None else StreamCopies(device, f"rrfp-copies-{topology.rank}"),
         )
-
-    def _lane(self, stage: int, device: Device | None) -> Lane:
-        if (make_lane := self._options["lane"]) is not None:
-            lane = make_lane(stage)
-            if device is not None and (lane.device is None or lane.device.name != device.name):
-                where = "on the CPU" if lane.device is None else f"on {lane.device.name}"
-                raise ConfigError(
-                    f"lane({stage}) computes {where}, but the stage is on {device.name}: return a StreamLane of that "
-                    "device, or leave lane out"
-                )
-            return lane
-        return _lane(device, f"rrfp-lane-{stage}", self._options["lane_nice"])
 
     def _common_terms(self, topology: Topology) -> Terms:
         """The values that must be the same on all ranks of the job."""
@@ -287,11 +272,6 @@ class RankBuilder:
             platform.python_version(),
         )
         self._method.warn_unless_split()
-
-
-def _lane(device: Device | None, name: str, nice: int = 0) -> Lane:
-    """A lane on a stream of ``device``; on a thread where that is None."""
-    return ThreadLane(name, nice=nice) if device is None else StreamLane(device, name, nice=nice)
 
 
 async def _join(reducer: GradientReducer, timeout_s: float) -> None:

@@ -1,8 +1,8 @@
-"""Which device a rank computes on: the option's, or that of its modules."""
+"""Which device a rank computes on, the option's or that of its modules; and the lanes in front of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -12,6 +12,9 @@ from torch import nn
 from rrfp.compute.cuda_graphs import check_no_cuda_graphs
 from rrfp.compute.devices.base import Device
 from rrfp.compute.devices.cuda import CudaDevice
+from rrfp.compute.lanes.base import Lane
+from rrfp.compute.lanes.stream import StreamLane
+from rrfp.compute.lanes.thread import ThreadLane
 from rrfp.errors import ConfigError
 from rrfp.log import get_logger
 
@@ -68,6 +71,29 @@ def check_on_device(modules: Mapping[int, nn.Module], loss_fn: Any, device: Devi
     """
     if device is not None and device.kind == "cuda":
         check_no_cuda_graphs(modules, loss_fn)
+
+
+def new_lane(device: Device | None, name: str, nice: int = 0) -> Lane:
+    """A lane on a stream of ``device``; on a thread where that is None."""
+    return ThreadLane(name, nice=nice) if device is None else StreamLane(device, name, nice=nice)
+
+
+def stage_lane(stage: int, device: Device | None, make_lane: Callable[[int], Lane] | None, nice: int) -> Lane:
+    """The lane of ``stage``, which computes on ``device``; the caller's own, if that computes there too.
+
+    Raises:
+        ConfigError: if it does not.
+    """
+    if make_lane is None:
+        return new_lane(device, f"rrfp-lane-{stage}", nice)
+    lane = make_lane(stage)
+    if device is not None and (lane.device is None or lane.device.name != device.name):
+        where = "on the CPU" if lane.device is None else f"on {lane.device.name}"
+        raise ConfigError(
+            f"lane({stage}) computes {where}, but the stage is on {device.name}: return a StreamLane of that device, "
+            "or leave lane out"
+        )
+    return lane
 
 
 def generator_devices(device: Device | None) -> tuple[torch.device, ...]:
