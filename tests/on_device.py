@@ -18,7 +18,7 @@ import pytest
 
 from rrfp.compute.devices.base import Device
 from rrfp.compute.lanes.stream import StreamLane
-from rrfp.pipeline import build
+from rrfp.pipeline import build, device_choice
 from rrfp.pipeline.options import Options
 from rrfp.testing.device_double import DoubleDevice
 
@@ -84,7 +84,7 @@ class Doubles:
         with (
             patch.object(build.RankBuilder, "__init__", init),
             patch.object(build, "choose_device", self.choose),
-            patch.object(build, "StreamLane", self.lane),
+            patch.object(device_choice, "StreamLane", self.lane),
         ):
             yield
 
