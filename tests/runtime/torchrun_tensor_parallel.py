@@ -260,9 +260,13 @@ def three_dims(rank: int) -> None:
 
 
 def main(what: str) -> None:
-    """Run the cases on this rank, of four: ``all`` or ``few``."""
+    """Run the cases on this rank, of four: ``all``, ``few``, or of those only the ones without replicas, ``tp``."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    if what == "tp":
+        worst, disagreements = examine_all(meshes([(2, 1, 2)]), FEW)
+        dist.destroy_process_group()
+        return say({"worst": worst, "disagreements": disagreements})
     known = meshes([size for size in CASES if math.prod(size) == dist.get_world_size()])
     worst, disagreements = examine_all(known, FEW if what == "few" else CASES)
     refused = refusal(known[1, 2, 2])
