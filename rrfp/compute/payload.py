@@ -59,10 +59,18 @@ class Payload:
         """
         return _rebuild(self.structure, self.tensors)
 
+    def sent(self) -> Payload:
+        """As it is sent: the same memory without a history; a tensor requires grad if its gradient is wanted back."""
+        return Payload(tuple(map(_sent, self.tensors)), self.structure)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors, as dense ones."""
         return sum(t.numel() * t.element_size() for t in self.tensors if t is not None)
+
+
+def _sent(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else canonical(tensor.detach()).requires_grad_(tensor.requires_grad)
 
 
 def canonical(tensor: Tensor) -> Tensor:

@@ -15,20 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from rrfp.compute.activations import ActivationMeter, describe, tensors_in
-from rrfp.compute.async_tensors import full_tensor, wait_async
+from rrfp.compute.async_tensors import full_tensor
 from rrfp.compute.buffers import StateWatches
 from rrfp.compute.caller_context import CallerModes
-from rrfp.compute.calling import Arguments, check_batch, check_loss, check_placement, detached, requires_grad
+from rrfp.compute.calling import Arguments, check_batch, check_loss, check_placement, requires_grad
 from rrfp.compute.gradients.adopted import AdoptedGradients
 from rrfp.compute.gradients.shared import SharedGradients
 from rrfp.compute.loss_module import with_loss
-from rrfp.compute.payload import Payload, canonical
+from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch, StageProgram
 from rrfp.compute.received import ReadOnly, Received
 from rrfp.compute.rng import RandomForks, devices_of
 from rrfp.compute.saved_forward import SavedForward
 from rrfp.compute.split.backward import SplitBackward, Unsplittable
 from rrfp.compute.split.pending_weights import PendingWeights
+from rrfp.compute.step_results import StepResults
 from rrfp.core.graph import Graph
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.tasks import Kind, Mode, StepId, Task
@@ -194,19 +195,18 @@ class TorchStage(StageProgram):
 
     def losses(self) -> Mapping[int, float]:
         """See :meth:`StageProgram.losses`. Waits for the device, so it must not be called between tasks."""
-        return {m: float(self._losses[m]) for m in sorted(self._losses)}
+        return self._results.losses()
 
     def outputs(self) -> Mapping[int, Any]:
         """See :meth:`StageProgram.outputs`; by default kept in a forward-only step without targets or ``loss_fn``."""
-        return {m: self._outputs[m] for m in sorted(self._outputs)}
+        return self._results.outputs()
 
     def _clear(self) -> None:
         #: By microbatch and virtual stage, as are the bytes and the pending weights.
         self._saved: dict[tuple[int, int], SavedForward] = {}
         self._held: dict[tuple[int, int], int] = {}
         self._held_outputs: dict[tuple[int, int], int] = {}
-        self._losses: dict[int, Tensor] = {}
-        self._outputs: dict[int, Any] = {}
+        self._results = StepResults()
         #: The work that B left to W, and the addresses of payloads in which no `.grad` may lie.
         self._pending: dict[tuple[int, int], tuple[PendingWeights, frozenset[int]]] = {}
         self._adopted: dict[int, AdoptedGradients] = {}
@@ -247,16 +247,14 @@ class TorchStage(StageProgram):
         packed = Payload.pack(output)
         if training:
             self._saved[m, v] = SavedForward.of_outputs(received, packed.tensors)
-        return Payload(tuple(map(_detached, packed.tensors)), packed.structure)
+        return packed.sent()
 
     def _save_results(self, m: int, output: Any, loss: Tensor | None) -> None:
         returns = self._batch.return_outputs
         if self._modes.mode is not Mode.TRAIN and (loss is None if returns is None else returns):
-            self._outputs[m] = detached(output)
-            for tensor in tensors_in(self._outputs[m]):
-                wait_async(tensor)
+            self._results.keep_output(m, output)
         if loss is not None:
-            self._losses[m] = wait_async(loss.detach())
+            self._results.keep_loss(m, loss)
 
     def _saved_loss(self, m: int, received: Received, output: Any, loss: Tensor | None) -> SavedForward:
         if factor := self._batch.gradient_weights[m]:
@@ -298,8 +296,3 @@ class TorchStage(StageProgram):
         target = None if self._batch.targets is None or self._graph.successors[v] else self._batch.targets[m]
         module = self._modules[v]
         return describe((arguments, target)), module.training, self._modes.autocast
-
-
-def _detached(tensor: Tensor | None) -> Tensor | None:
-    """A tensor as it is sent: the same memory without a history; it requires grad if its gradient is wanted back."""
-    return None if tensor is None else canonical(tensor.detach()).requires_grad_(tensor.requires_grad)

@@ -22,7 +22,8 @@ from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError
 from rrfp.transports.base import Message, MessageKind, TransportContext
 from rrfp.transports.flow import Window
-from rrfp.transports.inproc import InprocTransport, PeerEnd
+from rrfp.transports.inproc import InprocTransport
+from rrfp.transports.inproc_hub import PeerEnd
 
 #: Seconds of a message between two ranks: (sender, receiver, message) -> finite, >= 0.
 Latency = Callable[[int, int, Message], float]

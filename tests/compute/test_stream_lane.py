@@ -13,7 +13,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from rrfp.compute.lanes.stream import StreamLane, _narrowed
+from rrfp.compute.lanes.device_clock import narrowed
+from rrfp.compute.lanes.stream import StreamLane
 from rrfp.errors import ConfigError
 from rrfp.testing.device_double import DoubleDevice, DoubleError
 
@@ -57,7 +58,7 @@ async def test_times_are_the_devices(lane: StreamLane) -> None:
     ("least", "most", "expected"), [(0.0, 9.0, 5.0), (0.0, 4.0, 4.0), (6.0, 9.0, 6.0), (6.0, 4.0, 6.0)]
 )
 def test_what_the_host_has_seen_narrows_the_time_of_a_base(least: float, most: float, expected: float) -> None:
-    assert _narrowed(5.0, least=least, most=most) == expected
+    assert narrowed(5.0, least=least, most=most) == expected
 
 
 async def test_a_fence_that_the_device_refuses_fails_later_calls(lane: StreamLane, device: DoubleDevice) -> None:

@@ -76,9 +76,9 @@ class CoverageMap:
         """The tests to ask about a change of these lines, in order."""
         by_line = self.lines.get(file, {})
         found = {test for line in lines for test in by_line.get(line, ())}
-        if not found:  # what only importing runs is used by whoever uses the file
+        if not found:  # the lines only run at import: ask the tests that run other lines of the file
             found = {test for tests in by_line.values() for test in tests}
-        if not found and by_line:  # only importing runs the file: whoever imports it notices, or nobody
+        if not found and by_line:  # the file only runs when it is imported: any test may import it
             found = set(self.seconds)
         chosen, total = [], 0.0
         for test in sorted(found, key=lambda test: (self.seconds[test], test)):

@@ -49,7 +49,7 @@ class StreamCopies:
 
     async def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies in pinned memory."""
-        return await self._run("send", partial(_to_host, self._device, tensors))
+        return await self._run("send", partial(_copied, self._device.empty_on_host, tensors))
 
     async def to_device(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies on the device."""
@@ -58,7 +58,7 @@ class StreamCopies:
     async def copy(self, tensors: Sequence[Tensor], target: Any) -> list[Tensor]:
         """Copies on the device of ``target``, another `StreamCopies` or this one."""
         assert isinstance(target, StreamCopies)
-        return await self._run("send", partial(_to_other, target._device, tensors))
+        return await self._run("send", partial(_copied, target._device.empty, tensors))
 
     def close(self) -> None:
         """Fail the waiting calls; copies under way end by themselves."""
@@ -97,11 +97,12 @@ def _closed_error() -> TransportClosedError:
     return TransportClosedError("the transport is closed")
 
 
-def _to_host(device: Device, tensors: Sequence[Tensor]) -> _Copied:
+def _copied(empty: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> _Copied:
+    """Copies in memory that ``empty`` makes."""
     copies = []
     for tensor in tensors:
         dense = _dense(tensor)
-        copy = device.empty_on_host(dense)
+        copy = empty(dense)
         copy.copy_(dense, non_blocking=True)
         copies.append(copy.requires_grad_(tensor.requires_grad))
     return copies, tensors
@@ -118,16 +119,6 @@ def _to_device(device: Device, tensors: Sequence[Tensor]) -> _Copied:
         copies.append(copy.requires_grad_(tensor.requires_grad))
         staged.append(pinned)
     return copies, (tensors, staged)
-
-
-def _to_other(device: Device, tensors: Sequence[Tensor]) -> _Copied:
-    copies = []
-    for tensor in tensors:
-        dense = _dense(tensor)
-        copy = device.empty(dense)
-        copy.copy_(dense, non_blocking=True)
-        copies.append(copy.requires_grad_(tensor.requires_grad))
-    return copies, tensors
 
 
 def _dense(tensor: Tensor) -> Tensor:

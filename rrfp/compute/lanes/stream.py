@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rrfp.compute.devices.base import Device, Event, Stream
 from rrfp.compute.lanes.base import Execution, as_exception
+from rrfp.compute.lanes.device_clock import Base
 from rrfp.compute.lanes.thread import ThreadLane, complete, settle
 from rrfp.core import timeouts
 from rrfp.errors import ConfigError
@@ -30,14 +31,6 @@ from rrfp.log import get_logger
 T = TypeVar("T")
 
 logger = get_logger(__name__)
-
-
-@dataclass(slots=True)
-class _Base:
-    """A point that the device has reached, and its time on the lane's clock; see `_narrowed`."""
-
-    event: Event
-    time: float
 
 
 @dataclass(slots=True)
@@ -56,7 +49,7 @@ class _Issued:
     """
 
     future: asyncio.Future[Any]
-    base: _Base | None = None
+    base: Base | None = None
     result: Any = None
     failure: Exception | None = None
     began: float = 0.0
@@ -97,7 +90,7 @@ class StreamLane(ThreadLane):
         self._issued: queue.SimpleQueue[_Issued | Event | None] = queue.SimpleQueue()
         #: The first failure of the device. Every later call fails with it.
         self._broken: Exception | None = None
-        self._base: _Base | None = None
+        self._base: Base | None = None
         self._is_calling = False
         #: Calls that the lane's thread has taken, and those that the watcher has completed.
         self._made = self._completed = 0
@@ -210,13 +203,13 @@ class StreamLane(ThreadLane):
         if self._broken is None:
             self._broken = self.device.explain(error)
 
-    def _new_base(self) -> _Base:
+    def _new_base(self) -> Base:
         if self._base is not None:
             self._issued.put(self._base.event)
             self._base = None
         event = self._stream.record()
         event.synchronize()
-        self._base = _Base(event, time.monotonic())
+        self._base = Base(event, time.monotonic())
         return self._base
 
     def _warn_if_strayed(self) -> None:
@@ -269,25 +262,14 @@ class StreamLane(ThreadLane):
 
     def _execution(self, issued: _Issued) -> Execution[Any]:
         """The result and the times of a call whose work is done."""
-        now = time.monotonic()
         base, start, end = issued.base, issued.start, issued.end
         assert base is not None
         assert start is not None
         assert end is not None
-        started, ended = start.seconds_since(base.event), end.seconds_since(base.event)
-        base.time = _narrowed(base.time, least=max(issued.began - started, issued.launched - ended), most=now - ended)
-        started = max(base.time + started, issued.began, self._ended)
-        self._ended = max(base.time + ended, issued.launched, started)
+        started, ended = base.times(start, end, began=issued.began, launched=issued.launched)
+        started = max(started, self._ended)
+        self._ended = max(ended, started)
         return Execution(issued.result, started, self._ended, issued.launched)
-
-
-def _narrowed(estimate: float, *, least: float, most: float) -> float:
-    """The time of a base on the lane's clock.
-
-    The thread that read it was late by an unknown time. A call does not reach the device before it was made, nor is it
-    observed before it ended; each such pair of times narrows the estimate.
-    """
-    return max(least, min(estimate, most))
 
 
 def _settle_later(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], failure: Exception) -> None:

@@ -64,7 +64,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class Independent:
-    """Every rank runs what its own core says, unasked. For strict schedules only, which are one order on all ranks."""
+    """Every rank follows its own core. For strict schedules only, whose order is the same on all ranks."""
 
 
 Coordination = Leader | Agreement | Independent

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from rrfp.testing.checks import run_checks
 from rrfp.testing.lane_checks import calls, device_work
 from rrfp.testing.lane_checks.subject import Check, MakeLane
-from rrfp.testing.skipped import SkippedError
 
 ALL_CHECKS: tuple[Check, ...] = (*calls.CHECKS, *device_work.CHECKS)
 """Every check, the simplest first, so that the first failure is the most helpful."""
@@ -22,12 +22,4 @@ async def run_lane_checks(make_lane: MakeLane) -> dict[str, str]:
     Raises:
         AssertionError: of the first check that failed, with its name.
     """
-    skipped = {}
-    for check in ALL_CHECKS:
-        try:
-            await check(make_lane)
-        except SkippedError as error:
-            skipped[check.__name__] = str(error)
-        except AssertionError as error:
-            raise AssertionError(f"{check.__name__}: {error}") from error
-    return skipped
+    return await run_checks(ALL_CHECKS, make_lane)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rrfp.testing.skipped import SkippedError
+from rrfp.testing.checks import run_checks
 from rrfp.testing.transport_checks import data, ends, flow, frames, peers
 from rrfp.testing.transport_checks.pair import Check, MakePair
 
@@ -28,12 +28,4 @@ async def run_transport_checks(make_pair: MakePair) -> dict[str, str]:
     Raises:
         AssertionError: of the first check that failed, with its name.
     """
-    skipped = {}
-    for check in ALL_CHECKS:
-        try:
-            await check(make_pair)
-        except SkippedError as error:
-            skipped[check.__name__] = str(error)
-        except AssertionError as error:
-            raise AssertionError(f"{check.__name__}: {error}") from error
-    return skipped
+    return await run_checks(ALL_CHECKS, make_pair)

@@ -1,0 +1,24 @@
+"""A run of conformance checks, whatever they check."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
+
+from rrfp.testing.skipped import SkippedError
+
+T = TypeVar("T")
+
+
+async def run_checks(checks: Iterable[Callable[[T], Awaitable[None]]], make: T) -> dict[str, str]:
+    """Run every check on what ``make`` makes; see `run_transport_checks` for the result and the error."""
+    skipped = {}
+    for check in checks:
+        name = getattr(check, "__name__", repr(check))
+        try:
+            await check(make)
+        except SkippedError as error:
+            skipped[name] = str(error)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+    return skipped
