@@ -10,28 +10,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from rrfp.core import timeouts
 from rrfp.errors import FrameError, PeerLostError, RrfpError
 from rrfp.transports.base import Channel
-from rrfp.transports.flow import cost_of
-from rrfp.transports.header_checks import HeaderChecks
+from rrfp.transports.credits import Credits, apply_credit
+from rrfp.transports.flow import Window
 from rrfp.transports.wire import Codec, Sealed
 from rrfp.transports.zmq.inlet import BYE, CREDIT, FAREWELL, HELLO, WELCOME, Route
 from rrfp.transports.zmq.outlet import Outlet
-
-#: Credit is sent once it is this part of the sender's window, or after `CREDIT_DELAY_S`: one frame for many messages,
-#: and never so late that a sender which fills its window waits for a timer.
-CREDIT_SHARE = 8
-
-
-class _Debt:
-    """Bytes and messages that were consumed, and for which no credit was sent yet."""
-
-    def __init__(self) -> None:
-        self.cost = 0
-        self.messages = 0
-        self.timer: asyncio.TimerHandle | None = None
 
 
 class Link:
@@ -52,12 +40,11 @@ class Link:
         self.opened = asyncio.Event()
         self.delivered = asyncio.Event()
         self._codec = codec
-        self._threshold = queue_bytes // CREDIT_SHARE
         self._on_lost = on_lost
         self._greeted: set[Channel] = set()
         self._byes: set[Channel] = set()
         self._ended: set[Channel] = set()
-        self._debts = {channel: _Debt() for channel in Channel}
+        self._credits = Credits(queue_bytes, partial(self._post, CREDIT))
         self._grace: asyncio.TimerHandle | None = None
         self._welcomed = False
         self._is_over = False
@@ -93,7 +80,7 @@ class Link:
             self._welcomed = True
             self._open()
         elif sealed.kind == CREDIT:
-            self._on_credit(sealed)
+            apply_credit(sealed, self._window)
         elif sealed.kind == BYE:
             self._byes.add(route.channel)
             if len(self._byes) == len(Channel):
@@ -101,31 +88,15 @@ class Link:
         elif sealed.kind == FAREWELL:
             self.delivered.set()
 
-    def _on_credit(self, sealed: Sealed) -> None:
-        check = HeaderChecks(self.peer)
-        channel, cost, messages = check.array("credit", sealed.fields, 3)
-        outlet = self.outlets.get(check.choice("credit.channel", channel, Channel))
+    def _window(self, channel: Channel) -> Window:
+        outlet = self.outlets.get(channel)
         if outlet is None:
             raise FrameError(self.peer, "credit", "comes before the greeting")
-        outlet.window.release(check.integer("credit.bytes", cost), check.integer("credit.messages", messages))
+        return outlet.window
 
     def consumed(self, channel: Channel, num_bytes: int) -> None:
         """``receive`` returned a message of ``channel``: its bytes become credit for the sender."""
-        debt = self._debts[channel]
-        debt.cost += cost_of(num_bytes)
-        debt.messages += 1
-        if debt.cost >= self._threshold:
-            self._send_credit(channel)
-        elif debt.timer is None and not self._is_over:
-            loop = asyncio.get_running_loop()
-            debt.timer = loop.call_later(timeouts.CREDIT_DELAY_S, self._send_credit, channel)
-
-    def _send_credit(self, channel: Channel) -> None:
-        debt, self._debts[channel] = self._debts[channel], _Debt()
-        if debt.timer is not None:
-            debt.timer.cancel()
-        if not self._is_over:
-            self._post(CREDIT, channel.value, debt.cost, debt.messages)
+        self._credits.consumed(channel, num_bytes)
 
     def _on_left(self) -> None:
         self._post(FAREWELL)
@@ -160,9 +131,7 @@ class Link:
         self.delivered.set()
         if self._grace is not None:
             self._grace.cancel()
-        for debt in self._debts.values():
-            if debt.timer is not None:
-                debt.timer.cancel()
+        self._credits.close()
         self._fail_sends(error)
 
     def _fail_sends(self, error: RrfpError) -> None:

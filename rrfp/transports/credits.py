@@ -1,0 +1,76 @@
+"""Credit: how a receiver returns the bytes of the messages that ``receive`` returned to their sender's window.
+
+One frame for many messages: it is sent once it is a good part of the sender's window, or after `CREDIT_DELAY_S`, so a
+sender that fills its window never waits for the timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from rrfp.core import timeouts
+from rrfp.transports.base import Channel
+from rrfp.transports.flow import Window, cost_of
+from rrfp.transports.header_checks import HeaderChecks
+from rrfp.transports.wire import Sealed
+
+#: The part of the sender's window after which credit is sent at once.
+CREDIT_SHARE = 8
+
+
+class _Debt:
+    """Bytes and messages that were consumed, and for which no credit was sent yet."""
+
+    def __init__(self) -> None:
+        self.cost = 0
+        self.messages = 0
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class Credits:
+    """What this rank owes one peer. Used on one loop only.
+
+    Args:
+        queue_bytes: the peer's window for each channel.
+        send: sends the fields of one credit frame, without waiting; `apply_credit` reads them.
+    """
+
+    def __init__(self, queue_bytes: int, send: Callable[[str, int, int], None]) -> None:
+        self._threshold = queue_bytes // CREDIT_SHARE
+        self._send = send
+        self._debts = {channel: _Debt() for channel in Channel}
+        self._closed = False
+
+    def consumed(self, channel: Channel, num_bytes: int) -> None:
+        """``receive`` returned a message of ``channel`` with so many bytes of tensors."""
+        debt = self._debts[channel]
+        debt.cost += cost_of(num_bytes)
+        debt.messages += 1
+        if debt.cost >= self._threshold:
+            self._flush(channel)
+        elif debt.timer is None and not self._closed:
+            loop = asyncio.get_running_loop()
+            debt.timer = loop.call_later(timeouts.CREDIT_DELAY_S, self._flush, channel)
+
+    def _flush(self, channel: Channel) -> None:
+        debt, self._debts[channel] = self._debts[channel], _Debt()
+        if debt.timer is not None:
+            debt.timer.cancel()
+        if not self._closed:
+            self._send(channel.value, debt.cost, debt.messages)
+
+    def close(self) -> None:
+        """Send nothing more. May be called twice."""
+        self._closed = True
+        for debt in self._debts.values():
+            if debt.timer is not None:
+                debt.timer.cancel()
+
+
+def apply_credit(sealed: Sealed, window_of: Callable[[Channel], Window]) -> None:
+    """Release the bytes of a credit frame; a FrameError if a field is malformed."""
+    check = HeaderChecks(sealed.sender)
+    channel, cost, messages = check.array("credit", sealed.fields, 3)
+    window = window_of(check.choice("credit.channel", channel, Channel))
+    window.release(check.integer("credit.bytes", cost), check.integer("credit.messages", messages))
