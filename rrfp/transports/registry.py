@@ -20,6 +20,7 @@ TRANSPORTS: Registry[TransportFactory] = Registry(
     "rrfp.transports",
     {
         "inproc": "rrfp.transports.inproc:InprocTransport",
+        "shm": "rrfp.transports.shm.transport:ShmTransport",
         "zmq": "rrfp.transports.zmq.transport:ZmqTransport",
         "simulated": "rrfp.transports.simulated:SimulatedTransport",
     },

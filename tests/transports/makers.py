@@ -16,6 +16,8 @@ from rrfp.testing.transport_checks import MakePair, Pair, PairOptions
 from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.rendezvous import LocalRendezvous
+from rrfp.transports.shm.datagrams import Payload, pack
+from rrfp.transports.shm.transport import ShmTransport
 from rrfp.transports.simulated import Latency, SimulatedTransport, no_latency
 from rrfp.transports.zmq.transport import ZmqTransport
 
@@ -188,6 +190,27 @@ async def zmq_two_loops(options: PairOptions) -> AsyncIterator[Pair]:
 
 
 @asynccontextmanager
+async def over_shm(options: PairOptions) -> AsyncIterator[Pair]:
+    """Pairs in one process, with a way to inject datagrams past the sender's checks."""
+    transports = [ShmTransport(context) for context in contexts(options)]
+    left = transports[0]
+
+    async def inject(channel: Channel, header: bytes, frames: Sequence[bytes]) -> None:
+        packets = left._links[1]._connections[channel].packets
+        packets.post(pack(header, Payload(len(frames), sum(map(len, frames))), [memoryview(frame) for frame in frames]))
+
+    async with started(*transports, inject=inject) as pair:
+        yield pair
+
+
+@asynccontextmanager
+async def shm_two_loops(options: PairOptions) -> AsyncIterator[Pair]:
+    left, right, *others = map(ShmTransport, contexts(options))
+    async with LoopInThread() as loop, started(left, Elsewhere(right, loop), *others) as pair:
+        yield pair
+
+
+@asynccontextmanager
 async def zmq_relayed(options: PairOptions) -> AsyncIterator[Pair]:
     """Over tcp, through a relay that can fall silent; soon taken for lost then."""
     async with AsyncExitStack() as stack:
@@ -203,6 +226,8 @@ MAKERS: dict[str, MakePair] = {
     "inproc-threads": inproc_two_loops,
     "simulated": simulated(),
     "simulated-late": simulated(lambda stage, peer, message: 0.002),
+    "shm": over_shm,
+    "shm-threads": shm_two_loops,
     "zmq-ipc": over_zmq("ipc"),
     "zmq-tcp": over_zmq("127.0.0.1"),
     "zmq-relayed": zmq_relayed,

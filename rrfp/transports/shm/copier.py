@@ -1,0 +1,68 @@
+"""Copies that are too long for the loop, in one helper thread of a transport."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+
+from rrfp.transports.flow import HomeLoop
+
+_Job = tuple[Callable[[], None], asyncio.Future[None]]
+
+
+class Copier:
+    """Runs functions one after the other in a thread, which starts with the first. Used on one loop only.
+
+    Args:
+        home: the loop.
+        name: of the thread.
+    """
+
+    def __init__(self, home: HomeLoop, name: str) -> None:
+        self._home = home
+        self._name = name
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._started = False
+
+    def run(self, function: Callable[[], None], *, now: bool) -> asyncio.Future[None]:
+        """The future of a call of ``function``, made here if ``now``, and also if the future is cancelled."""
+        done: asyncio.Future[None] = self._home.loop.create_future()
+        if now:
+            _settle(done, _call(function))
+            return done
+        if not self._started:
+            self._started = True
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        self._jobs.put((function, done))
+        return done
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            function, done = job
+            error = _call(function)
+            self._home.call(lambda done=done, error=error: _settle(done, error))  # type: ignore[misc]
+            del job, function, done, error  # the memory must not wait for the next job
+
+    def close(self) -> None:
+        """End the thread after the jobs that it has. May be called twice."""
+        if self._started:
+            self._jobs.put(None)
+
+
+def _call(function: Callable[[], None]) -> Exception | None:
+    try:
+        function()
+    except Exception as error:
+        return error
+    return None
+
+
+def _settle(done: asyncio.Future[None], error: Exception | None) -> None:
+    if done.done():
+        return
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)

@@ -1,0 +1,71 @@
+"""One message, or one frame of the link, as one datagram: a prefix, the header, and tensors where they are small.
+
+The prefix says where the tensors are. Up to `INLINE_BYTES` they follow the header, one behind the other; larger ones
+lie in a slot, whose descriptor travels with the first datagram that names it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rrfp.errors import FrameError
+from rrfp.transports.wire import MAX_HEADER_BYTES
+
+#: Tensors of a message that travel in its datagram: two copies of so little cost less than a slot's page faults.
+INLINE_BYTES = 64 << 10
+
+_PREFIX = struct.Struct("=IIQQQ")
+
+#: The largest datagram that is sent.
+MAX_DATAGRAM_BYTES = _PREFIX.size + MAX_HEADER_BYTES + INLINE_BYTES
+
+#: Of the buffer into which datagrams are read: a larger one is cut off, and refused.
+BUFFER_BYTES = MAX_DATAGRAM_BYTES + 4096
+
+
+class Payload(NamedTuple):
+    """The tensors of a datagram.
+
+    Attributes:
+        tensors: their number.
+        num_bytes: of all of them.
+        slot: the number of their slot; 0: they follow the header.
+        room: bytes of that slot.
+    """
+
+    tensors: int = 0
+    num_bytes: int = 0
+    slot: int = 0
+    room: int = 0
+
+
+#: Of a datagram without tensors.
+NOWHERE = Payload()
+
+
+class Datagram(NamedTuple):
+    """A datagram that was read; the views end with the buffer's next use."""
+
+    header: memoryview
+    payload: Payload
+    inline: memoryview
+
+
+def pack(header: bytes, payload: Payload = NOWHERE, inline: Sequence[memoryview] = ()) -> list[bytes | memoryview]:
+    """The parts of a datagram."""
+    return [_PREFIX.pack(len(header), *payload) + header, *inline]
+
+
+def unpack(peer: int | None, datagram: memoryview) -> Datagram:
+    """The parts of a received datagram; a FrameError, which names ``peer``, if its lengths do not agree."""
+    size = datagram.nbytes
+    if size < _PREFIX.size:
+        raise FrameError(peer, "prefix", f"has {size} bytes, must have {_PREFIX.size}")
+    header_bytes, *fields = _PREFIX.unpack_from(datagram)
+    payload, end = Payload(*fields), _PREFIX.size + header_bytes
+    inline = size - end
+    if inline != (0 if payload.slot else payload.num_bytes):
+        raise FrameError(peer, "prefix", f"names {header_bytes} bytes of header and {payload}, but {size} arrived")
+    return Datagram(datagram[_PREFIX.size : end], payload, datagram[end:])

@@ -1,0 +1,137 @@
+"""The receiving side of one channel to one peer: datagrams become messages, whose large tensors stay in their slots."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Protocol
+
+from rrfp.errors import FrameError, TransportError
+from rrfp.transports.base import Channel, Message
+from rrfp.transports.header_checks import HeaderChecks
+from rrfp.transports.shm.datagrams import BUFFER_BYTES, Datagram, Payload, unpack
+from rrfp.transports.shm.packets import Packet
+from rrfp.transports.shm.slots import Slot, padded
+from rrfp.transports.tensor_bytes import allocate
+from rrfp.transports.wire import Codec, Sealed
+
+#: The kinds of the link's own frames; every other kind is a message's.
+HELLO, WELCOME, CREDIT, DROP, BYE = LINK_KINDS = ("hello", "welcome", "credit", "drop", "bye")
+
+
+class Receiver(Protocol):
+    """The owner of an inlet, to which it reports."""
+
+    def on_message(self, message: Message, num_bytes: int) -> None:
+        """A complete message arrived; its tensors have ``num_bytes``."""
+
+    def on_link_frame(self, peer: int, channel: Channel, sealed: Sealed) -> None:
+        """A frame of the link itself arrived."""
+
+    def on_bad_frame(self, error: TransportError) -> None:
+        """A frame was dropped."""
+
+
+class Inlet:
+    """One channel of ``peer``. Used on one loop only; calls ``receiver`` with messages and frames."""
+
+    def __init__(self, peer: int, channel: Channel, codec: Codec, receiver: Receiver) -> None:
+        self._peer = peer
+        self._channel = channel
+        self._codec = codec
+        self._receiver = receiver
+        self._slots: dict[int, Slot] = {}
+        self._sequence = 0
+
+    def accept(self, packet: Packet, buffer: memoryview) -> None:
+        """Handle a datagram that lies in ``buffer``."""
+        slot = None
+        try:
+            if packet.is_cut:
+                raise FrameError(
+                    self._peer, "header", f"or tensors in the datagram have more than {BUFFER_BYTES} bytes"
+                )
+            datagram = unpack(self._peer, buffer[: packet.size])
+            slot = self._slot_of(datagram.payload, packet)
+            self._handle(datagram, slot)
+        except (FrameError, TransportError) as error:
+            if slot is not None:
+                slot.free()
+            self._receiver.on_bad_frame(error)
+        finally:
+            if packet.descriptor is not None:
+                os.close(packet.descriptor)  # the mapping needs it no longer
+
+    def _handle(self, datagram: Datagram, slot: Slot | None) -> None:
+        sealed = self._codec.open(datagram.header)
+        if sealed.sender != self._peer:
+            raise FrameError(self._peer, "sender", f"is {sealed.sender}, but the connection is not that rank's")
+        if sealed.kind == DROP:
+            self._drop(sealed.fields)
+        elif sealed.kind in LINK_KINDS:
+            self._receiver.on_link_frame(self._peer, self._channel, sealed)
+        else:
+            self._on_message(sealed, datagram, slot)
+
+    def _on_message(self, sealed: Sealed, datagram: Datagram, slot: Slot | None) -> None:
+        announcement = self._codec.announcement(sealed)
+        channel, sequence, sizes = announcement.channel, announcement.sequence, announcement.sizes
+        if channel is not self._channel:
+            raise FrameError(self._peer, "channel", f"is {channel}, but the connection is for {self._channel}")
+        if sequence != self._sequence:
+            raise FrameError(self._peer, "sequence", f"is {sequence}, must be {self._sequence}")
+        count, num_bytes, *_ = datagram.payload
+        if (count, num_bytes) != (len(sizes), announcement.num_bytes):
+            reason = f"{count} frames with {num_bytes} bytes are there, not the announced ones with {sizes!r:.80}"
+            raise FrameError(self._peer, "frames", reason)
+        if slot is None:
+            buffers = _copies(datagram.inline, sizes)
+        elif (needed := sum(map(padded, sizes))) > slot.num_bytes:
+            raise FrameError(self._peer, "frames", f"need {needed} bytes, but the slot has {slot.num_bytes}")
+        else:
+            buffers = slot.borrow(sizes)
+        self._sequence += 1
+        self._receiver.on_message(announcement.assemble(buffers), num_bytes)
+
+    def _slot_of(self, payload: Payload, packet: Packet) -> Slot | None:
+        """The slot that a datagram names; mapped if its descriptor came along."""
+        if packet.lacks_descriptor:
+            raise TransportError(
+                f"a message of rank {self._peer} was lost, since this process may open no more files (RLIMIT_NOFILE, "
+                "ulimit -n)"
+            )
+        if payload.slot == 0:
+            return None
+        if packet.descriptor is not None:
+            self._slots[payload.slot] = self._open(payload, packet.descriptor)
+        slot = self._slots.get(payload.slot)
+        if slot is None or slot.num_bytes != payload.room:
+            raise FrameError(self._peer, "slot", f"is {payload.slot} with {payload.room} bytes, which is unknown here")
+        return slot
+
+    def _open(self, payload: Payload, descriptor: int) -> Slot:
+        try:
+            return Slot.open(payload.slot, payload.room, descriptor)
+        except ValueError as error:
+            raise FrameError(self._peer, "slot", str(error)) from error
+        except OSError as error:
+            raise TransportError(f"a message of rank {self._peer} was lost: {error}") from error
+
+    def _drop(self, fields: list[Any]) -> None:
+        """Forget a slot; memory that tensors still use stays theirs."""
+        check = HeaderChecks(self._peer)
+        (ident,) = check.array("drop", fields, 1)
+        self._slots.pop(check.integer("drop.slot", ident, least=1), None)
+
+    def close(self) -> None:
+        """Forget all slots. Received tensors stay valid."""
+        self._slots.clear()
+
+
+def _copies(inline: memoryview, sizes: list[int]) -> list[memoryview]:
+    buffers, start = [], 0
+    for size in sizes:
+        buffer = allocate(size)
+        buffer[:] = inline[start : start + size]
+        buffers.append(buffer)
+        start += size
+    return buffers

@@ -1,0 +1,127 @@
+"""The sending side of one channel to one peer: tensors go into the datagram or into a slot, and are copied once."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from rrfp.errors import PeerLostError, RrfpError, TransportError
+from rrfp.transports.base import Message
+from rrfp.transports.flow import HomeLoop, Window, cost_of
+from rrfp.transports.shm.copier import Copier
+from rrfp.transports.shm.datagrams import INLINE_BYTES, Payload, pack
+from rrfp.transports.shm.inlet import DROP
+from rrfp.transports.shm.packets import PacketSocket
+from rrfp.transports.shm.slot_pool import SlotPool
+from rrfp.transports.shm.slots import Slot, padded
+from rrfp.transports.wire import Codec
+
+#: Larger messages are copied in the helper thread, not on the loop.
+COPIED_ON_LOOP_BYTES = 1 << 20
+
+
+class Outlet:
+    """One channel to ``peer`` over ``packets``. Used on one loop only."""
+
+    def __init__(
+        self, peer: int, packets: PacketSocket, codec: Codec, limit: int, home: HomeLoop, copier: Copier
+    ) -> None:
+        self.window = Window(limit, home)
+        self.pool = SlotPool(home.loop.time, self._on_dropped)
+        self._peer = peer
+        self._packets = packets
+        self._codec = codec
+        self._copier = copier
+        self._turn = asyncio.Lock()
+        self._sequence = 0
+        self._error: RrfpError | None = None
+
+    async def send(self, message: Message, num_bytes: int) -> None:
+        """Send a whole message, whose tensors have ``num_bytes``. Cancelled, it has sent nothing.
+
+        Raises the error passed to `fail`, a ConfigError for a message that cannot be sent, and a TransportError if
+        there is no shared memory for it.
+        """
+        cost = cost_of(num_bytes)
+        self._codec.check_size(num_bytes)
+        async with self._turn:
+            await self.window.acquire(cost)
+            try:
+                header, frames = self._codec.encode(message, self._sequence)
+                if num_bytes <= INLINE_BYTES:
+                    await self._send(pack(header, Payload(len(frames), num_bytes), frames))
+                else:
+                    await self._send_in_slot(header, frames, num_bytes)
+            except BaseException:
+                self.window.release(cost)
+                raise
+            self._sequence += 1
+
+    async def _send_in_slot(self, header: bytes, frames: list[memoryview], num_bytes: int) -> None:
+        slot = self._acquire(sum(padded(frame.nbytes) for frame in frames))
+        filled = self._copier.run(partial(_fill, slot, frames), now=num_bytes <= COPIED_ON_LOOP_BYTES)
+        try:
+            await asyncio.shield(filled)
+            payload = Payload(len(frames), num_bytes, slot.ident, slot.num_bytes)
+            await self._send(pack(header, payload), slot.descriptor)
+        except BaseException as error:
+            # A slot in the middle of a copy must not be lent to another message.
+            filled.add_done_callback(partial(self._put_back, slot))
+            if isinstance(error, OSError):
+                raise self._no_memory(slot.num_bytes, error) from error
+            raise
+        slot.close_descriptor()
+
+    def _acquire(self, num_bytes: int) -> Slot:
+        try:
+            return self.pool.acquire(num_bytes)
+        except OSError as error:
+            raise self._no_memory(num_bytes, error) from error
+
+    def _put_back(self, slot: Slot, filled: asyncio.Future[None]) -> None:
+        """The receiver did not get ``slot``, and the copy into it has ended."""
+        if not filled.cancelled():
+            filled.exception()  # else the loop reports it as never retrieved
+        if slot.descriptor is None:
+            slot.free()
+        else:
+            self.pool.forget(slot)
+
+    def _on_dropped(self, ident: int) -> None:
+        self._packets.post(pack(self._codec.seal(DROP, ident)))
+
+    async def _send(self, parts: Sequence[bytes | memoryview], descriptor: int | None = None) -> None:
+        try:
+            await self._packets.send(parts, descriptor)
+        except OSError:  # this end is closed, for the reason passed to `fail`, or the peer's is
+            error = self._error or PeerLostError(self._peer, "its connection ended")
+            self.window.fail(error)
+            raise type(error)(*error.args) from None
+
+    def _no_memory(self, num_bytes: int, error: OSError) -> TransportError:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        reason = f"no {num_bytes} bytes of shared memory for a message to rank {self._peer}: {error}"
+        return TransportError(f"{reason} (RLIMIT_NOFILE is {limit})")
+
+    async def post_in_turn(self, header: bytes) -> None:
+        """Send a frame of the link itself behind all accepted messages, or raise the error passed to `fail`."""
+        async with self._turn:
+            await self._send(pack(header))
+
+    def fail(self, error: RrfpError) -> None:
+        """Free everything at once; waiting and later sends raise ``error``, the first one passed."""
+        self.window.fail(error)
+        self._error = self._error or error
+        self.pool.clear()
+
+
+def _fill(slot: Slot, frames: list[memoryview]) -> None:
+    if slot.descriptor is not None:
+        slot.reserve()
+    # numpy releases the GIL while it copies; an assignment to a memoryview does not.
+    for target, frame in zip(slot.frames([frame.nbytes for frame in frames]), frames, strict=True):
+        np.copyto(np.asarray(target), np.asarray(frame))

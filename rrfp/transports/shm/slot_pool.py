@@ -1,0 +1,86 @@
+"""The slots of one channel to one peer: taken, filled and announced by the sender, given back by the receiver.
+
+Not a ring: a receiver holds inputs until their backwards, in any order, so a ring of n slots would deadlock once it
+holds n. Instead a slot is made whenever none is free. Their number is bounded from elsewhere: of the bytes in slots,
+the window bounds those that `receive` has not returned, and the others are the receiver's activations.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from rrfp.transports.shm.slots import Slot, size_class
+
+#: Free slots beyond this many bytes are dropped, the least recently used first ...
+IDLE_BYTES = 256 << 20
+
+#: ... unless they were used in the last so many seconds: between two steps all slots are free.
+IDLE_S = 10.0
+
+
+class SlotPool:
+    """See the module's docstring. Used on one loop only.
+
+    Args:
+        clock: the loop's time in seconds.
+        on_dropped: makes the receiver forget the slot of this number.
+    """
+
+    def __init__(self, clock: Callable[[], float], on_dropped: Callable[[int], None]) -> None:
+        self._clock = clock
+        self._on_dropped = on_dropped
+        self._by_size: dict[int, deque[Slot]] = {}
+        self._made = 0
+
+    def acquire(self, num_bytes: int) -> Slot:
+        """A slot with room for ``num_bytes``, marked as lent; an OSError if there is no memory for a new one."""
+        size = size_class(num_bytes)
+        slots = self._by_size.setdefault(size, deque())
+        # In the order of their last use. Receivers give slots back in about that order.
+        for index, slot in enumerate(slots):
+            if slot.is_free:
+                del slots[index]
+                slot.lend()
+                break
+        else:
+            self._made += 1
+            slot = Slot.make(self._made, size)
+        slot.used_s = self._clock()
+        slots.append(slot)
+        return slot
+
+    def free_slots(self) -> list[Slot]:
+        """All that wait for the next message."""
+        return [slot for slots in self._by_size.values() for slot in slots if slot.is_free]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all slots, lent and free."""
+        return sum(size * len(slots) for size, slots in self._by_size.items())
+
+    def forget(self, slot: Slot) -> None:
+        """Use a slot no more that the receiver does not know."""
+        slots = self._by_size.get(slot.num_bytes)
+        if slots is not None:  # else `clear` was called
+            slots.remove(slot)
+
+    def drop(self, slot: Slot) -> None:
+        """Use a free slot no more, here and at the receiver."""
+        self.forget(slot)
+        self._on_dropped(slot.ident)
+
+    def clear(self) -> None:
+        """Forget all. What the receiver holds stays valid there."""
+        self._by_size.clear()
+
+
+def drop_surplus(pools: list[SlotPool], now_s: float) -> None:
+    """Drop the free slots that are too many in all ``pools`` together."""
+    free = [(slot.used_s, index, slot) for index, pool in enumerate(pools) for slot in pool.free_slots()]
+    excess = sum(slot.num_bytes for *_, slot in free) - IDLE_BYTES
+    for used_s, index, slot in sorted(free, key=lambda entry: entry[0]):
+        if excess <= 0 or used_s > now_s - IDLE_S:
+            return
+        pools[index].drop(slot)
+        excess -= slot.num_bytes

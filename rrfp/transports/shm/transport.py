@@ -1,0 +1,133 @@
+"""Ranks in processes of one host: headers over Unix sockets, tensors in shared memory.
+
+Of two ranks, the higher one connects three sockets to the lower one, one for each channel; each carries its channel
+both ways. There are no threads for input and output: the loop reads and writes. This file joins the parts: `endpoint`
+and `strangers` (finding each other), `link` (the state of a connection), `packets` (a socket), `outlet` and `inlet`
+(the two directions of a channel), `slots` and `slot_pool` (shared memory), `liveness` (processes that ended or were
+stopped).
+
+Memory: tensors that arrived and were not received yet are bounded by the peers' windows, ``queue_bytes`` a channel.
+Those that were received belong to the receiver. Free slots are kept, `IDLE_BYTES` at most. A slot has up to 12.5% more
+than its tensors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterable
+
+from rrfp.core import timeouts
+from rrfp.errors import ConfigError, FrameError, TransportError
+from rrfp.transports.base import Channel, TransportContext
+from rrfp.transports.flow import HomeLoop
+from rrfp.transports.linked import LinkedTransport
+from rrfp.transports.rendezvous import publish_in_time
+from rrfp.transports.shm.copier import Copier
+from rrfp.transports.shm.datagrams import BUFFER_BYTES
+from rrfp.transports.shm.endpoint import Listener, connect
+from rrfp.transports.shm.link import Link, Shared
+from rrfp.transports.shm.liveness import ProcessWatch
+from rrfp.transports.shm.packets import PacketSocket
+from rrfp.transports.shm.slot_pool import IDLE_S, drop_surplus
+from rrfp.transports.shm.strangers import Strangers
+from rrfp.transports.wire import Sealed
+
+
+class ShmTransport(LinkedTransport[Link]):
+    """Between processes of one user on one Linux host: tensors in shared memory, received without a copy.
+
+    The processes must share the network and pid namespace, as those of one container do.
+
+    Args:
+        context: this rank, its peers and the limits. ``heartbeat_s`` is the time between two looks at the peers'
+            processes, ``patience_s`` how long one of them may be stopped.
+    """
+
+    def __init__(self, context: TransportContext) -> None:
+        super().__init__(context)
+        if sys.platform != "linux":
+            raise ConfigError(f"transport shm needs Linux, this is {sys.platform}; use transport zmq")
+        self._copier: Copier | None = None
+        self._listener: Listener | None = None
+        self._strangers: Strangers | None = None
+        self._watch: ProcessWatch | None = None
+        self._trimming: asyncio.TimerHandle | None = None
+
+    async def start(self) -> None:
+        """Listen, publish the address, and connect to every peer; see `Transport.start`."""
+        await super().start()
+        assert self._listener is not None
+        assert self._strangers is not None
+        self._listener.close()
+        self._strangers.close()
+
+    async def _connect(self, home: HomeLoop, deadline_s: float) -> None:
+        context = self.context
+        self._copier = Copier(home, f"rrfp-shm-copies-{context.rank}")
+        shared = Shared(home, self._codec, self._copier, context.queue_bytes, bytearray(BUFFER_BYTES))
+        self._links = {peer: Link(peer, shared, self) for peer in context.peers}
+        self._watch = ProcessWatch(home, context.heartbeat_s, context.patience_s)
+        self._strangers = Strangers(self._codec, home, shared.buffer, self._on_greeted)
+        self._listener = Listener(context.rank, home, self._strangers.add)
+        await publish_in_time(context, address_key(context, context.rank), self._listener.address.encode())
+        for peer in context.peers:
+            if peer < context.rank:
+                address = await self._endpoint_of(peer, address_key(context, peer), deadline_s)
+                await self._connect_to(peer, address, home, deadline_s)
+        self._trim(home.loop)
+
+    async def _connect_to(self, peer: int, address: bytes, home: HomeLoop, deadline_s: float) -> None:
+        for channel in Channel:
+            try:
+                while (connected := connect(address.decode())) is None and home.loop.time() < deadline_s:
+                    await asyncio.sleep(timeouts.LAST_PAUSE_S)
+                    self._check_open()
+            except (OSError, TransportError, ValueError) as error:
+                raise TransportError(
+                    f"cannot connect to {address!r:.200}, which rank {peer} published: {error}; shm joins processes of "
+                    "one host and network namespace, zmq all others"
+                ) from error
+            if connected is None:
+                limit_s = self.context.connect_timeout_s
+                raise TransportError(f"rank {peer} accepted no connection within {limit_s:g} s")
+            self._attach(peer, channel, PacketSocket(connected.sock, home), connected.process, accepted=False)
+
+    def _on_greeted(self, peer: int, channel: Channel, packets: PacketSocket, process: int) -> None:
+        if peer < self.context.rank or self._links[peer].has(channel):
+            raise FrameError(peer, "hello", f"for channel {channel} is not expected")
+        self._attach(peer, channel, packets, process, accepted=True)
+
+    def _attach(self, peer: int, channel: Channel, packets: PacketSocket, process: int, *, accepted: bool) -> None:
+        assert self._watch is not None
+        link = self._links[peer]
+        if link.process is None:
+            self._watch.watch(peer, process, link.lose)
+        elif link.process != process:
+            raise FrameError(peer, "hello", f"comes from process {process}, the others came from {link.process}")
+        link.attach(channel, packets, process, accepted=accepted)
+
+    def _trim(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Drop what is surplus of the free slots, now and then."""
+        self._trimming = loop.call_later(IDLE_S, self._trim, loop)
+        pools = [outlet.pool for link in self._links.values() for outlet in link.outlets.values()]
+        drop_surplus(pools, loop.time())
+
+    def _free(self) -> None:
+        parts: Iterable[Copier | Listener | Strangers | ProcessWatch | None] = (
+            *(self._listener, self._strangers, self._watch, self._copier),
+        )
+        for part in parts:
+            if part is not None:
+                part.close()
+        if self._trimming is not None:
+            self._trimming.cancel()
+
+    def on_link_frame(self, peer: int, channel: Channel, sealed: Sealed) -> None:
+        """See `Receiver.on_link_frame`."""
+        self._links[peer].on_frame(channel, sealed)
+
+
+def address_key(context: TransportContext, rank: int) -> str:
+    """The key under which ``rank`` publishes its address."""
+    return f"shm/{context.run_id}/{context.restart}/{rank}"
