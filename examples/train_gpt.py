@@ -100,7 +100,7 @@ def arguments() -> tuple[argparse.Namespace, rrfp.Topology]:
     parser.add_argument("--hint", default="bf")
     parser.add_argument("--split", action="store_true", help="input gradients at once, weight gradients later")
     parser.add_argument("--limit", default="2n", help="microbatches that a stage may hold: a number, 1f1b, n or 2n")
-    parser.add_argument("--transport", default="zmq")
+    parser.add_argument("--transport", default="auto")
     parser.add_argument("--evaluate-every", type=int, default=50, help="steps; 0: never")
     parser.add_argument("--text", type=argparse.FileType("rb"), help="the text to learn; default: Python's reference")
     args = parser.parse_args()

@@ -36,7 +36,7 @@ def demo(
         str | None, option("limit", "K|1f1b|n|2n", _LIMIT, METHOD, values=lambda: ("1f1b", "n", "2n"))
     ] = None,
     split: Annotated[bool | None, typer.Option("--split/--no-split", help=_SPLIT, rich_help_panel=METHOD)] = None,
-    transport: Annotated[str, option("transport", "NAME", _TRANSPORT, METHOD, values=known_transports)] = "zmq",
+    transport: Annotated[str, option("transport", "NAME", _TRANSPORT, METHOD, values=known_transports)] = "auto",
     real_compute: Annotated[bool, typer.Option("--real-compute", help="Do not stretch tasks to a cost table.")] = False,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Train bitwise the same model by every method.")

@@ -111,14 +111,25 @@ def _zmq() -> str:
     return f"{installed_version('pyzmq')} (libzmq {zmq.zmq_version()})"
 
 
-def _ipc() -> str:
-    """Send tensors back and forth between two zmq transports over ipc."""
-    import asyncio
+def _round_trip(transport: str) -> Callable[[], str]:
+    """Send tensors back and forth between two transports of a kind."""
 
-    return f"round trip of a tensor takes {asyncio.run(_round_trip_s()) * 1e6:.0f} us over zmq ipc in one process"
+    def look() -> str:
+        import asyncio
+
+        best_us = asyncio.run(_round_trip_s(transport)) * 1e6
+        return f"round trip of a tensor takes {best_us:.0f} us over {transport} in one process"
+
+    return look
 
 
-async def _round_trip_s() -> float:
+def _auto() -> str:
+    from rrfp.transports.auto import explain
+
+    return explain()
+
+
+async def _round_trip_s(transport: str) -> float:
     """The fastest of some round trips, in seconds."""
     import time
 
@@ -132,7 +143,7 @@ async def _round_trip_s() -> float:
     step, task = StepId(0, Mode.TRAIN, 1), Task(Kind.F, 0, 0)
     message = Message(Channel.FORWARD, MessageKind.OUTPUT, step, task, (torch.arange(1024.0),))
     best = float("inf")
-    async with started_pair("zmq", PairOptions()) as pair:
+    async with started_pair(transport, PairOptions()) as pair:
         for _ in range(_NUM_ROUND_TRIPS):
             start = time.perf_counter()
             await pair.left.send(1, message)
@@ -162,7 +173,9 @@ _LOOKS: dict[str, tuple[Callable[[], str], bool]] = {
     "numpy": (_package("numpy"), True),
     "msgpack": (_package("msgpack"), True),
     "pyzmq": (_zmq, True),
-    "zmq ipc": (_ipc, True),
+    "zmq": (_round_trip("zmq"), True),
+    "shm": (_round_trip("shm"), False),
+    "auto": (_auto, True),
     "torchrun": (_torchrun, True),
     "uvloop": (_package("uvloop"), False),
     "matplotlib": (_package("matplotlib"), False),

@@ -93,6 +93,9 @@ EXIT_GRACE_S = 3.0
 #: Every process has ended after a failure: the promise.
 ENDED_S = 15.0
 
+#: Passing a first piece of shared memory to a peer and back. It takes a millisecond.
+TRIAL_S = 5.0
+
 # The rendezvous. Pauses between two looks at the store: short at first, since ranks start together.
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.002, 0.05
 
@@ -120,6 +123,7 @@ def _check_order() -> None:
         (("2 * ANSWER_S", 2 * ANSWER_S), ("NAMED_S", NAMED_S), ("STALL_AFTER_S", STALL_AFTER_S)),
         (("BREAK_GRACE_S", BREAK_GRACE_S), ("LAST_WORDS_S", LAST_WORDS_S), ("ABORTED_S", ABORTED_S)),
         (("DEVICE_VERDICT_S", DEVICE_VERDICT_S), ("ABORTED_S", ABORTED_S)),
+        (("TRIAL_S", TRIAL_S), ("CONNECT_S", CONNECT_S)),
         (("LOOK_S", LOOK_S), ("VERDICT_GRACE_S", VERDICT_GRACE_S)),
         (("LAST_MESSAGES_S", LAST_MESSAGES_S), ("LAST_WORDS_S", LAST_WORDS_S)),
         (("ABORT_GRACE_S", ABORT_GRACE_S), ("ABORTED_S", ABORTED_S), ("TRANSPORT_CLOSE_S", TRANSPORT_CLOSE_S)),

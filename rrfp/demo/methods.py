@@ -91,7 +91,7 @@ def demo_transport(text: str) -> Any:
     spec = named_or_loaded("transport", text)
     factory = TRANSPORTS.load(spec) if isinstance(spec, str) else spec
     if isinstance(factory, type) and issubclass(factory, InprocTransport):
-        raise ConfigError(f"transport is {text!r}, must connect processes, as zmq does")
+        raise ConfigError(f"transport is {text!r}, must connect processes, as auto, shm and zmq do")
     return spec
 
 

@@ -56,7 +56,7 @@ class DemoSettings:
     hint: str | None = None
     limit: str | None = None
     split: bool | None = None
-    transport: str = "zmq"
+    transport: str = "auto"
 
     def __post_init__(self) -> None:
         layers = GptConfig().layers

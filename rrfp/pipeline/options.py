@@ -104,7 +104,7 @@ class Options(TypedDict, total=False):
     transport: Annotated[
         TransportSpec,
         Option(
-            "zmq",
+            "auto",
             lambda: f"a factory or one of: {', '.join(TRANSPORTS.names())}",
             lambda value: callable(value) or value in TRANSPORTS,
         ).common(),

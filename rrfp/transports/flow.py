@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from rrfp.errors import RrfpError, TransportClosedError
 from rrfp.transports.base import Message
@@ -52,6 +53,17 @@ class HomeLoop:
         else:
             with contextlib.suppress(RuntimeError):  # closed: its waiters are gone
                 self.loop.call_soon_threadsafe(callback)
+
+
+def background(receiving: Coroutine[Any, Any, Message]) -> asyncio.Task[Message]:
+    """A task that receives, whose error may go unread when the transport closes.
+
+    Args:
+        receiving: a call of ``receive``, or what completes its message.
+    """
+    task = asyncio.create_task(receiving)
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    return task
 
 
 class Window:

@@ -19,6 +19,7 @@ TRANSPORTS: Registry[TransportFactory] = Registry(
     "transport",
     "rrfp.transports",
     {
+        "auto": "rrfp.transports.auto:auto_transport",
         "inproc": "rrfp.transports.inproc:InprocTransport",
         "shm": "rrfp.transports.shm.transport:ShmTransport",
         "zmq": "rrfp.transports.zmq.transport:ZmqTransport",

@@ -15,12 +15,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rrfp.errors import ConfigError, FrameError, TransportClosedError
 from rrfp.transports.base import Channel, Message, Transport, TransportStatistics
 from rrfp.transports.device_copies import DeviceCopies, held_by, with_copies
-from rrfp.transports.flow import CLOSED
+from rrfp.transports.flow import CLOSED, background
 from rrfp.transports.tensor_bytes import check_sendable
 
 #: The entry of a message's body that names the device of each tensor, with None for None. Absent where all are CPU's.
@@ -137,7 +136,7 @@ class StagedTransport(Transport):
         copying = self._copying
         left_s = None if copying is None else copying.late_at - asyncio.get_running_loop().time()
         if self._reading is None and (not self._held or (left_s is not None and left_s <= 0)):
-            self._reading = _background(self._inner.receive())
+            self._reading = background(self._inner.receive())
         tasks = set() if copying is None else {copying.task}
         if self._reading is not None:
             tasks.add(self._reading)
@@ -179,7 +178,7 @@ class StagedTransport(Transport):
             self._dropped += 1
             raise
         body = {key: value for key, value in message.body.items() if key != DEVICES}
-        task = _background(self._on_device(replace(message, body=body), indices))
+        task = background(self._on_device(replace(message, body=body), indices))
         self._copying = _Copying(message.channel, task, asyncio.get_running_loop().time() + LATE_S)
         return None
 
@@ -209,13 +208,6 @@ class StagedTransport(Transport):
         """See `Transport.statistics`: the inner transport's. A message counts as received when that one returned it."""
         inner = self._inner.statistics()
         return replace(inner, dropped_frames=inner.dropped_frames + self._dropped) if self._dropped else inner
-
-
-def _background(receiving: Any) -> asyncio.Task[Message]:
-    """A task whose error may go unread, when the transport closes."""
-    task: asyncio.Task[Message] = asyncio.ensure_future(receiving)
-    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-    return task
 
 
 def _device_tensors(message: Message) -> list[int]:

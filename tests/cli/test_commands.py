@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -57,7 +58,7 @@ def test_version() -> None:
         (("check", "nope"), "No such command 'nope', must be one of: faults, admission, hint, transport, lane (se"),
         (("check", "hint"), "Missing argument 'NAME'"),
         (("check", "hint", "nope"), "hint is 'nope', must be one of: bf"),
-        (("check", "transport", "nope"), "transport is 'nope', must be one of: inproc, shm, zmq, simulated"),
+        (("check", "transport", "nope"), "transport is 'nope', must be one of: auto, inproc, shm, zmq, simulated"),
         (("check", "lane", "nope"), "lane is 'nope', must be one of: thread, timer, double, cuda, or module:attribute"),
         (("check", "lane", "math:pi"), "lane is 3.141592653589793, must be a factory: lane(stage)"),
         (("trace",), "Missing argument 'FILE...'"),
@@ -101,7 +102,7 @@ def test_hints_are_listed_with_origin() -> None:
 def test_transports_are_listed() -> None:
     known = json.loads(rrfp("transports", "--json").stdout)
     assert [(one["name"], one["origin"]) for one in known] == [
-        (name, "built in") for name in ("inproc", "shm", "zmq", "simulated")
+        (name, "built in") for name in ("auto", "inproc", "shm", "zmq", "simulated")
     ]
     assert "inproc" in rrfp("transports").stdout
 
@@ -222,12 +223,15 @@ def test_doctor_finds_this_machine_fit() -> None:
     result = rrfp_process("doctor", "--json")
     answer = json.loads(result.stdout)
     assert (result.returncode, answer["ok"]) == (0, True)
-    for name in ("python", "platform", "cores", "torch", "numpy", "pyzmq", "zmq ipc", "torchrun"):
+    for name in ("python", "platform", "cores", "torch", "numpy", "pyzmq", "zmq", "auto", "torchrun"):
         assert answer["checks"][name]["ok"], answer["checks"][name]
         assert answer["checks"][name]["required"]
-    for name in ("uvloop", "matplotlib", "cuda", "on cpu"):
+    for name in ("shm", "uvloop", "matplotlib", "cuda", "on cpu"):
         assert not answer["checks"][name]["required"]
-    assert answer["checks"]["on cpu"]["detail"] == "ThreadLane, depth 1; transport zmq, in rrfp.local inproc"
+    assert answer["checks"]["auto"]["detail"].startswith(
+        f"inproc in one process; shm with processes of user {os.getuid()} on"
+    )
+    assert answer["checks"]["on cpu"]["detail"] == "ThreadLane, depth 1; transport auto, in rrfp.local inproc"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

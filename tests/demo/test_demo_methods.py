@@ -50,7 +50,7 @@ WRONG = [
     ({"hint": "zb-h1"}, ["split is False, must be True for the schedule 'zb-h1'"]),
     ({"hint": "bf,no/such.py:X"}, ["cannot import 'no/such.py'"]),
     ({"hint": "a:X,b:X"}, ["hint is 'a:X,b:X', must give each hint another name than 'X'"]),
-    ({"transport": "inproc"}, ["transport is 'inproc', must connect processes, as zmq does"]),
+    ({"transport": "inproc"}, ["transport is 'inproc', must connect processes, as auto, shm and zmq do"]),
     ({"transport": "simulated"}, ["transport is 'simulated', must connect processes"]),
 ]
 

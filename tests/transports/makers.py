@@ -7,17 +7,20 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import zmq
 from transports.relay import RelayingRendezvous
 
 from rrfp.testing.transport_checks import MakePair, Pair, PairOptions
+from rrfp.transports.auto import AutoTransport
 from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.rendezvous import LocalRendezvous
 from rrfp.transports.shm.datagrams import Payload, pack
 from rrfp.transports.shm.transport import ShmTransport
+from rrfp.transports.shm.trial import Host
 from rrfp.transports.simulated import Latency, SimulatedTransport, no_latency
 from rrfp.transports.zmq.transport import ZmqTransport
 
@@ -210,6 +213,36 @@ async def shm_two_loops(options: PairOptions) -> AsyncIterator[Pair]:
         yield pair
 
 
+class Store:
+    """A rendezvous between ranks that do not look like ranks of one process."""
+
+    def __init__(self) -> None:
+        inner = LocalRendezvous()
+        self.publish = inner.publish
+        self.lookup = inner.lookup
+
+
+class Abroad(AutoTransport):
+    """Says that it runs on another host."""
+
+    def _host(self) -> Host:
+        return replace(super()._host(), boot="another")
+
+
+@asynccontextmanager
+async def auto_shm(options: PairOptions) -> AsyncIterator[Pair]:
+    async with started(*map(AutoTransport, contexts(options, rendezvous=Store()))) as pair:
+        yield pair
+
+
+@asynccontextmanager
+async def auto_mixed(options: PairOptions) -> AsyncIterator[Pair]:
+    """Three ranks always, the third one abroad: so both others use two transports."""
+    left, right, third = contexts(replace(options, ranks=3), rendezvous=Store())
+    async with started(AutoTransport(left), AutoTransport(right), Abroad(third)) as pair:
+        yield replace(pair, third=pair.third if options.ranks == 3 else None)
+
+
 @asynccontextmanager
 async def zmq_relayed(options: PairOptions) -> AsyncIterator[Pair]:
     """Over tcp, through a relay that can fall silent; soon taken for lost then."""
@@ -226,6 +259,8 @@ MAKERS: dict[str, MakePair] = {
     "inproc-threads": inproc_two_loops,
     "simulated": simulated(),
     "simulated-late": simulated(lambda stage, peer, message: 0.002),
+    "auto-shm": auto_shm,
+    "auto-mixed": auto_mixed,
     "shm": over_shm,
     "shm-threads": shm_two_loops,
     "zmq-ipc": over_zmq("ipc"),

@@ -1,0 +1,181 @@
+"""Whether shared memory works between two processes: facts that must be equal, and one slot passed back and forth."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from rrfp.core import timeouts
+from rrfp.errors import TransportError
+from rrfp.transports.flow import HomeLoop
+from rrfp.transports.shm.datagrams import BUFFER_BYTES
+from rrfp.transports.shm.endpoint import Connected, Listener, connect
+from rrfp.transports.shm.packets import PacketSocket
+from rrfp.transports.shm.slots import Slot
+
+_TOKEN_BYTES = 16
+_SLOT = 1
+_ROOM = 4096
+_DONE = b"done"
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What two processes must have in common to share memory.
+
+    Attributes:
+        boot: this start of this machine.
+        user: the effective user's number.
+        namespaces: of users, networks and processes.
+        obstacle: why shared memory does not work here at all; empty if it does.
+    """
+
+    boot: str
+    user: str
+    user_namespace: str
+    network_namespace: str
+    pid_namespace: str
+    obstacle: str = ""
+
+    def to_plain(self) -> dict[str, str]:
+        """For `from_plain` of another process."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, fields: Mapping[str, str]) -> Host:
+        """The facts of another process; a TypeError or ValueError if they are malformed."""
+        if not all(isinstance(value, str) for value in fields.values()):
+            raise ValueError("must be strings")
+        return cls(**fields)
+
+
+def this_host() -> Host:
+    """The facts of this process."""
+    if sys.platform != "linux":
+        return Host("", "", "", "", "", f"shared memory needs Linux, this is {sys.platform}")
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        users, networks, processes = (os.readlink(f"/proc/self/ns/{name}") for name in ("user", "net", "pid"))
+        return Host(boot, str(os.geteuid()), users, networks, processes, _obstacle())
+    except OSError as error:
+        return Host("", "", "", "", "", f"/proc does not say what a process shares with others: {error}")
+
+
+def _obstacle() -> str:
+    """Why this process cannot share memory at all; empty if it can."""
+    try:
+        slot = Slot.make(_SLOT, _ROOM)
+        slot.reserve()
+        slot.close_descriptor()
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        return f"the system refuses what shared memory needs (memfd, pidfd): {error}"
+    return ""
+
+
+def obstacle_between(own: Host, other: Host) -> str:
+    """Why two processes cannot share memory, as far as they know without a trial; empty if they can."""
+    if own.obstacle or other.obstacle:
+        return own.obstacle or other.obstacle
+    differing = {
+        "it runs on another host": own.boot != other.boot,
+        "it belongs to another user": own.user != other.user,
+        "it is in another user namespace": own.user_namespace != other.user_namespace,
+        "it is in another network namespace": own.network_namespace != other.network_namespace,
+        "it is in another pid namespace": own.pid_namespace != other.pid_namespace,
+    }
+    return next((reason for reason, differs in differing.items() if differs), "")
+
+
+def is_reached_by_ipc(own: Host, other: Host) -> bool:
+    """Whether two processes may connect by a local address without a file."""
+    return (own.boot, own.user, own.network_namespace) == (other.boot, other.user, other.network_namespace)
+
+
+class TrialAnswers:
+    """Answers the trials of peers: reverses the token in each slot that arrives. Used on one loop only.
+
+    Args:
+        rank: of this process.
+        home: the loop.
+
+    Attributes:
+        address: for `try_slot`.
+    """
+
+    def __init__(self, rank: int, home: HomeLoop) -> None:
+        self._home = home
+        self._open: set[PacketSocket] = set()
+        self._buffer = bytearray(BUFFER_BYTES)
+        self._listener = Listener(rank, home, self._on_connected)
+        self.address = self._listener.address
+
+    def _on_connected(self, connected: Connected) -> None:
+        packets = PacketSocket(connected.sock, self._home)
+        self._open.add(packets)
+        packets.on_readable(partial(self._answer, packets))
+
+    def _answer(self, packets: PacketSocket) -> None:
+        packet = packets.read(self._buffer)
+        if packet is None:
+            return
+        if packet.descriptor is not None:
+            try:
+                (token,) = Slot.open(_SLOT, _ROOM, packet.descriptor).frames([_TOKEN_BYTES])
+                token[:] = bytes(token)[::-1]
+                packets.post([_DONE])
+                return  # the other side closes
+            except (OSError, ValueError):
+                pass  # which the other side sees by the end of the connection
+            finally:
+                os.close(packet.descriptor)
+        self._open.discard(packets)
+        packets.close()
+
+    def close(self) -> None:
+        """Answer no more. May be called twice."""
+        self._listener.close()
+        for packets in self._open:
+            packets.close()
+        self._open.clear()
+
+
+async def try_slot(address: str, home: HomeLoop, timeout_s: float) -> str:
+    """Pass a slot to the rank that answers at ``address``, and look whether it reads and writes it.
+
+    Returns:
+        Why that failed; empty if it did not.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _try_slot(address, home)
+    except TimeoutError:
+        return f"passing shared memory took more than {timeout_s:g} s"
+    except (OSError, TransportError) as error:
+        return f"passing shared memory failed: {error}"
+
+
+async def _try_slot(address: str, home: HomeLoop) -> str:
+    while (connected := connect(address)) is None:  # noqa: ASYNC110 - its backlog is full: no event says when it is not
+        await asyncio.sleep(timeouts.LAST_PAUSE_S)
+    packets, readable = PacketSocket(connected.sock, home), asyncio.Event()
+    try:
+        slot, token = Slot.make(_SLOT, _ROOM), secrets.token_bytes(_TOKEN_BYTES)
+        slot.frames([_TOKEN_BYTES])[0][:] = token
+        packets.on_readable(readable.set)
+        await packets.send([b"slot"], slot.descriptor)
+        buffer = bytearray(BUFFER_BYTES)
+        while (packet := packets.read(buffer)) is None:
+            readable.clear()
+            await readable.wait()
+        answered = buffer[: packet.size] == _DONE
+        arrived = bytes(slot.frames([_TOKEN_BYTES])[0]) == token[::-1]
+        return "" if answered and arrived else "passing shared memory failed: the other process could not map it"
+    finally:
+        packets.close()
