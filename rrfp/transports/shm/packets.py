@@ -24,10 +24,12 @@ _DATAGRAM_OVERHEAD = 4096
 #: The kernel refuses further descriptors on their way (RLIMIT_NOFILE): a pause until the peer has read some.
 _DESCRIPTORS_PAUSE_S = 0.01
 
-_RIGHTS = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+_RIGHTS = (int(socket.SOL_SOCKET), int(socket.SCM_RIGHTS))
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 _CONTROL_BYTES = socket.CMSG_SPACE(4 * _DESCRIPTOR_BYTES)
-_RECEIVE_FLAGS = socket.MSG_CMSG_CLOEXEC
+
+# As plain integers, since arithmetic on enumerations is slow.
+_CLOEXEC, _IS_CUT, _LACKS_DESCRIPTOR = map(int, (socket.MSG_CMSG_CLOEXEC, socket.MSG_TRUNC, socket.MSG_CTRUNC))
 
 Parts = Sequence[bytes | memoryview]
 
@@ -79,13 +81,13 @@ class PacketSocket:
         """The next datagram, or None while there is none."""
         while True:
             try:
-                size, control, flags, _ = self._sock.recvmsg_into([buffer], _CONTROL_BYTES, _RECEIVE_FLAGS)
+                size, control, flags, _ = self._sock.recvmsg_into([buffer], _CONTROL_BYTES, _CLOEXEC)
             except BlockingIOError:
                 return None
             except ConnectionResetError:
                 continue  # the peer did not read everything before its end; what it sent is still to be read
             descriptor = _only_descriptor(control) if control else None
-            return Packet(size, descriptor, bool(flags & socket.MSG_TRUNC), bool(flags & socket.MSG_CTRUNC))
+            return Packet(size, descriptor, bool(flags & _IS_CUT), bool(flags & _LACKS_DESCRIPTOR))
 
     def post(self, parts: Parts) -> None:
         """Send a datagram now, or as soon as there is room: behind those posted before. Never waits."""
