@@ -19,6 +19,7 @@ from rrfp.log import get_logger
 from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
 from rrfp.transports.flow import CLOSED, HomeLoop, background
 from rrfp.transports.inproc import InprocTransport
+from rrfp.transports.lending import Loan
 from rrfp.transports.rendezvous import LocalRendezvous, publish_in_time
 from rrfp.transports.shm.transport import ShmTransport
 from rrfp.transports.shm.trial import Host, TrialAnswers, is_reached_by_ipc, obstacle_between, this_host, try_slot
@@ -181,6 +182,11 @@ class AutoTransport(Transport):
         if inner is None:
             raise ConfigError(f"peer is {peer}, must be one of: {', '.join(map(str, self.context.peers))}")
         await inner.send(peer, message)
+
+    def lend(self, peer: int, channel: Channel, sizes: Sequence[int]) -> Loan | None:
+        """See `rrfp.transports.lending.LendsMemory`."""
+        inner = self._by_peer.get(peer)
+        return inner.lend(peer, channel, sizes) if isinstance(inner, ShmTransport) else None
 
     async def receive(self) -> Message:
         """See `Transport.receive`."""

@@ -29,11 +29,22 @@ class DeviceCopies(Protocol):
             tensor: any tensor.
         """
 
-    async def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy tensors of the device into pooled pinned memory.
+    def register(self, memory: Tensor) -> object:
+        """Pin memory of a transport before the first copy from or into it, so that no other copy is needed.
+
+        Args:
+            memory: on the host; tensors lie anywhere in it.
+
+        Returns:
+            A handle. The memory stays pinned while anything refers to it, and is not freed before.
+        """
+
+    async def to_host(self, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Copy tensors of the device into pooled pinned memory, or into that of given tensors.
 
         Args:
             tensors: dense ones that the device holds.
+            into: tensors with the same dtypes and shapes, contiguous. Cancelled, the call may still write to them.
         """
 
     async def to_device(self, tensors: Sequence[Tensor]) -> list[Tensor]:

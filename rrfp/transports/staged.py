@@ -14,13 +14,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import Tensor
 
 from rrfp.errors import ConfigError, FrameError, TransportClosedError
 from rrfp.transports.base import Channel, Message, Transport, TransportStatistics
 from rrfp.transports.device_copies import DeviceCopies, held_by, with_copies
 from rrfp.transports.flow import CLOSED, background
-from rrfp.transports.tensor_bytes import check_sendable
+from rrfp.transports.lending import LendsMemory, Loan
+from rrfp.transports.tensor_bytes import check_sendable, from_buffer
 
 #: The entry of a message's body that names the device of each tensor, with None for None. Absent where all are CPU's.
 DEVICES = "tensor_devices"
@@ -87,22 +92,42 @@ class StagedTransport(Transport):
         if turn is None:
             return await self._inner.send(peer, message)  # which raises: no such peer
         async with turn:
-            await self._inner.send(peer, await self._on_host(message))
+            loan = None
+            try:
+                if indices := self._to_copy(message):
+                    loan = self._lend(peer, message)
+                    message = await self._on_host(message, indices, loan)
+                await self._inner.send(peer, message)
+            finally:
+                if loan is not None:
+                    loan.close()
 
-    async def _on_host(self, message: Message) -> Message:
-        """``message`` with its device tensors in host memory, and their devices named."""
+    def _to_copy(self, message: Message) -> list[int]:
+        """The indices of the tensors on the device, once all tensors are known to be ones that can be sent."""
         indices = held_by(self._copies, message.tensors)
         if not indices:
-            return message
+            return indices
         if (num_bytes := message.num_bytes) > (limit := self.context.max_message_bytes):
             raise ConfigError(f"message has {num_bytes} bytes, max_message_bytes is {limit}")
         for tensor in message.tensors:
             if tensor is not None:
                 check_sendable(tensor, self._copies)
+        return indices
+
+    def _lend(self, peer: int, message: Message) -> Loan | None:
+        """Memory of the inner transport for all tensors of ``message``, if it has such memory."""
+        if not isinstance(self._inner, LendsMemory):
+            return None
+        sizes = [tensor.numel() * tensor.itemsize for tensor in message.tensors if tensor is not None]
+        return self._inner.lend(peer, message.channel, sizes)
+
+    async def _on_host(self, message: Message, indices: list[int], loan: Loan | None) -> Message:
+        """``message`` with its device tensors in host memory, and their devices named."""
         devices = [None if tensor is None else "cpu" for tensor in message.tensors]
         for index in indices:
             devices[index] = self._copies.kind
-        tensors = await with_copies(message.tensors, indices, self._copies.to_host)
+        into = None if loan is None else _tensors_in(loan, message.tensors, indices)
+        tensors = await with_copies(message.tensors, indices, partial(self._copies.to_host, into=into))
         return replace(message, tensors=tuple(tensors), body={**message.body, DEVICES: devices})
 
     async def receive(self) -> Message:
@@ -208,6 +233,19 @@ class StagedTransport(Transport):
         """See `Transport.statistics`: the inner transport's. A message counts as received when that one returned it."""
         inner = self._inner.statistics()
         return replace(inner, dropped_frames=inner.dropped_frames + self._dropped) if self._dropped else inner
+
+
+def _tensors_in(loan: Loan, tensors: Sequence[Tensor | None], indices: Sequence[int]) -> list[Tensor]:
+    """Tensors in lent memory like those at ``indices``."""
+    frames = iter(loan.frames)
+    made = []
+    for index, tensor in enumerate(tensors):
+        if tensor is None:
+            continue
+        frame = next(frames)
+        if index in indices:
+            made.append(from_buffer(frame, tensor.dtype, tuple(tensor.shape), requires_grad=False))
+    return made
 
 
 def _device_tensors(message: Message) -> list[int]:

@@ -192,17 +192,20 @@ async def zmq_two_loops(options: PairOptions) -> AsyncIterator[Pair]:
         yield pair
 
 
-@asynccontextmanager
-async def over_shm(options: PairOptions) -> AsyncIterator[Pair]:
-    """Pairs in one process, with a way to inject datagrams past the sender's checks."""
-    transports = [ShmTransport(context) for context in contexts(options)]
-    left = transports[0]
+def injecting_datagrams(left: ShmTransport) -> Any:
+    """Sends datagrams past the sender's checks."""
 
     async def inject(channel: Channel, header: bytes, frames: Sequence[bytes]) -> None:
         packets = left._links[1]._connections[channel].packets
         packets.post(pack(header, Payload(len(frames), sum(map(len, frames))), [memoryview(frame) for frame in frames]))
 
-    async with started(*transports, inject=inject) as pair:
+    return inject
+
+
+@asynccontextmanager
+async def over_shm(options: PairOptions) -> AsyncIterator[Pair]:
+    transports = [ShmTransport(context) for context in contexts(options)]
+    async with started(*transports, inject=injecting_datagrams(transports[0])) as pair:
         yield pair
 
 

@@ -20,6 +20,7 @@ from rrfp.compute.devices.cuda import CudaDevice
 from rrfp.testing.transport_checks import MakePair, Pair, PairOptions
 from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
 from rrfp.transports.inproc import InprocTransport
+from rrfp.transports.shm.transport import ShmTransport
 from rrfp.transports.staged import staged
 from rrfp.transports.zmq.transport import ZmqTransport
 
@@ -111,6 +112,8 @@ def over(
 
 def injecting(left: Transport) -> Any:
     """Sends raw frames past the sender's checks; None where nothing travels as frames."""
+    if isinstance(left, ShmTransport):
+        return makers.injecting_datagrams(left)
     if not isinstance(left, ZmqTransport):
         return None
 
@@ -125,6 +128,7 @@ def _over_zmq(context: TransportContext) -> Transport:
 
 
 MAKERS: dict[str, MakePair] = {
+    "staged-shm": over(ShmTransport),
     "staged-zmq": over(_over_zmq),
     "staged-inproc": over(CpuOnlyInproc),
     "inproc-device": over(InprocTransport, is_shared=True),
@@ -132,6 +136,7 @@ MAKERS: dict[str, MakePair] = {
 
 #: For a machine with a CUDA device.
 ON_CUDA: dict[str, MakePair] = {
+    "staged-shm-cuda": over(ShmTransport, CudaDevice),
     "staged-zmq-cuda": over(_over_zmq, CudaDevice),
     "inproc-cuda": over(InprocTransport, CudaDevice, is_shared=True),
 }

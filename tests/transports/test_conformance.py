@@ -52,6 +52,7 @@ async def test_contract_on_cuda(maker: str) -> None:
 #: What cannot be looked at: nothing travels as bytes there, or nothing can make a peer silent in one process.
 SKIPPED = {maker: {"check_bad_frames", "check_silent_peer"} for maker in MAKERS} | {
     "shm": {"check_silent_peer"},
+    "staged-shm": {"check_silent_peer"},
     "staged-zmq": {"check_silent_peer"},
     "zmq-ipc": {"check_silent_peer"},
     "zmq-tcp": {"check_silent_peer"},

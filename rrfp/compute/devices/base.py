@@ -110,6 +110,13 @@ class Device(ABC):
     def empty_on_host(self, tensor: Tensor) -> Tensor:
         """The same in host memory to and from which this device copies without blocking; pooled."""
 
+    def pin(self, memory: Tensor) -> bool:
+        """Turn host memory into such as `empty_on_host` makes; False where that is impossible, as it is by default."""
+        return False
+
+    def unpin(self, memory: Tensor) -> None:  # noqa: B027 - undoes nothing where nothing is pinned
+        """Undo `pin`, before the memory is freed; no work uses it any more."""
+
     @abstractmethod
     def memory(self) -> DeviceMemory:
         """The memory in use now."""

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from rrfp.compute.devices.base import Device
+from rrfp.compute.devices.host_regions import HostRegions
 from rrfp.compute.lanes.stream import StreamLane
 from rrfp.core import timeouts
 from rrfp.errors import TransportClosedError
@@ -38,6 +39,7 @@ class StreamCopies:
     def __init__(self, device: Device, name: str = "rrfp-copies") -> None:
         self.kind = device.kind
         self._device = device
+        self._regions = HostRegions(device)
         self._name = name
         self._lanes: dict[str, StreamLane] = {}
         self._pending: set[asyncio.Future[Any]] = set()
@@ -47,13 +49,19 @@ class StreamCopies:
         """Whether ``tensor`` lies in the device's memory."""
         return self._device.holds(tensor)
 
-    async def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies in pinned memory."""
-        return await self._run("send", partial(_copied, self._device.empty_on_host, tensors))
+    def register(self, memory: Tensor) -> object:
+        """A handle of memory that the first copy pins."""
+        return self._regions.add(memory)
+
+    async def to_host(self, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Copies in pinned memory, or in ``into``."""
+        if into is None:
+            return await self._run("send", partial(_copied, self._device.empty_on_host, tensors))
+        return await self._run("send", partial(_copied_into, self._regions, tensors, into))
 
     async def to_device(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies on the device."""
-        return await self._run("receive", partial(_to_device, self._device, tensors))
+        return await self._run("receive", partial(_to_device, self._device, self._regions, tensors))
 
     async def copy(self, tensors: Sequence[Tensor], target: Any) -> list[Tensor]:
         """Copies on the device of ``target``, another `StreamCopies` or this one."""
@@ -108,17 +116,28 @@ def _copied(empty: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> _Co
     return copies, tensors
 
 
-def _to_device(device: Device, tensors: Sequence[Tensor]) -> _Copied:
-    copies, staged = [], []
+def _copied_into(regions: HostRegions, tensors: Sequence[Tensor], into: Sequence[Tensor]) -> _Copied:
+    """Copies in memory of a transport, which is pinned now if it was not."""
+    handles = [regions.pinned_around(target) for target in into]
+    for tensor, target in zip(tensors, into, strict=True):
+        target.copy_(_dense(tensor), non_blocking=True)
+    copies = [target.detach().requires_grad_(t.requires_grad) for target, t in zip(into, tensors, strict=True)]
+    return copies, (tensors, into, handles)
+
+
+def _to_device(device: Device, regions: HostRegions, tensors: Sequence[Tensor]) -> _Copied:
+    copies, sources = [], []
     for tensor in tensors:
-        dense = _dense(tensor)
-        pinned = device.empty_on_host(dense)
-        pinned.copy_(dense)
+        dense = pinned = _dense(tensor)
+        handle = regions.pinned_around(dense)
+        if handle is None:
+            pinned = device.empty_on_host(dense)
+            pinned.copy_(dense)
         copy = device.empty(pinned)
         copy.copy_(pinned, non_blocking=True)
         copies.append(copy.requires_grad_(tensor.requires_grad))
-        staged.append(pinned)
-    return copies, (tensors, staged)
+        sources.append((pinned, handle))
+    return copies, (tensors, sources)
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -125,6 +125,17 @@ class CudaDevice(Device):
         """See :meth:`Device.empty_on_host`; torch's allocator pools pinned memory."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
 
+    def pin(self, memory: Tensor) -> bool:
+        """See :meth:`Device.pin`."""
+        with torch.cuda.device(self.index):
+            status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # type: ignore[no-untyped-call]
+        return int(status) == 0
+
+    def unpin(self, memory: Tensor) -> None:
+        """See :meth:`Device.unpin`."""
+        with torch.cuda.device(self.index):
+            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
+
     def memory(self) -> DeviceMemory:
         """See :meth:`Device.memory`."""
         allocated = torch.cuda.memory_allocated(self.index)

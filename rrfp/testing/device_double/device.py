@@ -31,6 +31,7 @@ class DoubleDevice(Device):
 
     Attributes:
         problems: the races found so far, a line each.
+        pinned: address and bytes of the host memory that `pin` made the device's.
 
     Raises:
         ConfigError: if ``seconds`` is a negative number.
@@ -43,6 +44,7 @@ class DoubleDevice(Device):
             raise ConfigError(f"seconds is {seconds!r}, must be a number >= 0, or a function of the count of blocks")
         self.name = f"double:{next(_serial)}"
         self.problems: list[str] = []
+        self.pinned: list[tuple[int, int]] = []
         self._seconds = seconds
         self._streams = itertools.count()
         self._count = 0
@@ -118,6 +120,15 @@ class DoubleDevice(Device):
         made = torch.empty(tensor.shape, dtype=tensor.dtype)
         self._issuer.allocate(made, None)
         return made
+
+    def pin(self, memory: Tensor) -> bool:
+        """See :meth:`Device.pin`; `pinned` lists it."""
+        self.pinned.append((memory.data_ptr(), memory.nbytes))
+        return True
+
+    def unpin(self, memory: Tensor) -> None:
+        """See :meth:`Device.unpin`."""
+        self.pinned.remove((memory.data_ptr(), memory.nbytes))
 
     def memory(self) -> DeviceMemory:
         """See :meth:`Device.memory`: the bytes that blocks and `empty` have made; nothing is reserved beside them."""

@@ -10,9 +10,10 @@ from rrfp.transports.base import Channel, Message
 from rrfp.transports.header_checks import HeaderChecks
 from rrfp.transports.shm.datagrams import BUFFER_BYTES, Datagram, Payload, unpack
 from rrfp.transports.shm.packets import Packet
+from rrfp.transports.shm.shared import Shared
 from rrfp.transports.shm.slots import Slot, padded
 from rrfp.transports.tensor_bytes import allocate
-from rrfp.transports.wire import Codec, Sealed
+from rrfp.transports.wire import Sealed
 
 #: The kinds of the link's own frames; every other kind is a message's.
 HELLO, WELCOME, CREDIT, DROP, BYE = LINK_KINDS = ("hello", "welcome", "credit", "drop", "bye")
@@ -34,10 +35,11 @@ class Receiver(Protocol):
 class Inlet:
     """One channel of ``peer``. Used on one loop only; calls ``receiver`` with messages and frames."""
 
-    def __init__(self, peer: int, channel: Channel, codec: Codec, receiver: Receiver) -> None:
+    def __init__(self, peer: int, channel: Channel, shared: Shared, receiver: Receiver) -> None:
         self._peer = peer
         self._channel = channel
-        self._codec = codec
+        self._codec = shared.codec
+        self._register = shared.register
         self._receiver = receiver
         self._slots: dict[int, Slot] = {}
         self._sequence = 0
@@ -110,11 +112,13 @@ class Inlet:
 
     def _open(self, payload: Payload, descriptor: int) -> Slot:
         try:
-            return Slot.open(payload.slot, payload.room, descriptor)
+            slot = Slot.open(payload.slot, payload.room, descriptor)
         except ValueError as error:
             raise FrameError(self._peer, "slot", str(error)) from error
         except OSError as error:
             raise TransportError(f"a message of rank {self._peer} was lost: {error}") from error
+        slot.registration = self._register(slot.memory)
+        return slot
 
     def _drop(self, fields: list[Any]) -> None:
         """Forget a slot; memory that tensors still use stays theirs."""

@@ -16,13 +16,13 @@ from typing import Protocol
 from rrfp.errors import FrameError, PeerLostError, RrfpError
 from rrfp.transports.base import Channel
 from rrfp.transports.credits import Credits, apply_credit
-from rrfp.transports.flow import HomeLoop, Window
-from rrfp.transports.shm.copier import Copier
+from rrfp.transports.flow import Window
 from rrfp.transports.shm.datagrams import pack
 from rrfp.transports.shm.inlet import BYE, CREDIT, HELLO, WELCOME, Inlet, Receiver
 from rrfp.transports.shm.outlet import Outlet
 from rrfp.transports.shm.packets import PacketSocket
-from rrfp.transports.wire import Codec, Sealed
+from rrfp.transports.shm.shared import Shared
+from rrfp.transports.wire import Sealed
 
 #: Datagrams that are read of one channel before the loop runs.
 _BATCH = 32
@@ -33,25 +33,6 @@ class LinkOwner(Receiver, Protocol):
 
     def on_lost(self, error: PeerLostError) -> None:
         """A peer is lost, and its last message was reported."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """What all links of a transport share.
-
-    Attributes:
-        home: the loop.
-        codec: of the rank.
-        copier: for large messages.
-        queue_bytes: the window of each channel.
-        buffer: for the datagram that is read.
-    """
-
-    home: HomeLoop
-    codec: Codec
-    copier: Copier
-    queue_bytes: int
-    buffer: bytearray
 
 
 @dataclass(slots=True)
@@ -92,9 +73,8 @@ class Link:
         """Add the socket of a channel, which greets: with a hello, or a welcome if it was ``accepted``."""
         shared = self._shared
         self.process = process
-        self.outlets[channel] = Outlet(self.peer, packets, shared.codec, shared.queue_bytes, shared.home, shared.copier)
-        inlet = Inlet(self.peer, channel, shared.codec, self._owner)
-        self._connections[channel] = _Connection(packets, inlet)
+        self.outlets[channel] = Outlet(self.peer, packets, shared)
+        self._connections[channel] = _Connection(packets, Inlet(self.peer, channel, shared, self._owner))
         packets.on_readable(partial(self._read, channel))
         if accepted:
             self._post(channel, WELCOME)

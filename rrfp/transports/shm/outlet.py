@@ -11,14 +11,14 @@ import numpy as np
 
 from rrfp.errors import PeerLostError, RrfpError, TransportError
 from rrfp.transports.base import Message
-from rrfp.transports.flow import HomeLoop, Window, cost_of
-from rrfp.transports.shm.copier import Copier
+from rrfp.transports.flow import Window, cost_of
 from rrfp.transports.shm.datagrams import INLINE_BYTES, Payload, pack
 from rrfp.transports.shm.inlet import DROP
+from rrfp.transports.shm.loans import SlotLoan, is_same
 from rrfp.transports.shm.packets import PacketSocket
+from rrfp.transports.shm.shared import Shared
 from rrfp.transports.shm.slot_pool import SlotPool
 from rrfp.transports.shm.slots import Slot, padded
-from rrfp.transports.wire import Codec
 
 #: Larger messages are copied in the helper thread, not on the loop.
 COPIED_ON_LOOP_BYTES = 1 << 20
@@ -27,18 +27,18 @@ COPIED_ON_LOOP_BYTES = 1 << 20
 class Outlet:
     """One channel to ``peer`` over ``packets``. Used on one loop only."""
 
-    def __init__(
-        self, peer: int, packets: PacketSocket, codec: Codec, limit: int, home: HomeLoop, copier: Copier
-    ) -> None:
-        self.window = Window(limit, home)
-        self.pool = SlotPool(home.loop.time, self._on_dropped)
+    def __init__(self, peer: int, packets: PacketSocket, shared: Shared) -> None:
+        home = shared.home
+        self.window = Window(shared.queue_bytes, home)
+        self.pool = SlotPool(home.loop.time, self._on_dropped, shared.register)
         self._peer = peer
         self._packets = packets
-        self._codec = codec
-        self._copier = copier
+        self._codec = shared.codec
+        self._copier = shared.copier
         self._turn = asyncio.Lock()
         self._sequence = 0
         self._error: RrfpError | None = None
+        self._loan: SlotLoan | None = None
 
     async def send(self, message: Message, num_bytes: int) -> None:
         """Send a whole message, whose tensors have ``num_bytes``. Cancelled, it has sent nothing.
@@ -62,8 +62,11 @@ class Outlet:
             self._sequence += 1
 
     async def _send_in_slot(self, header: bytes, frames: list[memoryview], num_bytes: int) -> None:
-        slot = self._acquire(sum(padded(frame.nbytes) for frame in frames))
-        filled = self._copier.run(partial(_fill, slot, frames), now=num_bytes <= COPIED_ON_LOOP_BYTES)
+        slot = self._slot_for(frames)
+        targets = slot.frames([frame.nbytes for frame in frames])
+        copies = [pair for pair in zip(targets, frames, strict=True) if not is_same(*pair)]
+        is_short = sum(frame.nbytes for _, frame in copies) <= COPIED_ON_LOOP_BYTES
+        filled = self._copier.run(partial(_fill, slot, copies), now=is_short)
         try:
             await asyncio.shield(filled)
             payload = Payload(len(frames), num_bytes, slot.ident, slot.num_bytes)
@@ -75,6 +78,19 @@ class Outlet:
                 raise self._no_memory(slot.num_bytes, error) from error
             raise
         slot.close_descriptor()
+
+    def lend(self, sizes: Sequence[int]) -> SlotLoan | None:
+        """A slot for the next message, whose tensors have these sizes; None if it would have no slot."""
+        if sum(sizes) <= INLINE_BYTES:
+            return None
+        self._loan = SlotLoan(self._acquire(sum(map(padded, sizes))), sizes, self.pool)
+        return self._loan
+
+    def _slot_for(self, frames: Sequence[memoryview]) -> Slot:
+        if self._loan is not None and self._loan.accept(frames):
+            slot, self._loan = self._loan.slot, None
+            return slot
+        return self._acquire(sum(padded(frame.nbytes) for frame in frames))
 
     def _acquire(self, num_bytes: int) -> Slot:
         try:
@@ -119,9 +135,9 @@ class Outlet:
         self.pool.clear()
 
 
-def _fill(slot: Slot, frames: list[memoryview]) -> None:
+def _fill(slot: Slot, copies: Sequence[tuple[memoryview, memoryview]]) -> None:
     if slot.descriptor is not None:
         slot.reserve()
     # numpy releases the GIL while it copies; an assignment to a memoryview does not.
-    for target, frame in zip(slot.frames([frame.nbytes for frame in frames]), frames, strict=True):
+    for target, frame in copies:
         np.copyto(np.asarray(target), np.asarray(frame))

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from torch import Tensor
+
 from rrfp.transports.shm.slots import Slot, size_class
 
 #: Free slots beyond this many bytes are dropped, the least recently used first ...
@@ -25,11 +27,15 @@ class SlotPool:
     Args:
         clock: the loop's time in seconds.
         on_dropped: makes the receiver forget the slot of this number.
+        register: registers the memory of a new slot with the rank's device.
     """
 
-    def __init__(self, clock: Callable[[], float], on_dropped: Callable[[int], None]) -> None:
+    def __init__(
+        self, clock: Callable[[], float], on_dropped: Callable[[int], None], register: Callable[[Tensor], object]
+    ) -> None:
         self._clock = clock
         self._on_dropped = on_dropped
+        self._register = register
         self._by_size: dict[int, deque[Slot]] = {}
         self._made = 0
 
@@ -46,6 +52,7 @@ class SlotPool:
         else:
             self._made += 1
             slot = Slot.make(self._made, size)
+            slot.registration = self._register(slot.memory)
         slot.used_s = self._clock()
         slots.append(slot)
         return slot

@@ -52,6 +52,8 @@ class Slot:
         descriptor: of the memfd, until the receiver has it; None afterwards, and at the receiver. Closed at the latest
             with this object: a copy under way may outlive the connection.
         used_s: when it was lent last, on the loop's clock; kept by the sender.
+        memory: all of it, as a device pins it.
+        registration: keeps it pinned.
     """
 
     def __init__(self, ident: int, num_bytes: int, descriptor: int | None, memory: Tensor) -> None:
@@ -60,6 +62,8 @@ class Slot:
         self.descriptor = descriptor
         self._closing = None if descriptor is None else weakref.finalize(self, os.close, descriptor)
         self.used_s = 0.0
+        self.memory = memory
+        self.registration: object = None
         whole: Any = memory.numpy()
         self._array: Any = whole[HEAD_BYTES:]
         self._state = memoryview(whole)[:1]

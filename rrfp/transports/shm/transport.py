@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
 
 from rrfp.core import timeouts
 from rrfp.errors import ConfigError, FrameError, TransportError
@@ -26,9 +28,11 @@ from rrfp.transports.rendezvous import publish_in_time
 from rrfp.transports.shm.copier import Copier
 from rrfp.transports.shm.datagrams import BUFFER_BYTES
 from rrfp.transports.shm.endpoint import Listener, connect
-from rrfp.transports.shm.link import Link, Shared
+from rrfp.transports.shm.link import Link
 from rrfp.transports.shm.liveness import ProcessWatch
+from rrfp.transports.shm.loans import SlotLoan
 from rrfp.transports.shm.packets import PacketSocket
+from rrfp.transports.shm.shared import Shared
 from rrfp.transports.shm.slot_pool import IDLE_S, drop_surplus
 from rrfp.transports.shm.strangers import Strangers
 from rrfp.transports.wire import Sealed
@@ -65,7 +69,8 @@ class ShmTransport(LinkedTransport[Link]):
     async def _connect(self, home: HomeLoop, deadline_s: float) -> None:
         context = self.context
         self._copier = Copier(home, f"rrfp-shm-copies-{context.rank}")
-        shared = Shared(home, self._codec, self._copier, context.queue_bytes, bytearray(BUFFER_BYTES))
+        register = _not_pinned if context.copies is None else context.copies.register
+        shared = Shared(home, self._codec, self._copier, context.queue_bytes, bytearray(BUFFER_BYTES), register)
         self._links = {peer: Link(peer, shared, self) for peer in context.peers}
         self._watch = ProcessWatch(home, context.heartbeat_s, context.patience_s)
         self._strangers = Strangers(self._codec, home, shared.buffer, self._on_greeted)
@@ -113,6 +118,12 @@ class ShmTransport(LinkedTransport[Link]):
         pools = [outlet.pool for link in self._links.values() for outlet in link.outlets.values()]
         drop_surplus(pools, loop.time())
 
+    def lend(self, peer: int, channel: Channel, sizes: Sequence[int]) -> SlotLoan | None:
+        """See `rrfp.transports.lending.LendsMemory`."""
+        link = None if self._closing or self._is_closed else self._links.get(peer)
+        outlet = None if link is None else link.outlets.get(channel)
+        return None if outlet is None else outlet.lend(sizes)
+
     def _free(self) -> None:
         parts: Iterable[Copier | Listener | Strangers | ProcessWatch | None] = (
             *(self._listener, self._strangers, self._watch, self._copier),
@@ -126,6 +137,10 @@ class ShmTransport(LinkedTransport[Link]):
     def on_link_frame(self, peer: int, channel: Channel, sealed: Sealed) -> None:
         """See `Receiver.on_link_frame`."""
         self._links[peer].on_frame(channel, sealed)
+
+
+def _not_pinned(memory: Tensor) -> None:
+    """The rank computes on the CPU."""
 
 
 def address_key(context: TransportContext, rank: int) -> str:
