@@ -13,6 +13,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 #: Environment variable that marks the processes of one test.
@@ -24,6 +25,9 @@ _OF_ALL_TESTS = re.compile(r"from multiprocessing\.resource_tracker import main;
 #: Seconds that threads and processes which are on their way out are given.
 GRACE_S = 2.0
 
+#: States of processes that have ended: zombies and the dead.
+_ENDED = "ZX"
+
 _serial = itertools.count()
 
 
@@ -34,7 +38,7 @@ class LeakGuard:
         self._threads = set(threading.enumerate())
         self._mark = f"{os.getpid()}.{next(_serial)}"
         os.environ[MARK] = self._mark
-        self._processes = set(self._find_processes())
+        self._processes = _processes()
 
     def leaks(self) -> list[str]:
         """Wait for stragglers, kill the processes that remain, and describe everything that was left."""
@@ -58,32 +62,40 @@ class LeakGuard:
         ]
 
     def _new_processes(self) -> dict[int, str]:
-        found = self._find_processes().items()
-        return {pid: line for pid, line in found if pid not in self._processes and not _OF_ALL_TESTS.search(line)}
+        """Living descendants and marked processes that did not run before, by id, with their command lines."""
+        found = {pid: _command(pid) for pid in _processes() - self._processes if self._is_of_the_test(pid)}
+        return {pid: line for pid, line in found.items() if not _OF_ALL_TESTS.search(line)}
 
-    def _find_processes(self) -> dict[int, str]:
-        """Living descendants and marked processes, by id, with their command lines."""
-        parents: dict[int, int] = {}
-        marked: set[int] = set()
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it may end at any moment, or belong to somebody else
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-                if state in "ZX":
-                    continue
-                parents[int(entry.name)] = int(parent)
-                if f"{MARK}={self._mark}\0".encode() in (entry / "environ").read_bytes():
-                    marked.add(int(entry.name))
-        own = os.getpid()
-        found = {pid for pid in parents if own in _ancestors(pid, parents)} | marked
-        return {pid: _command(pid) for pid in found - {own}}
+    def _is_of_the_test(self, pid: int) -> bool:
+        state, _ = _state_and_parent(pid)
+        if state in _ENDED:
+            return False
+        with contextlib.suppress(OSError):  # it may end at any moment, or belong to somebody else
+            if f"{MARK}={self._mark}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                return True
+        return os.getpid() in _ancestors(pid)
 
 
-def _ancestors(pid: int, parents: dict[int, int]) -> set[int]:
-    chain: set[int] = set()
-    while pid in parents and pid not in chain:
-        chain.add(pid)
-        pid = parents[pid]
-    return chain
+def _processes() -> set[int]:
+    """The ids of all processes. They are handed out in turn: none comes again while one test runs."""
+    try:
+        return {int(name) for name in os.listdir("/proc") if name.isdecimal()}
+    except OSError:
+        return set()
+
+
+def _state_and_parent(pid: int) -> tuple[str, int]:
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return "X", 0
+    return state, int(parent)
+
+
+def _ancestors(pid: int) -> Iterator[int]:
+    while pid:
+        _, pid = _state_and_parent(pid)
+        yield pid
 
 
 def _command(pid: int) -> str:
