@@ -6,29 +6,19 @@ import inspect
 import os
 import traceback
 from collections.abc import Callable
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
+from fork_server import context
 from on_device import on_double_if_asked
-from runtime.processes import preload
 
 #: What is run on each rank: an assertion that fails, or any other error, is the outcome.
 Case = Callable[[int], None]
 
 #: What a rank says of a case that went well.
 GOOD = "as expected"
-
-
-@pytest.fixture(scope="session", autouse=True)
-def fork_server() -> None:
-    """The server outlives tests; it is started outside of them, or each would seem to leave it behind."""
-    preload()
-    resource_tracker.ensure_running()
-    forkserver.ensure_running()
 
 
 def cases_of(module: object) -> list[str]:
@@ -43,12 +33,12 @@ def outcomes(module: str, cases: list[str], count: int, folder: Path, timeout_s:
     Returns:
         By case what each rank says of it.
     """
-    context = preload()
+    forked = context()
     connections, processes = [], []
     for rank in range(count):
-        here, there = context.Pipe()
+        here, there = forked.Pipe()
         arguments = (module, cases, rank, count, str(folder / "store"), there)
-        process = context.Process(target=_run, args=arguments, name=f"gloo-{rank}")
+        process = forked.Process(target=_run, args=arguments, name=f"gloo-{rank}")
         process.start()
         there.close()
         connections.append(here)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from compute import reduction_cases
-from compute.gloo_ranks import GOOD, cases_of, fork_server, outcomes
+from compute.gloo_ranks import GOOD, cases_of, outcomes
+from fork_server import fork_server
 from torch import nn
 
 from rrfp.compute.gradients.buckets import buckets

@@ -6,7 +6,8 @@ import ast
 from pathlib import Path
 
 import pytest
-from compute.gloo_ranks import GOOD, fork_server, outcomes
+from compute.gloo_ranks import GOOD, outcomes
+from fork_server import fork_server
 
 __all__ = ["fork_server"]
 

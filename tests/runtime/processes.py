@@ -1,21 +1,20 @@
-"""Real processes, one a rank, over zmq. Forked from a server that has imported torch: that saves seconds each."""
+"""Real processes, one a rank, over zmq."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
-import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import torch
+from fork_server import context
 from runtime.toys import data, loss_fn, stages
 from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
@@ -68,13 +67,6 @@ class Slow(nn.Module):
         return output
 
 
-def preload() -> ForkServerContext:
-    """The way to start ranks."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["runtime.processes", "rrfp.pipeline.api", "rrfp.transports.zmq.transport"])
-    return context
-
-
 class Processes:
     """Runs ``program`` on ``count`` ranks.
 
@@ -98,14 +90,14 @@ class Processes:
         mesh: Mesh | None = None,
         **options: Any,
     ) -> None:
-        context = preload()
+        forked = context()
         self.connections: list[Connection] = []
         self.processes: list[Any] = []
         for stage in range(count):
-            here, there = context.Pipe()
+            here, there = forked.Pipe()
             own = chunks[stage] if chunks else 1
             arguments = (str(folder / "store"), stage, count, program, seconds, own, mesh, options, there)
-            process = context.Process(target=_run, args=arguments, name=f"rank-{stage}")
+            process = forked.Process(target=_run, args=arguments, name=f"rank-{stage}")
             process.start()
             there.close()
             self.connections.append(here)

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from runtime.processes import End, preload
+from fork_server import context
+from runtime.processes import End
 from runtime.toys import Bomb, data, loss_fn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
@@ -55,13 +56,13 @@ class Replicas:
     """
 
     def __init__(self, folder: Path, victim: int, grief: Grief) -> None:
-        context = preload()
+        forked = context()
         self.connections: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(MESH.size):
-            here, there = context.Pipe()
+            here, there = forked.Pipe()
             arguments = (str(folder), rank, grief if rank == victim else None, there)
-            process = context.Process(target=_run, args=arguments, name=f"rank-{rank}")
+            process = forked.Process(target=_run, args=arguments, name=f"rank-{rank}")
             process.start()
             there.close()
             self.connections.append(here)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compute.gloo_ranks import GOOD, fork_server, outcomes
+from compute.gloo_ranks import GOOD, outcomes
+from fork_server import fork_server
 from runtime import replica_processes as griefs
 from runtime.replica_processes import Grief, Replicas
 from torch import nn

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import runtime.processes as programs
+from fork_server import fork_server
 from runtime.processes import Processes, Program
-from runtime.test_processes import DEAD_S, fork_server
+from runtime.test_processes import DEAD_S
 
 from rrfp.core.mesh import Mesh
 

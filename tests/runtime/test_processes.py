@@ -6,24 +6,18 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
 import pytest
 import runtime.processes as programs
-from runtime.processes import Processes, Program, preload
+from fork_server import fork_server
+from runtime.processes import Processes, Program
+
+__all__ = ["fork_server"]
 
 #: Seconds from a failure to the error on every rank: a live rank reports it, a dead one is detected.
 TOLD_S, DEAD_S = 2.0, 3.0
-
-
-@pytest.fixture(scope="session", autouse=True)
-def fork_server() -> None:
-    """The server outlives tests; it is started outside of them, or each would seem to leave it behind."""
-    preload()
-    resource_tracker.ensure_running()
-    forkserver.ensure_running()
 
 
 @pytest.fixture

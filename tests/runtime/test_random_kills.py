@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fork_server import fork_server  # noqa: F401 - a fixture
 from runtime.random_kills import Kill, Outcome, draw, report, run
-from runtime.test_processes import fork_server  # noqa: F401 - a fixture
 
 SEED = 31
 

@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+from fork_server import fork_server  # noqa: F401 - a fixture
 from runtime.processes import BATCH, Processes, Program
-from runtime.test_processes import fork_server  # noqa: F401 - a fixture
 
 from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.runtime import trace_saver

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import runtime.processes as programs
+from fork_server import fork_server  # noqa: F401 - a fixture
 from runtime.processes import Processes
 from runtime.stuck_hints import BLOCKING, Blocks
-from runtime.test_processes import fork_server  # noqa: F401 - a fixture
 
 from rrfp.core import timeouts
 from rrfp.core.mesh import Mesh

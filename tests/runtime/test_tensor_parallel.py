@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from batches import long
-from compute.gloo_ranks import GOOD, fork_server, outcomes
+from compute.gloo_ranks import GOOD, outcomes
+from fork_server import fork_server
 from runtime.toys import TOLERANCE
 from under_torchrun import reports
 

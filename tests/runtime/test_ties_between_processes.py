@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import runtime.tied_processes as programs
 from batches import long
-from runtime.test_processes import DEAD_S, fork_server
+from fork_server import fork_server
+from runtime.test_processes import DEAD_S
 from runtime.tied_processes import Program, TiedProcesses
 from runtime.toys import TOLERANCE
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fork_server import context
 from on_device import on_double_if_asked
-from runtime.processes import preload
 from runtime.tied_models import tied, words
 from runtime.toys import loss_fn, placed
 from torch import Tensor, nn
@@ -70,12 +70,12 @@ class TiedProcesses:
     """
 
     def __init__(self, folder: Path, stages: int, program: Program, replicas: int = 1, **options: Any) -> None:
-        context = preload()
+        forked = context()
         self.lines: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(stages * replicas):
-            here, there = context.Pipe()
-            process = context.Process(target=_run, args=(str(folder), rank, stages, replicas, program, options, there))
+            here, there = forked.Pipe()
+            process = forked.Process(target=_run, args=(str(folder), rank, stages, replicas, program, options, there))
             process.start()
             there.close()
             self.lines.append(here)
