@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -47,7 +48,7 @@ def context() -> ForkServerContext:
     context.set_forkserver_preload(list(PRELOADED))
     resource_tracker.ensure_running()
     # The server searches its environment's path alone, and passes over in silence what it does not find there.
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)), OMP_NUM_THREADS="1"):
         forkserver.ensure_running()
     return context
 
@@ -58,22 +59,55 @@ def fork_server() -> None:
     context()
 
 
-def reports(script: str, *arguments: str, ranks: int, timeout_s: float) -> list[dict[str, Any]]:
-    """Run ``script``, a path in the folder of tests, on so many ranks, with torchrun's variables.
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a process ended: its exit code, negative for a signal, and what it printed."""
 
-    Returns:
-        The line of JSON that each rank prints, by rank. The script must succeed.
+    code: int | None
+    output: str
+    errors: str
+
+    def __str__(self) -> str:
+        return f"exit code {self.code}\n{self.output}\n{self.errors}"
+
+
+def run(
+    *command: str | Path,
+    timeout_s: float = 50.0,
+    cwd: Path | None = None,
+    ranks: int | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> list[Ended]:
+    """Run ``python command`` in forked processes; kills those that take too long.
+
+    Args:
+        command: a script's path, or "-m" and a module's name; then its arguments.
+        timeout_s: for all.
+        cwd: in which folder; by default in the present one.
+        ranks: as torchrun does, on so many; by default one process without torchrun's variables.
+        variables: of the environment, over those of this process.
     """
+    words = [str(word) for word in command]
+    if ranks is None:
+        return _run_each(words, [{**os.environ, **(variables or {})}], timeout_s, cwd or Path.cwd())
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    deadline = time.monotonic() + timeout_s
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    places = [_variables(rank, ranks, store.port) for rank in range(ranks)]
+    environments = [{**os.environ, **(variables or {}), **place} for place in places]
+    return _run_each(words, environments, timeout_s, cwd or Path.cwd())
+
+
+def _run_each(
+    command: list[str], environments: Sequence[Mapping[str, str]], timeout_s: float, cwd: Path
+) -> list[Ended]:
+    deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory() as folder:
-        processes = []
-        for rank in range(ranks):
-            variables = _variables(rank, ranks, store.port)
-            rest = (str(TESTS / script), arguments, variables, f"{folder}/{rank}")
-            processes.append(context().Process(target=_run, args=rest, name=f"rank-{rank}"))
+        outputs = [Path(folder, str(number)) for number in range(len(environments))]
+        processes = [
+            context().Process(target=_run, args=(command, cwd, each, output))
+            for each, output in zip(environments, outputs, strict=True)
+        ]
         try:
             for process in processes:
                 process.start()
@@ -81,10 +115,27 @@ def reports(script: str, *arguments: str, ranks: int, timeout_s: float) -> list[
                 process.join(max(0.0, deadline - time.monotonic()))
         finally:
             _kill(processes)
-        printed = [Path(folder, str(rank)).read_text() for rank in range(ranks)]
-    ended = [process.exitcode for process in processes]
-    assert ended == [0] * ranks, "\n".join([f"exit codes {ended}", *printed])
-    lines = [json.loads(text) for text in printed]
+        return [
+            Ended(process.exitcode, output.with_suffix(".1").read_text(), output.with_suffix(".2").read_text())
+            for process, output in zip(processes, outputs, strict=True)
+        ]
+
+
+def printed(*command: str | Path, **how: Any) -> str:
+    """What a command that must succeed prints; of several ranks, one after the other. Takes the options of `run`."""
+    ended = run(*command, **how)
+    assert [each.code for each in ended] == [0] * len(ended), "\n".join(map(str, ended))
+    return "".join(each.output for each in ended)
+
+
+def reports(script: str, *arguments: str, ranks: int, timeout_s: float) -> list[dict[str, Any]]:
+    """Run ``script``, a path in the folder of tests, which must succeed, on so many ranks.
+
+    Returns:
+        The line of JSON that each rank prints, by rank.
+    """
+    output = printed(TESTS / script, *arguments, ranks=ranks, timeout_s=timeout_s)
+    lines: list[dict[str, Any]] = [json.loads(line) for line in output.splitlines()]
     assert [line["rank"] for line in lines] == list(range(ranks))
     return lines
 
@@ -102,12 +153,19 @@ def _variables(rank: int, ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def _run(script: str, arguments: tuple[str, ...], variables: Mapping[str, str], output: str) -> None:
-    os.environ |= variables
+def _run(command: list[str], cwd: Path, environment: Mapping[str, str], output: Path) -> None:
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
     for descriptor in (1, 2):
-        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-    sys.argv = [script, *arguments]
-    runpy.run_path(script, run_name="__main__")
+        os.dup2(os.open(output.with_suffix(f".{descriptor}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = command
+        sys.path.insert(0, str(Path(command[0]).parent.absolute()))
+        runpy.run_path(command[0], run_name="__main__")
 
 
 def _kill(processes: Sequence[BaseProcess]) -> None:

@@ -1,4 +1,4 @@
-"""docs/how-to/: the programs on the pages, run in an empty folder with the built wheel."""
+"""docs/how-to/: the programs on the pages, run in an empty folder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from forked_shell import ForkedShell
 from installed import ROOT, Installed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -25,7 +26,7 @@ def test_uneven_microbatches_keep_the_loss_and_the_byte_limit(installed: Install
     assert max(peaks) <= 900
 
 
-def test_the_pages_command_runs(installed: Installed, tmp_path: Path) -> None:
+def test_the_pages_command_runs(shell: ForkedShell | Installed, tmp_path: Path) -> None:
     commands = re.findall(r"^    \$ (rrfp .+)$", PAGE, re.MULTILINE)
     assert len(commands) == 1
-    assert "slot-aware-pyramid" in installed.printed(commands[0], tmp_path)
+    assert "slot-aware-pyramid" in shell.printed(commands[0], tmp_path)

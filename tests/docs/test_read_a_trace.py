@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from cli.shell import rrfp
+from forked_shell import ForkedShell
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "how-to" / "read-a-trace.md").read_text()
-
-
-def run(folder: Path, *arguments: str) -> str:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_the_program_writes_the_trace_whose_table_the_page_shows(
@@ -35,9 +18,11 @@ def test_the_program_writes_the_trace_whose_table_the_page_shows(
 ) -> None:
     (program,) = re.findall(r'```python title="trace.py"\n(.*?)```', PAGE, re.DOTALL)
     (tmp_path / "trace.py").write_text(program)
-    run(tmp_path, "trace.py")
+    monkeypatch.setenv("COLUMNS", "80")
+    shell = ForkedShell()
+    shell.printed("python trace.py", tmp_path)
     (shown,) = re.findall(r"\n```\n(trace\.json: .*?)```", PAGE, re.DOTALL)
-    printed = run(tmp_path, "-m", "rrfp.cli", "trace", "trace.json")
+    printed = shell.printed("rrfp trace trace.json", tmp_path)
     # Times differ from machine to machine: the words that stand for themselves do not.
     assert shape(printed) == shape(shown)
     for head in ("compute", "input", "memory", "nothing left", "other", "blocked", "peak held", "peak MiB"):

@@ -1,4 +1,4 @@
-"""docs/tutorial.md: every file and command in it, in an empty folder, with the built wheel."""
+"""docs/tutorial.md: every file and command in it, in an empty folder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from forked_shell import ForkedShell
 from installed import ROOT, Installed
 
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
@@ -16,12 +17,14 @@ LOSS = re.compile(r"step (\d+): loss ([\d.]+)")
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_each_command_prints_the_same_losses_and_what_the_page_shows(installed: Installed, tmp_path: Path) -> None:
+def test_each_command_prints_the_same_losses_and_what_the_page_shows(
+    shell: ForkedShell | Installed, tmp_path: Path
+) -> None:
     assert list(FILES) == ["single.py", "local.py", "train.py"]
     assert [command.split()[-1] for command, _ in COMMANDS] == list(FILES)
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
-    outputs = [installed.printed(command, tmp_path) for command, _ in COMMANDS]
+    outputs = [shell.printed(command, tmp_path) for command, _ in COMMANDS]
     losses = [LOSS.findall(output) for output in outputs]
     assert losses[0] == losses[1] == losses[2]
     assert len(losses[0]) == 5
