@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from batches import long
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 SMALL = ("--microbatches", "2", "--microbatch-size", "1")
@@ -40,8 +41,9 @@ def steps(output: str) -> list[tuple[int, float]]:
     return [(int(step), float(loss)) for step, loss in re.findall(r"^step +(\d+)  loss (\S+)", output, re.MULTILINE)]
 
 
-def test_a_pipeline_of_four_trains_and_evaluates() -> None:
-    output = end(start(4, "--steps", "3", "--microbatches", "6", "--evaluate-every", "3"))
+@pytest.mark.parametrize("stages", [2, long(4)])
+def test_a_pipeline_trains_and_evaluates(stages: int) -> None:
+    output = end(start(stages, "--steps", "3", "--microbatches", "6", "--evaluate-every", "3"))
     numbers, losses = zip(*steps(output), strict=True)
     assert numbers == (1, 2, 3)
     assert losses[-1] < losses[0]

@@ -106,16 +106,16 @@ def test_python_closes_the_loop_of_an_aborted_async_program() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [long("plain"), "record"])
-def test_torchruns_report_names_the_rank_at_fault(how: str) -> None:
-    done = run("runtime/torchrun_fails.py", how, ranks=3, timeout_s=55)
+@pytest.mark.parametrize(("how", "ranks"), [("record", 2), long("plain", 3), long("record", 3)])
+def test_torchruns_report_names_the_rank_at_fault(how: str, ranks: int) -> None:
+    done = run("runtime/torchrun_fails.py", how, ranks=ranks, timeout_s=55)
     said = done.stderr
     assert done.returncode == 1
     root = said.partition("Root Cause (first observed failure):")[2]
     assert re.search(r"rank +: 1 \(local_rank: 1\)", root), said
     assert said.count('raise ValueError("out of luck")') >= 1
-    for rank in (0, 2):
+    for rank in {*range(ranks)} - {1}:
         assert said.count(f"stage {rank} ends: aborted by stage 1, task F1@1: ValueError: out of luck") == 1, said
-    # All that the three ranks say, before torchrun's own report; it used to be some 200 lines.
+    # All that the ranks say, before torchrun's own report; it used to be some 200 lines.
     ours = [line for line in said.partition(" Sending process ")[0].splitlines() if line]
     assert len(ours) <= 30, "\n".join(ours)

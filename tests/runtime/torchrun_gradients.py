@@ -1,9 +1,10 @@
-"""Run under torchrun on 4 ranks: compares gradients over zmq with the reference.
+"""Run with torchrun's variables on 4 ranks: compares gradients over zmq with the reference.
 
 ``few``: a pipeline of 4 stages for each way to place and to split. ``whole``: one chunk a rank, pipelines of 1, 2 and 4
 stages. Both end with a stage that hangs on its lane while another one raises. ``parts``: chunks, split backward and
-``deterministic=True``, which must be the reference's bits; 4 stages, and 2 where bits are compared. Prints one line of
-JSON a rank.
+``deterministic=True``, which must be the reference's bits; 4 stages, and 2 where bits are compared. ``ends``, on 2
+ranks: one pipeline of 2, and beside the hanging stage one that raises where its like is in a collective. Prints one
+line of JSON a rank.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from on_device import on_double_if_asked
 from runtime.toys import Bomb, data, expect, largest_difference, loss_fn, placed, same_bits, stages
 
@@ -118,13 +120,16 @@ def abort_beside_a_busy_lane() -> float:
         time.sleep(60)
 
     batch = data(2)
-    module = Bomb(doze if RANK == 1 else None)
+    busy, faulty = (WORLD - 1) // 2, WORLD - 1
+    module = Bomb(doze if busy == RANK else None)
     topology = rrfp.Topology(RANK, WORLD, run_id=f"{os.environ['TORCHELASTIC_RUN_ID']}-abort")
     began = time.monotonic()
-    expected = ("ValueError", "enough") if RANK == 3 else ("PipelineAborted", "aborted by stage 3: ValueError: enough")
+    expected = ("PipelineAborted", f"aborted by stage {faulty}: ValueError: enough")
+    if faulty == RANK:
+        expected = ("ValueError", "enough")
     try:
         with rrfp.Pipeline(module, topology=topology, loss_fn=loss_fn).blocking() as pipe:
-            if RANK == 3:
+            if faulty == RANK:
                 time.sleep(0.3)
                 raise ValueError("enough")
             pipe.step(batch.inputs, batch.targets)
@@ -132,6 +137,16 @@ def abort_beside_a_busy_lane() -> float:
         if (type(error).__name__, str(error)) != expected:
             raise
     return time.monotonic() - began
+
+
+def abort_in_a_group() -> float:
+    """Seconds until this rank has the error; the other one of the group is left in a collective."""
+    from runtime.torchrun_tensor_parallel import abort_beside_a_collective, meshes
+
+    dist.init_process_group("gloo")
+    seconds = abort_beside_a_collective(meshes([(1, 1, 2)])[1, 1, 2])
+    dist.destroy_process_group()
+    return seconds
 
 
 def main(what: str) -> None:
@@ -143,8 +158,12 @@ def main(what: str) -> None:
         runs = [(4, {**each, "microbatches": (1, 6)}) for each in FEW]
     elif what == "parts":
         runs = [(count, each) for count in (2, 4) for each in PARTS if count == 4 or each.get("deterministic")]
+    elif what == "ends":
+        runs = [(2, {**WHOLE[0], "microbatches": (1,)})]
     worst = {f"{count} {each}": difference(count, each) for count, each in runs}
-    report = {"rank": RANK, "worst": worst, "abort_s": 0.0 if what == "parts" else abort_beside_a_busy_lane()}
+    abort_s = [abort_in_a_group()] if what == "ends" else []
+    abort_s += [abort_beside_a_busy_lane()] if what != "parts" else []
+    report = {"rank": RANK, "worst": worst, "abort_s": max(abort_s, default=0.0)}
     sys.stdout.write(json.dumps(report) + "\n")  # in one piece, since four ranks share the pipe
     sys.stdout.flush()
 

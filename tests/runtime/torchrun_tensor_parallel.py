@@ -1,8 +1,8 @@
 """Sharded models under real collectives on 4 or 8 ranks, compared with the one-process reference.
 
 Every rank delivers its tensors late at random, each in its own way, so that the members of a group see other tasks
-ready at the same moment. 4 ranks, run under torchrun: pp x tp, dp x tp and pp x dp; at the end one raises while its
-like waits for it in a collective; prints one JSON line a rank. 8 ranks: the case `three_dims`, pp x dp x tp.
+ready at the same moment. 4 ranks, with torchrun's variables: pp x tp, dp x tp and pp x dp; at the end one raises while
+its like waits for it in a collective; prints one JSON line a rank. 8 ranks: the case `three_dims`, pp x dp x tp.
 """
 
 from __future__ import annotations
