@@ -22,8 +22,7 @@ _serial = itertools.count()
 class DoubleDevice(Device):
     """See the package's docstring. A context manager: on leaving it is closed.
 
-    One thread at a time is inside blocks of `Stream.issuing`, also of several streams. So a call on a lane must not
-    wait for a call on another lane of the same device.
+    Threads issue on streams of their own at the same time, so calls on lanes of one device may wait for each other.
 
     Args:
         seconds: how long the device takes for a block, or for a part of one that ends at an event: a number, or a

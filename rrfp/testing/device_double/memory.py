@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import chain
 
 from torch import Tensor
 
@@ -20,7 +21,7 @@ class Segment:
         clock: the work that its stream's order puts before it.
         read: the storages read so far, by key.
         written: those written.
-        opened: those that were uncovered for it.
+        opened: those that it may see though work that writes them is pending.
         racing: those whose use was reported.
     """
 
@@ -41,28 +42,33 @@ class Memory:
         self._report = report
         #: Work that was issued and that the device has not run.
         self._pending: set[Work] = set()
+        #: What threads issue now. No event lies behind it yet, so nothing can be ordered behind it.
+        self._segments: set[Segment] = set()
 
     def begin(self, segment: Segment) -> None:
         """Uncover what the segment may see."""
+        self._segments.add(segment)
         self._check_reuse(segment)
         for region in self.regions:
-            if region.kept is not None and all(work.is_before(segment.clock) for work in region.writers):
+            if region.writers and all(work.is_before(segment.clock) for work in region.writers):
                 self._uncover(region)
+                region.viewers.add(segment)
                 segment.opened.append(region)
 
     def use(self, segment: Segment, operator: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         """An operator of the segment is about to read and to write tensors."""
         for tensor in reads:
             for key, region in self.regions.of(tensor):
-                self._check_writers(segment, operator, "reads", region)
+                self._check_writers(segment, operator, "reads", key, region)
                 if key not in segment.read:
                     segment.read[key] = Reading(region, operator)
         for tensor in writes:
             for key, region in self.regions.of(tensor):
-                self._check_writers(segment, operator, "writes", region)
-                self._check_readers(segment, operator, region)
+                self._check_writers(segment, operator, "writes", key, region)
+                self._check_readers(segment, operator, key, region)
                 region.kept = None  # in a race, the last write stays
                 region.writes += 1
+                region.viewers.add(segment)
                 segment.written[key] = region
 
     def made(self, segment: Segment, tensors: Sequence[Tensor], known: Set[int]) -> None:
@@ -71,10 +77,12 @@ class Memory:
             for key, region in self.regions.of(tensor):
                 if key not in known:
                     region.owner = segment.stream
+                    region.viewers.add(segment)
                     segment.written[key] = region
 
     def end(self, segment: Segment, work: Work | None) -> None:
         """Cover what is not complete; ``work`` is the segment's, None if it used no memory."""
+        self._segments.discard(segment)
         if work is not None:
             self._pending.add(work)
             work.writes.extend(segment.written.values())
@@ -87,7 +95,8 @@ class Memory:
                     reading.checksum, reading.writes = reading.region.checksum(), reading.region.writes
                     work.reads.append(reading)
         for region in {*segment.opened, *segment.written.values()}:
-            if region.writers:
+            region.viewers.discard(segment)
+            if region.writers and not region.viewers:
                 region.cover()
         self._check_reuse(segment)
         self.regions.sweep()
@@ -110,6 +119,7 @@ class Memory:
         for key, region in self.regions.of(tensor):
             region.owner, region.is_on_host = stream, stream is None
             if segment is not None:
+                region.viewers.discard(segment)
                 segment.written.pop(key, None)
 
     def note_use(self, tensor: Tensor, stream: int) -> None:
@@ -121,21 +131,22 @@ class Memory:
         if not region.uncover():
             self._report(f"{_size(region)} were written to by the host before the work that writes them was complete")
 
-    def _check_writers(self, segment: Segment, operator: str, verb: str, region: Region) -> None:
-        other = next((work for work in region.writers if not work.is_before(segment.clock)), None)
-        if other is not None and region not in segment.racing:
-            segment.racing.add(region)
-            self._report(
-                f"{segment.label}: {operator} {verb} {_size(region)} that {other.label} writes, without waiting for it"
-            )
+    def _check_writers(self, segment: Segment, operator: str, verb: str, key: int, region: Region) -> None:
+        issued = (work.label for work in region.writers if not work.is_before(segment.clock))
+        beside = (other.label for other in self._segments if other is not segment and key in other.written)
+        if other := next(chain(issued, beside), None):
+            self._report_race(segment, region, f"{operator} {verb} {_size(region)} that {other} writes")
 
-    def _check_readers(self, segment: Segment, operator: str, region: Region) -> None:
-        other = next((work for work in region.readers if not work.is_before(segment.clock)), None)
-        if other is not None and region not in segment.racing:
+    def _check_readers(self, segment: Segment, operator: str, key: int, region: Region) -> None:
+        issued = (work.label for work in region.readers if not work.is_before(segment.clock))
+        beside = (other.label for other in self._segments if other is not segment and key in other.read)
+        if other := next(chain(issued, beside), None):
+            self._report_race(segment, region, f"{operator} writes {_size(region)} that {other} reads")
+
+    def _report_race(self, segment: Segment, region: Region, race: str) -> None:
+        if region not in segment.racing:
             segment.racing.add(region)
-            self._report(
-                f"{segment.label}: {operator} writes {_size(region)} that {other.label} reads, without waiting for it"
-            )
+            self._report(f"{segment.label}: {race}, without waiting for it")
 
     def _check_reading(self, work: Work, reading: Reading) -> None:
         """Was memory that complete work has read, and that its stream did not make, still there and the same?"""

@@ -63,6 +63,7 @@ class Region:
         noted: the streams for whose use `Device.note_use` keeps it.
         readers: pending work that reads it.
         writers: pending work that writes it.
+        viewers: blocks under way that may see it; meanwhile nothing covers it.
         kept: its address and its bytes, while 0xFF stands in their place.
         writes: how often issued work has written it.
     """
@@ -74,6 +75,7 @@ class Region:
     noted: set[int] = field(default_factory=set)
     readers: set[Work] = field(default_factory=set)
     writers: set[Work] = field(default_factory=set)
+    viewers: set[object] = field(default_factory=set)
     kept: tuple[int, bytes] | None = None
     writes: int = 0
 

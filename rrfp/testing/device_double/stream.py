@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -24,11 +25,13 @@ class DoubleStream(Stream):
         #: The work that comes before what is issued next, this stream's own included.
         self.clock: Clock = {number: 0}
         self.has_strayed = False
+        #: Held by the thread that issues work on it in a block; several times, if it is current in several blocks.
+        self.turn = threading.RLock()
         self._issuer = issuer
 
     @contextmanager
     def issuing(self) -> Iterator[None]:
-        """See :meth:`Stream.issuing`. Blocks of all streams of the device exclude one another, but may be nested.
+        """See :meth:`Stream.issuing`. Threads whose blocks issue on one stream take turns; blocks may be nested.
 
         Raises:
             DoubleError: if the device has failed.
@@ -58,6 +61,39 @@ class DoubleStream(Stream):
         self._issuer.wait(self, event)
 
 
+@dataclass(slots=True, eq=False)
+class Block:
+    """A block of `Stream.issuing` that a thread is in.
+
+    Attributes:
+        stream: whose block it is.
+        current: where work in the block goes now.
+    """
+
+    stream: DoubleStream
+    current: DoubleStream
+
+
+@dataclass(slots=True)
+class Issuing:
+    """One thread's part in issuing work.
+
+    Attributes:
+        watch: sees the operators in its blocks.
+        blocks: those that the thread is in, the innermost last.
+        segment: what the innermost issues; None outside blocks.
+    """
+
+    watch: Watch
+    blocks: list[Block] = field(default_factory=list)
+    segment: Segment | None = None
+
+    @property
+    def stream(self) -> DoubleStream | None:
+        """Where the thread's work goes; None outside blocks."""
+        return self.blocks[-1].current if self.blocks else None
+
+
 class Issuer:
     """Issues the work of all streams of one device.
 
@@ -79,56 +115,53 @@ class Issuer:
         self._memory = memory
         self._next_work = next_work
         self._report = report
-        #: Held by the thread that is inside blocks; they see different parts of one memory.
-        self._blocks = threading.RLock()
-        #: The streams of those blocks, the innermost last; its segment; and the thread.
-        self._open: list[DoubleStream] = []
-        self._segment: Segment | None = None
-        self._thread: int | None = None
-        self._watch = Watch(self._use, self._made)
+        self._of_thread = threading.local()
 
     def current(self) -> DoubleStream | None:
         """The stream of the calling thread's innermost block; None outside blocks."""
-        return self._open[-1] if self._thread == threading.get_ident() else None
+        return self._here().stream
 
     def enter(self, stream: DoubleStream) -> None:
         """Begin a block."""
         self._check_working()
-        self._blocks.acquire()
+        here = self._here()
+        if any(block.stream is stream for block in here.blocks):
+            raise RuntimeError("issuing() is not reentrant, and this thread is in a block of the stream")
+        stream.turn.acquire()  # as the block's stream
+        stream.turn.acquire()  # as the current one
         with self._timeline.changed:
-            if stream in self._open:
-                self._blocks.release()
-                raise RuntimeError("issuing() is not reentrant, and this thread is in a block of the stream")
-            self._end_segment()
-            self._open.append(stream)
-            self._thread = threading.get_ident()
-            self._begin_segment()
-        if len(self._open) == 1:
-            self._watch.__enter__()  # type: ignore[no-untyped-call]
+            self._end_segment(here)
+            here.blocks.append(Block(stream, stream))
+            self._begin_segment(here)
+        if len(here.blocks) == 1:
+            here.watch.__enter__()  # type: ignore[no-untyped-call]
 
     def leave(self, stream: DoubleStream) -> None:
-        """End a block."""
-        if self._open[0] is stream:
-            self._watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        """End the innermost block, which is one of ``stream``."""
+        here = self._here()
+        if len(here.blocks) == 1:
+            here.watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         with self._timeline.changed:
-            self._end_segment()
-            while (left := self._open.pop()) is not stream:
+            self._end_segment(here)
+            left = here.blocks.pop().current
+            if left is not stream:
                 stream.has_strayed = True
                 self._wait(stream, self._new_event(left))
-            if self._open:
-                self._begin_segment()
-            else:
-                self._thread = None
-        self._blocks.release()
+            self._begin_segment(here)
+        left.turn.release()
+        stream.turn.release()
 
     def stray(self, stream: DoubleStream) -> None:
         """Issue the rest of the block on ``stream``."""
-        if self.current() is None:
+        here = self._here()
+        if not here.blocks:
             raise RuntimeError("a stream can be made current only inside a block")
+        stream.turn.acquire()
         with self._timeline.changed:
-            self._end_segment()
-            self._open.append(stream)
-            self._begin_segment()
+            self._end_segment(here)
+            left, here.blocks[-1].current = here.blocks[-1].current, stream
+            self._begin_segment(here)
+        left.turn.release()
 
     def record(self, stream: DoubleStream) -> DoubleEvent:
         """An event behind what was issued on ``stream``."""
@@ -143,16 +176,30 @@ class Issuer:
         with self._cutting(stream):
             self._wait(stream, event)
 
+    def allocate(self, tensor: Tensor, stream: DoubleStream | None) -> None:
+        """See `Memory.allocate`."""
+        with self._timeline.changed:
+            number = None if stream is None else stream.number
+            self._memory.allocate(tensor, number, self._here().segment)
+
+    def _here(self) -> Issuing:
+        """The calling thread's."""
+        if not hasattr(self._of_thread, "issuing"):
+            self._of_thread.issuing = Issuing(Watch(self._use, self._made))
+        here: Issuing = self._of_thread.issuing
+        return here
+
     @contextmanager
     def _cutting(self, stream: DoubleStream) -> Iterator[None]:
         """If the calling thread is in a block of ``stream``, the work issued so far comes before what is done here."""
+        here = self._here()
         with self._timeline.changed:
-            is_inside = self.current() is stream
+            is_inside = here.stream is stream
             if is_inside:
-                self._end_segment()
+                self._end_segment(here)
             yield
             if is_inside:
-                self._begin_segment()
+                self._begin_segment(here)
 
     def _new_event(self, stream: DoubleStream) -> DoubleEvent:
         event = DoubleEvent(self._report, dict(stream.clock))
@@ -164,17 +211,19 @@ class Issuer:
             stream.clock[other] = max(number, stream.clock.get(other, 0))
         self._timeline.put(stream.queue, Barrier(event))
 
-    def _begin_segment(self) -> None:
-        stream = self._open[-1]
-        label = f"{threading.current_thread().name}'s work {stream.clock[stream.number] + 1} on stream {stream.number}"
-        self._segment = Segment(stream.number, label, dict(stream.clock))
-        self._memory.begin(self._segment)
-
-    def _end_segment(self) -> None:
-        segment, self._segment = self._segment, None
-        if segment is None:
+    def _begin_segment(self, here: Issuing) -> None:
+        """What the thread issues from here on; nothing, outside blocks."""
+        if (stream := here.stream) is None:
             return
-        stream, work = self._open[-1], None
+        label = f"{threading.current_thread().name}'s work {stream.clock[stream.number] + 1} on stream {stream.number}"
+        here.segment = Segment(stream.number, label, dict(stream.clock))
+        self._memory.begin(here.segment)
+
+    def _end_segment(self, here: Issuing) -> None:
+        segment, here.segment = here.segment, None
+        stream, work = here.stream, None
+        if segment is None or stream is None:
+            return
         if segment.read or segment.written:
             seconds, fails = self._next_work()
             stream.clock[stream.number] += 1
@@ -183,22 +232,17 @@ class Issuer:
         if work is not None:
             self._timeline.put(stream.queue, work)
 
-    def allocate(self, tensor: Tensor, stream: DoubleStream | None) -> None:
-        """See `Memory.allocate`."""
-        with self._timeline.changed:
-            is_inside = self.current() is not None
-            number = None if stream is None else stream.number
-            self._memory.allocate(tensor, number, self._segment if is_inside else None)
-
     def _use(self, operator: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        segment = self._here().segment
+        assert segment is not None
         with self._timeline.changed:
-            assert self._segment is not None
-            self._memory.use(self._segment, operator, reads, writes)
+            self._memory.use(segment, operator, reads, writes)
 
     def _made(self, tensors: Sequence[Tensor], known: Set[int]) -> None:
+        segment = self._here().segment
+        assert segment is not None
         with self._timeline.changed:
-            assert self._segment is not None
-            self._memory.made(self._segment, tensors, known)
+            self._memory.made(segment, tensors, known)
 
     def _check_working(self) -> None:
         if self._timeline.error is not None:
