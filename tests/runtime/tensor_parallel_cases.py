@@ -64,3 +64,9 @@ FEW: dict[tuple[int, int, int], list[dict[str, Any]]] = {
     (1, 2, 2): [{"hint": "bf", "tokens": True, "evaluate": True}],
     (2, 2, 1): [{"hint": "bfw", "split": True, "fully_shard": True}],
 }
+
+#: For the device double. Why not fully_shard? Gloo scatters sums by memory of its own threads, which it then frees.
+ON_DOUBLE: dict[tuple[int, int, int], list[dict[str, Any]]] = {
+    **FEW,
+    (2, 2, 1): [{**LOOPED, "hint": RandomHint, "limit": "n", "tokens": True, "evaluate": True}],
+}

@@ -81,12 +81,17 @@ def test_the_runtimes_tests_hold_on_a_device(depth: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(200)
-def test_groups_run_their_collectives_in_order_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Why no replicas? Their sums run on a second lane, and the double lets one thread at a time issue work."""
-    monkeypatch.setenv(DEPTH, "2")
-    for report in reports("runtime/torchrun_tensor_parallel.py", "tp", ranks=4, timeout_s=180):
-        assert len(report["worst"]) == 2
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_groups_and_replicas_run_their_collectives_in_order_on_a_device(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a group run inside its tasks, and those of replicas on a lane beside that of the tasks."""
+    monkeypatch.setenv(DEPTH, str(depth))
+    found = reports("runtime/torchrun_tensor_parallel.py", "double", ranks=4, timeout_s=180)
+    for report in found:
+        assert len(report["worst"]) == 4
         assert {name: gap for name, gap in report["worst"].items() if not gap < TOLERANCE} == {}
+    assert sum(report["disagreements"] for report in found) > 0  # else members saw the same anyway
 
 
 @pytest.mark.parametrize("options", [{}, {"split": True}, {"placement": "v"}, {"limit": 1}], ids=str)

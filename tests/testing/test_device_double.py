@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rrfp.errors import ConfigError
 from rrfp.testing.device_double import DoubleDevice, DoubleError
@@ -354,3 +355,16 @@ def test_seconds_may_differ_by_block() -> None:
         assert events[2].seconds_since(events[1]) == pytest.approx(0.02)
     with pytest.raises(ConfigError, match="seconds is -1"):
         DoubleDevice(-1)
+
+
+@pytest.mark.filterwarnings("error")
+def test_tensors_without_memory_are_left_alone(device: DoubleDevice) -> None:
+    """DTensor finds shapes with such tensors, also inside tasks."""
+    stream = device.stream()
+    with stream.issuing(), FakeTensorMode():
+        torch.ones(3) + 1
+    with stream.issuing():
+        torch.empty(3, device="meta") + 1
+    device.close()
+    assert device.problems == []
+    assert device.memory().peak == 0

@@ -167,7 +167,7 @@ def _reference(storage: torch.UntypedStorage) -> StorageWeakRef:
 
 
 def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """The storages on the CPU in which ``tensor`` lies: several of a sparse one, none of an empty or opaque one."""
+    """The storages on the CPU in which ``tensor`` lies: several of a sparse one, none of an opaque or fake one."""
     if tensor.layout is torch.sparse_coo:
         yield from storages(tensor._indices())
         yield from storages(tensor._values())
@@ -176,7 +176,7 @@ def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
         return
     try:
         storage = tensor.untyped_storage()
-        if storage.nbytes() and storage.data_ptr():
+        if storage.device.type == "cpu" and storage.nbytes() and storage.data_ptr():
             yield storage
     except (NotImplementedError, RuntimeError):
         return  # opaque or without data
