@@ -98,9 +98,9 @@ class Bomb(nn.Module):
         self._forwards = self._backwards = 0
 
     def forward(self, x: Tensor) -> Tensor:
+        number, self._forwards = self._forwards, self._forwards + 1
         if self._on_forward is not None:
-            self._on_forward(self._forwards)
-        self._forwards += 1
+            self._on_forward(number)
         output = x * self.scale
         if output.requires_grad and self._on_backward is not None:
             output.register_hook(self._explode)  # type: ignore[no-untyped-call]
