@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from rrfp.transports.flow import Inbox as Inbox
     from rrfp.transports.flow import Window as Window
     from rrfp.transports.flow import cost_of as cost_of
+    from rrfp.transports.lending import LendsMemory as LendsMemory
+    from rrfp.transports.lending import Loan as Loan
     from rrfp.transports.pool import BufferPool as BufferPool
     from rrfp.transports.registry import create_transport as create_transport
     from rrfp.transports.rendezvous import LocalRendezvous as LocalRendezvous
@@ -52,6 +54,7 @@ _PUBLIC = {
     ),
     "rrfp.transports.device_copies": ("DeviceCopies",),
     "rrfp.transports.flow": ("HomeLoop", "Inbox", "Window", "cost_of"),
+    "rrfp.transports.lending": ("LendsMemory", "Loan"),
     "rrfp.transports.pool": ("BufferPool",),
     "rrfp.transports.registry": ("create_transport",),
     "rrfp.transports.rendezvous": ("LocalRendezvous", "StoreRendezvous"),
