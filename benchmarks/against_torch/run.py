@@ -2,9 +2,10 @@
 
     python benchmarks/against_torch/run.py [--profile mllm|llm] [--rounds N] [--quick] [--json]
 
-Four processes under torchrun run torch's ScheduleGPipe and Schedule1F1B (gloo) and RRFP (zmq), alternating by step. All
-run the very same modules, which sleep a cost table's time and put out 2 MiB. Every round has a table of its own; J0 is
-without jitter, J3 with the most. Figures are medians over the rounds.
+Four processes under torchrun run torch's ScheduleGPipe and Schedule1F1B (gloo) and RRFP, alternating by step. RRFP's
+transport is its default, shared memory in one host, but for the methods whose names end in zmq. All run the very same
+modules, which sleep a cost table's time and put out 2 MiB. Every round has a table of its own; J0 is without jitter, J3
+with the most. Figures are medians over the rounds.
 
 iteration: wall time of a step, from one start for all ranks until the last has returned.
 / torch 1F1B: the same, relative to torch's 1F1B in the same round.

@@ -21,6 +21,8 @@ RRFP_METHODS: Mapping[str, Options] = {
     "rrfp strict 1f1b": {"strict": "1f1b"},
     "rrfp bf, limit 1f1b": {"hint": "bf", "limit": "1f1b"},
     "rrfp bf, limit 2n": {"hint": "bf", "limit": "2n"},
+    "rrfp strict 1f1b, zmq": {"strict": "1f1b", "transport": "zmq"},
+    "rrfp bf, limit 2n, zmq": {"hint": "bf", "limit": "2n", "transport": "zmq"},
 }
 METHODS = (*TORCH_METHODS, *RRFP_METHODS)
 BASELINE = "torch 1F1B"

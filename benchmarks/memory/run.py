@@ -2,7 +2,7 @@
 
     python benchmarks/memory/run.py [--rounds N] [--quick] [--json]
 
-Four processes under torchrun train the same modules over zmq, one method after the other. A stage has two parts; for
+Four processes under torchrun train the same modules over shm, one method after the other. A stage has two parts; for
 each microbatch a part keeps an activation of 8 MiB and its input of 2 MiB, and 2 MiB travel between stages. Tasks are
 stretched to a cost table (mllm, jitter J2), as an accelerator would leave the CPU idle, so times can be compared.
 

@@ -2,7 +2,7 @@
 
     python benchmarks/trace_to_costs/run.py [--steps N] [--quick] [--json]
 
-Four processes under torchrun train the same modules over zmq, with one method after the other. The first method's trace
+Four processes under torchrun train the same modules over shm, with one method after the other. The first method's trace
 is saved, made into a cost file, and simulated with every method: what a user does to choose a hint and a limit.
 
 workload: paced, tasks are stretched to a cost table (mllm, jitter J1; every step has one of its own), as an accelerator
