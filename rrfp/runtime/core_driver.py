@@ -126,7 +126,7 @@ class CoreDriver:
         context, step = self._context, self._context.activity.step
         match instruction:
             case ev.Send():
-                context.supervisor.spawn(self.messenger.send_output(instruction), instruction.task)
+                self.messenger.send_output(instruction)
             case ev.Credit():
                 self.messenger.credit(instruction)
             case ev.Release(task):

@@ -6,17 +6,21 @@ The messenger knows the contents of tensor messages and credits, but neither the
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import NoReturn
 
 from rrfp.core import events as ev
 from rrfp.core import timeouts
 from rrfp.core.tasks import Kind, StepId, Task
-from rrfp.errors import FrameError, PeerLostError, ProtocolError
+from rrfp.errors import FrameError, PeerLostError, ProtocolError, RrfpError
 from rrfp.log import get_logger
 from rrfp.runtime.context import RankContext
+from rrfp.runtime.supervisor import failure_on_loop
 from rrfp.transports.base import Channel, Message, MessageKind
+from rrfp.transports.direct import DeliversMessages, SendsAtOnce
 
 logger = get_logger(__name__)
 
@@ -48,7 +52,12 @@ class Messenger:
         self._activity = context.activity
         self._recorder = context.recorder
         self._supervisor = context.supervisor
+        self._fail = context.fail
         self._on_event = on_event
+        #: Outputs that leave in the loop's next turn.
+        self._leaving: list[ev.Send] = []
+        #: By peer and channel, the messages that wait in coroutines of their own: later ones queue behind them.
+        self._waiting: Counter[tuple[int, Channel]] = Counter()
 
     async def receive_all(self, handlers: Mapping[MessageKind, Handler]) -> None:
         """Receive forever; never gated on memory, so that nothing a peer waits for can be stuck behind this rank.
@@ -58,24 +67,46 @@ class Messenger:
             PeerLostError: if a peer is lost, or left before the call that this rank is in.
             TransportError: see `Transport.receive`.
         """
+        if isinstance(self._transport, DeliversMessages):
+            failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._transport.deliver_to(partial(self._on_delivery, handlers, failed))
+            await failed
         while True:
             try:
                 message = await self._transport.receive()
-            except FrameError as error:
-                if error.peer is not None:
-                    raise
-                logger.warning("dropped: %s", error, field=error.field)
-                continue
-            except PeerLostError as error:
-                if error.peer in self._departures:
-                    continue
-                raise
-            try:
-                if message.step is not None:
-                    self.received += 1
-                handlers.get(message.kind, self._refuse)(message)
-            except ProtocolError as error:
-                self._raise_naming(message.sender, error)
+            except (FrameError, PeerLostError) as error:
+                self._on_error(error)
+            else:
+                self._handle(handlers, message)
+
+    def _on_delivery(
+        self, handlers: Mapping[MessageKind, Handler], failed: asyncio.Future[None], entry: Message | RrfpError
+    ) -> None:
+        """As `receive_all`, for a transport that passes on each message where it reads it."""
+        if failed.done():
+            return
+        try:
+            if isinstance(entry, RrfpError):
+                self._on_error(entry)
+            else:
+                self._handle(handlers, entry)
+        except BaseException as error:
+            failed.set_exception(failure_on_loop(error) or error)
+
+    def _on_error(self, error: RrfpError) -> None:
+        """Raise what ``receive`` raised, unless this rank can go on."""
+        if isinstance(error, FrameError) and error.peer is None:
+            logger.warning("dropped: %s", error, field=error.field)
+        elif not (isinstance(error, PeerLostError) and error.peer in self._departures):
+            raise error
+
+    def _handle(self, handlers: Mapping[MessageKind, Handler], message: Message) -> None:
+        try:
+            if message.step is not None:
+                self.received += 1
+            handlers.get(message.kind, self._refuse)(message)
+        except ProtocolError as error:
+            self._raise_naming(message.sender, error)
 
     @contextmanager
     def opening(self) -> Iterator[None]:
@@ -104,22 +135,66 @@ class Messenger:
     def post(self, peer: int, message: Message) -> None:
         """Queue a control message without waiting."""
         self._count(message)
-        self._supervisor.spawn(self._post(peer, message))
+        if not self._send_at_once(peer, message):
+            self._send_later(peer, message)
 
     def credit(self, credit: ev.Credit) -> None:
         """Notify a peer that its output was consumed."""
         message = Message(Channel.CONTROL, MessageKind.CONSUMED, self._activity.step, credit.task)
         self.post(self._ranks[credit.peer], message)
 
-    async def send_output(self, send: ev.Send) -> None:
-        """Send a task's output, and report when its memory is free."""
+    def send_output(self, send: ev.Send) -> None:
+        """Send a task's output, and report when its memory is free.
+
+        It leaves in the loop's next turn: behind the arbiter's, so that the next task starts before tensors are copied.
+        """
+        if not self._leaving:
+            asyncio.get_running_loop().call_soon(self._send_outputs)
+        self._leaving.append(send)
+
+    def _send_outputs(self) -> None:
+        leaving, self._leaving = self._leaving, []
+        for send in leaving:
+            if self._supervisor.stopping:
+                return
+            try:
+                self._send_output(send)
+            except BaseException as error:  # in this callback SystemExit of a hint that observes would end the loop
+                self._fail(failure_on_loop(error) or error, send.task)
+
+    def _send_output(self, send: ev.Send) -> None:
         task = send.task
         tensors, body = self._mailbox.pack(task, send.peer)
         body["consumed"] = send.consumed
         message = Message(_CHANNELS[task.kind], MessageKind.OUTPUT, self._activity.step, task, tensors, body)
         self._recorder.sent(send.peer, task, message.num_bytes)
-        await self.send(send.peer, message)
-        self._on_event(ev.SendReleased(task, send.peer))
+        self._count(message)
+        peer = self._ranks[send.peer]
+        if self._send_at_once(peer, message):
+            self._on_event(ev.SendReleased(task, send.peer))
+        else:
+            self._send_later(peer, message, send)
+
+    def _send_at_once(self, peer: int, message: Message) -> bool:
+        """Whether a message has left, because neither it nor one before it had to wait for anything."""
+        if not isinstance(self._transport, SendsAtOnce) or self._waiting[peer, message.channel]:
+            return False
+        return not self._supervisor.stopping and self._transport.send_at_once(peer, message)
+
+    def _send_later(self, peer: int, message: Message, send: ev.Send | None = None) -> None:
+        """Send a message that has to wait; ``send`` is the instruction, of an output."""
+        self._waiting[peer, message.channel] += 1
+        self._supervisor.spawn(self._wait_and_send(peer, message, send), None if send is None else send.task)
+
+    async def _wait_and_send(self, peer: int, message: Message, send: ev.Send | None) -> None:
+        try:
+            if send is None:
+                await self._post(peer, message)
+            else:
+                await self._hand_over(peer, message)
+                self._on_event(ev.SendReleased(send.task, send.peer))
+        finally:
+            self._waiting[peer, message.channel] -= 1
 
     async def send(self, stage: int, message: Message) -> None:
         """Send a message of the step to the rank of ``stage``; returns when its memory is no longer read."""

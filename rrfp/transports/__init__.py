@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from rrfp.transports.base import TransportContext as TransportContext
     from rrfp.transports.base import TransportStatistics as TransportStatistics
     from rrfp.transports.device_copies import DeviceCopies as DeviceCopies
+    from rrfp.transports.direct import DeliversMessages as DeliversMessages
+    from rrfp.transports.direct import SendsAtOnce as SendsAtOnce
     from rrfp.transports.flow import HomeLoop as HomeLoop
     from rrfp.transports.flow import Inbox as Inbox
     from rrfp.transports.flow import Window as Window
@@ -53,6 +55,7 @@ _PUBLIC = {
         "TransportStatistics",
     ),
     "rrfp.transports.device_copies": ("DeviceCopies",),
+    "rrfp.transports.direct": ("DeliversMessages", "SendsAtOnce"),
     "rrfp.transports.flow": ("HomeLoop", "Inbox", "Window", "cost_of"),
     "rrfp.transports.lending": ("LendsMemory", "Loan"),
     "rrfp.transports.pool": ("BufferPool",),

@@ -17,7 +17,7 @@ from rrfp.core import timeouts
 from rrfp.errors import ConfigError, TransportClosedError, TransportError
 from rrfp.log import get_logger
 from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
-from rrfp.transports.flow import CLOSED, HomeLoop, background
+from rrfp.transports.flow import CLOSED, Deliver, HomeLoop, background
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.lending import Loan
 from rrfp.transports.rendezvous import LocalRendezvous, publish_in_time
@@ -26,6 +26,9 @@ from rrfp.transports.shm.trial import Host, TrialAnswers, is_reached_by_ipc, obs
 from rrfp.transports.zmq.transport import ZmqTransport
 
 _log = get_logger(__name__)
+
+
+_Inner = ShmTransport | ZmqTransport
 
 
 def auto_transport(context: TransportContext) -> Transport:
@@ -81,9 +84,9 @@ class AutoTransport(Transport):
     def __init__(self, context: TransportContext) -> None:
         super().__init__(context)
         self._hosts: dict[int, Host] = {}
-        self._by_peer: dict[int, Transport] = {}
-        self._inners: tuple[Transport, ...] = ()
-        self._receiving: dict[Transport, asyncio.Task[Message]] = {}
+        self._by_peer: dict[int, _Inner] = {}
+        self._inners: tuple[_Inner, ...] = ()
+        self._receiving: dict[_Inner, asyncio.Task[Message]] = {}
         self._started = False
         self._closed = False
 
@@ -145,7 +148,7 @@ class AutoTransport(Transport):
         except TransportError as error:
             raise TransportError(f"rank {peer} did not connect: {error}") from error
 
-    def _chosen(self, obstacles: dict[int, str]) -> Iterator[Transport]:
+    def _chosen(self, obstacles: dict[int, str]) -> Iterator[_Inner]:
         """The transports, each with its peers: at least one."""
         context = self.context
         shared = tuple(peer for peer, obstacle in obstacles.items() if not obstacle)
@@ -183,6 +186,17 @@ class AutoTransport(Transport):
             raise ConfigError(f"peer is {peer}, must be one of: {', '.join(map(str, self.context.peers))}")
         await inner.send(peer, message)
 
+    def send_at_once(self, peer: int, message: Message) -> bool:
+        """See `rrfp.transports.direct.SendsAtOnce`."""
+        inner = self._by_peer.get(peer)
+        return inner is not None and inner.send_at_once(peer, message)
+
+    def deliver_to(self, deliver: Deliver) -> None:
+        """See `rrfp.transports.direct.DeliversMessages`."""
+        self._check_running()
+        for inner in self._inners:
+            inner.deliver_to(deliver)
+
     def lend(self, peer: int, channel: Channel, sizes: Sequence[int]) -> Loan | None:
         """See `rrfp.transports.lending.LendsMemory`."""
         inner = self._by_peer.get(peer)
@@ -201,7 +215,7 @@ class AutoTransport(Transport):
         inner = min((each for each, task in self._receiving.items() if task in done), key=self._is_later)
         return self._receiving.pop(inner).result()
 
-    def _is_later(self, inner: Transport) -> bool:
+    def _is_later(self, inner: _Inner) -> bool:
         """Whether what it received waits behind a control message or an error of another one."""
         task = self._receiving[inner]
         return task.exception() is None and task.result().channel is not Channel.CONTROL

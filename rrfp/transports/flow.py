@@ -12,6 +12,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from rrfp.errors import RrfpError, TransportClosedError
@@ -21,6 +22,9 @@ from rrfp.transports.base import Message
 MESSAGE_OVERHEAD = 512
 
 CLOSED = "the transport is closed"
+
+Deliver = Callable[[Message | RrfpError], None]
+"""Takes a message, or an error that `receive` would raise. It raises nothing, and may close or abort the transport."""
 
 _Entry = tuple[Message | RrfpError, Callable[[], None] | None]
 
@@ -101,15 +105,14 @@ class Window:
         Raises:
             RrfpError: the error passed to `fail`.
         """
-        while not self.try_acquire(cost):
-            assert self._waiter is not None
+        while (waiter := self._acquire_or_wait(cost)) is not None:
             try:
-                await self._waiter
+                await waiter
             finally:
                 self._waiter = None
 
     def try_acquire(self, cost: int) -> bool:
-        """Acquire some bytes if they fit; otherwise register a waiter that `release` wakes.
+        """Acquire some bytes if they fit now.
 
         Args:
             cost: the bytes; see `cost_of`.
@@ -122,12 +125,21 @@ class Window:
         """
         with self._lock:
             self.check()
-            if self._outstanding == 0 or self._outstanding + cost <= self._limit:
+            fits = self._outstanding == 0 or self._outstanding + cost <= self._limit
+            if fits:
                 self._outstanding += cost
                 self._messages += 1
-                return True
-            self._waiter = self._home.loop.create_future()
-            return False
+            return fits
+
+    def _acquire_or_wait(self, cost: int) -> asyncio.Future[None] | None:
+        """None once the bytes are acquired; else the future that `release` completes."""
+        if self.try_acquire(cost):
+            return None
+        waiter = self._waiter = self._home.loop.create_future()
+        if not self.try_acquire(cost):  # another thread may have released some before there was a waiter
+            return waiter
+        self._waiter = None
+        return None
 
     def release(self, cost: int, messages: int = 1) -> None:
         """Release bytes of messages that the peer consumed; from any thread.
@@ -179,6 +191,7 @@ class Inbox:
         self._filled = asyncio.Event()
         self._idle = False
         self._closed = False
+        self._deliver: Deliver | None = None
 
     def put(
         self, entry: Message | RrfpError, on_received: Callable[[], None] | None = None, *, first: bool = False
@@ -190,6 +203,9 @@ class Inbox:
             on_received: called on the receiver's loop when `get` removes the entry.
             first: overtakes the entries that are not ``first``.
         """
+        if self._deliver is not None:
+            self._home.call(partial(self._pass_on, entry, on_received, self._deliver))
+            return
         with self._lock:
             if self._closed:
                 return
@@ -197,6 +213,23 @@ class Inbox:
             wake, self._idle = self._idle, False
         if wake:
             self._home.call(self._filled.set)
+
+    def deliver_to(self, deliver: Deliver) -> None:
+        """Call a function with each entry, those that wait first, in place of `get`. Called on the loop, once.
+
+        Args:
+            deliver: called on the loop, and in calls of `put` that are made there.
+        """
+        while entries := self._control or self._others:
+            self._pass_on(*entries.popleft(), deliver)
+        self._deliver = deliver
+
+    def _pass_on(self, entry: Message | RrfpError, on_received: Callable[[], None] | None, deliver: Deliver) -> None:
+        if self._closed:
+            return
+        if on_received is not None:
+            on_received()
+        deliver(entry)
 
     async def get(self) -> Message:
         """Wait for the next message. Cancelling loses nothing: an entry is removed only when nothing is awaited after.

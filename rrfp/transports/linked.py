@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 from rrfp.core import timeouts
 from rrfp.errors import ConfigError, PeerLostError, RrfpError, TransportClosedError, TransportError
 from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
-from rrfp.transports.flow import CLOSED, HomeLoop, Inbox, Window
+from rrfp.transports.flow import CLOSED, Deliver, HomeLoop, Inbox, Window
 from rrfp.transports.wire import Codec
 
 #: Bad frames that wait to be raised; further ones are only counted, so that a sender of them cannot fill the memory.
@@ -30,6 +30,9 @@ class OutletOf(Protocol):
 
     async def send(self, message: Message, num_bytes: int) -> None:
         """Send a whole message, whose tensors have ``num_bytes``; see `Transport.send`."""
+
+    def send_at_once(self, message: Message, num_bytes: int) -> bool:
+        """See `rrfp.transports.direct.SendsAtOnce`; may raise what `send` raises, and has sent nothing then."""
 
 
 class LinkOf(Protocol):
@@ -137,17 +140,32 @@ class LinkedTransport(Transport, Generic[Link]):
             raise ConfigError(f"peer is {peer}, must be one of: {', '.join(map(str, self.context.peers))}")
         num_bytes = message.num_bytes
         await outlet.send(message, num_bytes)
+        self._count(num_bytes)
+
+    def send_at_once(self, peer: int, message: Message) -> bool:
+        """See `rrfp.transports.direct.SendsAtOnce`."""
+        link = self._links.get(peer)
+        outlet = None if link is None or self._closing else link.outlets.get(message.channel)
+        num_bytes = message.num_bytes
+        try:
+            if outlet is None or not outlet.send_at_once(message, num_bytes):
+                return False
+        except RrfpError:
+            return False  # `send` raises it
+        self._count(num_bytes)
+        return True
+
+    def _count(self, num_bytes: int) -> None:
         self._sent += 1
         self._sent_bytes += num_bytes
 
     async def receive(self) -> Message:
         """See `Transport.receive`."""
-        try:
-            return await self._check_open().get()
-        except TransportError as error:
-            if not isinstance(error, TransportClosedError):
-                self._pending_errors -= 1
-            raise
+        return await self._check_open().get()
+
+    def deliver_to(self, deliver: Deliver) -> None:
+        """See `rrfp.transports.direct.DeliversMessages`."""
+        self._check_open().deliver_to(deliver)
 
     async def close(self) -> None:
         """See `Transport.close`; waits `TRANSPORT_CLOSE_S` at most for the peers."""
@@ -213,7 +231,10 @@ class LinkedTransport(Transport, Generic[Link]):
         self._dropped += 1
         if self._pending_errors < MAX_PENDING_FRAME_ERRORS and self._inbox is not None:
             self._pending_errors += 1
-            self._inbox.put(error, first=True)
+            self._inbox.put(error, self._on_error_raised, first=True)
+
+    def _on_error_raised(self) -> None:
+        self._pending_errors -= 1
 
     def on_lost(self, error: PeerLostError) -> None:
         """A peer is lost, and its last message was reported."""

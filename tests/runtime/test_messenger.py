@@ -84,7 +84,7 @@ async def test_an_output_arrives_with_how_many_outputs_its_sender_has_used(consu
         sender, receiver = ranks.contexts
         payload = Payload.pack(torch.arange(3.0))
         sender.mailbox.put_forward(OUTPUT, payload)
-        await ranks.messengers[0].send_output(ev.Send(OUTPUT, 1, consumed))
+        ranks.messengers[0].send_output(ev.Send(OUTPUT, 1, consumed))
         await ranks.receive(1)
         assert ranks.events == [[ev.SendReleased(OUTPUT, 1)], [ev.Arrived(STEP, OUTPUT, 12, consumed)]]
         (tensor,) = receiver.mailbox.inputs(Task(Kind.F, 2, 1))[0].tensors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rrfp.testing.checks import run_checks
-from rrfp.testing.transport_checks import data, ends, flow, frames, peers
+from rrfp.testing.transport_checks import data, direct, ends, flow, frames, peers
 from rrfp.testing.transport_checks.pair import Check, MakePair
 
 ALL_CHECKS: tuple[Check, ...] = (
@@ -12,6 +12,7 @@ ALL_CHECKS: tuple[Check, ...] = (
     *ends.CHECKS,
     *peers.CHECKS,
     *frames.CHECKS,
+    *direct.CHECKS,
 )
 """Every check, the simplest first, so that the first failure is the most helpful."""
 

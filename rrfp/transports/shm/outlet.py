@@ -61,10 +61,44 @@ class Outlet:
                 raise
             self._sequence += 1
 
+    def send_at_once(self, message: Message, num_bytes: int) -> bool:
+        """Send a message if nothing has to be waited for; see `SendsAtOnce`."""
+        cost = cost_of(num_bytes)
+        if self._turn.locked() or num_bytes > COPIED_ON_LOOP_BYTES:
+            return False
+        self._codec.check_size(num_bytes)
+        if not self.window.try_acquire(cost):
+            return False
+        sent = False
+        try:
+            sent = self._push(message, num_bytes)
+        except OSError:
+            return False  # the peer is gone, or there is no memory: `send` says so
+        finally:
+            if not sent:
+                self.window.release(cost)
+        self._sequence += 1
+        return True
+
+    def _push(self, message: Message, num_bytes: int) -> bool:
+        header, frames = self._codec.encode(message, self._sequence)
+        if num_bytes <= INLINE_BYTES:
+            return self._packets.push(pack(header, Payload(len(frames), num_bytes), frames))
+        slot = self._slot_for(frames)
+        sent = False
+        try:
+            _fill(slot, _copies_into(slot, frames))
+            payload = Payload(len(frames), num_bytes, slot.ident, slot.num_bytes)
+            sent = self._packets.push(pack(header, payload), slot.descriptor)
+        finally:
+            if not sent:
+                self._put_back(slot)
+        slot.close_descriptor()
+        return sent
+
     async def _send_in_slot(self, header: bytes, frames: list[memoryview], num_bytes: int) -> None:
         slot = self._slot_for(frames)
-        targets = slot.frames([frame.nbytes for frame in frames])
-        copies = [pair for pair in zip(targets, frames, strict=True) if not is_same(*pair)]
+        copies = _copies_into(slot, frames)
         is_short = sum(frame.nbytes for _, frame in copies) <= COPIED_ON_LOOP_BYTES
         filled = self._copier.run(partial(_fill, slot, copies), now=is_short)
         try:
@@ -73,7 +107,7 @@ class Outlet:
             await self._send(pack(header, payload), slot.descriptor)
         except BaseException as error:
             # A slot in the middle of a copy must not be lent to another message.
-            filled.add_done_callback(partial(self._put_back, slot))
+            filled.add_done_callback(partial(self._on_unsent, slot))
             if isinstance(error, OSError):
                 raise self._no_memory(slot.num_bytes, error) from error
             raise
@@ -98,10 +132,14 @@ class Outlet:
         except OSError as error:
             raise self._no_memory(num_bytes, error) from error
 
-    def _put_back(self, slot: Slot, filled: asyncio.Future[None]) -> None:
-        """The receiver did not get ``slot``, and the copy into it has ended."""
+    def _on_unsent(self, slot: Slot, filled: asyncio.Future[None]) -> None:
+        """The copy into ``slot`` has ended, which the receiver did not get."""
         if not filled.cancelled():
             filled.exception()  # else the loop reports it as never retrieved
+        self._put_back(slot)
+
+    def _put_back(self, slot: Slot) -> None:
+        """The receiver did not get ``slot``, and nothing is copied into it."""
         if slot.descriptor is None:
             slot.free()
         else:
@@ -133,6 +171,12 @@ class Outlet:
         self.window.fail(error)
         self._error = self._error or error
         self.pool.clear()
+
+
+def _copies_into(slot: Slot, frames: Sequence[memoryview]) -> list[tuple[memoryview, memoryview]]:
+    """Targets in ``slot`` and sources, but for frames that lie there already."""
+    targets = slot.frames([frame.nbytes for frame in frames])
+    return [pair for pair in zip(targets, frames, strict=True) if not is_same(*pair)]
 
 
 def _fill(slot: Slot, copies: Sequence[tuple[memoryview, memoryview]]) -> None:

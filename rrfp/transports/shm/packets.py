@@ -101,12 +101,16 @@ class PacketSocket:
         self._posted.append(b"".join(parts))
         self._await_room()
 
+    def push(self, parts: Parts, descriptor: int | None = None) -> bool:
+        """Send a datagram if there is room now; an OSError as in `send`."""
+        return not self._posted and self._push(parts, descriptor)
+
     async def send(self, parts: Parts, descriptor: int | None = None) -> None:
         """Send a datagram, and ``descriptor`` along with it; waits for room. Cancelled, it has sent nothing.
 
         Raises an OSError if the peer's end is closed, or this one.
         """
-        while self._posted or not self._push(parts, descriptor):
+        while not self.push(parts, descriptor):
             self._room = self._loop.create_future()
             self._await_room()
             try:

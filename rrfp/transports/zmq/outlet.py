@@ -17,7 +17,7 @@ from rrfp.errors import RrfpError
 from rrfp.transports.base import Channel, Message
 from rrfp.transports.flow import HomeLoop, Window, cost_of
 from rrfp.transports.wire import Codec
-from rrfp.transports.zmq.pieces import PIECE_BYTES, Piece, split_inline
+from rrfp.transports.zmq.pieces import INLINE_BYTES, PIECE_BYTES, Piece, split_inline
 
 #: zmq messages that libzmq holds before a sender waits: 8 MiB of large pieces.
 HIGH_WATER = 8
@@ -110,6 +110,24 @@ class Outlet:
                 self.window.release(cost)
             if self._tail is None:  # else the task that sends the rest releases it
                 self._turn.release()
+
+    def send_at_once(self, message: Message, num_bytes: int) -> bool:
+        """Send a message that is one zmq message, if libzmq takes it now; see `SendsAtOnce`."""
+        cost = cost_of(num_bytes)
+        if self._turn.locked() or self._error is not None or num_bytes > INLINE_BYTES:
+            return False
+        self._codec.check_size(num_bytes)
+        if not self.window.try_acquire(cost):
+            return False
+        try:
+            _Stream(*self._codec.encode(message, self._sequence)).push(self._socket)
+        except BaseException as error:
+            self.window.release(cost)
+            if isinstance(error, zmq.Again):
+                return False
+            raise
+        self._sequence += 1
+        return True
 
     async def _finish(self, stream: _Stream) -> None:
         try:

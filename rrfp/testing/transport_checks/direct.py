@@ -1,0 +1,99 @@
+"""The checks of a transport's shortcuts, if it offers any: messages that are delivered, and those sent at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial, wraps
+
+from rrfp.errors import RrfpError
+from rrfp.testing.transport_checks import data, ends, flow, frames, peers
+from rrfp.testing.transport_checks.pair import Check, MakePair, Pair, PairOptions
+from rrfp.transports.base import Message, Transport, TransportStatistics
+from rrfp.transports.direct import DeliversMessages, SendsAtOnce
+
+
+class _NotOffered(Exception):
+    """Neither end offers a shortcut."""
+
+
+class _Direct(Transport):
+    """A started transport that is used by its shortcuts, as far as it offers them."""
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner.context)
+        self._inner = inner
+        self._delivered: asyncio.Queue[Message | RrfpError] | None = None
+        if isinstance(inner, DeliversMessages):
+            self._delivered = asyncio.Queue()
+            inner.deliver_to(self._delivered.put_nowait)
+
+    async def start(self) -> None:
+        await self._inner.start()
+
+    async def send(self, peer: int, message: Message) -> None:
+        if not (isinstance(self._inner, SendsAtOnce) and self._inner.send_at_once(peer, message)):
+            await self._inner.send(peer, message)
+
+    async def receive(self) -> Message:
+        if self._delivered is None:
+            return await self._inner.receive()
+        entry = await self._delivered.get()
+        if isinstance(entry, RrfpError):
+            raise entry
+        return entry
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+    def statistics(self) -> TransportStatistics:
+        return self._inner.statistics()
+
+
+@asynccontextmanager
+async def _direct_pair(make_pair: MakePair, options: PairOptions) -> AsyncIterator[Pair]:
+    async with make_pair(options) as pair:
+        ends_of_pair = [end for end in (pair.left, pair.right, pair.third) if end is not None]
+        if not any(isinstance(end, DeliversMessages | SendsAtOnce) for end in ends_of_pair):
+            raise _NotOffered
+        left, right, *others = map(_Direct, ends_of_pair)
+        yield replace(pair, left=left, right=right, third=others[0] if others else None)
+
+
+def _directly(check: Check) -> Check:
+    """``check`` by the shortcuts of a transport; nothing where it offers none."""
+
+    @wraps(check)
+    async def run(make_pair: MakePair) -> None:
+        try:
+            await check(partial(_direct_pair, make_pair))
+        except _NotOffered:
+            return
+
+    run.__name__ = f"{check.__name__}_directly"
+    return run
+
+
+# Not those of back-pressure, nor of waiting calls: what is delivered counts as received, and is never waited for.
+CHECKS: tuple[Check, ...] = tuple(
+    map(
+        _directly,
+        (
+            *data.CHECKS,
+            flow.check_fifo_per_channel,
+            flow.check_message_larger_than_the_queue,
+            ends.check_refused_calls,
+            ends.check_statistics,
+            ends.check_close_delivers,
+            ends.check_death_comes_after_messages,
+            peers.check_three_ranks,
+            peers.check_one_of_three_dies,
+            *frames.CHECKS,
+        ),
+    )
+)
