@@ -20,7 +20,7 @@ from rrfp.commands.check_faults import faults
 from rrfp.commands.command_line import Command, Group, completed
 from rrfp.commands.known_names import known_hints, known_lanes, known_transports
 from rrfp.commands.output import Json, first_line, print_json
-from rrfp.testing.skipped import SkippedError
+from rrfp.testing.skipped import NotOfferedError, SkippedError
 
 check = typer.Typer(cls=Group, help="Check that a plugin keeps its contract; exit code 1 if it does not.")
 check.command(cls=Command)(faults)
@@ -111,17 +111,21 @@ def lane(
     outcomes = (
         replace(outcome, name=f"{outcome.name}{suffix}")
         for suffix, make_lane in makers.items()
-        for outcome in (_outcome(contract, partial(run, contract, make_lane)) for contract in ALL_CHECKS)
+        for contract in ALL_CHECKS
+        if (outcome := _outcome(contract, partial(run, contract, make_lane))) is not None
     )
     _report("lane", name, outcomes, json=json)
 
 
-def _outcome(contract: Callable[..., object], run: Callable[[], object]) -> Outcome:
+def _outcome(contract: Callable[..., object], run: Callable[[], object]) -> Outcome | None:
+    """None where the check is about an option that the plugin does not offer."""
     name = contract.__name__.removeprefix("check_")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about some dtypes that the checks send
             run()
+    except NotOfferedError:
+        return None
     except SkippedError as error:
         return Outcome(name, "skipped", str(error))
     except AssertionError as error:
@@ -142,10 +146,10 @@ def _location(error: Exception) -> str:
     return ""
 
 
-def _report(kind: str, name: str, outcomes: Iterable[Outcome], *, json: bool) -> None:
+def _report(kind: str, name: str, outcomes: Iterable[Outcome | None], *, json: bool) -> None:
     """A line for each check as soon as it has run, then a summary."""
     done: list[Outcome] = []
-    for outcome in outcomes:
+    for outcome in filter(None, outcomes):
         done.append(outcome)
         if not json:
             typer.echo(f"{_MARKS[outcome.outcome]} {outcome.name}: {outcome.message}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
-from rrfp.testing.skipped import SkippedError
+from rrfp.testing.skipped import NotOfferedError, SkippedError
 
 T = TypeVar("T")
 
@@ -17,6 +17,8 @@ async def run_checks(checks: Iterable[Callable[[T], Awaitable[None]]], make: T) 
         name = getattr(check, "__name__", repr(check))
         try:
             await check(make)
+        except NotOfferedError:
+            continue
         except SkippedError as error:
             skipped[name] = str(error)
         except AssertionError as error:

@@ -9,14 +9,11 @@ from dataclasses import replace
 from functools import partial, wraps
 
 from rrfp.errors import RrfpError
+from rrfp.testing.skipped import NotOfferedError
 from rrfp.testing.transport_checks import data, ends, flow, frames, peers
 from rrfp.testing.transport_checks.pair import Check, MakePair, Pair, PairOptions
 from rrfp.transports.base import Message, Transport, TransportStatistics
 from rrfp.transports.direct import DeliversMessages, SendsAtOnce
-
-
-class _NotOffered(Exception):
-    """Neither end offers a shortcut."""
 
 
 class _Direct(Transport):
@@ -60,20 +57,17 @@ async def _direct_pair(make_pair: MakePair, options: PairOptions) -> AsyncIterat
     async with make_pair(options) as pair:
         ends_of_pair = [end for end in (pair.left, pair.right, pair.third) if end is not None]
         if not any(isinstance(end, DeliversMessages | SendsAtOnce) for end in ends_of_pair):
-            raise _NotOffered
+            raise NotOfferedError("the transport offers no shortcut")
         left, right, *others = map(_Direct, ends_of_pair)
         yield replace(pair, left=left, right=right, third=others[0] if others else None)
 
 
 def _directly(check: Check) -> Check:
-    """``check`` by the shortcuts of a transport; nothing where it offers none."""
+    """``check`` by the shortcuts of a transport; a NotOfferedError where it has none."""
 
     @wraps(check)
     async def run(make_pair: MakePair) -> None:
-        try:
-            await check(partial(_direct_pair, make_pair))
-        except _NotOffered:
-            return
+        await check(partial(_direct_pair, make_pair))
 
     run.__name__ = f"{check.__name__}_directly"
     return run
