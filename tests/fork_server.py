@@ -159,6 +159,8 @@ def _run(command: list[str], cwd: Path, environment: Mapping[str, str], output: 
     os.environ.update(environment)
     for descriptor in (1, 2):
         os.dup2(os.open(output.with_suffix(f".{descriptor}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    added = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:0] = [path for path in added if path not in sys.path]
     if command[0] == "-m":
         sys.argv = command[1:]
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)

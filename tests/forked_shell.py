@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 
@@ -9,7 +10,15 @@ import fork_server
 
 
 class ForkedShell:
-    """In place of `installed.Installed`, in a tenth of the time: nothing is imported anew."""
+    """In place of `installed.Installed`, in a tenth of the time: nothing is imported anew.
+
+    Args:
+        packages: folders with packages that are installed beside.
+    """
+
+    def __init__(self, *packages: Path) -> None:
+        paths = filter(None, [*map(str, packages), os.environ.get("PYTHONPATH", "")])
+        self._variables = {"PYTHONPATH": os.pathsep.join(paths)}
 
     def printed(self, command: str, cwd: Path, timeout_s: float = 100) -> str:
         """What a command that must succeed prints. It is one of python, rrfp and torchrun, on one machine."""
@@ -22,4 +31,4 @@ class ForkedShell:
             words = ["-m", "rrfp", *words]
         else:
             assert program == "python", command
-        return fork_server.printed(*words, ranks=ranks, cwd=cwd, timeout_s=timeout_s)
+        return fork_server.printed(*words, ranks=ranks, cwd=cwd, timeout_s=timeout_s, variables=self._variables)

@@ -16,6 +16,8 @@ import venv
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -33,6 +35,11 @@ class Installed:
     def python(self) -> Path:
         """Its interpreter."""
         return self.folder / "bin" / "python"
+
+    @property
+    def packages(self) -> Path:
+        """Where its packages are."""
+        return Path(sysconfig.get_path("purelib", vars={"base": str(self.folder)}))
 
     def install(self, source: Path) -> None:
         """Install one more package from source, without its requirements."""
@@ -72,8 +79,15 @@ def install_once(shared: Path) -> Installed:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (installed.folder / "ready").exists():
             venv.create(installed.folder, with_pip=False, symlinks=True, clear=True)
-            own = Path(sysconfig.get_path("purelib", vars={"base": str(installed.folder)}))
-            (own / "third_party.pth").write_text(sysconfig.get_path("purelib") + "\n")
+            (installed.packages / "third_party.pth").write_text(sysconfig.get_path("purelib") + "\n")
             installed.install(ROOT)
             (installed.folder / "ready").touch()
     return installed
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """A fresh environment with the wheel, made once for all test processes."""
+    own = tmp_path_factory.getbasetemp()
+    is_one_of_many = "PYTEST_XDIST_WORKER" in os.environ
+    return install_once(own.parent if is_one_of_many else own)

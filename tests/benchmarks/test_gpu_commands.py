@@ -11,8 +11,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from fork_server import fork_server, printed
 
 from benchmarks.gpu import wheels
+
+__all__ = ["fork_server"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,13 +58,13 @@ def test_make_gpu_test_runs_every_test_on_the_double(tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.long
 def test_make_gpu_bench_writes_every_part(tmp_path: Path) -> None:
-    text, printed = make("gpu-bench", tmp_path, arguments="--json")
+    text, told = make("gpu-bench", tmp_path, arguments="--json")
     for part in ("gaps (", "host (", "staging (", "step ("):
         assert f"\n{part}" in text
     for line in ("    depth 2: ", "    a fork of the generators, CPU and device: ", "    rank to rank, zmq, "):
         assert line in text
     assert "at most" not in text  # an aim means nothing on the double
-    document = json.loads(printed.splitlines()[-1])
+    document = json.loads(told.splitlines()[-1])
     assert document["failed"] == []
     assert set(document["gaps"]["by_depth"]) == {"1", "2"}
     assert {rate["way"] for rate in document["staging"]} >= {"device to host", "rank to rank, inproc"}
@@ -69,10 +72,8 @@ def test_make_gpu_bench_writes_every_part(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_without_a_gpu_the_benchmark_says_so() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu" / "run.py")]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=50, check=True)
-    assert done.stdout == "needs a CUDA device; --device double shows that everything runs\n"
+    told = printed(ROOT / "benchmarks" / "gpu" / "run.py", variables={"CUDA_VISIBLE_DEVICES": ""})
+    assert told == "needs a CUDA device; --device double shows that everything runs\n"
 
 
 def wheel(folder: Path, name: str) -> None:

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from statistics import fmean
 
 import pytest
+from fork_server import Ended, fork_server, run
 
 from rrfp.hints.registry import hint_names
 from rrfp.schedules.registry import schedule_names
+
+__all__ = ["fork_server"]
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "hints" / "run.py"
 #: bf is bfw once backward is split; a hint made of a schedule is that schedule's affair.
 LEFT_OUT = {"bf", *schedule_names()}
 
 
-def benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
+def benchmark(*arguments: str) -> Ended:
+    [ended] = run(SCRIPT, *arguments, timeout_s=150)
+    return ended
 
 
 @pytest.mark.slow
@@ -31,8 +30,8 @@ def benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_every_hint_is_run_within_every_limit_and_the_cells_follow_from_the_runs(tmp_path: Path) -> None:
     runs_file, picture = tmp_path / "runs.csv", tmp_path / "hints.png"
     done = benchmark("--quick", "--json", "--csv", str(runs_file), "--png", str(picture))
-    assert done.returncode == 0, done.stderr[-4000:]
-    document = json.loads(done.stdout)
+    assert done.code == 0, done.errors[-4000:]
+    document = json.loads(done.output)
     with runs_file.open() as file:
         runs = list(csv.DictReader(file))
     assert document["runs"] == len(runs)
@@ -63,6 +62,6 @@ def test_every_hint_is_run_within_every_limit_and_the_cells_follow_from_the_runs
 )
 def test_bad_arguments_are_refused_in_one_line(arguments: list[str], message: str) -> None:
     done = benchmark(*arguments)
-    assert done.returncode != 0
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.code != 0
+    assert message in done.errors
+    assert "Traceback" not in done.errors

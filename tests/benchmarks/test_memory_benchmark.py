@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import Ended, fork_server, run
+
+__all__ = ["fork_server"]
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "memory" / "run.py"
 MIB = 1 << 20
@@ -20,18 +20,17 @@ WIDE, NARROW = MIB, MIB // 4
 AFTER_FORWARD, AFTER_BACKWARD = 2 * (WIDE + NARROW), 4 * (WIDE + NARROW)
 
 
-def benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
+def benchmark(*arguments: str) -> Ended:
+    [ended] = run(SCRIPT, *arguments, timeout_s=150)
+    return ended
 
 
 @pytest.mark.long
 @pytest.mark.timeout(180)
 def test_every_hint_is_measured_at_every_limit_beside_strict_schedules() -> None:
     done = benchmark("--quick", "--json")
-    assert done.returncode == 0, done.stderr[-4000:]
-    document = json.loads(done.stdout)
+    assert done.code == 0, done.errors[-4000:]
+    document = json.loads(done.output)
     methods: dict[tuple[str, str], Any] = {(one["name"], one["limit"]): one for one in document["figures"]}
     hints = product(("bf", "bfw"), ("1", "1f1b", "n", "2n", "bytes"))
     assert set(methods) == {("1f1b", ""), ("zb-h1", ""), ("zb-v", ""), *hints}
@@ -56,6 +55,6 @@ def test_every_hint_is_measured_at_every_limit_beside_strict_schedules() -> None
 
 def test_bad_arguments_are_refused_in_one_line() -> None:
     done = benchmark("--rounds", "0")
-    assert done.returncode == 2
-    assert "--rounds is 0, must be at least 1" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.code == 2
+    assert "--rounds is 0, must be at least 1" in done.errors
+    assert "Traceback" not in done.errors
