@@ -41,6 +41,23 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Results(path, config.getoption("device")))
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Of a test that says so, marks the combinations long whose parameters' positions add up to an odd number.
+
+    The others have every value of each parameter.
+    """
+    if isinstance(item, pytest.Function) and item.get_closest_marker("every_other") and sum(_positions(item)) % 2:
+        item.add_marker(pytest.mark.long)
+
+
+def _positions(item: pytest.Function) -> Iterator[int]:
+    """Which of its values each parameter of a test has; the index that pytest gives counts combinations."""
+    number = next(iter(item.callspec.indices.values()))
+    for mark in reversed(list(item.iter_markers("parametrize"))):
+        number, position = divmod(number, len(mark.args[1]))
+        yield position
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if torch.cuda.is_available() or config.getoption("device") == "double":
         return

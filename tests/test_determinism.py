@@ -204,6 +204,7 @@ def test_statistics_that_two_virtual_stages_share_are_refused_by_name(layout: An
     rrfp.local(parts(modules, layout), placement=layout)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("hint", ["bfw", AnyReady])
 @pytest.mark.parametrize("layout", ["looped", "v"])
 def test_a_whole_module_that_two_virtual_stages_share_is_bitwise_that_of_one_process(layout: str, hint: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -26,9 +27,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 
-#: What `make test` runs; everything else is left to `make test-long`.
+#: What `make test` runs, in turns in one of two configurations; everything else is left to `make test-long`.
 USUAL_MODELS = ("clip", "gpt2", "llava", "lora", "mixtral", "t5", "unet")
-USUAL_CONFIGURATIONS = ("bf", "bfw-deferred-deterministic")
+USUAL = set(zip(USUAL_MODELS, cycle(("bfw-deferred-deterministic", "bf")), strict=False))
 
 
 def runs() -> list[Any]:
@@ -37,7 +38,7 @@ def runs() -> list[Any]:
         pytest.param(
             model,
             configuration,
-            marks=() if model in USUAL_MODELS and configuration in USUAL_CONFIGURATIONS else pytest.mark.long,
+            marks=() if (model, configuration) in USUAL else pytest.mark.long,
         )
         for model in STAGES
         for configuration in CONFIGURATIONS

@@ -41,6 +41,7 @@ def everything_is_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_backward, "MIN_FLOPS", 0.0)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("count", [1, 3])

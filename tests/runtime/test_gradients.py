@@ -24,6 +24,7 @@ POLICIES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("reduction", ["mean", "sum", "tokens"])
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("count", [1, 2, 4])

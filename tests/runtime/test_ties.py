@@ -38,6 +38,7 @@ def run(modules: list[Any], ties: Any = None, **options: Any) -> BlockingPipelin
 
 
 @pytest.mark.allow_blocking("everything runs on the loop, in virtual time")
+@pytest.mark.every_other
 @pytest.mark.parametrize("objects", [True, False], ids=["objects", "copies"])
 @pytest.mark.parametrize(("chunks", "layout"), [(1, "looped"), (2, "looped"), (2, "v")])
 @pytest.mark.parametrize(
@@ -60,6 +61,7 @@ def test_five_steps_are_bitwise_those_of_one_process(
     assert torch.equal(weights[0], next(theirs[0].parameters()))
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("objects", [True, False], ids=["objects", "copies"])
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(("stages", "chunks", "layout"), [(1, 2, "looped"), (3, 1, "looped"), (2, 2, "v")])

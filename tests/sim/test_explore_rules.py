@@ -30,12 +30,14 @@ def assert_safe(cases: Iterable[Case]) -> None:
         assert one.is_safe, f"{one.case}: {one.broken}\n{one.exploration}"
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("backward", ["whole", "split", "mixed"])
 @pytest.mark.parametrize("stages", STAGES)
 def test_one_chunk_a_stage_at_any_limit(stages: int, backward: Backward) -> None:
     assert_safe(Grid(stages=(stages,), chunks=(1,), backwards=(backward,), modes=TRAIN))
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("layout", ["looped", "v"])
 @pytest.mark.parametrize("stages", STAGES)
 def test_forward_only_at_any_limit(stages: int, layout: Layout) -> None:
@@ -51,6 +53,7 @@ def test_forward_only_the_papers_rule_is_the_staircase() -> None:
     assert by_rule[0]
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("backward", ["whole", "split", "mixed"])
 @pytest.mark.parametrize("layout", ["looped", "v"])
 @pytest.mark.parametrize("stages", STAGES)
@@ -59,6 +62,7 @@ def test_the_staircase_with_two_chunks(stages: int, layout: Layout, backward: Ba
     assert_safe(Grid((stages,), microbatches, (2,), (layout,), (backward,), TRAIN, rules=("staircase",)))
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("backward", ["whole", pytest.param("split", marks=many_states)])
 @pytest.mark.parametrize("layout", ["looped", "v"])
 @pytest.mark.parametrize("stages", [1, 2, *(pytest.param(n, marks=many_states) for n in (3, 4))])
@@ -71,6 +75,7 @@ def test_the_staircase_with_three_chunks(stages: int) -> None:
     assert_safe(Grid((stages,), (1, 2, 3), (3,), ("looped", "v"), ("whole",), TRAIN, rules=("staircase",)))
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("layout", ["looped", "v"])
 @pytest.mark.parametrize(
     ("stages", "microbatches", "backward"),
@@ -106,6 +111,7 @@ def test_a_forced_order_with_one_chunk(kind: Kind) -> None:
     assert_safe(grid)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("kind", [Kind.F, Kind.B, Kind.W])
 @pytest.mark.parametrize(
     ("stages", "microbatches"),

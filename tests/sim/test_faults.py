@@ -23,8 +23,8 @@ from rrfp.sim.faults.node import FaultNode
 from rrfp.sim.faults.random_scenario import make_scenario
 from rrfp.sim.faults.scenario import Scenario
 
-QUICK, NUM_RUNS, NUM_MORE = 500, 6_000, 60_000
-BATCH = 500
+QUICK, NUM_RUNS, NUM_MORE = 250, 6_000, 60_000
+BATCH = 250
 
 
 #: Endings that need three members, a round that failed, and a third member with something new to propose before the
@@ -123,9 +123,10 @@ def without_faults(scenario: Scenario) -> Scenario:
     return replace(scenario, steps=steps, latencies=latencies, depth=1, release_after=0.0, faults=())
 
 
-def test_without_faults_every_task_starts_when_the_engine_starts_it() -> None:
+@pytest.mark.parametrize("first", batches(300, 100, 100))
+def test_without_faults_every_task_starts_when_the_engine_starts_it(first: int) -> None:
     compared = 0
-    for seed in range(300):
+    for seed in range(first, first + 100):
         made = make_scenario(seed, alone=True)
         graph = made.graph
         if len(graph.edges or ()) >= graph.placement.num_virtual_stages or len(set(graph.split)) > 1:
@@ -142,7 +143,7 @@ def test_without_faults_every_task_starts_when_the_engine_starts_it() -> None:
             [(span.task, span.start) for span in stage] for stage in expected.spans
         ], f"seed {seed}"
         compared += 1
-    assert compared > 150
+    assert compared > 50
 
 
 class NotesStarts(FaultCluster):

@@ -25,8 +25,8 @@ from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.errors import HintError, ProtocolError, RrfpError
 from rrfp.sim.cluster.random_run import Carry, Delivery, RandomRun
 
-NUM_PIPELINES, QUICK = 10_000, 500
-BATCH = 500
+NUM_PIPELINES, QUICK = 10_000, 250
+BATCH = 250
 
 
 class Follower(Hint):
@@ -93,6 +93,7 @@ def test_every_group_runs_one_order_and_none_stalls(first: int) -> None:
 # A limit on bytes counts the worst rank.
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("worst", [0, 1, 2])
 def test_a_limit_on_bytes_holds_on_the_rank_that_holds_the_most(depth: int, worst: int) -> None:
