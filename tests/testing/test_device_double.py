@@ -176,6 +176,20 @@ def test_memory_freed_to_a_stream_that_waits_for_the_reader_is_no_problem(device
     assert device.problems == []
 
 
+@pytest.mark.parametrize("is_noted", [False, True])
+def test_memory_made_outside_blocks_and_freed_too_early_is_found(is_noted: bool, device: DoubleDevice) -> None:
+    """As memory for a copy that another device makes."""
+    x, reader = device.empty(torch.ones(3)), device.stream()
+    with reader.issuing():
+        if is_noted:
+            device.note_use(x, reader)
+        x + 1
+    del x
+    device.close()
+    problem = "12 bytes that it reads (aten.add.Tensor) were freed before it was complete, without note_use"
+    assert [line.partition(": ")[2] for line in device.problems] == ([] if is_noted else [problem])
+
+
 def test_written_input_is_found() -> None:
     with DoubleDevice(0.02) as device:
         x, stream = torch.ones(3), device.stream()

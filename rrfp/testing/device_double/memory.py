@@ -118,6 +118,7 @@ class Memory:
         """``tensor`` is new memory of ``stream``, or the host's with None; not yet written, also in a block."""
         for key, region in self.regions.of(tensor):
             region.owner, region.is_on_host = stream, stream is None
+            region.is_outside = segment is None and stream is not None
             if segment is not None:
                 region.viewers.discard(segment)
                 segment.written.pop(key, None)
@@ -152,7 +153,8 @@ class Memory:
         """Was memory that complete work has read, and that its stream did not make, still there and the same?"""
         region = reading.region
         if region.is_freed:
-            if region.owner is None and not region.is_on_host and work.stream not in region.noted:
+            is_of_no_block = region.is_outside or (region.owner is None and not region.is_on_host)
+            if is_of_no_block and work.stream not in region.noted:
                 self._report_freed(work, reading)
             return
         now = region.checksum()

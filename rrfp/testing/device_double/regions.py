@@ -59,6 +59,7 @@ class Region:
         ref: to it. As long as the region lives, no other storage has its key.
         num_bytes: its size.
         owner: the stream that made it, to which it returns when it is freed; None for one made by the host.
+        is_outside: whether it was made outside blocks, for a stream that may make more of it at any time.
         is_on_host: whether it counts as host memory.
         noted: the streams for whose use `Device.note_use` keeps it.
         readers: pending work that reads it.
@@ -71,6 +72,7 @@ class Region:
     ref: StorageWeakRef
     num_bytes: int
     owner: int | None = None
+    is_outside: bool = False
     is_on_host: bool = False
     noted: set[int] = field(default_factory=set)
     readers: set[Work] = field(default_factory=set)
