@@ -2,6 +2,7 @@
 
 The number is the depth of the lanes. Each rank has a device of its own. A test fails if its doubles report a race. The
 processes that tests start inherit the number by an environment variable, and call `on_double_if_asked`.
+``--device-lane`` puts a class of `compute.wrong_lanes` in the place of `StreamLane`.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ class Doubles:
 
     Attributes:
         depth: of the lanes.
+        lane_class: theirs.
         devices: those made since the last call of `close`.
         made: how many there were in all.
     """
 
     depth: int
+    lane_class: type[StreamLane] = StreamLane
     devices: list[DoubleDevice] = field(default_factory=list)
     made: int = 0
     _has_lane: bool = False
@@ -63,7 +66,7 @@ class Doubles:
 
     def lane(self, *args: Any, **kwargs: Any) -> StreamLane:
         """In place of the class of a rank's lane."""
-        return StreamLane(*args, **{"depth": self.depth, **kwargs})
+        return self.lane_class(*args, **{"depth": self.depth, **kwargs})
 
     def close(self) -> list[str]:
         """Close all devices; returns their problems."""
@@ -143,6 +146,7 @@ class Plugin:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device-double", type=int, metavar="DEPTH", help="compute on device doubles, at this depth")
+    parser.addoption("--device-lane", metavar="CLASS", help="a class of compute.wrong_lanes in the place of StreamLane")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -150,6 +154,10 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     os.environ[DEPTH] = str(depth)
     doubles, stack = Doubles(depth), ExitStack()
+    if (name := config.getoption("--device-lane")) is not None:
+        from compute import wrong_lanes
+
+        doubles.lane_class = getattr(wrong_lanes, name)
     stack.enter_context(doubles.installed())
     config.add_cleanup(stack.close)
     config.pluginmanager.register(Plugin(doubles))

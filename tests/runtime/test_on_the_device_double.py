@@ -48,11 +48,12 @@ ALL = (
 )
 
 
-def run_on_double(depth: int, tests: tuple[str, ...], timeout_s: float) -> None:
+def on_double(depth: int, tests: tuple[str, ...], timeout_s: float, *more: str) -> subprocess.CompletedProcess[str]:
+    """Run tests over the double, with ``more`` options of the plugin."""
     paths = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     how = ["-p", "no:xdist", "-p", "no:cacheprovider", "-q", "-p", "on_device", "--device-double", str(depth)]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *how, "-m", "not long", *(str(TESTS / test) for test in tests)],
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *how, *more, "-m", "not long", *(str(TESTS / test) for test in tests)],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         cwd=TESTS.parent,
         capture_output=True,
@@ -60,6 +61,10 @@ def run_on_double(depth: int, tests: tuple[str, ...], timeout_s: float) -> None:
         timeout=timeout_s,
         check=False,
     )
+
+
+def run_on_double(depth: int, tests: tuple[str, ...], timeout_s: float) -> None:
+    done = on_double(depth, tests, timeout_s)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     found = re.search(rf"device double: depth {depth}, (\d+) ranks", done.stdout)
     assert found is not None
@@ -70,6 +75,27 @@ def run_on_double(depth: int, tests: tuple[str, ...], timeout_s: float) -> None:
 @pytest.mark.timeout(150)
 def test_some_of_the_runtimes_tests_hold_on_a_device() -> None:
     run_on_double(2, SOME, timeout_s=140)
+
+
+GRADIENTS = "test_gradients.py::test_gradients_do_not_depend_on_the_limit_and_the_limit_is_kept[2]"
+CALLER = "test_on_the_device_double.py::test_a_callers_work_reaches_the_step_and_an_error_names_its_task"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    ("lane", "test", "problem"),
+    [
+        ("CompleteAtReturn", GRADIENTS, "assert nan < "),
+        ("NoAdopt", GRADIENTS, "were freed before it was complete"),
+        ("ManyStreams", GRADIENTS, "without waiting for it"),
+        ("NoFence", CALLER, "assert nan == "),
+    ],
+)
+def test_the_runtimes_tests_fail_on_a_wrong_lane(lane: str, test: str, problem: str) -> None:
+    done = on_double(2, (f"runtime/{test}",), 140, "--device-lane", lane)
+    assert done.returncode == 1, done.stdout[-8000:] + done.stderr[-2000:]
+    assert problem in done.stdout, done.stdout[-8000:]
 
 
 @pytest.mark.long
@@ -110,9 +136,14 @@ def test_stages_that_share_a_device_compute_the_references_bits(options: dict[st
     assert same_bits(actual, expected)
 
 
-def test_what_a_caller_computes_on_its_stream_reaches_the_step_and_an_error_names_its_task() -> None:
+def test_a_callers_work_reaches_the_step_and_an_error_names_its_task() -> None:
     actual, expected, batch = stages(2), stages(2), data(4)
-    with DoubleDevice(0.002) as device, rrfp.local(actual, loss_fn=loss_fn, device=device).blocking() as pipe:
+    slow: list[float] = []
+    with (
+        DoubleDevice(lambda _: slow.pop() if slow else 0.002) as device,
+        rrfp.local(actual, loss_fn=loss_fn, device=device).blocking() as pipe,
+    ):
+        slow.append(0.2)  # so that a task without a fence comes before the caller's work, however late the host is
         with torch.no_grad(), device.current_stream().issuing():
             for parameter in (p for module in actual for p in module.parameters()):
                 parameter.mul_(1.5)
