@@ -3,44 +3,69 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import os
+import signal
 from multiprocessing.connection import Connection
 
 import torch
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from rrfp.core.topology import Topology
 from rrfp.errors import PeerLostError
 from rrfp.testing.transport_checks.pair import data
-from rrfp.transports.base import TransportContext
+from rrfp.transports.base import Message, Transport, TransportContext
+from rrfp.transports.registry import create_transport
 from rrfp.transports.rendezvous import StoreRendezvous
-from rrfp.transports.zmq.transport import ZmqTransport
+
+RUN_ID = "processes"
+
+#: For how long a peer may be silent here, in seconds.
+PATIENCE_S = 1.5
+
+#: Bytes of the tensors that role "stream" sends, and of those of role "large".
+STREAMED_BYTES, LARGE_BYTES = 3 << 20, 32 << 20
 
 
-def run(role: str, variables: Mapping[str, str], line: Connection) -> None:
-    """In a process of its own, with torchrun's variables; says what it sees."""
+def serve(name: str, role: str, store: str, reports: Connection) -> None:
+    """Play ``role`` over transport ``name``; sends what it sees to ``reports``."""
     torch.set_num_threads(1)
-    asyncio.run(_main(role, variables, line))
+    asyncio.run(_main(name, role, store, reports))
 
 
-async def _main(role: str, variables: Mapping[str, str], line: Connection) -> None:
-    topology = Topology.from_env(variables)
-    rendezvous = await StoreRendezvous.from_env(topology, variables)
-    transport = ZmqTransport(
-        TransportContext(1, (0,), topology.run_id, rendezvous, topology.restart, connect_timeout_s=20, patience_s=1.5)
-    )
+async def _main(name: str, role: str, store: str, reports: Connection) -> None:
+    rendezvous = StoreRendezvous(FileStore(store, 2), run_id=RUN_ID)
+    context = TransportContext(1, (0,), RUN_ID, rendezvous, connect_timeout_s=20, patience_s=PATIENCE_S)
+    transport = create_transport(name, context)
     await transport.start()
-    if role == "stream":  # tensors without end
-        index = 0
-        while True:
-            await transport.send(0, data(torch.full((3 << 20,), index % 251, dtype=torch.uint8), index=index))
-            index += 1
+    if role in ("stream", "large"):
+        await send_without_end(transport, STREAMED_BYTES if role == "stream" else LARGE_BYTES)
     if role == "exit":  # without a word, once both are connected
         await transport.receive()
         return
+    if role == "close":
+        await transport.send(0, data(torch.ones(STREAMED_BYTES, dtype=torch.uint8)))
+        await transport.close()
+        return
+    if role == "fork":  # as a data loader does; the child keeps the sockets and outlives a kill
+        if (child := os.fork()) == 0:
+            signal.pause()
+        reports.send(child)
+    held: list[Message] = []
     try:
         while True:
             message = await transport.receive()
+            if role == "hold":
+                held.append(message)
             await transport.send(0, message)
     except PeerLostError:
-        line.send("lost")
+        reports.send("lost")
     transport.abort()
+
+
+async def send_without_end(transport: Transport, num_bytes: int) -> None:
+    """Send tensors to the other of two ranks."""
+    index = 0
+    while True:
+        await transport.send(
+            1 - transport.context.rank, data(torch.full((num_bytes,), index % 251, dtype=torch.uint8), index=index)
+        )
+        index += 1

@@ -27,16 +27,27 @@ class Copier:
         self._started = False
 
     def run(self, function: Callable[[], None], *, now: bool) -> asyncio.Future[None]:
-        """The future of a call of ``function``, made here if ``now``, and also if the future is cancelled."""
+        """The future of a call of ``function``, made here if ``now``, and also if the future is cancelled.
+
+        Without memory for a thread the call is made here as well.
+        """
         done: asyncio.Future[None] = self._home.loop.create_future()
         if now:
             _settle(done, _call(function))
             return done
-        if not self._started:
-            self._started = True
-            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        if not self._started and not self._start():
+            return self.run(function, now=True)
         self._jobs.put((function, done))
         return done
+
+    def _start(self) -> bool:
+        """Start the thread; False if this process may have no more threads, or memory for one."""
+        try:
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        except RuntimeError:
+            return False
+        self._started = True
+        return True
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

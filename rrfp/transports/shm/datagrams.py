@@ -16,6 +16,9 @@ from rrfp.transports.wire import MAX_HEADER_BYTES
 #: Tensors of a message that travel in its datagram: two copies of so little cost less than a slot's page faults.
 INLINE_BYTES = 64 << 10
 
+#: The kernel takes 1024 parts of a datagram (UIO_MAXIOV).
+_MAX_PARTS = 1024
+
 _PREFIX = struct.Struct("=IIQQQ")
 
 #: The largest datagram that is sent.
@@ -55,7 +58,8 @@ class Datagram(NamedTuple):
 
 def pack(header: bytes, payload: Payload = NOWHERE, inline: Sequence[memoryview] = ()) -> list[bytes | memoryview]:
     """The parts of a datagram."""
-    return [_PREFIX.pack(len(header), *payload) + header, *inline]
+    start = _PREFIX.pack(len(header), *payload) + header
+    return [start, *inline] if len(inline) < _MAX_PARTS else [start, b"".join(inline)]
 
 
 def unpack(peer: int | None, datagram: memoryview) -> Datagram:

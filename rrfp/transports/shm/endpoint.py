@@ -73,7 +73,7 @@ class Listener:
     Args:
         rank: of this process, for the address.
         home: the loop.
-        on_connected: takes each connection.
+        on_connected: takes each connection, or raises a TransportError.
     """
 
     def __init__(self, rank: int, home: HomeLoop, on_connected: Callable[[Connected], None]) -> None:
@@ -106,12 +106,10 @@ class Listener:
                 self._loop.call_later(_PAUSE_S, self._listen)
                 return
             try:
-                connected = Connected(sock, _process_at(sock))
+                self._on_connected(Connected(sock, _process_at(sock)))
             except TransportError as error:
                 sock.close()
                 _log.warning("a connection was refused: %s", error)
-            else:
-                self._on_connected(connected)
 
     def close(self) -> None:
         """Accept nothing more. May be called twice."""

@@ -13,10 +13,10 @@ from rrfp.transports.shm.packets import Packet
 from rrfp.transports.shm.shared import Shared
 from rrfp.transports.shm.slots import Slot, padded
 from rrfp.transports.tensor_bytes import allocate
-from rrfp.transports.wire import Sealed
+from rrfp.transports.wire import Announcement, Sealed
 
 #: The kinds of the link's own frames; every other kind is a message's.
-HELLO, WELCOME, CREDIT, DROP, BYE = LINK_KINDS = ("hello", "welcome", "credit", "drop", "bye")
+HELLO, WELCOME, CREDIT, DROP, LOST, BYE = LINK_KINDS = ("hello", "welcome", "credit", "drop", "lost", "bye")
 
 
 class Receiver(Protocol):
@@ -30,6 +30,9 @@ class Receiver(Protocol):
 
     def on_bad_frame(self, error: TransportError) -> None:
         """A frame was dropped."""
+
+    def on_message_lost(self, peer: int, channel: Channel, num_bytes: int, slot: int) -> None:
+        """The slot of a good message with ``num_bytes`` of tensors cannot be mapped here; `on_bad_frame` says why."""
 
 
 class Inlet:
@@ -53,10 +56,10 @@ class Inlet:
                     self._peer, "header", f"or tensors in the datagram have more than {BUFFER_BYTES} bytes"
                 )
             datagram = unpack(self._peer, buffer[: packet.size])
-            slot = self._slot_of(datagram.payload, packet)
+            slot = self._slot_of(datagram, packet)
             self._handle(datagram, slot)
-        except (FrameError, TransportError) as error:
-            if slot is not None:
+        except TransportError as error:
+            if slot is not None and not slot.is_borrowed:
                 slot.free()
             self._receiver.on_bad_frame(error)
         finally:
@@ -75,6 +78,21 @@ class Inlet:
             self._on_message(sealed, datagram, slot)
 
     def _on_message(self, sealed: Sealed, datagram: Datagram, slot: Slot | None) -> None:
+        announcement = self._next(sealed, datagram)
+        sizes = announcement.sizes
+        if slot is None:
+            buffers = _copies(datagram.inline, sizes)
+        elif (needed := sum(map(padded, sizes))) > slot.num_bytes:
+            raise FrameError(self._peer, "frames", f"need {needed} bytes, but the slot has {slot.num_bytes}")
+        elif slot.is_borrowed:
+            raise FrameError(self._peer, "slot", f"is {slot.ident}, which an earlier message still uses")
+        else:
+            buffers = slot.borrow(sizes)
+        self._sequence += 1
+        self._receiver.on_message(announcement.assemble(buffers), announcement.num_bytes)
+
+    def _next(self, sealed: Sealed, datagram: Datagram) -> Announcement:
+        """The checked header of the channel's next message."""
         announcement = self._codec.announcement(sealed)
         channel, sequence, sizes = announcement.channel, announcement.sequence, announcement.sizes
         if channel is not self._channel:
@@ -85,26 +103,21 @@ class Inlet:
         if (count, num_bytes) != (len(sizes), announcement.num_bytes):
             reason = f"{count} frames with {num_bytes} bytes are there, not the announced ones with {sizes!r:.80}"
             raise FrameError(self._peer, "frames", reason)
-        if slot is None:
-            buffers = _copies(datagram.inline, sizes)
-        elif (needed := sum(map(padded, sizes))) > slot.num_bytes:
-            raise FrameError(self._peer, "frames", f"need {needed} bytes, but the slot has {slot.num_bytes}")
-        else:
-            buffers = slot.borrow(sizes)
-        self._sequence += 1
-        self._receiver.on_message(announcement.assemble(buffers), num_bytes)
+        return announcement
 
-    def _slot_of(self, payload: Payload, packet: Packet) -> Slot | None:
+    def _slot_of(self, datagram: Datagram, packet: Packet) -> Slot | None:
         """The slot that a datagram names; mapped if its descriptor came along."""
-        if packet.lacks_descriptor:
-            raise TransportError(
-                f"a message of rank {self._peer} was lost, since this process may open no more files (RLIMIT_NOFILE, "
-                "ulimit -n)"
-            )
+        payload = datagram.payload
+        try:
+            if packet.lacks_descriptor:
+                raise OSError("this process may open no more files (RLIMIT_NOFILE, ulimit -n)")
+            if packet.descriptor is not None and payload.slot:
+                self._slots[payload.slot] = self._open(payload, packet.descriptor)
+        except OSError as error:
+            self._lose(datagram)
+            raise TransportError(f"a message of rank {self._peer} was lost: {error}") from error
         if payload.slot == 0:
             return None
-        if packet.descriptor is not None:
-            self._slots[payload.slot] = self._open(payload, packet.descriptor)
         slot = self._slots.get(payload.slot)
         if slot is None or slot.num_bytes != payload.room:
             raise FrameError(self._peer, "slot", f"is {payload.slot} with {payload.room} bytes, which is unknown here")
@@ -115,10 +128,14 @@ class Inlet:
             slot = Slot.open(payload.slot, payload.room, descriptor)
         except ValueError as error:
             raise FrameError(self._peer, "slot", str(error)) from error
-        except OSError as error:
-            raise TransportError(f"a message of rank {self._peer} was lost: {error}") from error
         slot.registration = self._register(slot.memory)
         return slot
+
+    def _lose(self, datagram: Datagram) -> None:
+        """Have the channel continue behind a good message whose slot is none here."""
+        announcement = self._next(self._codec.open(datagram.header), datagram)
+        self._sequence += 1
+        self._receiver.on_message_lost(self._peer, self._channel, announcement.num_bytes, datagram.payload.slot)
 
     def _drop(self, fields: list[Any]) -> None:
         """Forget a slot; memory that tensors still use stays theirs."""

@@ -17,8 +17,9 @@ from rrfp.errors import FrameError, PeerLostError, RrfpError
 from rrfp.transports.base import Channel
 from rrfp.transports.credits import Credits, apply_credit
 from rrfp.transports.flow import Window
+from rrfp.transports.header_checks import HeaderChecks
 from rrfp.transports.shm.datagrams import pack
-from rrfp.transports.shm.inlet import BYE, CREDIT, HELLO, WELCOME, Inlet, Receiver
+from rrfp.transports.shm.inlet import BYE, CREDIT, HELLO, LOST, WELCOME, Inlet, Receiver
 from rrfp.transports.shm.outlet import Outlet
 from rrfp.transports.shm.packets import PacketSocket
 from rrfp.transports.shm.shared import Shared
@@ -71,9 +72,13 @@ class Link:
 
     def attach(self, channel: Channel, packets: PacketSocket, process: int, *, accepted: bool) -> None:
         """Add the socket of a channel, which greets: with a hello, or a welcome if it was ``accepted``."""
+        if self._is_over:  # the peer ended between two of its sockets
+            packets.close()
+            return
         shared = self._shared
         self.process = process
-        self.outlets[channel] = Outlet(self.peer, packets, shared)
+        outlet = Outlet(self.peer, packets, shared)
+        self.outlets = {**self.outlets, channel: outlet}  # a new one: `statistics` may be reading it in another thread
         self._connections[channel] = _Connection(packets, Inlet(self.peer, channel, shared, self._owner))
         packets.on_readable(partial(self._read, channel))
         if accepted:
@@ -120,6 +125,10 @@ class Link:
             self._on_welcome(channel)
         elif sealed.kind == CREDIT:
             apply_credit(sealed, self._window)
+        elif sealed.kind == LOST:
+            check = HeaderChecks(self.peer)
+            (slot,) = check.array("lost", sealed.fields, 1)
+            self.outlets[channel].pool.take_back(check.integer("lost.slot", slot, least=1))
         elif sealed.kind == BYE:
             self._byes.add(channel)
             if len(self._byes) == len(Channel):
@@ -139,6 +148,12 @@ class Link:
         """``receive`` returned a message of ``channel``: its bytes become credit for the sender."""
         if not self._is_over:
             self._credits.consumed(channel, num_bytes)
+
+    def on_message_lost(self, channel: Channel, num_bytes: int, slot: int) -> None:
+        """A message cannot be received here: its bytes become credit, and its sender forgets its slot."""
+        self.consumed(channel, num_bytes)
+        if slot:
+            self._post(channel, LOST, slot)
 
     def lose(self, reason: str) -> None:
         """The peer has ended, or is silent: read what it sent, then report it, unless it left in order."""

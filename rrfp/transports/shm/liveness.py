@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from rrfp.errors import TransportError
 from rrfp.transports.flow import HomeLoop
 
 #: States of a process in /proc/PID/stat: stopped by a signal, and by a debugger.
@@ -25,7 +26,7 @@ class _Process:
     pid: int
     descriptor: int
     on_lost: Callable[[str], None]
-    stopped_since_s: float | None = None
+    stopped_s: float | None = None  # for how long; None while it runs
 
 
 class ProcessWatch:
@@ -43,14 +44,20 @@ class ProcessWatch:
         self._patience_s = patience_s
         self._processes: dict[int, _Process] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._looked_s = home.loop.time()
 
     def watch(self, peer: int, pid: int, on_lost: Callable[[str], None]) -> None:
-        """Call ``on_lost`` with the reason once the process of ``peer`` has ended, or was stopped for too long."""
+        """Call ``on_lost`` with the reason once the process of ``peer`` has ended, or was stopped for too long.
+
+        Raises a TransportError if this process may open no more files.
+        """
         try:
             descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
             self._loop.call_soon(on_lost, "its process ended")
             return
+        except OSError as error:
+            raise TransportError(f"cannot watch process {pid} of rank {peer}: {error}") from error
         self._processes[peer] = _Process(pid, descriptor, on_lost)
         self._loop.add_reader(descriptor, self._on_ended, peer)
         if self._timer is None:
@@ -70,12 +77,15 @@ class ProcessWatch:
     def _look(self) -> None:
         self._timer = self._loop.call_later(self._interval_s, self._look)
         now_s = self._loop.time()
+        # If this process was stopped too, as all ranks are by Ctrl-Z, it has seen nothing of the time before this look.
+        seen_s = min(now_s - self._looked_s, 2 * self._interval_s)
+        self._looked_s = now_s
         for peer, process in list(self._processes.items()):
             if not _is_stopped(process.pid):
-                process.stopped_since_s = None
-            elif process.stopped_since_s is None:
-                process.stopped_since_s = now_s
-            elif now_s - process.stopped_since_s >= self._patience_s:
+                process.stopped_s = None
+                continue
+            process.stopped_s = 0.0 if process.stopped_s is None else process.stopped_s + seen_s
+            if process.stopped_s >= self._patience_s:
                 self.forget(peer)
                 process.on_lost(f"its process is stopped, for {self._patience_s:g} s already")
 

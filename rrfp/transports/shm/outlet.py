@@ -30,7 +30,7 @@ class Outlet:
     def __init__(self, peer: int, packets: PacketSocket, shared: Shared) -> None:
         home = shared.home
         self.window = Window(shared.queue_bytes, home)
-        self.pool = SlotPool(home.loop.time, self._on_dropped, shared.register)
+        self.pool = SlotPool(home.loop.time, self._on_dropped, shared.register, shared.make_room)
         self._peer = peer
         self._packets = packets
         self._codec = shared.codec

@@ -23,6 +23,7 @@ class Shared:
         queue_bytes: the window of each channel.
         buffer: for the datagram that is read.
         register: registers the memory of a new slot with the rank's device; the handle keeps it pinned.
+        make_room: see `SlotPool`.
     """
 
     home: HomeLoop
@@ -31,3 +32,4 @@ class Shared:
     queue_bytes: int
     buffer: bytearray
     register: Callable[[Tensor], object]
+    make_room: Callable[[], None]

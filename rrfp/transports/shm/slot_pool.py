@@ -2,11 +2,13 @@
 
 Not a ring: a receiver holds inputs until their backwards, in any order, so a ring of n slots would deadlock once it
 holds n. Instead a slot is made whenever none is free. Their number is bounded from elsewhere: of the bytes in slots,
-the window bounds those that `receive` has not returned, and the others are the receiver's activations.
+the window bounds those that `receive` has not returned, and the others are the receiver's activations. Sizes that
+change from message to message add no more than `IDLE_BYTES`: before a slot is made, free ones beyond that are dropped.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 
@@ -14,10 +16,10 @@ from torch import Tensor
 
 from rrfp.transports.shm.slots import Slot, size_class
 
-#: Free slots beyond this many bytes are dropped, the least recently used first ...
+#: Free slots beyond this many bytes are dropped, the least recently used first: before another one is made ...
 IDLE_BYTES = 256 << 20
 
-#: ... unless they were used in the last so many seconds: between two steps all slots are free.
+#: ... and once they were not used for so many seconds: between two steps all slots are free.
 IDLE_S = 10.0
 
 
@@ -28,14 +30,20 @@ class SlotPool:
         clock: the loop's time in seconds.
         on_dropped: makes the receiver forget the slot of this number.
         register: registers the memory of a new slot with the rank's device.
+        make_room: called before a slot is made; see `drop_surplus`.
     """
 
     def __init__(
-        self, clock: Callable[[], float], on_dropped: Callable[[int], None], register: Callable[[Tensor], object]
+        self,
+        clock: Callable[[], float],
+        on_dropped: Callable[[int], None],
+        register: Callable[[Tensor], object],
+        make_room: Callable[[], None],
     ) -> None:
         self._clock = clock
         self._on_dropped = on_dropped
         self._register = register
+        self._make_room = make_room
         self._by_size: dict[int, deque[Slot]] = {}
         self._made = 0
 
@@ -50,6 +58,7 @@ class SlotPool:
                 slot.lend()
                 break
         else:
+            self._make_room()
             self._made += 1
             slot = Slot.make(self._made, size)
             slot.registration = self._register(slot.memory)
@@ -72,6 +81,14 @@ class SlotPool:
         if slots is not None:  # else `clear` was called
             slots.remove(slot)
 
+    def take_back(self, ident: int) -> None:
+        """Use a slot no more which the receiver could not map."""
+        for slots in self._by_size.values():
+            for slot in slots:
+                if slot.ident == ident:
+                    slots.remove(slot)
+                    return
+
     def drop(self, slot: Slot) -> None:
         """Use a free slot no more, here and at the receiver."""
         self.forget(slot)
@@ -82,12 +99,12 @@ class SlotPool:
         self._by_size.clear()
 
 
-def drop_surplus(pools: list[SlotPool], now_s: float) -> None:
-    """Drop the free slots that are too many in all ``pools`` together."""
+def drop_surplus(pools: list[SlotPool], unused_since_s: float = math.inf) -> None:
+    """Of all free slots drop those beyond `IDLE_BYTES`, unless they were lent after a time on the pools' clock."""
     free = [(slot.used_s, index, slot) for index, pool in enumerate(pools) for slot in pool.free_slots()]
     excess = sum(slot.num_bytes for *_, slot in free) - IDLE_BYTES
     for used_s, index, slot in sorted(free, key=lambda entry: entry[0]):
-        if excess <= 0 or used_s > now_s - IDLE_S:
+        if excess <= 0 or used_s > unused_since_s:
             return
         pools[index].drop(slot)
         excess -= slot.num_bytes

@@ -67,6 +67,7 @@ class Slot:
         whole: Any = memory.numpy()
         self._array: Any = whole[HEAD_BYTES:]
         self._state = memoryview(whole)[:1]
+        self._borrower: weakref.ref[Any] | None = None
 
     @classmethod
     def make(cls, ident: int, num_bytes: int) -> Slot:
@@ -121,6 +122,11 @@ class Slot:
         """Mark the slot as free."""
         self._state[0] = _FREE
 
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether tensors of a message that was received here use the memory."""
+        return self._borrower is not None and self._borrower() is not None
+
     def frames(self, sizes: Sequence[int]) -> list[memoryview]:
         """The memory of tensors with these ``sizes``, which fit."""
         return _cut(memoryview(self._array), sizes)
@@ -129,6 +135,7 @@ class Slot:
         """The same for a receiver: the slot is free again when nothing refers to any of this memory."""
         # A new array object, whose end is the end of all views of it. When the process ends, its slots end too.
         whole = self._array.view()
+        self._borrower = weakref.ref(whole)
         weakref.finalize(whole, partial(_give_back, self._state, os.getpid())).atexit = False
         return _cut(memoryview(whole), sizes)  # not slices of the array, which would refer to its memory only
 

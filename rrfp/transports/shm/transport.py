@@ -7,8 +7,8 @@ and `strangers` (finding each other), `link` (the state of a connection), `packe
 stopped).
 
 Memory: tensors that arrived and were not received yet are bounded by the peers' windows, ``queue_bytes`` a channel.
-Those that were received belong to the receiver. Free slots are kept, `IDLE_BYTES` at most. A slot has up to 12.5% more
-than its tensors.
+Those that were received belong to the receiver. Beyond the most that was in use at once, free slots have `IDLE_BYTES`
+at most. A slot has up to 12.5% and a page more than its tensors, each of which takes a multiple of 64 bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from rrfp.core import timeouts
-from rrfp.errors import ConfigError, FrameError, TransportError
+from rrfp.errors import ConfigError, FrameError, TransportClosedError, TransportError
 from rrfp.transports.base import Channel, TransportContext
 from rrfp.transports.flow import HomeLoop
 from rrfp.transports.linked import LinkedTransport
@@ -33,7 +33,7 @@ from rrfp.transports.shm.liveness import ProcessWatch
 from rrfp.transports.shm.loans import SlotLoan
 from rrfp.transports.shm.packets import PacketSocket
 from rrfp.transports.shm.shared import Shared
-from rrfp.transports.shm.slot_pool import IDLE_S, drop_surplus
+from rrfp.transports.shm.slot_pool import IDLE_S, SlotPool, drop_surplus
 from rrfp.transports.shm.strangers import Strangers
 from rrfp.transports.wire import Sealed
 
@@ -70,7 +70,8 @@ class ShmTransport(LinkedTransport[Link]):
         context = self.context
         self._copier = Copier(home, f"rrfp-shm-copies-{context.rank}")
         register = _not_pinned if context.copies is None else context.copies.register
-        shared = Shared(home, self._codec, self._copier, context.queue_bytes, bytearray(BUFFER_BYTES), register)
+        buffer = bytearray(BUFFER_BYTES)
+        shared = Shared(home, self._codec, self._copier, context.queue_bytes, buffer, register, self._make_room)
         self._links = {peer: Link(peer, shared, self) for peer in context.peers}
         self._watch = ProcessWatch(home, context.heartbeat_s, context.patience_s)
         self._strangers = Strangers(self._codec, home, shared.buffer, self._on_greeted)
@@ -88,6 +89,8 @@ class ShmTransport(LinkedTransport[Link]):
                 while (connected := connect(address.decode())) is None and home.loop.time() < deadline_s:
                     await asyncio.sleep(timeouts.LAST_PAUSE_S)
                     self._check_open()
+            except TransportClosedError:
+                raise
             except (OSError, TransportError, ValueError) as error:
                 raise TransportError(
                     f"cannot connect to {address!r:.200}, which rank {peer} published: {error}; shm joins processes of "
@@ -96,7 +99,12 @@ class ShmTransport(LinkedTransport[Link]):
             if connected is None:
                 limit_s = self.context.connect_timeout_s
                 raise TransportError(f"rank {peer} accepted no connection within {limit_s:g} s")
-            self._attach(peer, channel, PacketSocket(connected.sock, home), connected.process, accepted=False)
+            packets = PacketSocket(connected.sock, home)
+            try:
+                self._attach(peer, channel, packets, connected.process, accepted=False)
+            except BaseException:
+                packets.close()
+                raise
 
     def _on_greeted(self, peer: int, channel: Channel, packets: PacketSocket, process: int) -> None:
         if peer < self.context.rank or self._links[peer].has(channel):
@@ -115,8 +123,13 @@ class ShmTransport(LinkedTransport[Link]):
     def _trim(self, loop: asyncio.AbstractEventLoop) -> None:
         """Drop what is surplus of the free slots, now and then."""
         self._trimming = loop.call_later(IDLE_S, self._trim, loop)
-        pools = [outlet.pool for link in self._links.values() for outlet in link.outlets.values()]
-        drop_surplus(pools, loop.time())
+        drop_surplus(self._pools(), loop.time() - IDLE_S)
+
+    def _make_room(self) -> None:
+        drop_surplus(self._pools())
+
+    def _pools(self) -> list[SlotPool]:
+        return [outlet.pool for link in self._links.values() for outlet in link.outlets.values()]
 
     def lend(self, peer: int, channel: Channel, sizes: Sequence[int]) -> SlotLoan | None:
         """See `rrfp.transports.lending.LendsMemory`."""
@@ -133,6 +146,10 @@ class ShmTransport(LinkedTransport[Link]):
                 part.close()
         if self._trimming is not None:
             self._trimming.cancel()
+
+    def on_message_lost(self, peer: int, channel: Channel, num_bytes: int, slot: int) -> None:
+        """See `Receiver.on_message_lost`."""
+        self._links[peer].on_message_lost(channel, num_bytes, slot)
 
     def on_link_frame(self, peer: int, channel: Channel, sealed: Sealed) -> None:
         """See `Receiver.on_link_frame`."""
