@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import transports.makers as makers
 import transports.on_device as on_device
+import transports.remote as remote
 import uvloop
 from batches import long
+from fork_server import fork_server
 
 from rrfp.errors import PeerLostError
 from rrfp.testing.clock import run_virtual
@@ -29,11 +31,13 @@ from rrfp.transports.simulated import SimulatedTransport
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 
-MAKERS = makers.MAKERS | on_device.MAKERS
+MAKERS = makers.MAKERS | on_device.MAKERS | remote.MAKERS
+
+__all__ = ["fork_server"]
 
 
 #: Those that differ from another one only in what is below the contract.
-TWINS = ("simulated-late", "staged-inproc")
+TWINS = ("simulated-late", "staged-inproc", "staged-zmq", "shm-process")
 
 
 @pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
@@ -41,6 +45,10 @@ TWINS = ("simulated-late", "staged-inproc")
 async def test_contract(maker: str, check: Check) -> None:
     with skipping(maker, check):
         await check(MAKERS[maker])
+
+
+async def test_a_stopped_process_is_a_silent_peer() -> None:
+    await check_silent_peer(MAKERS["shm-process"])
 
 
 @pytest.mark.gpu
@@ -52,6 +60,7 @@ async def test_contract_on_cuda(maker: str) -> None:
 #: What cannot be looked at: nothing travels as bytes there, or nothing can make a peer silent in one process.
 SKIPPED = {maker: {"check_bad_frames", "check_silent_peer"} for maker in MAKERS} | {
     "shm": {"check_silent_peer"},
+    "shm-process": set(),
     "staged-shm": {"check_silent_peer"},
     "staged-zmq": {"check_silent_peer"},
     "zmq-ipc": {"check_silent_peer"},
