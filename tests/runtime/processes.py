@@ -1,4 +1,4 @@
-"""Real processes, one a rank, over zmq."""
+"""Real processes, one a rank."""
 
 from __future__ import annotations
 

@@ -70,11 +70,11 @@ def draw(seed: int, count: int) -> list[Kill]:
     ]
 
 
-def run(kill: Kill, folder: Path) -> Outcome:
+def run(kill: Kill, folder: Path, transport: str) -> Outcome:
     """Raises AssertionError if a rank hangs, ends without the error, or names somebody else."""
     mesh = MESHES[kill.mesh]
     folder.mkdir()
-    ranks = Processes(folder, 4, programs.emulated_steps_for_ever, kill.seconds, mesh=mesh)
+    ranks = Processes(folder, 4, programs.emulated_steps_for_ever, kill.seconds, mesh=mesh, transport=transport)
     try:
         for rank in range(4):
             said = ranks.hear(rank)

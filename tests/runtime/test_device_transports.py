@@ -47,7 +47,7 @@ def batch(count: int = 5) -> tuple[list[Tensor], list[Tensor]]:
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-@pytest.mark.parametrize("transport", ["inproc", "zmq", Plugin])
+@pytest.mark.parametrize("transport", ["inproc", "shm", "zmq", Plugin])
 def test_gradients_on_a_device(transport: str | Callable[[TransportContext], Transport], split: bool) -> None:
     parts, (inputs, targets) = modules(), batch()
     alone = copy.deepcopy(parts)

@@ -1,4 +1,4 @@
-"""Real processes over zmq in groups and replicas: whoever dies or falls silent is named on every other rank, soon."""
+"""Real processes in groups and replicas: whoever dies or falls silent is named on every other rank, soon."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import runtime.processes as programs
 from fork_server import fork_server
 from runtime.processes import Processes, Program
-from runtime.test_processes import DEAD_S
+from runtime.test_processes import DEAD_S, TRANSPORTS
 
 from rrfp.core.mesh import Mesh
 
@@ -24,12 +24,12 @@ MESH = Mesh((("pp", 2), ("tp", 2)))
 Launch = Callable[[Mesh, Program], Processes]
 
 
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Launch]:
+@pytest.fixture(params=TRANSPORTS)
+def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Launch]:
     running: list[Processes] = []
 
     def start(mesh: Mesh, program: Program) -> Processes:
-        running.append(Processes(tmp_path, mesh.size, program, 0.002, mesh=mesh))
+        running.append(Processes(tmp_path, mesh.size, program, 0.002, mesh=mesh, transport=request.param))
         return running[-1]
 
     yield start

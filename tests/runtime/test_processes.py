@@ -1,4 +1,7 @@
-"""Real processes over zmq: they compute together, and they end together, whatever happens to one of them."""
+"""Real processes: they compute together, and they end together, whatever happens to one of them.
+
+Over transport auto, which is shared memory here, and in the long version over zmq too; what depends on the transport most is tried over both always.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 
 import pytest
 import runtime.processes as programs
+from batches import long
 from fork_server import fork_server
 from runtime.processes import Processes, Program
 
@@ -19,15 +23,20 @@ __all__ = ["fork_server"]
 #: Seconds from a failure to the error on every rank: a live rank reports it, a dead one is detected.
 TOLD_S, DEAD_S = 2.0, 3.0
 
+#: What the ranks' messages go through; auto is shared memory here.
+TRANSPORTS = ("auto", long("zmq"))
 
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Any]:
+over_both = pytest.mark.parametrize("launch", ["auto", "zmq"], indirect=True)
+
+
+@pytest.fixture(params=TRANSPORTS)
+def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     running: list[Processes] = []
 
     def start(
         count: int, program: Program, seconds: float = 0.01, chunks: Sequence[int] = (), **options: Any
     ) -> Processes:
-        running.append(Processes(tmp_path, count, program, seconds, chunks, **options))
+        running.append(Processes(tmp_path, count, program, seconds, chunks, transport=request.param, **options))
         return running[-1]
 
     yield start
@@ -35,6 +44,7 @@ def launch(tmp_path: Path) -> Iterator[Any]:
         processes.kill()
 
 
+@over_both
 def test_every_rank_gets_the_same_result(launch: Any) -> None:
     ranks = launch(4, programs.three_steps)
     ends = [ranks.end(stage) for stage in range(4)]
@@ -100,6 +110,7 @@ def test_a_rank_that_pauses_for_less_than_its_peers_patience_goes_on(launch: Any
     assert [ranks.end(stage).error for stage in range(3)] == [""] * 3
 
 
+@over_both
 def test_a_silent_rank_is_named_and_ends_once_it_wakes(launch: Any) -> None:
     ranks = launch(3, programs.steps_for_ever)
     for stage in range(3):

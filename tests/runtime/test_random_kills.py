@@ -7,23 +7,26 @@ from pathlib import Path
 import pytest
 from fork_server import fork_server  # noqa: F401 - a fixture
 from runtime.random_kills import Kill, Outcome, draw, report, run
+from runtime.test_processes import TRANSPORTS
 
 SEED = 31
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("kill", draw(SEED, 6), ids=lambda kill: f"{kill.how.name} of {kill.victim} in {kill.mesh}")
-def test_whoever_is_killed_or_stopped_is_named_by_all_others(kill: Kill, tmp_path: Path) -> None:
-    run(kill, tmp_path / "ranks")
+def test_whoever_is_killed_or_stopped_is_named_by_all_others(kill: Kill, transport: str, tmp_path: Path) -> None:
+    run(kill, tmp_path / "ranks", transport)
 
 
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_hundred_random_kills_and_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("transport", ["auto", "zmq"])
+def test_a_hundred_random_kills_and_stops(transport: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outcomes: list[Outcome] = []
     for number, kill in enumerate(draw(SEED + 1, 100)):
         try:
-            outcomes.append(run(kill, tmp_path / str(number)))
+            outcomes.append(run(kill, tmp_path / str(number), transport))
         except AssertionError as error:
             raise AssertionError(f"kill {number} of seed {SEED + 1}, {kill}: {error}") from error
     with capsys.disabled():
