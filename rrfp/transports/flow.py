@@ -77,7 +77,7 @@ class Window:
     waits until nothing is outstanding, since it would never fit.
 
     Args:
-        limit: bytes that may be outstanding.
+        limit: bytes of tensors that may be outstanding, and bytes that messages may count beside them.
         home: the sender's loop.
     """
 
@@ -125,7 +125,11 @@ class Window:
         """
         with self._lock:
             self.check()
-            fits = self._outstanding == 0 or self._outstanding + cost <= self._limit
+            # The overhead of messages has a limit of its own, so that two of half the limit fit.
+            overhead = (self._messages + 1) * MESSAGE_OVERHEAD
+            fits = self._outstanding == 0 or (
+                self._outstanding + cost - overhead <= self._limit and overhead <= self._limit
+            )
             if fits:
                 self._outstanding += cost
                 self._messages += 1

@@ -104,7 +104,7 @@ def over(
             for end, context, device in zip(inner, contexts, devices, strict=True)
         ]
         async with closing(devices), makers.started(*ends, inject=injecting(inner[0])) as pair:
-            yield pair
+            yield replace(pair, read_ahead=2)  # one on its way to the device, and the next
         check_races(devices, may_write=any(end.has_cancelled for end in ends))
 
     return make_pair

@@ -196,7 +196,7 @@ def test_the_least_recently_used_are_dropped_first() -> None:
     now_s = 0.0
     dropped: list[int] = []
     size = IDLE_BYTES // 2
-    pool = SlotPool(lambda: now_s, dropped.append, lambda: None)
+    pool = SlotPool(lambda: now_s, dropped.append, lambda memory: None, lambda: None)
     for _ in range(5):
         now_s += 1.0
         pool.acquire(size)

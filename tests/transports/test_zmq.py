@@ -220,6 +220,13 @@ async def test_queued_bytes_are_never_negative_whatever_a_peer_returns() -> None
     assert window.tensor_bytes == 0
 
 
+async def test_a_window_holds_messages_that_fill_it_exactly_and_empty_ones_only_so_many() -> None:
+    window = Window(1 << 20, HomeLoop())
+    assert [window.try_acquire(cost_of(1 << 19)) for _ in range(3)] == [True, True, False]
+    window = Window(1 << 20, HomeLoop())
+    assert sum(window.try_acquire(cost_of(0)) for _ in range(5000)) == (1 << 20) // cost_of(0)
+
+
 def test_routing_ids_differ() -> None:
     assert len({identity_of(stage, channel) for stage in (1, 11) for channel in Channel}) == 6
 

@@ -57,6 +57,8 @@ class Pair:
             None where that is impossible: the checks of bad input are then skipped.
         silence: stops the left end from answering without ending it, as SIGSTOP or a pulled cable does; the transport's
             own patience must report it. None where that is impossible: that check is then skipped.
+        read_ahead: messages that an end may read before ``receive`` asks for them, beyond ``queue_bytes``: more than 0
+            only of a wrapper, such as one that copies them to a device.
         third: stage 2, where ``PairOptions.ranks`` is 3; None where the maker makes two only.
     """
 
@@ -66,6 +68,7 @@ class Pair:
     inject: Callable[[Channel, bytes, Sequence[bytes]], Awaitable[None]] | None = None
     silence: Callable[[], Awaitable[None]] | None = None
     third: Transport | None = None
+    read_ahead: int = 0
 
 
 MakePair = Callable[[PairOptions], AbstractAsyncContextManager[Pair]]
