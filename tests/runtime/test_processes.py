@@ -1,7 +1,6 @@
 """Real processes: they compute together, and they end together, whatever happens to one of them.
 
-Over transport auto, which is shared memory here, and in the long version over zmq too; what depends on the transport
-most is tried over both always.
+Over transport auto, which is shared memory here, and in the long version over zmq too; a few always over both.
 """
 
 from __future__ import annotations

@@ -293,13 +293,13 @@ GARBAGE: dict[str, bytes] = {
 @pytest.mark.parametrize("garbage", GARBAGE)
 async def test_garbage_is_one_error_and_descriptors_with_it_are_closed(garbage: str, count: int) -> None:
     async with shm_pair() as (left, right):
-        opened = descriptors()
+        opened, mapped = descriptors(), len(mappings())
         rights = [memfd(HEAD_BYTES + ROOM, ALL_SEALS) for _ in range(count)]
         inject(left, [GARBAGE[garbage]], *rights)
         with pytest.raises(TransportError):
             await right.receive()
         assert descriptors() == opened
-        assert mappings() == []
+        assert len(mappings()) <= mapped  # fewer: a test before may have left garbage
         await left.send(1, data(filled(MIB, 4), index=4))
         assert index_of(await receive(right)) == 4
         assert right.statistics().dropped_frames == 1
