@@ -70,3 +70,6 @@ ON_DOUBLE: dict[tuple[int, int, int], list[dict[str, Any]]] = {
     **FEW,
     (2, 2, 1): [{**LOOPED, "hint": RandomHint, "limit": "n", "tokens": True, "evaluate": True}],
 }
+
+#: Of these one with groups and replicas.
+ONE_ON_DOUBLE = {(1, 2, 2): ON_DOUBLE[1, 2, 2]}

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from on_device import on_double_if_asked
 from runtime.late import Late
 from runtime.sharded_gpt import LENGTH, VOCABULARY, WIDTH, build, largest_difference, shard
-from runtime.tensor_parallel_cases import CASES, FEW, ON_DOUBLE
+from runtime.tensor_parallel_cases import CASES, FEW, ON_DOUBLE, ONE_ON_DOUBLE
 from runtime.toys import TOLERANCE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -260,11 +260,12 @@ def three_dims(rank: int) -> None:
 
 
 def main(what: str) -> None:
-    """Run the cases on this rank, of four: ``all``, ``few``, or those for the device ``double``."""
+    """Run the cases on this rank, of four: ``all``, ``few``, or for the device double ``double`` or ``one double``."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    if what == "double":
-        worst, disagreements = examine_all(meshes(list(ON_DOUBLE)), ON_DOUBLE)
+    if "double" in what:
+        cases = ON_DOUBLE if what == "double" else ONE_ON_DOUBLE
+        worst, disagreements = examine_all(meshes(list(cases)), cases)
         dist.destroy_process_group()
         return say({"worst": worst, "disagreements": disagreements})
     known = meshes([size for size in CASES if math.prod(size) == dist.get_world_size()])

@@ -13,7 +13,6 @@ import transports.makers as makers
 import transports.on_device as on_device
 import transports.remote as remote
 import uvloop
-from batches import long
 from fork_server import fork_server
 
 from rrfp.errors import PeerLostError
@@ -40,8 +39,20 @@ __all__ = ["fork_server"]
 TWINS = ("simulated-late", "staged-inproc", "staged-zmq", "shm-process")
 
 
-@pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
-@pytest.mark.parametrize("maker", [long(maker) if maker in TWINS else maker for maker in MAKERS])
+#: Those whose shortcuts every test run tries; the others differ from one of them in nothing that concerns these.
+DIRECT = ("shm", "zmq-ipc", "auto-mixed")
+
+
+def combinations() -> Iterator[Any]:
+    """Every check with every maker."""
+    for maker in MAKERS:
+        for check in ALL_CHECKS:
+            name = check.__name__.removeprefix("check_")
+            is_twin = maker in TWINS or (name.endswith("_directly") and maker not in DIRECT)
+            yield pytest.param(maker, check, id=f"{maker}-{name}", marks=pytest.mark.long if is_twin else ())
+
+
+@pytest.mark.parametrize(("maker", "check"), combinations())
 async def test_contract(maker: str, check: Check) -> None:
     with skipping(maker, check):
         await check(MAKERS[maker])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
+from functools import partial
 
 from torch import Tensor
 
@@ -29,8 +31,15 @@ class HostRegion:
             self._is_pinned = self._regions.pin(self._memory)
             if self._is_pinned:
                 # It refers to the memory, which is thus unpinned before it is freed. A process that ends needs neither.
-                weakref.finalize(self, self._regions.device.unpin, self._memory).atexit = False
+                unpin = partial(_unpin, self._regions.device, self._memory, os.getpid())
+                weakref.finalize(self, unpin).atexit = False
         return self._is_pinned
+
+
+def _unpin(device: Device, memory: Tensor, process: int) -> None:
+    # A forked child has copies of these objects, and no device.
+    if os.getpid() == process:
+        device.unpin(memory)
 
 
 class HostRegions:

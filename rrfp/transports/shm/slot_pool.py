@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from torch import Tensor
 
@@ -77,9 +78,8 @@ class SlotPool:
 
     def forget(self, slot: Slot) -> None:
         """Use a slot no more that the receiver does not know."""
-        slots = self._by_size.get(slot.num_bytes)
-        if slots is not None:  # else `clear` was called
-            slots.remove(slot)
+        with suppress(KeyError, ValueError):  # `clear` was called
+            self._by_size[slot.num_bytes].remove(slot)
 
     def take_back(self, ident: int) -> None:
         """Use a slot no more which the receiver could not map."""
