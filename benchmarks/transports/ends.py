@@ -18,7 +18,9 @@ from torch import Tensor
 
 from benchmarks.transports.settings import DATAGRAM_BYTES
 from rrfp.core.tasks import Kind, Mode, StepId, Task
+from rrfp.errors import RrfpError
 from rrfp.transports.base import Channel, Message, MessageKind, Plain, Transport
+from rrfp.transports.direct import DeliversMessages, SendsAtOnce
 
 _ROW = 1024  # of float32: 4 KiB
 _STEP = StepId(0, Mode.TRAIN, 8)
@@ -85,11 +87,25 @@ class End(ABC):
 
 
 class TransportEnd(End):
-    """A transport of RRFP, which was started, with messages like those between two stages."""
+    """A transport of RRFP, which was started, with messages like those between two stages.
 
-    def __init__(self, rank: int, memory: Memory, transport: Transport) -> None:
+    Args:
+        rank: 0 or 1.
+        memory: of this process.
+        transport: started.
+        is_direct: use its shortcuts, as the runtime does. What is delivered counts as received, so nothing bounds a
+            stream of messages then.
+    """
+
+    def __init__(self, rank: int, memory: Memory, transport: Transport, *, is_direct: bool) -> None:
         super().__init__(rank, memory)
         self._transport = transport
+        self._sends_at_once = transport if is_direct and isinstance(transport, SendsAtOnce) else None
+        self._delivered: deque[Message | RrfpError] | None = None
+        self._arrival: asyncio.Future[None] | None = None
+        if is_direct and isinstance(transport, DeliversMessages):
+            self._delivered = deque()
+            transport.deliver_to(self._deliver)
         self._channel = (Channel.FORWARD, Channel.BACKWARD)[rank]
         self._task = Task((Kind.F, Kind.B)[rank], 1, rank)
 
@@ -97,11 +113,29 @@ class TransportEnd(End):
         """See `End.send`."""
         tensors = (self._memory.to_send(),) if size else ()
         message = Message(self._channel, MessageKind.OUTPUT, _STEP, self._task, tensors, _BODY)
-        await self._transport.send(1 - self.rank, message)
+        if self._sends_at_once is None or not self._sends_at_once.send_at_once(1 - self.rank, message):
+            await self._transport.send(1 - self.rank, message)
+
+    def _deliver(self, entry: Message | RrfpError) -> None:
+        assert self._delivered is not None
+        self._delivered.append(entry)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    async def _next(self) -> Message:
+        if self._delivered is None:
+            return await self._transport.receive()
+        while not self._delivered:
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
+        entry = self._delivered.popleft()
+        if isinstance(entry, RrfpError):
+            raise entry
+        return entry
 
     async def receive(self, size: int) -> Tensor | None:
         """See `End.receive`."""
-        message = await self._transport.receive()
+        message = await self._next()
         assert message.num_bytes == size
         return message.tensors[0] if size else None
 

@@ -49,6 +49,9 @@ _TRANSPORTS: dict[str, str | TransportFactory] = {
     ZMQ_TCP: partial(ZmqTransport, address="127.0.0.1"),
 }
 
+#: The kinds of blocks that a transport's end is for: of a pair, one measures latency by the shortcuts.
+_LATENCY, _STREAM = "latency", "stream"
+
 #: Longer than any block: a process waits so long for one that has failed.
 _BARRIER_S = 120.0
 
@@ -69,8 +72,8 @@ class Worker:
         self._sockets = sockets
         self._barrier = barrier
         self._memory = Memory()
-        #: By way, the ends of this process, each with its loop.
-        self._ends: dict[str, list[tuple[LoopThread, End]]] = {}
+        #: By way and kinds of blocks, the ends of this process, each with its loop.
+        self._ends: dict[tuple[str, str], list[tuple[LoopThread, End]]] = {}
 
     def connect(self, stack: ExitStack) -> None:
         """Make all ends; ``stack`` closes them."""
@@ -84,23 +87,28 @@ class Worker:
         self._add(SOCKET, blocking, SocketEnd(rank, memory, self._sockets.blocking))
         self._add(SOCKET_HOP, own, own.submit(_hopping(rank, memory, self._sockets.hopping)).result())
         for way, factory in _TRANSPORTS.items():
-            meet = partial(StoreRendezvous, store, run_id=way)
-            self._add(way, own, own.submit(_started(rank, memory, way, factory, meet)).result())
+            for kinds in (_LATENCY, _STREAM):
+                meet = partial(StoreRendezvous, store, run_id=f"{way} {kinds}")
+                end = own.submit(_started(rank, memory, way, factory, meet, is_direct=kinds == _LATENCY)).result()
+                self._add(way, own, end, kinds)
         if rank == 0:
             met = LocalRendezvous()
             threads = (own, peer)
             both = [
-                thread.submit(_started(r, memory, INPROC, "inproc", lambda: met)) for r, thread in enumerate(threads)
+                thread.submit(_started(r, memory, INPROC, "inproc", lambda: met, is_direct=True))
+                for r, thread in enumerate(threads)
             ]
-            for thread, end in zip(threads, both, strict=True):
-                self._add(INPROC, thread, end.result())
+            for thread, each in zip(threads, both, strict=True):
+                self._add(INPROC, thread, each.result())
         stack.callback(self._close)
 
-    def _add(self, way: str, thread: LoopThread, end: End) -> None:
-        self._ends.setdefault(way, []).append((thread, end))
+    def _add(self, way: str, thread: LoopThread, end: End, *kinds: str) -> None:
+        for each in kinds or (_LATENCY, _STREAM):
+            self._ends.setdefault((way, each), []).append((thread, end))
 
     def _close(self) -> None:
-        closing = [thread.submit(end.close()) for ends in self._ends.values() for thread, end in ends]
+        every = {end: thread for ends in self._ends.values() for thread, end in ends}
+        closing = [thread.submit(end.close()) for end, thread in every.items()]
         for each in closing:
             each.result()
 
@@ -115,7 +123,7 @@ class Worker:
         return RoundReport(reports, wall, cpu, None if machine is None or now is None else now - machine)
 
     def _block(self, block: Block, count: int) -> Report:
-        ends = self._ends.get(block.way, [])
+        ends = self._ends.get((block.way, _LATENCY if block.kind.is_latency else _STREAM), [])
         with busy_lanes(len(ends) if block.kind is Kind.BUSY else 0):
             self._barrier.wait(_BARRIER_S)
             cpu = time.process_time()
@@ -142,11 +150,17 @@ async def _hopping(rank: int, memory: Memory, sock: socket) -> End:
 
 
 async def _started(
-    rank: int, memory: Memory, way: str, factory: str | TransportFactory, meet: Callable[[], Rendezvous]
+    rank: int,
+    memory: Memory,
+    way: str,
+    factory: str | TransportFactory,
+    meet: Callable[[], Rendezvous],
+    *,
+    is_direct: bool,
 ) -> TransportEnd:
     transport = create_transport(factory, TransportContext(rank, (1 - rank,), way, meet()))
     await transport.start()
-    return TransportEnd(rank, memory, transport)
+    return TransportEnd(rank, memory, transport, is_direct=is_direct)
 
 
 def serve(rank: int, folder: str, settings: Settings, sockets: Sockets, barrier: Barrier, pipe: Connection) -> None:
