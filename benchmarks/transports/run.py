@@ -10,8 +10,8 @@ every way has its turn; ratios compare ways in the same round, and all figures a
 which other processes took over 10% of the machine is discarded, but the least disturbed third is always used.
 
 latency: half of a round trip in which both messages have the same size, from the call of send to the return of receive;
-by a transport's shortcuts where it offers them, as in the runtime. The received tensor is dropped unread. "busy": each rank has a second thread that multiplies matrices, as a lane does.
-p99 is shown where there are 1000 samples.
+by a transport's shortcuts where it offers them, as in the runtime. The received tensor is dropped unread. "busy": each
+rank has a second thread that multiplies matrices, as a lane does. p99 is shown where there are 1000 samples.
 
 throughput: messages one behind the other, from the first send to the acknowledgement of the last message; the
 transport's window alone bounds those under way. "unread": the receiver drops each tensor at once, so a transport that
