@@ -54,6 +54,7 @@ class Messenger:
         self._supervisor = context.supervisor
         self._fail = context.fail
         self._on_event = on_event
+        self._has_left = False
         #: Outputs that leave in the loop's next turn.
         self._leaving: list[ev.Send] = []
         #: By peer and channel, the messages that wait in coroutines of their own: later ones queue behind them.
@@ -95,12 +96,16 @@ class Messenger:
 
     def _on_error(self, error: RrfpError) -> None:
         """Raise what ``receive`` raised, unless this rank can go on."""
+        if self._has_left:
+            return
         if isinstance(error, FrameError) and error.peer is None:
             logger.warning("dropped: %s", error, field=error.field)
         elif not (isinstance(error, PeerLostError) and error.peer in self._departures):
             raise error
 
     def _handle(self, handlers: Mapping[MessageKind, Handler], message: Message) -> None:
+        if self._has_left:
+            return
         try:
             if message.step is not None:
                 self.received += 1
@@ -131,6 +136,12 @@ class Messenger:
         """A CONSUMED arrived."""
         step, task, stage = self._subject(message)
         self._on_event(ev.Consumed(step, stage, task))
+
+    def leave(self, own: Message) -> None:
+        """Notify all peers that this rank leaves in order. What they make of it concerns it no more."""
+        self._has_left = True
+        for peer in self._transport.context.peers:
+            self.post(peer, own)
 
     def post(self, peer: int, message: Message) -> None:
         """Queue a control message without waiting."""

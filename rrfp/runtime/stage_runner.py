@@ -182,8 +182,7 @@ class StageRunner:
         try:
             async with asyncio.timeout(timeouts.RUNNER_CLOSE_S):
                 if self._abort.failure is None:
-                    for peer in context.transport.context.peers:
-                        self._driver.messenger.post(peer, context.departures.own_message())
+                    self._driver.messenger.leave(context.departures.own_message())
                 await context.supervisor.stop()
                 await self._abort.close_transport()
         except TimeoutError:

@@ -7,5 +7,5 @@ class SkippedError(Exception):
     """A check cannot look; the message names the part that it lacks. The contract is neither kept nor broken."""
 
 
-class NotOfferedError(Exception):
-    """A check is about an option that the plugin does not offer: there is no contract, and no result to report."""
+class NotOfferedError(SkippedError):
+    """A check is about an option that the plugin does not offer: there is nothing to keep, and nothing to report."""

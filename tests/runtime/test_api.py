@@ -140,7 +140,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"strict": "1f1b", "limit": 2}, "neither hint nor limit"),
     ({"limit": 0}, "limit"),
     ({"limit": "3n"}, "limit"),
-    ({"transport": "tcp"}, "transport is 'tcp', must be a factory or one of: inproc, zmq"),
+    ({"transport": "tcp"}, "transport is 'tcp', must be a factory or one of: auto, inproc, shm, zmq"),
     ({"transport": 5}, "transport is 5"),
     ({"reduction": "max"}, "reduction is 'max', must be one of: mean, sum"),
     ({"loss_fn": 3}, "loss_fn is 3, must be callable"),

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transports.makers import contexts, started
@@ -31,9 +32,14 @@ async def shm_pair(options: PairOptions | None = None, **changes: Any) -> AsyncI
         yield ends
 
 
+@pytest.fixture(autouse=True)
+def no_garbage() -> None:
+    """For every module that counts: what earlier tests hold in the frames of their errors is gone."""
+    gc.collect()
+
+
 def mappings() -> list[int]:
     """The bytes of each mapping of a slot; a slot between two ends of this process has two."""
-    gc.collect()  # what an earlier test held in the frames of its errors
     found = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "/memfd:rrfp-" in line:
@@ -44,7 +50,6 @@ def mappings() -> list[int]:
 
 def descriptors() -> int:
     """The open descriptors of this process."""
-    gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 
