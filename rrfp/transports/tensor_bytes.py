@@ -92,6 +92,13 @@ def allocate(num_bytes: int) -> memoryview:
     return memoryview(array)
 
 
+def copied_from(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...], *, requires_grad: bool) -> Tensor:
+    """A leaf tensor with a copy of ``buffer``, which has exactly its bytes; otherwise as `from_buffer`."""
+    if buffer.nbytes == 0:
+        return torch.empty(shape, dtype=dtype, device="cpu").requires_grad_(requires_grad)
+    return torch.frombuffer(buffer, dtype=dtype).view(shape).clone().requires_grad_(requires_grad)
+
+
 def from_buffer(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...], *, requires_grad: bool) -> Tensor:
     """A leaf tensor over ``buffer``, which it keeps alive; over a copy where the memory is unaligned or read-only.
 

@@ -19,7 +19,7 @@ from rrfp.core.tasks import StepId, Task
 from rrfp.errors import ConfigError, FrameError
 from rrfp.transports.base import Channel, Message, MessageKind, Plain, TransportContext
 from rrfp.transports.header_checks import HeaderChecks, TensorSpec
-from rrfp.transports.tensor_bytes import DTYPE_NAMES, as_bytes, from_buffer
+from rrfp.transports.tensor_bytes import DTYPE_NAMES, as_bytes, copied_from, from_buffer
 
 #: Changes whenever the meaning of a frame does.
 VERSION = 1
@@ -68,11 +68,12 @@ class Announcement:
     sizes: list[int]
     num_bytes: int
 
-    def assemble(self, buffers: Sequence[memoryview]) -> Message:
+    def assemble(self, buffers: Sequence[memoryview], *, copy: bool = False) -> Message:
         """The whole message. Aligned writable buffers become the tensors' memory, others are copied once.
 
         Args:
             buffers: one for each of `sizes`.
+            copy: copy all buffers, which must be writable: their memory is used again.
 
         Raises:
             FrameError: if the number of buffers, or the length of one, differs from the announced.
@@ -83,11 +84,9 @@ class Announcement:
         for index, (buffer, size) in enumerate(zip(buffers, sizes, strict=True)):
             if buffer.nbytes != size:
                 raise FrameError(sender, f"frames[{index}]", f"has {buffer.nbytes} bytes, must have {size}")
-        frames = iter(buffers)
+        frames, tensor_of = iter(buffers), copied_from if copy else from_buffer
         tensors = tuple(
-            None
-            if spec is None
-            else from_buffer(next(frames), spec.dtype, spec.shape, requires_grad=spec.requires_grad)
+            None if spec is None else tensor_of(next(frames), spec.dtype, spec.shape, requires_grad=spec.requires_grad)
             for spec in self.specs
         )
         return Message(self.channel, self.kind, self.step, self.task, tensors, self.body, self.sequence, self.sender)

@@ -52,7 +52,7 @@ def combinations() -> Iterator[Any]:
             yield pytest.param(maker, check, id=f"{maker}-{name}", marks=pytest.mark.long if is_twin else ())
 
 
-@pytest.mark.parametrize(("maker", "check"), combinations())
+@pytest.mark.parametrize(("maker", "check"), list(combinations()))
 async def test_contract(maker: str, check: Check) -> None:
     with skipping(maker, check):
         await check(MAKERS[maker])

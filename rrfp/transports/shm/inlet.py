@@ -12,7 +12,6 @@ from rrfp.transports.shm.datagrams import BUFFER_BYTES, Datagram, Payload, unpac
 from rrfp.transports.shm.packets import Packet
 from rrfp.transports.shm.shared import Shared
 from rrfp.transports.shm.slots import Slot, padded
-from rrfp.transports.tensor_bytes import allocate
 from rrfp.transports.wire import Announcement, Sealed
 
 #: The kinds of the link's own frames; every other kind is a message's.
@@ -81,15 +80,15 @@ class Inlet:
         announcement = self._next(sealed, datagram)
         sizes = announcement.sizes
         if slot is None:
-            buffers = _copies(datagram.inline, sizes)
+            message = announcement.assemble(_cut(datagram.inline, sizes), copy=True)
         elif (needed := sum(map(padded, sizes))) > slot.num_bytes:
             raise FrameError(self._peer, "frames", f"need {needed} bytes, but the slot has {slot.num_bytes}")
         elif slot.is_borrowed:
             raise FrameError(self._peer, "slot", f"is {slot.ident}, which an earlier message still uses")
         else:
-            buffers = slot.borrow(sizes)
+            message = announcement.assemble(slot.borrow(sizes))
         self._sequence += 1
-        self._receiver.on_message(announcement.assemble(buffers), announcement.num_bytes)
+        self._receiver.on_message(message, announcement.num_bytes)
 
     def _next(self, sealed: Sealed, datagram: Datagram) -> Announcement:
         """The checked header of the channel's next message."""
@@ -148,11 +147,9 @@ class Inlet:
         self._slots.clear()
 
 
-def _copies(inline: memoryview, sizes: list[int]) -> list[memoryview]:
-    buffers, start = [], 0
+def _cut(inline: memoryview, sizes: list[int]) -> list[memoryview]:
+    views, start = [], 0
     for size in sizes:
-        buffer = allocate(size)
-        buffer[:] = inline[start : start + size]
-        buffers.append(buffer)
+        views.append(inline[start : start + size])
         start += size
-    return buffers
+    return views
