@@ -91,6 +91,10 @@ class Messenger:
                 self._on_error(entry)
             else:
                 self._handle(handlers, entry)
+        except StopIteration as error:  # which no future may carry; in a coroutine it would be this error too
+            failure = RuntimeError("plugged-in code raised StopIteration")
+            failure.__cause__ = error
+            failed.set_exception(failure)
         except BaseException as error:
             failed.set_exception(failure_on_loop(error) or error)
 

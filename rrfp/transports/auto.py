@@ -121,8 +121,12 @@ class AutoTransport(Transport):
         try:
             published = _Published(own, "" if answers is None else answers.address)
             await publish_in_time(context, self._key(context.rank), published.pack())
-            looks = [self._obstacle(peer, own, home, deadline_s) for peer in context.peers]
-            return dict(zip(context.peers, await asyncio.gather(*looks), strict=True))
+            looks = [asyncio.create_task(self._obstacle(peer, own, home, deadline_s)) for peer in context.peers]
+            try:
+                return dict(zip(context.peers, await asyncio.gather(*looks), strict=True))
+            finally:
+                for look in looks:
+                    look.cancel()  # those that are left behind an error
         finally:
             if answers is not None:
                 answers.close()

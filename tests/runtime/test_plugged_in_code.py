@@ -12,6 +12,7 @@ from runtime.toys import Hold, Ones, Trap, stages
 from torch import Tensor
 
 import rrfp
+from rrfp.core import events as ev
 from rrfp.errors import Origin
 
 
@@ -99,6 +100,36 @@ class Opening(Choosing):
 )
 def test_a_hint_that_raises_while_it_listens_is_named_on_every_rank(hint: rrfp.Hint, cause: str) -> None:
     for outcome in ThreadedRanks(stages(3), step, hint=hint).join():
+        assert outcome.abort.origin.cause == cause
+
+
+class Hearing(Choosing):
+    """Its `observe` raises when an input arrives, which is where the transport reads its sockets."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__("")
+        self.error = error
+
+    def observe(self, event: Any) -> None:
+        if isinstance(event, ev.Arrived):
+            raise self.error
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (Trap("heard too much"), "Trap: heard too much"),
+        (SystemExit(3), "SystemExit: 3"),
+        (asyncio.CancelledError(), "LocalError: plugged-in code raised CancelledError on the loop"),
+        (StopIteration(), "RuntimeError: plugged-in code raised StopIteration"),
+    ],
+    ids=repr,
+)
+def test_a_hint_that_raises_when_a_message_is_delivered_is_named_on_every_rank(
+    transport: str, error: BaseException, cause: str
+) -> None:
+    for outcome in ThreadedRanks(stages(3), step, hint=Hearing(error), transport=transport).join():
         assert outcome.abort.origin.cause == cause
 
 
