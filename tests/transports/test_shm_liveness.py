@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import uvloop
 from transports.makers import MAKERS
-from transports.shm_state import descriptors, no_garbage, shm_pair, until
+from transports.shm_state import descriptors, no_garbage, no_mappings, shm_pair, until
 
 from rrfp.errors import PeerLostError, TransportError
 from rrfp.testing.transport_checks import run_transport_checks
@@ -22,7 +22,7 @@ from rrfp.transports.base import Channel
 from rrfp.transports.flow import HomeLoop
 from rrfp.transports.shm.liveness import ProcessWatch
 
-__all__ = ["no_garbage"]
+__all__ = ["no_garbage", "no_mappings"]
 
 
 @pytest.fixture

@@ -10,7 +10,18 @@ import threading
 import pytest
 import torch
 from torch import Tensor
-from transports.shm_state import MIB, descriptors, filled, mappings, no_garbage, only, room, shm_pair, until
+from transports.shm_state import (
+    MIB,
+    descriptors,
+    filled,
+    mappings,
+    no_garbage,
+    no_mappings,
+    only,
+    room,
+    shm_pair,
+    until,
+)
 
 import rrfp.transports.shm.slot_pool as slot_pool
 import rrfp.transports.shm.transport as shm_transport
@@ -22,7 +33,7 @@ from rrfp.transports.shm.slot_pool import IDLE_BYTES, SlotPool, drop_surplus
 from rrfp.transports.shm.slots import HEAD_BYTES, size_class
 from rrfp.transports.shm.transport import ShmTransport
 
-__all__ = ["no_garbage"]
+__all__ = ["no_garbage", "no_mappings"]
 
 
 def noise(num_bytes: int, seed: int) -> Tensor:

@@ -9,7 +9,18 @@ import socket
 import pytest
 import torch
 from transports.makers import contexts
-from transports.shm_state import MIB, copies_held, descriptors, filled, mappings, no_garbage, only, shm_pair, until
+from transports.shm_state import (
+    MIB,
+    copies_held,
+    descriptors,
+    filled,
+    mappings,
+    no_garbage,
+    no_mappings,
+    only,
+    shm_pair,
+    until,
+)
 
 from rrfp.errors import PeerLostError, TransportClosedError, TransportError
 from rrfp.testing.transport_checks.pair import data, index_of, note, receive, soon, stays_pending
@@ -17,7 +28,7 @@ from rrfp.transports.base import Channel
 from rrfp.transports.shm.transport import ShmTransport, address_key
 from rrfp.transports.wire import MAX_HEADER_BYTES
 
-__all__ = ["no_garbage"]
+__all__ = ["no_garbage", "no_mappings"]
 
 #: Copied in the helper thread.
 LARGE = 3 * MIB

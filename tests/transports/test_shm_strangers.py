@@ -22,7 +22,7 @@ import transports.shm_children as children
 from fork_server import fork_server
 from transports.children import NEW_NETWORK, NEW_PIDS, in_child
 from transports.makers import RUN_ID, contexts
-from transports.shm_state import MIB, descriptors, filled, mappings, no_garbage, only, shm_pair, until
+from transports.shm_state import MIB, descriptors, filled, mappings, no_garbage, no_mappings, only, shm_pair, until
 
 from rrfp.errors import FrameError, PeerLostError, TransportError
 from rrfp.testing.transport_checks.pair import data, index_of, receive, soon
@@ -33,7 +33,7 @@ from rrfp.transports.shm.slots import HEAD_BYTES, size_class
 from rrfp.transports.shm.transport import ShmTransport, address_key
 from rrfp.transports.wire import VERSION
 
-__all__ = ["fork_server", "no_garbage"]
+__all__ = ["fork_server", "no_garbage", "no_mappings"]
 
 NOBODY = 65534
 
