@@ -55,7 +55,7 @@ async def _measure(target: Target, sizes: tuple[int, ...], repeats: int) -> list
         for way, copy in _ways(copies, tensor).items():
             rates.append(Rate(way, num_bytes, await _median_s(copy, repeats)))
         copies.close()
-        for name in ("inproc", "zmq"):
+        for name in ("inproc", "shm", "zmq"):
             async with AsyncExitStack() as stack:
                 pair = await _pair(target, name, stack)
                 transfer = partial(_send_and_receive, *pair, tensor)
