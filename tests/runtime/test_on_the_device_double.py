@@ -10,18 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import fork_server as forked
 import pytest
 import torch
-from fork_server import fork_server
 from on_device import DEPTH
 from runtime.toys import TOLERANCE, data, expect, largest_difference, loss_fn, placed, same_bits, stages
 from under_torchrun import reports
 
 import rrfp
 from rrfp.testing.device_double import DoubleDevice
-
-__all__ = ["fork_server"]
 
 TESTS = Path(__file__).parents[1]
 
@@ -122,16 +118,6 @@ def test_groups_and_replicas_run_their_collectives_in_order_on_a_device(
         assert len(report["worst"]) == 4
         assert {name: gap for name, gap in report["worst"].items() if not gap < TOLERANCE} == {}
     assert sum(report["disagreements"] for report in found) > 0  # else members saw the same anyway
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(100)
-def test_a_group_with_replicas_has_the_references_gradients_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(DEPTH, "2")
-    found = forked.reports("runtime/torchrun_tensor_parallel.py", "one double", ranks=4, timeout_s=90)
-    gaps = [gap for report in found for gap in report["worst"].values()]
-    assert len(gaps) == 4
-    assert max(gaps) < TOLERANCE
 
 
 @pytest.mark.parametrize("options", [{}, {"split": True}, {"placement": "v"}, {"limit": 1}], ids=str)
