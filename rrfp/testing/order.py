@@ -12,7 +12,8 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 from rrfp.errors import RrfpError, TransportClosedError
-from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
+from rrfp.testing.wrapped import WrappedTransport
+from rrfp.transports.base import Channel, Message, Transport, TransportContext
 
 #: Picks an index below a count, 0 being the first.
 Pick = Callable[[int], int]
@@ -37,7 +38,7 @@ def reordered(
     return lambda context: ReorderingTransport(context, factory(context), pick)
 
 
-class ReorderingTransport(Transport):
+class ReorderingTransport(WrappedTransport):
     """Holds arrived messages for a while, and delivers the one that ``pick`` chooses.
 
     Tensor messages may overtake each other even within a channel, which a transport's contract excludes: a rank must
@@ -50,9 +51,8 @@ class ReorderingTransport(Transport):
     """
 
     def __init__(self, context: TransportContext, inner: Transport, pick: Pick) -> None:
-        super().__init__(context)
-        self.carries = inner.carries
-        self._inner = inner
+        super().__init__(inner)
+        self.context = context
         self._pick = pick
         self._held: list[Message | RrfpError] = []
         self._filled = asyncio.Event()
@@ -64,10 +64,6 @@ class ReorderingTransport(Transport):
         await self._inner.start()
         self._reader = asyncio.create_task(self._read())
 
-    async def send(self, peer: int, message: Message) -> None:
-        """See `Transport.send`."""
-        await self._inner.send(peer, message)
-
     async def receive(self) -> Message:
         """One of the held messages; an error waits for those before it."""
         await self._wait_for_entry()
@@ -78,18 +74,6 @@ class ReorderingTransport(Transport):
         if isinstance(entry, RrfpError):
             raise entry
         return entry
-
-    async def close(self) -> None:
-        """See `Transport.close`."""
-        await self._inner.close()
-
-    def abort(self) -> None:
-        """See `Transport.abort`."""
-        self._inner.abort()
-
-    def statistics(self) -> TransportStatistics:
-        """See `Transport.statistics`."""
-        return self._inner.statistics()
 
     def _candidates(self) -> Iterator[int]:
         """Indices in ``_held`` of the entries that may be delivered next."""

@@ -1,4 +1,4 @@
-"""Ctrl-C in real processes that compute on the device double: in mid-step, and while the device is stuck for ever."""
+"""Ctrl-C in real processes that compute on the device double: in mid-step, and while the device never ends its work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TESTS = Path(__file__).parents[1]
 #: The most that may pass until the caller gets the interrupt, in seconds.
 SOON_S = 3.0
 
-#: Durations of work on the device: some steps, and for ever.
+#: Seconds that a piece of work takes on the device: as long as some steps, and longer than any test.
 LONG_S, STUCK_S = 0.3, 3600.0
 
 TASKS, COPIES = "rrfp-lane-1", "rrfp-copies-1-send"

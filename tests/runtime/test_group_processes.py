@@ -1,4 +1,4 @@
-"""Real processes in groups and replicas: whoever dies or falls silent is named on every other rank, soon."""
+"""Real processes in groups and replicas: a rank that dies or falls silent is soon named on every other one."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ SEED = 31
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("kill", draw(SEED, 6), ids=lambda kill: f"{kill.how.name} of {kill.victim} in {kill.mesh}")
-def test_whoever_is_killed_or_stopped_is_named_by_all_others(kill: Kill, transport: str, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_or_stopped_is_named_by_all_others(kill: Kill, transport: str, tmp_path: Path) -> None:
     run(kill, tmp_path / "ranks", transport)
 
 

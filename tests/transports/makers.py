@@ -144,16 +144,21 @@ async def started(*transports: Transport, inject: Any = None, silence: Any = Non
             transport.abort()
 
 
+def on_two_loops(make: Callable[[TransportContext], Transport]) -> MakePair:
+    """A maker of pairs whose right end has a loop in a thread of its own."""
+
+    @asynccontextmanager
+    async def make_pair(options: PairOptions) -> AsyncIterator[Pair]:
+        left, right, *others = map(make, contexts(options))
+        async with LoopInThread() as loop, started(left, Elsewhere(right, loop), *others) as pair:
+            yield pair
+
+    return make_pair
+
+
 @asynccontextmanager
 async def inproc_one_loop(options: PairOptions) -> AsyncIterator[Pair]:
     async with started(*map(InprocTransport, contexts(options))) as pair:
-        yield pair
-
-
-@asynccontextmanager
-async def inproc_two_loops(options: PairOptions) -> AsyncIterator[Pair]:
-    left, right, *others = map(InprocTransport, contexts(options))
-    async with LoopInThread() as loop, started(left, Elsewhere(right, loop), *others) as pair:
         yield pair
 
 
@@ -185,13 +190,6 @@ def over_zmq(address: str) -> MakePair:
     return make_pair
 
 
-@asynccontextmanager
-async def zmq_two_loops(options: PairOptions) -> AsyncIterator[Pair]:
-    left, right, *others = map(ZmqTransport, contexts(options))
-    async with LoopInThread() as loop, started(left, Elsewhere(right, loop), *others) as pair:
-        yield pair
-
-
 def injecting_datagrams(left: ShmTransport) -> Any:
     """Sends datagrams past the sender's checks."""
 
@@ -206,13 +204,6 @@ def injecting_datagrams(left: ShmTransport) -> Any:
 async def over_shm(options: PairOptions) -> AsyncIterator[Pair]:
     transports = [ShmTransport(context) for context in contexts(options)]
     async with started(*transports, inject=injecting_datagrams(transports[0])) as pair:
-        yield pair
-
-
-@asynccontextmanager
-async def shm_two_loops(options: PairOptions) -> AsyncIterator[Pair]:
-    left, right, *others = map(ShmTransport, contexts(options))
-    async with LoopInThread() as loop, started(left, Elsewhere(right, loop), *others) as pair:
         yield pair
 
 
@@ -259,15 +250,15 @@ async def zmq_relayed(options: PairOptions) -> AsyncIterator[Pair]:
 
 MAKERS: dict[str, MakePair] = {
     "inproc": inproc_one_loop,
-    "inproc-threads": inproc_two_loops,
+    "inproc-threads": on_two_loops(InprocTransport),
     "simulated": simulated(),
     "simulated-late": simulated(lambda stage, peer, message: 0.002),
     "auto-shm": auto_shm,
     "auto-mixed": auto_mixed,
     "shm": over_shm,
-    "shm-threads": shm_two_loops,
+    "shm-threads": on_two_loops(ShmTransport),
     "zmq-ipc": over_zmq("ipc"),
     "zmq-tcp": over_zmq("127.0.0.1"),
     "zmq-relayed": zmq_relayed,
-    "zmq-threads": zmq_two_loops,
+    "zmq-threads": on_two_loops(ZmqTransport),
 }

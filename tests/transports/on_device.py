@@ -18,24 +18,21 @@ from rrfp.compute.devices.base import Device
 from rrfp.compute.devices.copies import StreamCopies
 from rrfp.compute.devices.cuda import CudaDevice
 from rrfp.testing.transport_checks import MakePair, Pair, PairOptions
-from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
+from rrfp.testing.wrapped import WrappedTransport
+from rrfp.transports.base import Channel, Message, Transport, TransportContext
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.shm.transport import ShmTransport
 from rrfp.transports.staged import staged
 from rrfp.transports.zmq.transport import ZmqTransport
 
 
-class OnDevice(Transport):
+class OnDevice(WrappedTransport):
     """Puts what it sends on the device, overwrites it once it may, and brings back to the CPU what it receives."""
 
     def __init__(self, inner: Transport, device: Device) -> None:
-        super().__init__(inner.context)
-        self._inner = inner
+        super().__init__(inner)
         self._device = device
         self.has_cancelled = False
-
-    async def start(self) -> None:
-        await self._inner.start()
 
     async def send(self, peer: int, message: Message) -> None:
         tensors = tuple(None if tensor is None else put(self._device, tensor) for tensor in message.tensors)
@@ -59,15 +56,6 @@ class OnDevice(Transport):
         if tensor is None:
             return None
         return tensor.detach().clone().cpu().requires_grad_(tensor.requires_grad)
-
-    async def close(self) -> None:
-        await self._inner.close()
-
-    def abort(self) -> None:
-        self._inner.abort()
-
-    def statistics(self) -> TransportStatistics:
-        return self._inner.statistics()
 
 
 class CpuOnlyInproc(InprocTransport):

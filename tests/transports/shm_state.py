@@ -11,15 +11,18 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 import torch
 from torch import Tensor
-from transports.makers import contexts, started
+from transports.makers import RUN_ID, contexts, started
 
 from rrfp.testing.transport_checks import PairOptions
 from rrfp.transports.base import Message
+from rrfp.transports.shm.datagrams import pack
 from rrfp.transports.shm.slots import HEAD_BYTES
 from rrfp.transports.shm.transport import ShmTransport
+from rrfp.transports.wire import VERSION
 
 MIB = 1 << 20
 
@@ -102,3 +105,9 @@ async def until(condition: Callable[[], bool]) -> None:
         while not condition():
             gc.collect()
             await asyncio.sleep(0.002)
+
+
+def frame(kind: str, *fields: Any, run_id: str = RUN_ID, sender: Any = 1, version: int = VERSION) -> bytes:
+    """A datagram with a frame of the link."""
+    header: bytes = msgpack.packb([version, run_id, 0, sender, kind, *fields])
+    return b"".join(pack(header))

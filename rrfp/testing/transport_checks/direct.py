@@ -12,23 +12,20 @@ from rrfp.errors import RrfpError
 from rrfp.testing.skipped import NotOfferedError
 from rrfp.testing.transport_checks import data, ends, flow, frames, peers
 from rrfp.testing.transport_checks.pair import Check, MakePair, Pair, PairOptions
-from rrfp.transports.base import Message, Transport, TransportStatistics
+from rrfp.testing.wrapped import WrappedTransport
+from rrfp.transports.base import Message, Transport
 from rrfp.transports.direct import DeliversMessages, SendsAtOnce
 
 
-class _Direct(Transport):
+class _Direct(WrappedTransport):
     """A started transport that is used by its shortcuts, as far as it offers them."""
 
     def __init__(self, inner: Transport) -> None:
-        super().__init__(inner.context)
-        self._inner = inner
+        super().__init__(inner)
         self._delivered: asyncio.Queue[Message | RrfpError] | None = None
         if isinstance(inner, DeliversMessages):
             self._delivered = asyncio.Queue()
             inner.deliver_to(self._delivered.put_nowait)
-
-    async def start(self) -> None:
-        await self._inner.start()
 
     async def send(self, peer: int, message: Message) -> None:
         if not (isinstance(self._inner, SendsAtOnce) and self._inner.send_at_once(peer, message)):
@@ -41,15 +38,6 @@ class _Direct(Transport):
         if isinstance(entry, RrfpError):
             raise entry
         return entry
-
-    async def close(self) -> None:
-        await self._inner.close()
-
-    def abort(self) -> None:
-        self._inner.abort()
-
-    def statistics(self) -> TransportStatistics:
-        return self._inner.statistics()
 
 
 @asynccontextmanager
