@@ -22,7 +22,7 @@ from typing import TextIO
 
 import torch
 
-from benchmarks.gpu import questions_of_memory, questions_of_processes, questions_of_streams
+from benchmarks.gpu import questions_of_failures, questions_of_memory, questions_of_processes, questions_of_streams
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,7 +66,7 @@ QUESTIONS = {
     "out_of_memory": Question("OutOfMemoryError comes from its call, and the device survives", questions_of_memory.oom),
     "assert": Question(
         "a device assert surfaces at the first event behind it, in every thread, from then on",
-        questions_of_streams.device_assert,
+        questions_of_failures.device_assert,
     ),
     "ipc": Question(
         "a process pulls from another one's memory with a copy; opening costs little after the first time",

@@ -90,7 +90,7 @@ def events() -> None:
         wake, cpu = statistics.median(late) * 1e6, statistics.median(spun)
         print(f"{name}: wall time beyond the device's {wake:.0f} us, CPU used while waiting {cpu:.0%}")
     creations: list[float] = []
-    with _in_thread(lambda: load.busy(0.3)):
+    with in_thread(lambda: load.busy(0.3)):
         while len(creations) < 2000:
             began = time.perf_counter()
             event(blocking=True)
@@ -100,7 +100,8 @@ def events() -> None:
 
 
 @contextmanager
-def _in_thread(call: Callable[[], object]) -> Iterator[threading.Thread]:
+def in_thread(call: Callable[[], object]) -> Iterator[threading.Thread]:
+    """Beside the block, ``call`` on a thread, which is joined behind it."""
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     yield thread
@@ -122,7 +123,7 @@ def gil() -> None:
         end = event(blocking=True)
         load.busy(0.3)
         end.record()
-        with _in_thread(count):
+        with in_thread(count):
             began = time.perf_counter()
             wait(end)
             seconds = time.perf_counter() - began
@@ -279,37 +280,3 @@ def fork() -> None:
         print("seeding during capture: accepted")
     except RuntimeError as error:
         print("seeding during capture:", " ".join(str(error).split())[:200])
-
-
-def device_assert() -> None:
-    """What an index out of range looks like to the thread that launched it and to one that waits behind it."""
-    table, index = torch.zeros(4, device=GPU), torch.tensor([9], device=GPU)
-    side, verdicts = stream(), []
-    with torch.cuda.stream(side):
-        before = event(blocking=True)
-        before.record()
-        _attempt("the call itself", lambda: table[index])
-        after = event(blocking=True)
-        _attempt("record behind it", after.record)
-
-    def watch() -> None:
-        _attempt("another thread: event before", before.synchronize)
-        _attempt("another thread: event behind", after.synchronize)
-        verdicts.append(True)
-
-    with _in_thread(watch):
-        pass
-    _attempt("the next launch", lambda: table.add_(1))
-    _attempt("a fresh event", lambda: event(blocking=True).record())
-    _attempt("freeing and allocating", lambda: torch.empty(1 << 24, device=GPU))
-    _attempt("memory_allocated", lambda: torch.cuda.memory_allocated(GPU))
-
-
-def _attempt(name: str, call: Callable[[], object]) -> None:
-    began = time.perf_counter()
-    try:
-        call()
-        text = "no error"
-    except Exception as error:
-        text = f"{type(error).__module__}.{type(error).__name__}: {' '.join(str(error).split())[:120]}"
-    print(f"{name}: {text} ({(time.perf_counter() - began) * 1e3:.1f} ms)", flush=True)
