@@ -154,7 +154,7 @@ async def test_copies_whose_events_are_not_waited_for_fail_the_suite(
 ) -> None:
     monkeypatch.setattr(DoubleEvent, "synchronize", lambda event: None)
     with pytest.raises(AssertionError, match=r"the values differ|a tensor is another's"):
-        await check(over(make, lambda: SeparateDouble(0.05), is_shared=make is InprocTransport))
+        await check(over(make, lambda: SeparateDouble(5.0), is_shared=make is InprocTransport))
 
 
 async def test_over_inproc_device_tensors_do_not_touch_host_memory() -> None:
