@@ -63,6 +63,13 @@ class DelayedZmq(ZmqTransport):
         self.group_messages += message.kind in _GROUP_KINDS
         await super().send(peer, message)
 
+    def send_at_once(self, peer: int, message: Message) -> bool:
+        """See `SendsAtOnce.send_at_once`; tensors have to wait."""
+        if message.channel is not Channel.CONTROL or not super().send_at_once(peer, message):
+            return False
+        self.group_messages += message.kind in _GROUP_KINDS
+        return True
+
 
 def group_of(place: Topology) -> dist.ProcessGroup | None:
     """The process group of this rank's group; every rank makes all of them, in one order."""

@@ -20,7 +20,7 @@ from rrfp.log import get_logger
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.supervisor import failure_on_loop
 from rrfp.transports.base import Channel, Message, MessageKind
-from rrfp.transports.direct import DeliversMessages, SendsAtOnce
+from rrfp.transports.direct import delivering, sending_at_once
 
 logger = get_logger(__name__)
 
@@ -47,6 +47,7 @@ class Messenger:
         self._stages = {rank: stage for stage, rank in enumerate(self._ranks)}
         self._topology = topology
         self._transport = context.transport
+        self._at_once = sending_at_once(context.transport)
         self._mailbox = context.mailbox
         self._departures = context.departures
         self._activity = context.activity
@@ -68,9 +69,9 @@ class Messenger:
             PeerLostError: if a peer is lost, or left before the call that this rank is in.
             TransportError: see `Transport.receive`.
         """
-        if isinstance(self._transport, DeliversMessages):
+        if (transport := delivering(self._transport)) is not None:
             failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._transport.deliver_to(partial(self._on_delivery, handlers, failed))
+            transport.deliver_to(partial(self._on_delivery, handlers, failed))
             await failed
         while True:
             try:
@@ -192,9 +193,10 @@ class Messenger:
 
     def _send_at_once(self, peer: int, message: Message) -> bool:
         """Whether a message has left, because neither it nor one before it had to wait for anything."""
-        if not isinstance(self._transport, SendsAtOnce) or self._waiting[peer, message.channel]:
+        transport = self._at_once
+        if transport is None or self._waiting[peer, message.channel] or self._supervisor.stopping:
             return False
-        return not self._supervisor.stopping and self._transport.send_at_once(peer, message)
+        return transport.send_at_once(peer, message)
 
     def _send_later(self, peer: int, message: Message, send: ev.Send | None = None) -> None:
         """Send a message that has to wait; ``send`` is the instruction, of an output."""

@@ -14,7 +14,7 @@ from rrfp.testing.transport_checks import data, ends, flow, frames, peers
 from rrfp.testing.transport_checks.pair import Check, MakePair, Pair, PairOptions
 from rrfp.testing.wrapped import WrappedTransport
 from rrfp.transports.base import Message, Transport
-from rrfp.transports.direct import DeliversMessages, SendsAtOnce
+from rrfp.transports.direct import delivering, sending_at_once
 
 
 class _Direct(WrappedTransport):
@@ -23,12 +23,13 @@ class _Direct(WrappedTransport):
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
         self._delivered: asyncio.Queue[Message | RrfpError] | None = None
-        if isinstance(inner, DeliversMessages):
+        self._at_once = sending_at_once(inner)
+        if (transport := delivering(inner)) is not None:
             self._delivered = asyncio.Queue()
-            inner.deliver_to(self._delivered.put_nowait)
+            transport.deliver_to(self._delivered.put_nowait)
 
     async def send(self, peer: int, message: Message) -> None:
-        if not (isinstance(self._inner, SendsAtOnce) and self._inner.send_at_once(peer, message)):
+        if self._at_once is None or not self._at_once.send_at_once(peer, message):
             await self._inner.send(peer, message)
 
     async def receive(self) -> Message:
@@ -44,7 +45,7 @@ class _Direct(WrappedTransport):
 async def _direct_pair(make_pair: MakePair, options: PairOptions) -> AsyncIterator[Pair]:
     async with make_pair(options) as pair:
         ends_of_pair = [end for end in (pair.left, pair.right, pair.third) if end is not None]
-        if not any(isinstance(end, DeliversMessages | SendsAtOnce) for end in ends_of_pair):
+        if not any(delivering(end) or sending_at_once(end) for end in ends_of_pair):
             raise NotOfferedError("the transport offers no shortcut")
         left, right, *others = map(_Direct, ends_of_pair)
         yield replace(pair, left=left, right=right, third=others[0] if others else None)
