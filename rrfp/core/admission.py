@@ -195,6 +195,11 @@ class Admission:
             return False
         return limit.fits(chunk, is_lowest=is_lowest) or (is_lowest and limit.must_go_on(chunk, microbatch))
 
+    @property
+    def measured(self) -> frozenset[Owner]:
+        """Forwards that run, on some rank, and whose size no other forward may start before."""
+        return frozenset() if self._byte_limit is None else self._byte_limit.measured
+
     def acquire(self, chunk: int, microbatch: int, signature: Hashable = None) -> None:
         """The forward of ``microbatch`` on ``chunk`` was enqueued: it takes a slot. ``signature``: see `Enqueued`."""
         self.held += 1

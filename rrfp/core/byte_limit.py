@@ -52,6 +52,11 @@ class ByteLimit:
         """Whether a forward runs, on some rank, whose size is not known and about to be."""
         return bool(self._measured)
 
+    @property
+    def measured(self) -> frozenset[Owner]:
+        """Those forwards."""
+        return frozenset(self._measured)
+
     def _growth_to_come(self) -> int:
         """What backwards are expected to add, for each chunk by the lesser of the two ways to expect it."""
         total = 0

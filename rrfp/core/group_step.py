@@ -117,6 +117,10 @@ class GroupStep:
             return ()
         return tuple(member for member in range(1, self._group.size) if (member, task) not in self._reported)
 
+    def unmeasured(self, task: Task) -> tuple[int, ...]:
+        """Leader: the followers that have not reported the bytes after ``task``."""
+        return tuple(member for member in range(1, self._group.size) if (member, task) not in self._bytes_reported)
+
     def pending(self) -> Sequence[Task]:
         """Follower: what was ordered and not enqueued, in order."""
         return self.log.pending() if self._group.follows else ()

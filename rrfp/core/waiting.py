@@ -28,6 +28,8 @@ class Waiting:
         task: which.
         absent: its absent inputs. In a forced order the microbatch before is one.
         unreported: on the leader of a group, followers that have not reported what the task needs from other stages.
+        unmeasured: on the leader of a group, followers with forwards whose bytes they have not reported, and without
+            which a limit on bytes lets no other forward start.
         cause: INPUT: inputs are absent. ORDER: the inputs are here, and the leader lacks a report, or the follower's
             log lacks the task. MEMORY: the limit blocks it. None: it is ready, or next but some in the leader's log.
     """
@@ -35,6 +37,7 @@ class Waiting:
     task: Task
     absent: tuple[Task, ...] = ()
     unreported: tuple[int, ...] = ()
+    unmeasured: tuple[tuple[int, Task], ...] = ()
     cause: WaitCause | None = None
 
 
@@ -96,6 +99,7 @@ def _not_enqueued(core: StageCore, step: Step) -> Iterator[Task]:
 def _waiting(core: StageCore, step: Step, task: Task, ordered: frozenset[Task]) -> Waiting:
     absent = step.readiness.absent_inputs(task)
     unreported = step.group.unreported(task)
+    unmeasured: tuple[tuple[int, Task], ...] = ()
     cause = None
     if absent:
         cause = WaitCause.INPUT
@@ -103,7 +107,15 @@ def _waiting(core: StageCore, step: Step, task: Task, ordered: frozenset[Task]) 
         cause = WaitCause.ORDER
     elif task not in step.ready:
         cause = WaitCause.MEMORY
-    return Waiting(task, absent, unreported, cause)
+        unmeasured = tuple(_unmeasured(core, step)) if task.kind is F and core.group.num_followers else ()
+    return Waiting(task, absent, unreported, unmeasured, cause)
+
+
+def _unmeasured(core: StageCore, step: Step) -> Iterator[tuple[int, Task]]:
+    virtual_stages = core.graph.placement.virtual_stages(core.stage)
+    for chunk, microbatch in sorted(step.admission.measured):
+        forward = Task(F, microbatch, virtual_stages[chunk])
+        yield from ((member, forward) for member in step.group.unmeasured(forward))
 
 
 def _reason(core: StageCore, topology: Topology, entry: Waiting) -> str:
@@ -116,7 +128,11 @@ def _reason(core: StageCore, topology: Topology, entry: Waiting) -> str:
             late = (topology.name_of(topology.group[member]) for member in entry.unreported)
             return f"not reported by {' and '.join(late)}"
         case WaitCause.MEMORY:
-            return "blocked by the memory limit"
+            bytes_of = (
+                f"{topology.name_of(topology.group[member])} has not reported the bytes of {forward}"
+                for member, forward in entry.unmeasured
+            )
+            return ", ".join(("blocked by the memory limit", *bytes_of))
     if core.group.follows:
         return "ordered, after others"
     return f"ready, but hint {type(core.hint).__name__} does not choose it"

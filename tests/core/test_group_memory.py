@@ -19,8 +19,11 @@ from rrfp.core.events import (
     Run,
 )
 from rrfp.core.graph import Graph
+from rrfp.core.mesh import Mesh
 from rrfp.core.order_log import Group
 from rrfp.core.tasks import Mode, StepId
+from rrfp.core.topology import Topology
+from rrfp.core.waiting import describe, waiting
 
 
 def test_a_forward_is_ordered_and_enqueued_behind_the_backward_that_gives_its_slot_back() -> None:
@@ -84,6 +87,18 @@ def test_the_first_forward_is_in_flight_until_every_rank_has_told_its_size() -> 
     assert "F1@1" in script.ready  # 12 held and 12 expected
     script.enqueued("F1@1")
     assert "F2@1" not in script.ready
+
+
+def test_a_wait_for_a_size_names_who_has_not_reported_it() -> None:
+    script = byte_leader(30, size=3)
+    script.ran("F0@1", held=5)
+    held(script, "F0@1", 5, rank=1)
+    topology = Topology(1, 3, mesh=Mesh((("pp", 3), ("tp", 3))))
+    assert [entry.unmeasured for entry in waiting(script.core) if entry.task == T("F1@1")] == [((2, T("F0@1")),)]
+    late = "stage 1, tp 2 (rank 5) has not reported the bytes of F0@1"
+    assert f"F1@1 (blocked by the memory limit, {late})" in describe(script.core, topology)
+    held(script, "F0@1", 12, rank=2)
+    assert all(entry.unmeasured == () for entry in waiting(script.core))
 
 
 def test_once_a_size_is_known_several_forwards_may_be_in_flight() -> None:

@@ -14,7 +14,7 @@ from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
 from rrfp.core.stage_core import StageCore
 from rrfp.core.step import Instructions
-from rrfp.core.tasks import Task
+from rrfp.core.tasks import Mode, Task
 from rrfp.hints.registry import create_hint
 from rrfp.sim.cluster.ranks import Rank, ranks_of
 from rrfp.sim.faults.campaign import run_scenario
@@ -88,6 +88,20 @@ def test_a_lost_report_stalls_and_is_named() -> None:
     how, text = ending(grouped(Lose(group_message(GroupMessageKind.READY, "F1@1", 1, 1, 0))))
     assert how is Ending.STALLED
     assert "stage 1 member 0 waits for report F1@1, which stage 1 member 1 sent, and which never arrived" in text
+
+
+@pytest.mark.parametrize("mode", [TRAIN, FORWARD])
+@pytest.mark.parametrize("task", ["F0@0", "F2@0"])
+def test_lost_bytes_that_a_forward_waits_for_stall_and_are_named(task: str, mode: Mode) -> None:
+    graph = Graph.chain(1, chunks=2)
+    lose = Lose(group_message(GroupMessageKind.HELD, task, 0, 1, 0))
+    sized = replace(scenario(lose, graph=graph, steps=((mode, 3),)), parallelism=replace(LED, bytes_held=(1, 1)))
+    how, text = ending(limited(sized, Limit(bytes=8)))
+    if task == "F0@0":
+        assert how is Ending.STALLED
+        assert "stage 0 member 0 waits for bytes F0@0, which stage 0 member 1 sent, and which never arrived" in text
+    else:  # of a signature that was measured: without them the leader only counts too little
+        assert (how, text) == (Ending.FINISHED, "")
 
 
 def test_an_output_lost_on_one_member_is_named_with_that_member() -> None:

@@ -109,7 +109,7 @@ def _of_a_finish(scenario: Scenario, cluster: FaultCluster) -> Iterator[str]:
 
 
 def _is_missed_by_nobody(message: AnyId) -> bool:
-    """Whether nothing waits for ``message``: what a follower holds only makes its leader count better."""
+    """Whether nothing may wait for ``message``: most of what a follower holds only makes its leader count better."""
     return isinstance(message, GroupMessageId) and message.kind is GroupMessageKind.HELD
 
 
@@ -119,6 +119,8 @@ def _of_a_stall(cluster: FaultCluster, text: str) -> Iterator[str]:
     if not lost:
         yield f"it stalled, and no message was lost: {text}"
     yield from (f"the stall report calls {message} lost, which was not" for message in named - lost)
+    if lost and not named and all(map(_is_missed_by_nobody, lost)):
+        yield f"it stalled, though nothing waits for the messages that were lost: {text}"
     for message in lost - named:
         receiver = cluster.nodes[message.receiver]
         if receiver.agreement is not None and isinstance(message, GroupMessageId):

@@ -25,8 +25,9 @@ _STALLED = frozenset({Ending.STALLED})
 #: - lose: refused if a later message of the channel and step arrives, stalled if none does;
 #: - swap, delay of the message itself: refused if a later one of the channel and step overtakes it, else harmless;
 #: - death: aborted, unless every stage had finished.
-#: Credits and a follower's reports name their task and are in no order: swapped or late ones are harmless. No task
-#: waits for the bytes that a follower reports: without them its leader counts too little, and transports lose nothing.
+#: Credits and a follower's reports name their task and are in no order: swapped or late ones are harmless. Of the bytes
+#: that a follower reports, the leader waits for those of a forward of a new signature; without others it counts too
+#: little, and transports lose nothing.
 #: The log and the rounds of an agreement are in order, and come to a stand at what is missing.
 REQUIRED: Mapping[str, frozenset[Ending]] = {
     "spike": _FINISHED,
@@ -36,7 +37,7 @@ REQUIRED: Mapping[str, frozenset[Ending]] = {
     "lose credit": _STALLED,
     "lose order": _REFUSED | _STALLED,
     "lose report": _STALLED,
-    "lose bytes": _FINISHED,
+    "lose bytes": _FINISHED | _STALLED,
     "lose proposal": _STALLED,
     "lose outcome": _REFUSED | _STALLED,
     "duplicate": _REFUSED,

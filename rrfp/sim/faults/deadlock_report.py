@@ -69,7 +69,7 @@ class DeadlockReport:
                 lines.append(f"{node.rank.name}: {core.in_flight[0]} waits for others of its group to begin it")
                 continue
             for entry in waiting(core, most=1):  # other causes are debts, named above
-                if not core.group.follows and entry.cause in (None, WaitCause.MEMORY):
+                if not core.group.follows and entry.cause in (None, WaitCause.MEMORY) and not entry.unmeasured:
                     topology = Topology(core.stage, core.graph.placement.stages)
                     lines.append(wait_line(node.rank.name, [describe_task(core, topology, entry)]))
         return "\n  ".join(lines)
@@ -83,13 +83,21 @@ class DeadlockReport:
         core, rank = node.core, node.rank
         if core.group.follows:
             yield from self._orders(node, self._at[rank.stage, rank.replica, 0], step)
-        for task, entry in self._waiting[rank].items():
+        yield from self._reports(node, step)
+
+    def _reports(self, node: Node, step: StepId) -> Iterator[Debt]:
+        """What the leader of a group waits for: its followers' reports of ready tasks, and of bytes."""
+        rank = node.rank
+        entries = self._waiting[rank]
+        for task, entry in entries.items():
             for member in entry.unreported:
                 follower = self._at[rank.stage, rank.replica, member]
-                yield Debt(
-                    GroupMessageId(step.number, GroupMessageKind.READY, task, follower.rank, rank),
-                    self._has_all(follower, step, task),
-                )
+                ready = GroupMessageId(step.number, GroupMessageKind.READY, task, follower.rank, rank)
+                yield Debt(ready, self._has_all(follower, step, task))
+        for member, task in sorted({late for entry in entries.values() for late in entry.unmeasured}):
+            follower = self._at[rank.stage, rank.replica, member]
+            held = GroupMessageId(step.number, GroupMessageKind.HELD, task, follower.rank, rank)
+            yield Debt(held, self._has_run(follower, step, [task]))
 
     def _outputs(self, node: Node, step: StepId) -> Iterator[Debt]:
         where, rank = node.core.graph.placement.stage_of, node.rank
