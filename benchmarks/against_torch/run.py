@@ -1,180 +1,107 @@
-"""RRFP beside torch.distributed.pipelining on the same emulated stages. Takes about two minutes.
+"""RRFP beside torch.distributed.pipelining on the same emulated stages. Takes about six minutes, all of it about 17.
 
-    python benchmarks/against_torch/run.py [--profile mllm|llm] [--rounds N] [--quick] [--json]
+    python benchmarks/against_torch/run.py [--stages 4 8] [--profile llm mllm] [--jitter J0 J3] [--rounds N]
+        [--methods NAME ...] [--all] [--quick] [--json [FILE]]
 
-Four processes under torchrun run torch's ScheduleGPipe and Schedule1F1B (gloo) and RRFP, alternating by step. RRFP's
-transport is its default, shared memory in one host, but for the methods whose names end in zmq. All run the very same
-modules, which sleep a cost table's time and put out 2 MiB. Every round has a table of its own; J0 is without jitter, J3
-with the most. Figures are medians over the rounds.
+One process a stage, under torchrun, runs torch's schedules over gloo and RRFP over its default transport, alternating
+by step: all methods have the same table in a round. All run the very same modules, which sleep the table's time and put
+out 2 MiB. Every round has a table of its own; J0 is without jitter, J3 with the most. M is 32. "--all" is the whole
+comparison: both numbers of stages, five rounds. ``sizes`` are left out on llm, where all microbatches are alike.
 
-iteration: wall time of a step, from one start for all ranks until the last has returned.
-/ torch 1F1B: the same, relative to torch's 1F1B in the same round.
-/ bound: relative to the lower bound that no order, memory or transport can beat.
-held: the most microbatches that each stage held, counted by the stages themselves.
-transfer: of a 2 MiB message, from the call of send to the arrival being filed; median over a step's messages.
-overhead: the step's time over what the executed order takes in the engine, which is given the table's durations and the
-measured transfer time for every message, minus 1. "in tasks" and "between" are its two factors: the lane's tasks took
-longer than the table says (autograd, checks, late wake-ups), and everything else. The aim for RRFP is at most 3%.
-torch's rows take RRFP's transfer time of the same round, since torch does not tell its own.
+RRFP's methods have the default hint and a split backward, with the limit that their names give. "V" and ZBV have two
+chunks a stage in V placement, on tables that cut each stage's work in two (tables.py); "strict 1f1b" is unsplit.
+--methods also takes GPipe, bf and those over zmq; an unknown name prints all.
 
-torch posts a receive when its schedule gets there, and a send holds up its order; RRFP always receives. `--quick` only
-shows that everything runs: its figures mean nothing.
+ms: a step, from one start for all ranks until the last has returned; median, as all figures.
+/ bound: over the lower bound that no order, memory or transport can beat, for whole tasks on one chunk, so that a split
+or a V can be below 1. / own bound: over that of the method's own table. / torch: over the peer in the same round.
+over own: the step's time over that of its own order in the engine, with the table's durations and messages that take no
+time, minus 1; "in sleeps" is the part that the engine explains if tasks are as long as they really were.
+held: microbatches on the worst stage, and the sum over all stages. start: from the call to the first task of stage 0.
+end: from the end of the last task until the last rank has returned.
+CPU: of all processes, a task (F, B, W), by thread; without the threads of the other runtime, and with what goes on for
+50 ms after the step.
+
+Only undisturbed steps count. A step is disturbed if other processes took more than 0.3 cores meanwhile; its time does
+not matter. The aims compare with the peer whose tasks are as long (over own order: 1F1B for one chunk, ZBV for a V) or
+which sends as many messages a task (CPU: 1F1B for a whole backward, else ZBV).
+
+`--quick` only shows that everything runs: its figures mean nothing.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.against_torch.overhead import Line, Overhead, transfer_of
-from benchmarks.against_torch.settings import BASELINE, JITTERS, METHODS, RRFP_METHODS, Settings
-from benchmarks.shared.figures import Aim, table_of
+from benchmarks.against_torch.aims import aims_of
+from benchmarks.against_torch.figures import Figures, results_of
+from benchmarks.against_torch.report import document_of, print_report
+from benchmarks.against_torch.settings import DEFAULT_METHODS, JITTERS, METHODS, Cell, Settings
+from benchmarks.against_torch.steps import Step
 from benchmarks.shared.load import OtherLoad
-from benchmarks.shared.options import parsed, parser_of
+from benchmarks.shared.options import parser_of
 from benchmarks.shared.workers import run_workers
-from rrfp.costs import PROFILES
-from rrfp.sim.bound import lower_bound
-
-#: The most that the runtime may add to what its order costs.
-MOST_OVERHEAD = 0.03
-
-_NOTHING = "-"
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """One method with one jitter over the measured rounds; see the head of this file."""
-
-    iteration_s: float
-    per_baseline: float
-    per_bound: float
-    held: tuple[int, ...]
-    transfer_s: float | None
-    overhead: Overhead
-
-
-def figures_of(settings: Settings, lines: Sequence[Line]) -> dict[str, dict[str, Figures]]:
-    """Figures by jitter and method."""
-    measured = [line for line in lines if line["round"] > 0]
-    by_method: dict[tuple[str, str], list[Line]] = defaultdict(list)
-    transfers: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for line in measured:
-        by_method[line["jitter"], line["method"]].append(line)
-        if (transfer := transfer_of(line)) is not None:
-            transfers[line["jitter"], line["round"]].append(transfer)
-    typical = {key: median(each) for key, each in transfers.items()}
-    return {
-        jitter: {
-            method: _figures(settings, by_method[jitter, method], by_method[jitter, BASELINE], typical)
-            for method in METHODS
-        }
-        for jitter in JITTERS
-    }
-
-
-def _figures(
-    settings: Settings, lines: Sequence[Line], baseline: Sequence[Line], typical: Mapping[tuple[str, int], float]
-) -> Figures:
-    tables = [settings.costs(line["round"], line["jitter"]) for line in lines]
-    seconds = [line["seconds"] for line in lines]
-    own = [transfer for line in lines if (transfer := transfer_of(line)) is not None]
-    used = own or [typical[line["jitter"], line["round"]] for line in lines]
-    overheads = [Overhead.of(*each) for each in zip(lines, tables, used, strict=True)]
-    return Figures(
-        iteration_s=median(seconds),
-        per_baseline=median(took / base["seconds"] for took, base in zip(seconds, baseline, strict=True)),
-        per_bound=median(took / lower_bound(costs, None) for took, costs in zip(seconds, tables, strict=True)),
-        held=tuple(max(held) for held in zip(*(line["held"] for line in lines), strict=True)),
-        transfer_s=median(own) if own else None,
-        overhead=_typical(overheads),
-    )
-
-
-def _typical(overheads: Sequence[Overhead]) -> Overhead:
-    """The median of each figure."""
-
-    def middle(values: Sequence[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return median(known) if known else None
-
-    return Overhead(
-        median(each.total for each in overheads),
-        middle([each.in_tasks for each in overheads]),
-        middle([each.between for each in overheads]),
-    )
-
-
-def aims_of(figures: Mapping[str, Mapping[str, Figures]]) -> list[Aim]:
-    """The overhead of each method of RRFP."""
-    return [
-        Aim(_aim_name(jitter, method), methods[method].overhead.total * 100, MOST_OVERHEAD * 100, unit="%")
-        for jitter, methods in figures.items()
-        for method in RRFP_METHODS
-    ]
-
-
-def print_tables(settings: Settings, figures: Mapping[str, Mapping[str, Figures]], aims: Sequence[Aim]) -> None:
-    """For people."""
-    console = Console()
-    sizes = f"{settings.stages} stages, {settings.microbatches} microbatches, {settings.rounds} rounds"
-    for jitter, methods in figures.items():
-        title = f"{settings.profile}, {jitter}, {sizes}"
-        table = table_of(title, "method", "iteration", "/ torch 1F1B", "/ bound", "held")
-        for method, one in methods.items():
-            ratios = (f"{one.per_baseline:.3f}", f"{one.per_bound:.3f}")
-            table.add_row(method, f"{one.iteration_s * 1e3:.0f} ms", *ratios, " ".join(map(str, one.held)))
-        console.print(table)
-    verdicts = {aim.name: "yes" if aim.met else "NO" for aim in aims}
-    title = f"beyond the engine (aim for RRFP: overhead at most {MOST_OVERHEAD:.0%})"
-    table = table_of(title, "method", "transfer", "overhead", "in tasks", "between", "met")
-    for jitter, methods in figures.items():
-        for method, one in methods.items():
-            transfer = _NOTHING if one.transfer_s is None else f"{one.transfer_s * 1e3:.2f} ms"
-            shares = map(_share, (one.overhead.total, one.overhead.in_tasks, one.overhead.between))
-            table.add_row(f"{jitter} {method}", transfer, *shares, verdicts.get(_aim_name(jitter, method), _NOTHING))
-    console.print(table)
-
-
-def _share(part: float | None) -> str:
-    return _NOTHING if part is None else f"{part:.1%}"
-
-
-def _aim_name(jitter: str, method: str) -> str:
-    return f"overhead, {jitter}, {method}"
+from rrfp.costs import JITTER_LEVELS, PROFILES
 
 
 def main() -> None:
     """Measure and print."""
-    parser = parser_of("RRFP beside torch.distributed.pipelining.")
-    parser.add_argument("--profile", choices=list(PROFILES), default=Settings().profile, help="the workload")
-    parser.add_argument("--rounds", type=int, default=Settings().rounds, help="measured rounds, at least 1")
-    arguments = parsed(parser, "rounds")
-    settings = Settings(profile=arguments.profile, rounds=arguments.rounds)
-    if arguments.quick:
-        settings = replace(settings, microbatches=settings.stages, rounds=1)
-
-    lines, load = [], OtherLoad()
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        steps = progress.add_task("steps", total=len(METHODS) * (1 + settings.rounds * len(JITTERS)))
-        for line in run_workers(Path(__file__).with_name("worker.py"), settings.stages, settings.to_json()):
-            lines.append(line)
-            progress.advance(steps)
-    figures = figures_of(settings, lines)
-    aims = aims_of(figures)
-    if arguments.json:
-        plain = {jitter: {name: asdict(one) for name, one in methods.items()} for jitter, methods in figures.items()}
-        document = {"settings": asdict(settings), "figures": plain, "aims": [aim.to_json() for aim in aims]}
-        print(json.dumps({**document, "other_load": load.share()}))
-    else:
-        print_tables(settings, figures, aims)
+    arguments = _arguments()
+    load, every = OtherLoad(), list(_settings(arguments))
+    results: dict[Cell, Mapping[str, Figures]] = {}
+    with Progress(console=Console(stderr=True), transient=True, auto_refresh=False) as progress:
+        done = progress.add_task("steps", total=sum(1 for settings in every for _ in settings.turns()))
+        for settings in every:
+            steps = []
+            for line in run_workers(Path(__file__).with_name("worker.py"), settings.stages, settings.to_json()):
+                steps.append(Step.of(line))
+                progress.update(done, advance=1, refresh=True)
+            results |= results_of(settings, steps)
+    aims = aims_of(results)
+    document = {"settings": list(map(asdict, every)), **document_of(results, aims), "other_load": load.share()}
+    if arguments.json is None or isinstance(arguments.json, Path):
+        print_report(results, aims)
         print(load.sentence())
+    if arguments.json == "":
+        print(json.dumps(document))
+    elif arguments.json is not None:
+        arguments.json.write_text(json.dumps(document))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = parser_of("RRFP beside torch.distributed.pipelining.", json_file=True)
+    parser.add_argument("--stages", nargs="+", type=int, help="numbers of stages, at least 2")
+    parser.add_argument("--profile", nargs="+", choices=list(PROFILES), default=list(PROFILES), help="workloads")
+    parser.add_argument("--jitter", nargs="+", choices=list(JITTER_LEVELS), default=list(JITTERS), help="levels")
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(DEFAULT_METHODS), help="by name")
+    parser.add_argument("--rounds", type=int, help="measured rounds, at least 1")
+    parser.add_argument("--all", action="store_true", help="the whole comparison: PP 4 and 8, five rounds")
+    arguments = parser.parse_args()
+    stages, rounds = ((4, 8), 5) if arguments.all else ((8,), 3)
+    arguments.stages = arguments.stages or stages
+    arguments.rounds = rounds if arguments.rounds is None else arguments.rounds
+    for name, value, least in (("stages", min(arguments.stages), 2), ("rounds", arguments.rounds, 1)):
+        if value < least:
+            parser.error(f"--{name} is {value}, must be at least {least}")
+    return arguments
+
+
+def _settings(arguments: argparse.Namespace) -> Iterator[Settings]:
+    """One for each number of stages."""
+    methods = tuple(name for name in METHODS if name in arguments.methods)
+    if arguments.quick:
+        yield Settings(2, ("mllm",), JITTERS, methods, microbatches=4, rounds=1)
+        return
+    for stages in dict.fromkeys(arguments.stages):
+        profiles, jitters = tuple(dict.fromkeys(arguments.profile)), tuple(dict.fromkeys(arguments.jitter))
+        yield Settings(stages, profiles, jitters, methods, rounds=arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -49,25 +49,6 @@ def test_dispatch_reports_every_latency_with_its_aim() -> None:
 
 
 @pytest.mark.long
-def test_against_torch_reports_every_method_under_every_jitter() -> None:
-    document = quick("against_torch")
-
-    assert set(document["figures"]) == {"J0", "J3"}
-    for methods in document["figures"].values():
-        assert methods["torch 1F1B"]["per_baseline"] == 1.0
-        assert methods["torch GPipe"]["held"] == methods["rrfp strict gpipe"]["held"] == [4, 4, 4, 4]
-        assert methods["torch 1F1B"]["held"] == methods["rrfp strict 1f1b"]["held"] == [4, 3, 2, 1]
-        assert all(
-            held <= most for held, most in zip(methods["rrfp bf, limit 1f1b"]["held"], (4, 3, 2, 1), strict=True)
-        )
-        for name, figures in methods.items():
-            assert figures["per_bound"] >= 1.0
-            assert (figures["transfer_s"] is None) == name.startswith("torch")
-    assert len(document["aims"]) == 2 * 4
-    check_aims(document["aims"])
-
-
-@pytest.mark.long
 def test_tp_simulated_compares_every_way_at_every_number_of_ranks() -> None:
     document = quick("tp_simulated")
 

@@ -1,0 +1,82 @@
+"""The aims for RRFP, beside torch in the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from benchmarks.against_torch.figures import Figures, Results
+from benchmarks.against_torch.settings import (
+    METHODS,
+    STRICT_1F1B,
+    TORCH_ZBV,
+    V_N,
+    Cell,
+    Runtime,
+    peer_in_cpu,
+    peer_in_time,
+)
+from benchmarks.shared.figures import Aim
+
+#: Points of the step over its own order, beyond torch's for its own; strict 1f1b with a whole backward is to be ahead.
+MOST_POINTS, MOST_POINTS_WHOLE = 0.0, -1.0
+#: Percent of torch's processor time a task: the aim, and the most that needs no profile.
+MOST_CPU, TOLERATED_CPU = 100.0, 120.0
+#: Percent of torch ZBV's time of a step, by jitter.
+MOST_V = {"J0": 100.0, "J3": 95.0}
+MOST_END_MS = 2.0
+
+OVER, CPU, TOLERATED, V_OVER_ZBV, END = (
+    "over own order, beyond torch's",
+    "CPU a task, of torch's",
+    "CPU a task, of torch's (tolerated)",
+    "time, of torch ZBV's",
+    "step end",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CellAim:
+    """An aim in one cell.
+
+    Attributes:
+        kind: what it is about.
+        method: whose.
+        cell: where.
+        aim: with its verdict; None where a step that it needs was always disturbed.
+    """
+
+    kind: str
+    method: str
+    cell: Cell
+    aim: Aim | None
+
+
+def aims_of(results: Results) -> list[CellAim]:
+    """All aims of the methods that were measured."""
+    return [
+        CellAim(kind, method, cell, aim)
+        for cell, figures in results.items()
+        for method, own in figures.items()
+        if METHODS[method].runtime is Runtime.RRFP
+        for kind, aim in _aims(cell, method, own, {name: figures[name] for name in figures})
+    ]
+
+
+def _aims(cell: Cell, method: str, own: Figures, figures: dict[str, Figures]) -> Iterator[tuple[str, Aim | None]]:
+    def aim(kind: str, value: float, limit: float, unit: str, *, is_disturbed: bool) -> tuple[str, Aim | None]:
+        return kind, None if is_disturbed else Aim(f"{method}, {kind}, {cell}", value, limit, unit=unit)
+
+    in_time, in_cpu = figures.get(peer_in_time(METHODS[method])), figures.get(peer_in_cpu(METHODS[method]))
+    if in_time is not None:
+        beyond = 100 * (own.overhead.total - in_time.overhead.total)
+        most = MOST_POINTS_WHOLE if method == STRICT_1F1B else MOST_POINTS
+        yield aim(OVER, beyond, most, "points", is_disturbed=own.is_disturbed or in_time.is_disturbed)
+    if in_cpu is not None:
+        share = 100 * own.cpu_per_task / in_cpu.cpu_per_task
+        for kind, most in ((CPU, MOST_CPU), (TOLERATED, TOLERATED_CPU)):
+            yield aim(kind, share, most, "%", is_disturbed=own.is_disturbed or in_cpu.is_disturbed)
+    if method == V_N and TORCH_ZBV in own.per_peer and cell.jitter in MOST_V:
+        ratio = own.per_peer[TORCH_ZBV]
+        yield aim(V_OVER_ZBV, 100 * ratio.value, MOST_V[cell.jitter], "%", is_disturbed=ratio.is_disturbed)
+    yield aim(END, 1e3 * own.end_s, MOST_END_MS, "ms", is_disturbed=own.is_disturbed)

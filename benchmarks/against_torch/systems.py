@@ -1,0 +1,108 @@
+"""The methods on one rank, each as a function that runs a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleZBVZeroBubble
+
+from benchmarks.against_torch.settings import (
+    METHODS,
+    NUM_BYTES,
+    TORCH_1F1B,
+    TORCH_GPIPE,
+    TORCH_ZBV,
+    Runtime,
+    Settings,
+)
+from benchmarks.against_torch.sleeping import SleepingStage, TaskLog, loss_fn
+from benchmarks.against_torch.tables import Form
+from rrfp.core.placement import Placement
+from rrfp.core.topology import Topology
+from rrfp.pipeline.api import Pipeline
+from rrfp.pipeline.options import Options
+
+#: Runs a step with so many microbatches' sizes, or none; returns what waits for the work that it has left behind.
+Step = Callable[[Sequence[float] | None], Callable[[], object]]
+
+_TORCH = {TORCH_1F1B: Schedule1F1B, TORCH_GPIPE: ScheduleGPipe, TORCH_ZBV: ScheduleZBVZeroBubble}
+
+#: Pipelines that wait for their turn are silent meanwhile; longer than any step.
+_SILENT: Options = {"heartbeat": 60.0, "patience": 600.0}
+
+
+class Stages:
+    """The modules of one rank, by form; all methods of a form share them."""
+
+    def __init__(self, rank: int, stages: int) -> None:
+        self.log = TaskLog()
+        self._rank, self._stages = rank, stages
+        self._modules: dict[Form, list[SleepingStage]] = {}
+
+    def of(self, form: Form) -> list[SleepingStage]:
+        """The rank's chunks."""
+        key = Form.V if form is Form.V else Form.WHOLE
+        if key not in self._modules:
+            placement = self.placement(form)
+            count = placement.num_virtual_stages
+            self._modules[key] = [
+                SleepingStage(v, count, self._rank, NUM_BYTES, self.log) for v in placement.virtual_stages(self._rank)
+            ]
+        return self._modules[key]
+
+    def placement(self, form: Form) -> Placement:
+        """Of all ranks' chunks."""
+        return Placement(self._stages, form.chunks, "v" if form is Form.V else "looped")
+
+
+def steps_of(settings: Settings, rank: int, stages: Stages, stack: ExitStack) -> dict[str, Step]:
+    """By name, a step of each method; ``stack`` closes what they need."""
+    return {
+        name: _torch_step(name, settings, rank, stages)
+        if METHODS[name].runtime is Runtime.TORCH
+        else _rrfp_step(name, settings, rank, stages, stack)
+        for name in settings.methods
+    }
+
+
+def _torch_step(name: str, settings: Settings, rank: int, stages: Stages) -> Step:
+    form, count = METHODS[name].form, settings.microbatches
+    placement = stages.placement(form)
+    owned, total = placement.virtual_stages(rank), placement.num_virtual_stages
+    parts = [
+        PipelineStage(module, v, total, torch.device("cpu")) for v, module in zip(owned, stages.of(form), strict=True)
+    ]
+    given = parts if form is Form.V else parts[0]
+    schedule = _TORCH[name](given, count, loss_fn=loss_fn, scale_grads=False)
+    inputs = (torch.zeros(count, 1),) if 0 in owned else ()
+    target = torch.zeros(count, 1) if total - 1 in owned else None
+    numbers = torch.arange(count)
+
+    def step(sizes: Sequence[float] | None) -> Callable[[], object]:
+        losses: list[torch.Tensor] | None = None if target is None else []
+        schedule.step(*inputs, target=target, losses=losses, return_outputs=False, microbatch=numbers)
+        return lambda: None
+
+    return step
+
+
+def _rrfp_step(name: str, settings: Settings, rank: int, stages: Stages, stack: ExitStack) -> Step:
+    method, count = METHODS[name], settings.microbatches
+    placement, modules = stages.placement(method.form), stages.of(method.form)
+    options: Options = {"loss_fn": loss_fn, **_SILENT, **method.options}
+    part: nn.Module | list[nn.Module] = [*modules] if len(modules) > 1 else modules[0]
+    pipe = stack.enter_context(Pipeline(part, topology=Topology.from_env(), **options).blocking())
+    rows = [torch.zeros(1, 1) for _ in range(count)]
+    owned = placement.virtual_stages(rank)
+    inputs = rows if 0 in owned else None
+    targets = rows if placement.num_virtual_stages - 1 in owned else None
+    kwargs = [{"microbatch": torch.tensor([m])} for m in range(count)]
+
+    def step(sizes: Sequence[float] | None) -> Callable[[], object]:
+        result = pipe.step(inputs, targets, kwargs=kwargs, sizes=sizes)
+        return lambda: result.breakdown
+
+    return step
