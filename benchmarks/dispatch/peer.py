@@ -1,10 +1,12 @@
-"""The process at the other end of a benchmark: stage 0 of several pairs over zmq, and an echo on a bare zmq socket."""
+"""The process at the other end of a benchmark: stage 0 of several pairs, and the sending ends of bare sockets."""
 
 from __future__ import annotations
 
 import multiprocessing
+import socket
+import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -12,12 +14,16 @@ from typing import Any
 import zmq
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from benchmarks.dispatch.ranks import MESSAGE_BYTES, FilingClock, Rank, Sender
+from benchmarks.dispatch.ranks import GAP_S, MESSAGE_BYTES, TRANSPORTS, FilingClock, Rank, Sender
+from rrfp.compute.lanes.precise_sleep import sleep_until
 from rrfp.pipeline.loop_thread import LoopThread
 from rrfp.trace.plain import from_plain, to_plain
 from rrfp.trace.spans import StepTrace
 from rrfp.transports.base import Rendezvous
 from rrfp.transports.rendezvous import StoreRendezvous
+
+#: A bare message: when it was sent, by `time.monotonic`, and as many bytes as the others' have.
+_BARE = struct.Struct(f"d{MESSAGE_BYTES - 8}x")
 
 
 def rendezvous_in(folder: str, run_id: str) -> Rendezvous:
@@ -30,15 +36,20 @@ class Peer:
 
     Args:
         folder: of this run alone; short, since sockets live in it.
-        pairs: names of the pairs that it is stage 0 of; each needs a stage 1 over zmq under this name.
+        pairs: the pairs that it is stage 0 of, each with its transport; each needs a stage 1 of this name.
+
+    Attributes:
+        bare: the receiving end of a SEQPACKET socket; see `begin_bare`.
     """
 
-    def __init__(self, folder: str, pairs: Sequence[str]) -> None:
+    def __init__(self, folder: str, pairs: Mapping[str, str]) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, folder, tuple(pairs)), daemon=True)
+        self.bare, sending = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = context.Process(target=_serve, args=(theirs, sending, folder, dict(pairs)), daemon=True)
         self._process.start()
         theirs.close()
+        sending.close()
         self._zmq = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._zmq.socket(zmq.PAIR)
         self._socket.connect(f"ipc://{folder}/echo")
@@ -63,6 +74,10 @@ class Peer:
             samples.append(time.monotonic() - started)
         return samples
 
+    def begin_bare(self, count: int) -> None:
+        """Messages leave on the bare socket, with the pauses of a step's; `sent_at` reads them."""
+        self._pipe.send(("bare", count, None))
+
     def begin_close(self) -> None:
         """Stage 0 of every pair leaves, as soon as its stage 1 does."""
         self._pipe.send(("close", None, None))
@@ -70,15 +85,31 @@ class Peer:
     def join(self) -> None:
         """Wait for the end of the process, or force it."""
         self._zmq.destroy(linger=0)
+        self.bare.close()
         self._process.join(10)
         self._process.kill()
         self._process.join()
 
 
-def _serve(pipe: Connection, folder: str, pairs: tuple[str, ...]) -> None:
+def sent_at(message: bytes) -> float:
+    """When a bare message was sent."""
+    (sent,) = _BARE.unpack(message)
+    return float(sent)
+
+
+def _serve(pipe: Connection, bare: socket.socket, folder: str, pairs: Mapping[str, str]) -> None:
     thread = LoopThread("sender")
     ranks = {
-        pair: Rank(0, thread, Sender(), pair, partial(rendezvous_in, folder, pair), hint=FilingClock) for pair in pairs
+        pair: Rank(
+            0,
+            thread,
+            Sender(),
+            pair,
+            partial(rendezvous_in, folder, pair),
+            hint=FilingClock,
+            transport=TRANSPORTS[transport],
+        )
+        for pair, transport in pairs.items()
     }
     context = zmq.Context()
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
@@ -90,6 +121,10 @@ def _serve(pipe: Connection, folder: str, pairs: tuple[str, ...]) -> None:
         elif command[0] == "echo":
             for _ in range(command[1]):
                 socket.send(socket.recv())
+        elif command[0] == "bare":
+            for _ in range(command[1]):
+                sleep_until(time.monotonic() + GAP_S)
+                bare.send(_BARE.pack(time.monotonic()))
         else:
             break
     for closing in [rank.close() for rank in ranks.values()]:

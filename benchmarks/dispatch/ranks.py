@@ -10,7 +10,8 @@ import concurrent.futures
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Unpack
 
 import torch
@@ -29,6 +30,8 @@ from rrfp.runtime.batching import plan_step
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.trace.spans import StepTrace
 from rrfp.transports.base import Rendezvous
+from rrfp.transports.registry import TransportSpec
+from rrfp.transports.zmq.transport import ZmqTransport
 
 #: Bytes of each message's tensor.
 MESSAGE_BYTES = 1024
@@ -40,6 +43,9 @@ GAP_S = 0.0015
 _SIDE = 256
 
 _STAGES = 2
+
+#: Between processes, by the names in the tables.
+TRANSPORTS: Mapping[str, TransportSpec] = {"shm": "shm", "zmq/ipc": partial(ZmqTransport, address="ipc")}
 
 
 class Sender(StageProgram):

@@ -26,13 +26,14 @@ class Spread:
     """Samples of one latency, in seconds."""
 
     p50: float
+    p90: float
     p99: float
     samples: int
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Spread:
         """Summarise ``samples``."""
-        return cls(quantile(samples, 0.5), quantile(samples, 0.99), len(samples))
+        return cls(quantile(samples, 0.5), quantile(samples, 0.9), quantile(samples, 0.99), len(samples))
 
 
 @dataclass(frozen=True, slots=True)
