@@ -40,6 +40,7 @@ def timed(step: Step, sizes: Sequence[float] | None) -> dict[str, Any]:
     The step takes until it returns. Work that it leaves behind counts as its processor time.
     """
     gc.collect()  # no method pays for another one's garbage
+    dist.barrier()  # nor for the ranks that are still at it
     start = torch.tensor([time.monotonic() + _LEAD_S], dtype=torch.float64)
     dist.broadcast(start, src=0)
     before, opened = Reading.now(), time.monotonic()
