@@ -66,13 +66,13 @@ def main() -> None:
             results |= results_of(settings, steps)
     aims = aims_of(results)
     document = {"settings": list(map(asdict, every)), **document_of(results, aims), "other_load": load.share()}
-    if arguments.json is None or isinstance(arguments.json, Path):
+    if arguments.json != "":
         print_report(results, aims)
         print(load.sentence())
     if arguments.json == "":
         print(json.dumps(document))
-    elif arguments.json is not None:
-        arguments.json.write_text(json.dumps(document))
+    elif arguments.json:
+        Path(arguments.json).write_text(json.dumps(document))
 
 
 def _arguments() -> argparse.Namespace:
@@ -90,6 +90,8 @@ def _arguments() -> argparse.Namespace:
     for name, value, least in (("stages", min(arguments.stages), 2), ("rounds", arguments.rounds, 1)):
         if value < least:
             parser.error(f"--{name} is {value}, must be at least {least}")
+    if arguments.json and (Path(arguments.json).is_dir() or not Path(arguments.json).parent.is_dir()):
+        parser.error(f"--json is {arguments.json}, must be a file in a folder that exists")
     return arguments
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 
 def parser_of(
     description: str | None, *, quick: str = "a smoke run: its figures mean nothing", json_file: bool = False
 ) -> argparse.ArgumentParser:
-    """A parser with ``--quick`` and ``--json``; ``json_file``: the latter takes a file too, and is a path or ""."""
+    """A parser with ``--quick`` and ``--json``; ``json_file``: the latter takes a file too, and is its name or ""."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=quick)
     if json_file:
         help_text = "write JSON to a file, or print it instead of tables"
-        parser.add_argument("--json", nargs="?", const="", metavar="FILE", type=Path, help=help_text)
+        parser.add_argument("--json", nargs="?", const="", metavar="FILE", help=help_text)
     else:
         parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser
