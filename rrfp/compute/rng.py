@@ -9,21 +9,28 @@ that of each CUDA device, which are global to the process. So a fork swaps the s
 holds a lock of the process until the caller's state is restored. Lanes in one process exclude one another; lanes in
 processes of their own do not. A caller who draws random numbers in another thread while a step runs disturbs both
 streams.
+
+Why fork also around tasks that draw nothing? Whether a task draws is known only once it has drawn: a module may begin
+at any microbatch, after ``train()``, in a branch on its data, or where a checkpoint recomputes. torch reports no draw,
+and a task cannot run twice. So a fork is made cheap instead.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
 from rrfp.compute.lanes.thread import lane_is_closed
 from rrfp.core.tasks import Task
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 #: Held while the process's generators belong to one task.
 _generators_in_use = threading.Lock()
@@ -63,25 +70,25 @@ class RandomForks:
     seed: int | None
     devices: frozenset[torch.device] = frozenset()
 
-    @contextmanager
-    def fork(self, step: int, task: Task) -> Iterator[None]:
-        """Within, the global generators are seeded for ``task`` of training step ``step``. Not reentrant."""
+    def run(self, step: int, task: Task, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call ``function`` with the global generators seeded for ``task`` of training step ``step``. Not reentrant."""
+        # Why no context manager? One written as a generator takes as long as saving, seeding and restoring.
         if self.seed is None:
-            yield
-            return
+            return function(*args, **kwargs)
         seed = fork_seed(self.seed, step, task)
         with _generators_in_use:
-            generators = [torch.default_generator, *_cuda_generators(self.devices)]
+            generators = [torch.default_generator]
+            if self.devices:
+                generators += _cuda_generators(self.devices)
             states = [generator.get_state() for generator in generators]
             try:
                 for generator in generators:
                     generator.manual_seed(seed)
-                yield
+                return function(*args, **kwargs)
             finally:
-                # After a failure the caller goes on while the last task still runs: a seed that it has set stays.
-                is_late = lane_is_closed()
                 for generator, state in zip(generators, states, strict=True):
-                    if not is_late or generator.initial_seed() == seed:
+                    # After a failure the caller goes on while the last task still runs: a seed that it has set stays.
+                    if generator.initial_seed() == seed or not lane_is_closed():
                         generator.set_state(state)
 
 

@@ -132,8 +132,9 @@ class TorchStage(StageProgram):
                 if the loss is no scalar.
         """
         assert self._step is not None
-        with self._forks.fork(self._batch.training_step, task), self._state.watching(task):
-            return self._modes.forward(self._forward, task, inputs)
+        step = self._batch.training_step
+        with self._state.watching(task):
+            return self._forks.run(step, task, self._modes.forward, self._forward, task, inputs)
 
     def backward(self, task: Task, grads: tuple[Payload, ...]) -> tuple[Payload, ...]:
         """See :meth:`StageProgram.backward`. Does nothing if nothing requires grad.
@@ -148,8 +149,9 @@ class TorchStage(StageProgram):
         saved.received.check(module, v, "after its forward")
         watch = ReadOnly(grads, [f"of the output gradients from virtual stage {w}" for w in self._graph.successors[v]])
         with self._shared.swapped_in(v):
-            with self._forks.fork(self._batch.training_step, task), self._state.watching(task):
-                pending = self._modes.backward(self._differentiate, saved, v, grads)
+            with self._state.watching(task):
+                step = self._batch.training_step
+                pending = self._forks.run(step, task, self._modes.backward, self._differentiate, saved, v, grads)
             input_grads = saved.received.gradients()
             memory = self._adopted[v].memory_of((*grads, *input_grads))
             if pending is None:

@@ -95,21 +95,24 @@ def reference(
     last = len(modules) - 1
     losses: list[float] = []
     outputs: list[Any] = []
+
+    def forward(m: int, v: int, module: nn.Module, value: Any) -> tuple[Any, Tensor | None]:
+        output = _call(module, copies.of(v, module), value, kwargs[m] if kwargs is not None else {})
+        if loss_fn is None or targets is None or v != last:
+            return output, None
+        return output, _loss(loss_fn, copies, last, (output, targets[m]))
+
     for m, value in enumerate(inputs):
         loss: Tensor | None = None
         with torch.set_grad_enabled(torch.is_grad_enabled() and loss_fn is not None):
             for v, module in enumerate(modules):
-                with forks.fork(step, Task(Kind.F, m, v)):
-                    value = _call(module, copies.of(v, module), value, kwargs[m] if kwargs is not None else {})
-                    if loss_fn is not None and targets is not None and v == last:
-                        loss = _loss(loss_fn, copies, last, (value, targets[m]))
+                value, loss = forks.run(step, Task(Kind.F, m, v), forward, m, v, module, value)
                 if v != last:
                     value = _across_boundary(value)
         outputs.append(_detached(value))
         if loss is not None:
             losses.append(loss.item())
-            with forks.fork(step, Task(Kind.B, m, last)):
-                _differentiate(loss, factors[m])
+            forks.run(step, Task(Kind.B, m, last), _differentiate, loss, factors[m])
     copies.add_up()
     return ReferenceResult(
         tuple(losses), combine_losses(losses, weights, reduction) if losses else None, tuple(outputs)

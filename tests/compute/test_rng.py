@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 import threading
+from typing import Any
 
 import pytest
 import torch
+from compute.stage_driver import train
 from runtime.host_device import CudaLike
 from torch import Tensor, nn
 
@@ -34,13 +36,13 @@ def test_every_coordinate_counts() -> None:
 
 
 def test_the_callers_generator_is_put_back_even_after_an_error() -> None:
+    def fail() -> None:
+        torch.rand(5)
+        raise KeyError
+
     before = torch.default_generator.get_state()
-    try:
-        with RandomForks(0).fork(0, Task(Kind.F, 0, 0)):
-            torch.rand(5)
-            raise KeyError
-    except KeyError:
-        pass
+    with pytest.raises(KeyError):
+        RandomForks(0).run(0, Task(Kind.F, 0, 0), fail)
     assert torch.equal(torch.default_generator.get_state(), before)
 
 
@@ -48,21 +50,19 @@ def test_without_a_seed_nothing_is_forked() -> None:
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    with RandomForks(None).fork(0, Task(Kind.F, 0, 0)), RandomForks(None).fork(0, Task(Kind.F, 1, 0)):
-        assert torch.equal(torch.rand(4), expected)
+    assert torch.equal(RandomForks(None).run(0, Task(Kind.F, 0, 0), torch.rand, 4), expected)
 
 
 def test_forks_exclude_each_other() -> None:
     forks, entered = RandomForks(5), threading.Event()
 
-    def other_lane() -> None:
-        with forks.fork(0, Task(Kind.F, 0, 1)):
-            entered.set()
+    thread = threading.Thread(target=forks.run, args=(0, Task(Kind.F, 0, 1), entered.set))
 
-    thread = threading.Thread(target=other_lane)
-    with forks.fork(0, Task(Kind.F, 0, 0)):
+    def lane() -> None:
         thread.start()
         assert not entered.wait(0.05)
+
+    forks.run(0, Task(Kind.F, 0, 0), lane)
     assert entered.wait(5)
     thread.join()
 
@@ -72,9 +72,11 @@ def test_masks_are_the_same_in_several_threads_and_any_order() -> None:
     forks = RandomForks(5)
     tasks = [Task(Kind.F, m, v) for v in range(3) for m in range(60)]
 
+    def draw() -> Tensor:
+        return torch.cat([torch.nn.functional.dropout(torch.ones(200)) for _ in range(3)])
+
     def mask(task: Task) -> Tensor:
-        with forks.fork(0, task):
-            return torch.cat([torch.nn.functional.dropout(torch.ones(200)) for _ in range(3)])
+        return forks.run(0, task, draw)
 
     expected = {task: mask(task) for task in tasks}
     found: dict[Task, Tensor] = {}
@@ -111,12 +113,11 @@ def test_the_generator_of_a_device_is_forked_also_where_the_device_has_no_index(
     forks = RandomForks(0, frozenset({torch.device(device)}))
 
     def draw() -> Tensor:
-        with forks.fork(0, Task(Kind.F, 0, 0)):
-            return torch.rand(3, generator=forked)
+        return torch.rand(3, generator=forked)
 
-    assert torch.equal(draw(), draw())
-    with forks.fork(0, Task(Kind.F, 0, 0)):
-        assert torch.equal(other.get_state(), states[1])
+    task = Task(Kind.F, 0, 0)
+    assert torch.equal(forks.run(0, task, draw), forks.run(0, task, draw))
+    assert torch.equal(forks.run(0, task, other.get_state), states[1])
     assert torch.equal(forked.get_state(), states[0])
 
 
@@ -143,3 +144,46 @@ def test_tasks_on_the_device_of_the_option_fork_its_generator_though_no_paramete
     first, second = outputs("bf"), outputs("f-priority")
     assert all(map(torch.equal, first, second))
     assert not torch.equal(first[0], first[1])
+
+
+class LateNoise(torch.autograd.Function):
+    """Adds noise to the value, and to its gradient; notes what it drew."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, m: int, drawn: dict[Task, Tensor]) -> Tensor:
+        ctx.m, ctx.drawn = m, drawn
+        noise = drawn[Task(Kind.F, m, 0)] = torch.rand_like(x)
+        return x + noise
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        noise = ctx.drawn[Task(Kind.B, ctx.m, 0)] = torch.rand_like(gradients[0])
+        return gradients[0] + noise, None, None
+
+
+class Late(nn.Module):
+    """Draws only in microbatches from the sixth on, where its input says so, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.drawn: dict[Task, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        m = int(x[0, 0])
+        output: Tensor = self.linear(x)
+        if m >= 5:
+            output = LateNoise.apply(output, m, self.drawn)  # type: ignore[no-untyped-call]
+        return output
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_module_that_begins_to_draw_in_a_later_microbatch_draws_what_it_would_draw_alone(split: bool) -> None:
+    forks, count = RandomForks(0), 8
+    module = Late()
+    inputs = [torch.full((3, 4), float(m)) for m in range(count)]
+    train([module], inputs, inputs, lambda output, target: (output * target).sum(), split=split)
+    tasks = [Task(kind, m, 0) for kind in (Kind.F, Kind.B) for m in (5, 6, 7)]
+    assert set(module.drawn) == set(tasks)
+    for task in tasks:
+        assert torch.equal(module.drawn[task], forks.run(0, task, torch.rand, 3, 4))
