@@ -78,13 +78,16 @@ class ActivationMeter:
 
 def describe(value: Any) -> Hashable:
     """The properties of a module's arguments that decide how much is kept: shapes, dtypes and plain values."""
+    # Every forward runs this, so the commonest types come first, and no generator runs.
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.requires_grad
-    if isinstance(value, Mapping):
-        return tuple((str(key), describe(item)) for key, item in value.items())
     if isinstance(value, tuple | list):
-        return tuple(describe(item) for item in value)
-    return value if isinstance(value, bool | int | str) else type(value).__qualname__
+        return tuple([describe(item) for item in value])
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, Mapping):
+        return tuple([(str(key), describe(item)) for key, item in value.items()])
+    return type(value).__qualname__
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

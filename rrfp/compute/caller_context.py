@@ -9,8 +9,8 @@ modes and the hooks for saved tensors per thread, so the lane's thread does not 
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -74,35 +74,44 @@ class CallerModes:
 
     def forward(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call ``function`` in the caller's state, with gradients enabled in a training step only."""
-        with ExitStack() as stack:
-            self._enter(stack)
-            stack.enter_context(torch.set_grad_enabled(self.mode is Mode.TRAIN))
-            for device_type, dtype in self.autocast:
-                stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=self.autocast_cache))
-            self._enter_carried(stack)
-            return self.context.run(function, *args, **kwargs)
+        outside, wanted = torch.is_grad_enabled(), self.mode is Mode.TRAIN
+        if outside is not wanted:
+            torch.set_grad_enabled(wanted)
+        try:
+            with self._entered(self.autocast):
+                return self.context.run(function, *args, **kwargs)
+        finally:  # a module may have switched it too
+            if torch.is_grad_enabled() is not outside:
+                torch.set_grad_enabled(outside)
 
     def backward(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call ``function`` in the caller's state, but outside autocast."""
         # Why without autocast? torch advises against backward under it: backward operators run in the types that
         # autocast chose in forward. A step has both inside the caller's `with torch.autocast(...)`.
-        with ExitStack() as stack:
-            self._enter(stack)
-            self._enter_carried(stack)
+        with self._entered():
             return self.context.run(function, *args, **kwargs)
 
-    def _enter(self, stack: ExitStack) -> None:
+    def _entered(self, autocast: Collection[tuple[str, torch.dtype]] = ()) -> AbstractContextManager[None]:
+        """The caller's state, but for the grad mode and the context variables."""
         if torch.get_num_threads() != self.num_threads:
             torch.set_num_threads(self.num_threads)
-        if self.cuda_device is not None:
-            stack.enter_context(torch.cuda.device(self.cuda_device))
-        if self.device is not None:  # a default device costs every call from Python about a microsecond
-            stack.enter_context(self.device)
+        if not autocast and self.cuda_device is None and self.device is None and self.carried is None:
+            return nullcontext()  # the common case
+        return self._settings(autocast)
 
-    def _enter_carried(self, stack: ExitStack) -> None:
-        # Called last, so that the caller's modes do not see the other settings being made.
-        if self.carried is not None:
-            stack.enter_context(self.carried.entered())
+    @contextmanager
+    def _settings(self, autocast: Collection[tuple[str, torch.dtype]]) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self.cuda_device is not None:
+                stack.enter_context(torch.cuda.device(self.cuda_device))
+            if self.device is not None:  # a default device costs every call from Python about a microsecond
+                stack.enter_context(self.device)
+            for device_type, dtype in autocast:
+                stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=self.autocast_cache))
+            # Last, so that the caller's modes do not see the other settings being made.
+            if self.carried is not None:
+                stack.enter_context(self.carried.entered())
+            yield
 
 
 def autocast_device_types() -> tuple[str, ...]:

@@ -28,7 +28,9 @@ class Arguments:
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for value in values:
-            if isinstance(value, Mapping):
+            if isinstance(value, Tensor):
+                args.append(value)
+            elif isinstance(value, Mapping):
                 if twice := sorted(kwargs.keys() & value.keys()):
                     raise StageError(f"the keyword argument {twice[0]!r} is given twice")
                 kwargs.update(value)

@@ -78,8 +78,12 @@ def canonical(tensor: Tensor) -> Tensor:
     # Why also for a payload that stays on its rank? Products over other strides round differently, so results would
     # depend on the placement. Why not is_contiguous()? It ignores the strides of dims of size 1, which kernels read.
     tensor = wait_async(tensor)
+    if not tensor.is_contiguous():
+        return tensor.contiguous().view(-1).view(tensor.shape)
+    if 1 not in (shape := tensor.shape) and 0 not in shape:
+        return tensor
     expected = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+    for size, stride in zip(reversed(shape), reversed(tensor.stride()), strict=True):
         if stride != expected:
             return tensor.contiguous().view(-1).view(tensor.shape)
         expected *= max(size, 1)

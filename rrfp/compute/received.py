@@ -23,22 +23,35 @@ _REMEDY = "what comes from another stage is read-only; use an out-of-place opera
 
 
 class ReadOnly:
-    """Detects writes into the tensors of ``payloads``; ``sources`` describes the origin of each for messages."""
+    """Detects writes into the tensors of ``payloads``, ``what`` of each virtual stage of ``origins`` (for messages)."""
 
-    __slots__ = ("_payloads", "_sources", "_versions")
+    __slots__ = ("_origins", "_payloads", "_versions", "_what")
 
-    def __init__(self, payloads: Sequence[Payload], sources: Sequence[str]) -> None:
+    def __init__(self, payloads: Sequence[Payload], what: str, origins: Sequence[int]) -> None:
         self._payloads = payloads
-        self._sources = sources
-        self._versions = [[_version(tensor) for tensor in payload.tensors] for payload in payloads]
+        self._what = what
+        self._origins = origins
+        self._versions = [
+            (tensor, tensor._version)
+            for payload in payloads
+            for tensor in payload.tensors
+            if tensor is not None and not tensor.is_inference()  # inference tensors count no versions
+        ]
 
     def written(self) -> str | None:
         """A description of the first tensor written to since construction; None if there is none."""
-        for payload, source, versions in zip(self._payloads, self._sources, self._versions, strict=True):
-            for index, (tensor, version) in enumerate(zip(payload.tensors, versions, strict=True)):
-                if _version(tensor) != version:
-                    return f"{_path(payload.structure, index)} {source}"
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                return self._describe(tensor)
         return None
+
+    def _describe(self, written: Tensor) -> str:
+        return next(
+            f"{_path(payload.structure, index)} {self._what} from virtual stage {origin}"
+            for payload, origin in zip(self._payloads, self._origins, strict=True)
+            for index, tensor in enumerate(payload.tensors)
+            if tensor is written
+        )
 
     def check(self, module: nn.Module, virtual_stage: int, when: str) -> None:
         """Raise a StageError if a tensor was written to; it names module, tensor, likely submodules and the remedy."""
@@ -65,11 +78,11 @@ class Received:
     __slots__ = ("_watch", "payloads")
 
     def __init__(self, payloads: Sequence[Payload], predecessors: Sequence[int], *, training: bool) -> None:
+        # Lists, not generators, here and below: this runs for every task, and for few tensors.
         self.payloads = tuple(
-            Payload(tuple(_leaf(tensor, training) for tensor in payload.tensors), payload.structure)
-            for payload in payloads
+            [Payload(tuple([_leaf(t, training) for t in payload.tensors]), payload.structure) for payload in payloads]
         )
-        self._watch = ReadOnly(self.payloads, [f"received from virtual stage {u}" for u in predecessors])
+        self._watch = ReadOnly(self.payloads, "received", predecessors)
 
     def values(self, *, hidden: bool = False) -> list[Any]:
         """The value of each predecessor, made of the leaves; if ``hidden``, of views of them."""
@@ -80,9 +93,9 @@ class Received:
             payloads = tuple(Payload(tuple(map(_view, payload.tensors)), payload.structure) for payload in payloads)
         return [payload.unpack() for payload in payloads]
 
-    def tensors(self) -> Iterator[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """All leaves."""
-        return (tensor for payload in self.payloads for tensor in payload.tensors if tensor is not None)
+        return [tensor for payload in self.payloads for tensor in payload.tensors if tensor is not None]
 
     def check(self, module: nn.Module, virtual_stage: int, when: str) -> None:
         """See :meth:`ReadOnly.check`."""
@@ -90,10 +103,7 @@ class Received:
 
     def gradients(self) -> tuple[Payload, ...]:
         """The gradients of the leaves, one payload for each predecessor; None for a leaf without one."""
-        return tuple(
-            Payload(tuple(None if t is None or t.grad is None else canonical(_dense(t.grad)) for t in payload.tensors))
-            for payload in self.payloads
-        )
+        return tuple([Payload(tuple(map(_gradient, payload.tensors))) for payload in self.payloads])
 
     def explain(self, error: RuntimeError, module: nn.Module, virtual_stage: int) -> StageError | None:
         """The StageError for torch's error about a write into a leaf; None for any other error.
@@ -124,15 +134,12 @@ def _view(leaf: Tensor | None) -> Tensor | None:
     return view
 
 
-def _dense(gradient: Tensor) -> Tensor:
-    """A gradient as it is sent; the one of a received embedding table may be sparse."""
-    return gradient if gradient.layout is torch.strided else gradient.to_dense()
-
-
-def _version(tensor: Tensor | None) -> int:
-    if tensor is None or tensor.is_inference():  # inference tensors count no versions
-        return 0
-    return tensor._version
+def _gradient(leaf: Tensor | None) -> Tensor | None:
+    """The gradient of a leaf as it is sent; the one of a received embedding table may be sparse."""
+    gradient = None if leaf is None else leaf.grad
+    if gradient is None:
+        return None
+    return canonical(gradient if gradient.layout is torch.strided else gradient.to_dense())
 
 
 def _path(structure: Structure, index: int) -> str:

@@ -40,8 +40,8 @@ class SavedForward:
         """For a virtual stage that sends ``outputs``."""
         # Why not keep the tensors? An edge refers to the graph alone, so an output is freed once it is sent, unless
         # autograd itself saved it.
-        edges = (get_gradient_edge(t) if t is not None and t.requires_grad else None for t in outputs)
-        devices = (None if t is None else t.device for t in outputs)
+        edges = [get_gradient_edge(t) if t is not None and t.requires_grad else None for t in outputs]
+        devices = [None if t is None else t.device for t in outputs]
         return cls(received, tuple(edges), tuple(devices))
 
     def roots(self, grads: Iterable[Payload]) -> tuple[list[Root], list[Tensor]]:
@@ -68,5 +68,5 @@ class SavedForward:
                 if edge is not None and gradient is not None:
                     roots.append(edge)
                     # Autograd wants it where the output is; it may come from a stage that computes elsewhere.
-                    gradients.append(gradient.to(device))
+                    gradients.append(gradient if gradient.device == device else gradient.to(device))
         return roots, gradients

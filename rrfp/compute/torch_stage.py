@@ -147,7 +147,7 @@ class TorchStage(StageProgram):
         saved = self._saved.pop((m, v))
         module = self._modules[v]
         saved.received.check(module, v, "after its forward")
-        watch = ReadOnly(grads, [f"of the output gradients from virtual stage {w}" for w in self._graph.successors[v]])
+        watch = ReadOnly(grads, "of the output gradients", self._graph.successors[v])
         with self._shared.swapped_in(v):
             with self._state.watching(task):
                 step = self._batch.training_step

@@ -70,9 +70,9 @@ def test_other_derived_classes_arrive_as_plain_ones() -> None:
 
 def test_a_write_into_a_named_tuple_is_told_by_the_field() -> None:
     payload = Payload.pack((1, Hidden(torch.ones(1), [torch.ones(1)])))
-    watch = ReadOnly([payload], ["received"])
+    watch = ReadOnly([payload], "received", [1])
     payload.unpack()[1].c[0].add_(1)
-    assert watch.written() == "tensor [1].c[0] received"
+    assert watch.written() == "tensor [1].c[0] received from virtual stage 1"
 
 
 def test_a_class_that_others_cannot_find_is_refused_before_anything_is_sent() -> None:

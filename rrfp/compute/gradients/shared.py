@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -39,16 +39,16 @@ class SharedGradients:
         """Whether ``.grad`` is the gradient of this virtual stage outside `swapped_in`."""
         return parameter not in self._guests.get(virtual_stage, ())
 
-    @contextmanager
-    def swapped_in(self, virtual_stage: int) -> Iterator[None]:
+    def swapped_in(self, virtual_stage: int) -> AbstractContextManager[None]:
         """Within, ``.grad`` of every parameter of ``virtual_stage`` is its gradient there. Not reentrant.
 
         Called on any thread; virtual stages with shared parameters exclude one another.
         """
         guests = self._guests.get(virtual_stage)
-        if guests is None:
-            yield
-            return
+        return nullcontext() if guests is None else self._swapped_in(guests)
+
+    @contextmanager
+    def _swapped_in(self, guests: dict[nn.Parameter, Tensor | None]) -> Iterator[None]:
         with self._turn:
             at_home = {parameter: parameter.grad for parameter in guests}
             for parameter, gradient in guests.items():
