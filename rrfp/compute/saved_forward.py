@@ -4,15 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from rrfp.compute.engine import Root
 from rrfp.compute.payload import Payload
 from rrfp.compute.received import Received
-from rrfp.compute.split.backward import Root
 from rrfp.errors import StageError
+
+
+class _Output(NamedTuple):
+    """A sent tensor, without its memory.
+
+    Attributes:
+        edge: its gradient edge.
+        shape: its shape.
+        dtype: its dtype.
+        device: its device.
+    """
+
+    edge: GradientEdge
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def gradient(self, received: Tensor) -> Tensor:
+        """The received gradient where autograd wants it; it may come from a stage that computes on another device."""
+        if received.shape != self.shape or received.is_complex() != self.dtype.is_complex:
+            raise StageError(
+                f"a gradient of shape {tuple(received.shape)} and {received.dtype} arrived for an output of shape "
+                f"{tuple(self.shape)} and {self.dtype}"
+            )
+        return received if received.device == self.device else received.to(self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,16 +47,14 @@ class SavedForward:
 
     Attributes:
         received: the input leaves, which collect the input gradients.
-        edges: the gradient edge of each sent tensor, None if it does not require grad. Empty on the last virtual stage.
-        devices: of the sent tensors.
+        outputs: the sent tensors, None for one that does not require grad. Empty on the last virtual stage.
         loss: the loss with its graph, on the last virtual stage; None if its weight is 0.
         loss_weight: the factor on the loss in backward.
         unweighted: outputs of the last virtual stage whose loss has weight 0 and whose backward runs all the same.
     """
 
     received: Received
-    edges: tuple[GradientEdge | None, ...] = ()
-    devices: tuple[torch.device | None, ...] = ()
+    outputs: tuple[_Output | None, ...] = ()
     loss: Tensor | None = None
     loss_weight: float = 0.0
     unweighted: tuple[Tensor, ...] = ()
@@ -40,9 +64,11 @@ class SavedForward:
         """For a virtual stage that sends ``outputs``."""
         # Why not keep the tensors? An edge refers to the graph alone, so an output is freed once it is sent, unless
         # autograd itself saved it.
-        edges = [get_gradient_edge(t) if t is not None and t.requires_grad else None for t in outputs]
-        devices = [None if t is None else t.device for t in outputs]
-        return cls(received, tuple(edges), tuple(devices))
+        saved = [
+            _Output(get_gradient_edge(t), t.shape, t.dtype, t.device) if t is not None and t.requires_grad else None
+            for t in outputs
+        ]
+        return cls(received, tuple(saved))
 
     def roots(self, grads: Iterable[Payload]) -> tuple[list[Root], list[Tensor]]:
         """Where backward enters the graph, and the gradient for each entry; a root may occur several times.
@@ -51,7 +77,7 @@ class SavedForward:
             grads: the received gradients of the outputs, one payload for each successor.
 
         Raises:
-            StageError: if a payload has not one gradient, or None, for each tensor that was sent.
+            StageError: if a payload has not one gradient, or None, for each tensor that was sent, of its shape.
         """
         if self.loss is not None:
             if not self.loss.requires_grad:
@@ -60,13 +86,12 @@ class SavedForward:
         roots: list[Root] = [*self.unweighted]
         gradients = [torch.zeros_like(output) for output in self.unweighted]
         for payload in grads:
-            if len(payload.tensors) != len(self.edges):
+            if len(payload.tensors) != len(self.outputs):
                 raise StageError(
-                    f"{len(payload.tensors)} gradients arrived, must be one for each tensor sent: {len(self.edges)}"
+                    f"{len(payload.tensors)} gradients arrived, must be one for each tensor sent: {len(self.outputs)}"
                 )
-            for edge, device, gradient in zip(self.edges, self.devices, payload.tensors, strict=True):
-                if edge is not None and gradient is not None:
-                    roots.append(edge)
-                    # Autograd wants it where the output is; it may come from a stage that computes elsewhere.
-                    gradients.append(gradient if gradient.device == device else gradient.to(device))
+            for output, gradient in zip(self.outputs, payload.tensors, strict=True):
+                if output is not None and gradient is not None:
+                    roots.append(output.edge)
+                    gradients.append(output.gradient(gradient))
         return roots, gradients

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rrfp.compute import engine
 from rrfp.compute.activations import ActivationMeter, describe, tensors_in
 from rrfp.compute.async_tensors import full_tensor
 from rrfp.compute.buffers import StateWatches
@@ -272,7 +273,7 @@ class TorchStage(StageProgram):
         if v in self._split:
             return self._split[v].run(roots, gradients, saved.received)
         if roots:  # autograd adds the gradients of a root that occurs twice
-            torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
+            engine.backward(roots, gradients)
         return None
 
     def _loss(self, output: Any, task: Task) -> Tensor | None:
@@ -296,5 +297,4 @@ class TorchStage(StageProgram):
 
     def _signature(self, m: int, v: int, arguments: Any) -> Hashable:
         target = None if self._batch.targets is None or self._graph.successors[v] else self._batch.targets[m]
-        module = self._modules[v]
-        return describe((arguments, target)), module.training, self._modes.autocast
+        return describe(arguments), describe(target), self._modules[v].training, self._modes.autocast

@@ -61,12 +61,12 @@ class AutogradGraph:
 
     def obstacle(self) -> str | None:
         """Why this graph can only be differentiated as a whole; None if it can be split."""
-        names = self.names.values()
+        names = set(self.names.values())
         if REENTRANT_CHECKPOINT in names:
             return "it uses reentrant checkpointing, which differentiates only as a whole (use_reentrant=False splits)"
         if any(name.startswith(COMPILED) for name in names):
             return "it is compiled by torch.compile, whose backward is one piece"
-        if any(_counts_leaves(tensor) for _, tensor in self.leaves()):
+        if any(_counts_leaves(tensor) for _, tensor in self.leaves() if tensor._backward_hooks):
             return "a hook of several tensors (register_multi_grad_hook) counts a leaf, as only a whole backward allows"
         return None
 
@@ -116,7 +116,7 @@ class OuterGradients:
 
 def _counts_leaves(leaf: Tensor) -> bool:
     """Whether the leaf has a hook of several tensors, which refuses to run in ``autograd.grad``."""
-    hooks = (leaf._backward_hooks or {}).values()
+    hooks = leaf._backward_hooks.values() if leaf._backward_hooks else ()
     return any(getattr(hook, "__module__", None) == register_multi_grad_hook.__module__ for hook in hooks)
 
 

@@ -24,10 +24,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from rrfp.compute import engine
+from rrfp.compute.engine import Root
 from rrfp.compute.gradients.module_reduction import needs_whole_backward
 from rrfp.compute.loss_module import class_name
 from rrfp.compute.received import Received
@@ -42,8 +43,6 @@ logger = get_logger(__name__)
 
 #: Floating-point operations of the smallest weight gradient that is deferred.
 MIN_FLOPS = 3e7
-
-Root = Tensor | GradientEdge
 
 #: How to run a module that differentiates only as a whole.
 Unsplittable = Literal["whole", "refuse"]
@@ -71,7 +70,7 @@ class SplitBackward:
         graph = AutogradGraph.walk(nodes_of(roots))
         if (obstacle := self._obstacle or graph.obstacle()) is not None:
             self._report(obstacle)
-            torch.autograd.backward(list(roots), list(gradients))  # type: ignore[arg-type]
+            engine.backward(roots, gradients)
             return None
         leaves = [tensor for tensor in received.tensors() if tensor.requires_grad]
         input_grads, pending = input_gradients(roots, gradients, leaves, min_flops=MIN_FLOPS, graph=graph)
@@ -116,9 +115,8 @@ def input_gradients(
         return (), PendingWeights()
     # Saved before the call, because autograd frees its own saved tensors during it.
     saved = {node: RULES[graph.names[node]].save(node) for node in deferral.operators}
-    entered: list[Any] = list(roots)
     with OuterGradients(deferral.operators) as outer:
-        results: Sequence[Tensor | None] = torch.autograd.grad(entered, targets, list(gradients), allow_unused=True)
+        results = engine.grad(roots, gradients, targets)
     input_grads, rest = results[: len(inputs)], results[len(inputs) :]
     held = zip(deferral.held, rest, strict=False)
     output_grads = {**dict(zip(deferral.operators, rest[len(parameters) :], strict=True)), **outer.by_node}

@@ -7,21 +7,19 @@ nodes, adding to ``.grad`` (dense or sparse), post-accumulate hooks. A gradient 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from rrfp.compute import engine
 from rrfp.compute.activations import Storages, storage_pointer
 from rrfp.compute.split.autograd_graph import Node, is_leaf
 from rrfp.compute.split.weight_rules import RULES, Saved
-
-#: ``torch.autograd.backward`` without its argument checks, which take longer than adding a small gradient.
-_run_engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
 class Deferred(NamedTuple):
@@ -68,19 +66,25 @@ class PendingWeights:
 
     def add_to_gradients(self) -> None:
         """W: compute the deferred gradients, and add them and the held ones to ``.grad``. Called once."""
-        entrances, gradients = _Entrances(), []
-        with torch.no_grad():
-            # The latest operator of the forward first, as in autograd: the order of entries fixes the order of sums.
-            for node, saved, outer, edges in sorted(self.deferred, key=_latest_first):
-                for edge in edges:
-                    gradient = RULES[node.name()].gradient(saved, edge, outer)
-                    gradients.append(entrances.add(GradientEdge(*node.next_functions[edge]), gradient, outer))
+        entrances = _Entrances()
+        gradients: list[Tensor] = []
+        if self.deferred:
+            with torch.no_grad():
+                gradients += self._deferred_gradients(entrances)
         for node, gradient in self.held:
             gradients.append(gradient)
             entrances.edges.append(GradientEdge(node, 0))
         with _without_tensor_hooks(node.variable for node, _ in self.held):
-            _enter(entrances.edges, gradients)
+            if gradients:
+                engine.backward(entrances.edges, gradients)
         self.held, self.deferred, self.num_bytes = [], [], 0
+
+    def _deferred_gradients(self, entrances: _Entrances) -> Iterator[Tensor]:
+        # The latest operator of the forward first, as in autograd: the order of entries fixes the order of sums.
+        for node, saved, outer, edges in sorted(self.deferred, key=_latest_first):
+            for edge in edges:
+                gradient = RULES[node.name()].gradient(saved, edge, outer)
+                yield entrances.add(GradientEdge(*node.next_functions[edge]), gradient, outer)
 
 
 class _Entrances:
@@ -131,13 +135,3 @@ def _without_tensor_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for hooks, kept in hooked:
             hooks.update(kept)
-
-
-def _enter(edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-    """Run autograd from ``edges``."""
-    if not edges:
-        return
-    if _run_engine is None:
-        torch.autograd.backward(tuple(edges), tuple(gradients))
-    else:
-        _run_engine(tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
