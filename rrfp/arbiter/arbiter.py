@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rrfp.arbiter.offers import Offers
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Task
 from rrfp.core.usage import WaitCause
@@ -19,6 +20,7 @@ class Arbiter:
     Args:
         dispatch: hands a task to the lane and reports `Enqueued` to the core.
         waiting: called with the cause each time the lane is left with nothing to do.
+        offers: to a lane that begins its next task by itself.
 
     Attributes:
         is_due: whether something happened since it decided last.
@@ -26,7 +28,12 @@ class Arbiter:
     """
 
     def __init__(
-        self, core: StageCore, depth: int, dispatch: Callable[[Task], None], waiting: Callable[[WaitCause], None]
+        self,
+        core: StageCore,
+        depth: int,
+        dispatch: Callable[[Task], None],
+        waiting: Callable[[WaitCause], None],
+        offers: Offers | None = None,
     ) -> None:
         self.is_due = False
         self.on_kick: Callable[[], None] = _ignore
@@ -34,6 +41,7 @@ class Arbiter:
         self._depth = depth
         self._dispatch = dispatch
         self._waiting = waiting
+        self._offers = offers
 
     def kick(self) -> None:
         """Something happened: a decision is due."""
@@ -54,14 +62,22 @@ class Arbiter:
             self._waiting(self._wait_cause())
 
     def dispatch_next(self) -> bool:
-        """Dispatch one task; False if the lane is full or nothing is ready."""
-        if len(self._core.in_flight) >= self._depth:
+        """Dispatch one task; False if the lane is full, where one is offered, or if nothing is ready."""
+        in_flight = len(self._core.in_flight)
+        if in_flight >= self._depth:
+            if self._offers is not None and in_flight == self._depth:
+                self._offers.revise()
             return False
         decision = self._core.decide()
         if decision is None:
             return False
         self._dispatch(decision.task)
         return True
+
+    def before_completion(self) -> None:
+        """The loop has heard that a task ended. Called before the core hears of it; see `rrfp.arbiter.offers`."""
+        if self._offers is not None:
+            self._offers.withdraw()
 
     def _wait_cause(self) -> WaitCause:
         return self._core.wait_cause()

@@ -13,6 +13,7 @@ from typing import Literal
 from rrfp.arbiter.agreement import AgreementArbiter
 from rrfp.arbiter.arbiter import Arbiter
 from rrfp.arbiter.leader import LeaderProtocol
+from rrfp.arbiter.offers import Offers, may_offer
 from rrfp.compute.gradients.tied import TiedGradients
 from rrfp.compute.program import StageProgram
 from rrfp.core import events as ev
@@ -81,7 +82,10 @@ class CoreDriver:
         core, topology = self._core, self._context.topology
         self.arbiter: Arbiter
         if topology.members == 1:
-            self.arbiter = Arbiter(core, self._depth, self._dispatch, self._waiting)
+            offers = None
+            if self.executor.takes_offers and may_offer(core, self._depth):
+                offers = Offers(core, self.executor, self._begun)
+            self.arbiter = Arbiter(core, self._depth, self._dispatch, self._waiting, offers)
             return {}
         group = Group(topology.member, topology.members)
         link = GroupLink(topology.group, self.messenger.post)
@@ -151,6 +155,10 @@ class CoreDriver:
         self.executor.enqueue(task)  # early, because the lane's thread takes some time to wake up
         self._apply(ev.Enqueued(task, signature))  # and no kick: the arbiter, which called this, goes on deciding
 
+    def _begun(self, task: Task) -> None:
+        """The lane has begun ``task``, which was offered."""
+        self._apply(ev.Enqueued(task))
+
     def _signature(self, task: Task) -> Hashable:
         """See `Enqueued`; one of its own for a forward whose inputs are about to be computed on this rank."""
         if not self._context.mailbox.has_inputs(task):
@@ -164,6 +172,7 @@ class CoreDriver:
         return signature
 
     def _on_completed(self, completed: ev.Completed) -> None:
+        self.arbiter.before_completion()
         if self._leader_protocol is not None and self._context.activity.step is not None:
             self._leader_protocol.on_completed(completed, self._context.activity.step)
         self._on_event(completed)

@@ -59,9 +59,26 @@ class LaneExecutor:
         """Run ``task`` after everything enqueued before it."""
         done = self._lane.enqueue(partial(self._run, task))
         done.add_done_callback(partial(self._on_done, task))
-        self._enqueued += 1
-        if self._enqueued == 1:
-            self.running_since = self._lane.now()
+        self._count_enqueued()
+
+    @property
+    def takes_offers(self) -> bool:
+        """Whether tasks may be offered to the lane."""
+        return self._lane.offers is not None
+
+    def offer(self, task: Task) -> None:
+        """Let the lane run ``task`` as soon as its running call has returned, unless it is withdrawn before."""
+        assert self._lane.offers is not None
+        done = self._lane.offers.offer(partial(self._run, task))
+        done.add_done_callback(partial(self._on_done, task))
+
+    def withdraw(self) -> bool:
+        """Take the offered task back; False if the lane has begun it: then it counts as enqueued."""
+        assert self._lane.offers is not None
+        if self._lane.offers.withdraw():
+            return True
+        self._count_enqueued()
+        return False
 
     async def run_extra(self, name: str, call: Callable[[], T], received: Iterable[Tensor] = ()) -> T:
         """Make ``call``, which is no task, on the lane; meanwhile the rank is busy with ``name``.
@@ -86,6 +103,11 @@ class LaneExecutor:
         """Run nothing more, and report nothing that still runs; never waits for it. May be called twice."""
         self._closed = True
         self._lane.close()
+
+    def _count_enqueued(self) -> None:
+        self._enqueued += 1
+        if self._enqueued == 1:
+            self.running_since = self._lane.now()
 
     # On the lane's thread.
 

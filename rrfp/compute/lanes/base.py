@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from rrfp.compute.lanes.offers import OfferSlot
 from rrfp.errors import StageError
 
 if TYPE_CHECKING:
@@ -51,10 +52,16 @@ class Lane(ABC):
     Attributes:
         depth: how many tasks may be enqueued and not complete. 1 if the lane is free only after completion.
         device: the device on whose stream its work runs; None on a CPU.
+        offers: where the loop may put a call that the lane makes next, without waiting for the loop; None if the lane
+            takes none, as with a depth of 2 or more, where the next call is enqueued already. When a call has returned
+            and no further one is enqueued, the lane takes the offered one, unless the call raised or the lane is
+            closed. It takes it before it completes the future of the call that returned: whoever sees that future
+            done can tell by `OfferSlot.withdraw` whether the lane took the offer.
     """
 
     depth: int = 1
     device: Device | None = None
+    offers: OfferSlot | None = None
 
     @abstractmethod
     def start(self) -> None:
@@ -109,7 +116,10 @@ class Lane(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Start no further call, without waiting for a running one. Futures of calls not begun stay pending."""
+        """Start no further call, offered ones included, without waiting for a running one.
+
+        Futures of calls not begun stay pending.
+        """
 
 
 def as_exception(error: BaseException) -> Exception:

@@ -85,6 +85,7 @@ class StreamLane(ThreadLane):
         super().__init__(name, nice=nice)
         self.depth = depth
         self.device = device
+        self.offers = None  # the next call waits behind the running one already
         self._stream = device.stream(is_urgent=is_urgent)
         #: To the watcher: calls that were made, and events that are not needed any more.
         self._issued: queue.SimpleQueue[_Issued | Event | None] = queue.SimpleQueue()

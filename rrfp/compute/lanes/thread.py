@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from rrfp.compute.lanes.base import Execution, Lane, as_exception
+from rrfp.compute.lanes.offers import OfferSlot
 from rrfp.compute.tracebacks import stack_of
 from rrfp.core import timeouts
 from rrfp.errors import ConfigError
@@ -39,7 +40,7 @@ def lane_is_closed() -> bool:
 
 
 class ThreadLane(Lane):
-    """Runs calls on one daemon thread. Complete means returned, so ``depth`` is 1.
+    """Runs calls on one daemon thread. Complete means returned, so ``depth`` is 1; it takes offers.
 
     The clock is ``time.monotonic()``, which the processes of one host share on Linux.
 
@@ -64,6 +65,9 @@ class ThreadLane(Lane):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
+        self.offers: OfferSlot | None = OfferSlot()
+        #: On the thread: the offered call that comes next.
+        self._taken: _Call | None = None
 
     def start(self) -> None:
         """Start the thread. See :meth:`Lane.start`."""
@@ -97,14 +101,21 @@ class ThreadLane(Lane):
         """See :meth:`Lane.close`. May be called twice, and on any thread."""
         self._closed = True
         self._calls.put(None)
+        if self.offers is not None:
+            self.offers.withdraw()
         if self._thread is not None:
             _closed.add(self._thread)
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
         _lower_priority(self._nice)
-        while (item := self._calls.get()) is not None and not self._closed:
+        while (item := self._next_call()) is not None:
             self._run(*item, loop)
             del item  # otherwise the last call and its closure would live until the next one
+
+    def _next_call(self) -> _Call | None:
+        taken, self._taken = self._taken, None
+        item = self._calls.get() if taken is None else taken
+        return None if self._closed else item
 
     def _run(
         self, call: Callable[[], T], future: asyncio.Future[Execution[T]] | None, loop: asyncio.AbstractEventLoop
@@ -118,11 +129,18 @@ class ThreadLane(Lane):
             execution = Execution(call(), started, time.monotonic())
         except BaseException as error:
             failure = as_exception(error)
+        else:
+            self._take_offer()  # before the loop hears of the end; see `Lane.offers`
         try:
             settle(loop, future, execution, failure)
         finally:
             # A failure's traceback holds this frame, so the frame must not hold the failure, nor the future with it.
             del call, future, execution, failure
+
+    def _take_offer(self) -> None:
+        """A call has returned: an offered one comes next if none is enqueued."""
+        if self.offers is not None and self._calls.empty() and not self._closed:
+            self._taken = self.offers.take()
 
 
 def settle(

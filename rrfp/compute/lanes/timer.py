@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rrfp.compute.lanes.base import Execution, Lane, as_exception
+from rrfp.compute.lanes.offers import OfferSlot
 
 T = TypeVar("T")
 
@@ -22,11 +23,16 @@ class TimerLane(Lane):
 
     A call that declares nothing takes no time. Complete means that the time has passed, so ``depth`` is 1. The clock is
     the loop's.
+
+    Args:
+        takes_offers: whether it takes offers, as a lane on a thread does; see `Lane.offers`. In virtual time a loop is
+            never late. Without offers each decision knows all that happened until then.
     """
 
     depth = 1
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_offers: bool = False) -> None:
+        self.offers = OfferSlot() if takes_offers else None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
         self._is_busy = False
@@ -72,6 +78,8 @@ class TimerLane(Lane):
         """See :meth:`Lane.close`. May be called twice."""
         self._closed = True
         self._calls.clear()
+        if self.offers is not None:
+            self.offers.withdraw()
 
     def _begin(self) -> None:
         """Run the next call, if there is one."""
@@ -99,9 +107,16 @@ class TimerLane(Lane):
 
     def _complete(self, future: asyncio.Future[Any], result: Any, failure: Exception | None, started: float) -> None:
         assert self._loop is not None
+        if failure is None:
+            self._take_offer()
         if not future.done():  # else it was cancelled in the meantime
             if failure is not None:
                 future.set_exception(failure)
             else:
                 future.set_result(Execution(result, started, self._loop.time()))
         self._begin()
+
+    def _take_offer(self) -> None:
+        """A call has ended well: an offered one comes next if none is enqueued."""
+        if self.offers is not None and not self._calls and not self._closed and (taken := self.offers.take()):
+            self._calls.append(taken)

@@ -46,11 +46,15 @@ async def thread_lane() -> AsyncIterator[Subject]:
         yield subject
 
 
-@asynccontextmanager
-async def timer_lane() -> AsyncIterator[Subject]:
+def timer_lane(*, takes_offers: bool = False) -> MakeLane:
     """The lane of virtual time. Its calls run on the loop."""
-    async with _started(Subject(TimerLane(), may_block=False)) as subject:
-        yield subject
+
+    @asynccontextmanager
+    async def make() -> AsyncIterator[Subject]:
+        async with _started(Subject(TimerLane(takes_offers=takes_offers), may_block=False)) as subject:
+            yield subject
+
+    return make
 
 
 def double_lane(depth: int = 2) -> MakeLane:
@@ -94,7 +98,7 @@ def cuda_lane(depth: int = 2) -> MakeLane:
 
 
 def lanes_named(name: str) -> Mapping[str, MakeLane]:
-    """The makers of a lane that comes with RRFP, each with a suffix that tells them apart: one for each depth.
+    """The makers of a lane that comes with RRFP, by suffixes that tell them apart: one for each depth or option.
 
     Raises:
         ConfigError: if there is no such lane, or no such device here.
@@ -102,8 +106,10 @@ def lanes_named(name: str) -> Mapping[str, MakeLane]:
     if name in ("double", "cuda"):
         of_depth = double_lane if name == "double" else cuda_lane
         return {f" (depth {depth})": of_depth(depth) for depth in DEPTHS}
-    if name in LANES:
-        return {"": thread_lane if name == "thread" else timer_lane}
+    if name == "timer":
+        return {"": timer_lane(), " (takes offers)": timer_lane(takes_offers=True)}
+    if name == "thread":
+        return {"": thread_lane}
     raise ConfigError(f"lane is {name!r}, must be one of: {', '.join(LANES)}, or module:attribute, file.py:attribute")
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from rrfp.testing.checks import run_checks
-from rrfp.testing.lane_checks import calls, device_work
+from rrfp.testing.lane_checks import calls, device_work, offers
 from rrfp.testing.lane_checks.subject import Check, MakeLane
 
-ALL_CHECKS: tuple[Check, ...] = (*calls.CHECKS, *device_work.CHECKS)
+ALL_CHECKS: tuple[Check, ...] = (*calls.CHECKS, *offers.CHECKS, *device_work.CHECKS)
 """Every check, the simplest first, so that the first failure is the most helpful."""
 
 
