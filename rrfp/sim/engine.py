@@ -74,6 +74,7 @@ def run(
     *,
     sizes: Sequence[float] | None = None,
     in_order: Collection[ForcedOrder] = (),
+    takes_offers: bool = False,
 ) -> EngineResult:
     """Simulate one training step.
 
@@ -85,6 +86,8 @@ def run(
         limits: one a stage.
         sizes: how large each microbatch is, for hints that ask; None: untold.
         in_order: (kind, virtual stage) pairs that run in microbatch order.
+        takes_offers: a stage runs what its core had decided before its task ended, as `rrfp.arbiter.offers` has it. If
+            not, each decision knows all that happened until then.
 
     Raises:
         DeadlockError: if tasks remain and nothing will ever happen; the message says what each stage waits for.
@@ -96,7 +99,8 @@ def run(
         for stage, (hint, limit) in enumerate(zip(hints, limits, strict=True))
     ]
     with _collector_paused():
-        return _Engine(costs, graph, cores).run(None if sizes is None else tuple(sizes))
+        engine = (_OfferingEngine if takes_offers else _Engine)(costs, graph, cores)
+        return engine.run(None if sizes is None else tuple(sizes))
 
 
 @contextmanager
@@ -115,6 +119,8 @@ def _collector_paused() -> Iterator[None]:
 
 
 class _Engine:
+    _takes_offers = False
+
     def __init__(self, costs: CostTable, graph: Graph, cores: list[StageCore]) -> None:
         self._cores = cores
         self._step = StepId(0, Mode.TRAIN, costs.microbatches)
@@ -154,7 +160,7 @@ class _Engine:
                 touched.append(stage)
                 self._apply(stage, event, now)
             for stage in touched if len(touched) == 1 else sorted({*touched}):
-                if self._idle[stage]:
+                if self._idle[stage] or self._takes_offers:
                     self._decide(stage, now)
         self._check_finished()
         return self._result()
@@ -188,8 +194,10 @@ class _Engine:
             return
         if self._waiting[stage] is not None:
             self._wait(stage, None, now)
-        task = choice.task
-        core.apply(ev.Enqueued(task))
+        self._begin(stage, choice.task, now)
+
+    def _begin(self, stage: int, task: Task, now: float) -> None:
+        self._cores[stage].apply(ev.Enqueued(task))
         self._idle[stage] = False
         kind, m, virtual_stage = task
         end = now + self._durations[kind][virtual_stage][m]
@@ -231,6 +239,31 @@ class _Engine:
             tuple(map(MessageSpan, sources, targets, self._sent, self._sent_at, self._arrived_at)),
             tuple(core.peaks for core in self._cores),
         )
+
+
+class _OfferingEngine(_Engine):
+    """A stage that ends a task takes the one that was offered to it last, and asks nobody."""
+
+    _takes_offers = True
+
+    def __init__(self, costs: CostTable, graph: Graph, cores: list[StageCore]) -> None:
+        super().__init__(costs, graph, cores)
+        self._offered: list[ev.Run | None] = [None] * len(cores)
+
+    def _apply(self, stage: int, event: ev.Arrived | ev.Completed, now: float) -> None:
+        if type(event) is ev.Completed and (offered := self._offered[stage]) is not None:
+            self._offered[stage] = None
+            self._begin(stage, offered.task, now)  # before the core hears of the end
+            super()._apply(stage, event, now)
+            self._idle[stage] = False
+        else:
+            super()._apply(stage, event, now)
+
+    def _decide(self, stage: int, now: float) -> None:
+        if self._idle[stage]:
+            super()._decide(stage, now)
+        if not self._idle[stage]:
+            self._offered[stage] = self._cores[stage].decide()
 
 
 def _rows(matrix: Matrix) -> list[array[float]]:

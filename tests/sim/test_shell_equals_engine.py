@@ -42,12 +42,20 @@ class Case:
     method: str = "?"
     sizes: tuple[float, ...] | None = None
     in_order: Collection[ForcedOrder] = ()
+    takes_offers: bool = False
 
     def outcome(self, simulate: Callable[..., EngineResult]) -> EngineResult | type[RrfpError]:
         """What happened, or the kind of error."""
         try:
             hints = [self.hint() for _ in self.limits]
-            result = simulate(self.costs, hints, self.limits, sizes=self.sizes, in_order=self.in_order)
+            result = simulate(
+                self.costs,
+                hints,
+                self.limits,
+                sizes=self.sizes,
+                in_order=self.in_order,
+                takes_offers=self.takes_offers,
+            )
         except RrfpError as error:
             return type(error)
         # Messages that leave at one instant do so in no order.
@@ -114,7 +122,8 @@ def cases(draw: st.DrawFn) -> Case:
     sizes = draw(st.none() | st.tuples(*[st.sampled_from([1.0, 2.0, 7.5])] * costs.microbatches))
     forced = [(kind, v) for v in range(costs.num_virtual_stages) for kind in (Kind.F, Kind.B)]
     in_order = draw(st.just([]) | st.lists(st.sampled_from(forced), max_size=4))
-    return Case(costs, named(method, strict), tuple(limits), f"strict {method}" if strict else method, sizes, in_order)
+    name = f"strict {method}" if strict else method
+    return Case(costs, named(method, strict), tuple(limits), name, sizes, in_order, draw(st.booleans()))
 
 
 @examples(400)
@@ -123,17 +132,34 @@ def test_shell_and_engine_tell_the_same_of_any_pipeline(case: Case) -> None:
     expected = case.outcome(run)
     event(case.method)
     event("ran" if isinstance(expected, EngineResult) else expected.__name__)
+    event("with offers" if case.takes_offers else "without offers")
     assert case.outcome(run_shell) == expected
 
 
 @pytest.mark.parametrize("method", ["bf", "fb", "b-priority", "f-priority", "bfw"])
 @pytest.mark.parametrize("limit", ["1f1b", "2n"])
-def test_they_agree_on_a_realistic_step(method: str, limit: str) -> None:
+@pytest.mark.parametrize("takes_offers", [False, True])
+def test_they_agree_on_a_realistic_step(method: str, limit: str, takes_offers: bool) -> None:
     costs = with_jitter(with_latency(make_costs("mllm", stages=4, microbatches=12, seed=3), "wire"), "J2", seed=5)
-    case = dispatch(costs, method, limit)
+    case = replace(dispatch(costs, method, limit), takes_offers=takes_offers)
     expected = case.outcome(run)
     assert isinstance(expected, EngineResult)
     assert case.outcome(run_shell) == expected
+
+
+def test_an_offered_task_was_decided_before_the_task_before_it_ended() -> None:
+    # Stage 1 runs F0 1-2 and B0 2-3. The gradient is at stage 0 at 3, when its F2 ends: too late for the offer of F3.
+    costs = table([[1] * 4] * 2, [[1] * 4] * 2)
+    case = Case(costs, named("b-priority"), (Limit(), Limit()))
+    with_offers = replace(case, takes_offers=True)
+
+    def first_stage(outcome: EngineResult | type[RrfpError]) -> str:
+        assert isinstance(outcome, EngineResult)
+        return " ".join(f"{span.task}:{span.start:g}" for span in outcome.spans[0])
+
+    assert first_stage(case.outcome(run)).startswith("F0@0:0 F1@0:1 F2@0:2 B0@0:3 F3@0:4")
+    assert first_stage(with_offers.outcome(run)).startswith("F0@0:0 F1@0:1 F2@0:2 F3@0:3 B0@0:4")
+    assert with_offers.outcome(run_shell) == with_offers.outcome(run)
 
 
 def test_messages_that_overtake_each_other_arrive_when_the_table_says() -> None:

@@ -49,6 +49,7 @@ def run_shell(
     sizes: Sequence[float] | None = None,
     in_order: Collection[ForcedOrder] = (),
     stall_after: float | None = None,
+    takes_offers: bool = False,
 ) -> EngineResult:
     """Run one training step through the real shell. Not to be called where a loop runs.
 
@@ -59,13 +60,21 @@ def run_shell(
         sizes: how large each microbatch is, for hints that ask; None: untold.
         in_order: (kind, virtual stage) pairs that run in microbatch order.
         stall_after: virtual seconds of idleness after which a rank asks why; by default more than the step can take.
+        takes_offers: whether lanes take offered tasks.
 
     Raises:
         DeadlockError: if tasks remain and nothing will ever happen, as the ranks' own watchdog reports it.
         HintError: if a hint breaks its contract.
     """
     (result,) = run_shell_steps(
-        costs, hints, limits, [Mode.TRAIN], sizes=sizes, in_order=in_order, stall_after=stall_after
+        costs,
+        hints,
+        limits,
+        [Mode.TRAIN],
+        sizes=sizes,
+        in_order=in_order,
+        stall_after=stall_after,
+        takes_offers=takes_offers,
     )
     return result
 
@@ -79,6 +88,7 @@ def run_shell_steps(
     sizes: Sequence[float] | None = None,
     in_order: Collection[ForcedOrder] = (),
     stall_after: float | None = None,
+    takes_offers: bool = False,
 ) -> tuple[EngineResult, ...]:
     """Run several steps of one pipeline; arguments and errors as in `run_shell`.
 
@@ -88,7 +98,9 @@ def run_shell_steps(
     Returns:
         One result a step. Times of a later step count from its beginning, so they are differences and rounded as such.
     """
-    shell = _Shell(costs, hints, limits, in_order, patience(costs) if stall_after is None else stall_after)
+    shell = _Shell(
+        costs, hints, limits, in_order, patience(costs) if stall_after is None else stall_after, takes_offers
+    )
     return run_ranks(shell.run(modes, sizes))
 
 
@@ -112,6 +124,7 @@ class _Shell:
         limits: one a stage.
         in_order: (kind, virtual stage) pairs that run in microbatch order.
         stall_after: seconds.
+        takes_offers: whether lanes take offered tasks.
     """
 
     def __init__(
@@ -121,6 +134,7 @@ class _Shell:
         limits: Sequence[Limit],
         in_order: Collection[ForcedOrder],
         stall_after: float,
+        takes_offers: bool,
     ) -> None:
         self._costs = costs
         self._graph = graph_of(costs)
@@ -130,7 +144,7 @@ class _Shell:
             StageCore(self._graph, stage, hint, limit, in_order=in_order)
             for stage, (hint, limit) in enumerate(zip(hints, limits, strict=True))
         ]
-        self._lanes = [TimerLane() for _ in self._cores]
+        self._lanes = [TimerLane(takes_offers=takes_offers) for _ in self._cores]
         durations = table_durations(costs)
         self._programs = [EmulatedStage(self._graph, durations, spend=lane.spend) for lane in self._lanes]
 
