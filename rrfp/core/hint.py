@@ -100,6 +100,9 @@ class Hint(Protocol):
     def choose(self, ready: ReadySet, view: View) -> Task | None:
         """The task to run next.
 
+        It is asked more often than a task is enqueued: while a task runs its answer is only offered to the lane, and
+        each event asks again. So it must not change state; which tasks were enqueued `observe` and ``view`` say.
+
         Args:
             ready: what may run now; never empty.
             view: the stage as it is now.

@@ -39,6 +39,7 @@ class Case:
         steps: (mode, M) of each step.
         limit: the limit of every stage, in any form that `Limit.resolve` takes.
         depth: the most tasks of a stage that are enqueued and not completed.
+        takes_offers: a task may begin on an answer that did not know the last events.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Case:
     steps: tuple[tuple[Mode, int], ...]
     limit: int | str | None = None
     depth: int = 1
+    takes_offers: bool = False
 
 
 _TRAIN, _FORWARD = Mode.TRAIN, Mode.FORWARD
@@ -60,6 +62,7 @@ CASES = (
     Case("two chunks, V, split", Graph.chain(2, chunks=2, layout="v", split=True), ((_TRAIN, 3),), limit=1),
     Case("forward only", Graph.chain(3), ((_FORWARD, 4),), limit=2),
     Case("two tasks in flight", Graph.chain(3), ((_TRAIN, 4),), limit=3, depth=2),
+    Case("offered tasks", Graph.chain(3, split=True), ((_TRAIN, 5),), limit=3, takes_offers=True),
     Case("train, evaluate, train", Graph.chain(2), ((_TRAIN, 3), (_FORWARD, 2), (_TRAIN, 4))),
 )
 
@@ -107,12 +110,13 @@ def check_same_history_same_choices(factory: HintFactory) -> None:
 
 
 def check_choosing_changes_nothing(factory: HintFactory) -> None:
-    """Asked twice in one state, the hint answers alike: only ``observe`` and ``open_step`` change its state."""
+    """Only ``observe`` and ``open_step`` change its state: answers that nobody follows change nothing."""
     for case in CASES:
         asked_once = _orders(factory, case, 2)
-        asked_more = _orders(lambda: _AskedAgain(factory()), case, 2)
-        if asked_once != asked_more:
+        if asked_once != _orders(lambda: _AskedAgain(factory()), case, 2):
             raise AssertionError(f"{case.name}: called more often in one state, the hint chooses otherwise")
+        if asked_once != _orders(lambda: _AskedAtEachEvent(factory()), case, 2):
+            raise AssertionError(f"{case.name}: after answers that were not followed, the hint chooses otherwise")
 
 
 ALL_CHECKS: tuple[Check, ...] = (
@@ -124,16 +128,14 @@ ALL_CHECKS: tuple[Check, ...] = (
 """Every check."""
 
 
-class _AskedAgain(Hint):
-    """Asks the inner hint three times, and returns the last answer."""
+class _Wrapped(Hint):
+    """Does what the inner hint does."""
 
     def __init__(self, inner: Hint) -> None:
         self._inner = inner
         self.may_wait = inner.may_wait
 
     def choose(self, ready: ReadySet, view: View) -> Task | None:
-        for _ in range(2):
-            self._inner.choose(ready, view)
         return self._inner.choose(ready, view)
 
     def open_step(self, view: View) -> None:
@@ -146,6 +148,36 @@ class _AskedAgain(Hint):
         self._inner.observe(event)
 
 
+class _AskedAgain(_Wrapped):
+    """Asks the inner hint three times, and returns the last answer."""
+
+    def choose(self, ready: ReadySet, view: View) -> Task | None:
+        for _ in range(2):
+            self._inner.choose(ready, view)
+        return self._inner.choose(ready, view)
+
+
+class _AskedAtEachEvent(_Wrapped):
+    """Also asks the inner hint after each event, and does not follow the answer."""
+
+    def __init__(self, inner: Hint) -> None:
+        super().__init__(inner)
+        self._stage: tuple[ReadySet, View] | None = None
+
+    def choose(self, ready: ReadySet, view: View) -> Task | None:
+        self._stage = ready, view
+        return super().choose(ready, view)
+
+    def open_step(self, view: View) -> None:
+        self._stage = None
+        super().open_step(view)
+
+    def observe(self, event: Event) -> None:
+        super().observe(event)
+        if self._stage is not None and self._stage[0]:
+            self._inner.choose(*self._stage)
+
+
 def _orders(factory: HintFactory, case: Case, seed: int, delivery: Delivery = "any") -> list[list[list[Task]]]:
     """The tasks that ran, by stage and step; empty if the hint refuses the pipeline."""
     stages = case.graph.placement.stages
@@ -153,7 +185,9 @@ def _orders(factory: HintFactory, case: Case, seed: int, delivery: Delivery = "a
     hints = [factory() for _ in range(stages)]
     if any(hint.may_wait for hint in hints):
         limits = [Limit()] * stages  # a hint that waits for one task must never find it kept out by memory
-    network = RandomRun(case.graph, hints, limits, seed=seed, depth=case.depth, delivery=delivery)
+    network = RandomRun(
+        case.graph, hints, limits, seed=seed, depth=case.depth, delivery=delivery, takes_offers=case.takes_offers
+    )
     try:
         network.run(case.steps)
     except ConfigError:

@@ -64,6 +64,18 @@ class Fickle(Hint):
         return list(ready)[next(self._asked) % len(ready)]
 
 
+class Sticky(Hint):
+    """Goes on with the kind of its last answer, as if that had been followed."""
+
+    def __init__(self) -> None:
+        self._last = Kind.F
+
+    def choose(self, ready: ReadySet, view: View) -> Task | None:
+        task = ready.first(self._last) or next(iter(ready))
+        self._last = task.kind
+        return task
+
+
 class Picky(Hint):
     """Takes no pipeline at all."""
 
@@ -79,6 +91,7 @@ class Picky(Hint):
         (Forever, "check_answers_are_ready_and_every_run_ends: training: nothing can happen any longer: stage 0 waits"),
         (Dice, "check_same_history_same_choices: training: two runs of the same events differ"),
         (Fickle, "check_choosing_changes_nothing: training: called more often in one state"),
+        (Sticky, "check_choosing_changes_nothing: training: after answers that were not followed"),
         (Picky, "check_answers_are_ready_and_every_run_ends: the hint refuses every pipeline"),
     ],
 )
