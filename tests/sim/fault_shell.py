@@ -126,7 +126,7 @@ class _Shell:
         return self._outcome
 
     async def _rank(self, stage: int, transport: FaultyTransport) -> None:
-        scenario, lane = self._scenario, TimerLane()
+        scenario, lane = self._scenario, TimerLane(takes_offers=self._scenario.takes_offers)
         hint, limit = scenario.make_hint(stage), scenario.limits[stage]
         core = StageCore(scenario.graph, stage, hint, limit, in_order=scenario.in_order)
         program = HashStage(scenario.graph, scenario.durations, lane)

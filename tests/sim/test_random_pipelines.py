@@ -102,6 +102,7 @@ def run_pipeline(seed: int) -> None:
         in_order=forced,
         num_bytes=lambda task: sizes.get(task, 1),
         delivery=rng.choice(deliveries),
+        takes_offers=rng.random() < 0.5,
     )
     network.run(steps)
 

@@ -17,6 +17,7 @@ from rrfp.arbiter.agreement import AgreementArbiter
 from rrfp.arbiter.arbiter import Arbiter
 from rrfp.arbiter.group_messages import GroupMessage
 from rrfp.arbiter.leader import LeaderProtocol
+from rrfp.arbiter.offers import Offers, may_offer
 from rrfp.core import events as ev
 from rrfp.core.order_log import Group
 from rrfp.core.tasks import StepId, Task
@@ -24,6 +25,7 @@ from rrfp.core.usage import WaitCause
 from rrfp.sim.cluster.coordination import CoordinationName
 from rrfp.sim.cluster.rank_group import NodeT, RankGroup
 from rrfp.sim.cluster.ranks import Rank
+from rrfp.sim.cluster.slot import TaskSlot
 
 #: What one rank sends to another.
 Content = ev.Arrived | ev.Consumed | GroupMessage
@@ -47,6 +49,7 @@ class Cluster(ABC, Generic[NodeT]):
         depth: tasks enqueued and not complete, at most, a rank.
         coordination: how the ranks of a group agree on an order; None: each runs the tasks that its own core decides.
         coupled: whether a task begins when the last member of a group reaches it.
+        takes_offers: whether lanes take offered tasks, where `may_offer` allows that.
         sizes: how large each microbatch is, for hints that ask; None: unknown.
     """
 
@@ -62,6 +65,7 @@ class Cluster(ABC, Generic[NodeT]):
         depth: int = 1,
         coordination: CoordinationName | None = None,
         coupled: bool = True,
+        takes_offers: bool = False,
         sizes: tuple[float, ...] | None = None,
     ) -> None:
         self.nodes = tuple(nodes)
@@ -73,9 +77,11 @@ class Cluster(ABC, Generic[NodeT]):
         self._sizes = sizes
         self._ranks_per_stage = sum(node.rank.stage == 0 for node in nodes)
         for node in self.nodes:
-            self._join_group(node, depth, coordination if members > 1 else None)
+            self._join_group(node, depth, coordination if members > 1 else None, takes_offers=takes_offers)
 
-    def _join_group(self, node: NodeT, depth: int, coordination: CoordinationName | None) -> None:
+    def _join_group(
+        self, node: NodeT, depth: int, coordination: CoordinationName | None, *, takes_offers: bool
+    ) -> None:
         dispatch, send = partial(self.dispatch, node), partial(self._send_to_member, node)
         if coordination == "agreement":
             group = Group(node.rank.member, self.members)
@@ -83,7 +89,11 @@ class Cluster(ABC, Generic[NodeT]):
                 node.core, depth, dispatch, _ignore, group=group, send=send
             )
             return
-        node.arbiter = Arbiter(node.core, depth, dispatch, _ignore)
+        offers = None
+        if takes_offers and self.members == 1 and may_offer(node.core, depth):
+            node.slot = TaskSlot()
+            offers = Offers(node.core, node.slot, partial(self.enqueued, node))
+        node.arbiter = Arbiter(node.core, depth, dispatch, _ignore, offers)
         if coordination == "leader":
             reports_bytes = self.reports_all_bytes or node.core.limit.bytes is not None
             apply = partial(self.notify, node)
@@ -172,7 +182,25 @@ class Cluster(ABC, Generic[NodeT]):
         self.notify(node, content)
 
     def dispatch(self, node: NodeT, task: Task) -> None:
-        """``node`` enqueues ``task``, which must be one that may run now, here and on all followers of a leader."""
+        """``node`` enqueues ``task``."""
+        self._accept(node, task)
+        self.enqueued(node, task)
+        node.lane.append(task)
+        if len(node.lane) == 1:
+            self._reach(node)
+
+    def enqueued(self, node: NodeT, task: Task) -> None:
+        """The core of ``node`` hears that ``task`` was enqueued: now, or after its lane has begun what was offered."""
+        self.apply(node, ev.Enqueued(task))
+
+    def take_offer(self, node: NodeT) -> None:
+        """The first task on the lane of ``node`` has returned. The lane begins an offered one; the core hears later."""
+        if node.slot is not None and (task := node.slot.take()) is not None:
+            self._accept(node, task)
+            node.lane.append(task)
+
+    def _accept(self, node: NodeT, task: Task) -> None:
+        """``task`` must be one that may run now, here and on all followers of a leader."""
         group = self.group_of(node)
         node.checker.enqueue(task)
         if node.leader_protocol is not None and node.rank.member == 0:
@@ -183,10 +211,6 @@ class Cluster(ABC, Generic[NodeT]):
         other = group.enqueue(node, task)
         if other is not None:
             self.mismatch(node, task, other)
-        self.apply(node, ev.Enqueued(task))
-        node.lane.append(task)
-        if len(node.lane) == 1:
-            self._reach(node)
 
     def mismatch(self, node: NodeT, task: Task, other: Task) -> None:
         """``node`` runs ``task`` where another member of its group runs ``other``."""
@@ -198,6 +222,7 @@ class Cluster(ABC, Generic[NodeT]):
         num_bytes = self.bytes_held(node, task)
         node.checker.complete(task, num_bytes)
         completed = ev.Completed(task, num_bytes, seconds)
+        node.arbiter.before_completion()
         if node.leader_protocol is not None and node.origin is None:
             node.leader_protocol.on_completed(completed, node.step)
         self.notify(node, completed)

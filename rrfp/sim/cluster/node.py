@@ -12,6 +12,7 @@ from rrfp.core.tasks import StepId, Task
 from rrfp.errors import Origin
 from rrfp.sim.cluster.checker import RankChecker
 from rrfp.sim.cluster.ranks import Rank
+from rrfp.sim.cluster.slot import TaskSlot
 
 
 class Node:
@@ -20,7 +21,8 @@ class Node:
     Attributes:
         leader_protocol: its part in a group under a leader.
         agreement: its arbiter, where the group agrees by proposals.
-        lane: tasks enqueued and not complete; the first runs once its group has begun it.
+        lane: tasks enqueued, or begun from an offer, and not complete; the first runs once its group has begun it.
+        slot: for the task that is offered to its lane; None where lanes take no offers.
         orders: for each step that it opened, the tasks in the order in which they were enqueued.
         num_begun: how many tasks of this step its lane has reached.
         num_finished: steps done.
@@ -37,6 +39,7 @@ class Node:
         self.leader_protocol: LeaderProtocol | None = None
         self.agreement: AgreementArbiter | None = None
         self.lane: deque[Task] = deque()
+        self.slot: TaskSlot | None = None
         self.orders: list[list[Task]] = []
         self.num_begun = self.num_finished = 0
         self.origin: Origin | None = None

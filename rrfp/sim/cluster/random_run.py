@@ -54,6 +54,7 @@ class RandomRun(Cluster[Node]):
         delivery: which pending message is delivered.
         members: ranks of a stage, one group under a leader; member t exchanges tensors with member t elsewhere.
         coupled: whether a task ends on no member before all have enqueued it, as with collectives inside.
+        takes_offers: whether lanes take offered tasks, some time before their cores hear of it.
         more_bytes: what a microbatch holds in addition on a member after a task.
         carry: what becomes of the messages inside groups, such as a loss; for tests of what is refused.
         make_core: makes the cores, called like `StageCore`; tests pass broken ones.
@@ -77,6 +78,7 @@ class RandomRun(Cluster[Node]):
         delivery: Delivery = "any",
         members: int = 1,
         coupled: bool = True,
+        takes_offers: bool = False,
         more_bytes: Callable[[int, Task], int] = lambda member, task: 0,
         carry: Carry = lambda message: (message,),
         make_core: Callable[..., StageCore] = StageCore,
@@ -90,7 +92,9 @@ class RandomRun(Cluster[Node]):
 
         nodes = [node(rank) for rank in ranks_of(len(hints), members=members)]
         # When a task begins is of no interest here, so lanes need not meet: `_may_end` couples their ends.
-        super().__init__(nodes, members=members, depth=depth, coordination="leader", coupled=False)
+        super().__init__(
+            nodes, members=members, depth=depth, coordination="leader", coupled=False, takes_offers=takes_offers
+        )
         self._mesh = Mesh((("pp", len(hints)), ("tp", members)))
         self._is_coupled = coupled and members > 1
         self._random = random.Random(seed)
@@ -137,7 +141,8 @@ class RandomRun(Cluster[Node]):
     def _act(self) -> bool:
         """Let one thing happen; False if nothing can."""
         lanes = [node for node in self.nodes if node.lane and self._may_end(node)]
-        deciding = [node for node in self.nodes if node.arbiter.is_due and len(node.lane) < self._depth]
+        deciding = [node for node in self.nodes if node.arbiter.is_due and self._may_decide(node)]
+        taking = [node for node in self.nodes if node.slot is not None and node.slot.task is not None]
         in_groups = [pair for pair, packets in self._in_groups.items() if packets]
         if not (lanes or deciding or self._pending or in_groups):
             return False
@@ -145,7 +150,8 @@ class RandomRun(Cluster[Node]):
         on_lane *= len(lanes)
         to_decide = on_lane + to_decide * len(deciding)
         to_happen = to_decide + to_happen * len(self._pending)
-        drawn = self._random.random() * (to_happen + to_arrive * len(in_groups))
+        in_group = to_happen + to_arrive * len(in_groups)
+        drawn = self._random.random() * (in_group + len(taking))
         if drawn < on_lane:
             self.complete(self._random.choice(lanes))
         elif drawn < to_decide:
@@ -156,9 +162,15 @@ class RandomRun(Cluster[Node]):
             at = {"any": self._random.randint(0, last), "oldest": 0, "newest": last}[self._delivery]
             call, arguments = self._pending.pop(at)
             call(*arguments)
-        else:
+        elif drawn < in_group:
             self.deliver(self._in_groups[self._random.choice(in_groups)].popleft())
+        else:
+            self.take_offer(self._random.choice(taking))
         return True
+
+    def _may_decide(self, node: Node) -> bool:
+        """Whether a decision would have a result: a task on the lane, or offered to it."""
+        return len(node.lane) < self._depth or node.slot is not None
 
     def _may_end(self, node: Node) -> bool:
         """Whether all members have enqueued the task on the lane of this one."""
@@ -192,9 +204,9 @@ class RandomRun(Cluster[Node]):
         """The gradients are final at some time."""
         self._pending.append((self.notify, (node, ev.ChunkReduced(virtual_stage))))
 
-    def dispatch(self, node: Node, task: Task) -> None:
+    def enqueued(self, node: Node, task: Task) -> None:
         """D, as the core counts it, must be in bounds too."""
-        super().dispatch(node, task)
+        super().enqueued(node, task)
         held, most = node.core.view.held, node.checker.memory.most_held
         if most is not None and held > most:
             node.checker.object_to(f"counts {held} chunk tasks, the limit is {most}")

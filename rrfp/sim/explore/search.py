@@ -14,7 +14,11 @@ Why instant delivery and atomic tasks cover every real run, with any delays, any
 2. A message that is late leaves a stage with fewer ready tasks than it has here: the stage chooses among some of them,
    or idles, and idling is a path on which other stages move. A hint is a choice among ready tasks, a strict one may
    idle: both are paths.
-3. A real pipeline is stuck only if no task runs, no message is on its way and nothing is ready anywhere: a state in
+3. A lane that takes offers (`rrfp.arbiter.offers`) may begin a task on a decision that did not know the last events.
+   That is one more choice among ready tasks: a ready task stays ready under every event but the `Enqueued` of another
+   one (`tests/sim/test_ready_stays_ready.py` watches the real cores), and while a task is offered no other is enqueued.
+   The order of events is then one of a `depth` of 2.
+4. A real pipeline is stuck only if no task runs, no message is on its way and nothing is ready anywhere: a state in
    which everything was delivered, which is a state here without a transition.
 
 D of a stage counts tasks enqueued on it and completed on it, which a state determines; forward only, a slot is freed

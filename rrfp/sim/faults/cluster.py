@@ -67,6 +67,7 @@ class FaultCluster(Cluster[FaultNode]):
             depth=scenario.depth,
             coordination=parallelism.coordination,
             coupled=parallelism.coupled,
+            takes_offers=scenario.takes_offers,
             sizes=scenario.sizes,
         )
         self.failures = Failures(self.nodes, self._queue, scenario.control_latency, len(scenario.steps), self._report)
@@ -188,6 +189,7 @@ class FaultCluster(Cluster[FaultNode]):
         node = self.nodes[rank]
         node.values.keep(node.lane[0], node.running)
         node.checker.compare(node.lane[0], node.running)
+        self.take_offer(node)
         self.complete(node, seconds)
 
     def bytes_held(self, node: FaultNode, task: Task) -> int:

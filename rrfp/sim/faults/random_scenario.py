@@ -88,8 +88,15 @@ def make_scenario(seed: int, hint: HintSpec | None = None, *, alone: bool = Fals
         gaps=gaps,
         faults=(),
         parallelism=parallelism,
+        takes_offers=_takes_offers(seed, depth, parallelism, limits),
     )
     return replace(scenario, faults=RandomFaults(random.Random(f"{seed} faults"), scenario).draw())
+
+
+def _takes_offers(seed: int, depth: int, parallelism: Parallelism, limits: Sequence[Limit]) -> bool:
+    """Whether lanes take offers, where tasks may be offered. Drawn apart, so that it changes nothing else of a seed."""
+    is_possible = depth == 1 and parallelism.members == 1 and limits[0].bytes is None
+    return is_possible and random.Random(f"{seed} offers").random() < 0.5
 
 
 def _graph(rng: random.Random) -> Graph:

@@ -93,6 +93,7 @@ class Scenario:
         gaps: for each stage, from the end of one step to the beginning of the next.
         faults: what goes wrong.
         parallelism: the ranks of a stage, and how they work together; one by default.
+        takes_offers: lanes take offered tasks: see `rrfp.arbiter.offers`.
     """
 
     seed: int
@@ -111,6 +112,7 @@ class Scenario:
     gaps: tuple[float, ...]
     faults: tuple[Fault, ...]
     parallelism: Parallelism = Parallelism()
+    takes_offers: bool = False
 
     def describe(self) -> list[str]:
         """The run in lines of text: the pipeline, how it is scheduled, its steps, and a line a fault."""
@@ -128,7 +130,8 @@ class Scenario:
         return [
             f"pipeline: {', '.join(parts)}",
             *([f"ranks: {'; '.join(parallelism)}"] if parallelism else []),
-            f"schedule: {self.method}, limits by stage: {limits} ({self._rule}), depth {self.depth}",
+            f"schedule: {self.method}, limits by stage: {limits} ({self._rule}), depth {self.depth}"
+            f"{', tasks are offered' if self.takes_offers else ''}",
             *([f"in microbatch order: {forced}"] if forced else []),
             f"steps: {'; '.join(f'{step.mode}, {step.microbatches} microbatches' for step in self.steps)}",
             *[f"fault: {fault}" for fault in self.faults],
