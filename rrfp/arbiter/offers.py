@@ -19,7 +19,7 @@ because a ready task stays ready under every event but the `Enqueued` of another
   limit on bytes nothing is offered, so it decides on what the task before has left behind, as ever.
 
 A group needs no offers. Under a leader each rank has its next task enqueued behind the running one, from the log (depth
-2); in an agreement a task is nobody's before all ranks have proposed it.
+2); in an agreement no task may begin before all ranks have proposed it.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ class _Engine:
 
 
 class _OfferingEngine(_Engine):
-    """A stage that ends a task takes the one that was offered to it last, and asks nobody."""
+    """A stage that ends a task takes the one that was offered to it last, without another decision."""
 
     _takes_offers = True
 

@@ -110,7 +110,7 @@ def check_same_history_same_choices(factory: HintFactory) -> None:
 
 
 def check_choosing_changes_nothing(factory: HintFactory) -> None:
-    """Only ``observe`` and ``open_step`` change its state: answers that nobody follows change nothing."""
+    """Only ``observe`` and ``open_step`` change its state: answers that are not followed change nothing."""
     for case in CASES:
         asked_once = _orders(factory, case, 2)
         if asked_once != _orders(lambda: _AskedAgain(factory()), case, 2):

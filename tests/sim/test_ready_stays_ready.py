@@ -30,7 +30,7 @@ TAKES_OUT = (ev.Enqueued, ev.StepOpened, ev.Aborted)
 
 
 class Watched(StageCore):
-    """Keeps in `lost` what events wrongly made unready, in `seen` the kinds of those that came while tasks were ready."""
+    """Keeps in `lost` what events wrongly made unready, in `seen` the kinds of those that came upon ready tasks."""
 
     lost: list[str]
     seen: set[type]

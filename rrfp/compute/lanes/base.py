@@ -53,10 +53,9 @@ class Lane(ABC):
         depth: how many tasks may be enqueued and not complete. 1 if the lane is free only after completion.
         device: the device on whose stream its work runs; None on a CPU.
         offers: where the loop may put a call that the lane makes next, without waiting for the loop; None if the lane
-            takes none, as with a depth of 2 or more, where the next call is enqueued already. When a call has returned
-            and no further one is enqueued, the lane takes the offered one, unless the call raised or the lane is
-            closed. It takes it before it completes the future of the call that returned: whoever sees that future
-            done can tell by `OfferSlot.withdraw` whether the lane took the offer.
+            takes none, as with a depth of 2 or more, where the next call is enqueued already. When a call has returned,
+            and not raised, and no further one is enqueued, an open lane takes the offered one out of the slot, and
+            makes it.
     """
 
     depth: int = 1

@@ -46,9 +46,9 @@ class OfferSlot:
         Returns:
             False if there is none: after an `offer` that means that the lane has begun the call, or is about to.
         """
-        return self.take() is not None
+        return self.pop() is not None
 
-    def take(self) -> tuple[Callable[[], Any], asyncio.Future[Any]] | None:
+    def pop(self) -> tuple[Callable[[], Any], asyncio.Future[Any]] | None:
         """For the lane, on any thread: the offered call with its future, which is offered no more; None without one."""
         try:
             return self._offered.popleft()

@@ -130,7 +130,7 @@ class ThreadLane(Lane):
         except BaseException as error:
             failure = as_exception(error)
         else:
-            self._take_offer()  # before the loop hears of the end; see `Lane.offers`
+            self._take_offer()  # before the loop hears of the end, and withdraws it
         try:
             settle(loop, future, execution, failure)
         finally:
@@ -140,7 +140,7 @@ class ThreadLane(Lane):
     def _take_offer(self) -> None:
         """A call has returned: an offered one comes next if none is enqueued."""
         if self.offers is not None and self._calls.empty() and not self._closed:
-            self._taken = self.offers.take()
+            self._taken = self.offers.pop()
 
 
 def settle(

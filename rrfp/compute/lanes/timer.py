@@ -118,5 +118,5 @@ class TimerLane(Lane):
 
     def _take_offer(self) -> None:
         """A call has ended well: an offered one comes next if none is enqueued."""
-        if self.offers is not None and not self._calls and not self._closed and (taken := self.offers.take()):
+        if self.offers is not None and not self._calls and not self._closed and (taken := self.offers.pop()):
             self._calls.append(taken)

@@ -195,7 +195,7 @@ class Cluster(ABC, Generic[NodeT]):
 
     def take_offer(self, node: NodeT) -> None:
         """The first task on the lane of ``node`` has returned. The lane begins an offered one; the core hears later."""
-        if node.slot is not None and (task := node.slot.take()) is not None:
+        if node.slot is not None and (task := node.slot.pop()) is not None:
             self._accept(node, task)
             node.lane.append(task)
 

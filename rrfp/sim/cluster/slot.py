@@ -22,9 +22,9 @@ class TaskSlot:
 
     def withdraw(self) -> bool:
         """Take the task back; False if the lane has begun it."""
-        return self.take() is not None
+        return self.pop() is not None
 
-    def take(self) -> Task | None:
+    def pop(self) -> Task | None:
         """The lane begins what is offered, if anything is."""
         task, self.task = self.task, None
         return task

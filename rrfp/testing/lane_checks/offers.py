@@ -43,19 +43,15 @@ async def check_offered_call_follows_without_the_loop(make_lane: MakeLane) -> No
         assert before.ended <= after.started, "an offered call began before the call before it had ended"
 
 
-async def check_offer_is_taken_before_completion(make_lane: MakeLane) -> None:
-    """When the future of a call is done, the lane has taken the offer that stood at its return, or it will not.
-
-    Only so is the order clear to the loop: it asks by withdrawing the offer.
-    """
+async def check_offered_call_is_withdrawn_or_made(make_lane: MakeLane) -> None:
+    """An offered call is either withdrawn or made, however close the two are."""
     async with make_lane() as subject:
         slot = _slot(subject)
         for _ in range(50):
-            running = subject.lane.enqueue(int)
-            offered = slot.offer(int)
+            running, offered = subject.lane.enqueue(int), slot.offer(int)
             await completed(running)
-            if slot.withdraw():  # the call had returned before the offer
-                await asyncio.sleep(0)
+            if slot.withdraw():
+                await completed(subject.lane.enqueue(int))
                 assert not offered.done(), "a withdrawn call was made"
             else:
                 await completed(offered, "an offered call that cannot be withdrawn completes")
@@ -65,13 +61,14 @@ async def check_enqueued_calls_come_before_an_offered_one(make_lane: MakeLane) -
     """A call in the queue comes before an offered one, whichever was first."""
     ran: list[str] = []
     async with make_lane() as subject:
-        slot = _slot(subject)
+        slot, gate = _slot(subject), Gate()
+        subject.lane.enqueue(gate.wait_here if subject.may_block else int)
         offered = slot.offer(partial(ran.append, "offered"))
         for name in ("first", "second"):
             subject.lane.enqueue(partial(ran.append, name))
+        gate.open()
         await completed(offered, "an offered call completes")
-    # The first call may have returned before the second one was enqueued.
-    assert ran.index("first") < ran.index("offered"), f"these calls ran: {ran}"
+    assert ran == ["first", "second", "offered"], f"these calls ran: {ran}"
 
 
 async def check_withdrawn_and_failed(make_lane: MakeLane) -> None:
@@ -103,9 +100,10 @@ async def check_closed_lane_takes_no_offer(make_lane: MakeLane) -> None:
         await soon(gate.is_reached.wait(), "a call begins")
         offered = slot.offer(partial(ran.append, "after close"))
         subject.lane.close()
-        assert not slot.withdraw(), "a closed lane still holds the offered call"
+        is_left = slot.withdraw()
         gate.open()
         await soon(asyncio.wait([running]), "the call that ran during close ends")
+        assert not is_left, "a closed lane still holds the offered call"
         await asyncio.sleep(QUIET_S)
         assert not ran, "an offered call began after close"
         assert not offered.done(), "the future of a call that never began is done"
@@ -113,7 +111,7 @@ async def check_closed_lane_takes_no_offer(make_lane: MakeLane) -> None:
 
 CHECKS: tuple[Check, ...] = (
     check_offered_call_follows_without_the_loop,
-    check_offer_is_taken_before_completion,
+    check_offered_call_is_withdrawn_or_made,
     check_enqueued_calls_come_before_an_offered_one,
     check_withdrawn_and_failed,
     check_closed_lane_takes_no_offer,
