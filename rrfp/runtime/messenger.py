@@ -133,9 +133,10 @@ class Messenger:
         """An OUTPUT arrived."""
         step, task, stage = self._subject(message)
         consumed = message.body.get("consumed")
+        num_bytes = message.num_bytes
         self._mailbox.unpack(task, message.tensors, message.body)
-        self._recorder.arrived(stage, task, message.num_bytes)
-        self._on_event(ev.Arrived(step, task, message.num_bytes, consumed if isinstance(consumed, int) else None))
+        self._recorder.arrived(stage, task, num_bytes)
+        self._on_event(ev.Arrived(step, task, num_bytes, consumed if isinstance(consumed, int) else None))
 
     def on_consumed(self, message: Message) -> None:
         """A CONSUMED arrived."""
@@ -193,10 +194,9 @@ class Messenger:
 
     def _send_at_once(self, peer: int, message: Message) -> bool:
         """Whether a message has left, because neither it nor one before it had to wait for anything."""
-        transport = self._at_once
-        if transport is None or self._waiting[peer, message.channel] or self._supervisor.stopping:
+        if self._at_once is None or self._waiting.get((peer, message.channel)) or self._supervisor.stopping:
             return False
-        return transport.send_at_once(peer, message)
+        return self._at_once.send_at_once(peer, message)
 
     def _send_later(self, peer: int, message: Message, send: ev.Send | None = None) -> None:
         """Send a message that has to wait; ``send`` is the instruction, of an output."""

@@ -39,6 +39,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 from rrfp.core import timeouts
+from rrfp.core.record import record
 from rrfp.core.tasks import StepId, Task
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class MessageKind(StrEnum):
     ABORT = "abort"  # body: origin of a failure
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Message:
     """One message between two ranks.
 
@@ -111,7 +112,11 @@ class Message:
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors, dense."""
-        return sum(t.numel() * t.element_size() for t in self.tensors if t is not None)
+        total = 0
+        for tensor in self.tensors:  # no generator, which takes longer than all else here
+            if tensor is not None:
+                total += tensor.numel() * tensor.element_size()
+        return total
 
 
 class Rendezvous(Protocol):
