@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 # For type checkers, which do not run __getattr__: `as` marks a public name.
 if TYPE_CHECKING:
+    from rrfp.transports.announcements import Announcement as Announcement
     from rrfp.transports.base import Channel as Channel
     from rrfp.transports.base import Message as Message
     from rrfp.transports.base import MessageKind as MessageKind
@@ -37,13 +38,13 @@ if TYPE_CHECKING:
     from rrfp.transports.tensor_bytes import check_sendable as check_sendable
     from rrfp.transports.tensor_bytes import from_buffer as from_buffer
     from rrfp.transports.wire import MAX_HEADER_BYTES as MAX_HEADER_BYTES
-    from rrfp.transports.wire import Announcement as Announcement
     from rrfp.transports.wire import Codec as Codec
     from rrfp.transports.wire import Sealed as Sealed
     from rrfp.transports.wire import copy_body as copy_body
 
 #: Every public name, by the module that defines it.
 _PUBLIC = {
+    "rrfp.transports.announcements": ("Announcement",),
     "rrfp.transports.base": (
         "Channel",
         "Message",
@@ -62,7 +63,7 @@ _PUBLIC = {
     "rrfp.transports.registry": ("create_transport",),
     "rrfp.transports.rendezvous": ("LocalRendezvous", "StoreRendezvous"),
     "rrfp.transports.tensor_bytes": ("allocate", "as_bytes", "check_sendable", "from_buffer"),
-    "rrfp.transports.wire": ("MAX_HEADER_BYTES", "Announcement", "Codec", "Sealed", "copy_body"),
+    "rrfp.transports.wire": ("MAX_HEADER_BYTES", "Codec", "Sealed", "copy_body"),
 }
 
 _HOMES = {name: home for home, names in _PUBLIC.items() for name in names}

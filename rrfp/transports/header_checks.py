@@ -6,6 +6,7 @@ A header comes from an unauthenticated sender, so no field is used to allocate, 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from enum import StrEnum
 from functools import cache
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -20,6 +21,9 @@ from rrfp.transports.tensor_bytes import DTYPES, MAX_DIMENSIONS
 MAX_TENSOR_BYTES = 1 << 60
 
 MAX_BODY_DEPTH = 16
+
+#: Items of an array or a map, before memory is allocated for them.
+MAX_ITEMS = 8192
 
 _MAX_INT = 2**63 - 1
 
@@ -130,31 +134,41 @@ class HeaderChecks:
         return TensorSpec(dtype, tuple(sizes), requires_grad)
 
     def body(self, value: Any) -> dict[str, Any]:
-        """Plain data: None, bool, int, float, str, bytes, lists and maps with string keys, nested 16 deep at most."""
-        if type(value) is not dict:
+        """Plain data: None, bool, int, float, str, bytes, lists and maps with string keys, nested 16 deep at most.
+
+        Of a body that is yet to be sent, also tuples and classes derived from these.
+        """
+        if not isinstance(value, dict):
             self.fail("body", f"is {value!r:.80}, must be a map")
         self._plain(value, MAX_BODY_DEPTH)
         return value
 
     def _plain(self, value: Any, depth: int) -> None:
-        kind = type(value)
-        if kind in _SCALARS:
+        items: Collection[Any]
+        if isinstance(value, list | tuple):
+            items = value
+        elif isinstance(value, dict):
+            items = value.values()
+            for key in value:
+                if not isinstance(key, str):
+                    self.fail("body", f"has the key {key!r:.80}, keys must be strings")
+        elif isinstance(value, _SCALARS):
             return
+        else:  # msgpack's timestamps and extension types, and what no message can hold
+            self.fail("body", f"holds a {type(value).__name__}, must be plain data")
         if depth == 0:
             self.fail("body", f"is nested deeper than {MAX_BODY_DEPTH}")
-        if kind is list:
-            for item in value:
+        if len(items) > MAX_ITEMS:
+            self.fail("body", f"has an array or a map of {len(items)} items, must have at most {MAX_ITEMS}")
+        for item in items:
+            if type(item) not in _COMMON:
                 self._plain(item, depth - 1)
-        elif kind is dict:
-            for key, item in value.items():
-                if type(key) is not str:
-                    self.fail("body", f"has the key {key!r:.80}, keys must be strings")
-                self._plain(item, depth - 1)
-        else:  # msgpack's timestamps and extension types
-            self.fail("body", f"holds a {kind.__name__}, must be plain data")
 
 
-_SCALARS = frozenset({type(None), bool, int, float, str, bytes})
+_SCALARS = (type(None), bool, int, float, str, bytes, bytearray, memoryview)
+
+#: The scalars that are received.
+_COMMON = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def _differentiable(dtype: torch.dtype) -> bool:

@@ -10,16 +10,15 @@ task, tensors, body]: step is [number, mode, M] or nil, task [kind, microbatch, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgpack
 
-from rrfp.core.tasks import StepId, Task
 from rrfp.errors import ConfigError, FrameError
-from rrfp.transports.base import Channel, Message, MessageKind, Plain, TransportContext
-from rrfp.transports.header_checks import HeaderChecks, TensorSpec
-from rrfp.transports.tensor_bytes import DTYPE_NAMES, as_bytes, copied_from, from_buffer
+from rrfp.transports.announcements import Announcement, KnownHeaders
+from rrfp.transports.base import Message, Plain, TransportContext
+from rrfp.transports.header_checks import MAX_ITEMS, HeaderChecks
+from rrfp.transports.tensor_bytes import DTYPE_NAMES, as_bytes
 
 #: Changes whenever the meaning of a frame does.
 VERSION = 1
@@ -27,7 +26,6 @@ VERSION = 1
 MAX_HEADER_BYTES = 64 << 10
 """The most that a header may have, in bytes. A reader refuses more before it reads or allocates anything."""
 
-_MAX_ITEMS = 8192
 _SEAL_LENGTH = 5
 _HEADER_LENGTH = 11
 
@@ -38,58 +36,6 @@ class Sealed(NamedTuple):
     sender: int
     kind: str
     fields: list[Any]
-
-
-@dataclass(slots=True)
-class Announcement:
-    """A checked message header.
-
-    Attributes:
-        sender: the rank that sent it.
-        channel: the message's FIFO.
-        sequence: its number in that FIFO.
-        kind: see `Message`.
-        step: see `Message`.
-        task: see `Message`.
-        body: see `Message`.
-        specs: of the tensors; None stands for "no gradient".
-        sizes: bytes of each frame that follows, in order; tensors that are None have no frame.
-        num_bytes: of all frames.
-    """
-
-    sender: int
-    channel: Channel
-    sequence: int
-    kind: MessageKind
-    step: StepId | None
-    task: Task | None
-    body: Mapping[str, Any]
-    specs: tuple[TensorSpec | None, ...]
-    sizes: list[int]
-    num_bytes: int
-
-    def assemble(self, buffers: Sequence[memoryview], *, copy: bool = False) -> Message:
-        """The whole message. Aligned writable buffers become the tensors' memory, others are copied once.
-
-        Args:
-            buffers: one for each of `sizes`.
-            copy: copy all buffers, which must be writable: their memory is used again.
-
-        Raises:
-            FrameError: if the number of buffers, or the length of one, differs from the announced.
-        """
-        sender, sizes = self.sender, self.sizes
-        if len(buffers) != len(sizes):
-            raise FrameError(sender, "frames", f"{len(buffers)} frames follow the header, must be {len(sizes)}")
-        for index, (buffer, size) in enumerate(zip(buffers, sizes, strict=True)):
-            if buffer.nbytes != size:
-                raise FrameError(sender, f"frames[{index}]", f"has {buffer.nbytes} bytes, must have {size}")
-        frames, tensor_of = iter(buffers), copied_from if copy else from_buffer
-        tensors = tuple(
-            None if spec is None else tensor_of(next(frames), spec.dtype, spec.shape, requires_grad=spec.requires_grad)
-            for spec in self.specs
-        )
-        return Message(self.channel, self.kind, self.step, self.task, tensors, self.body, self.sequence, self.sender)
 
 
 class Codec:
@@ -105,6 +51,8 @@ class Codec:
         self._rank = context.rank
         self._peers = frozenset(context.peers)
         self._max_bytes = context.max_message_bytes
+        self._packer = msgpack.Packer()
+        self._known = KnownHeaders(context.max_message_bytes)
 
     def seal(self, kind: str, *fields: Any) -> bytes:
         """The header of a frame.
@@ -116,7 +64,7 @@ class Codec:
         Raises:
             ConfigError: if it is too large, or a field is not plain data.
         """
-        return _pack([VERSION, self._run_id, self._restart, self._rank, kind, *fields])
+        return _pack([VERSION, self._run_id, self._restart, self._rank, kind, *fields], self._packer)
 
     def open(self, header: bytes | memoryview) -> Sealed:
         """Check the seal of a header.
@@ -172,20 +120,21 @@ class Codec:
         Raises:
             ConfigError: for an unsupported tensor or body.
         """
-        if len(message.tensors) > _MAX_ITEMS:
-            raise ConfigError(f"message has {len(message.tensors)} tensors, must have at most {_MAX_ITEMS}")
-        frames = [as_bytes(tensor) for tensor in message.tensors if tensor is not None]
-        tensors = [
-            None if t is None else (DTYPE_NAMES[t.dtype], tuple(t.shape), t.requires_grad) for t in message.tensors
-        ]
-        body = copy_body(message.body)
-        header = self.seal(
-            message.kind.value, message.channel.value, sequence, message.step, message.task, tensors, body
-        )
+        if len(message.tensors) > MAX_ITEMS:
+            raise ConfigError(f"message has {len(message.tensors)} tensors, must have at most {MAX_ITEMS}")
+        check_body(message.body)
+        frames, tensors = list[memoryview](), list[tuple[str, tuple[int, ...], bool] | None]()
+        for tensor in message.tensors:
+            if tensor is None:
+                tensors.append(None)
+            else:
+                frames.append(as_bytes(tensor))
+                tensors.append((DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.requires_grad))
+        header = self.seal(message.kind, message.channel, sequence, message.step, message.task, tensors, message.body)
         return header, frames
 
     def announcement(self, sealed: Sealed) -> Announcement:
-        """Check every field of a message's header.
+        """Check every field of a message's header. Fields that equal those of an earlier one were checked then.
 
         Args:
             sealed: from `open`.
@@ -201,21 +150,18 @@ class Codec:
             raise FrameError(sealed.sender, "header", f"has {length} fields, must have {_HEADER_LENGTH}")
         check = HeaderChecks(sealed.sender)
         channel, sequence, step, task, tensors, body = sealed.fields
-        specs = check.tensors(tensors)
-        sizes = [spec.num_bytes for spec in specs if spec is not None]
-        if (num_bytes := sum(sizes)) > self._max_bytes:
-            check.fail("tensors", f"have {num_bytes} bytes, max_message_bytes is {self._max_bytes}")
+        checked = self._known.check(check, sealed.kind, channel, step, tensors)
         return Announcement(
-            sender=sealed.sender,
-            channel=check.choice("channel", channel, Channel),
-            sequence=check.integer("sequence", sequence),
-            kind=check.choice("kind", sealed.kind, MessageKind),
-            step=check.step(step),
-            task=check.task(task),
-            body=check.body(body),
-            specs=specs,
-            sizes=sizes,
-            num_bytes=num_bytes,
+            sealed.sender,
+            checked.channel,
+            check.integer("sequence", sequence),
+            checked.kind,
+            checked.step,
+            check.task(task),
+            check.body(body),
+            checked.specs,
+            checked.sizes,
+            checked.num_bytes,
         )
 
     def decode(self, header: bytes | memoryview, frames: Sequence[memoryview]) -> Message:
@@ -242,15 +188,29 @@ def copy_body(body: Mapping[str, Plain]) -> dict[str, Any]:
     """
     if not body:
         return {}
+    check_body(body)
+    copy: dict[str, Any] = _unpack(_pack(body, msgpack.Packer()))
+    return copy
+
+
+def check_body(body: Mapping[str, Plain]) -> None:
+    """Refuse a body that a receiver would refuse.
+
+    Args:
+        body: of a message that is to be sent.
+
+    Raises:
+        ConfigError: if it is not plain data, or nested too deep.
+    """
     try:
-        return HeaderChecks(None).body(_unpack(_pack(body)))
-    except FrameError as error:  # as a receiver would raise it
+        HeaderChecks(None).body(body)
+    except FrameError as error:
         raise ConfigError(f"message body cannot be sent: it {error.reason}") from error
 
 
-def _pack(value: Any) -> bytes:
+def _pack(value: Any, packer: Any) -> bytes:
     try:
-        header: bytes = msgpack.packb(value)
+        header: bytes = packer.pack(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"message body cannot be sent: {error}; it must be plain data") from error
     if len(header) > MAX_HEADER_BYTES:
@@ -271,8 +231,8 @@ def _unpack(header: bytes | memoryview) -> Any:
             strict_map_key=True,
             max_str_len=size,
             max_bin_len=size,
-            max_array_len=min(size, _MAX_ITEMS),
-            max_map_len=min(size, _MAX_ITEMS),
+            max_array_len=min(size, MAX_ITEMS),
+            max_map_len=min(size, MAX_ITEMS),
             max_ext_len=0,
         )
     except Exception as error:  # msgpack raises many types, and malformed bytes must not end a rank

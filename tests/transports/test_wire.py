@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
+import weakref
+from dataclasses import replace
 from typing import Any
 
 import msgpack
+import numpy as np
 import pytest
 import torch
 from batches import examples
@@ -96,7 +100,7 @@ def test_damaged_headers_give_a_message_or_a_frame_error(source: st.DataObject) 
         header[at : at + source.draw(st.integers(0, 3))] = piece
         if not header:
             break
-    _decode_or_frame_error(bytes(header), frames)
+    _decode_or_frame_error(bytes(header), frames, good)
 
 
 @given(st.integers(0, 10), PLAIN)
@@ -105,14 +109,77 @@ def test_any_value_in_any_field_gives_a_message_or_a_frame_error(position: int, 
     good, frames = codec(0).encode(data(torch.ones(3), index=3))
     fields = msgpack.unpackb(good)
     fields[position] = value
-    _decode_or_frame_error(msgpack.packb(fields), frames)
+    _decode_or_frame_error(msgpack.packb(fields), frames, good)
 
 
-def _decode_or_frame_error(header: bytes, frames: list[memoryview]) -> None:
+def _decode_or_frame_error(header: bytes, frames: list[memoryview], knowing: bytes) -> None:
+    """A codec that has read the header ``knowing`` gives the same as one that has read nothing."""
+    experienced = codec(1)
+    experienced.decode(knowing, frames)
+    for _ in range(2):
+        assert _outcome(experienced, header, frames) == _outcome(codec(1), header, frames)
+
+
+def _outcome(reader: Codec, header: bytes, frames: list[memoryview]) -> str:
+    """All fields and the tensors, with their types, or the error."""
     try:
-        codec(1).decode(header, frames)
+        received = reader.decode(header, frames)
     except FrameError as error:
-        str(error)
+        return f"{error.peer} {error.field} {error}"
+    return repr(
+        (replace(received, tensors=()), [(t if t is None else (t.dtype, t.shape, t)) for t in received.tensors])
+    )
+
+
+TENSOR = ["float32", [2, 1], True]
+STEP = [1, "train", 4]
+
+
+@pytest.mark.parametrize(
+    ("position", "value", "field"),
+    [
+        (7, [True, "train", 4], "step.number"),
+        (7, [1.0, "train", 4], "step.number"),
+        (7, [1, "train", 4.0], "step.microbatches"),
+        (7, [1, "Train", 4], "step.mode"),
+        (9, [["float32", [2, True], True]], "tensors[0].shape"),
+        (9, [["float32", [2.0, 1], True]], "tensors[0].shape"),
+        (9, [["float32", [2, 1], 1]], "tensors[0].requires_grad"),
+        (9, [["float32", [2, 1], 1.0]], "tensors[0].requires_grad"),
+        (9, [[b"float32", [2, 1], True]], "tensors[0].dtype"),
+        (9, [TENSOR, TENSOR], "frames"),
+        (9, [["float32", [1, 1], True]], "frames[0]"),
+        (9, [["float64", [2, 1], True]], "frames[0]"),
+        (6, True, "sequence"),
+        (8, ["F", True, 0], "task.microbatch"),
+        (4, "attack", "kind"),
+        (5, "sideways", "channel"),
+        (9, [[[]]], "tensors[0]"),
+    ],
+)
+def test_a_header_that_python_calls_equal_to_a_known_one_is_checked_all_the_same(
+    position: int, value: Any, field: str
+) -> None:
+    reader = codec(1)
+    fields = [VERSION, "run", 0, 0, "output", "forward", 1, STEP, ["F", 1, 0], [TENSOR], {}]
+    frames = [memoryview(bytearray(8))]
+    reader.decode(msgpack.packb(fields), frames)
+    fields[position] = value
+    for _ in range(2):
+        with pytest.raises(FrameError) as caught:
+            reader.decode(msgpack.packb(fields), frames)
+        assert caught.value.field == field
+
+
+def test_what_a_codec_knows_is_bounded_however_many_shapes_a_peer_announces() -> None:
+    writer, reader = codec(0), codec(1)
+    tracemalloc.start()
+    try:
+        for size in range(1000):
+            reader.decode(*writer.encode(data(torch.empty((0, size, *[1] * 60)))))
+        assert tracemalloc.get_traced_memory()[0] < 512 << 10
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
@@ -126,8 +193,6 @@ def _decode_or_frame_error(header: bytes, frames: list[memoryview]) -> None:
     ],
 )
 def test_claims_are_refused_before_memory_is_taken(header: bytes) -> None:
-    import tracemalloc
-
     tracemalloc.start()
     try:
         with pytest.raises(FrameError):
@@ -170,9 +235,9 @@ def nested(depth: int) -> Any:
         pytest.param(data(thing=object()), "plain data", id="object"),  # type: ignore[arg-type]
         pytest.param(data(number=1 << 70), "plain data", id="huge number"),
         pytest.param(data(deep=nested(MAX_BODY_DEPTH)), "nested deeper than 16", id="body too deep"),
-        pytest.param(data(map={1: 2}), "map key", id="integer key"),  # type: ignore[dict-item]
+        pytest.param(data(map={1: 2}), "keys must be strings", id="integer key"),  # type: ignore[dict-item]
         pytest.param(data(map={b"x": 2}), "keys must be strings", id="bytes as key"),  # type: ignore[dict-item]
-        pytest.param(data(items=[0] * 9000), "exceeds", id="long list"),
+        pytest.param(data(items=[0] * 9000), "array or a map of 9000 items", id="long list"),
         pytest.param(data(time=msgpack.Timestamp(1)), "cannot be sent", id="extension type"),
         pytest.param(data(torch.zeros(2, device="meta")), "the CPU", id="other device"),
         pytest.param(data(torch.zeros((1,) * 65)), "65 dimensions", id="many dimensions"),
@@ -198,6 +263,19 @@ def test_aligned_memory_is_used_in_place_and_other_memory_copied() -> None:
     shifted = from_buffer(memory[4:], torch.uint8, (64,), requires_grad=False)
     memory[10] = 1
     assert (int(aligned[10]), int(shifted[6])) == (1, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(32,), (4, 8)])
+def test_a_received_tensor_keeps_the_view_that_it_was_made_over(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """The end of a slot's or a buffer's view says that its memory may be used for another message."""
+    view = np.frombuffer(allocate(32 * dtype.itemsize), np.uint8).view()
+    reference = weakref.ref(view)
+    tensor = from_buffer(memoryview(view), dtype, shape, requires_grad=False)
+    del view
+    assert reference() is not None
+    del tensor
+    assert reference() is None
 
 
 def test_read_only_memory_is_copied_without_a_warning() -> None:

@@ -6,13 +6,14 @@ import os
 from typing import Any, Protocol
 
 from rrfp.errors import FrameError, TransportError
+from rrfp.transports.announcements import Announcement
 from rrfp.transports.base import Channel, Message
 from rrfp.transports.header_checks import HeaderChecks
 from rrfp.transports.shm.datagrams import BUFFER_BYTES, Datagram, Payload, unpack
 from rrfp.transports.shm.packets import Packet
 from rrfp.transports.shm.shared import Shared
 from rrfp.transports.shm.slots import Slot, padded
-from rrfp.transports.wire import Announcement, Sealed
+from rrfp.transports.wire import Sealed
 
 #: The kinds of the link's own frames; every other kind is a message's.
 HELLO, WELCOME, CREDIT, DROP, LOST, BYE = LINK_KINDS = ("hello", "welcome", "credit", "drop", "lost", "bye")

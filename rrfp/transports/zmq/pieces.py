@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from rrfp.errors import FrameError
+from rrfp.transports.announcements import Announcement
 from rrfp.transports.base import Message
 from rrfp.transports.pool import BufferPool
-from rrfp.transports.wire import Announcement
 
 PIECE_BYTES = 1 << 20
 
