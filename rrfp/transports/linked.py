@@ -71,6 +71,7 @@ class LinkedTransport(Transport, Generic[Link]):
         self._codec = Codec(context)
         self._links: dict[int, Link] = {}
         self._inbox: Inbox | None = None
+        self._deliver: Deliver | None = None
         self._started = False
         self._closing = False
         self._closed: asyncio.Event | None = None
@@ -166,6 +167,7 @@ class LinkedTransport(Transport, Generic[Link]):
     def deliver_to(self, deliver: Deliver) -> None:
         """See `rrfp.transports.direct.DeliversMessages`."""
         self._check_open().deliver_to(deliver)
+        self._deliver = deliver
 
     async def close(self) -> None:
         """See `Transport.close`; waits `TRANSPORT_CLOSE_S` at most for the peers."""
@@ -218,8 +220,12 @@ class LinkedTransport(Transport, Generic[Link]):
     def on_message(self, message: Message, num_bytes: int) -> None:
         """A message arrived; its tensors have ``num_bytes``."""
         assert self._inbox is not None
-        on_received = partial(self._on_received, message, num_bytes)
-        self._inbox.put(message, on_received, first=message.channel is Channel.CONTROL)
+        if self._deliver is None:
+            on_received = partial(self._on_received, message, num_bytes)
+            self._inbox.put(message, on_received, first=message.channel is Channel.CONTROL)
+        elif not (self._closing or self._is_closed):  # on the loop already, and behind nothing: as the inbox would
+            self._on_received(message, num_bytes)
+            self._deliver(message)
 
     def _on_received(self, message: Message, num_bytes: int) -> None:
         self._received += 1
