@@ -26,8 +26,8 @@ STALL_AFTER_S = 10.0
 
 # Between two ranks.
 
-#: Consumed bytes are acknowledged after this time at the latest: long beside a message, short beside a task.
-CREDIT_DELAY_S = 0.02
+#: Consumed bytes are acknowledged after this time at the latest: long beside a task. A sender that waits asks before.
+CREDIT_DELAY_S = 0.2
 
 #: The three connections of a peer that dies end together; after the first, the others have so long.
 BREAK_GRACE_S = 0.5

@@ -1,7 +1,7 @@
 """Credit: how a receiver returns the bytes of the messages that ``receive`` returned to their sender's window.
 
-One frame for many messages: it is sent once it is a good part of the sender's window, or after `CREDIT_DELAY_S`, so a
-sender that fills its window never waits for the timer.
+One frame for many messages: it is sent once it is half of the sender's window, or when the sender has to wait and asks
+for it, so that no sender waits for the timer. The timer, `CREDIT_DELAY_S`, only keeps ``queued_bytes`` true.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rrfp.transports.header_checks import HeaderChecks
 from rrfp.transports.wire import Sealed
 
 #: The part of the sender's window after which credit is sent at once.
-CREDIT_SHARE = 8
+CREDIT_SHARE = 2
 
 
 class _Debt:
@@ -40,6 +40,8 @@ class Credits:
         self._threshold = queue_bytes // CREDIT_SHARE
         self._send = send
         self._debts = {channel: _Debt() for channel in Channel}
+        #: Channels whose sender waits, and nothing was consumed since.
+        self._wanted: set[Channel] = set()
         self._closed = False
 
     def consumed(self, channel: Channel, num_bytes: int) -> None:
@@ -47,13 +49,24 @@ class Credits:
         debt = self._debts[channel]
         debt.cost += cost_of(num_bytes)
         debt.messages += 1
-        if debt.cost >= self._threshold:
+        if debt.cost >= self._threshold or channel in self._wanted:
             self._flush(channel)
         elif debt.timer is None and not self._closed:
             loop = asyncio.get_running_loop()
             debt.timer = loop.call_later(timeouts.CREDIT_DELAY_S, self._flush, channel)
 
+    def want(self, sealed: Sealed) -> None:
+        """The peer waits for room: answer with credit, now or once there is any; a FrameError if it is malformed."""
+        check = HeaderChecks(sealed.sender)
+        (value,) = check.array("want", sealed.fields, 1)
+        channel = check.choice("want.channel", value, Channel)
+        if self._debts[channel].messages:
+            self._flush(channel)
+        else:
+            self._wanted.add(channel)
+
     def _flush(self, channel: Channel) -> None:
+        self._wanted.discard(channel)
         debt, self._debts[channel] = self._debts[channel], _Debt()
         if debt.timer is not None:
             debt.timer.cancel()

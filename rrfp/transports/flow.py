@@ -79,11 +79,14 @@ class Window:
     Args:
         limit: bytes of tensors that may be outstanding, and bytes that messages may count beside them.
         home: the sender's loop.
+        ask: called there whenever a sender begins to wait, also after a `release` that was not enough: has the peer
+            return what it has consumed, if it would not do so at once.
     """
 
-    def __init__(self, limit: int, home: HomeLoop) -> None:
+    def __init__(self, limit: int, home: HomeLoop, ask: Callable[[], None] | None = None) -> None:
         self._limit = limit
         self._home = home
+        self._ask = ask
         self._lock = threading.Lock()
         self._outstanding = 0
         self._messages = 0
@@ -107,6 +110,8 @@ class Window:
         """
         while (waiter := self._acquire_or_wait(cost)) is not None:
             try:
+                if self._ask is not None:
+                    self._ask()
                 await waiter
             finally:
                 self._waiter = None

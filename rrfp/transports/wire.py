@@ -21,7 +21,7 @@ from rrfp.transports.header_checks import MAX_ITEMS, HeaderChecks
 from rrfp.transports.tensor_bytes import DTYPE_NAMES, as_bytes
 
 #: Changes whenever the meaning of a frame does.
-VERSION = 1
+VERSION = 2
 
 MAX_HEADER_BYTES = 64 << 10
 """The most that a header may have, in bytes. A reader refuses more before it reads or allocates anything."""

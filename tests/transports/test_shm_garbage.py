@@ -141,6 +141,7 @@ GARBAGE: dict[str, bytes] = {
     "a huge slot": struct.pack("=IIQQQ", 0, 1, 1 << 63, 1 << 63, (1 << 64) - 1),
     "too large": bytes(BUFFER_BYTES + 100),
     "a wrong credit": frame("credit", "forward", -5, 1, sender=0),
+    "a question for no channel": frame("want", "sideways", sender=0),
     "a drop of nothing": frame("drop", "all", sender=0),
     "a loss of nothing": frame("lost", 0, sender=0),
     "another rank's": frame("bye", sender=1),

@@ -16,7 +16,8 @@ from rrfp.transports.shm.slots import Slot, padded
 from rrfp.transports.wire import Sealed
 
 #: The kinds of the link's own frames; every other kind is a message's.
-HELLO, WELCOME, CREDIT, DROP, LOST, BYE = LINK_KINDS = ("hello", "welcome", "credit", "drop", "lost", "bye")
+LINK_KINDS = ("hello", "welcome", "credit", "want", "drop", "lost", "bye")
+HELLO, WELCOME, CREDIT, WANT, DROP, LOST, BYE = LINK_KINDS
 
 
 class Receiver(Protocol):

@@ -19,7 +19,7 @@ from rrfp.transports.credits import Credits, apply_credit
 from rrfp.transports.flow import Window
 from rrfp.transports.header_checks import HeaderChecks
 from rrfp.transports.shm.datagrams import pack
-from rrfp.transports.shm.inlet import BYE, CREDIT, HELLO, LOST, WELCOME, Inlet, Receiver
+from rrfp.transports.shm.inlet import BYE, CREDIT, HELLO, LOST, WANT, WELCOME, Inlet, Receiver
 from rrfp.transports.shm.outlet import Outlet
 from rrfp.transports.shm.packets import PacketSocket
 from rrfp.transports.shm.shared import Shared
@@ -77,7 +77,7 @@ class Link:
             return
         shared = self._shared
         self.process = process
-        outlet = Outlet(self.peer, packets, shared)
+        outlet = Outlet(self.peer, packets, shared, partial(self._post, Channel.CONTROL, WANT, channel.value))
         self.outlets = {**self.outlets, channel: outlet}  # a new one: `statistics` may be reading it in another thread
         self._connections[channel] = _Connection(packets, Inlet(self.peer, channel, shared, self._owner))
         packets.on_readable(partial(self._read, channel))
@@ -125,6 +125,8 @@ class Link:
             self._on_welcome(channel)
         elif sealed.kind == CREDIT:
             apply_credit(sealed, self._window)
+        elif sealed.kind == WANT:
+            self._credits.want(sealed)
         elif sealed.kind == LOST:
             check = HeaderChecks(self.peer)
             (slot,) = check.array("lost", sealed.fields, 1)

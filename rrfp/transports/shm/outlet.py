@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -26,11 +26,11 @@ COPIED_ON_LOOP_BYTES = 2 << 20
 
 
 class Outlet:
-    """One channel to ``peer`` over ``packets``. Used on one loop only."""
+    """One channel to ``peer`` over ``packets``; ``ask`` is the window's. Used on one loop only."""
 
-    def __init__(self, peer: int, packets: PacketSocket, shared: Shared) -> None:
+    def __init__(self, peer: int, packets: PacketSocket, shared: Shared, ask: Callable[[], None]) -> None:
         home = shared.home
-        self.window = Window(shared.queue_bytes, home)
+        self.window = Window(shared.queue_bytes, home, ask)
         self.pool = SlotPool(home.loop.time, self._on_dropped, shared.register, shared.make_room)
         self._peer = peer
         self._packets = packets

@@ -27,7 +27,7 @@ from rrfp.transports.zmq.endpoint import bind
 from rrfp.transports.zmq.pieces import MAX_PART_BYTES, PIECE_BYTES, Assembly
 
 #: The kinds of the link's own frames; every other kind is a message's.
-HELLO, WELCOME, CREDIT, BYE, FAREWELL = LINK_KINDS = ("hello", "welcome", "credit", "bye", "farewell")
+HELLO, WELCOME, CREDIT, WANT, BYE, FAREWELL = LINK_KINDS = ("hello", "welcome", "credit", "want", "bye", "farewell")
 
 #: The most that is read before the loop runs.
 _BATCH_BYTES = 2 * PIECE_BYTES

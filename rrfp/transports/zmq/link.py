@@ -18,7 +18,7 @@ from rrfp.transports.base import Channel
 from rrfp.transports.credits import Credits, apply_credit
 from rrfp.transports.flow import Window
 from rrfp.transports.wire import Codec, Sealed
-from rrfp.transports.zmq.inlet import BYE, CREDIT, FAREWELL, HELLO, WELCOME, Route
+from rrfp.transports.zmq.inlet import BYE, CREDIT, FAREWELL, HELLO, WANT, WELCOME, Route
 from rrfp.transports.zmq.outlet import Outlet
 
 
@@ -70,6 +70,10 @@ class Link:
         if self.outlets:
             self.outlets[Channel.CONTROL].post(self._codec.seal(kind, *fields))
 
+    def ask(self, channel: Channel) -> None:
+        """A sender waits for room in ``channel``: have the peer return what it has consumed."""
+        self._post(WANT, channel.value)
+
     def on_frame(self, route: Route, sealed: Sealed) -> None:
         """Handle a frame of the link itself; a FrameError if a field is malformed, or it is out of place."""
         if sealed.kind == HELLO:
@@ -81,6 +85,8 @@ class Link:
             self._open()
         elif sealed.kind == CREDIT:
             apply_credit(sealed, self._window)
+        elif sealed.kind == WANT:
+            self._credits.want(sealed)
         elif sealed.kind == BYE:
             self._byes.add(route.channel)
             if len(self._byes) == len(Channel):

@@ -70,8 +70,8 @@ class _Stream:
 class Outlet:
     """One channel to one peer, over a connected DEALER that it owns. Used on one loop only."""
 
-    def __init__(self, socket: zmq.Socket[bytes], codec: Codec, limit: int, home: HomeLoop) -> None:
-        self.window = Window(limit, home)
+    def __init__(self, socket: zmq.Socket[bytes], codec: Codec, window: Window, home: HomeLoop) -> None:
+        self.window = window
         self._socket = socket
         self._fd = int(socket.getsockopt(zmq.FD))
         self._codec = codec

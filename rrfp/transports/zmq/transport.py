@@ -8,11 +8,13 @@ parts: `inlet` (receiving), `outlet` (one channel to one peer), `link` (the stat
 
 from __future__ import annotations
 
+from functools import partial
+
 import zmq
 
 from rrfp.errors import TransportError
 from rrfp.transports.base import Channel, TransportContext
-from rrfp.transports.flow import HomeLoop
+from rrfp.transports.flow import HomeLoop, Window
 from rrfp.transports.linked import LinkedTransport
 from rrfp.transports.rendezvous import publish_in_time
 from rrfp.transports.wire import Sealed
@@ -51,17 +53,18 @@ class ZmqTransport(LinkedTransport[Link]):
         for peer in context.peers:
             endpoint = await self._endpoint_of(peer, endpoint_key(context, peer), deadline_s)
             try:
-                outlets = {channel: self._outlet(endpoint.decode(), channel, home) for channel in Channel}
+                outlets = {channel: self._outlet(peer, endpoint.decode(), channel, home) for channel in Channel}
             except (UnicodeDecodeError, zmq.ZMQError) as error:
                 raise TransportError(
                     f"cannot connect to {endpoint!r:.200}, which rank {peer} published: {error}"
                 ) from error
             self._links[peer].connect(outlets)
 
-    def _outlet(self, endpoint: str, channel: Channel, home: HomeLoop) -> Outlet:
+    def _outlet(self, peer: int, endpoint: str, channel: Channel, home: HomeLoop) -> Outlet:
         assert self._zmq is not None
         socket = open_socket(self._zmq, endpoint, identity_of(self.context.rank, channel), channel)
-        return Outlet(socket, self._codec, self.context.queue_bytes, home)
+        window = Window(self.context.queue_bytes, home, partial(self._links[peer].ask, channel))
+        return Outlet(socket, self._codec, window, home)
 
     def _free(self) -> None:
         if self._inlet is not None:
