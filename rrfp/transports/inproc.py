@@ -21,7 +21,7 @@ from rrfp.transports.flow import CLOSED, Window, cost_of
 from rrfp.transports.inproc_hub import PeerEnd, hub_of
 from rrfp.transports.pool import BufferPool
 from rrfp.transports.rendezvous import publish_in_time
-from rrfp.transports.tensor_bytes import as_bytes, check_sendable, from_buffer
+from rrfp.transports.tensor_bytes import as_bytes, check_sendable, copy_bytes, from_buffer
 from rrfp.transports.wire import copy_body
 
 #: A larger tensor is copied in slices of this many bytes, and the loop runs in between.
@@ -156,7 +156,7 @@ class InprocTransport(Transport):
         for start in range(0, source.nbytes, SLICE_BYTES):
             if start:
                 await asyncio.sleep(0)
-            target[start : start + SLICE_BYTES] = source[start : start + SLICE_BYTES]
+            copy_bytes(target[start : start + SLICE_BYTES], source[start : start + SLICE_BYTES])
         return from_buffer(target, tensor.dtype, tuple(tensor.shape), requires_grad=tensor.requires_grad)
 
     async def receive(self) -> Message:

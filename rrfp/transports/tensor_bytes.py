@@ -134,7 +134,13 @@ def _over(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Ten
     return tensor if tensor.dtype is dtype else tensor.view(dtype).detach()
 
 
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy ``source`` into ``target``, plain bytes of one length. Other threads run meanwhile."""
+    # numpy releases the GIL while it copies; an assignment to a memoryview does not.
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
 def _copy(buffer: memoryview) -> memoryview:
     copy = allocate(buffer.nbytes)
-    copy[:] = buffer.cast("B")
+    copy_bytes(copy, buffer.cast("B"))
     return copy

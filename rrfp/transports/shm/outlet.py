@@ -7,8 +7,6 @@ import resource
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import numpy as np
-
 from rrfp.errors import PeerLostError, RrfpError, TransportError
 from rrfp.transports.base import Message
 from rrfp.transports.flow import Window, cost_of
@@ -19,6 +17,7 @@ from rrfp.transports.shm.packets import PacketSocket
 from rrfp.transports.shm.shared import Shared
 from rrfp.transports.shm.slot_pool import SlotPool
 from rrfp.transports.shm.slots import Slot, padded
+from rrfp.transports.tensor_bytes import copy_bytes
 
 #: Larger messages are copied in the helper thread. Up to here a copy keeps the loop busy for less than half a
 #: millisecond, without the GIL; a thread costs as much processor time in switches alone.
@@ -183,6 +182,5 @@ def _copies_into(slot: Slot, frames: Sequence[memoryview]) -> list[tuple[memoryv
 def _fill(slot: Slot, copies: Sequence[tuple[memoryview, memoryview]]) -> None:
     if slot.descriptor is not None:
         slot.reserve()
-    # numpy releases the GIL while it copies; an assignment to a memoryview does not.
     for target, frame in copies:
-        np.copyto(np.asarray(target), np.asarray(frame))
+        copy_bytes(target, frame)

@@ -18,6 +18,7 @@ from rrfp.errors import FrameError
 from rrfp.transports.announcements import Announcement
 from rrfp.transports.base import Message
 from rrfp.transports.pool import BufferPool
+from rrfp.transports.tensor_bytes import copy_bytes
 
 PIECE_BYTES = 1 << 20
 
@@ -102,7 +103,7 @@ class Assembly:
         except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError
             raise self._error(f"need {sum(sizes)} bytes, which cannot be allocated: {error!s:.80}") from error
         for piece, part in zip(pieces, inline, strict=False):
-            self._buffers[piece.frame][piece.start : piece.stop] = part
+            copy_bytes(self._buffers[piece.frame][piece.start : piece.stop], part)
 
     @property
     def num_bytes(self) -> int:
@@ -120,7 +121,7 @@ class Assembly:
         if piece is None or part.nbytes != piece.num_bytes:
             wanted = 0 if piece is None else piece.num_bytes
             raise self._error(f"a piece has {part.nbytes} bytes, must have {wanted}")
-        self._buffers[piece.frame][piece.start : piece.stop] = part
+        copy_bytes(self._buffers[piece.frame][piece.start : piece.stop], part)
         self._next = next(self._rest, None)
 
     def message(self) -> Message:
