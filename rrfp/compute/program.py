@@ -130,7 +130,10 @@ class StageProgram(ABC):
         return 0
 
     def losses(self) -> Mapping[int, float]:
-        """The losses computed on this rank in the current step, by microbatch. Called after the last task."""
+        """The losses computed on this rank in the current step, by microbatch.
+
+        Called after the last task, on ranks with a last virtual stage.
+        """
         return {}
 
     def outputs(self) -> Mapping[int, Any]:

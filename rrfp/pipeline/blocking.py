@@ -57,6 +57,16 @@ class BlockingPipeline:
             return
         self._session.check_leaving()
         try:
+            if error is None and self._session.is_open:
+                self._run(self._session.settle())
+        except BaseException as unsettled:
+            error = unsettled
+            raise
+        finally:
+            self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
+        try:
             if not self._session.has_given_up:
                 _wait(self._session.submit(self._session.close(error)), timeouts.LEAVE_S)
         finally:

@@ -34,8 +34,8 @@ class PipelineHandle:
     """The base of `Pipeline` and `LocalPipeline`: entering, steps, leaving.
 
     Use it as ``async with pipeline as pipe``, or ``with pipeline.blocking() as pipe``. An exception that leaves the
-    block aborts the pipeline on every rank, and so does leaving it during a step. If another rank failed and no step
-    has raised it, leaving raises `PipelineAborted`.
+    block aborts the pipeline on every rank, and so does leaving it during a step. Leaving waits until all ranks have
+    done the last step. If another rank failed and no call has raised it, leaving raises `PipelineAborted`.
 
     Args:
         ranks: the ranks of this process.
@@ -71,6 +71,16 @@ class PipelineHandle:
             return
         self._session.check_leaving()
         try:
+            if error is None and self._session.is_open:
+                await self._run(self._session.settle(), "leaving")
+        except BaseException as unsettled:
+            error = unsettled
+            raise
+        finally:
+            await self._close(error)
+
+    async def _close(self, error: BaseException | None) -> None:
+        try:
             if self._session.has_given_up:
                 return
             with suppress(TimeoutError):
@@ -86,6 +96,9 @@ class PipelineHandle:
         **arguments: Unpack[StepArguments],
     ) -> StepResult:
         """Train on one batch: adds gradients to ``.grad``; the optimizer's step is the caller's.
+
+        Returns once this rank has done its part and the loss is known. A failure of another rank after that is raised
+        by the next call, by a read of the result that waits for that rank, or by leaving.
 
         Lists are by microbatch; shapes may differ. A rank that passes no list passes ``microbatches``.
 
@@ -103,7 +116,8 @@ class PipelineHandle:
                 but the last of several steps that accumulate.
 
         Returns:
-            The result of the step, on every rank.
+            The result of the step, on every rank. ``seconds``, ``breakdown`` and the peaks need the reports of all
+            ranks, and a read waits for them: see `StepResult`. With ``loop="caller"`` the call itself waits.
 
         Raises:
             ConfigError: if the arguments do not fit; nothing was sent then.

@@ -6,7 +6,6 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from rrfp.arbiter.loop import SettlingLoop
@@ -28,7 +27,6 @@ from rrfp.runtime.stage_runner import StageRunner
 from rrfp.runtime.stall.loop_watchdog import LoopWatchdog
 from rrfp.runtime.statistics import RankStatistics
 from rrfp.runtime.trace_saver import TraceRequest
-from rrfp.trace.spans import merge
 
 logger = get_logger(__name__)
 
@@ -140,10 +138,19 @@ class LocalRanks:
             raise
 
     async def step(self, plan: Plan) -> StepResult:
-        """Run one planned step on all ranks of this process."""
-        results = await _all(runner.step(plan) for runner in self._runners)
-        outputs = {m: output for result in results for m, output in result.outputs.items()}
-        return replace(results[0], trace=merge(result.trace for result in results), outputs=outputs)
+        """Run one planned step on all ranks of this process; the reports of all ranks may still be on their way."""
+        first, *others = await _all(runner.step(plan) for runner in self._runners)
+        return first.joined(others) if others else first
+
+    async def whole_step(self, plan: Plan) -> StepResult:
+        """As `step`, and wait for the reports."""
+        result = await self.step(plan)
+        await self.settle()
+        return result
+
+    async def settle(self) -> None:
+        """As `StageRunner.settle`, on all ranks of this process."""
+        await _all(runner.settle() for runner in self._runners)
 
     def hand_over(self, result: StepResult) -> None:
         """Let the calling thread use the tensors of ``result``. Called on the caller's thread."""
@@ -259,6 +266,9 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 async def _all(awaitables: Iterable[Awaitable[T]]) -> list[T]:
     """Wait for all, also when one fails; then raise the failure of a rank that knows the cause, if there is one."""
+    awaitables = list(awaitables)
+    if len(awaitables) == 1:  # no task for it
+        return [await awaitables[0]]
     outcomes = await asyncio.gather(*awaitables, return_exceptions=True)
     failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     if failures:

@@ -21,7 +21,7 @@ from rrfp.runtime.result import StepResult
 
 T = TypeVar("T")
 
-State = Literal["new", "open", "in a step", "clipping gradients", "saving a trace", "closed"]
+State = Literal["new", "open", "in a step", "clipping gradients", "saving a trace", "leaving", "closed"]
 
 #: The arguments of a step beside inputs and targets.
 _ARGUMENTS: Mapping[Mode, frozenset[str]] = {
@@ -93,12 +93,25 @@ class Session:
             plan = self.ranks.plan(self._next_step, self._training_step, mode, refused=self._refused, **batch)
             self._next_step += 1
             self._training_step += mode is Mode.TRAIN
-            return self.ranks.step(plan)
+            # On the caller's own loop a read of the result must not block: nothing else would run there.
+            return self.ranks.whole_step(plan) if self.thread is None else self.ranks.step(plan)
 
     def handed_over(self, result: StepResult) -> StepResult:
         """``result``, whose tensors the calling thread may use from now on."""
         self.ranks.hand_over(result)
+        if (pending := result.pending) is not None:
+            self._guard(pending.outcome)
         return result
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes a call now."""
+        return self._state == "open" and not self.has_given_up
+
+    def settle(self) -> Coroutine[Any, Any, None]:
+        """Begin to leave in order: waits, on the runtime's loop, for the reports of the last step; `end` ends it."""
+        with self._beginning("leaving", counts=False):
+            return self.ranks.settle()
 
     def clip(self, max_norm: float, norm_type: float) -> Clipping:
         """Begin to clip gradients; `end` ends it. Errors as in `Clipping` and `step`."""
@@ -133,24 +146,29 @@ class Session:
         """
         assert self.thread is not None
         outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+        if not self._guard(outcome):
+            coroutine.close()
+            return outcome
+        inner = self.thread.submit(coroutine)
+        outcome.add_done_callback(partial(_pass_on_cancelling, inner))
+        inner.add_done_callback(partial(_complete, outcome))
+        return outcome
+
+    def _guard(self, outcome: concurrent.futures.Future[Any]) -> bool:
+        """Fail ``outcome`` should the loop run no more; returns whether it runs now."""
         with self._lock:
             given_up = self._given_up
             if given_up is None:
                 self._outcomes.add(outcome)
         if given_up is not None:  # no one would complete it
-            coroutine.close()
-            outcome.set_exception(given_up)
-            return outcome
-        inner = self.thread.submit(coroutine)
-        outcome.add_done_callback(partial(self._forget, inner))
-        inner.add_done_callback(partial(_complete, outcome))
-        return outcome
+            _fail(outcome, given_up)
+            return False
+        outcome.add_done_callback(self._forget)
+        return True
 
-    def _forget(self, inner: concurrent.futures.Future[T], outcome: concurrent.futures.Future[T]) -> None:
+    def _forget(self, outcome: concurrent.futures.Future[Any]) -> None:
         with self._lock:
             self._outcomes.discard(outcome)
-        if outcome.cancelled():
-            inner.cancel()
 
     def start(self) -> Coroutine[Any, Any, None]:
         """Start the ranks. On the runtime's loop."""
@@ -167,8 +185,7 @@ class Session:
             self._given_up = error
             outcomes = list(self._outcomes)
         for outcome in outcomes:
-            with suppress(concurrent.futures.InvalidStateError):  # it completed meanwhile
-                outcome.set_exception(error)
+            _fail(outcome, error)
         with suppress(RuntimeError):  # the loop ran again, and was closed meanwhile
             self.fail_soon(error)  # should it ever run again: the other ranks must not end a step that failed here
 
@@ -240,6 +257,20 @@ class Session:
             self._state = "closed"
         if self.thread is not None:
             self.thread.close()
+        with self._lock:
+            outcomes = list(self._outcomes)
+        for outcome in outcomes:  # of a loop that does not end, or that ended with the work undone
+            _fail(outcome, RrfpError("the pipeline was left before this was complete"))
+
+
+def _fail(outcome: concurrent.futures.Future[Any], error: BaseException) -> None:
+    with suppress(concurrent.futures.InvalidStateError):  # it completed meanwhile
+        outcome.set_exception(error)
+
+
+def _pass_on_cancelling(inner: concurrent.futures.Future[T], outcome: concurrent.futures.Future[T]) -> None:
+    if outcome.cancelled():
+        inner.cancel()
 
 
 def _complete(outcome: concurrent.futures.Future[T], inner: concurrent.futures.Future[T]) -> None:

@@ -15,7 +15,8 @@ class RankActivity:
     change them.
 
     Attributes:
-        step: the step that the rank is in, None between steps.
+        step: the step that the rank is in, until it has the reports of all ranks; None between steps.
+        has_returned: the call of that step has returned, and no caller waits for the reports.
         steps_ended: steps that it has completed.
         gathering: the collective call between two steps that it is in, such as ``clip_grad_norm_``; empty if none.
         gatherings_ended: collective calls between steps that it has completed.
@@ -24,6 +25,7 @@ class RankActivity:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.step: StepId | None = None
+        self.has_returned = False
         self.steps_ended = 0
         self.gathering = ""
         self.gatherings_ended = 0
@@ -35,9 +37,20 @@ class RankActivity:
         self.step = step
         self.touch()
 
+    def return_step(self) -> None:
+        """The rank has done its part of the step, and the caller goes on."""
+        self.has_returned = True
+
+    def await_reports(self) -> None:
+        """A caller waits for the reports of the step."""
+        if self.step is not None and self.has_returned:
+            self.has_returned = False
+            self.touch()
+
     def end_step(self) -> None:
-        """The step has ended."""
+        """The step has ended on all ranks."""
         self.step = None
+        self.has_returned = False
         self.steps_ended += 1
 
     @contextmanager

@@ -1,48 +1,37 @@
-"""The result of a step: one report a rank, gathered on all ranks and combined into one result."""
+"""The result of a step: what its ranks know when it ends, and what the reports of all ranks add."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Self
 
-from rrfp.compute.weighting import Reduction
-from rrfp.core.tasks import Mode, StepId
-from rrfp.core.topology import Topology
+from rrfp.core.tasks import Mode
 from rrfp.core.usage import Peaks
+from rrfp.runtime.reports import PendingReports, StepFigures
 from rrfp.trace.breakdown import Breakdown
-from rrfp.trace.spans import StepTrace
+from rrfp.trace.spans import StepTrace, merge
+
+#: The fields that the reports fill.
+_REPORTED = frozenset(each.name for each in fields(StepFigures))
+
+
+class _Reported:
+    """Room beside the fields of `StepResult`, which copies and pickles do not need: they are complete."""
+
+    __slots__ = ("_reports",)
+
+    _reports: PendingReports
 
 
 @dataclass(frozen=True, slots=True)
-class StageReport:
-    """How a step went on one rank.
-
-    Attributes:
-        stage: the rank's stage.
-        seconds: from its ``step`` call to its last task, send and reduction.
-        breakdown: where that time went.
-        peaks: the most it held.
-        losses: by microbatch, on the rank that computes them; empty elsewhere.
-        loss: their weighted combination there; None elsewhere.
-        weight: the sum of their weights there; 0 elsewhere.
-        refused: calls on this rank whose arguments were refused, so far.
-    """
-
-    stage: int
-    seconds: float
-    breakdown: Breakdown
-    peaks: Peaks
-    losses: Mapping[int, float] = field(default_factory=dict)
-    loss: float | None = None
-    weight: float = 0.0
-    refused: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(_Reported):
     """The outcome of a step, the same on every rank (but for ``trace`` and ``outputs``).
+
+    A step returns once this rank has done its part and the loss is known. ``seconds``, ``breakdown`` and ``peaks`` (and
+    ``peak_held`` and ``peak_bytes``) need the reports of all ranks, which are exchanged meanwhile. The first read of
+    one of them waits for the reports: it blocks its thread, and raises `PipelineAborted` if the pipeline fails before
+    they are here. On an event loop, ``await result.complete()`` first. So do copies and pickles; ``repr`` never waits.
 
     With several replicas, ``losses``, ``breakdown`` and ``peaks`` are those of this rank's replica.
 
@@ -73,6 +62,23 @@ class StepResult:
     trace: StepTrace = field(repr=False)
     outputs: Mapping[int, Any] = field(default_factory=dict, repr=False)
 
+    @classmethod
+    def awaiting(cls, reports: PendingReports, **known: Any) -> Self:
+        """A result of which ``reports`` will fill the fields that are not ``known``."""
+        result = object.__new__(cls)
+        for name, value in {**known, "_reports": reports}.items():
+            object.__setattr__(result, name, value)
+        return result
+
+    @property
+    def pending(self) -> PendingReports | None:
+        """The reports that it waits for; None once they are here."""
+        try:
+            object.__getattribute__(self, "seconds")
+        except AttributeError:
+            return self._reports
+        return None
+
     @property
     def peak_held(self) -> tuple[int, ...]:
         """For each stage, the most chunk tasks whose forward had started and whose memory was not free again."""
@@ -83,51 +89,43 @@ class StepResult:
         """For each stage, the most bytes held by microbatches in work and by outputs on their way out."""
         return tuple(peak.num_bytes for peak in self.peaks)
 
-    @classmethod
-    def of(
-        cls,
-        step: StepId,
-        training_step: int,
-        reports: Sequence[StageReport],
-        trace: StepTrace,
-        topology: Topology,
-        reduction: Reduction = "mean",
-    ) -> StepResult:
-        """Combine the reports of all ranks, by rank, for the one at ``topology``.
+    async def complete(self) -> Self:
+        """Wait for the reports of all ranks without blocking the event loop.
 
-        Ranks that were done earlier than the slowest had nothing left to do; that is how their breakdowns are filled
-        up.
+        Returns:
+            This result; no attribute waits any more.
+
+        Raises:
+            PipelineAborted: if the pipeline failed before they came.
+            RrfpError: if the pipeline was left, and its loop did not run any more.
         """
-        seconds = max(report.seconds for report in reports)
-        groups = [
-            [reports[rank] for rank in replace(topology, stage=s, member=0).group] for s in range(topology.stages)
-        ]
-        losses = {m: loss for group in groups for m, loss in group[0].losses.items()}
-        return cls(
-            step=training_step,
-            mode=step.mode,
-            microbatches=step.microbatches,
-            loss=_shared_loss(reports, topology, reduction),
-            losses=tuple(losses[m] for m in sorted(losses)),
-            seconds=seconds,
-            breakdown=tuple(_filled_up(group[0].breakdown, seconds) for group in groups),
-            peaks=tuple(Peaks.worst(report.peaks for report in group) for group in groups),
-            trace=trace,
-        )
+        if (pending := self.pending) is not None:
+            self._fill(await pending.arrive())
+        return self
 
+    def joined(self, others: Sequence[StepResult]) -> StepResult:
+        """This result, with the spans and outputs of ``others`` too, which belong to ranks of the same process."""
+        results = (self, *others)
+        known = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _REPORTED}
+        known["trace"] = merge(result.trace for result in results)
+        known["outputs"] = {m: output for result in results for m, output in result.outputs.items()}
+        return StepResult.awaiting(self._reports, **known)
 
-def _shared_loss(reports: Sequence[StageReport], topology: Topology, reduction: Reduction) -> float | None:
-    """The loss over all replicas, added in their order; nan where all weights of an evaluation are 0."""
-    leaders = (report for rank, report in enumerate(reports) if topology.place_of(rank).member == 0)
-    parts = [(report.loss, report.weight) for report in leaders if report.loss is not None]
-    if len(parts) < 2:
-        return parts[0][0] if parts else None
-    if reduction == "sum":
-        return sum(loss for loss, _ in parts)
-    total = sum(weight for _, weight in parts)
-    return sum(loss * weight for loss, weight in parts if weight) / total if total else math.nan
+    def __repr__(self) -> str:
+        pending = self.pending
+        hidden = frozenset() if pending is None or pending.has_come else _REPORTED
+        shown = (each.name for each in fields(self) if each.repr and each.name not in hidden)
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
+    if not TYPE_CHECKING:  # or every misspelt attribute would pass the type checker
 
-def _filled_up(breakdown: Breakdown, seconds: float) -> Breakdown:
-    rest = seconds - breakdown.step
-    return replace(breakdown, step=seconds, drained=breakdown.drained + rest)
+        def __getattr__(self, name: str) -> Any:
+            """The first read of a field that the reports fill."""
+            if name not in _REPORTED:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            self._fill(self._reports.wait())
+            return getattr(self, name)
+
+    def _fill(self, figures: StepFigures) -> None:
+        for name in _REPORTED:
+            object.__setattr__(self, name, getattr(figures, name))

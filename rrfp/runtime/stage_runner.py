@@ -95,7 +95,7 @@ class StageRunner:
         self._driver = driver = CoreDriver(context, core, program, coordination, depth, reduce, ties)
         post = driver.messenger.post
         self._all_gather = TreeAllGather(topology.rank, topology.world, post)
-        self._reporter = StepReporter(topology, core.graph, self._all_gather)
+        self._reporter = StepReporter(topology, core.graph, self._all_gather, context.activity, context.supervisor)
         progress = Progress(context, core, driver.executor, driver.messenger, driver.gradients.awaited, driver.dispute)
         self._health = HealthMonitor(context, progress, self._all_gather, post, stall_after, abort_after)
         self._history = TraceHistory(trace_steps)
@@ -141,10 +141,22 @@ class StageRunner:
     async def step(self, plan: Plan) -> StepResult:
         """Run one step; its program has the batch. Cancelling it ends the pipeline.
 
+        Returns:
+            The result; the reports of all ranks come later, at the latest before `settle` returns.
+
         Raises:
             PipelineAborted: if any rank failed.
         """
         return await self._abort.unless_aborted(self._run_step(plan), "the step")
+
+    async def settle(self) -> None:
+        """Wait for the reports of the last step. A failure before is for `close` to raise.
+
+        Raises:
+            PipelineAborted: if any rank fails meanwhile.
+        """
+        if self._abort.failure is None and not self._reporter.is_settled:
+            await self._abort.unless_aborted(self._reporter.settle(), "leaving")
 
     def fence(self) -> None:
         """Let the next step see the work that the calling thread has issued. Called on the caller's thread."""
@@ -177,7 +189,7 @@ class StageRunner:
             PipelineAborted: if the pipeline failed and no call has raised that.
         """
         context = self._context
-        if self._abort.is_awaited:  # or the step would wait forever without a trace
+        if self._abort.is_awaited or not self._reporter.is_settled:  # or a step would wait forever without a trace
             self.fail(RrfpError("the pipeline was left while a step was running"))
         try:
             async with asyncio.timeout(timeouts.RUNNER_CLOSE_S):
@@ -235,6 +247,7 @@ class StageRunner:
         self._driver.executor.close()
 
     def _stop(self, failure: Failure) -> None:
+        self._reporter.fail(failure)
         self._release()
         with suppress(BaseException):  # a hint that observes events may raise anything; it is never asked again
             self._core.apply(ev.Aborted(failure.origin))
@@ -242,36 +255,49 @@ class StageRunner:
     # A step.
 
     async def _run_step(self, plan: Plan) -> StepResult:
-        context, step = self._context, plan.step
+        context, step, reporter = self._context, plan.step, self._reporter
+        await reporter.settle()
         context.activity.begin_step(step)
         context.departures.check()
         context.recorder.open()
         self._earlier = Peaks.worst([self._earlier, self._core.peaks])
         if self.topology.replicas > 1 and step.mode is Mode.TRAIN:
-            sharing = self._reporter.share_weights(plan)
-            if self._reporter.has_losses:
+            sharing = reporter.share_weights(plan)
+            if reporter.has_losses:
                 await sharing
             else:
                 context.supervisor.spawn(sharing)
         self._driver.open_step(plan)
+        reporter.open(plan)
         await self._driver.finished.wait()
         # Before this rank reports: the others may then begin the next step, and send its tensors.
         context.mailbox.clear()
         trace = context.recorder.close(step.number, self._core.peaks)
         if step.mode is Mode.TRAIN:
             self._history.add(replace(trace, step=plan.batch.training_step))
-        # On the lane's thread, because reading a loss may wait for the device.
-        losses = await self._driver.executor.run_extra("the losses of the step", self.program.losses)
-        result = await self._reporter.report(plan, trace, self._core.peaks, losses)
-        context.activity.end_step()
-        return replace(result, outputs=self.program.outputs())
+        own: Mapping[int, float] = {}
+        if reporter.has_losses:  # on the lane's thread, because reading a loss may wait for the device
+            own = await self._driver.executor.run_extra("the losses of the step", self.program.losses)
+        losses = await reporter.share_losses(plan, own)
+        return StepResult.awaiting(
+            reporter.report(plan, trace, self._core.peaks),
+            step=plan.batch.training_step,
+            mode=step.mode,
+            microbatches=step.microbatches,
+            loss=losses.loss,
+            losses=losses.by_microbatch,
+            trace=trace,
+            outputs=self.program.outputs(),
+        )
 
     async def _gather(self, own: bytes) -> list[bytes]:
+        await self._reporter.settle()
         with self._context.activity.gather("clip_grad_norm_") as number:
             self._context.departures.check()
             return await self._all_gather.all_gather("gather", number, own)
 
     async def _save_trace(self, request: TraceRequest) -> str:
+        await self._reporter.settle()
         with self._context.activity.gather("save_trace"):
             self._context.departures.check()
             return await self._saver.save(request)

@@ -1,25 +1,32 @@
-"""What all ranks gather about a step: at its beginning the weights of losses, at its end a report of each."""
+"""The all-gathers of a step: of weights at its beginning, of losses at its end, and of reports behind its end."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from rrfp.compute.weighting import combine_losses
+from rrfp.compute.weighting import Reduction, combine_losses
 from rrfp.core.graph import Graph
 from rrfp.core.topology import Topology
 from rrfp.core.usage import Peaks
 from rrfp.errors import ProtocolError
 from rrfp.log import get_logger
 from rrfp.runtime import records
+from rrfp.runtime.abort import Failure
+from rrfp.runtime.activity import RankActivity
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.batching import Plan
-from rrfp.runtime.result import StageReport, StepResult
+from rrfp.runtime.reports import PendingReports, StageReport, StepFigures
+from rrfp.runtime.supervisor import TaskSupervisor
 from rrfp.trace.breakdown import breakdown
 from rrfp.trace.spans import StepTrace
 
 logger = get_logger(__name__)
+
+#: The call of a step returns within so many turns of the loop; only then is its breakdown computed.
+_TURNS_TO_RETURN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +42,71 @@ class WeightShare:
     reduces: bool
 
 
-class StepReporter:
-    """What one rank contributes to the all-gathers of a step, and what it makes of all ranks' answers."""
+@dataclass(frozen=True, slots=True)
+class LossShare:
+    """A rank's part of the losses of a step; a rank that computes none shares that at once.
 
-    def __init__(self, topology: Topology, graph: Graph, all_gather: TreeAllGather) -> None:
+    Attributes:
+        refused: calls on this rank whose arguments were refused, so far.
+        losses: by microbatch, on the rank that computes them; empty elsewhere.
+        loss: their weighted combination there; None elsewhere.
+        weight: the sum of their weights there; 0 elsewhere.
+    """
+
+    refused: int = 0
+    losses: Mapping[int, float] = field(default_factory=dict)
+    loss: float | None = None
+    weight: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """The losses of a step.
+
+    Attributes:
+        loss: over all replicas; None where none was computed.
+        by_microbatch: of this rank's replica, in microbatch order.
+    """
+
+    loss: float | None
+    by_microbatch: tuple[float, ...]
+
+    @classmethod
+    def of(cls, shares: Sequence[LossShare], topology: Topology, reduction: Reduction) -> Losses:
+        """Combine the shares of all ranks, by rank, for the one at ``topology``."""
+        leaders = [replace(topology, stage=stage, member=0).rank for stage in range(topology.stages)]
+        losses = {m: loss for rank in leaders for m, loss in shares[rank].losses.items()}
+        return cls(_shared_loss(shares, topology, reduction), tuple(losses[m] for m in sorted(losses)))
+
+
+class StepReporter:
+    """What one rank contributes to the all-gathers of a step, and what it makes of all ranks' answers.
+
+    ``supervisor`` runs the exchange of reports, which `RankActivity` counts as the end of the step.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        graph: Graph,
+        all_gather: TreeAllGather,
+        activity: RankActivity,
+        supervisor: TaskSupervisor,
+    ) -> None:
         self._topology = topology
         self._all_gather = all_gather
+        self._activity = activity
+        self._supervisor = supervisor
         self._refused: Sequence[int] = ()
         #: Whether this rank computes losses: it has to know the sum of all weights before its first backward.
         self.has_losses = any(not graph.successors[v] for v in graph.placement.virtual_stages(topology.stage))
         self._warned = False
+        #: The losses of the step, once this rank has given its own.
+        self._shares: asyncio.Future[dict[int, bytes]] | None = None
+        #: The reports of the last step.
+        self._pending: PendingReports | None = None
+        self._settled = asyncio.Event()
+        self._settled.set()
 
     async def share_weights(self, plan: Plan) -> None:
         """Sum the weights of the microbatches of all replicas, and normalise the plan by it where that matters.
@@ -69,21 +131,66 @@ class StepReporter:
                 f"reduce_gradients is True on {does} and False on {does_not} in {plan.step}: must be the same on all"
             )
 
-    async def report(self, plan: Plan, trace: StepTrace, peaks: Peaks, losses: Mapping[int, float]) -> StepResult:
-        """Gather the reports of all ranks, and make one result of them."""
-        topology, weight = self._topology, plan.total_weight if losses else 0.0
-        loss = None
-        if losses:
-            self._check_finite(plan, losses)
-            ordered = [losses[m] for m in sorted(losses)]
+    def open(self, plan: Plan) -> None:
+        """The step has begun: a rank that computes no losses shares that now, and so keeps no other rank waiting."""
+        if not self.has_losses:
+            self._share_losses(plan, {})
+
+    async def share_losses(self, plan: Plan, own: Mapping[int, float]) -> Losses:
+        """Share this rank's losses, if it computes any, and wait for those of all ranks."""
+        if self.has_losses:
+            self._share_losses(plan, own)
+        assert self._shares is not None, "the step is not open"
+        bundle = self._all_gather.in_order(await self._shares)
+        shares = [records.unpack(LossShare, data, "the losses of a step") for data in bundle]
+        self._compare_refused([share.refused for share in shares], plan)
+        return Losses.of(shares, self._topology, plan.reduction)
+
+    def _share_losses(self, plan: Plan, own: Mapping[int, float]) -> None:
+        share = LossShare(plan.refused)
+        if own:
+            self._check_finite(plan, own)
+            weight, ordered = plan.total_weight, [own[m] for m in sorted(own)]
             # A replica all of whose weights are 0 adds nothing to the others' mean.
-            loss = combine_losses(ordered, plan.weights, plan.reduction) if weight or topology.replicas == 1 else 0.0
-        parts = breakdown(trace, topology.stage)
-        report = StageReport(topology.stage, trace.end - trace.start, parts, peaks, losses, loss, weight, plan.refused)
+            is_part = weight or self._topology.replicas == 1
+            loss = combine_losses(ordered, plan.weights, plan.reduction) if is_part else 0.0
+            share = replace(share, losses=own, loss=loss, weight=weight)
+        self._shares = self._all_gather.join("losses", plan.step.number, records.pack(share))
+
+    def report(self, plan: Plan, trace: StepTrace, peaks: Peaks) -> PendingReports:
+        """Exchange reports behind the caller's back: this rank's call returns meanwhile."""
+        self._pending = pending = PendingReports(self._activity.await_reports)
+        self._settled.clear()
+        self._activity.return_step()
+        self._supervisor.spawn(self._exchange(plan, trace, peaks, pending))
+        return pending
+
+    async def _exchange(self, plan: Plan, trace: StepTrace, peaks: Peaks, pending: PendingReports) -> None:
+        for _ in range(_TURNS_TO_RETURN):
+            await asyncio.sleep(0)
+        parts = breakdown(trace, self._topology.stage)
+        report = StageReport(self._topology.stage, trace.end - trace.start, parts, peaks)
         answers = await self._all_gather.all_gather("step", plan.step.number, records.pack(report))
         reports = [records.unpack(StageReport, data, "a step report") for data in answers]
-        self._compare_refused([report.refused for report in reports], plan)
-        return StepResult.of(plan.step, plan.batch.training_step, reports, trace, topology, plan.reduction)
+        pending.settle(StepFigures.of(reports, self._topology))
+        self._activity.end_step()
+        self._settled.set()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the reports of the last step are here, or there was none."""
+        return self._settled.is_set()
+
+    async def settle(self) -> None:
+        """Wait for the reports of the last step: before they are here, another rank may be in that step."""
+        if not self.is_settled:
+            self._activity.await_reports()
+            await self._settled.wait()
+
+    def fail(self, failure: Failure) -> None:
+        """The pipeline failed: a caller that reads the reports raises that, unless they are here."""
+        if self._pending is not None:
+            self._pending.settle(failure)
 
     def _compare_refused(self, refused: Sequence[int], plan: Plan) -> None:
         """Warn when calls were refused on some ranks only: a rank that then took its next batch is ahead of others."""
@@ -116,3 +223,15 @@ class StepReporter:
                     stage=self._topology.stage,
                 )
                 return
+
+
+def _shared_loss(shares: Sequence[LossShare], topology: Topology, reduction: Reduction) -> float | None:
+    """The loss over all replicas, added in their order; nan where all weights of an evaluation are 0."""
+    leaders = (share for rank, share in enumerate(shares) if topology.place_of(rank).member == 0)
+    parts = [(share.loss, share.weight) for share in leaders if share.loss is not None]
+    if len(parts) < 2:
+        return parts[0][0] if parts else None
+    if reduction == "sum":
+        return sum(loss for loss, _ in parts)
+    total = sum(weight for _, weight in parts)
+    return sum(loss * weight for loss, weight in parts if weight) / total if total else math.nan

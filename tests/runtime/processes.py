@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 import rrfp
-from rrfp.compute.emulated import EmulatedStage
+from rrfp.compute.emulated import Durations, EmulatedStage
 from rrfp.core.graph import Graph
 from rrfp.core.mesh import Mesh
 from rrfp.errors import PipelineAborted
@@ -74,9 +74,9 @@ class Processes:
         folder: where the ranks meet.
         count: N.
         program: what each rank does; importable.
-        seconds: what a forward takes.
+        seconds: what a forward takes; of emulated stages, what every task takes, or a function that says it.
         chunks: how many chunks each rank has.
-        mesh: how the ranks are laid out; they have emulated stages then, whose tasks all take ``seconds``.
+        mesh: how the ranks are laid out; they have emulated stages then.
         options: of every pipeline.
     """
 
@@ -85,7 +85,7 @@ class Processes:
         folder: Path,
         count: int,
         program: Program,
-        seconds: float = 0.01,
+        seconds: float | Durations = 0.01,
         chunks: Sequence[int] = (),
         mesh: Mesh | None = None,
         **options: Any,
@@ -138,7 +138,7 @@ def _run(
     rank: int,
     count: int,
     program: Program,
-    seconds: float,
+    seconds: Any,
     chunks: int,
     mesh: Mesh | None,
     options: Mapping[str, Any],
@@ -153,7 +153,8 @@ def _run(
     place = rrfp.Topology(rank, count) if mesh is None else rrfp.Topology.at(rank, mesh)
     modules: Any = [Slow(seconds) for _ in range(chunks)]
     if mesh is not None:
-        modules = EmulatedStage(Graph.chain(place.stages), lambda task: seconds, num_bytes=64)
+        durations = seconds if callable(seconds) else lambda task: seconds
+        modules = EmulatedStage(Graph.chain(place.stages), durations, num_bytes=64)
     settings: Any = {"loss_fn": loss_fn, "stall_after": 1.0, "patience": PATIENCE_S, **options}
     pipeline = rrfp.Pipeline(modules, topology=place, rendezvous=rendezvous, **settings)
     value, error, text = None, "", ""

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rrfp.core.mesh import Mesh, Place
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.core.topology import Topology
 from rrfp.core.usage import Peaks, WaitCause
@@ -16,10 +17,10 @@ from rrfp.errors import ConfigError, Origin, ProtocolError
 from rrfp.runtime.abort import origin_of
 from rrfp.runtime.batching import plan_step
 from rrfp.runtime.records import pack, unpack
-from rrfp.runtime.result import StageReport, StepResult
+from rrfp.runtime.reports import StageReport, StepFigures
+from rrfp.runtime.step_report import Losses, LossShare
 from rrfp.trace.breakdown import Breakdown, breakdown
 from rrfp.trace.recorder import Recorder
-from rrfp.trace.spans import StepTrace
 
 seconds = st.floats(0, 1e6)
 
@@ -31,45 +32,64 @@ seconds = st.floats(0, 1e6)
         seconds=seconds,
         breakdown=st.builds(Breakdown, step=seconds, compute=seconds, input=seconds),
         peaks=st.builds(Peaks, held=st.integers(0, 99), num_bytes=st.integers(0, 2**60), received=st.integers(0, 9)),
-        losses=st.dictionaries(st.integers(0, 9), st.floats(allow_nan=False)),
-        loss=st.none() | st.floats(allow_nan=False),
     )
 )
 def test_a_report_travels(report: StageReport) -> None:
     assert unpack(StageReport, pack(report), "a report") == report
 
 
-GOOD = pack(StageReport(1, 2.0, Breakdown(2.0, 1.0), Peaks(1, 2, 3), {0: 0.5}, 0.5))
+@given(
+    st.builds(
+        LossShare,
+        refused=st.integers(0, 9),
+        losses=st.dictionaries(st.integers(0, 9), st.floats(allow_nan=False)),
+        loss=st.none() | st.floats(allow_nan=False),
+        weight=seconds,
+    )
+)
+def test_losses_travel(share: LossShare) -> None:
+    assert unpack(LossShare, pack(share), "losses") == share
+
+
+REPORT = pack(StageReport(1, 2.0, Breakdown(2.0, 1.0), Peaks(1, 2, 3)))
+SHARE = pack(LossShare(0, {0: 0.5}, 0.5, 1.0))
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("kind", "data"),
     [
-        b"",
-        b"\xc1",
-        GOOD[:-1],
-        GOOD + b"\x00",
-        msgpack.packb(3),
-        msgpack.packb({}),
-        msgpack.packb({**msgpack.unpackb(GOOD), "peaks": 5}),
-        msgpack.packb({**msgpack.unpackb(GOOD), "losses": [[[1], 2.0]]}),
-        msgpack.packb({**msgpack.unpackb(GOOD), "extra": 1}),
+        *((kind, data) for kind in (StageReport, LossShare) for data in (b"", b"\xc1", msgpack.packb(3))),
+        *((kind, good[:-1]) for kind, good in ((StageReport, REPORT), (LossShare, SHARE))),
+        *((kind, good + b"\x00") for kind, good in ((StageReport, REPORT), (LossShare, SHARE))),
+        (StageReport, msgpack.packb({})),
+        (StageReport, msgpack.packb({**msgpack.unpackb(REPORT), "peaks": 5})),
+        (LossShare, msgpack.packb({**msgpack.unpackb(SHARE), "losses": [[[1], 2.0]]})),
+        (LossShare, msgpack.packb({**msgpack.unpackb(SHARE), "extra": 1})),
     ],
 )
-def test_a_malformed_report_is_refused(data: bytes) -> None:
-    with pytest.raises(ProtocolError, match="a step report cannot be read"):
-        unpack(StageReport, data, "a step report")
+def test_a_malformed_record_of_a_step_is_refused(kind: type[Any], data: bytes) -> None:
+    with pytest.raises(ProtocolError, match="this record cannot be read"):
+        unpack(kind, data, "this record")
 
 
-def test_a_result_fills_every_breakdown_up_to_the_slowest_rank() -> None:
-    trace = StepTrace(0, 0.0, 3.0)
+def test_every_breakdown_is_filled_up_to_the_slowest_rank() -> None:
     reports = [
         StageReport(0, 3.0, Breakdown(3.0, 3.0), Peaks(held=2)),
-        StageReport(1, 2.0, Breakdown(2.0, 1.5, drained=0.5), Peaks(held=1), {1: 4.0, 0: 2.0}, 3.0),
+        StageReport(1, 2.0, Breakdown(2.0, 1.5, drained=0.5), Peaks(held=1)),
     ]
-    result = StepResult.of(StepId(0, Mode.TRAIN, 2), 5, reports, trace, Topology(0, 2))
-    assert (result.loss, result.losses, result.seconds, result.peak_held) == (3.0, (2.0, 4.0), 3.0, (2, 1))
-    assert result.breakdown[1] == Breakdown(3.0, 1.5, drained=1.5)
+    figures = StepFigures.of(reports, Topology(0, 2))
+    assert (figures.seconds, [peaks.held for peaks in figures.peaks]) == (3.0, [2, 1])
+    assert figures.breakdown[1] == Breakdown(3.0, 1.5, drained=1.5)
+
+
+def test_losses_are_those_of_the_own_replica_and_the_loss_that_of_all() -> None:
+    mesh = Mesh((("pp", 2), ("dp", 2)))
+    shares = [LossShare() for _ in range(4)]
+    for replica, (loss, weight) in enumerate([(3.0, 1.0), (5.0, 3.0)]):
+        shares[mesh.rank(Place(1, replica, 0))] = LossShare(0, {1: loss, 0: 2.0}, loss, weight)
+    own = [Losses.of(shares, Topology.at(mesh.rank(Place(0, replica, 0)), mesh), "mean") for replica in range(2)]
+    assert own == [Losses(4.5, (2.0, 3.0)), Losses(4.5, (2.0, 5.0))]
+    assert Losses.of(shares, Topology.at(0, mesh), "sum").loss == 8.0
 
 
 def test_a_plan_knows_m_from_any_list() -> None:

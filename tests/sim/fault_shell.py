@@ -131,6 +131,7 @@ class _Shell:
         core = StageCore(scenario.graph, stage, hint, limit, in_order=scenario.in_order)
         program = HashStage(scenario.graph, scenario.durations, lane)
         runner = StageRunner(core, program, lane, transport, stall_after=self._patience)
+        results: list[StepResult] = []
         try:
             await runner.start()
             for step in scenario.steps:
@@ -138,22 +139,29 @@ class _Shell:
                 plan = plan_step(step.number, step.mode, "mean", microbatches=step.microbatches, sizes=sizes)
                 program.open(plan.step, plan.batch)
                 self._links.step_opened(stage, step.number)
-                self._check(stage, step, program, await runner.step(plan))
+                results.append(await runner.step(plan))
+                self._check(stage, step, program)
                 await asyncio.sleep(scenario.gaps[stage])
+            await runner.settle()
+            for step, result in zip(scenario.steps, results, strict=True):
+                self._check_peaks(stage, step, result)
             await runner.close()
         except Exception as error:  # a rank's end is what is looked at
             self._outcome.errors[stage] = error
             with_words = [note for note in (await asyncio.gather(runner.close(), return_exceptions=True)) if note]
             self._outcome.problems += [str(one) for one in with_words if not isinstance(one, PipelineAborted)]
 
-    def _check(self, stage: int, step: StepId, program: HashStage, result: StepResult) -> None:
-        graph, reference, limit = self._scenario.graph, self._references[step.number], self._scenario.limits[stage]
+    def _check(self, stage: int, step: StepId, program: HashStage) -> None:
+        graph, reference = self._scenario.graph, self._references[step.number]
         expected = {task: reference.values[task] for task in graph.tasks(stage, step.microbatches, step.mode)}
         if program.values != expected:
             self._outcome.problems.append(f"stage {stage} computed wrong values in {step}")
         for v in graph.placement.virtual_stages(stage):
             if program.gradients.get(v, 0) != reference.gradients.get(v, 0):
                 self._outcome.problems.append(f"stage {stage} has a wrong gradient on {v} in {step}")
+
+    def _check_peaks(self, stage: int, step: StepId, result: StepResult) -> None:
+        graph, limit = self._scenario.graph, self._scenario.limits[stage]
         if limit.microbatches is not None:
             chunks = graph.placement.chunks
             may_pass = limit.rule == "paper" and chunks > 1 and step.mode is Mode.TRAIN

@@ -41,7 +41,8 @@ class Progress:
     def idle_seconds(self) -> float:
         """For how long nothing has happened while all ranks are waited for; 0 otherwise, and while the lane is busy."""
         activity = self._activity
-        if (activity.step is None and not activity.gathering) or self.running():
+        is_awaited = activity.gathering or (activity.step is not None and not activity.has_returned)
+        if not is_awaited or self.running():
             return 0.0
         return self._now() - activity.active_at
 
@@ -75,6 +76,7 @@ class Progress:
             gathering=activity.gathering,
             gatherings_ended=activity.gatherings_ended,
             name=self._topology.name,
+            has_returned=activity.has_returned,
         )
 
     def _can_run(self) -> bool:

@@ -34,6 +34,7 @@ class RankStatus:
         name: its display name; empty where that is its stage.
         process: its host and process id.
         stack: the Python stack of its lane, where it has been running something for long.
+        has_returned: its call of the step has returned, and no caller there waits for the reports of the others.
     """
 
     stage: int
@@ -51,6 +52,7 @@ class RankStatus:
     name: str = ""
     process: str = ""
     stack: str = ""
+    has_returned: bool = False
 
     @property
     def who(self) -> str:

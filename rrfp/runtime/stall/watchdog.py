@@ -149,6 +149,7 @@ class Watchdog:
 def _first_idle(statuses: Sequence[RankStatus]) -> int | None:
     """The lowest rank that waits: the one that logs, so that there is one line for all."""
     for rank, status in enumerate(statuses):
-        if status.gathering or (status.step is not None and status.running is None and not status.can_run):
+        is_in_step = status.step is not None and not status.has_returned
+        if status.gathering or (is_in_step and status.running is None and not status.can_run):
             return rank
     return None
