@@ -156,7 +156,7 @@ class StageRunner:
             PipelineAborted: if any rank fails meanwhile.
         """
         if self._abort.failure is None and not self._reporter.is_settled:
-            await self._abort.unless_aborted(self._reporter.settle(), "leaving")
+            await self._abort.unless_aborted(self._reporter.settle(), "the end of the step")
 
     def fence(self) -> None:
         """Let the next step see the work that the calling thread has issued. Called on the caller's thread."""

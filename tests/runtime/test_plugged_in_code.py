@@ -205,7 +205,7 @@ def test_an_abort_does_not_wait_for_losses_that_a_lane_is_reading() -> None:
             return {}
 
     class Failing(Ones):
-        def losses(self) -> Any:
+        def finish(self, virtual_stage: int) -> None:
             hold.begun.wait(10)
             raise Trap("unreadable")
 
