@@ -56,18 +56,11 @@ class TreeAllGather:
 
         Raises SupersededError if `supersede` ends it.
         """
-        return self.in_order(await self.join(topic, number, own))
-
-    def join(self, topic: str, number: int, own: bytes) -> asyncio.Future[dict[int, bytes]]:
-        """As `all_gather`, of which this is the first half: returns the future of what `in_order` sorts."""
         key = (topic, number)
         if self._is_past(key):
             raise SupersededError(f"{topic} {number}")
-        return self._join(key, own)
-
-    def in_order(self, bundle: Mapping[int, bytes]) -> list[bytes]:
-        """The bytes of all ranks, by rank."""
-        return [bundle[rank] for rank in range(self._world)]
+        result = await self._join(key, own)
+        return [result[rank] for rank in range(self._world)]
 
     async def reduce(self, topic: str, number: int, own: bytes, answer: Answer) -> bytes:
         """Contribute ``own``, and wait for the answer to the bytes of all ranks, which only rank 0 gets.
@@ -99,13 +92,15 @@ class TreeAllGather:
             if future is not None and not future.done():
                 future.set_exception(SupersededError(f"{topic} {key[1]}"))
 
-    def _join(self, key: Key, own: bytes) -> asyncio.Future[dict[int, bytes]]:
-        """Contribute ``own`` to ``key``; returns the future result."""
+    async def _join(self, key: Key, own: bytes) -> dict[int, bytes]:
+        """Contribute ``own`` to ``key``, and wait for the result."""
         self._gathered.setdefault(key, {})[self._rank] = own
-        future = self._results[key] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(lambda _: self._results.pop(key, None))
+        future = self._results.setdefault(key, asyncio.get_running_loop().create_future())
         self._advance(key)
-        return future
+        try:
+            return await future
+        finally:
+            self._results.pop(key, None)
 
     def _is_past(self, key: Key) -> bool:
         return key[1] < self._first.get(key[0], 0)

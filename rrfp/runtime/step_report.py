@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from rrfp.arbiter.loop import SettlingLoop
 from rrfp.compute.weighting import Reduction, combine_losses
+from rrfp.core import timeouts
 from rrfp.core.graph import Graph
 from rrfp.core.topology import Topology
 from rrfp.core.usage import Peaks
@@ -24,9 +27,6 @@ from rrfp.trace.breakdown import breakdown
 from rrfp.trace.spans import StepTrace
 
 logger = get_logger(__name__)
-
-#: The call of a step returns within so many turns of the loop; only then is its breakdown computed.
-_TURNS_TO_RETURN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +102,10 @@ class StepReporter:
         self.has_losses = any(not graph.successors[v] for v in graph.placement.virtual_stages(topology.stage))
         self._warned = False
         #: The losses of the step, once this rank has given its own.
-        self._shares: asyncio.Future[dict[int, bytes]] | None = None
-        #: The reports of the last step.
+        self._losses: asyncio.Future[Losses] | None = None
+        #: The reports of the last step; whether a caller waits for them, and whether they are here.
         self._pending: PendingReports | None = None
-        self._settled = asyncio.Event()
+        self._awaited, self._settled = asyncio.Event(), asyncio.Event()
         self._settled.set()
 
     async def share_weights(self, plan: Plan) -> None:
@@ -140,11 +140,8 @@ class StepReporter:
         """Share this rank's losses, if it computes any, and wait for those of all ranks."""
         if self.has_losses:
             self._share_losses(plan, own)
-        assert self._shares is not None, "the step is not open"
-        bundle = self._all_gather.in_order(await self._shares)
-        shares = [records.unpack(LossShare, data, "the losses of a step") for data in bundle]
-        self._compare_refused([share.refused for share in shares], plan)
-        return Losses.of(shares, self._topology, plan.reduction)
+        assert self._losses is not None, "the step is not open"
+        return await self._losses
 
     def _share_losses(self, plan: Plan, own: Mapping[int, float]) -> None:
         share = LossShare(plan.refused)
@@ -155,19 +152,26 @@ class StepReporter:
             is_part = weight or self._topology.replicas == 1
             loss = combine_losses(ordered, plan.weights, plan.reduction) if is_part else 0.0
             share = replace(share, losses=own, loss=loss, weight=weight)
-        self._shares = self._all_gather.join("losses", plan.step.number, records.pack(share))
+        self._losses = losses = asyncio.get_running_loop().create_future()
+        self._supervisor.spawn(self._gather_losses(plan, share, losses))
+
+    async def _gather_losses(self, plan: Plan, own: LossShare, losses: asyncio.Future[Losses]) -> None:
+        answers = await self._all_gather.all_gather("losses", plan.step.number, records.pack(own))
+        shares = [records.unpack(LossShare, data, "the losses of a step") for data in answers]
+        self._compare_refused([share.refused for share in shares], plan)
+        losses.set_result(Losses.of(shares, self._topology, plan.reduction))
 
     def report(self, plan: Plan, trace: StepTrace, peaks: Peaks) -> PendingReports:
         """Exchange reports behind the caller's back: this rank's call returns meanwhile."""
-        self._pending = pending = PendingReports(self._activity.await_reports)
+        self._pending = pending = PendingReports(self._wait)
+        self._awaited.clear()
         self._settled.clear()
         self._activity.return_step()
         self._supervisor.spawn(self._exchange(plan, trace, peaks, pending))
         return pending
 
     async def _exchange(self, plan: Plan, trace: StepTrace, peaks: Peaks, pending: PendingReports) -> None:
-        for _ in range(_TURNS_TO_RETURN):
-            await asyncio.sleep(0)
+        await self._let_return()
         parts = breakdown(trace, self._topology.stage)
         report = StageReport(self._topology.stage, trace.end - trace.start, parts, peaks)
         answers = await self._all_gather.all_gather("step", plan.step.number, records.pack(report))
@@ -175,6 +179,14 @@ class StepReporter:
         pending.settle(StepFigures.of(reports, self._topology))
         self._activity.end_step()
         self._settled.set()
+
+    async def _let_return(self) -> None:
+        """Leave the interpreter's lock to the thread of the caller, which gets the loss now, unless it waits here."""
+        if isinstance(asyncio.get_running_loop(), SettlingLoop):  # with a clock that runs ahead, and no other thread
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeouts.RETURN_S):
+                await self._awaited.wait()
 
     @property
     def is_settled(self) -> bool:
@@ -184,8 +196,13 @@ class StepReporter:
     async def settle(self) -> None:
         """Wait for the reports of the last step: before they are here, another rank may be in that step."""
         if not self.is_settled:
-            self._activity.await_reports()
+            self._wait()
             await self._settled.wait()
+
+    def _wait(self) -> None:
+        """A caller waits for the reports."""
+        self._awaited.set()
+        self._activity.await_reports()
 
     def fail(self, failure: Failure) -> None:
         """The pipeline failed: a caller that reads the reports raises that, unless they are here."""
