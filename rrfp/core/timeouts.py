@@ -24,8 +24,9 @@ PATIENCE_S = 10.0
 #: ``stall_after``: idleness that is worth a question to all ranks; longer than any ordinary wait of a step.
 STALL_AFTER_S = 10.0
 
-#: The thread of the caller takes the result of a step within this time; only then does its rank work on its report.
-RETURN_S = 0.001
+#: Work of the loop that no rank waits for yet gives way for so long to the threads of the caller and the lane, which
+#: need the interpreter's lock for something more urgent.
+GIVE_WAY_S = 0.001
 
 # Between two ranks.
 

@@ -134,7 +134,7 @@ class StepReporter:
     def open(self, plan: Plan) -> None:
         """The step has begun: a rank that computes no losses shares that now, and so keeps no other rank waiting."""
         if not self.has_losses:
-            self._share_losses(plan, {})
+            self._share_losses(plan, {}, gives_way=True)
 
     async def share_losses(self, plan: Plan, own: Mapping[int, float]) -> Losses:
         """Share this rank's losses, if it computes any, and wait for those of all ranks."""
@@ -143,7 +143,7 @@ class StepReporter:
         assert self._losses is not None, "the step is not open"
         return await self._losses
 
-    def _share_losses(self, plan: Plan, own: Mapping[int, float]) -> None:
+    def _share_losses(self, plan: Plan, own: Mapping[int, float], *, gives_way: bool = False) -> None:
         share = LossShare(plan.refused)
         if own:
             self._check_finite(plan, own)
@@ -153,9 +153,11 @@ class StepReporter:
             loss = combine_losses(ordered, plan.weights, plan.reduction) if is_part else 0.0
             share = replace(share, losses=own, loss=loss, weight=weight)
         self._losses = losses = asyncio.get_running_loop().create_future()
-        self._supervisor.spawn(self._gather_losses(plan, share, losses))
+        self._supervisor.spawn(self._gather_losses(plan, share, losses, gives_way))
 
-    async def _gather_losses(self, plan: Plan, own: LossShare, losses: asyncio.Future[Losses]) -> None:
+    async def _gather_losses(self, plan: Plan, own: LossShare, losses: asyncio.Future[Losses], gives_way: bool) -> None:
+        if gives_way:  # to the first task
+            await _give_way(asyncio.Event())
         answers = await self._all_gather.all_gather("losses", plan.step.number, records.pack(own))
         shares = [records.unpack(LossShare, data, "the losses of a step") for data in answers]
         self._compare_refused([share.refused for share in shares], plan)
@@ -171,7 +173,7 @@ class StepReporter:
         return pending
 
     async def _exchange(self, plan: Plan, trace: StepTrace, peaks: Peaks, pending: PendingReports) -> None:
-        await self._let_return()
+        await _give_way(self._awaited)  # the caller gets the loss
         parts = breakdown(trace, self._topology.stage)
         report = StageReport(self._topology.stage, trace.end - trace.start, parts, peaks)
         answers = await self._all_gather.all_gather("step", plan.step.number, records.pack(report))
@@ -179,14 +181,6 @@ class StepReporter:
         pending.settle(StepFigures.of(reports, self._topology))
         self._activity.end_step()
         self._settled.set()
-
-    async def _let_return(self) -> None:
-        """Leave the interpreter's lock to the thread of the caller, which gets the loss now, unless it waits here."""
-        if isinstance(asyncio.get_running_loop(), SettlingLoop):  # with a clock that runs ahead, and no other thread
-            return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeouts.RETURN_S):
-                await self._awaited.wait()
 
     @property
     def is_settled(self) -> bool:
@@ -240,6 +234,15 @@ class StepReporter:
                     stage=self._topology.stage,
                 )
                 return
+
+
+async def _give_way(until: asyncio.Event) -> None:
+    """Leave the interpreter's lock to the other threads of the rank for a moment, or until ``until``."""
+    if isinstance(asyncio.get_running_loop(), SettlingLoop):  # whose clock jumps, and there are no other threads
+        return
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeouts.GIVE_WAY_S):
+            await until.wait()
 
 
 def _shared_loss(shares: Sequence[LossShare], topology: Topology, reduction: Reduction) -> float | None:

@@ -192,6 +192,27 @@ NAMED: tuple[Named, ...] = (
         (tests("runtime/test_departures.py"),),
     ),
     Named(
+        "a step begins while another rank is still in the one before",
+        "rrfp/runtime/stage_runner.py",
+        "        await reporter.settle()\n",
+        "",
+        (tests("runtime/test_step_ends.py"),),
+    ),
+    Named(
+        "a rank whose caller is elsewhere counts as idle",
+        "rrfp/runtime/stall/progress.py",
+        "not activity.has_returned)",
+        "True)",
+        (tests("runtime/test_step_ends.py"),),
+    ),
+    Named(
+        "a failure does not reach those who wait for reports",
+        "rrfp/runtime/stage_runner.py",
+        "        self._reporter.fail(failure)\n",
+        "",
+        (tests("runtime/test_step_ends.py"),),
+    ),
+    Named(
         "CLOSED is not looked at inside a step",
         "rrfp/runtime/departures.py",
         "        self.check()\n",
