@@ -269,7 +269,7 @@ def test_aligned_memory_is_used_in_place_and_other_memory_copied() -> None:
 @pytest.mark.parametrize("shape", [(32,), (4, 8)])
 def test_a_received_tensor_keeps_the_view_that_it_was_made_over(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """The end of a slot's or a buffer's view says that its memory may be used for another message."""
-    view = np.frombuffer(allocate(32 * dtype.itemsize), np.uint8).view()
+    view: Any = np.frombuffer(allocate(32 * dtype.itemsize), np.uint8).view()
     reference = weakref.ref(view)
     tensor = from_buffer(memoryview(view), dtype, shape, requires_grad=False)
     del view
