@@ -85,7 +85,10 @@ class PipelineHandle:
                 return
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeouts.LEAVE_S):
-                    await asyncio.shield(self._on_loop(self._session.close(error)))
+                    closing = asyncio.create_task(self._on_loop(self._session.close(error)))
+                    # Should the time be over, its error would go unread, which asyncio logs.
+                    closing.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+                    await asyncio.shield(closing)
         finally:
             await asyncio.shield(self._leave())
 

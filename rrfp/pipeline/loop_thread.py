@@ -6,6 +6,8 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Coroutine
+from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from rrfp.core import timeouts
@@ -34,8 +36,20 @@ class LoopThread:
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Run ``coroutine`` on the loop; called on any thread."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        """Run ``coroutine`` on the loop; cancelling the future cancels it. Called on any thread."""
+        outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self.loop.call_soon_threadsafe(self._begin, coroutine, outcome)
+        return outcome
+
+    def _begin(self, coroutine: Coroutine[Any, Any, T], outcome: concurrent.futures.Future[T]) -> None:
+        task = self.loop.create_task(coroutine)
+        task.add_done_callback(partial(_pass_on, outcome))
+        outcome.add_done_callback(partial(self._pass_on_cancelling, task))
+
+    def _pass_on_cancelling(self, task: asyncio.Task[T], outcome: concurrent.futures.Future[T]) -> None:
+        if outcome.cancelled():
+            with suppress(RuntimeError):  # the loop has ended, and its tasks with it
+                self.loop.call_soon_threadsafe(task.cancel)
 
     def close(self) -> None:
         """Stop the loop, cancel its tasks and join the thread.
@@ -62,3 +76,15 @@ class LoopThread:
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.run_until_complete(self.loop.shutdown_default_executor())
             self.loop.close()
+
+
+def _pass_on(outcome: concurrent.futures.Future[T], task: asyncio.Task[T]) -> None:
+    """Complete ``outcome`` as ``task`` did, unless that was given up before."""
+    error = None if task.cancelled() else task.exception()  # read in any case, or asyncio would log that no one has
+    with suppress(concurrent.futures.InvalidStateError):
+        if task.cancelled():
+            outcome.cancel()
+        elif error is not None:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(task.result())

@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 from rrfp.core.tasks import Mode
@@ -145,26 +144,24 @@ class Session:
         The future fails if the loop does not run any more.
         """
         assert self.thread is not None
-        outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
-        if not self._guard(outcome):
+        if (given_up := self._given_up) is not None:  # no one would complete it
             coroutine.close()
+            outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+            outcome.set_exception(given_up)
             return outcome
-        inner = self.thread.submit(coroutine)
-        outcome.add_done_callback(partial(_pass_on_cancelling, inner))
-        inner.add_done_callback(partial(_complete, outcome))
+        outcome = self.thread.submit(coroutine)
+        self._guard(outcome)
         return outcome
 
-    def _guard(self, outcome: concurrent.futures.Future[Any]) -> bool:
-        """Fail ``outcome`` should the loop run no more; returns whether it runs now."""
+    def _guard(self, outcome: concurrent.futures.Future[Any]) -> None:
+        """Fail ``outcome`` should the loop run no more."""
         with self._lock:
             given_up = self._given_up
             if given_up is None:
                 self._outcomes.add(outcome)
-        if given_up is not None:  # no one would complete it
+        if given_up is not None:
             _fail(outcome, given_up)
-            return False
         outcome.add_done_callback(self._forget)
-        return True
 
     def _forget(self, outcome: concurrent.futures.Future[Any]) -> None:
         with self._lock:
@@ -266,19 +263,3 @@ class Session:
 def _fail(outcome: concurrent.futures.Future[Any], error: BaseException) -> None:
     with suppress(concurrent.futures.InvalidStateError):  # it completed meanwhile
         outcome.set_exception(error)
-
-
-def _pass_on_cancelling(inner: concurrent.futures.Future[T], outcome: concurrent.futures.Future[T]) -> None:
-    if outcome.cancelled():
-        inner.cancel()
-
-
-def _complete(outcome: concurrent.futures.Future[T], inner: concurrent.futures.Future[T]) -> None:
-    """Copy the result of ``inner`` to ``outcome``, unless that has one already."""
-    with suppress(concurrent.futures.InvalidStateError):
-        if inner.cancelled():
-            outcome.cancel()
-        elif (error := inner.exception()) is not None:
-            outcome.set_exception(error)
-        else:
-            outcome.set_result(inner.result())

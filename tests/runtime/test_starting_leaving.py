@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import threading
@@ -121,7 +122,9 @@ RELEASE = threading.Event()
 
 
 @pytest.mark.allow_blocking(reason="the hint under test does")
-async def test_leaving_is_bounded_when_a_hint_blocks_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_leaving_is_bounded_when_a_hint_blocks_the_loop(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("rrfp.core.timeouts.LEAVE_S", 0.1)
     monkeypatch.setattr("rrfp.core.timeouts.JOIN_S", 0.1)
     began = time.monotonic()
@@ -130,6 +133,11 @@ async def test_leaving_is_bounded_when_a_hint_blocks_the_loop(monkeypatch: pytes
             async with rrfp.local(stages(1), loss_fn=loss_fn, hint=Blocking()) as pipe:
                 await asyncio.wait_for(pipe.step(BATCH.inputs, BATCH.targets), 0.1)
         assert time.monotonic() - began < SOON_S
+        (loops_thread,) = (thread for thread in threading.enumerate() if thread.name == "rrfp-local")
+        RELEASE.set()
+        loops_thread.join(10)
+        gc.collect()
+        assert "never retrieved" not in caplog.text  # as asyncio logs an error that no one has read
     finally:
         RELEASE.set()
 
