@@ -132,7 +132,8 @@ class StageProgram(ABC):
     def losses(self) -> Mapping[int, float]:
         """The losses computed on this rank in the current step, by microbatch.
 
-        Called after the last task, on ranks with a last virtual stage.
+        Called on the lane's thread, on ranks with a last virtual stage, once all forwards of it have completed; where a
+        device computes, after the last task.
         """
         return {}
 

@@ -44,6 +44,7 @@ class CoreDriver:
         arbiter: decides; to be run while the rank lives.
         handlers: what takes the messages that become events.
         finished: set when the core has finished the step.
+        outputs_complete: set when the forwards of the last virtual stages on this rank have completed.
     """
 
     def __init__(
@@ -59,7 +60,11 @@ class CoreDriver:
         self.messenger = Messenger(context, self._on_event)
         self.executor = LaneExecutor(context, program, self._on_completed)
         self.gradients = GradientFinalizer(context, program, self.executor, self.messenger.send, reduce, ties)
-        self.finished = asyncio.Event()
+        self.finished, self.outputs_complete = asyncio.Event(), asyncio.Event()
+        self._last = frozenset(
+            v for v in core.graph.placement.virtual_stages(core.stage) if not core.graph.successors[v]
+        )
+        self._outputs_left = 0
         self._context = context
         self._core = core
         self._program = program
@@ -109,6 +114,8 @@ class CoreDriver:
         """Begin a step. A message of it that came before and makes no sense is a ProtocolError."""
         step = plan.step
         self.finished.clear()
+        self.outputs_complete.clear()
+        self._outputs_left = len(self._last) * step.microbatches
         self.gradients.open(step, plan.reduce_gradients)
         with self.messenger.opening():
             if self._agreement is not None:
@@ -176,6 +183,10 @@ class CoreDriver:
         if self._leader_protocol is not None and self._context.activity.step is not None:
             self._leader_protocol.on_completed(completed, self._context.activity.step)
         self._on_event(completed)
+        if completed.task.kind is Kind.F and completed.task.virtual_stage in self._last:
+            self._outputs_left -= 1
+            if not self._outputs_left:
+                self.outputs_complete.set()
 
     def _waiting(self, cause: WaitCause) -> None:
         if self._context.activity.step is not None:

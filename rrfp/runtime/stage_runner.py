@@ -268,17 +268,14 @@ class StageRunner:
             else:
                 context.supervisor.spawn(sharing)
         self._driver.open_step(plan)
-        reporter.open(plan)
+        reporter.open(plan, self._read_losses)
         await self._driver.finished.wait()
         # Before this rank reports: the others may then begin the next step, and send its tensors.
         context.mailbox.clear()
         trace = context.recorder.close(step.number, self._core.peaks)
         if step.mode is Mode.TRAIN:
             self._history.add(replace(trace, step=plan.batch.training_step))
-        own: Mapping[int, float] = {}
-        if reporter.has_losses:  # on the lane's thread, because reading a loss may wait for the device
-            own = await self._driver.executor.run_extra("the losses of the step", self.program.losses)
-        losses = await reporter.share_losses(plan, own)
+        losses = await reporter.losses()
         return StepResult.awaiting(
             reporter.report(plan, trace, self._core.peaks),
             step=plan.batch.training_step,
@@ -289,6 +286,12 @@ class StageRunner:
             trace=trace,
             outputs=self.program.outputs(),
         )
+
+    async def _read_losses(self) -> Mapping[int, float]:
+        driver = self._driver
+        # Where a device computes them reading waits for it, and must not keep the lane from issuing tasks.
+        await (driver.outputs_complete if self._device is None else driver.finished).wait()
+        return await driver.executor.run_extra("the losses of the step", self.program.losses)
 
     async def _gather(self, own: bytes) -> list[bytes]:
         await self._reporter.settle()

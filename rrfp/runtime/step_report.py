@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -131,34 +131,33 @@ class StepReporter:
                 f"reduce_gradients is True on {does} and False on {does_not} in {plan.step}: must be the same on all"
             )
 
-    def open(self, plan: Plan) -> None:
-        """The step has begun: a rank that computes no losses shares that now, and so keeps no other rank waiting."""
-        if not self.has_losses:
-            self._share_losses(plan, {}, gives_way=True)
+    def open(self, plan: Plan, read_losses: Callable[[], Awaitable[Mapping[int, float]]]) -> None:
+        """The step has begun. ``read_losses`` waits for this rank's losses, on a rank that computes any.
 
-    async def share_losses(self, plan: Plan, own: Mapping[int, float]) -> Losses:
-        """Share this rank's losses, if it computes any, and wait for those of all ranks."""
-        if self.has_losses:
-            self._share_losses(plan, own)
+        A rank that computes none shares that at once, and so keeps no other rank waiting.
+        """
+        self._losses = losses = asyncio.get_running_loop().create_future()
+        self._supervisor.spawn(self._share_losses(plan, read_losses, losses))
+
+    async def losses(self) -> Losses:
+        """Wait for the losses of all ranks."""
         assert self._losses is not None, "the step is not open"
         return await self._losses
 
-    def _share_losses(self, plan: Plan, own: Mapping[int, float], *, gives_way: bool = False) -> None:
+    async def _share_losses(
+        self, plan: Plan, read_losses: Callable[[], Awaitable[Mapping[int, float]]], losses: asyncio.Future[Losses]
+    ) -> None:
         share = LossShare(plan.refused)
-        if own:
+        if not self.has_losses:
+            await _give_way(asyncio.Event())  # to the first task
+        elif own := await read_losses():
             self._check_finite(plan, own)
             weight, ordered = plan.total_weight, [own[m] for m in sorted(own)]
             # A replica all of whose weights are 0 adds nothing to the others' mean.
             is_part = weight or self._topology.replicas == 1
             loss = combine_losses(ordered, plan.weights, plan.reduction) if is_part else 0.0
             share = replace(share, losses=own, loss=loss, weight=weight)
-        self._losses = losses = asyncio.get_running_loop().create_future()
-        self._supervisor.spawn(self._gather_losses(plan, share, losses, gives_way))
-
-    async def _gather_losses(self, plan: Plan, own: LossShare, losses: asyncio.Future[Losses], gives_way: bool) -> None:
-        if gives_way:  # to the first task
-            await _give_way(asyncio.Event())
-        answers = await self._all_gather.all_gather("losses", plan.step.number, records.pack(own))
+        answers = await self._all_gather.all_gather("losses", plan.step.number, records.pack(share))
         shares = [records.unpack(LossShare, data, "the losses of a step") for data in answers]
         self._compare_refused([share.refused for share in shares], plan)
         losses.set_result(Losses.of(shares, self._topology, plan.reduction))
