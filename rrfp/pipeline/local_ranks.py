@@ -211,6 +211,8 @@ class LocalRanks:
 
         Raises `PipelineAborted` if the pipeline failed and no call has raised it, unless ``quiet``: the caller knows.
         """
+        # A rank whose own call had returned when another one failed has raised nothing; the caller knows all the same.
+        quiet = quiet or any(runner.has_raised for runner in self._runners)
         try:
             with suppress(PipelineAborted) if quiet else nullcontext():
                 await _all(runner.close() for runner in self._runners)

@@ -232,6 +232,11 @@ class StageRunner:
         return bool(self._history.traces)
 
     @property
+    def has_raised(self) -> bool:
+        """Whether a call of this rank has raised that the pipeline failed."""
+        return self._abort.failure is not None and self._abort.failure.was_raised
+
+    @property
     def is_awaited(self) -> bool:
         """Whether its caller waits for it. May be read on any thread."""
         return self._abort.is_awaited

@@ -166,6 +166,7 @@ def test_check_of_something_that_is_no_transport() -> None:
     assert not json.loads(result.stdout)["ok"]
 
 
+@pytest.mark.allow_blocking(reason="a check of offers keeps the loop from running")
 @pytest.mark.parametrize("name", ["thread", "timer", "double"])
 def test_check_of_a_lane(name: str) -> None:
     result = rrfp("check", "lane", name, "--json")
@@ -178,6 +179,7 @@ def test_check_of_a_lane(name: str) -> None:
         "a device that runs work after the call has returned",
         "calls on a thread of their own",
         "a depth of 2 or more",
+        "room for an offered call",
     }
 
 
@@ -210,6 +212,7 @@ def none(stage):
 """
 
 
+@pytest.mark.allow_blocking(reason="a check of offers keeps the loop from running")
 def test_check_of_lanes_outside_the_package(tmp_path: Path) -> None:
     path = tmp_path / "lanes.py"
     path.write_text(WRONG_LANE)

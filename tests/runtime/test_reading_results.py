@@ -26,6 +26,8 @@ from rrfp.core.mesh import Mesh
 from rrfp.core.tasks import Kind, Task
 from rrfp.errors import PipelineAborted, RrfpError
 from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.runtime.batching import Plan
+from rrfp.runtime.stage_runner import StageRunner
 
 __all__ = ["fork_server"]
 
@@ -272,3 +274,27 @@ def test_a_rank_killed_between_the_return_and_its_report_is_named_by_the_read_an
         ranks.join(killed)
     finally:
         ranks.kill()
+
+
+def test_leaving_raises_no_second_time_for_a_stage_of_the_process_whose_part_was_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stage_1_returned = threading.Event()
+    run_step = StageRunner.step
+
+    async def step(runner: StageRunner, plan: Plan) -> rrfp.StepResult:
+        result = await run_step(runner, plan)
+        if runner.stage == 1:
+            stage_1_returned.set()
+        return result
+
+    def fail(task: Task) -> float:
+        if task == LAST:
+            assert stage_1_returned.wait(20)
+            raise ValueError("the last task")
+        return 0.0
+
+    monkeypatch.setattr(StageRunner, "step", step)
+    programs: Any = [EmulatedStage(Graph.chain(2), fail) for _ in range(2)]
+    with rrfp.local(programs).blocking() as pipe, pytest.raises(PipelineAborted, match="the last task"):
+        pipe.step(microbatches=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -60,11 +61,16 @@ def test_between_steps_nothing_is_held_and_peaks_are_those_of_the_results() -> N
     assert [each.peaks for each in pipeline.statistics()] == [each.peaks for each in ranks], "also after it was left"
 
 
+@pytest.mark.timeout(30)
 def test_what_is_held_can_be_read_on_another_thread_while_a_step_runs() -> None:
     told: list[tuple[int, int]] = []
 
     def tell() -> None:
-        (rank,) = pipe.statistics()
+        while True:  # until the loop, too, knows that the forward before this one has ended
+            (rank,) = pipe.statistics()
+            if rank.now.num_bytes >= len(told) * MICROBATCH:
+                break
+            time.sleep(0.001)
         told.append((rank.now.num_bytes, rank.last_step.num_bytes))
 
     pipeline = rrfp.local([Told(tell)], loss_fn=nn.functional.mse_loss, hint="f-priority", limit=4)

@@ -23,7 +23,7 @@ from rrfp.testing.skipped import SkippedError
 
 def _slot(subject: Subject) -> OfferSlot:
     if subject.lane.offers is None:
-        raise SkippedError("offers")
+        raise SkippedError("room for an offered call")
     return subject.lane.offers
 
 
