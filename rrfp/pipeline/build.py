@@ -34,7 +34,7 @@ from rrfp.pipeline.local_ranks import LocalRanks, together
 from rrfp.pipeline.method import Method, name_of
 from rrfp.pipeline.options import Options, common_options
 from rrfp.pipeline.partition import Partition, StagePart, check_initialised
-from rrfp.runtime.control_tree import peers
+from rrfp.runtime.control_tree import data_peers, peers
 from rrfp.runtime.grad_clipping import GradientHolder
 from rrfp.runtime.handshake import Handshake, Terms
 from rrfp.runtime.stage_runner import StageRunner
@@ -197,7 +197,8 @@ class RankBuilder:
         rank.ties.agree(handshake.ties, options["max_message_bytes"])
         if topology.rank == 0:
             self._announce(topology, rank.device)
-        context = replace(context, peers=peers(graph, topology, handshake.ties))
+        ties = handshake.ties
+        context = replace(context, peers=peers(graph, topology, ties), data_peers=data_peers(graph, topology, ties))
         is_led = options["coordination"] == "leader"
         group = Group(topology.member, topology.members) if is_led else Group()
         return StageRunner(

@@ -30,12 +30,18 @@ def peers(graph: Graph, topology: Topology, ties: Iterable[Tie] = ()) -> tuple[i
     """Every rank that the one at ``topology`` is connected to, ascending."""
     above = parent(topology.rank)
     tree = set(children(topology.rank, topology.world)) | (set() if above is None else {above})
-    neighbours = {topology.rank_of(stage) for stage in graph.neighbours(topology.stage)}
+    neighbours = set(data_peers(graph, topology, ties))
     if topology.world > topology.stages:
         neighbours |= {rank for rank in (topology.rank - 1, topology.rank + 1) if 0 <= rank < topology.world}
     group = set(topology.group) if topology.member == 0 else {topology.leader}
+    return tuple(sorted((tree | neighbours | group) - {topology.rank}))
+
+
+def data_peers(graph: Graph, topology: Topology, ties: Iterable[Tie] = ()) -> tuple[int, ...]:
+    """Those of `peers` with which the rank at ``topology`` exchanges tensors, ascending."""
+    neighbours = {topology.rank_of(stage) for stage in graph.neighbours(topology.stage)}
     tied = {topology.rank_of(stage) for tie in ties for stage in _tied_to(tie, graph, topology.stage)}
-    return tuple(sorted((tree | neighbours | group | tied) - {topology.rank}))
+    return tuple(sorted((neighbours | tied) - {topology.rank}))
 
 
 def _tied_to(tie: Tie, graph: Graph, stage: int) -> set[int]:

@@ -167,6 +167,8 @@ class TransportContext:
         patience_s: how long a connected peer may be silent before it is lost, in seconds.
         copies: copies tensors of this rank's device; None where it computes on the CPU. Only a transport that `carries`
             the device uses it, and closes it when it closes or aborts.
+        data_peers: those of the peers with which it exchanges tensors, for transports to which such a connection is
+            dear; messages with tensors may still go to any peer. None stands for all.
     """
 
     rank: int
@@ -182,6 +184,7 @@ class TransportContext:
     heartbeat_s: float = timeouts.HEARTBEAT_S
     patience_s: float = timeouts.PATIENCE_S
     copies: DeviceCopies | None = None
+    data_peers: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

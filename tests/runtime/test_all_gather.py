@@ -9,12 +9,13 @@ from dataclasses import replace
 
 import pytest
 
+from rrfp.compute.gradients.tie_copies import Tie
 from rrfp.core.graph import Graph
 from rrfp.core.mesh import Mesh
 from rrfp.core.topology import Topology
 from rrfp.errors import ProtocolError
 from rrfp.runtime.all_gather import MOST_AHEAD, SupersededError, TreeAllGather, to_tensor
-from rrfp.runtime.control_tree import children, parent, peers
+from rrfp.runtime.control_tree import children, data_peers, parent, peers
 from rrfp.transports.base import Channel, Message, MessageKind, Plain
 
 
@@ -87,6 +88,24 @@ def test_the_tree_joins_all_and_a_rank_has_few_peers(mesh: Mesh) -> None:
                 reached.add(rank)
                 todo += linked[rank]
         assert len(reached) == mesh.size - 1, f"with {dead} dead the others must reach each other"
+
+
+def test_tensors_travel_between_neighbours_and_copies_of_a_tied_parameter_only() -> None:
+    mesh = Mesh((("pp", 4), ("dp", 2), ("tp", 2)))
+    graph, tie = Graph.chain(4), Tie("embedding", (0, 3))
+    places = [Topology.at(rank, mesh) for rank in range(mesh.size)]
+    for place in places:
+        like = {other.stage: other.rank for other in places if _column(other) == _column(place)}
+        chain = {like[stage] for stage in (place.stage - 1, place.stage + 1) if stage in like}
+        assert set(data_peers(graph, place)) == chain
+        assert set(data_peers(graph, place, [tie])) == chain | (
+            {like[3 - place.stage]} if place.stage in (0, 3) else set()
+        )
+        assert set(data_peers(graph, place, [tie])) <= set(peers(graph, place, [tie]))
+
+
+def _column(place: Topology) -> tuple[int, int]:
+    return place.replica, place.member
 
 
 BAD: list[tuple[dict[str, Plain], bytes, MessageKind, int, str]] = [
