@@ -129,6 +129,15 @@ def _auto() -> str:
     return explain()
 
 
+def _collective() -> str:
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_gloo_available()):
+        raise RuntimeError("this torch was built without gloo")
+    nccl = "NCCL between GPUs was not run on several of them" if distributed.is_nccl_available() else "no NCCL"
+    return f"experimental, only by name; {_round_trip('collective')()} with gloo; {nccl}"
+
+
 async def _round_trip_s(transport: str) -> float:
     """The fastest of some round trips, in seconds."""
     import time
@@ -176,6 +185,7 @@ _LOOKS: dict[str, tuple[Callable[[], str], bool]] = {
     "zmq": (_round_trip("zmq"), True),
     "shm": (_round_trip("shm"), False),
     "auto": (_auto, True),
+    "collective": (_collective, False),
     "torchrun": (_torchrun, True),
     "uvloop": (_package("uvloop"), False),
     "matplotlib": (_package("matplotlib"), False),

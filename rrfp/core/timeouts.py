@@ -42,6 +42,9 @@ LAST_MESSAGES_S = 0.5
 #: A send failed: so long for ``receive`` to say why, which may take `BREAK_GRACE_S` and `LAST_MESSAGES_S`.
 LAST_WORDS_S = 1.0
 
+#: A transfer that both ends of a collective edge have posted. A dead or silent peer ends it without this limit.
+TRANSFER_S = 1800.0
+
 #: How long a rank's loop may take to answer another rank. A loop's callbacks last milliseconds.
 ANSWER_S = 1.0
 
@@ -123,7 +126,7 @@ def _check_order() -> None:
     """Raise AssertionError unless each limit outlasts those that it contains; also under ``python -O``."""
     ladders: tuple[tuple[tuple[str, float], ...], ...] = (
         (("CREDIT_DELAY_S", CREDIT_DELAY_S), ("HEARTBEAT_S", HEARTBEAT_S), ("PATIENCE_S / 3", PATIENCE_S / 3)),
-        (("PATIENCE_S", PATIENCE_S), ("CONNECT_S", CONNECT_S)),
+        (("PATIENCE_S", PATIENCE_S), ("CONNECT_S", CONNECT_S), ("TRANSFER_S", TRANSFER_S)),
         (("2 * ANSWER_S", 2 * ANSWER_S), ("NAMED_S", NAMED_S), ("STALL_AFTER_S", STALL_AFTER_S)),
         (("BREAK_GRACE_S", BREAK_GRACE_S), ("LAST_WORDS_S", LAST_WORDS_S), ("ABORTED_S", ABORTED_S)),
         (("DEVICE_VERDICT_S", DEVICE_VERDICT_S), ("ABORTED_S", ABORTED_S)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from rrfp.core import timeouts
 from rrfp.transports.base import Channel
@@ -83,7 +84,12 @@ class Credits:
 
 def apply_credit(sealed: Sealed, window_of: Callable[[Channel], Window]) -> None:
     """Release the bytes of a credit frame; a FrameError if a field is malformed."""
-    check = HeaderChecks(sealed.sender)
-    channel, cost, messages = check.array("credit", sealed.fields, 3)
-    window = window_of(check.choice("credit.channel", channel, Channel))
-    window.release(check.integer("credit.bytes", cost), check.integer("credit.messages", messages))
+    grant(sealed.sender, "credit", sealed.fields, window_of)
+
+
+def grant(sender: int, name: str, fields: Any, window_of: Callable[[Channel], Window]) -> None:
+    """Release the bytes of a credit that came in the field ``name``; a FrameError if a part of it is malformed."""
+    check = HeaderChecks(sender)
+    channel, cost, messages = check.array(name, fields, 3)
+    window = window_of(check.choice(f"{name}.channel", channel, Channel))
+    window.release(check.integer(f"{name}.bytes", cost), check.integer(f"{name}.messages", messages))

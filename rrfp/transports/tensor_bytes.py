@@ -86,9 +86,13 @@ def as_bytes(tensor: Tensor) -> memoryview:
         view = memoryview(array)
         if view.c_contiguous and view.nbytes:
             return view.cast("B")
-    dense = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    array = dense.view(torch.uint8).numpy()
+    array = as_byte_tensor(tensor).numpy()
     return memoryview(array)
+
+
+def as_byte_tensor(tensor: Tensor) -> Tensor:
+    """The dense bytes of ``tensor``, one that can be sent, on its device: a view where it is contiguous, or a copy."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def allocate(num_bytes: int) -> memoryview:

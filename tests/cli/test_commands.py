@@ -58,7 +58,10 @@ def test_version() -> None:
         (("check", "nope"), "No such command 'nope', must be one of: faults, admission, hint, transport, lane (se"),
         (("check", "hint"), "Missing argument 'NAME'"),
         (("check", "hint", "nope"), "hint is 'nope', must be one of: bf"),
-        (("check", "transport", "nope"), "transport is 'nope', must be one of: auto, inproc, shm, zmq, simulated"),
+        (
+            ("check", "transport", "nope"),
+            "transport is 'nope', must be one of: auto, inproc, shm, zmq, collective, simulated",
+        ),
         (("check", "lane", "nope"), "lane is 'nope', must be one of: thread, timer, double, cuda, or module:attribute"),
         (("check", "lane", "math:pi"), "lane is 3.141592653589793, must be a factory: lane(stage)"),
         (("trace",), "Missing argument 'FILE...'"),
@@ -102,7 +105,7 @@ def test_hints_are_listed_with_origin() -> None:
 def test_transports_are_listed() -> None:
     known = json.loads(rrfp("transports", "--json").stdout)
     assert [(one["name"], one["origin"]) for one in known] == [
-        (name, "built in") for name in ("auto", "inproc", "shm", "zmq", "simulated")
+        (name, "built in") for name in ("auto", "inproc", "shm", "zmq", "collective", "simulated")
     ]
     assert "inproc" in rrfp("transports").stdout
 

@@ -16,6 +16,7 @@ from transports.relay import RelayingRendezvous
 from rrfp.testing.transport_checks import MakePair, Pair, PairOptions
 from rrfp.transports.auto import AutoTransport
 from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
+from rrfp.transports.collective.transport import CollectiveTransport
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.rendezvous import LocalRendezvous
 from rrfp.transports.shm.datagrams import Payload, pack
@@ -238,6 +239,26 @@ async def auto_mixed(options: PairOptions) -> AsyncIterator[Pair]:
 
 
 @asynccontextmanager
+async def collective_shm(options: PairOptions) -> AsyncIterator[Pair]:
+    """Over gloo, announced over shm."""
+    transports = [CollectiveTransport(context) for context in contexts(options, rendezvous=Store())]
+
+    async def inject(channel: Channel, header: bytes, frames: Sequence[bytes]) -> None:
+        carrier: Any = transports[0]._carrier
+        await injecting_datagrams(carrier._by_peer[1])(channel, header, frames)
+
+    async with started(*transports, inject=inject) as pair:
+        yield pair
+
+
+@asynccontextmanager
+async def collective_inproc(options: PairOptions) -> AsyncIterator[Pair]:
+    """Over gloo, announced in the process."""
+    async with started(*map(CollectiveTransport, contexts(options))) as pair:
+        yield pair
+
+
+@asynccontextmanager
 async def zmq_relayed(options: PairOptions) -> AsyncIterator[Pair]:
     """Over tcp, through a relay that can fall silent; soon taken for lost then."""
     async with AsyncExitStack() as stack:
@@ -255,6 +276,9 @@ MAKERS: dict[str, MakePair] = {
     "simulated-late": simulated(lambda stage, peer, message: 0.002),
     "auto-shm": auto_shm,
     "auto-mixed": auto_mixed,
+    "collective": collective_shm,
+    "collective-inproc": collective_inproc,
+    "collective-threads": on_two_loops(CollectiveTransport),
     "shm": over_shm,
     "shm-threads": on_two_loops(ShmTransport),
     "zmq-ipc": over_zmq("ipc"),

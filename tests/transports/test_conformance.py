@@ -36,11 +36,11 @@ __all__ = ["fork_server"]
 
 
 #: Those that differ from another one only in what is below the contract.
-TWINS = ("simulated-late", "staged-inproc", "staged-zmq", "shm-process")
+TWINS = ("collective-inproc", "collective-threads", "simulated-late", "staged-inproc", "staged-zmq", "shm-process")
 
 
 #: Those whose shortcuts every test run tries; the others differ from one of them in nothing that concerns these.
-DIRECT = ("shm", "zmq-ipc", "auto-mixed")
+DIRECT = ("collective", "shm", "zmq-ipc", "auto-mixed")
 
 
 def combinations() -> Iterator[Any]:
@@ -70,6 +70,7 @@ async def test_contract_on_cuda(maker: str) -> None:
 
 #: What cannot be looked at: nothing travels as bytes there, or nothing can make a peer silent in one process.
 SKIPPED = {maker: {"check_bad_frames", "check_silent_peer"} for maker in MAKERS} | {
+    "collective": {"check_silent_peer"},
     "shm": {"check_silent_peer"},
     "shm-process": set(),
     "staged-shm": {"check_silent_peer"},
@@ -83,7 +84,7 @@ SKIPPED = {maker: {"check_bad_frames", "check_silent_peer"} for maker in MAKERS}
 @contextmanager
 def skipping(maker: str, check: Check) -> Iterator[None]:
     """Inside, ``check`` is skipped where that is expected, and only there."""
-    if check.__name__.endswith("_directly") and not maker.startswith(("auto", "shm", "zmq")):
+    if check.__name__.endswith("_directly") and not maker.startswith(("auto", "collective", "shm", "zmq")):
         with pytest.raises(NotOfferedError):
             yield
         return

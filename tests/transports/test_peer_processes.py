@@ -32,6 +32,7 @@ __all__ = ["fork_server"]
 SILENT_LIMIT_S = 2 * PATIENCE_S
 
 both = pytest.mark.parametrize("name", ["shm", "zmq"])
+all_three = pytest.mark.parametrize("name", ["shm", "zmq", "collective"])
 
 
 @pytest.fixture
@@ -132,7 +133,8 @@ async def test_killed_peer_is_named_at_once(store: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "role"), [("shm", "stream"), ("shm", "large"), ("zmq", "stream"), long("zmq", "large")]
+    ("name", "role"),
+    [("shm", "stream"), ("shm", "large"), ("zmq", "stream"), long("zmq", "large"), ("collective", "large")],
 )
 async def test_peer_killed_while_it_sends_delivered_whole_messages(store: str, name: str, role: str) -> None:
     """It dies in the middle of a tensor: what came whole is received, the rest is no frame error."""
@@ -179,7 +181,7 @@ async def test_a_killed_peer_whose_child_keeps_its_sockets_is_named_at_once(stor
             os.kill(child, signal.SIGKILL)
 
 
-@both
+@all_three
 async def test_stopped_peer_is_named_in_time_and_learns_of_it(store: str, name: str) -> None:
     """SIGSTOP: connections stay open but silent. When it wakes it sees that it was given up."""
     async with connected(store, name, "echo") as (transport, process):
@@ -192,7 +194,7 @@ async def test_stopped_peer_is_named_in_time_and_learns_of_it(store: str, name: 
         assert await process.hear() == "lost"
 
 
-@both
+@all_three
 async def test_send_that_waits_for_a_stopped_peer_ends(store: str, name: str) -> None:
     """The window or the operating system's buffers are full: the loss is noticed by what does not come."""
     async with connected(store, name, "echo") as (transport, process):
@@ -213,7 +215,7 @@ async def test_a_peer_that_pauses_goes_on(store: str) -> None:
         assert index_of(await soon(transport.receive(), "the echo comes")) == 5
 
 
-@both
+@all_three
 async def test_peer_that_exits_without_closing_is_lost(store: str, name: str) -> None:
     async with connected(store, name, "exit") as (transport, _):
         await transport.send(1, data())
@@ -221,7 +223,7 @@ async def test_peer_that_exits_without_closing_is_lost(store: str, name: str) ->
         assert (error.peer, messages) == (1, [])
 
 
-@pytest.mark.parametrize("name", ["shm", long("zmq")])
+@pytest.mark.parametrize("name", ["shm", long("zmq"), "collective"])
 async def test_peer_that_closes_in_order_delivers_all_and_is_not_lost(store: str, name: str) -> None:
     async with connected(store, name, "close") as (transport, process):
         message = await soon(transport.receive(), "its last message comes")

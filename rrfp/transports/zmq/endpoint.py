@@ -33,7 +33,7 @@ async def choose_address(context: TransportContext, address: str | None) -> str:
         return "ipc" if sys.platform == "linux" else LOOPBACK
     if address == "ipc":
         return address
-    chosen = await in_thread(_interface_towards_master if address is None else partial(_resolve, address))
+    chosen = await in_thread(interface_towards_master if address is None else partial(_resolve, address))
     if not ipaddress.ip_address(chosen).is_loopback and not context.allow_insecure:
         raise ConfigError(
             f"zmq would listen on {chosen}, which other machines can reach and nothing authenticates; "
@@ -74,7 +74,7 @@ def _resolve(host: str) -> str:
         raise ConfigError(f"zmq address is {host!r}, must be 'ipc' or an address of this machine: {error}") from error
 
 
-def _interface_towards_master() -> str:
+def interface_towards_master() -> str:
     """The address of the interface from which this host reaches MASTER_ADDR."""
     master = os.environ.get("MASTER_ADDR", LOOPBACK)
     try:
