@@ -1,6 +1,7 @@
 """Real processes: they compute together, and they end together, whatever happens to one of them.
 
-Over transport auto, which is shared memory here, and in the long version over zmq too; a few always over both.
+Over transport auto, which is shared memory here, and in the long version over zmq and collective too; a few always over
+auto and zmq.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["fork_server"]
 TOLD_S, DEAD_S = 2.0, 3.0
 
 #: What the ranks' messages go through; auto is shared memory here.
-TRANSPORTS = ("auto", long("zmq"))
+TRANSPORTS = ("auto", long("zmq"), long("collective"))
 
 over_both = pytest.mark.parametrize("launch", ["auto", "zmq"], indirect=True)
 

@@ -101,7 +101,7 @@ class Case:
     def run(self) -> None:
         """Train some steps, gradients accumulating, and evaluate."""
         options = {name: value for name, value in self.case.items() if name not in OWN}
-        options |= {"coordinate": self.coordinate, "transport": Late, "loss_fn": self.loss_fn}
+        options = {"transport": Late, **options, "coordinate": self.coordinate, "loss_fn": self.loss_fn}
         is_sharded_loss = self.case.get("model") == "sharded loss"
         with (
             loss_parallel() if is_sharded_loss else nullcontext(),

@@ -206,6 +206,25 @@ async def test_send_that_waits_for_a_stopped_peer_ends(store: str, name: str) ->
         await soon(transport.close(), "close returns")
 
 
+@all_three
+async def test_a_send_that_waits_while_its_peer_is_killed_ends(store: str, name: str) -> None:
+    """A stopped peer reads nothing, so the send waits; SIGKILL ends it all the same."""
+    async with connected(store, name, "echo") as (transport, process):
+        await transport.send(1, data(torch.ones(3)))
+        await soon(transport.receive(), "the echo comes")
+        process.send_signal(signal.SIGSTOP)
+        sending = asyncio.create_task(send_without_end(transport, 64 << 20))
+        done, _ = await asyncio.wait({sending}, timeout=0.2)
+        assert not done
+        process.send_signal(signal.SIGKILL)
+        start_s = time.monotonic()
+        with pytest.raises(PeerLostError):
+            await soon(sending, "the send ends")
+        error, _ = await next_loss(transport)
+        assert time.monotonic() - start_s < 1.0
+        assert error.peer == 1
+
+
 async def test_a_peer_that_pauses_goes_on(store: str) -> None:
     async with connected(store, "shm", "echo") as (transport, process):
         process.send_signal(signal.SIGSTOP)
