@@ -18,9 +18,11 @@ class DeviceCopies(Protocol):
 
     Attributes:
         kind: the device's type, such as ``"cuda"``.
+        index: the device's number among those of its type; None where numbers mean nothing.
     """
 
     kind: str
+    index: int | None
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the device's memory.

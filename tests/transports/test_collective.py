@@ -7,7 +7,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,9 +19,12 @@ from rrfp.testing.transport_checks import Pair, PairOptions
 from rrfp.testing.transport_checks.pair import data, index_of, note, pass_on, receive, soon
 from rrfp.transports.base import Channel, Plain, TransportContext
 from rrfp.transports.collective.announcements import CREDIT, EDGE, FAREWELL
+from rrfp.transports.collective.backends import choose_backend
 from rrfp.transports.collective.gloo import GlooBackend
+from rrfp.transports.collective.nccl import check_environment
 from rrfp.transports.collective.transport import CollectiveTransport
 from rrfp.transports.collective.wires import EdgeName
+from rrfp.transports.device_copies import DeviceCopies
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.rendezvous import LocalRendezvous
 
@@ -212,6 +215,24 @@ async def test_an_edge_that_fails_is_a_loss_when_the_carrier_knows_no_other(
             await asyncio.wait_for(left.receive(), 0.1)
 
 
+async def test_an_announcement_for_which_there_is_no_memory_ends_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(timeouts, "LAST_WORDS_S", 0.05)
+
+    def full(self: GlooBackend, spec: object) -> torch.Tensor:
+        raise RuntimeError("not enough memory")
+
+    monkeypatch.setattr(GlooBackend, "empty", full)
+    async with ends() as (left, right):
+        sending = asyncio.create_task(left.send(1, data(torch.ones(3))))
+        with pytest.raises(PeerLostError, match="not enough memory"):
+            await soon(right.receive(), "the loss is reported")
+        right.abort()
+        with pytest.raises(PeerLostError):
+            await soon(sending, "the send ends")
+
+
 async def test_a_peer_that_makes_no_edge_is_named_in_time() -> None:
     left, right = makers.contexts(rendezvous=makers.Store(), connect_timeout_s=0.5)
     one = CollectiveTransport(left)
@@ -244,11 +265,13 @@ async def test_a_start_that_waits_for_an_edge_can_be_given_up(how: str) -> None:
             entered.set()
             return super().connect(edge, store, timeout_s)
 
-    context = makers.contexts(rendezvous=LocalRendezvous())[0]
+    rendezvous = LocalRendezvous()
+    await rendezvous.publish(f"collective/{makers.RUN_ID}/0/1", b"gloo")
+    context = makers.contexts(rendezvous=rendezvous)[0]
     one = CollectiveTransport(context, Waiting(0, "127.0.0.1"))
     one._carrier = InprocTransport(TransportContext(0, (), makers.RUN_ID, LocalRendezvous()))
     starting = asyncio.create_task(one.start())
-    await soon(asyncio.to_thread(entered.wait), "the start waits for an edge")
+    await soon(asyncio.to_thread(entered.wait, 10), "the start waits for an edge")
     if how == "abort":
         one.abort()
         with pytest.raises(TransportClosedError):
@@ -264,6 +287,48 @@ async def test_edges_beyond_loopback_need_allow_insecure(monkeypatch: pytest.Mon
     context = makers.contexts(single_host=False)[0]
     with pytest.raises(ConfigError, match=r"collective would listen on 192\.0\.2\.7.*allow_insecure=True"):
         await CollectiveTransport(context).start()
+
+
+class Other(GlooBackend):
+    """Says that it is another one."""
+
+    name = "nccl"
+
+
+async def test_ranks_with_different_backends_are_named() -> None:
+    left, right = makers.contexts(rendezvous=makers.Store())
+    one, other = CollectiveTransport(left), CollectiveTransport(right, Other(1, "127.0.0.1"))
+    errors = await soon(asyncio.gather(one.start(), other.start(), return_exceptions=True), "both give up")
+    assert [type(error) for error in errors] == [ConfigError, ConfigError]
+    assert str(errors[0]).startswith("rank 0 moves tensors by gloo, rank 1 by b'nccl': ")
+
+
+@pytest.mark.parametrize(
+    ("environ", "refused"),
+    [
+        ({}, ""),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8", "NCCL_LAUNCH_ORDER_IMPLICIT": "0"}, ""),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "CUDA_DEVICE_MAX_CONNECTIONS is '1', must be unset or at least 8"),
+        ({"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, "NCCL_LAUNCH_ORDER_IMPLICIT is '1', must be unset or '0'"),
+    ],
+    ids=["none", "good", "one queue", "one order"],
+)
+def test_settings_under_which_nccl_edges_deadlock_are_refused_by_name(environ: dict[str, str], refused: str) -> None:
+    if not refused:
+        check_environment(environ)
+        return
+    with pytest.raises(ConfigError, match=refused) as raised:
+        check_environment(environ)
+    assert "transport='auto', which copies tensors through host memory" in str(raised.value)
+
+
+@pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this torch has NCCL")
+async def test_a_rank_on_cuda_without_nccl_is_told_what_is_left() -> None:
+    class Copies:
+        kind, index = "cuda", 0
+
+    with pytest.raises(ConfigError, match="this torch has no NCCL; 'auto' copies tensors through host memory"):
+        await choose_backend(replace(makers.contexts()[0], copies=cast(DeviceCopies, Copies())))
 
 
 async def test_three_ranks_close_at_once_and_deliver() -> None:

@@ -38,6 +38,7 @@ class StreamCopies:
 
     def __init__(self, device: Device, name: str = "rrfp-copies") -> None:
         self.kind = device.kind
+        self.index: int | None = getattr(device, "index", None)
         self._device = device
         self._regions = HostRegions(device)
         self._name = name

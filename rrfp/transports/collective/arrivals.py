@@ -97,7 +97,12 @@ class Arrivals:
                 self._on_failed(RuntimeError("an announcement was refused, so later ones cannot be matched"))
 
     def _post(self, edge: Edge, whole: Announced, arriving: _Arriving) -> None:
-        tensors = [self._backend.empty(spec) for spec in whole.specs if spec is not None]
+        try:
+            tensors = [self._backend.empty(spec) for spec in whole.specs if spec is not None]
+        except (MemoryError, RuntimeError) as error:  # torch raises the latter where memory is short
+            edge.skip()
+            self._on_failed(error)
+            return
         self.posted += 1
         done = edge.post([tensor for tensor in tensors if tensor.numel()])
         done.add_done_callback(partial(self._on_moved, whole, tensors, arriving))

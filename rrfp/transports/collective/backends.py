@@ -4,24 +4,47 @@ from __future__ import annotations
 
 import ipaddress
 
+import torch
+from torch import distributed
+
 from rrfp.errors import ConfigError
 from rrfp.transports.base import TransportContext
 from rrfp.transports.collective.gloo import GlooBackend
+from rrfp.transports.collective.nccl import NcclBackend
 from rrfp.transports.collective.wires import Backend
 from rrfp.transports.rendezvous import in_thread
 from rrfp.transports.zmq.endpoint import LOOPBACK, interface_towards_master
 
+#: The kind of device between which tensors need not pass through host memory.
+CUDA = "cuda"
+
 
 async def choose_backend(context: TransportContext) -> Backend:
-    """gloo.
+    """NCCL for a rank that computes on a CUDA device, otherwise gloo.
 
     Raises:
-        ConfigError: if the edges would leave this host without ``allow_insecure``.
+        ConfigError: if the edges would leave this host without ``allow_insecure``, or the environment does not let NCCL
+            work as edges need it.
     """
+    address = await _address(context)
+    copies = context.copies
+    if copies is None or copies.kind != CUDA:
+        return GlooBackend(context.rank, address)
+    if not (distributed.is_available() and distributed.is_nccl_available()):
+        raise ConfigError(
+            "transport is 'collective', must be another one for modules on cuda: this torch has no NCCL; 'auto' copies "
+            "tensors through host memory"
+        )
+    index = torch.cuda.current_device() if copies.index is None else copies.index
+    return NcclBackend(context.rank, torch.device(CUDA, index))
+
+
+async def _address(context: TransportContext) -> str:
+    """The address of the interface on which edges listen."""
     address = LOOPBACK if context.single_host else await in_thread(interface_towards_master)
     if not ipaddress.ip_address(address).is_loopback and not context.allow_insecure:
         raise ConfigError(
             f"collective would listen on {address}, which other machines can reach and nothing authenticates; "
             "pass allow_insecure=True if the network is yours alone"
         )
-    return GlooBackend(context.rank, address)
+    return address

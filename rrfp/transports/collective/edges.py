@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from torch import Tensor
 
-from rrfp.errors import RrfpError, TransportClosedError, TransportError
+from rrfp.errors import ConfigError, RrfpError, TransportClosedError, TransportError
 from rrfp.transports.base import TransportContext
 from rrfp.transports.collective.store import RendezvousStore
 from rrfp.transports.collective.wires import Backend, EdgeName, Wire
 from rrfp.transports.flow import CLOSED, HomeLoop
-from rrfp.transports.rendezvous import in_thread
+from rrfp.transports.rendezvous import in_thread, publish_in_time
 
 
 class Edge:
@@ -108,17 +108,19 @@ class EdgeMaker:
         self._closed = False
         self._wires: dict[EdgeName, Wire] = {}
 
-    async def make(self, peers: Iterable[int], deadline_s: float) -> dict[EdgeName, Edge]:
+    async def make(self, peers: Collection[int], deadline_s: float) -> dict[EdgeName, Edge]:
         """Both edges between this rank and each of ``peers``.
 
         Raises:
             TransportError: if a peer does not make its end in time.
+            ConfigError: if a peer has another backend.
         """
+        await self._compare_backends(peers, deadline_s)
         rank = self._context.rank
         for name in sorted(edge for peer in peers for edge in (EdgeName(rank, peer), EdgeName(peer, rank))):
+            self._check_open()
             timeout_s = max(deadline_s - self._home.loop.time(), 0.001)
-            prefix = f"collective/{self._context.run_id}/{self._context.restart}/{name}/"
-            self._store = RendezvousStore(self._context.rendezvous, prefix, timeout_s)
+            self._store = RendezvousStore(self._context.rendezvous, self._key(f"{name}/"), timeout_s)
             try:
                 await in_thread(partial(self._connect, name, self._store, timeout_s))
             except Exception as error:
@@ -127,8 +129,30 @@ class EdgeMaker:
                 peer = name.target if name.source == rank else name.source
                 limit_s = self._context.connect_timeout_s
                 raise TransportError(f"no edge with rank {peer} within {limit_s:g} s: {error!s:.200}") from error
+        self._check_open()
         wires, self._wires = self._wires, {}
         return {name: Edge(wire, self._home) for name, wire in wires.items()}
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportClosedError(CLOSED)
+
+    def _key(self, name: object) -> str:
+        return f"collective/{self._context.run_id}/{self._context.restart}/{name}"
+
+    async def _compare_backends(self, peers: Collection[int], deadline_s: float) -> None:
+        own, rendezvous = self._backend.name, self._context.rendezvous
+        await publish_in_time(self._context, self._key(self._context.rank), own.encode())
+        for peer in sorted(peers):
+            try:
+                value = await rendezvous.lookup(self._key(peer), max(deadline_s - self._home.loop.time(), 0.0))
+            except TransportError as error:
+                raise TransportError(f"rank {peer} did not connect: {error}") from error
+            if value != own.encode():
+                raise ConfigError(
+                    f"rank {self._context.rank} moves tensors by {own}, rank {peer} by {value!r:.40}: with transport "
+                    "collective all ranks must compute on devices of one kind; transport='auto' joins any"
+                )
 
     def _connect(self, name: EdgeName, store: RendezvousStore, timeout_s: float) -> None:
         wire = self._backend.connect(name, store, timeout_s)

@@ -107,6 +107,8 @@ class GlooBackend:
         address: of the interface over which peers reach this rank.
     """
 
+    name = "gloo"
+
     def __init__(self, rank: int, address: str) -> None:
         self._rank = rank
         self._address = address

@@ -9,11 +9,12 @@ given back when ``receive`` has returned the message.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from rrfp.errors import FrameError, PeerLostError, RrfpError, TransportClosedError
 from rrfp.transports.auto import auto_transport
 from rrfp.transports.base import Message, Transport, TransportContext
-from rrfp.transports.collective.backends import choose_backend
+from rrfp.transports.collective.backends import CUDA, choose_backend
 from rrfp.transports.collective.edges import Edge, EdgeMaker
 from rrfp.transports.collective.link import Link
 from rrfp.transports.collective.wires import Backend, EdgeName
@@ -34,9 +35,12 @@ class CollectiveTransport(LinkedTransport[Link]):
     def __init__(self, context: TransportContext, backend: Backend | None = None) -> None:
         super().__init__(context)
         self._backend = backend
-        if context.copies is not None:
-            self.carries |= {context.copies.kind}
-        self._carrier: Transport = staged(auto_transport(context), context.copies)
+        copies = context.copies
+        if copies is not None and copies.kind == CUDA:
+            self.carries |= {CUDA}  # other devices are staged in front of this, and edges move the host's tensors
+        else:
+            copies = None
+        self._carrier: Transport = staged(auto_transport(replace(context, copies=copies)), copies)
         self._maker: EdgeMaker | None = None
         self._pump: asyncio.Task[None] | None = None
         self._staying = 0
@@ -51,10 +55,7 @@ class CollectiveTransport(LinkedTransport[Link]):
         self._check_open()
         data_peers = context.peers if context.data_peers is None else context.data_peers
         edges = await self._maker.make(set(data_peers) & set(context.peers), deadline_s)
-        try:
-            self._check_open()
-        finally:
-            self._links = {peer: self._link(peer, edges, self._backend, home) for peer in context.peers}
+        self._links = {peer: self._link(peer, edges, self._backend, home) for peer in context.peers}
         self._staying = len(self._links)
         if (carrier := delivering(self._carrier)) is not None:
             carrier.deliver_to(self._on_carrier)

@@ -49,7 +49,13 @@ class Wire(Protocol):
 
 
 class Backend(Protocol):
-    """Makes the wires of one rank."""
+    """Makes the wires of one rank.
+
+    Attributes:
+        name: both ends of an edge have backends of one name.
+    """
+
+    name: str
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a wire can move a tensor."""

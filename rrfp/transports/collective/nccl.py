@@ -1,0 +1,164 @@
+"""Wires over NCCL, between GPUs: one communicator of two ranks for each edge. NOT RUN on several GPUs.
+
+A send or receive of NCCL is a kernel that holds a part of its GPU until the other end's runs. Nothing here waits for a
+task between an announcement and both posts, so these kernels wait for no computation; and they are small, so that all
+edges of a rank fit on its GPU beside the kernels of other libraries.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rrfp.core import timeouts
+from rrfp.errors import ConfigError
+from rrfp.transports.collective.streams import DeviceEvent, StreamWire
+from rrfp.transports.collective.wires import EdgeName
+from rrfp.transports.header_checks import TensorSpec
+from rrfp.transports.tensor_bytes import as_byte_tensor
+
+#: Thread blocks that the kernel of one edge may use. A GPU has about a hundred multiprocessors, a rank a few edges.
+MAX_CTAS = 4
+
+#: torch reads these when a group is made. 0: a failed transfer is reported by its work, and ends no process; nor does a
+#: thread watch for groups that do not advance, which is what the carrier does.
+_OF_OWN_GROUPS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+
+_making = threading.Lock()
+
+_INSTEAD = "choose transport='auto', which copies tensors through host memory"
+
+
+def check_environment(environ: Mapping[str, str]) -> None:
+    """Refuse settings under which edges over NCCL can deadlock.
+
+    Raises:
+        ConfigError: names the variable, and the ways that are left.
+    """
+    # One hardware queue: kernels start in the order of their launch, and a receive blocks the computation behind it.
+    if environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise ConfigError(
+            "environment variable CUDA_DEVICE_MAX_CONNECTIONS is '1', must be unset or at least 8 with transport "
+            f"collective: a receive would block the computation behind it; else {_INSTEAD}"
+        )
+    # It serializes communicators in the order of the host's calls, which differs from rank to rank here.
+    if environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") != "0":
+        raise ConfigError(
+            f"environment variable NCCL_LAUNCH_ORDER_IMPLICIT is {environ['NCCL_LAUNCH_ORDER_IMPLICIT']!r}, must be "
+            f"unset or '0' with transport collective: ranks issue transfers in different orders; else {_INSTEAD}"
+        )
+
+
+class NcclPipe:
+    """See `Pipe`: one end of a communicator of two, with a stream of its own.
+
+    Args:
+        group: of source and target, in this order.
+        device: this rank's.
+        is_source: whether this is the sending end.
+    """
+
+    def __init__(self, group: Any, device: torch.device, *, is_source: bool) -> None:
+        self._group = group
+        self._peer = 1 if is_source else 0
+        self._begin = group.send if is_source else group.recv
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+    def move(self, number: int, tensors: Sequence[Tensor]) -> None:
+        """See `Pipe.move`. The tensors are complete, or free, so the stream waits for no other one."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            for tensor in tensors:
+                # NCCL works on a stream of its own; `wait` makes this one wait for it, not the host.
+                self._begin([as_byte_tensor(tensor)], self._peer, 0).wait()
+
+    def record(self) -> DeviceEvent:
+        """See `Pipe.record`: an event on which a thread blocks without spinning."""
+        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self._device):
+            event.record(self._stream)
+        recorded: DeviceEvent = event
+        return recorded
+
+    def abort(self) -> None:
+        """See `Pipe.abort`."""
+        self._group.abort()
+
+
+class NcclBackend:
+    """See `Backend`.
+
+    Args:
+        rank: this rank.
+        device: its CUDA device.
+        environ: the process's variables.
+
+    Raises:
+        ConfigError: see `check_environment`.
+    """
+
+    name = "nccl"
+
+    def __init__(self, rank: int, device: torch.device, environ: Mapping[str, str] | None = None) -> None:
+        check_environment(os.environ if environ is None else environ)
+        self._rank = rank
+        self._device = device
+        #: Nothing ever runs on it: memory that is allocated for it is free when the allocator says so.
+        self._memory: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def holds(self, tensor: Tensor) -> bool:
+        """See `Backend.holds`."""
+        return tensor.is_cuda and tensor.device == self._device
+
+    def empty(self, spec: TensorSpec) -> Tensor:
+        """See `Backend.empty`."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._memory):
+            return torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+
+    def connect(self, edge: EdgeName, store: Any, timeout_s: float) -> StreamWire:
+        """See `Backend.connect`."""
+        is_source = self._rank == edge.source
+        group = _new_group(store, int(not is_source), self._device)
+        return StreamWire(NcclPipe(group, self._device, is_source=is_source), edge)
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+
+
+def _new_group(store: Any, rank: int, device: torch.device) -> Any:
+    """A connected group of two. Eager: a group that connects with its first transfer blocks the host in it."""
+    from torch.distributed import distributed_c10d
+
+    groups: Any = distributed_c10d.ProcessGroupNCCL
+    options = groups.Options(is_high_priority_stream=True)
+    options._timeout = timedelta(seconds=timeouts.TRANSFER_S)
+    options.config.max_ctas = MAX_CTAS
+    options.config.min_ctas = 1
+    with _making, _environment(_OF_OWN_GROUPS), torch.cuda.device(device):
+        group = groups(store, rank, 2, options)
+        group._set_sequence_number_for_group()
+    with torch.cuda.device(device):
+        group.eager_connect_single_device(device)
+    return group
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables inside, and what they were before afterwards."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,215 @@
+"""The transport's logic over a double for NCCL: right in eager and lazy mode; what is wrong ends with a name."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+import transports.makers as makers
+from batches import long
+
+from rrfp.errors import PeerLostError, RrfpError
+from rrfp.testing.collective_double import DoubleBackend, DoublePipe, Network
+from rrfp.testing.skipped import SkippedError
+from rrfp.testing.transport_checks import ALL_CHECKS, Check, MakePair, Pair, PairOptions
+from rrfp.testing.transport_checks.data import check_every_dtype
+from rrfp.testing.transport_checks.ends import check_peer_that_dies
+from rrfp.testing.transport_checks.flow import check_cancelled_send, check_fifo_per_channel
+from rrfp.testing.transport_checks.pair import data, receive, soon
+from rrfp.testing.transport_checks.peers import check_three_ranks
+from rrfp.transports.base import Channel
+from rrfp.transports.collective.arrivals import Arrivals
+from rrfp.transports.collective.edges import Edge
+from rrfp.transports.collective.transport import CollectiveTransport
+from rrfp.transports.collective.wires import EdgeName
+
+
+def over(network: Network, backend: type[DoubleBackend] = DoubleBackend) -> MakePair:
+    """Pairs on one network, announced over shm."""
+
+    @asynccontextmanager
+    async def make_pair(options: PairOptions) -> AsyncIterator[Pair]:
+        contexts = makers.contexts(options, rendezvous=makers.Store())
+        transports = [CollectiveTransport(context, backend(network, context.rank)) for context in contexts]
+        async with makers.started(*transports) as pair:
+            yield pair
+
+    return make_pair
+
+
+#: Those that every test run tries.
+FEW = (check_fifo_per_channel, check_every_dtype, check_cancelled_send, check_peer_that_dies, check_three_ranks)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+@pytest.mark.parametrize(
+    "check",
+    [check if check in FEW else long(check) for check in ALL_CHECKS],
+    ids=[check.__name__.removeprefix("check_") for check in ALL_CHECKS],
+)
+async def test_contract(check: Check, lazy: bool) -> None:
+    """With a slot for each edge of a rank; also where each post blocks its thread until the other end posts."""
+    network = Network(slots=4, lazy=lazy)
+    try:
+        await check(over(network))
+    except SkippedError:
+        assert check.__name__.startswith(("check_bad_frames", "check_silent_peer"))
+    assert network.failure is None
+
+
+async def exchange(pair: Pair, count: int = 8) -> None:
+    """Messages of different sizes, both ways and on both channels at once."""
+
+    async def send(sender: int, channel: Channel) -> None:
+        transport = (pair.left, pair.right)[sender]
+        for index in range(count):
+            size = 2 * index + (channel is Channel.BACKWARD) + 1
+            await transport.send(1 - sender, data(torch.ones(size), index=index, channel=channel))
+
+    async def take(receiver: int) -> None:
+        for _ in range(2 * count):
+            await receive((pair.left, pair.right)[receiver])
+
+    channels = (Channel.FORWARD, Channel.BACKWARD)
+    sends = [send(sender, channel) for sender in (0, 1) for channel in channels]
+    await soon(asyncio.gather(*sends, take(0), take(1)), "all messages arrive")
+
+
+async def ends_with(network: Network, make_pair: MakePair) -> str:
+    """The failure that the network names."""
+    async with make_pair(PairOptions()) as pair:
+        with pytest.raises(RrfpError, match="its edge failed") as raised:
+            await exchange(pair)
+    assert isinstance(raised.value, PeerLostError)
+    assert network.failure is not None
+    return f"{type(network.failure).__name__}: {network.failure}"
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed edge is reported soon."""
+    monkeypatch.setattr("rrfp.core.timeouts.LAST_WORDS_S", 0.05)
+
+
+class Reversed(Arrivals):
+    """Waits for two announcements, and posts their receives the other way round."""
+
+    def _post_in_order(self, edge: Edge) -> None:
+        if len(self._early) < 2:
+            return
+        for number in sorted(self._early, reverse=True):
+            entry = self._early.pop(number)
+            assert entry is not None
+            edge.number = number
+            self._post(edge, *entry)
+        edge.number += 2
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+async def test_receives_in_another_order_than_announced_are_a_named_deadlock(
+    monkeypatch: pytest.MonkeyPatch, lazy: bool
+) -> None:
+    """A kernel waits for bytes that the one at the other end does not have."""
+    monkeypatch.setattr("rrfp.transports.collective.link.Arrivals", Reversed)
+    network = Network(slots=4, lazy=lazy)
+    failure = await ends_with(network, over(network))
+    assert failure.startswith("DeadlockError: nothing can go on: rank ")
+    assert "receive of" in failure
+    assert "send of" in failure
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_receives_of_equal_size_in_another_order_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits, and the data would be wrong."""
+    monkeypatch.setattr("rrfp.transports.collective.link.Arrivals", Reversed)
+    network = Network(slots=4)
+    async with over(network)(PairOptions()) as pair:
+        sends = [pair.left.send(1, data(torch.full((3,), float(index)), index=index)) for index in range(2)]
+        with pytest.raises(PeerLostError):
+            await soon(asyncio.gather(*sends), "the sends end")
+    assert "transfer 1 of 0->1, runs gets the data of: rank 0's send of 12 bytes, transfer 0" in str(network.failure)
+
+
+class OnOneThread(DoubleBackend):
+    """Posts for all edges of a rank on one thread, as a loop that posts itself would."""
+
+    def __init__(self, network: Network, rank: int) -> None:
+        super().__init__(network, rank)
+        self._turn = threading.Lock()
+
+    def connect(self, edge: EdgeName, store: object, timeout_s: float) -> Any:
+        wire: Any = super().connect(edge, store, timeout_s)
+        pipe: DoublePipe = wire._pipe
+        pipe.host = self._rank
+        move = pipe.move
+
+        def in_turn(number: int, tensors: Any) -> None:
+            with self._turn:
+                move(number, tensors)
+
+        pipe.move = in_turn  # type: ignore[method-assign]
+        return wire
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_posts_that_block_on_one_thread_are_a_named_deadlock() -> None:
+    network = Network(slots=4, lazy=True)
+    failure = await ends_with(network, over(network, OnOneThread))
+    assert failure.startswith("DeadlockError: ")
+    assert "the host is blocked in a send of rank 0 on 0->1" in failure
+    assert "the host is blocked in a send of rank 1 on 1->0" in failure
+
+
+async def test_posts_that_return_may_be_made_on_one_thread() -> None:
+    network = Network(slots=4)
+    async with over(network, OnOneThread)(PairOptions()) as pair:
+        await exchange(pair)
+    assert network.failure is None
+
+
+async def test_kernels_of_more_edges_than_a_device_has_room_for_are_a_named_deadlock() -> None:
+    """Two sends at once, each of which takes the slot that the other's receive needs: so kernels must be small."""
+    for slots in (1, 2):
+        network = Network(slots)
+        pipes = [
+            DoublePipe(network, edge, is_source, host=(edge, is_source))
+            for is_source in (True, False)
+            for edge in (EdgeName(0, 1), EdgeName(1, 0))
+        ]
+        await asyncio.gather(*(asyncio.to_thread(network.join, pipe, 10.0) for pipe in pipes))
+        for pipe in pipes:
+            assert network.failure is None
+            pipe.move(0, [torch.ones(3)])
+        if slots == 2:
+            assert all(pipe.completed == 1 for pipe in pipes)
+            assert network.failure is None
+        else:
+            assert str(network.failure) == (
+                "nothing can go on: rank 0's receive of 12 bytes, transfer 0 of 1->0, is queued; rank 0's send of 12 "
+                "bytes, transfer 0 of 0->1, runs; rank 1's receive of 12 bytes, transfer 0 of 0->1, is queued; rank "
+                "1's send of 12 bytes, transfer 0 of 1->0, runs"
+            )
+
+
+async def test_an_announcement_that_is_refused_ends_an_edge_without_tags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensors may have been posted, so all later ones would be another's."""
+    monkeypatch.setattr("rrfp.core.timeouts.LAST_WORDS_S", 0.05)
+    network = Network(slots=4)
+    async with over(network)(PairOptions(max_message_bytes=1 << 10)) as pair:
+        left: Any = pair.left
+        left._links[1]._sender._max_message_bytes = 1 << 20
+        sending = asyncio.create_task(left.send(1, data(torch.zeros(1 << 12, dtype=torch.uint8))))
+        with pytest.raises(RrfpError, match="max_message_bytes"):
+            await soon(pair.right.receive(), "the announcement is refused")
+        with pytest.raises(PeerLostError, match="an announcement was refused"):
+            await soon(pair.right.receive(), "the loss is reported")
+        pair.right.abort()
+        with pytest.raises(PeerLostError):
+            await soon(sending, "the send ends")
