@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -329,6 +331,32 @@ async def test_a_rank_on_cuda_without_nccl_is_told_what_is_left() -> None:
 
     with pytest.raises(ConfigError, match="this torch has no NCCL; 'auto' copies tensors through host memory"):
         await choose_backend(replace(makers.contexts()[0], copies=cast(DeviceCopies, Copies())))
+
+
+EXITS = """
+import asyncio, torch
+import transports.makers as makers
+from rrfp.transports.collective.gloo import GlooBackend
+from rrfp.transports.collective.store import RendezvousStore
+from rrfp.transports.collective.wires import EdgeName
+from rrfp.transports.rendezvous import LocalRendezvous
+
+async def main():
+    store, edge = RendezvousStore(LocalRendezvous(), "", 10.0), EdgeName(0, 1)
+    stores = [store, RendezvousStore(store._rendezvous, "", 10.0)]
+    connects = [asyncio.to_thread(GlooBackend(rank, "127.0.0.1").connect, edge, stores[rank], 10.0) for rank in (0, 1)]
+    return stores, await asyncio.gather(*connects)
+
+kept = asyncio.run(main())
+kept[1][1].post(0, [torch.ones(3)], print)
+"""
+
+
+def test_a_process_that_leaves_a_transfer_under_way_ends_in_order() -> None:
+    """A thread that came back from gloo into an ending interpreter would end the process by SIGABRT."""
+    ended = subprocess.run([sys.executable, "-c", EXITS], capture_output=True, text=True, timeout=50, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == "Application timeout caused pair closure\n"
 
 
 async def test_three_ranks_close_at_once_and_deliver() -> None:

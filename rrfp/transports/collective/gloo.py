@@ -8,17 +8,18 @@ group's connection, which ends all other waits at both ends: `GlooWire.abort` ma
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rrfp.core import timeouts
+from rrfp.transports.collective.threads import abort_at_exit, start_thread
 from rrfp.transports.collective.wires import Done, EdgeName
 from rrfp.transports.header_checks import TensorSpec
 from rrfp.transports.tensor_bytes import as_byte_tensor
@@ -53,8 +54,9 @@ class GlooWire:
         self._begin = group.send if is_source else group.recv
         self._posted: queue.SimpleQueue[_Posted | None] = queue.SimpleQueue()
         self._aborted = False
-        self._thread = threading.Thread(target=self._wait, name=f"rrfp-edge-{edge}", daemon=True)
-        self._thread.start()
+        self._name = f"rrfp-edge-{edge}"
+        start_thread(self._wait, self._name)
+        abort_at_exit(self)
 
     def post(self, number: int, tensors: Sequence[Tensor], done: Done) -> None:
         """See `Wire.post`. The number is the tag, so a transfer that one end skips does not shift those after it."""
@@ -76,8 +78,7 @@ class GlooWire:
             return
         self._aborted = True
         self._posted.put(None)
-        if self._thread.is_alive():
-            threading.Thread(target=_close_connection, args=(self._group, self._peer), daemon=True).start()
+        start_thread(partial(_close_connection, self._group, self._peer), f"{self._name}-abort")
         self._group = self._begin = None
 
     def _wait(self) -> None:

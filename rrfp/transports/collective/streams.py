@@ -7,13 +7,13 @@ then delays that edge alone; the loop, or a thread for several edges, could wait
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from rrfp.transports.collective.threads import abort_at_exit, start_thread
 from rrfp.transports.collective.wires import Done, EdgeName
 
 
@@ -62,7 +62,8 @@ class StreamWire:
         self._posted: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
         self._aborted = False
         for name, serve in (("post", self._post), ("wait", self._wait)):
-            threading.Thread(target=serve, name=f"rrfp-edge-{edge}-{name}", daemon=True).start()
+            start_thread(serve, f"rrfp-edge-{edge}-{name}")
+        abort_at_exit(self)
 
     def post(self, number: int, tensors: Sequence[Tensor], done: Done) -> None:
         """See `Wire.post`."""
@@ -78,7 +79,7 @@ class StreamWire:
             return
         self._aborted = True
         self._to_post.put(None)
-        threading.Thread(target=self._pipe.abort, name=f"rrfp-edge-{self._edge}-abort", daemon=True).start()
+        start_thread(self._pipe.abort, f"rrfp-edge-{self._edge}-abort")
 
     def _post(self) -> None:
         while (transfer := self._to_post.get()) is not None:
