@@ -112,6 +112,8 @@ def train(settings: DemoSettings, topology: Topology) -> None:
     with ExitStack() as stack:
         for run in runs:
             run.open(stack)
+        # Called first: while all these pipelines are left, torchrun may end this process.
+        stack.push(lambda _, error, __: report_abort(error, topology))
         for number, batch in enumerate(data):
             inputs, targets = [pair[0] for pair in batch], [pair[1] for pair in batch]
             first = number % len(runs)
@@ -138,6 +140,12 @@ def report(method: str, number: int, result: StepResult) -> None:
     print_line(line)
 
 
+def report_abort(error: BaseException | None, topology: Topology) -> None:
+    """Print why the pipelines ended, if ``error`` says that."""
+    if isinstance(error, PipelineAborted):
+        print_line({"event": "aborted", "stage": topology.stage, "origin": error.origin.stage, "error": str(error)})
+
+
 def print_line(line: dict[str, Any]) -> None:
     """Print one line of JSON; raises, and so ends the run, when the reader is gone."""
     sys.stdout.write(json.dumps(line) + "\n")
@@ -153,7 +161,7 @@ def main() -> int:
     try:
         train(settings, topology)
     except PipelineAborted as error:
-        print_line({"event": "aborted", "stage": topology.stage, "origin": error.origin.stage, "error": str(error)})
+        report_abort(error, topology)
         return 1
     return 0
 

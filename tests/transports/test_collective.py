@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
@@ -354,7 +355,10 @@ kept[1][1].post(0, [torch.ones(3)], print)
 
 def test_a_process_that_leaves_a_transfer_under_way_ends_in_order() -> None:
     """A thread that came back from gloo into an ending interpreter would end the process by SIGABRT."""
-    ended = subprocess.run([sys.executable, "-c", EXITS], capture_output=True, text=True, timeout=50, check=False)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ended = subprocess.run(
+        [sys.executable, "-c", EXITS], capture_output=True, text=True, timeout=50, check=False, env=environment
+    )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout == "Application timeout caused pair closure\n"
 
