@@ -122,8 +122,8 @@ def test_a_step_returns_with_the_loss_and_the_next_one_begins_when_all_ranks_hav
         return returned, first, second
 
     ends = job.run(caller)
-    # The losses of stage 2 are known once its last forward has ended, and travel while it still runs its backward.
-    assert [end[0] for end in ends] == [DONE_S[0], DONE_S[1], DONE_S[2]]
+    # In virtual time losses are read at the end of a step: those of stage 2 go up to rank 0, and down again.
+    assert [end[0] for end in ends] == [DONE_S[0], DONE_S[1], DONE_S[2] + 2 * HOP_S]
     assert {end[1].loss for end in ends} == {0.0}
     first_task = ends[0][2].trace.tasks[0]
     assert first_task.start == BEGIN_S + DONE_S[1] + HOP_S, "rank 0 has the last report after one hop"
