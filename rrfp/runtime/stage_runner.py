@@ -10,7 +10,6 @@ import asyncio
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from rrfp.arbiter.loop import SettlingLoop, run_arbiter
@@ -23,9 +22,8 @@ from rrfp.compute.program import StageProgram
 from rrfp.core import events as ev
 from rrfp.core import timeouts
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Mode, Task
+from rrfp.core.tasks import Task
 from rrfp.core.topology import Topology
-from rrfp.core.usage import Peaks
 from rrfp.errors import Origin, OverdueError, PipelineAborted, RrfpError
 from rrfp.log import get_logger
 from rrfp.runtime.abort import AbortController, Failure, failure_of
@@ -41,6 +39,7 @@ from rrfp.runtime.stall.health_monitor import HealthMonitor
 from rrfp.runtime.stall.progress import Progress
 from rrfp.runtime.statistics import RankStatistics
 from rrfp.runtime.step_report import StepReporter
+from rrfp.runtime.step_runner import StepRunner
 from rrfp.runtime.trace_saver import TraceRequest, TraceSaver
 from rrfp.trace.history import TraceHistory
 from rrfp.transports.base import MessageKind, Transport
@@ -99,6 +98,7 @@ class StageRunner:
         progress = Progress(context, core, driver.executor, driver.messenger, driver.gradients.awaited, driver.dispute)
         self._health = HealthMonitor(context, progress, self._all_gather, post, stall_after, abort_after)
         self._history = TraceHistory(trace_steps)
+        self._steps = StepRunner(context, core, program, driver, self._reporter, self._history)
         most_bytes = transport.context.max_message_bytes
         self._saver = TraceSaver(topology, self._all_gather, self._history, driver.executor, lane.now, most_bytes)
         #: The part that takes each kind of message.
@@ -110,8 +110,6 @@ class StageRunner:
             MessageKind.CLOSED: context.departures.on_message,
             MessageKind.ABORT: self._abort.on_message,
         }
-        #: The most that was held in the steps before this one.
-        self._earlier = Peaks()
 
     # Life.
 
@@ -147,7 +145,7 @@ class StageRunner:
         Raises:
             PipelineAborted: if any rank failed.
         """
-        return await self._abort.unless_aborted(self._run_step(plan), "the step")
+        return await self._abort.unless_aborted(self._steps.run(plan), "the step")
 
     async def settle(self) -> None:
         """Wait for the reports of the last step. A failure before is for `close` to raise.
@@ -215,7 +213,7 @@ class StageRunner:
 
     def statistics(self) -> RankStatistics:
         """The memory that it holds, and its traffic. May be called on any thread, at any time."""
-        return RankStatistics.of(self.topology, self._core, self._earlier, self._context.transport, self._device)
+        return RankStatistics.of(self.topology, self._core, self._steps.earlier, self._context.transport, self._device)
 
     async def let_culprit_end(self, origin: Origin) -> None:
         """Where a failure began elsewhere, log that, and wait until the process of ``origin`` has ended."""
@@ -257,48 +255,7 @@ class StageRunner:
         with suppress(BaseException):  # a hint that observes events may raise anything; it is never asked again
             self._core.apply(ev.Aborted(failure.origin))
 
-    # A step.
-
-    async def _run_step(self, plan: Plan) -> StepResult:
-        context, step, reporter = self._context, plan.step, self._reporter
-        await reporter.settle()
-        context.activity.begin_step(step)
-        context.departures.check()
-        context.recorder.open()
-        self._earlier = Peaks.worst([self._earlier, self._core.peaks])
-        if self.topology.replicas > 1 and step.mode is Mode.TRAIN:
-            sharing = reporter.share_weights(plan)
-            if reporter.has_losses:
-                await sharing
-            else:
-                context.supervisor.spawn(sharing)
-        self._driver.open_step(plan)
-        reporter.open(plan, self._read_losses)
-        await self._driver.finished.wait()
-        # Before this rank reports: the others may then begin the next step, and send its tensors.
-        context.mailbox.clear()
-        trace = context.recorder.close(step.number, self._core.peaks)
-        if step.mode is Mode.TRAIN:
-            self._history.add(replace(trace, step=plan.batch.training_step))
-        losses = await reporter.losses()
-        return StepResult.awaiting(
-            reporter.report(plan, trace, self._core.peaks),
-            step=plan.batch.training_step,
-            mode=step.mode,
-            microbatches=step.microbatches,
-            loss=losses.loss,
-            losses=losses.by_microbatch,
-            trace=trace,
-            outputs=self.program.outputs(),
-        )
-
-    async def _read_losses(self) -> Mapping[int, float]:
-        driver = self._driver
-        # Where a device computes them reading waits for it, and must not keep the lane from issuing tasks. In virtual
-        # time nothing may come between two tasks that the simulator does not know.
-        is_last = self._device is not None or isinstance(asyncio.get_running_loop(), SettlingLoop)
-        await (driver.finished if is_last else driver.outputs_complete).wait()
-        return await driver.executor.run_extra("the losses of the step", self.program.losses)
+    # Calls between steps.
 
     async def _gather(self, own: bytes) -> list[bytes]:
         await self._reporter.settle()

@@ -186,14 +186,14 @@ NAMED: tuple[Named, ...] = (
     ),
     Named(
         "a departure before a step is not looked at",
-        "rrfp/runtime/stage_runner.py",
+        "rrfp/runtime/step_runner.py",
         "        context.departures.check()\n",
         "",
         (tests("runtime/test_departures.py"),),
     ),
     Named(
         "a step begins while another rank is still in the one before",
-        "rrfp/runtime/stage_runner.py",
+        "rrfp/runtime/step_runner.py",
         "        await reporter.settle()\n",
         "",
         (tests("runtime/test_step_ends.py"),),
