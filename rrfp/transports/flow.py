@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from rrfp.errors import RrfpError, TransportClosedError
 from rrfp.transports.base import Message
@@ -25,6 +25,8 @@ CLOSED = "the transport is closed"
 
 Deliver = Callable[[Message | RrfpError], None]
 """Takes a message, or an error that `receive` would raise. It raises nothing, and may close or abort the transport."""
+
+_Result = TypeVar("_Result")
 
 _Entry = tuple[Message | RrfpError, Callable[[], None] | None]
 
@@ -57,6 +59,22 @@ class HomeLoop:
         else:
             with contextlib.suppress(RuntimeError):  # closed: its waiters are gone
                 self.loop.call_soon_threadsafe(callback)
+
+
+def settle(future: asyncio.Future[_Result], error: BaseException | None, result: Any = None) -> None:
+    """Complete a future with ``error``, or else with ``result``, unless it was given up. On its loop.
+
+    Args:
+        future: who waits.
+        error: raised there; None: there is none.
+        result: of the future's type.
+    """
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
 
 
 def background(receiving: Coroutine[Any, Any, Message]) -> asyncio.Task[Message]:

@@ -17,6 +17,7 @@ from rrfp.core import timeouts
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError, TransportError
 from rrfp.transports.base import TransportContext
+from rrfp.transports.flow import settle
 
 _Result = TypeVar("_Result")
 
@@ -187,14 +188,6 @@ async def in_thread(function: Callable[[], _Result]) -> _Result:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[_Result] = loop.create_future()
 
-    def complete(result: Any, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
     def run() -> None:
         result, error = None, None
         try:
@@ -202,7 +195,7 @@ async def in_thread(function: Callable[[], _Result]) -> _Result:
         except BaseException as raised:
             error = raised
         with contextlib.suppress(RuntimeError):  # the loop is closed, and its waiters are gone
-            loop.call_soon_threadsafe(complete, result, error)
+            loop.call_soon_threadsafe(settle, future, error, result)
 
     threading.Thread(target=run, name="rrfp-blocking-call", daemon=True).start()
     return await future

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from testing.endless import device, is_garbage
+from torch import nn
 
 from rrfp.testing.device_double import DoubleDevice
 
-#: Longer than any test: work that is not complete until `close`, which runs it at once.
-FOREVER_S = 1e6
-
-
-@pytest.fixture
-def device() -> Iterator[DoubleDevice]:
-    """One that completes nothing before it is closed."""
-    with DoubleDevice(FOREVER_S) as device:
-        yield device
-
-
-def is_garbage(tensor: Tensor) -> bool:
-    return bool(tensor.isnan().all()) if tensor.is_floating_point() else bool((tensor == -1).all())
+__all__ = ["device"]
 
 
 def test_results_are_garbage_until_the_device_has_run_the_block() -> None:

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from torch import Tensor, nn
+from testing.endless import device, is_garbage
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rrfp.errors import ConfigError
 from rrfp.testing.device_double import DoubleDevice, DoubleError
 
-#: Longer than any test: work that is not complete until `close`, which runs it at once.
-FOREVER_S = 1e6
-
-
-@pytest.fixture
-def device() -> Iterator[DoubleDevice]:
-    """One that completes nothing before it is closed."""
-    with DoubleDevice(FOREVER_S) as device:
-        yield device
-
-
-def is_garbage(tensor: Tensor) -> bool:
-    return bool(tensor.isnan().all()) if tensor.is_floating_point() else bool((tensor == -1).all())
+__all__ = ["device"]
 
 
 def test_events_in_a_block_split_it() -> None:

@@ -9,21 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from testing.endless import device
 
 from rrfp.testing.device_double import DoubleDevice, DoubleStream
 
-#: Longer than any test: work that is not complete until `close`, which runs it at once.
-FOREVER_S = 1e6
+__all__ = ["device"]
 
 #: The most that a thread waits for another one.
 PATIENCE_S = 10.0
-
-
-@pytest.fixture
-def device() -> Iterator[DoubleDevice]:
-    """One that completes nothing before it is closed."""
-    with DoubleDevice(FOREVER_S) as device:
-        yield device
 
 
 @pytest.fixture

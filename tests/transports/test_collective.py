@@ -314,7 +314,7 @@ async def test_ranks_with_different_backends_are_named() -> None:
         ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "CUDA_DEVICE_MAX_CONNECTIONS is '1', must be unset or at least 8"),
         ({"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, "NCCL_LAUNCH_ORDER_IMPLICIT is '1', must be unset or '0'"),
     ],
-    ids=["none", "good", "one queue", "one order"],
+    ids=["none", "good", "one queue", "implicit order"],
 )
 def test_settings_under_which_nccl_edges_deadlock_are_refused_by_name(environ: dict[str, str], refused: str) -> None:
     if not refused:

@@ -13,7 +13,7 @@ from rrfp.errors import ConfigError, RrfpError, TransportClosedError, TransportE
 from rrfp.transports.base import TransportContext
 from rrfp.transports.collective.store import RendezvousStore
 from rrfp.transports.collective.wires import Backend, EdgeName, Wire
-from rrfp.transports.flow import CLOSED, HomeLoop
+from rrfp.transports.flow import CLOSED, HomeLoop, settle
 from rrfp.transports.rendezvous import in_thread, publish_in_time
 
 
@@ -21,7 +21,7 @@ class Edge:
     """This rank's end of a directed edge. Used on one loop only.
 
     Attributes:
-        turn: held while a transfer is announced and posted, so that both happen in one order.
+        turn: held while a transfer is announced and posted, so that transfers are posted in the order of announcement.
         number: of the next transfer.
 
     Args:
@@ -76,12 +76,7 @@ class Edge:
 
     def _settle(self, future: asyncio.Future[None], error: Exception | None) -> None:
         self._pending.discard(future)
-        if future.done():
-            return
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
+        settle(future, error)
 
 
 def _read_error(future: asyncio.Future[None]) -> None:

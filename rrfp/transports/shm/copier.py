@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from rrfp.transports.flow import HomeLoop
+from rrfp.transports.flow import HomeLoop, settle
 
 _Job = tuple[Callable[[], None], asyncio.Future[None]]
 
@@ -33,7 +33,7 @@ class Copier:
         """
         done: asyncio.Future[None] = self._home.loop.create_future()
         if now:
-            _settle(done, _call(function))
+            settle(done, _call(function))
             return done
         if not self._started and not self._start():
             return self.run(function, now=True)
@@ -53,7 +53,7 @@ class Copier:
         while (job := self._jobs.get()) is not None:
             function, done = job
             error = _call(function)
-            self._home.call(lambda done=done, error=error: _settle(done, error))  # type: ignore[misc]
+            self._home.call(lambda done=done, error=error: settle(done, error))  # type: ignore[misc]
             del job, function, done, error  # the memory must not wait for the next job
 
     def close(self) -> None:
@@ -68,12 +68,3 @@ def _call(function: Callable[[], None]) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-def _settle(done: asyncio.Future[None], error: Exception | None) -> None:
-    if done.done():
-        return
-    if error is None:
-        done.set_result(None)
-    else:
-        done.set_exception(error)
