@@ -2,8 +2,9 @@
 
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py
     torchrun --standalone --nproc-per-node 8 examples/train_gpt.py --pp 2 --tp 2 --dp 2 --steps 3
+    torchrun --standalone --nproc-per-node 4 --max-restarts 3 examples/train_gpt.py --checkpoint runs/gpt --resume
 
-All but the five lines that mention ``pipe`` is an ordinary PyTorch training script.
+All but the lines that mention ``pipe`` is an ordinary PyTorch training script.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import rrfp
+from rrfp import callbacks, checkpoint
 
 WIDTH, HEADS, LAYERS, LENGTH = 96, 4, 4, 128
 
@@ -64,14 +66,20 @@ class Embedding(nn.Module):
         return x
 
 
-def build_stage(stage: int, stages: int) -> nn.Module:
-    """A stage's part of the model, the same on all its ranks."""
-    torch.manual_seed(stage)
-    parts: list[nn.Module] = [Embedding()] if stage == 0 else []
-    parts += [Block() for layer in range(LAYERS) if layer * stages // LAYERS == stage]
-    if stage == stages - 1:
-        parts += [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256)]
-    return nn.Sequential(*parts)
+def build_chunk(number: int, chunks: int) -> dict[str, nn.Module]:
+    """Modules of one of all ``chunks`` of the model, by their names in it; the same on all ranks of a stage."""
+    torch.manual_seed(number)
+    parts: dict[str, nn.Module] = {"embedding": Embedding()} if number == 0 else {}
+    parts |= {f"blocks.{layer}": Block() for layer in range(LAYERS) if layer * chunks // LAYERS == number}
+    if number == chunks - 1:
+        parts |= {"norm": nn.LayerNorm(WIDTH), "head": nn.Linear(WIDTH, 256)}
+    return parts
+
+
+def numbers_of_chunks(stage: int, stages: int, chunks: int, placement: str) -> list[int]:
+    """Which chunks of the model a stage has, by `placement`: in a V, every second row of them runs backwards."""
+    rows = [list(range(row * stages, (row + 1) * stages)) for row in range(chunks)]
+    return [row[~stage if placement == "v" and number % 2 else stage] for number, row in enumerate(rows)]
 
 
 def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
@@ -92,6 +100,8 @@ def arguments() -> tuple[argparse.Namespace, rrfp.Topology]:
     parser.add_argument("--pp", type=int, help="pipeline stages; by default as many as the other two leave")
     parser.add_argument("--dp", type=int, default=1, help="replicas, each with its own data")
     parser.add_argument("--tp", type=int, default=1, choices=(1, 2, 4), help="ranks that share a stage's heads")
+    parser.add_argument("--chunks", type=int, default=1, help="parts of the model on each stage")
+    parser.add_argument("--placement", default="looped", choices=("looped", "v"), help="of the chunks")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--microbatches", type=int, default=24)
     parser.add_argument("--microbatch-size", type=int, default=4)
@@ -103,12 +113,21 @@ def arguments() -> tuple[argparse.Namespace, rrfp.Topology]:
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--evaluate-every", type=int, default=50, help="steps; 0: never")
     parser.add_argument("--text", type=argparse.FileType("rb"), help="the text to learn; default: Python's reference")
+    parser.add_argument("--metrics", help="a file that rank 0 appends a line of JSON a step to")
+    parser.add_argument("--checkpoint", help="a folder for checkpoints, which all ranks see")
+    parser.add_argument("--save-every", type=int, default=50, help="steps between two checkpoints; 0: only the last")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    parser.add_argument("--amp", default="off", choices=("off", "bf16", "fp16"), help="autocast; fp16 scales the loss")
+    parser.add_argument("--deterministic", action="store_true", help="the same bits in every run, resumed or not")
     args = parser.parse_args()
+    if args.resume and args.checkpoint is None:
+        parser.error("--resume needs --checkpoint, the folder to resume from")
     pp = {} if args.pp is None else {"pp": args.pp}
     try:
         topology = rrfp.Topology.from_env(dims={**pp, "dp": args.dp, "tp": args.tp})
-        if topology.stages > LAYERS:
-            raise rrfp.ConfigError(f"--pp is {topology.stages}, must be at most {LAYERS}, one for each layer")
+        if not 1 <= topology.stages * args.chunks <= LAYERS:
+            counts = f"--pp x --chunks is {topology.stages} x {args.chunks}"
+            raise rrfp.ConfigError(f"{counts}, must be 1..{LAYERS}, with a layer for each")
         return args, topology
     except rrfp.ConfigError as error:  # the same on all ranks: rank 0 prints it, and torchrun ends the others
         if os.environ.get("RANK", "0") != "0":
@@ -129,11 +148,14 @@ def main() -> None:
     torch.set_num_threads(1)
     join(topology)
     mesh = init_device_mesh("cpu", (topology.stages, args.dp, args.tp), mesh_dim_names=("pp", "dp", "tp"))
-    module = build_stage(topology.stage, topology.stages)
-    for part in module.children() if args.tp > 1 else ():
+    numbers = numbers_of_chunks(topology.stage, topology.stages, args.chunks, args.placement)
+    chunks = [build_chunk(number, topology.stages * args.chunks) for number in numbers]
+    modules = nn.ModuleList(nn.Sequential(*chunk.values()) for chunk in chunks)
+    parts = {name: part for chunk in chunks for name, part in chunk.items()}
+    for part in parts.values() if args.tp > 1 else ():
         if isinstance(part, Block):
             part.shard(mesh["tp"])
-    optimizer = torch.optim.AdamW(module.parameters(), lr=args.lr)
+    optimizer = torch.optim.AdamW(modules.parameters(), lr=args.lr)
     text = args.text.read() if args.text else "\n\n".join(topics[name] for name in sorted(topics)).encode()
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     training, held_out = data[: len(data) * 9 // 10], data[len(data) * 9 // 10 :]
@@ -142,14 +164,29 @@ def main() -> None:
     def draw(part: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         return batch(part, args.microbatches, args.microbatch_size, generator)
 
-    how = {"hint": args.hint, "split": args.split, "limit": args.limit, "transport": args.transport}
-    pipeline = rrfp.Pipeline(module, mesh=mesh, loss_fn=loss_fn, **how)
+    how = {name: getattr(args, name) for name in ("hint", "split", "limit", "transport", "placement", "deterministic")}
+    how["callbacks"] = [callbacks.JsonLines(args.metrics, tokens=args.microbatch_size * LENGTH)] if args.metrics else []
+    pipeline = rrfp.Pipeline(list(modules), mesh=mesh, loss_fn=loss_fn, **how)
+    loaded = checkpoint.load(args.checkpoint, parts, optimizer, pipe=pipeline) if args.resume else None
+    dtype = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.amp]
+    scaler = torch.amp.GradScaler("cpu", enabled=args.amp == "fp16")
+    if loaded is not None and loaded.extra is not None:  # None: a replica that the saved run did not have
+        generator.set_state(loaded.extra["data"])
+        if loaded.extra["scaler"]:
+            scaler.load_state_dict(loaded.extra["scaler"])
+    if loaded is not None and topology.rank == 0:
+        print(f"resumed after step {loaded.step} from {loaded.path}", flush=True)
+    saving = None
     with pipeline.blocking() as pipe:
-        for step in range(1, args.steps + 1):
+        pipe.scale(scaler)
+        for step in range(1 if loaded is None else loaded.step + 1, args.steps + 1):
             started = time.perf_counter()
-            result = pipe.step(*draw(training))
+            with torch.autocast("cpu", dtype, enabled=args.amp != "off"):
+                result = pipe.step(*draw(training))
+            scaler.unscale_(optimizer)
             norm = pipe.clip_grad_norm_(args.clip)
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
             if topology.rank == 0 and (step <= 3 or step % 10 == 0):
                 idle = sum(part.blocking_share for part in result.breakdown) / topology.stages
@@ -162,6 +199,13 @@ def main() -> None:
                 score = pipe.evaluate(*draw(held_out))
                 if topology.rank == 0:
                     print(f"step {step:4d}  held-out loss {score.loss:.3f}", flush=True)
+            if args.checkpoint and (step == args.steps or (args.save_every and step % args.save_every == 0)):
+                extra = {"data": generator.get_state(), "scaler": scaler.state_dict()}
+                saving = checkpoint.async_save(args.checkpoint, parts, optimizer, pipe=pipe, extra=extra, keep=3)
+                if topology.rank == 0:
+                    print(f"step {step:4d}  saves to {saving.path}", flush=True)
+        if saving is not None:
+            saving.result()
     dist.destroy_process_group()
 
 

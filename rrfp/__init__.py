@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 # For type checkers, which do not run __getattr__: `as` marks a public name.
 if TYPE_CHECKING:
+    from rrfp.compute.caller_context import CallerModes as CallerModes
+    from rrfp.compute.gradients.adopted import AdoptedGradients as AdoptedGradients
     from rrfp.compute.lanes.base import Execution as Execution
     from rrfp.compute.lanes.base import Lane as Lane
+    from rrfp.compute.lanes.offers import OfferSlot as OfferSlot
     from rrfp.compute.payload import Payload as Payload
     from rrfp.compute.program import Batch as Batch
     from rrfp.compute.program import StageProgram as StageProgram
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from rrfp.errors import ConfigError as ConfigError
     from rrfp.errors import PipelineAborted as PipelineAborted
     from rrfp.errors import RrfpError as RrfpError
+    from rrfp.integrations.splitting.merging import merge_state_dict as merge_state_dict
+    from rrfp.integrations.splitting.split import split as split
     from rrfp.pipeline.api import Pipeline as Pipeline
     from rrfp.pipeline.api import local as local
     from rrfp.runtime.result import StepResult as StepResult
@@ -37,7 +42,10 @@ if TYPE_CHECKING:
 
 #: Every public name, by the module that defines it.
 _PUBLIC = {
+    "rrfp.compute.caller_context": ("CallerModes",),
+    "rrfp.compute.gradients.adopted": ("AdoptedGradients",),
     "rrfp.compute.lanes.base": ("Execution", "Lane"),
+    "rrfp.compute.lanes.offers": ("OfferSlot",),
     "rrfp.compute.payload": ("Payload",),
     "rrfp.compute.program": ("Batch", "StageProgram"),
     "rrfp.core.admission": ("Limit",),
@@ -46,6 +54,8 @@ _PUBLIC = {
     "rrfp.core.tasks": ("Kind", "Mode", "StepId", "Task"),
     "rrfp.core.topology": ("Topology",),
     "rrfp.errors": ("ConfigError", "PipelineAborted", "RrfpError"),
+    "rrfp.integrations.splitting.merging": ("merge_state_dict",),
+    "rrfp.integrations.splitting.split": ("split",),
     "rrfp.pipeline.api": ("local", "Pipeline"),
     "rrfp.runtime.result": ("StepResult",),
     "rrfp.runtime.statistics": ("RankStatistics",),

@@ -19,8 +19,10 @@ from rrfp.commands.costs import costs
 from rrfp.commands.demo import demo
 from rrfp.commands.doctor import doctor
 from rrfp.commands.plugins import hints, transports
+from rrfp.commands.secret import secret
 from rrfp.commands.simulate import SimulateCommand, simulate
 from rrfp.commands.sweep import SweepCommand, sweep
+from rrfp.commands.top import top
 from rrfp.commands.trace import trace
 from rrfp.errors import ConfigError, DeadlockError, RrfpError
 
@@ -90,10 +92,12 @@ app.command(cls=Command)(demo)
 app.command(cls=SimulateCommand)(simulate)
 app.command(cls=SweepCommand)(sweep)
 app.command(cls=Command)(trace)
+app.command(cls=Command)(top)
 app.command(cls=Command)(costs)
 app.command(cls=Command)(hints)
 app.command(cls=Command)(transports)
 app.add_typer(check, name="check")
+app.command(cls=Command)(secret)
 app.command(cls=Command)(doctor)
 
 

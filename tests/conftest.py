@@ -7,17 +7,24 @@ import loop_guard
 loop_guard.install()  # before anything that is tested is imported
 
 import os  # noqa: E402
+import shutil  # noqa: E402
+import tempfile  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from batches import FULL  # noqa: E402
-from hypothesis import settings  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 from leak_guard import LeakGuard  # noqa: E402
 
+#: For the status sockets of this process's jobs, and of those that it starts: `rrfp top` finds no others here.
+STATUS_SOCKETS = os.environ["RRFP_TOP"] = tempfile.mkdtemp(prefix="rrfp-")
+
 torch.set_num_threads(1)
-settings.register_profile(FULL)
+for profile in ("quick", FULL):  # how long an example takes is the machine's affair
+    settings.register_profile(profile, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("quick")
 os.environ.pop("COLUMNS", None)  # set in xdist's workers, it would narrow every command's tables
 
 
@@ -40,6 +47,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from gpu.results import Results
 
         config.pluginmanager.register(Results(path, config.getoption("device")))
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(STATUS_SOCKETS, ignore_errors=True)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

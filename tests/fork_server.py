@@ -31,8 +31,11 @@ TESTS = Path(__file__).parent
 PRELOADED = (
     "torch._dynamo",
     "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.run",
     "torch.distributed.tensor.parallel",
     "torch.fx.experimental.symbolic_shapes",
+    "rrfp.checkpoint",
     "rrfp.pipeline.api",
     "rrfp.testing.device_double",
     "rrfp.testing.reference",

@@ -32,7 +32,7 @@ SECONDS = 0.001
 #: These state what holds at depth 1: with a second task under way, a limit on bytes admits other forwards.
 EXACT_AT_DEPTH_1 = frozenset(
     {
-        "test_a_forward_has_a_signature_where_a_limit_asks_for_one_before_the_size_is_known",
+        "test_a_forward_is_previewed_where_a_limit_on_bytes_asks_for_it",
         "test_after_larger_steps_the_limit_is_used_in_full_again",
         "test_what_a_split_backward_adds_is_kept_free",
     }

@@ -30,7 +30,7 @@ def test_every_public_name_loads_and_type_checkers_see_the_same_names(package: s
         assert getattr(module, name) is getattr(import_module(home), name)
 
 
-@pytest.mark.parametrize("package", ["rrfp", "rrfp.hints", "rrfp.transports"])
+@pytest.mark.parametrize("package", ["rrfp", "rrfp.hints", "rrfp.integrations", "rrfp.transports"])
 def test_a_package_of_public_names_imports_no_torch(package: str) -> None:
     subprocess.run(
         [sys.executable, "-c", f"import sys, {package}; sys.exit('torch' in sys.modules)"], check=True, timeout=50

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.against_torch.figures import Figures, Results
 from benchmarks.against_torch.settings import (
     METHODS,
     STRICT_1F1B,
     TORCH_ZBV,
     V_N,
-    Cell,
-    Runtime,
     peer_in_cpu,
     peer_in_time,
 )
+from benchmarks.shared.comparison import Cell, Runtime
 from benchmarks.shared.figures import Aim
+from benchmarks.shared.step_figures import Figures, Results
 
 #: Points of the step over its own order, beyond torch's for its own; strict 1f1b with a whole backward is to be ahead.
 MOST_POINTS, MOST_POINTS_WHOLE = 0.0, -1.0

@@ -9,8 +9,8 @@ out 2 MiB. Every round has a table of its own; J0 is without jitter, J3 with the
 comparison: both numbers of stages, five rounds. ``sizes`` are left out on llm, where all microbatches are alike.
 
 RRFP's methods have the default hint and a split backward, with the limit that their names give. "V" and ZBV have two
-chunks a stage in V placement, on tables that cut each stage's work in two (tables.py); "strict 1f1b" is unsplit.
---methods also takes GPipe, bf and those over zmq; an unknown name prints all.
+chunks a stage in V placement, on tables that cut each stage's work in two (benchmarks/shared/tables.py); "strict 1f1b"
+is unsplit. --methods also takes GPipe, bf and those over zmq; an unknown name prints all.
 
 ms: a step, from one start for all ranks until the last has returned; median, as all figures.
 / bound: over the lower bound that no order, memory or transport can beat, for whole tasks on one chunk, so that a split
@@ -32,22 +32,18 @@ which sends as many messages a task (CPU: 1F1B for a whole backward, else ZBV).
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress
-
 from benchmarks.against_torch.aims import aims_of
-from benchmarks.against_torch.figures import Figures, results_of
 from benchmarks.against_torch.report import document_of, print_report
-from benchmarks.against_torch.settings import DEFAULT_METHODS, JITTERS, METHODS, Cell, Settings
-from benchmarks.against_torch.steps import Step
+from benchmarks.against_torch.settings import DEFAULT_METHODS, METHODS, Settings
+from benchmarks.shared.comparison import JITTERS, Cell
 from benchmarks.shared.load import OtherLoad
-from benchmarks.shared.options import parser_of
-from benchmarks.shared.workers import run_workers
+from benchmarks.shared.options import check_comparison, parser_of, report
+from benchmarks.shared.runs import steps_measured
+from benchmarks.shared.step_figures import Figures, results_of
 from rrfp.costs import JITTER_LEVELS, PROFILES
 
 
@@ -56,23 +52,16 @@ def main() -> None:
     arguments = _arguments()
     load, every = OtherLoad(), list(_settings(arguments))
     results: dict[Cell, Mapping[str, Figures]] = {}
-    with Progress(console=Console(stderr=True), transient=True, auto_refresh=False) as progress:
-        done = progress.add_task("steps", total=sum(1 for settings in every for _ in settings.turns()))
-        for settings in every:
-            steps = []
-            for line in run_workers(Path(__file__).with_name("worker.py"), settings.stages, settings.to_json()):
-                steps.append(Step.of(line))
-                progress.update(done, advance=1, refresh=True)
-            results |= results_of(settings, steps)
+    for settings, steps in steps_measured(Path(__file__).with_name("worker.py"), every):
+        results |= results_of(settings, steps)
     aims = aims_of(results)
     document = {"settings": list(map(asdict, every)), **document_of(results, aims), "other_load": load.share()}
-    if arguments.json != "":
+
+    def tables() -> None:
         print_report(results, aims)
         print(load.sentence())
-    if arguments.json == "":
-        print(json.dumps(document))
-    elif arguments.json:
-        Path(arguments.json).write_text(json.dumps(document))
+
+    report(arguments.json, document, tables)
 
 
 def _arguments() -> argparse.Namespace:
@@ -87,11 +76,7 @@ def _arguments() -> argparse.Namespace:
     stages, rounds = ((4, 8), 5) if arguments.all else ((8,), 3)
     arguments.stages = arguments.stages or stages
     arguments.rounds = rounds if arguments.rounds is None else arguments.rounds
-    for name, value, least in (("stages", min(arguments.stages), 2), ("rounds", arguments.rounds, 1)):
-        if value < least:
-            parser.error(f"--{name} is {value}, must be at least {least}")
-    if arguments.json and (Path(arguments.json).is_dir() or not Path(arguments.json).parent.is_dir()):
-        parser.error(f"--json is {arguments.json}, must be a file in a folder that exists")
+    check_comparison(parser, arguments)
     return arguments
 
 

@@ -2,48 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from enum import StrEnum
-from typing import Any, NamedTuple, cast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
 
-from benchmarks.against_torch.tables import Form, make_table
-from rrfp.costs import CostTable
+from benchmarks.shared.comparison import Comparison, Method, Runtime
+from benchmarks.shared.tables import Form
 from rrfp.pipeline.options import Options
-
-JITTERS = ("J0", "J3")
-
-#: Bytes of every tensor between virtual stages.
-NUM_BYTES = 2 << 20
-
-
-class Runtime(StrEnum):
-    """What runs a method."""
-
-    TORCH = "torch"
-    RRFP = "rrfp"
-
-
-@dataclass(frozen=True, slots=True)
-class Method:
-    """One way to run a step.
-
-    Attributes:
-        runtime: what runs it.
-        form: of its table.
-        options: of RRFP's pipeline.
-        has_sizes: whether a step is given ``sizes``.
-    """
-
-    runtime: Runtime
-    form: Form
-    options: Options = field(default_factory=lambda: Options())
-    has_sizes: bool = False
-
-    def runs(self, profile: str) -> bool:
-        """Whether it is measured: sizes that are all alike change nothing."""
-        return not self.has_sizes or profile != "llm"
 
 
 def _rrfp(form: Form, *, has_sizes: bool = False, **options: Any) -> Method:
@@ -96,74 +61,9 @@ def peer_in_cpu(method: Method) -> str:
     return TORCH_1F1B if method.form is Form.WHOLE else TORCH_ZBV
 
 
-class Cell(NamedTuple):
-    """Circumstances under which all methods are compared."""
-
-    stages: int
-    profile: str
-    jitter: str
-
-    def __str__(self) -> str:
-        return f"PP {self.stages}, {self.profile}, {self.jitter}"
-
-
-class Turn(NamedTuple):
-    """One step of one method; rounds count from 1, round 0 warms up."""
-
-    cell: Cell
-    number: int
-    method: str
-
-
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """The steps that one set of processes runs.
+class Settings(Comparison):
+    """See `Comparison`."""
 
-    Attributes:
-        stages: N, one process each.
-        profiles: the workloads.
-        jitters: their levels.
-        methods: names.
-        microbatches: M.
-        rounds: measured steps of each method in each cell.
-        seed: of the cost tables.
-    """
-
-    stages: int
-    profiles: tuple[str, ...]
-    jitters: tuple[str, ...]
-    methods: tuple[str, ...]
-    microbatches: int = 32
-    rounds: int = 3
-    seed: int = 1
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Settings:
-        """Read `to_json`'s line back."""
-        plain: dict[str, Any] = json.loads(text)
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
-        return cls(**values)
-
-    def turns(self) -> Iterator[Turn]:
-        """All steps in order: the methods alternate, and the first one changes from cell to cell."""
-        cells = [Cell(self.stages, profile, jitter) for profile in self.profiles for jitter in self.jitters]
-        for method in self.methods:
-            yield Turn(cells[0], 0, method)
-        first = 0
-        for number in range(1, self.rounds + 1):
-            for cell in cells:
-                for method in (*self.methods[first:], *self.methods[:first]):
-                    if METHODS[method].runs(cell.profile):
-                        yield Turn(cell, number, method)
-                first = (first + 1) % len(self.methods)
-
-    def table(self, turn: Turn, form: Form | None = None) -> CostTable:
-        """The durations of a step: the same for every method, but for its form, which may be another one."""
-        wanted = METHODS[turn.method].form if form is None else form
-        _, profile, jitter = turn.cell
-        numbers = {"seed": self.seed, "step": turn.number}
-        return make_table(wanted, profile, self.stages, self.microbatches, jitter=jitter, **numbers)
+    METHODS: ClassVar[Mapping[str, Method]] = METHODS
+    PEERS: ClassVar[tuple[str, ...]] = PEERS

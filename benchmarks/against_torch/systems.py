@@ -9,53 +9,16 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleZBVZeroBubble
 
-from benchmarks.against_torch.settings import (
-    METHODS,
-    NUM_BYTES,
-    TORCH_1F1B,
-    TORCH_GPIPE,
-    TORCH_ZBV,
-    Runtime,
-    Settings,
-)
-from benchmarks.against_torch.sleeping import SleepingStage, TaskLog, loss_fn
-from benchmarks.against_torch.tables import Form
-from rrfp.core.placement import Placement
+from benchmarks.against_torch.settings import METHODS, TORCH_1F1B, TORCH_GPIPE, TORCH_ZBV, Settings
+from benchmarks.shared.comparison import Runtime
+from benchmarks.shared.sleeping import Stages, loss_fn
+from benchmarks.shared.tables import Form
+from benchmarks.shared.turns import SILENT, Step
 from rrfp.core.topology import Topology
 from rrfp.pipeline.api import Pipeline
 from rrfp.pipeline.options import Options
 
-#: Runs a step with so many microbatches' sizes, or none; returns what waits for the work that it has left behind.
-Step = Callable[[Sequence[float] | None], Callable[[], object]]
-
 _TORCH = {TORCH_1F1B: Schedule1F1B, TORCH_GPIPE: ScheduleGPipe, TORCH_ZBV: ScheduleZBVZeroBubble}
-
-#: Pipelines that wait for their turn are silent meanwhile; longer than any step.
-_SILENT: Options = {"heartbeat": 60.0, "patience": 600.0}
-
-
-class Stages:
-    """The modules of one rank, by form; all methods of a form share them."""
-
-    def __init__(self, rank: int, stages: int) -> None:
-        self.log = TaskLog()
-        self._rank, self._stages = rank, stages
-        self._modules: dict[Form, list[SleepingStage]] = {}
-
-    def of(self, form: Form) -> list[SleepingStage]:
-        """The rank's chunks."""
-        key = Form.V if form is Form.V else Form.WHOLE
-        if key not in self._modules:
-            placement = self.placement(form)
-            count = placement.num_virtual_stages
-            self._modules[key] = [
-                SleepingStage(v, count, self._rank, NUM_BYTES, self.log) for v in placement.virtual_stages(self._rank)
-            ]
-        return self._modules[key]
-
-    def placement(self, form: Form) -> Placement:
-        """Of all ranks' chunks."""
-        return Placement(self._stages, form.chunks, "v" if form is Form.V else "looped")
 
 
 def steps_of(settings: Settings, rank: int, stages: Stages, stack: ExitStack) -> dict[str, Step]:
@@ -92,7 +55,7 @@ def _torch_step(name: str, settings: Settings, rank: int, stages: Stages) -> Ste
 def _rrfp_step(name: str, settings: Settings, rank: int, stages: Stages, stack: ExitStack) -> Step:
     method, count = METHODS[name], settings.microbatches
     placement, modules = stages.placement(method.form), stages.of(method.form)
-    options: Options = {"loss_fn": loss_fn, **_SILENT, **method.options}
+    options: Options = {"loss_fn": loss_fn, **SILENT, **method.options}
     part: nn.Module | list[nn.Module] = [*modules] if len(modules) > 1 else modules[0]
     pipe = stack.enter_context(Pipeline(part, topology=Topology.from_env(), **options).blocking())
     rows = [torch.zeros(1, 1) for _ in range(count)]

@@ -12,6 +12,9 @@ generators.
 
 staging: tensors one at a time, between device and host, and from rank to rank in this process.
 
+processes: tensors from this process to another one on the same device, one at a time, until its answer: pulled
+(`cuda_ipc`) and staged (`shm`) in turns; and this process's CPU time of a message of 1 KiB each way.
+
 step: a step of four stages by `rrfp.local` beside the same microbatches in a plain loop, in turns, on the same modules.
 A pair of steps whose plain one took over 1.1 of the median is discarded, and counted.
 
@@ -31,6 +34,7 @@ from typing import Any, TextIO
 
 import torch
 
+from benchmarks.gpu.processes import Between, measure_between
 from benchmarks.gpu.staging import Rate, measure_staging
 from benchmarks.gpu.step import LARGE, SMALL, StepTimes, Work, measure_step
 from benchmarks.gpu.target import Target, header, open_target
@@ -149,9 +153,20 @@ def _host(host: HostTimes) -> tuple[list[str], list[Aim]]:
 
 
 def _staging(rates: list[Rate]) -> tuple[list[str], list[Aim]]:
+    return _rate_lines(rates), []
+
+
+def _processes(between: Between) -> tuple[list[str], list[Aim]]:
+    lines = [] if between.is_pulled else ["cuda_ipc: the trial failed, so both ways are staged"]
+    lines += [f"process to process, {line}" for line in _rate_lines(between.rates)]
+    lines += [f"host time of a small message, {way}: {us(seconds)} us" for way, seconds in between.host_s.items()]
+    return lines, []
+
+
+def _rate_lines(rates: list[Rate]) -> list[str]:
     return [
         f"{rate.way}, {rate.num_bytes / 2**20:g} MiB: {rate.gb_per_s:.2f} GB/s, {us(rate.seconds)} us" for rate in rates
-    ], []
+    ]
 
 
 def _step(times: StepTimes) -> tuple[list[str], list[Aim]]:
@@ -181,6 +196,12 @@ PARTS: dict[str, tuple[Callable[[Target, Size], Any], Callable[[Any], tuple[list
     ),
     "host": (lambda target, size: measure_host(target, calls=size.calls), _host),
     "staging": (lambda target, size: measure_staging(target, sizes=size.sizes, repeats=size.repeats), _staging),
+    "processes": (
+        lambda target, size: measure_between(
+            target, sizes=size.sizes, repeats=size.repeats, messages=max(20, size.calls // 4)
+        ),
+        _processes,
+    ),
     "step": (lambda target, size: measure_step(target, size.work), _step),
 }
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 
 def parser_of(
@@ -26,3 +30,22 @@ def parsed(parser: argparse.ArgumentParser, *counts: str) -> argparse.Namespace:
         if getattr(arguments, name) < 1:
             parser.error(f"--{name} is {getattr(arguments, name)}, must be at least 1")
     return arguments
+
+
+def check_comparison(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """End the program where ``--stages`` or ``--rounds`` is too small, or ``--json`` names no file."""
+    for name, value, least in (("stages", min(arguments.stages), 2), ("rounds", arguments.rounds, 1)):
+        if value < least:
+            parser.error(f"--{name} is {value}, must be at least {least}")
+    if arguments.json and (Path(arguments.json).is_dir() or not Path(arguments.json).parent.is_dir()):
+        parser.error(f"--json is {arguments.json}, must be a file in a folder that exists")
+
+
+def report(json_file: str | None, document: Mapping[str, Any], tables: Callable[[], None]) -> None:
+    """Print ``tables``, or the document instead; or print the tables and write the document to a file."""
+    if json_file == "":
+        print(json.dumps(document))
+        return
+    tables()
+    if json_file:
+        Path(json_file).write_text(json.dumps(document))

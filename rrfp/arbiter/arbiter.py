@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rrfp.arbiter.offers import Offers
+from rrfp.arbiter.pauses import PauseTimer
+from rrfp.core import events as ev
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Task
 from rrfp.core.usage import WaitCause
@@ -21,6 +23,7 @@ class Arbiter:
         dispatch: hands a task to the lane and reports `Enqueued` to the core.
         waiting: called with the cause each time the lane is left with nothing to do.
         offers: to a lane that begins its next task by itself.
+        pauses: times the waits that the core may prefer to a backward; None: there are none.
 
     Attributes:
         is_due: whether something happened since it decided last.
@@ -34,6 +37,7 @@ class Arbiter:
         dispatch: Callable[[Task], None],
         waiting: Callable[[WaitCause], None],
         offers: Offers | None = None,
+        pauses: PauseTimer | None = None,
     ) -> None:
         self.is_due = False
         self.on_kick: Callable[[], None] = _ignore
@@ -42,6 +46,7 @@ class Arbiter:
         self._dispatch = dispatch
         self._waiting = waiting
         self._offers = offers
+        self._pauses = pauses
 
     def kick(self) -> None:
         """Something happened: a decision is due."""
@@ -69,10 +74,20 @@ class Arbiter:
                 self._offers.revise()
             return False
         decision = self._core.decide()
+        if type(decision) is ev.Pause:
+            decision = None if in_flight else self._unless_idle(decision)
         if decision is None:
             return False
         self._dispatch(decision.task)
         return True
+
+    def _unless_idle(self, pause: ev.Pause) -> ev.Run | ev.Pause | None:
+        """What the core decides instead of ``pause``; None if the stage idles."""
+        if self._pauses is None:
+            self._core.apply(ev.PauseEnded())
+        elif self._pauses.idles(pause):
+            return None
+        return self._core.decide()
 
     def before_completion(self) -> None:
         """The loop has heard that a task ended. Called before the core hears of it; see `rrfp.arbiter.offers`."""

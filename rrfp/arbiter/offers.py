@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from rrfp.core import events as ev
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Task
 
@@ -62,9 +63,9 @@ class Offers:
         self._task: Task | None = None
 
     def revise(self) -> None:
-        """The lane is full: offer the task that the core would run next, or none."""
+        """The lane is full: offer the task that the core would run next, or none, as where it would rather wait."""
         decision = self._core.decide()
-        task = None if decision is None else decision.task
+        task = decision.task if type(decision) is ev.Run else None
         if task == self._task:
             return
         # If the lane was faster, the end of the task before it is on its way to the loop, and another decision with it.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 #: Up to so many stages the default forces an order, too.
 _FEW_STAGES = 2
+#: The most forwards (N*C*M) of a case: beyond it, the states of most cases are more than a machine can visit.
+MOST_FORWARDS = 48
 _IN_ORDER = "What runs in microbatch order. By default nothing, and beside that B with up to 2 stages."
 _BACKWARD = "Backward by virtual stage."
 _MODE = "Training or forward only."
@@ -47,7 +49,7 @@ def _names(name: str, metavar: str, help: str, known: Callable[[], Iterable[str]
     def check(text: str) -> None:
         names = [str(each) for each in known()]
         if text not in names:
-            raise ConfigError(f"{name} has {text!r}, must be of: {', '.join(names)}, separated by commas")
+            raise ConfigError(f"{name} has {text!r}, must be among: {', '.join(names)}, separated by commas")
 
     return option(name, metavar, help, check=check, values=known)
 
@@ -110,7 +112,9 @@ def admission(
     if in_order is None:
         few = [number for number in grid.stages if number <= _FEW_STAGES]
         cases += replace(grid, stages=few, in_order=[Kind.B])
-    done = list(explored(_shown(cases, quiet=json), reduce=False if full else None))
+    _check_sizes(cases)
+    with _shown(cases, quiet=json) as shown:
+        done = list(explored(shown, reduce=False if full else None))
     if not done:
         raise ConfigError("no case is left: limits above M, or an order of a kind that no virtual stage runs")
     bad = [explored_case for explored_case in done if not explored_case.is_safe]
@@ -124,13 +128,39 @@ def admission(
         raise RrfpError(f"{len(bad)} of {len(done)} cases fail, the first with the shortest way there: {_worst(bad)}")
 
 
-def _shown(cases: list[Case], *, quiet: bool) -> Iterable[Case]:
-    """The cases, with a progress bar on a terminal."""
+def _check_sizes(cases: Iterable[Case]) -> None:
+    """Refuse cases that would not end.
+
+    Raises:
+        ConfigError: naming the first.
+    """
+    for case in cases:
+        if (forwards := case.stages * case.chunks * case.microbatches) > MOST_FORWARDS:
+            sizes = f"stages {case.stages}, chunks {case.chunks}, microbatches {case.microbatches}"
+            raise ConfigError(
+                f"{sizes} have {forwards} forwards (the product), must be at most {MOST_FORWARDS}: the number of "
+                "states grows exponentially"
+            )
+
+
+@contextmanager
+def _shown(cases: list[Case], *, quiet: bool) -> Iterator[Iterable[Case]]:
+    """The cases, with a bar on a terminal that names the one that is explored."""
     from rich.console import Console
-    from rich.progress import track
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    return track(cases, "cases", console=console, transient=True, disable=quiet or not sys.stderr.isatty())
+    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=len(cases))
+
+        def named() -> Iterator[Case]:
+            for case in cases:
+                bar.update(task, description=str(case))
+                yield case
+                bar.advance(task)
+
+        yield named()
 
 
 def _worst(bad: list[Explored]) -> str:

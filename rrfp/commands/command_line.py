@@ -21,6 +21,10 @@ _SIBLINGS = {"simulate": "sweep", "sweep": "simulate"}
 class Command(TyperCommand):
     """A command whose error names all faults of the line that are independent of each other."""
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        """All parameters; the help shows no value for those that take none."""
+        return _flags_without_value(super().get_params(ctx))
+
     def check_together(self, named: Collection[str]) -> None:
         """Refuse options that do not go together.
 
@@ -80,6 +84,10 @@ class Command(TyperCommand):
 class Group(TyperGroup):
     """Several commands. Without one of them it prints its help."""
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        """All parameters; the help shows no value for those that take none."""
+        return _flags_without_value(super().get_params(ctx))
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the line as far as the command."""
         if not args and not ctx.resilient_parsing:
@@ -87,6 +95,14 @@ class Group(TyperGroup):
             ctx.exit()
         rest: list[str] = super().parse_args(ctx, args)
         return rest
+
+
+def _flags_without_value(parameters: list[Any]) -> list[Any]:
+    """The same parameters: some versions of typer show ``<bool>`` behind a flag, as if it took a value."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False) and parameter.metavar is None:
+            parameter.metavar = ""
+    return parameters
 
 
 def usage_text(error: Exception) -> str:
@@ -156,8 +172,7 @@ def option(
         metavar=metavar,
         help=help,
         rich_help_panel=panel,
-        min=least,
-        callback=None if check is None else _checked(name, check, is_list=is_list),
+        callback=_checked(name, check, is_list=is_list) if check is not None else at_least(name, least),
         autocompletion=None if values is None else completed(values),
     )
 
@@ -170,6 +185,19 @@ def _checked(name: str, check: Callable[[str], object], *, is_list: bool) -> Cal
             for each in listed(name, value) if is_list else [value]:
                 with faults.kept():
                     check(each)
+        return value
+
+    return callback
+
+
+def at_least(name: str, least: int | None) -> Callable[[int | None], int | None] | None:
+    """Refuses a number of the option ``name`` below ``least``; None where any number will do."""
+    if least is None:
+        return None
+
+    def callback(value: int | None) -> int | None:
+        if value is not None and value < least:
+            raise ConfigError(f"--{name} is {value}, must be at least {least}")
         return value
 
     return callback

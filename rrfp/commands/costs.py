@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from rrfp.commands.command_line import at_least
 from rrfp.commands.output import Json, check_output, print_json
 from rrfp.errors import ConfigError
+from rrfp.tables import Column, print_table, terminal
 
 if TYPE_CHECKING:
     from rrfp.trace.chrome_reader import TracedRun
@@ -27,7 +29,9 @@ def costs(
     traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help=_TRACES)],
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help=_OUT)] = None,
     run: Annotated[str | None, typer.Option("--run", metavar="NAME", help=_RUN)] = None,
-    skip_first: Annotated[int | None, typer.Option("--skip-first", metavar="N", min=0, help=_SKIP)] = None,
+    skip_first: Annotated[
+        int | None, typer.Option("--skip-first", metavar="N", help=_SKIP, callback=at_least("skip-first", 0))
+    ] = None,
     step: Annotated[str, typer.Option("--step", metavar="typical|N|median|mean", help=_STEP)] = "typical",
     latency: Annotated[str | None, typer.Option("--latency", metavar="MODEL", help=_LATENCY)] = None,
     json: Json = False,
@@ -83,15 +87,14 @@ def _document(measured: MeasuredCosts, out: Path | None, latency: str | None) ->
 
 
 def _show(measured: MeasuredCosts, out: Path | None, latency: str | None) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False)
+    console = terminal()
     table = measured.table
     left_out = f" (left out: {', '.join(measured.left_out)})" if measured.left_out else ""
     which = "costs of each task over all" if measured.step is None else f"costs of step {measured.step}"
     text = f"{measured.steps} training step(s) of {table.microbatches} microbatches{left_out}; {which}"
     console.print(f"{text}, {measured.seconds * 1e3:.1f} ms", soft_wrap=True)
-    console.print(_table(measured))
+    _print_table(measured)
+    console.print("milliseconds a microbatch: mean, and least - most")
     console.print(_messages(measured, latency), soft_wrap=True)
     if out is None:
         console.print("--out FILE writes the cost file", soft_wrap=True)
@@ -101,21 +104,18 @@ def _show(measured: MeasuredCosts, out: Path | None, latency: str | None) -> Non
         )
 
 
-def _table(measured: MeasuredCosts) -> Any:
+def _print_table(measured: MeasuredCosts) -> None:
     """A row for each virtual stage."""
-    from rich.table import Table
-
     costs = measured.table
-    table = Table(caption="milliseconds a microbatch: mean, and least - most", title_justify="left")
-    table.add_column("stage" if costs.chunks == 1 else "virtual stage")
+    numbers = range(costs.num_virtual_stages)
+    where = [str(v) if costs.chunks == 1 else f"{v} (stage {costs.stage_of(v)})" for v in numbers]
     kinds = {"F": costs.forward, "B": costs.backward} | ({} if costs.weight is None else {"W": costs.weight})
-    for kind in kinds:
-        table.add_column(kind, justify="right")
-    for v in range(costs.num_virtual_stages):
-        where = str(v) if costs.chunks == 1 else f"{v} (stage {costs.stage_of(v)})"
-        times = [rows[v] * 1e3 for rows in kinds.values()]
-        table.add_row(where, *(f"{row.mean():.2f}, {row.min():.2f} - {row.max():.2f}" for row in times))
-    return table
+    columns = []
+    for kind, rows in kinds.items():
+        times = [rows[v] * 1e3 for v in numbers]
+        columns.append(Column(kind, [f"{row.mean():.2f}" for row in times]))
+        columns.append(Column("least - most", [f"{row.min():.2f} - {row.max():.2f}" for row in times]))
+    print_table([Column("stage" if costs.chunks == 1 else "virtual stage", where, "left")], columns)
 
 
 def _messages(measured: MeasuredCosts, latency: str | None) -> str:

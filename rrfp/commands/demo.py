@@ -13,7 +13,10 @@ from rrfp.commands.method_options import HINT_FORMS, METHOD
 from rrfp.commands.output import Json
 
 _HINT = f"Hints of the readiness-driven rows, instead of the demo's four: {HINT_FORMS}; several between commas."
-_LIMIT = "Microbatches a stage may hold in these rows: a number, 1f1b (N - i on stage i), n or 2n. Default 2n."
+_LIMIT = (
+    "Microbatches a stage may hold in these rows: a number, 1f1b (N - i on stage i), n or 2n. Default 2n; the row v "
+    "keeps n."
+)
 _SPLIT = "Whether these rows split backward. Default: bfw and slot-aware do; with --hint none does."
 _TRANSPORT = (
     "Transport of all rows, between processes: a name that `rrfp transports` lists, module:attribute, or "

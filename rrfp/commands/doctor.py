@@ -173,6 +173,15 @@ def _torchrun() -> str:
 
 
 #: By name: the look, and whether the part is required.
+def _secret() -> str:
+    from rrfp.transports.secret import Secret
+
+    secret = Secret.from_environment(os.environ)
+    if secret is None:
+        return "none: tcp connections need one, or allow_insecure=True"
+    return f"in {secret.origin}: tcp connections are authenticated and encrypted"
+
+
 _LOOKS: dict[str, tuple[Callable[[], str], bool]] = {
     "python": (_python, True),
     "platform": (_platform, True),
@@ -187,6 +196,7 @@ _LOOKS: dict[str, tuple[Callable[[], str], bool]] = {
     "auto": (_auto, True),
     "collective": (_collective, False),
     "torchrun": (_torchrun, True),
+    "secret": (_secret, False),
     "uvloop": (_package("uvloop"), False),
     "matplotlib": (_package("matplotlib"), False),
 }

@@ -6,6 +6,10 @@ import ctypes
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rrfp.compute.devices.base import Device
 
 #: Long enough for the driver's version (NVML's own limit).
 _VERSION_LENGTH = 80
@@ -119,9 +123,31 @@ def choices() -> Mapping[str, str]:
     transports = f"transport {option_table()['transport'].default}, in rrfp.local inproc"
     lines = {"on cpu": f"ThreadLane, depth {ThreadLane.depth}; {transports}"}
     if torch.cuda.is_available() and (device := choose_device({}, "cuda")) is not None:
-        depth = StreamLane(device).depth
-        lines["on cuda"] = f"StreamLane, depth {depth}; {transports}, tensors copied through pinned host memory"
+        staging = "through pinned host memory"
+        obstacle = sharing_obstacle(device)
+        way = (
+            f"{staging}, since {obstacle}"
+            if obstacle
+            else f"pulled within this host (cuda_ipc) where a trial at the start works, else {staging}"
+        )
+        lines["on cuda"] = f"StreamLane, depth {StreamLane(device).depth}; {transports}; tensors {way}"
     return lines
+
+
+def sharing_obstacle(device: Device) -> str:
+    """Why no other process can open memory of ``device``; empty if this one can share it."""
+    import torch
+
+    if device.sharing is None:
+        return "its memory cannot be shared between processes"
+    try:
+        with (stream := device.stream()).issuing():
+            shared = device.sharing.share(device.empty(torch.empty(1 << 10, dtype=torch.uint8, device="meta")))
+        stream.record().synchronize()
+        del shared
+    except Exception as error:  # a device may raise anything
+        return " ".join(f"its memory cannot be shared ({type(error).__name__}: {error}".split())[:200] + ")"
+    return ""
 
 
 def _nccl_version() -> str | None:

@@ -30,7 +30,11 @@ PICTURE = "FILE.png|svg|pdf"
 HINT_FORMS = "a name that `rrfp hints` lists, module:attribute, or file.py:attribute"
 _HINT = f"Dispatch by this hint: {HINT_FORMS}. Default of rrfp simulate without --strict: slot-aware-pyramid."
 _STRICT = "Run this schedule to the letter: a name that `rrfp hints` lists as one, or a file in torch's grammar."
-_LIMIT = "Microbatches a stage may hold: a number, 1f1b (N - i on stage i), n or 2n. Not with --strict; default 2n."
+_LIMIT = (
+    "Microbatches a stage may hold: a number, 1f1b (N - i on stage i), n or 2n; bytes:LIMIT: as many bytes as it holds "
+    "under that limit. Not with --strict; default 2n."
+)
+_LIMITS = ("1f1b", "n", "2n", "bytes:1f1b", "bytes:n", "bytes:2n")
 _ADMISSION = "How chunks share the limit's slots. Not with --strict; default staircase."
 _SENDS = "blocking: 1f1b sends as Megatron does, sender and receiver wait for each other. With --strict only."
 _SIZES = "Sizes of microbatches for hints: a JSON list of M numbers, or planned, the file's own sums of times."
@@ -79,7 +83,7 @@ Strict = Annotated[
 ]
 LimitText = Annotated[
     str | None,
-    option("limit", "K|1f1b|n|2n", _LIMIT, METHOD, check=_of_hint("limit"), values=lambda: ("1f1b", "n", "2n")),
+    option("limit", "[bytes:]K|1f1b|n|2n", _LIMIT, METHOD, check=_of_hint("limit"), values=lambda: _LIMITS),
 ]
 Admission = Annotated[str | None, choice("admission", "staircase|paper", _ADMISSION, METHOD, _of_hint("admission"))]
 Sends = Annotated[str | None, choice("sends", "eager|blocking", _SENDS, METHOD, _of_strict("sends"))]

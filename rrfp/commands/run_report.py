@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,6 +79,7 @@ def _size(costs: CostTable) -> str:
 def _print_stages(simulation: Simulation) -> None:
     """A row a stage, and one for all of them."""
     costs, busy, peaks = simulation.costs, simulation.result.busy, simulation.peaks
+    decimals = _decimals(busy)
     rows: list[tuple[str, ...]] = []
     for stage in _shown(costs.stages):
         if stage is None:
@@ -86,16 +88,22 @@ def _print_stages(simulation: Simulation) -> None:
         # Like the peak, in chunk tasks.
         limit = "-" if simulation.limits is None else str(simulation.limits[stage] * costs.chunks)
         held, received = str(peaks[stage].held), str(peaks[stage].received)
-        rows.append((str(stage), f"{busy[stage]:.6g}", _share(busy[stage], simulation), held, received, limit))
+        rows.append((str(stage), f"{busy[stage]:.{decimals}f}", _share(busy[stage], simulation), held, received, limit))
     sections = [len(rows) - 1] if costs.stages > 1 else []
     if costs.stages > 1:
         mean = sum(busy) / costs.stages
         held, received = (f"max {most}" for most in (max(p.held for p in peaks), max(p.received for p in peaks)))
-        rows.append(("mean", f"{mean:.6g}", _share(mean, simulation), held, received, ""))
+        rows.append(("mean", f"{mean:.{decimals}f}", _share(mean, simulation), held, received, ""))
     cells = list(zip(*rows, strict=True))
     heads = ("busy (s)", "busy", "peak held", "received peak", "limit")
     columns = [Column(head, each) for head, each in zip(heads, cells[1:], strict=True)]
     print_table([Column("stage", cells[0], "left")], columns, sections)
+
+
+def _decimals(seconds: Sequence[float]) -> int:
+    """As many for all times as the longest one needs for five digits."""
+    longest = max(seconds)
+    return max(0, 4 - math.floor(math.log10(longest))) if longest > 0 else 1
 
 
 def _shown(stages: int) -> Iterable[int | None]:

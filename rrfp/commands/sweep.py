@@ -205,9 +205,12 @@ def _save_costs(folder: Path, experiments: Sequence[Experiment]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written ({error.strerror or error})") from None
+    # With bytes if a limit counts them, so that `rrfp simulate` can show that run.
+    counts_bytes = any(experiment.method.counts_bytes for experiment in experiments)
     for workload in dict.fromkeys(experiment.workload for experiment in experiments):
         if isinstance(workload, Workload):
-            write_costs(folder / f"{workload.short_name}.json", workload.costs())
+            costs = workload.sized_costs() if counts_bytes else workload.costs()
+            write_costs(folder / f"{workload.short_name}.json", costs)
 
 
 def _check_plot(path: Path, experiments: Sequence[Experiment]) -> None:

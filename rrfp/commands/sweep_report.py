@@ -61,7 +61,8 @@ def _print_groups(rows: Sequence[Row], groups: Sequence[Group]) -> None:
     names = [Column(head, each, "left") for head, each in zip((*changing, "method"), cells, strict=False)]
     print_table(names, [Column(head, each) for head, each in zip(figures, cells[len(names) :], strict=True)])
     if over:
-        terminal().print(f"speed-up over {' or '.join(sorted(over))}, seed by seed", soft_wrap=True)
+        by_seed = ", seed by seed" if any(len(group.rows) > 1 for group in groups) else ""
+        terminal().print(f"speed-up over {' or '.join(sorted(over))}{by_seed}", soft_wrap=True)
 
 
 def _figures(groups: Sequence[Group], *, has_speed_ups: bool) -> dict[str, Callable[[Group], str]]:

@@ -52,6 +52,9 @@ class CallerModes:
     def capture(cls, mode: Mode) -> CallerModes:
         """Read the state of the calling thread.
 
+        Args:
+            mode: training or forward only.
+
         Raises:
             ConfigError: in a training step, if gradients are switched off.
         """
@@ -73,7 +76,13 @@ class CallerModes:
         )
 
     def forward(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call ``function`` in the caller's state, with gradients enabled in a training step only."""
+        """Call ``function`` in the caller's state, with gradients enabled in a training step only.
+
+        Args:
+            function: called on this thread; returns its result.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+        """
         outside, wanted = torch.is_grad_enabled(), self.mode is Mode.TRAIN
         if outside is not wanted:
             torch.set_grad_enabled(wanted)
@@ -85,7 +94,13 @@ class CallerModes:
                 torch.set_grad_enabled(outside)
 
     def backward(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call ``function`` in the caller's state, but outside autocast."""
+        """Call ``function`` in the caller's state, but outside autocast.
+
+        Args:
+            function: called on this thread; returns its result.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+        """
         # Why without autocast? torch advises against backward under it: backward operators run in the types that
         # autocast chose in forward. A step has both inside the caller's `with torch.autocast(...)`.
         with self._entered():

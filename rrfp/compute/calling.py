@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,16 +50,25 @@ def check_batch(batch: Batch, step: StepId, *, first: bool, last: bool, has_loss
     if last and not has_loss and (training or batch.targets is not None):
         reason = "a training step needs it" if training else "targets are given, but nothing to compare them with"
         raise ConfigError(f"loss_fn is missing on the last virtual stage: {reason}")
-    for field, used, needed in (
-        ("inputs", first, first),
-        ("targets", last, last and training),
-        ("kwargs", True, False),
-        ("gradient_weights", last and training, True),
+    for field, used, needed, where in (
+        ("inputs", first, first, "first"),
+        ("targets", last, last and training, "last"),
+        ("kwargs", True, False, None),
+        ("gradient_weights", last and training, True, "last"),
     ):
         values = getattr(batch, field)
         if used and (needed if values is None else len(values) != step.microbatches):
-            problem = "is missing" if values is None else f"has {len(values)} entries"
-            raise ConfigError(f"{field} {problem}, must be a list of {step.microbatches}, one for each microbatch")
+            problem = "is missing" if values is None else f"has length {len(values)}"
+            wanted = f"a list of {step.microbatches}"
+            if values is None:
+                wanted += f" on the rank of the {where} virtual stage"
+            misplaced = "; the labels are in the inputs" if field == "targets" and _with_labels(batch.inputs) else ""
+            raise ConfigError(f"{field} {problem}, must be {wanted}, one for each microbatch{misplaced}")
+
+
+def _with_labels(inputs: Sequence[Any] | None) -> bool:
+    """Whether the labels are among a model's keyword arguments, as transformers takes them."""
+    return any(isinstance(each, Mapping) and "labels" in each for each in inputs or ())
 
 
 def check_loss(loss: object, microbatch: int, *, differentiable: bool) -> Tensor:

@@ -7,7 +7,7 @@ measure the runtime and not the machine. On a `rrfp.compute.lanes.timer` the tim
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from rrfp.compute.lanes.precise_sleep import sleep_until
 from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch, StageProgram
 from rrfp.core.graph import Graph
-from rrfp.core.tasks import StepId, Task
+from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.costs import CostTable
 
 T = TypeVar("T")
@@ -48,29 +48,40 @@ def table_durations(table: CostTable) -> Durations:
 class EmulatedStage(StageProgram):
     """Computes nothing, spends the time of each task, and puts out tensors of zeros of one size.
 
-    Losses are 0, and it reports no held bytes.
+    Losses are 0.
 
     Args:
         graph: the virtual stages and their edges.
         durations: the duration of each task.
         num_bytes: size of every output and input gradient.
         spend: spends the time of a task; for a `TimerLane` its ``spend``.
+        held: the bytes that a microbatch is said to hold on a virtual stage in a training step; None: none.
 
     Attributes:
         durations: may be replaced between two steps.
     """
 
-    def __init__(self, graph: Graph, durations: Durations, num_bytes: int = 0, spend: Spend = sleep) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        durations: Durations,
+        num_bytes: int = 0,
+        spend: Spend = sleep,
+        held: Callable[[int, int], int] | None = None,
+    ) -> None:
         self.durations = durations
+        self._held = held
         self._spend = spend
         self._graph = graph
         # One tensor serves every message, because payloads are read-only.
         self._output = Payload((torch.zeros(num_bytes, dtype=torch.uint8),), ("t", 0))
         self._losses: dict[int, float] = {}
+        self._is_training = True
 
     def open(self, step: StepId, batch: Batch) -> None:
         """Begin a step; accepts any batch."""
         self._losses = {}
+        self._is_training = step.mode is Mode.TRAIN
 
     def forward(self, task: Task, inputs: tuple[Payload, ...]) -> Payload:
         """Spend the task's time."""
@@ -88,6 +99,14 @@ class EmulatedStage(StageProgram):
     def weight(self, task: Task) -> None:
         """Spend the task's time."""
         self._run(task)
+
+    def held_bytes(self, microbatch: int, virtual_stage: int) -> int:
+        """See :meth:`StageProgram.held_bytes`."""
+        return self._held(microbatch, virtual_stage) if self._held is not None and self._is_training else 0
+
+    def input_bytes(self, task: Task, inputs: tuple[Payload, ...]) -> int | None:
+        """See :meth:`StageProgram.input_bytes`: in proportion to what it will be said to hold."""
+        return None if self._held is None else self._held(task.microbatch, task.virtual_stage)
 
     def losses(self) -> Mapping[int, float]:
         """0 for every microbatch that the last virtual stage ran."""
@@ -150,6 +169,14 @@ class PacedStage(StageProgram):
     def held_bytes(self, microbatch: int, virtual_stage: int) -> int:
         """See :meth:`StageProgram.held_bytes`."""
         return self._program.held_bytes(microbatch, virtual_stage)
+
+    def signature(self, task: Task, inputs: tuple[Payload, ...]) -> Hashable:
+        """See :meth:`StageProgram.signature`."""
+        return self._program.signature(task, inputs)
+
+    def input_bytes(self, task: Task, inputs: tuple[Payload, ...]) -> int | None:
+        """See :meth:`StageProgram.input_bytes`."""
+        return self._program.input_bytes(task, inputs)
 
     def held_output_bytes(self, microbatch: int, virtual_stage: int) -> int:
         """See :meth:`StageProgram.held_output_bytes`."""

@@ -103,6 +103,8 @@ class Mailbox:
         payloads, rest = {}, list(tensors)
         try:
             for virtual_stage, count in body["parts"]:
+                if virtual_stage in payloads or type(count) is not int or not 0 <= count <= len(rest):
+                    raise ValueError(f"{count!r:.80} of {len(rest)} tensors for virtual stage {virtual_stage}")
                 payloads[virtual_stage], rest = Payload(tuple(rest[:count])), rest[count:]
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"{task} arrived with a malformed description: {error!r}") from None

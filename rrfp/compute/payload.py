@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rrfp.compute.async_tensors import is_sharded, wait_async
 from rrfp.compute.named_tuples import is_named, name_of, rebuilt
-from rrfp.errors import StageError
+from rrfp.errors import ProtocolError, StageError
 
 #: The nesting as plain data: ["t", i] is tensor i; ["v", x] the plain value x; ["(", ...] a tuple; ["[", ...] a list;
 #: ["{", [key, ...], ...] a dict with string keys; ["n", class, [field, ...], ...] a named tuple.
@@ -56,8 +56,13 @@ class Payload:
 
         Raises:
             StageError: if this rank has not loaded the class of a named tuple.
+            ProtocolError: if the structure came from another rank, and is none.
         """
-        return _rebuild(self.structure, self.tensors)
+        try:
+            return _rebuild(self.structure, self.tensors)
+        except (IndexError, TypeError, ValueError) as error:
+            count = len(self.tensors)
+            raise ProtocolError(f"the nesting of {count} tensors that arrived cannot be read: {error!r:.80}") from error
 
     def sent(self) -> Payload:
         """As it is sent: the same memory without a history; a tensor requires grad if its gradient is wanted back."""
@@ -115,7 +120,7 @@ def _describe(value: Any, leaves: list[Tensor | None], path: str) -> list[Any]:
         mark = "(" if isinstance(value, tuple) else "["
         return [mark, *(_describe(item, leaves, f"{path}[{i}]") for i, item in enumerate(value))]
     raise StageError(
-        f"{path} is a {type(value).__name__}; between stages may travel tensors, None, bool, int, float, str, "
+        f"{path} is of type {type(value).__name__}; between stages may travel tensors, None, bool, int, float, str, "
         "and tuples, named tuples, lists and string-keyed dicts of them"
     )
 
@@ -137,7 +142,7 @@ def _check_dense(tensor: Tensor, path: str) -> None:
 def _rebuild(structure: Structure, tensors: Sequence[Tensor | None]) -> Any:
     mark, rest = structure[0], structure[1:]
     if mark == "t":
-        return tensors[rest[0]]
+        return tensors[_index(rest[0])]
     if mark == "v":
         return rest[0]
     if mark == "{":
@@ -146,3 +151,9 @@ def _rebuild(structure: Structure, tensors: Sequence[Tensor | None]) -> Any:
         return rebuilt(rest[0], rest[1], (_rebuild(item, tensors) for item in rest[2:]))
     items = (_rebuild(item, tensors) for item in rest)
     return tuple(items) if mark == "(" else list(items)
+
+
+def _index(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r:.40} is no index")
+    return value

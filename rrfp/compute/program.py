@@ -108,8 +108,9 @@ class StageProgram(ABC):
     def signature(self, task: Task, inputs: tuple[Payload, ...]) -> Hashable:
         """What decides how many bytes an F will hold, such as the shapes of its inputs; known before it runs.
 
-        Forwards of one virtual stage with equal signatures hold as many bytes. Under a limit on bytes, a lane that runs
-        ahead starts no forward behind one whose signature is new. Called on the event loop, so it must not take long.
+        Forwards of one virtual stage with equal signatures hold as many bytes: under a limit on bytes a forward is
+        expected to hold what the last ones of its signature did, and a lane that runs ahead starts no forward behind
+        one whose signature is new. Called on the event loop, so it must not take long.
 
         Args:
             task: an F.
@@ -119,6 +120,21 @@ class StageProgram(ABC):
             By default None: all forwards count as equal.
         """
         return None
+
+    def input_bytes(self, task: Task, inputs: tuple[Payload, ...]) -> int | None:
+        """Bytes of the inputs of an F, or any number in proportion to the bytes that it will hold.
+
+        Under a limit on bytes, a forward of a new signature is expected to hold as much for each of these bytes as
+        those before it on its virtual stage. Called on the event loop, so it must not take long.
+
+        Args:
+            task: an F.
+            inputs: as for `forward`.
+
+        Returns:
+            By default the bytes of ``inputs``; None, not known, where there is none.
+        """
+        return sum(payload.num_bytes for payload in inputs) or None
 
     def held_output_bytes(self, microbatch: int, virtual_stage: int) -> int:
         """The part of `held_bytes` that is output of the forward, kept for the backward. Called on any thread.

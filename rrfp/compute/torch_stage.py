@@ -187,10 +187,20 @@ class TorchStage(StageProgram):
     def signature(self, task: Task, inputs: tuple[Payload, ...]) -> Hashable:
         """See :meth:`StageProgram.signature`: all that `ActivationMeter` measures a forward for."""
         _, m, v = task
-        batch, received = self._batch, tuple((payload.tensors, payload.structure) for payload in inputs)
+        received = tuple((payload.tensors, payload.structure) for payload in inputs)
+        return self._signature(m, v, (received, *self._callers_part(m, v)))
+
+    def input_bytes(self, task: Task, inputs: tuple[Payload, ...]) -> int | None:
+        """See :meth:`StageProgram.input_bytes`: of received tensors and of the caller's, as dense ones."""
+        _, m, v = task
+        own = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(self._callers_part(m, v)))
+        return own + sum(payload.num_bytes for payload in inputs) or None
+
+    def _callers_part(self, m: int, v: int) -> tuple[Any, Any]:
+        """The caller's input and keyword arguments of a forward."""
+        batch = self._batch
         own = None if self._graph.predecessors[v] or batch.inputs is None else batch.inputs[m]
-        kwargs = None if batch.kwargs is None else batch.kwargs[m]
-        return self._signature(m, v, (received, own, kwargs))
+        return own, None if batch.kwargs is None else batch.kwargs[m]
 
     def held_output_bytes(self, microbatch: int, virtual_stage: int) -> int:
         """See :meth:`StageProgram.held_output_bytes`; measured like `held_bytes`."""

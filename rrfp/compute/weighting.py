@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from rrfp.errors import ConfigError
 
@@ -69,15 +69,18 @@ def _checked(weights: Sequence[float] | None, microbatches: int) -> tuple[float,
     if weights is None:
         return (1.0,) * microbatches
     if len(weights) != microbatches:
-        raise ConfigError(f"weights has {len(weights)} entries, must have {microbatches}, one for each microbatch")
+        raise ConfigError(f"weights has length {len(weights)}, must have {microbatches}, one for each microbatch")
+    return tuple(_weight(m, weight) for m, weight in enumerate(weights))
+
+
+def _weight(microbatch: int, value: Any) -> float:
     try:
-        checked = tuple(float(weight) for weight in weights)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"weights must be numbers: {error}") from None
-    for m, weight in enumerate(checked):
-        if not (math.isfinite(weight) and weight >= 0):
-            raise ConfigError(f"weights[{m}] is {weight}, must be finite and not negative")
-    return checked
+        weight = float(value)  # token counts are often numbers of numpy, or tensors
+    except (TypeError, ValueError):
+        weight = math.nan
+    if not 0 <= weight < math.inf:
+        raise ConfigError(f"weights[{microbatch}] is {value!r}, must be a finite number >= 0")
+    return weight
 
 
 def _normaliser(weights: tuple[float, ...], reduction: str) -> float:

@@ -13,11 +13,12 @@ chunk tasks; there are K * C. Backwards and weight tasks free memory: only the p
   draining frees nothing, the staircase holds instead.
 - **Reserve** (beside the staircase, when any order is forced): the last C slots admit only the lowest microbatch that
   has not been forwarded on its chunk.
-- **Bytes**: a forward of chunk c starts only while the bytes held fit together with those that one forward of each
-  chunk from c on is expected to hold (and, under the reserve rule, a whole lowest microbatch), and with what backwards
-  are expected to add. `rrfp.core.byte_limit` says how much is expected; that can be wrong, so one forward is always
-  admitted when no chunk from c on holds anything (under the reserve rule: the lowest one, when they hold later ones
-  only). While a forward runs whose size no earlier one has shown, none starts behind it, however deep the lane is.
+- **Bytes**: a forward of chunk c starts only while the bytes held fit together with those that it is expected to hold,
+  with room for one forward of each deeper chunk (and, under the reserve rule, for a whole lowest microbatch), and with
+  what backwards are expected to add. `rrfp.core.byte_limit` says how much is expected; that can be wrong, so one
+  forward is always admitted when no chunk from c on holds anything (under the reserve rule: the lowest one, when they
+  hold later ones only). While a forward runs whose size no earlier one has shown, none starts behind it, however deep
+  the lane is.
 - **Groups**: the leader decides for all, so its byte rule counts the rank that holds the most. A follower starts a
   forward that was ordered once a slot is free on itself, so that D keeps its bound on every rank. The slots that the
   leader saw free become so there too: by tasks that are in the log before it, and by successors that run those.
@@ -41,7 +42,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -88,7 +89,7 @@ class Limit:
             raise ConfigError("limit: bytes must be None with rule 'paper', which counts microbatches only")
 
     @classmethod
-    def resolve(cls, spec: Limit | int | str | None, stage: int, stages: int) -> Limit:
+    def resolve(cls, spec: Limit | int | str | None, stage: int, stages: int, others: str = "") -> Limit:
         """The limit of ``stage`` that a caller's ``spec`` means.
 
         Args:
@@ -97,6 +98,7 @@ class Limit:
                 None for unlimited.
             stage: 0..stages-1.
             stages: N.
+            others: ends the error, for a caller whose users may pass a Limit.
 
         Raises:
             ConfigError: for anything else; lists the choices.
@@ -117,7 +119,7 @@ class Limit:
             microbatches = int(spec) if isinstance(spec, str) else operator.index(spec)
         except (TypeError, ValueError):
             raise ConfigError(
-                f"limit is {spec!r}, must be a number of microbatches or one of: {', '.join(LIMIT_PRESETS)}"
+                f"limit is {spec!r}, must be a number of microbatches or one of: {', '.join(LIMIT_PRESETS)}{others}"
             ) from None
         return cls(microbatches)
 
@@ -126,7 +128,7 @@ class Admission:
     """What one stage holds in one step, and which forwards may start.
 
     ``seen`` has the sizes of microbatches so far, for a limit on bytes; it is updated here. ``followers`` are the ranks
-    of the group that report what they hold, beside this one.
+    of the group that report what they hold, beside this one. ``sizes`` of the microbatches are the caller's.
     """
 
     __slots__ = (
@@ -138,13 +140,23 @@ class Admission:
         "drains_in_order",
         "held",
         "is_draining",
+        "most_bytes",
         "peak_held",
         "reserve",
         "roomy_below",
         "slots",
     )
 
-    def __init__(self, limit: Limit, num_chunks: int, *, reserve: bool, seen: SeenSizes, followers: int) -> None:
+    def __init__(
+        self,
+        limit: Limit,
+        num_chunks: int,
+        *,
+        reserve: bool,
+        seen: SeenSizes,
+        followers: int,
+        sizes: Sequence[float] | None = None,
+    ) -> None:
         #: K * C, or None: unlimited.
         self.slots = None if limit.microbatches is None else limit.microbatches * num_chunks
         self._chunks = num_chunks
@@ -161,9 +173,13 @@ class Admission:
         #: The bytes of microbatches in work, after the last completed task of each, and of outputs still in use.
         self.bytes = HeldBytes(1 + followers)
         self._byte_limit: ByteLimit | None = None
+        #: The limit on bytes, or None: unlimited.
+        self.most_bytes = limit.bytes
         if limit.bytes is not None:
             self.roomy_below = 0
-            self._byte_limit = ByteLimit(limit.bytes, self.bytes, seen, reserve=reserve, members=1 + followers)
+            self._byte_limit = ByteLimit(
+                limit.bytes, self.bytes, seen, reserve=reserve, members=1 + followers, sizes=sizes
+            )
         #: D: chunk tasks that hold a slot.
         self.held = 0
         self.peak_held = 0
@@ -193,22 +209,27 @@ class Admission:
             return True
         if limit.is_measuring:
             return False
-        return limit.fits(chunk, is_lowest=is_lowest) or (is_lowest and limit.must_go_on(chunk, microbatch))
+        return limit.fits(chunk, microbatch, is_lowest=is_lowest) or (is_lowest and limit.must_go_on(chunk, microbatch))
 
     @property
     def measured(self) -> frozenset[Owner]:
         """Forwards that run, on some rank, and whose size no other forward may start before."""
         return frozenset() if self._byte_limit is None else self._byte_limit.measured
 
-    def acquire(self, chunk: int, microbatch: int, signature: Hashable = None) -> None:
-        """The forward of ``microbatch`` on ``chunk`` was enqueued: it takes a slot. ``signature``: see `Enqueued`."""
+    def preview(self, owner: Owner, input_bytes: int | None, signature: Hashable) -> None:
+        """The forward of ``owner`` is known better before it starts; see `rrfp.core.events.Previewed`."""
+        if self._byte_limit is not None:
+            self._byte_limit.preview(owner, input_bytes, signature)
+
+    def acquire(self, chunk: int, microbatch: int) -> None:
+        """The forward of ``microbatch`` on ``chunk`` was enqueued: it takes a slot."""
         self.held += 1
         if self.held > self.peak_held:
             self.peak_held = self.held
         if self.drains_in_order:
             self.is_draining = self.slots is not None and self.held >= self.slots
         if self._byte_limit is not None:
-            self._byte_limit.start((chunk, microbatch), signature)
+            self._byte_limit.start((chunk, microbatch))
 
     def release_slot(self) -> None:
         """A slot is free for what the lane runs next."""

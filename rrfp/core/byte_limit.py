@@ -1,11 +1,17 @@
 """A limit on bytes: which forwards fit. Owned by `rrfp.core.admission.Admission`, beside the ledger of what is held.
 
 A forward of chunk c fits if all of this together is within the limit: what is held; what the backwards to come are
-expected to add to that; and the largest size expected for each forward that runs, for each chunk from c on, and under
-the reserve rule for a whole lowest microbatch. So the limit is passed by no more than what one forward turns out larger
-than all that are remembered (`rrfp.core.seen_sizes`): while a forward is in flight whose signature none of them had, no
-other one starts, and the next one starts from what it showed. Forwards of a known signature may surprise all the same
-where that does not decide their size; then those that run at once do.
+expected to add to that; what the forwards that run and this one are expected to leave, each microbatch its own bytes
+(`rrfp.core.seen_sizes`); and room for one forward of each deeper chunk, the largest that is still to come there, as far
+as the microbatches that hold that chunk now would not free as much. Under the reserve rule a later microbatch also
+leaves room for a whole lowest one. So the limit is passed by no more than what one forward turns out larger than
+expected: while a forward is in flight whose signature none before it had, no other one starts, and the next one starts
+from what it showed; and one whose program tells no signature counts in flight as the largest. Forwards of a known
+signature may surprise all the same where that does not decide their size; then those that run at once do.
+
+Why deeper chunks count what they hold. Let H be what a chunk holds and R the largest to come on it, 0 for chunk 0. Each
+forward keeps the sum over the chunks of max(H, R) within the limit. A forward that must start on chunk c, since nothing
+is held from c on, needs at most R on each chunk from c on, and that much is free.
 
 On the leader of a group a forward is in flight until all ranks have reported what it left behind: until then it counts
 with what is expected.
@@ -13,39 +19,89 @@ with what is expected.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 from rrfp.core.held_bytes import HeldBytes, Owner
-from rrfp.core.seen_sizes import SeenSizes
+from rrfp.core.seen_sizes import Preview, SeenSizes
 from rrfp.core.tasks import B, F, Kind
 
 
 class ByteLimit:
-    """See the module's docstring. ``members`` counts this rank and the followers that report to it."""
+    """See the module's docstring. ``members`` counts this rank and the followers that report to it.
 
-    def __init__(self, most: int, held: HeldBytes, seen: SeenSizes, *, reserve: bool, members: int) -> None:
+    ``sizes`` of the microbatches are those that the caller gave, if any.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        held: HeldBytes,
+        seen: SeenSizes,
+        *,
+        reserve: bool,
+        members: int,
+        sizes: Sequence[float] | None = None,
+    ) -> None:
         self._most = most
         self._held = held
         self._seen = seen
         self._reserve = reserve
         self._members = members
+        self._sizes = sizes
+        num_chunks = len(seen.expected)
         #: Microbatches that hold a slot, by chunk.
-        self._holders: list[set[int]] = [set() for _ in seen.expected]
-        #: Forwards in flight: the ranks that have not reported the bytes; and how many forwards there are by chunk.
+        self._holders: list[set[int]] = [set() for _ in range(num_chunks)]
+        #: The ranks that have not reported the bytes of a forward in flight.
         self._unreported: dict[Owner, int] = {}
-        self._in_flight = [0] * len(seen.expected)
-        #: Their signatures, and those among them whose signature no earlier one had.
-        self._signatures: dict[Owner, Hashable] = {}
+        #: Forwards in flight whose signature no earlier one had.
         self._measured: set[Owner] = set()
+        #: What was known of each microbatch, from its preview to its end.
+        self._previews: dict[Owner, Preview] = {}
         #: Owners between forward and backward on this rank.
         self._before_backward: set[Owner] = set()
+        self._to_come = [_LargestToCome(sizes) for _ in range(num_chunks)]
 
-    def fits(self, chunk: int, *, is_lowest: bool) -> bool:
+    def preview(self, owner: Owner, input_bytes: int | None, signature: Hashable) -> None:
+        """The forward of ``owner``, which has not started, is known better; see `rrfp.core.events.Previewed`."""
+        self._previews[owner] = Preview(self._size(owner), input_bytes, signature)
+
+    def fits(self, chunk: int, microbatch: int, *, is_lowest: bool) -> bool:
         """Whether a forward of ``chunk`` leaves room for those that must follow it; see `rrfp.core.admission`."""
-        sizes = [largest.held for largest in self._seen.expected]
-        running = sum(count * size for count, size in zip(self._in_flight, sizes, strict=True))
-        needed = sum(sizes[chunk:]) + (0 if is_lowest else sum(sizes))
-        return self._held.worst + self._growth_to_come() + running + needed <= self._most
+        chunks = range(len(self._holders))
+        needed = self._expected((chunk, microbatch)) + sum(map(self._expected_in_flight, self._unreported))
+        needed += sum(max(0, self._room(deeper) - self._held_on(deeper)) for deeper in chunks[chunk + 1 :])
+        if not is_lowest:
+            needed += sum(map(self._room, chunks))
+        return self._held.worst + self._growth_to_come() + needed <= self._most
+
+    def _size(self, owner: Owner) -> float | None:
+        return None if self._sizes is None else self._sizes[owner[1]]
+
+    def _preview_of(self, owner: Owner) -> Preview:
+        known = self._previews.get(owner)
+        return Preview(self._size(owner)) if known is None else known
+
+    def _expected(self, owner: Owner) -> int:
+        """What the microbatch is expected to hold."""
+        return self._seen.expect(owner[0], self._preview_of(owner))
+
+    def _expected_in_flight(self, owner: Owner) -> int:
+        """The same of a forward that runs: unless its signature has shown it, no less than the largest.
+
+        So of several that run at once only the last to start can surprise by what its numbers hid.
+        """
+        chunk, preview = owner[0], self._preview_of(owner)
+        if preview.signature is not None and self._seen.has_seen(chunk, preview.signature):
+            return self._seen.expect(chunk, preview)
+        return max(self._seen.expected[chunk].held, self._seen.expect(chunk, preview))
+
+    def _room(self, chunk: int) -> int:
+        """What the largest forward still to come on ``chunk`` is expected to hold."""
+        return self._seen.expect(chunk, Preview(self._to_come[chunk].size))
+
+    def _held_on(self, chunk: int) -> int:
+        """What the microbatches hold that have run their forward on ``chunk``, and that their last task frees."""
+        return sum(self._held.worst_of((chunk, microbatch)) for microbatch in self._holders[chunk])
 
     @property
     def is_measuring(self) -> bool:
@@ -71,22 +127,21 @@ class ByteLimit:
         holders = set[int]().union(*self._holders[chunk:])
         return not holders or (self._reserve and microbatch < min(holders))
 
-    def start(self, owner: Owner, signature: Hashable) -> None:
-        """The forward of ``owner`` was enqueued; see `rrfp.core.events.Enqueued` for its ``signature``."""
+    def start(self, owner: Owner) -> None:
+        """The forward of ``owner`` was enqueued."""
         chunk, microbatch = owner
         self._holders[chunk].add(microbatch)
-        self._in_flight[chunk] += 1
+        self._to_come[chunk].start(microbatch)
         self._unreported[owner] = self._members
-        self._signatures[owner] = signature
-        if not self._seen.has_seen(chunk, signature):
+        if not self._seen.has_seen(chunk, self._preview_of(owner).signature):
             self._measured.add(owner)
 
     def complete(self, kind: Kind, owner: Owner, held: int, output: int, member: int = 0) -> None:
         """A task of ``owner`` completed on ``member``; called before the ledger has what it left."""
         chunk = owner[0]
-        self._seen.saw(chunk, held + output)
+        self._seen.saw(chunk, held + output, self._preview_of(owner))
         if kind is F:
-            self._forwarded(owner)
+            self._forwarded(owner, held + output)
         elif kind is B and self.is_in_work(owner):
             self._seen.saw_growth(chunk, self._held.of(owner, member), held + output)
         if member == 0:
@@ -96,12 +151,12 @@ class ByteLimit:
         """Whether the microbatch is in work on this rank: not done, and nothing freed."""
         return owner[1] in self._holders[owner[0]]
 
-    def _forwarded(self, owner: Owner) -> None:
+    def _forwarded(self, owner: Owner, num_bytes: int) -> None:
         if owner not in self._unreported:
             return  # it is done and free on this rank already
         self._unreported[owner] -= 1
         if not self._unreported[owner]:
-            self._seen.saw_signature(owner[0], self._signatures[owner])
+            self._seen.saw_signature(owner[0], self._preview_of(owner).signature, num_bytes)
             self._leave_flight(owner)
 
     def free(self, owner: Owner) -> None:
@@ -111,9 +166,28 @@ class ByteLimit:
         self._before_backward.discard(owner)
         if owner in self._unreported:
             self._leave_flight(owner)
+        self._previews.pop(owner, None)
 
     def _leave_flight(self, owner: Owner) -> None:
         del self._unreported[owner]
-        del self._signatures[owner]
         self._measured.discard(owner)
-        self._in_flight[owner[0]] -= 1
+
+
+class _LargestToCome:
+    """The largest size among the microbatches whose forward on a chunk has not started."""
+
+    def __init__(self, sizes: Sequence[float] | None) -> None:
+        self._sizes = sizes
+        self._rising = [] if sizes is None else sorted(range(len(sizes)), key=sizes.__getitem__)
+        self._started: set[int] = set()
+
+    @property
+    def size(self) -> float | None:
+        """None: no sizes are given, or none is to come."""
+        return self._sizes[self._rising[-1]] if self._sizes is not None and self._rising else None
+
+    def start(self, microbatch: int) -> None:
+        """Its forward has started."""
+        self._started.add(microbatch)
+        while self._rising and self._rising[-1] in self._started:
+            self._started.discard(self._rising.pop())

@@ -22,12 +22,15 @@ class StepOpened:
         mode: training or forward only.
         microbatches: M.
         sizes: how large each microbatch is, in any unit (tokens, patches), where the caller knows; for hints.
+        size_correlation: the least correlation of the sizes with the times of any stage in an earlier step, the same on
+            every rank; None: not known.
     """
 
     step: int
     mode: Mode
     microbatches: int
     sizes: tuple[float, ...] | None = None
+    size_correlation: float | None = None
 
 
 @record
@@ -56,11 +59,24 @@ class Enqueued:
 
     Attributes:
         task: the task.
-        signature: of a forward, what decides how many bytes it will hold, such as the shapes of its inputs: forwards of
-            one virtual stage with equal signatures hold as many. None where that is not known; these count as equal.
     """
 
     task: Task
+
+
+@record
+class Previewed:
+    """The inputs of ``task``, a forward that has not started, show how large it is; for a limit on bytes.
+
+    Attributes:
+        task: the forward.
+        input_bytes: bytes of its inputs, or any number that its bytes grow with; None: not known.
+        signature: what decides how many bytes it will hold, such as the shapes of its inputs: forwards of one virtual
+            stage with equal signatures hold as many. None where that is not known; these count as equal.
+    """
+
+    task: Task
+    input_bytes: int | None = None
     signature: Hashable = None
 
 
@@ -97,6 +113,31 @@ class Consumed:
     step: StepId
     peer: int
     task: Task
+
+
+@record
+class Announced:
+    """The forward ``task`` has begun on another stage, and its output comes here. Only advice: see `rrfp.core.pauses`.
+
+    Attributes:
+        step: the sender's step.
+        task: the forward.
+        seconds: how long it is expected to take, the mean of its kind there.
+    """
+
+    step: StepId
+    task: Task
+    seconds: float
+
+
+@record
+class PauseBegun:
+    """The stage idles by choice from now on; see `Pause`."""
+
+
+@record
+class PauseEnded:
+    """The longest wait is over, or the forward that was to be awaited is expected too late."""
 
 
 @record
@@ -145,10 +186,14 @@ class Aborted:
 Event = (
     StepOpened
     | Arrived
+    | Previewed
     | Enqueued
     | Completed
     | SendReleased
     | Consumed
+    | Announced
+    | PauseBegun
+    | PauseEnded
     | ReadyReported
     | Ordered
     | HeldReported
@@ -163,6 +208,35 @@ class Run:
     """Hand ``task`` to the lane. Only ``decide`` gives this."""
 
     task: Task
+
+
+@record
+class Pause:
+    """Enqueue nothing yet. Only ``decide`` gives this, where a hint prefers to wait; see `rrfp.core.pauses`.
+
+    The shell reports `PauseBegun` and times the wait, or `PauseEnded` at once. The wait ends when another task is
+    decided, as by the arrival of what it awaits, or by `PauseEnded` after ``longest``.
+
+    Attributes:
+        task: the backward that would run.
+        awaited: the forward of another stage for whose output the stage waits.
+        due: seconds from its announcement to its expected arrival.
+        longest: seconds; where the arrival is expected later than that from now, the stage does not wait.
+    """
+
+    task: Task
+    awaited: Task
+    due: float
+    longest: float
+
+
+@record
+class Announce:
+    """Tell stage ``peer`` that this stage has begun the forward ``task``, which is expected to take ``seconds``."""
+
+    task: Task
+    peer: int
+    seconds: float
 
 
 @record
@@ -229,4 +303,4 @@ class Abort:
     origin: Origin
 
 
-Instruction = Run | Send | Release | Credit | ReportReady | Order | ReduceChunk | FinishStep | Abort
+Instruction = Run | Pause | Announce | Send | Release | Credit | ReportReady | Order | ReduceChunk | FinishStep | Abort

@@ -45,6 +45,13 @@ class View(Protocol):
         """How large each microbatch of the current step is, in any unit, where the caller says so; else None."""
 
     @property
+    def size_correlation(self) -> float | None:
+        """The least correlation of sizes with the times of any stage in an earlier step; None: not known.
+
+        The same on every rank. -1 to 1: at 1 one number orders the microbatches of all stages.
+        """
+
+    @property
     def slots(self) -> int | None:
         """K * C, the most chunk tasks this stage may hold, or None if unlimited."""
 
@@ -55,6 +62,10 @@ class View(Protocol):
     @property
     def held_bytes(self) -> int:
         """Bytes held now by microbatches in work."""
+
+    @property
+    def most_bytes(self) -> int | None:
+        """The most bytes that microbatches in work may hold on this stage, or None if unlimited."""
 
     @property
     def last_kind(self) -> Kind | None:
@@ -122,6 +133,28 @@ class Hint(Protocol):
             ConfigError: if the hint cannot serve this pipeline.
         """
         return None
+
+    def announces(self, view: View) -> bool:
+        """Whether this stage announces the forwards that it begins to the stages that read them, for `awaits` there.
+
+        Asked once a step, after `open_step`; training only.
+
+        Args:
+            view: the stage at the start of the step.
+        """
+        return False
+
+    def awaits(self, task: Task, view: View) -> bool:
+        """Whether the stage is to idle a moment for an announced forward rather than begin the backward ``task``.
+
+        Asked only where an announced forward is on its way here, and while the one wait before a backward is not over.
+        The core bounds the wait: `rrfp.core.pauses`.
+
+        Args:
+            task: the answer of `choose`.
+            view: the stage as it is now.
+        """
+        return False
 
     def microbatch_order(self, view: View) -> Sequence[int] | None:
         """The order in which microbatches of one kind and chunk have priority; asked after `open_step`.

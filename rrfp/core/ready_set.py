@@ -22,9 +22,9 @@ ChunkOrder = Literal["deeper", "paper"]
 class ReadySet:
     """Tasks of one stage whose inputs are all present; a forward counts as ready only if admission allows it.
 
-    Hints read it: ``head``, ``first``, iteration (F, B, W; deeper chunk first; then by priority), ``in``, ``bool``.
-    Only the core adds and removes. Of one kind and chunk the lower microbatch has priority, unless a hint orders them
-    otherwise.
+    Hints read it: ``head``, ``first``, ``holds_back_forwards``, iteration (F, B, W; deeper chunk first; then by
+    priority), ``in``, ``bool``. Only the core adds and removes. Of one kind and chunk the lower microbatch has
+    priority, unless a hint orders them otherwise.
 
     Args:
         states: of the tasks of this stage.
@@ -153,6 +153,11 @@ class ReadySet:
     def holds_any(self) -> bool:
         """Whether any task has all its inputs, blocked by the memory limit or not."""
         return self._num_forwards + self._num_others > 0
+
+    @property
+    def holds_back_forwards(self) -> bool:
+        """Whether forwards have all their inputs and only the memory limit keeps every one of them from starting."""
+        return self._num_forwards > 0 and self.first(F) is None
 
     def __repr__(self) -> str:
         return f"ReadySet({' '.join(map(str, self))})"

@@ -14,7 +14,7 @@ the shell aborts the pipeline with it rather than compute a wrong gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +23,15 @@ from rrfp.core.admission import Admission, Limit
 from rrfp.core.durations import MeanDurations
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint
+from rrfp.core.measured import Measured
 from rrfp.core.order_log import Group
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.seen_sizes import SeenSizes
 from rrfp.core.senders import misplaced, sender_of
+from rrfp.core.size_order import followed
 from rrfp.core.step import HANDLERS, Instructions, Step
-from rrfp.core.tasks import Mode, StepId, Task
+from rrfp.core.tasks import B, Mode, StepId, Task
 from rrfp.core.usage import Holding, Peaks, WaitCause
 from rrfp.core.view import StageView
 from rrfp.errors import ConfigError, HintError, ProtocolError
@@ -39,7 +41,7 @@ from rrfp.errors import ConfigError, HintError, ProtocolError
 _Early = ev.Arrived | ev.ReadyReported | ev.Ordered
 _FromPeer = _Early | ev.Consumed
 #: What happens on this rank in the course of a step.
-_Own = ev.Enqueued | ev.Completed | ev.SendReleased | ev.ChunkReduced
+_Own = ev.Previewed | ev.Enqueued | ev.Completed | ev.SendReleased | ev.ChunkReduced | ev.PauseBegun | ev.PauseEnded
 
 
 class StageCore:
@@ -92,8 +94,8 @@ class StageCore:
         """
         return () if self._is_aborted else _TAKE_IN[type(event)](self, event)
 
-    def decide(self) -> ev.Run | None:
-        """The task to enqueue next, or None if there is none now.
+    def decide(self) -> ev.Run | ev.Pause | None:
+        """The task to enqueue next, or the wait before it that the hint prefers, or None if there is no task now.
 
         Raises:
             HintError: if the hint's answer is not ready, or None without the right to wait.
@@ -110,7 +112,8 @@ class StageCore:
         assert self._view is not None
         task = self.hint.choose(ready, self._view)
         if task is not None and task in ready:
-            return ev.Run(task)
+            pause = step.pauses.before(task) if step.pauses.is_wanted and task.kind is B else None
+            return pause if pause is not None and self.hint.awaits(task, self._view) else ev.Run(task)
         if task is None and self.hint.may_wait:
             return None
         raise HintError(f"hint {type(self.hint).__name__} chose {task} on stage {self.stage}; ready are: {ready!r}")
@@ -149,6 +152,34 @@ class StageCore:
         """Tasks enqueued and not complete."""
         return () if self._step is None else tuple(self._step.in_flight)
 
+    @property
+    def is_pausing(self) -> bool:
+        """Whether the stage idles by choice."""
+        return self._step is not None and self._step.pauses.is_on
+
+    @property
+    def size_correlation(self) -> float | None:
+        """How closely times of the current, or last, step here follow the sizes; None: no sizes, or all are equal."""
+        step = self._step
+        return None if step is None or step.sizes is None else followed(step.sizes, *step.seconds)
+
+    def measured(self) -> tuple[Measured, ...]:
+        """What the tasks of this stage have shown, by virtual stage. Between steps only."""
+        seen = self._seen_sizes
+        return tuple(
+            Measured(v, self._durations.of(chunk), seen[Mode.TRAIN].of(chunk), seen[Mode.FORWARD].of(chunk))
+            for chunk, v in enumerate(self.graph.placement.virtual_stages(self.stage))
+        )
+
+    def restore(self, measured: Iterable[Measured]) -> None:
+        """Go on from what an earlier run measured on the virtual stages of this stage. Between steps only."""
+        by_stage = {each.virtual_stage: each for each in measured}
+        own = [by_stage.get(v, Measured(v)) for v in self.graph.placement.virtual_stages(self.stage)]
+        for chunk, each in enumerate(own):
+            self._durations.restore(chunk, each.durations)
+        self._seen_sizes[Mode.TRAIN].restore([each.training_sizes for each in own])
+        self._seen_sizes[Mode.FORWARD].restore([each.evaluation_sizes for each in own])
+
     def wait_cause(self) -> WaitCause:
         """Why there is nothing to decide."""
         return WaitCause.DRAINED if self._step is None else self._step.wait_cause()
@@ -175,6 +206,13 @@ class StageCore:
         if self._observe is not None:
             self._observe(event)
         return instructions
+
+    def _on_announced(self, event: ev.Announced) -> Instructions:
+        step = self._step
+        # It travels apart from outputs, so it may come before this rank has opened the step, or after its end.
+        if step is None or step.finished or event.step != step.id:
+            return ()
+        return HANDLERS[ev.Announced](step, event)
 
     def _on_held_reported(self, event: ev.HeldReported) -> Instructions:
         step = self._step
@@ -222,6 +260,7 @@ class StageCore:
             reserve=bool(self._in_order),
             seen=self._seen_sizes[event.mode].open_step(),
             followers=self.group.num_followers,
+            sizes=event.sizes,
         )
         step = Step(
             step_id,
@@ -232,11 +271,13 @@ class StageCore:
             in_order=self._in_order,
             durations=self._durations,
             sizes=event.sizes,
+            size_correlation=event.size_correlation,
         )
         view = StageView(self.graph, self.stage, step, self._durations)
         if not self.group.follows:
             self.hint.open_step(view)
             self._order_microbatches(step, view)
+            self._open_pauses(step, view)
         # Only now: in a step that its hint refused nothing is decided.
         self._step, self._view, self._next_step = step, view, self._next_step + 1
 
@@ -246,6 +287,12 @@ class StageCore:
         limit = replace(self.limit, rule="staircase") if mode is Mode.FORWARD else self.limit
         # A follower's bytes count on its leader.
         return replace(limit, bytes=None) if self.group.follows else limit
+
+    def _open_pauses(self, step: Step, view: StageView) -> None:
+        # In a group a wait would be one of all ranks: it has none.
+        if step.id.mode is Mode.TRAIN and self.group.size == 1:
+            step.pauses.announces = self.hint.announces(view)
+            step.pauses.is_wanted = type(self.hint).awaits is not Hint.awaits
 
     def _order_microbatches(self, step: Step, view: StageView) -> None:
         order = self.hint.microbatch_order(view)
@@ -264,7 +311,11 @@ _TAKE_IN: dict[type, Callable[[StageCore, Any], Instructions]] = {
     ev.ReadyReported: StageCore._on_peer,
     ev.Ordered: StageCore._on_peer,
     ev.Consumed: StageCore._on_peer,
+    ev.Announced: StageCore._on_announced,
+    ev.PauseBegun: StageCore._on_own,
+    ev.PauseEnded: StageCore._on_own,
     ev.HeldReported: StageCore._on_held_reported,
+    ev.Previewed: StageCore._on_own,
     ev.Enqueued: StageCore._on_own,
     ev.Completed: StageCore._on_own,
     ev.SendReleased: StageCore._on_own,

@@ -14,7 +14,8 @@ kind and virtual stage (`rrfp.core.task_state`), so that an event costs the same
     Arrived        read here, the first time, in turn  readers here lack one input fewer     follower: ReportReady
     ReadyReported  leader awaits it, the first time    the task lacks one report fewer
     Ordered        follower, the next log entry        readers here lack one input fewer
-    Enqueued       ready (follower: next in its log)   F takes a slot, the last kind frees   leader: Order
+    Previewed      of a forward here                   its expected bytes change
+    Enqueued       ready (follower: next in its log)   F takes a slot, the last kind frees   leader: Order; F: Announce
                                                        it; readers lack one input fewer
     Completed      the oldest in flight                bytes are counted; its output gets    Send to each peer; Release
                                                        users, its inputs lose one            and Credit of inputs; after
@@ -22,6 +23,9 @@ kind and virtual stage (`rrfp.core.task_state`), so that an event costs the same
     SendReleased   that send is on its way             the output loses a user               after the last Release
     Consumed       forward only, that peer owes it     the last one frees slot and bytes
     HeldReported   leader, ordered, the first time     bytes of a follower are counted
+    Announced      a forward that is read here         a hint may wait for it
+    PauseBegun                                         the stage idles by choice
+    PauseEnded                                         the next backward is not waited before
     ChunkReduced   its tasks are done, the first time  its gradients are final
 
 FinishStep follows the event after which all tasks are done, chunks reduced, sends released and outputs consumed.
@@ -60,6 +64,7 @@ from rrfp.core.group_step import GroupStep
 from rrfp.core.held_bytes import Owner
 from rrfp.core.order_log import Group
 from rrfp.core.outputs import Outputs
+from rrfp.core.pauses import Pauses
 from rrfp.core.readiness import ForcedOrder, Readiness
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.sequences import Sequences
@@ -85,6 +90,7 @@ class Step:
         in_order: Collection[ForcedOrder],
         durations: MeanDurations,
         sizes: tuple[float, ...] | None,
+        size_correlation: float | None = None,
     ) -> None:
         mode, count = step_id.mode, step_id.microbatches
         virtual_stages = graph.placement.virtual_stages(stage)
@@ -92,7 +98,9 @@ class Step:
         self.states = TaskStates(graph, stage, count, mode)
         self.admission = admission
         self._bytes = admission.bytes
-        self.sizes = sizes
+        self.sizes, self.size_correlation = sizes, size_correlation
+        #: By microbatch, how long its forwards and its other tasks have taken here, to compare with the sizes.
+        self.seconds = ([0.0] * count, [0.0] * count)
         drain_order = None
         if admission.drains_in_order:
             drain_order = DrainOrder(virtual_stages, [graph.kinds(v, mode) for v in virtual_stages], count)
@@ -125,6 +133,7 @@ class Step:
         #: By peer: the forward outputs of this stage that it has started to use, as last reported.
         self.consumed_by: dict[int, int] = {}
         self.finished = False
+        self.pauses = Pauses(stage, self.states, durations)
         self._sequences = Sequences(stage, step_id)
         self._stage = stage
         self._is_training = mode is Mode.TRAIN
@@ -150,6 +159,8 @@ class Step:
         """Why there is nothing to decide."""
         if self.num_enqueued == self.num_tasks:
             return WaitCause.DRAINED
+        if self.pauses.is_on:
+            return WaitCause.CHOICE
         if (cause := self.group.wait_cause()) is not None:
             return cause
         return WaitCause.MEMORY if self.ready.holds_any and not self.ready else WaitCause.INPUT
@@ -165,6 +176,8 @@ class Step:
             peer = source.refs.stage
             before = self.consumed_by.get(peer, 0)
             self.consumed_by[peer] = event.consumed if event.consumed > before else before
+        if self.pauses.is_wanted:
+            self.pauses.arrive(event.task)
         self.outputs.receive(source, m, event.num_bytes)
         self.readiness.arrive(source, m)
         return tuple(map(ev.ReportReady, self.readiness.supplied_by(source, m))) if self._follows else ()
@@ -173,6 +186,13 @@ class Step:
         if self.states.reads(producer):
             return ProtocolError(f"{producer} arrived twice on stage {self._stage} in {self.id}")
         return ProtocolError(f"{producer} arrived, which nothing on stage {self._stage} reads in {self.id}")
+
+    def _on_previewed(self, event: ev.Previewed) -> Instructions:
+        state = self.states.own[F].get(event.task.virtual_stage)
+        if state is None or event.task.kind is not F or not 0 <= event.task.microbatch < self.id.microbatches:
+            raise ProtocolError(f"{event.task} was previewed, which is no forward of stage {self._stage} in {self.id}")
+        self.admission.preview((state.chunk, event.task.microbatch), event.input_bytes, event.signature)
+        return ()
 
     def _on_enqueued(self, event: ev.Enqueued) -> Instructions:
         task = event.task
@@ -186,12 +206,16 @@ class Step:
         self.enqueued[kind][state.chunk] += 1
         self.in_flight.append(task)
         if kind is F:
-            self.admission.acquire(state.chunk, m, event.signature)
+            self.admission.acquire(state.chunk, m)
         if state.frees_memory and self._is_training:
             self.admission.release_slot()
         self.outputs.start_reading(state, m)
         if not self._follows:  # or what depends on it was released when it was ordered
             self.readiness.enqueue(state, m)
+        if self.pauses.is_wanted:
+            self.pauses.enqueue(task)
+        if kind is F and self.pauses.announces:
+            return (*instructions, *self.pauses.announcements(task, state))
         return instructions
 
     def _gives_back(self, task: Task) -> bool:
@@ -207,6 +231,8 @@ class Step:
         kind, m, virtual_stage = task
         state, outputs = self.states.own[kind][virtual_stage], self.outputs
         self._durations.add(kind, state.chunk, event.seconds)
+        if self.sizes is not None:
+            self.seconds[kind is not F][m] += event.seconds
         outputs.produce(state, task)
         consumed_of = outputs.consumed_of
         instructions: list[ev.Instruction] = [ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in state.peers]
@@ -278,10 +304,14 @@ class Step:
 #: The table of events; see the module's docstring.
 HANDLERS: dict[type, Callable[[Step, Any], Instructions]] = {
     ev.Arrived: Step._on_arrived,
+    ev.Previewed: Step._on_previewed,
     ev.Enqueued: Step._on_enqueued,
     ev.Completed: Step._on_completed,
     ev.SendReleased: Step._on_send_released,
     ev.Consumed: Step._on_consumed,
+    ev.Announced: lambda step, event: step.pauses.announce(event),
+    ev.PauseBegun: lambda step, event: step.pauses.begin(),
+    ev.PauseEnded: lambda step, event: step.pauses.end(),
     ev.ReadyReported: lambda step, event: step.group.report(event),
     ev.Ordered: lambda step, event: step.group.order(event),
     ev.HeldReported: lambda step, event: step.group.hold(event),

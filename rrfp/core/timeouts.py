@@ -48,6 +48,15 @@ TRANSFER_S = 1800.0
 #: How long a rank's loop may take to answer another rank. A loop's callbacks last milliseconds.
 ANSWER_S = 1.0
 
+#: `rrfp top` waits so long for a process to report: `ANSWER_S` of that may pass until a rank counts as silent.
+STATUS_S = 3.0
+
+#: A program that connects to a status socket and does not read is left after so long.
+STATUS_READ_S = 2.0
+
+#: Between two connections to a status socket: a program that connects all the time takes little of the loop.
+STATUS_PAUSE_S = 0.05
+
 #: The most that may pass between the idleness that `STALL_AFTER_S` names and the name of the rank at fault on all
 #: others: one unanswered question on the way up, one on the way down.
 NAMED_S = 2.0
@@ -93,6 +102,9 @@ LEAVE_S = 8.0
 #: Joining the loop's thread after the request to stop.
 JOIN_S = 2.0
 
+#: Leaving after a failure waits so long for callbacks, which write the last events; in order it waits for all of them.
+CALLBACKS_END_S = 2.0
+
 #: The end of the process waits for calls on lanes: one that returned into an interpreter which is being taken down
 #: would end the process by SIGABRT.
 EXIT_GRACE_S = 3.0
@@ -128,6 +140,7 @@ def _check_order() -> None:
         (("CREDIT_DELAY_S", CREDIT_DELAY_S), ("HEARTBEAT_S", HEARTBEAT_S), ("PATIENCE_S / 3", PATIENCE_S / 3)),
         (("PATIENCE_S", PATIENCE_S), ("CONNECT_S", CONNECT_S), ("TRANSFER_S", TRANSFER_S)),
         (("2 * ANSWER_S", 2 * ANSWER_S), ("NAMED_S", NAMED_S), ("STALL_AFTER_S", STALL_AFTER_S)),
+        (("STATUS_PAUSE_S", STATUS_PAUSE_S), ("ANSWER_S", ANSWER_S), ("STATUS_S", STATUS_S)),
         (("BREAK_GRACE_S", BREAK_GRACE_S), ("LAST_WORDS_S", LAST_WORDS_S), ("ABORTED_S", ABORTED_S)),
         (("DEVICE_VERDICT_S", DEVICE_VERDICT_S), ("ABORTED_S", ABORTED_S)),
         (("TRIAL_S", TRIAL_S), ("CONNECT_S", CONNECT_S)),
@@ -142,7 +155,10 @@ def _check_order() -> None:
             ("TRANSPORT_CLOSE_S", TRANSPORT_CLOSE_S),
             ("RUNNER_CLOSE_S", RUNNER_CLOSE_S),
             ("LEAVE_S", LEAVE_S),
-            ("LEAVE_S + JOIN_S + EXIT_GRACE_S", LEAVE_S + JOIN_S + EXIT_GRACE_S),
+            (
+                "LEAVE_S + JOIN_S + CALLBACKS_END_S + EXIT_GRACE_S",
+                LEAVE_S + JOIN_S + CALLBACKS_END_S + EXIT_GRACE_S,
+            ),
             ("ENDED_S", ENDED_S),
         ),
         (("CULPRIT_GRACE_S + LAUNCHER_LOOKS_S", CULPRIT_GRACE_S + LAUNCHER_LOOKS_S), ("LEAVE_S", LEAVE_S)),

@@ -168,7 +168,7 @@ class Topology:
         if names is None:
             raise ConfigError("mesh has no mesh_dim_names, must name its dims: pp, dp, tp, ...")
         if at is None:
-            raise ConfigError("this process is not in the mesh")
+            raise ConfigError("mesh lacks this process: every process that builds a pipeline must be in its mesh")
         mesh = Mesh(tuple(zip(names, map(int, device_mesh.shape), strict=True)), _names(coordinate))
         rank = 0
         for (_, size), index in zip(mesh.dims, at, strict=True):

@@ -51,6 +51,11 @@ class StageView:
         return self._step.sizes
 
     @property
+    def size_correlation(self) -> float | None:
+        """The least correlation of sizes with the times of any stage, as last measured."""
+        return self._step.size_correlation
+
+    @property
     def slots(self) -> int | None:
         """K * C or None."""
         return self._step.admission.slots
@@ -64,6 +69,11 @@ class StageView:
     def held_bytes(self) -> int:
         """Bytes held."""
         return self._step.admission.bytes.own
+
+    @property
+    def most_bytes(self) -> int | None:
+        """The limit on bytes or None."""
+        return self._step.admission.most_bytes
 
     @property
     def last_kind(self) -> Kind | None:

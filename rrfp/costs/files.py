@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import reprlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,10 @@ FIELDS = {
     "W": "weight",
     "latency_F": "latency_forward",
     "latency_B": "latency_backward",
+    "bytes": "held",
 }
-_OPTIONAL = frozenset({"W"})
-_MATRICES = ("F", "B", "W", "latency_F", "latency_B")
+_OPTIONAL = frozenset({"W", "bytes"})
+_MATRICES = ("F", "B", "W", "latency_F", "latency_B", "bytes")
 
 
 def read_costs(path: str | os.PathLike[str]) -> CostTable:
@@ -46,8 +49,8 @@ def read_costs(path: str | os.PathLike[str]) -> CostTable:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{os.fspath(path)}: cannot be read ({error.strerror or error})") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{os.fspath(path)}: is not JSON (not UTF-8 text)") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{os.fspath(path)}: is not JSON ({json_fault(error)})") from None
     try:
         return from_json(text)
     except ConfigError as error:
@@ -64,15 +67,20 @@ def read_sizes(path: str | os.PathLike[str], microbatches: int) -> list[float]:
         sizes = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"sizes is {name!r}, must be planned or a file ({error.strerror or error})") from None
-    except ValueError as error:  # not UTF-8, not JSON
-        raise ConfigError(f"sizes: {name}: is not JSON ({error})") from None
+    except RecursionError:
+        raise ConfigError(f"sizes: {name}: is not a list of numbers (nested too deeply)") from None
+    except ValueError as error:
+        raise ConfigError(f"sizes: {name}: is not JSON ({json_fault(error)})") from None
     if not isinstance(sizes, list) or len(sizes) != microbatches or not all(map(_is_size, sizes)):
         raise ConfigError(f"sizes: {name}: must be a list of {microbatches} finite numbers >= 0, one a microbatch")
     return sizes
 
 
-def _is_size(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value >= 0  # type: ignore[arg-type, operator]
+def _is_size(value: Any) -> bool:
+    try:
+        return type(value) in (int, float) and math.isfinite(value) and value >= 0
+    except OverflowError:  # an int beyond the floats
+        return False
 
 
 def write_costs(path: str | os.PathLike[str], table: CostTable) -> None:
@@ -80,10 +88,19 @@ def write_costs(path: str | os.PathLike[str], table: CostTable) -> None:
     write_atomically(path, to_json(table))
 
 
+def json_fault(error: ValueError) -> str:
+    """Why a file is not JSON, for an error of one line; ``error`` is that of reading or parsing it."""
+    if isinstance(error, UnicodeDecodeError):
+        return "not UTF-8 text"
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at line {error.lineno} column {error.colno}"
+    return str(error)  # an integer of more digits than Python converts
+
+
 def from_json(text: str) -> CostTable:
     """The table of a cost file's text.
 
-    Every field is required except W; with one virtual stage the latencies are empty lists.
+    Every field is required except W and bytes; with one virtual stage the latencies are empty lists.
 
     Raises:
         ConfigError: if the text is not JSON, or fields are missing, unknown, repeated or wrong; names all of these.
@@ -92,12 +109,10 @@ def from_json(text: str) -> CostTable:
         document = json.loads(text, object_pairs_hook=_without_repeats)
     except RecursionError:
         raise ConfigError("is not a cost file (nested too deeply)") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"is not JSON ({error.msg} at line {error.lineno} column {error.colno})") from None
     except ConfigError:
         raise
-    except ValueError as error:  # an integer of more digits than Python converts
-        raise ConfigError(f"is not JSON ({error})") from None
+    except ValueError as error:
+        raise ConfigError(f"is not JSON ({json_fault(error)})") from None
     if not isinstance(document, dict):
         raise ConfigError(f"must be a JSON object with the fields {', '.join(FIELDS)}")
     if "traceEvents" in document:
@@ -107,7 +122,7 @@ def from_json(text: str) -> CostTable:
         for name in document:
             if name not in FIELDS:
                 with faults.kept():
-                    raise ConfigError(f"field {name!r} is unknown, must be one of {', '.join(FIELDS)}")
+                    raise ConfigError(f"field {reprlib.repr(name)} is unknown, must be one of {', '.join(FIELDS)}")
         if missing:
             with faults.kept():
                 subject, verb = ("field", "is") if len(missing) == 1 else ("fields", "are")
@@ -138,16 +153,15 @@ def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Build a JSON object and refuse repeated names, of which json keeps the last one silently."""
     document = dict(pairs)
     if len(document) != len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"field {repeated!r} is given more than once")
+        repeated = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ConfigError(f"field {reprlib.repr(repeated)} is given more than once")
     return document
 
 
 def _check_numbers(name: str, rows: object) -> None:
     """Refuse entries that numpy would convert silently: booleans, numbers in quotes, null.
 
-    `CostTable` refuses values that are no list of lists, except null, which would count as an absent W.
+    `CostTable` refuses values that are no list of lists, except null, which would count as absent.
     """
     if not isinstance(rows, list):
         raise ConfigError(f"{name} must be a list of rows of numbers")

@@ -10,7 +10,8 @@ same for every method, and comparable between levels:
   growing p, so a hit at J1 is a hit at J2 and J3.
 - If backward is split, c is B + W, and the whole delay falls on B: a stall happens once, and delays the gradient as in
   the unsplit backward. Merging B and W therefore gives the unsplit table.
-- With chunks every virtual stage has its own average and uniforms.
+- With C chunks every virtual stage has its own average and uniforms, and the floor is divided by C: its tasks
+  are 1/C as long. So C short tasks are delayed as much together, on average, as one whole task.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def with_jitter(table: CostTable, level: str, *, seed: int = 0, step: int = 0) -
     if level not in JITTER_LEVELS:
         raise ConfigError(f"jitter is {level!r}, must be one of {', '.join(JITTER_LEVELS)}")
     whole_backward = table.to_unsplit().backward
-    delays = _delays(table.forward, whole_backward, JITTER_LEVELS[level], seed, step)
+    of_stage = JITTER_LEVELS[level]
+    of_chunk = replace(of_stage, floor=of_stage.floor / table.chunks)
+    delays = _delays(table.forward, whole_backward, of_chunk, seed, step)
     return replace(table, forward=table.forward + delays[0], backward=table.backward + delays[1])
 
 

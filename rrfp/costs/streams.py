@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import operator
+import reprlib
 from typing import TypeAlias
 
 import numpy as np
@@ -53,5 +54,5 @@ def whole(field: str, value: object, least: int) -> int:
     except TypeError:
         number = None
     if number is None or number < least:
-        raise ConfigError(f"{field} is {value!r}, must be a whole number >= {least}")
+        raise ConfigError(f"{field} is {reprlib.repr(value)}, must be a whole number >= {least}")
     return number

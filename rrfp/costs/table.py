@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
@@ -20,6 +21,11 @@ from rrfp.costs.streams import Matrix, whole
 from rrfp.errors import ConfigError
 
 PLACEMENTS: tuple[str, ...] = get_args(Layout)
+#: Matrices of a row for each virtual stage that a table may lack: name in the file -> attribute.
+_OPTIONAL = {"W": "weight", "bytes": "held"}
+
+#: numpy's sizes are numbers of 64 bits. The product of two counts fits into a line of an error.
+_MOST_COUNT = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -38,6 +44,8 @@ class CostTable:
         weight: V x M: weight-gradient durations, or None if backward is not split ("W").
         latency_forward: V-1 x M: row v is from the end of F on v to its arrival at v + 1 ("latency_F").
         latency_backward: V-1 x M: row v is from the end of B on v + 1 to its arrival at v ("latency_B").
+        held: V x M: bytes that a microbatch holds on a virtual stage from the end of its F to the end of its last task
+            ("bytes"), or None if the table has no sizes. Fractions are cut off.
 
     Raises:
         ConfigError: if a size, shape or entry is wrong; the message names the field as the cost file does.
@@ -52,16 +60,19 @@ class CostTable:
     weight: Matrix | None
     latency_forward: Matrix
     latency_backward: Matrix
+    held: Matrix | None = None
 
     def __post_init__(self) -> None:
         for field in ("stages", "chunks", "microbatches"):
-            object.__setattr__(self, field, whole(field, getattr(self, field), 1))
+            count = whole(field, getattr(self, field), 1)
+            if count > _MOST_COUNT:
+                raise ConfigError(f"{field} is a number of {count.bit_length()} bits, must be at most {_MOST_COUNT}")
+            object.__setattr__(self, field, count)
         if self.placement not in PLACEMENTS:
-            raise ConfigError(f"placement is {self.placement!r}, must be one of {', '.join(PLACEMENTS)}")
+            raise ConfigError(f"placement is {reprlib.repr(self.placement)}, must be one of {', '.join(PLACEMENTS)}")
         nodes, edges = self.num_virtual_stages, self.num_virtual_stages - 1
         shapes = [("F", "forward", nodes), ("B", "backward", nodes)]
-        if self.weight is not None:
-            shapes.append(("W", "weight", nodes))
+        shapes += [(name, field, nodes) for name, field in _OPTIONAL.items() if getattr(self, field) is not None]
         shapes += [("latency_F", "latency_forward", edges), ("latency_B", "latency_backward", edges)]
         for name, field, rows in shapes:
             meaning = "stages x chunks" if rows == nodes else "one fewer than stages x chunks"
@@ -110,6 +121,18 @@ class CostTable:
             raise ConfigError(f"kind is {str(kind)!r}, must be one of {kinds}")
         return float(rows[virtual_stage, microbatch])
 
+    def held_bytes(self, microbatch: int, virtual_stage: int) -> int:
+        """Bytes that a microbatch holds on a virtual stage from the end of its F to the end of its last task.
+
+        Args:
+            microbatch: 0..M-1.
+            virtual_stage: 0..V-1.
+
+        Returns:
+            0 if the table has no sizes.
+        """
+        return 0 if self.held is None else int(self.held[virtual_stage, microbatch])
+
     def acting_latencies(self) -> tuple[Matrix, Matrix]:
         """The effective forward and backward latencies, both V-1 x M: zero between two chunks of one stage."""
         stages = [self.stage_of(v) for v in range(self.num_virtual_stages)]
@@ -136,6 +159,8 @@ class CostTable:
         for rows in (self.forward, self.backward, self.weight, self.latency_forward, self.latency_backward):
             if rows is not None:
                 total.update(rows.astype("<f8").tobytes())
+        if self.held is not None:
+            total.update(b"bytes" + self.held.astype("<f8").tobytes())
         return total.hexdigest()[:16]
 
     def __eq__(self, other: object) -> bool:

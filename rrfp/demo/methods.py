@@ -10,6 +10,7 @@ from typing import Any
 
 from rrfp.core.graph import Graph
 from rrfp.core.naming import named_or_loaded
+from rrfp.core.placement import Layout
 from rrfp.errors import ConfigError, Faults
 from rrfp.hints.named import named_or_loaded_hint
 from rrfp.pipeline.method import Method
@@ -27,12 +28,16 @@ class DemoMethod:
         hint: a hint's name, ``module:attribute`` or ``file.py:attribute``; None for a schedule.
         split: whether backward is split.
         limit: of a hint; None for the default.
+        chunks: of the model on each stage.
+        placement: where chunks live.
     """
 
     strict: str | None = None
     hint: str | None = None
     split: bool = False
     limit: str | None = None
+    chunks: int = 1
+    placement: Layout = "looped"
 
     def options(self) -> dict[str, Any]:
         """The options of its `rrfp.Pipeline`.
@@ -41,7 +46,12 @@ class DemoMethod:
             ConfigError: if the hint cannot be loaded.
         """
         hint = None if self.hint is None else named_or_loaded_hint(self.hint)
-        return {"strict": self.strict, "hint": hint, "split": self.split, "limit": self.limit}
+        cut = {"split": self.split, "chunks": self.chunks, "placement": self.placement}
+        return {"strict": self.strict, "hint": hint, "limit": self.limit, **cut}
+
+    def graph(self, stages: int) -> Graph:
+        """Its virtual stages on ``stages`` stages."""
+        return Graph.chain(stages, chunks=self.chunks, layout=self.placement, split=self.split)
 
 
 BASELINE = "1f1b"
@@ -53,6 +63,7 @@ METHODS: Mapping[str, DemoMethod] = {
     "b-priority": DemoMethod(hint="b-priority"),
     "bfw": DemoMethod(hint="bfw", split=True),
     "slot-aware": DemoMethod(hint="slot-aware-pyramid", split=True),
+    "v": DemoMethod(hint="slot-aware-pyramid", split=True, limit="n", chunks=2, placement="v"),
 }
 
 
@@ -72,7 +83,9 @@ def demo_methods(hint: str | None, limit: str | None, split: bool | None) -> dic
             raise ConfigError(f"hint is {hint!r}, must give each hint another name than {most[0]!r}")
         driven = {name: DemoMethod(hint=text) for name, text in zip(names, texts, strict=True)}
     for name, method in driven.items():
-        driven[name] = replace(method, limit=limit, split=method.split if split is None else split)
+        # The row of the V is there for what it holds; and 1f1b is no limit of several chunks.
+        own = method.limit if method.chunks > 1 else limit
+        driven[name] = replace(method, limit=own, split=method.split if split is None else split)
     return {**fixed, **driven}
 
 
@@ -109,4 +122,4 @@ def check_methods(methods: Mapping[str, DemoMethod], transport: str) -> None:
                 complete({"limit": method.limit})
             with faults.kept():
                 options: Any = method.options()
-                Method(complete(options)).check(Graph.chain(2, split=method.split))
+                Method(complete(options)).check(method.graph(2))

@@ -1,7 +1,8 @@
 """The demo's model: a small byte-level GPT, cut into stages of ordinary torch modules.
 
 It knows nothing of pipelines but "a list of modules, each of which reads the output of the one before". A layer's
-weights depend on the seed and the layer's index alone, so every cut of the model into stages is the same model.
+weights depend on the seed and the layer's index alone, so every cut of the model is the same model. A layer is two
+modules, attention and perceptron, so that a fine cut can go through it.
 """
 
 from __future__ import annotations
@@ -50,25 +51,33 @@ def build_stages(config: GptConfig, num_stages: int, seed: int = 0) -> list[nn.M
     """The whole model as ``num_stages`` modules: embedding in the first, final norm and head in the last.
 
     Each reads the output of the one before; the first reads tokens (batch x length, int64), the last returns logits
-    (batch x length x vocabulary). torch's random state is left as it was.
+    (batch x length x vocabulary). torch's random state is left as it was. With more stages
+    than layers, cuts go through layers.
 
     Raises:
-        ConfigError: if there is not at least one block a stage, or the seed is negative.
+        ConfigError: if there is not at least half a layer a stage, or the seed is negative.
     """
     if seed < 0:
         raise ConfigError(f"seed is {seed}, must be at least 0")
-    if not 1 <= num_stages <= config.layers:
-        raise ConfigError(f"stages is {num_stages}, must be 1..{config.layers} (the model has {config.layers} layers)")
-    layers: list[list[nn.Module]] = [[] for _ in range(num_stages)]
+    most = 2 * config.layers
+    if not 1 <= num_stages <= most:
+        raise ConfigError(f"stages is {num_stages}, must be 1..{most} (the model has {config.layers} layers)")
+    blocks: list[nn.Module] = []
     with torch.random.fork_rng(devices=[]):
         _seed_layer(seed, 0)
-        layers[0].append(Embedding(config))
+        embedding = Embedding(config)
         for index in range(config.layers):
             _seed_layer(seed, 1 + index)
-            layers[index * num_stages // config.layers].append(Block(config))
+            block = Block(config)
+            blocks += [block] if num_stages <= config.layers else block
         _seed_layer(seed, 1 + config.layers)
-        layers[-1].append(Head(config))
-    return [nn.Sequential(*stage) for stage in layers]
+        head = Head(config)
+    stages: list[list[nn.Module]] = [[] for _ in range(num_stages)]
+    for index, part in enumerate(blocks):
+        stages[index * num_stages // len(blocks)].append(part)
+    stages[0].insert(0, embedding)
+    stages[-1].append(head)
+    return [nn.Sequential(*stage) for stage in stages]
 
 
 def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
@@ -91,33 +100,45 @@ class Embedding(nn.Module):
         return out
 
 
-class Block(nn.Module):
-    """One transformer block: causal attention and a two-layer perceptron, a norm before each."""
+class Attention(nn.Module):
+    """Causal attention on normed vectors, added to them."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
         self.heads = config.heads
-        self.attention_norm = nn.LayerNorm(config.width)
+        self.norm = nn.LayerNorm(config.width)
         self.query_key_value = nn.Linear(config.width, 3 * config.width)
-        self.attention_out = nn.Linear(config.width, config.width)
-        self.mlp_norm = nn.LayerNorm(config.width)
-        self.mlp = nn.Sequential(
-            nn.Linear(config.width, 4 * config.width), nn.GELU(), nn.Linear(4 * config.width, config.width)
-        )
-        _initialize(self)
+        self.out = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        out: Tensor = x + self.mlp(self.mlp_norm(x))
-        return out
-
-    def attention(self, x: Tensor) -> Tensor:
-        """Every token attends to itself and to those before it."""
-        parts = self.query_key_value(x).chunk(3, dim=-1)
+        parts = self.query_key_value(self.norm(x)).chunk(3, dim=-1)
         query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        out: Tensor = self.attention_out(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = x + self.out(mixed.transpose(1, 2).flatten(2))
         return out
+
+
+class Perceptron(nn.Module):
+    """A two-layer perceptron on normed vectors, added to them."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.width)
+        self.layers = nn.Sequential(
+            nn.Linear(config.width, 4 * config.width), nn.GELU(), nn.Linear(4 * config.width, config.width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.layers(self.norm(x))
+        return out
+
+
+class Block(nn.Sequential):
+    """One transformer layer."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__(Attention(config), Perceptron(config))
+        _initialize(self)
 
 
 class Head(nn.Module):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rrfp.core.usage import WaitCause
-from rrfp.demo.methods import BASELINE
+from rrfp.demo.methods import BASELINE, METHODS
 from rrfp.demo.settings import JITTER, PROFILE, DemoSettings
 from rrfp.demo.summary import MethodFigures, Steps
 from rrfp.tables import Column, print_table, terminal
@@ -30,7 +30,8 @@ class DemoReport:
 
     Attributes:
         figures: every method's.
-        lower_bound_s: mean over the measured steps of the lower bound, in seconds; None with real compute.
+        lower_bound_s: mean over the measured steps of the lower bound on one chunk a stage, in seconds; None with real
+            compute.
         overrun_share: the seconds by which tasks took longer than planned, over the planned ones; None with real
             compute.
     """
@@ -40,7 +41,7 @@ class DemoReport:
         self._steps = steps
         self._out = Path(settings.out)
         self.figures = steps.figures()
-        bounds = steps.bounds()
+        bounds = steps.bounds(METHODS[BASELINE])
         self.lower_bound_s = None if bounds is None else sum(bounds) / len(bounds)
         self._parts = {method: self._read_parts(method) for method in settings.methods}
         self.overrun_share = self._overrun_share()
@@ -58,9 +59,10 @@ class DemoReport:
         }
 
     def weights_sha256(self, method: str) -> str:
-        """The digest of the whole model after the last step."""
-        stages = (part["weights_sha256"] for part in self._parts[method])
-        return hashlib.sha256("".join(stages).encode()).hexdigest()
+        """The digest of the whole model after the last step: equal for equal weights, however the model is cut."""
+        by_stage = {int(v): parts for part in self._parts[method] for v, parts in part["weights_sha256"].items()}
+        digests = (digest for v in sorted(by_stage) for digest in by_stage[v])
+        return hashlib.sha256("".join(digests).encode()).hexdigest()
 
     def write(self, *, has_picture: bool) -> list[str]:
         """Write summary.json, trace-<method>.json and, where it can be drawn, timeline.png; returns their names."""

@@ -36,7 +36,7 @@ class DemoSettings:
         real_compute: tasks are not stretched to a cost table.
         deterministic: every method trains bitwise the same model.
         hint: the hints of the readiness-driven methods, between commas; None for those of `METHODS`.
-        limit: their memory limit; None for the default of `rrfp.Pipeline`.
+        limit: their memory limit; None for the default of `rrfp.Pipeline`. The row ``v`` keeps its own.
         split: whether they split backward; None: those of `METHODS` as they say there, any other hint does not.
         transport: of all methods: a name, ``module:attribute`` or ``file.py:attribute``.
 
@@ -67,7 +67,8 @@ class DemoSettings:
             for field, least in (("microbatches", 1), ("steps", 1), ("warm_up", 0), ("seed", 0)):
                 if getattr(self, field) < least:
                     with faults.kept():
-                        raise ConfigError(f"{field} is {getattr(self, field)}, must be at least {least}")
+                        name = field.replace("_", "-")
+                        raise ConfigError(f"{name} is {getattr(self, field)}, must be at least {least}")
             with faults.kept():
                 check_methods(self.methods, self.transport)
 
@@ -85,10 +86,21 @@ class DemoSettings:
         """Read `to_json`'s line back."""
         return cls(**json.loads(text))
 
-    def costs(self, step: int, *, split: bool) -> CostTable:
-        """The least seconds of each task of ``step``: the same for every method, with or without split backward."""
+    def costs(self, step: int, method: DemoMethod, *, split: bool | None = None) -> CostTable:
+        """The least seconds of each task of ``step``: the same work for every method, cut as ``method`` cuts it.
+
+        ``split`` replaces the method's own.
+        """
         return make_costs(
-            PROFILE, self.stages, self.microbatches, split=split, seed=self.seed, step=step, jitter=JITTER
+            PROFILE,
+            self.stages,
+            self.microbatches,
+            chunks=method.chunks,
+            placement=method.placement,
+            split=method.split if split is None else split,
+            seed=self.seed,
+            step=step,
+            jitter=JITTER,
         )
 
     def sizes(self, step: int) -> tuple[float, ...]:

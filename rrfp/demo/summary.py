@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import Any
 
 from rrfp.core.usage import WaitCause
-from rrfp.demo.methods import BASELINE
+from rrfp.demo.methods import BASELINE, DemoMethod
 from rrfp.demo.settings import DemoSettings
 from rrfp.sim.bound import lower_bound
 from rrfp.trace.breakdown import Breakdown, mean
@@ -25,9 +25,10 @@ class MethodFigures:
         speedup: median over the steps of the baseline's time for that step over this method's.
         blocking: share of the step in which a stage was idle, mean over stages and steps.
         blocking_by_cause: the same by cause.
-        peak_held: the most microbatches held in any step, by stage.
+        peak_held: the most microbatches held in any step, by stage; parts of one, on some of its chunks, count whole.
         peak_bytes: the most bytes held in any step, by stage.
-        ratio: median over the steps of time over lower bound; None with real compute, which has no table.
+        ratio: median over the steps of time over the lower bound of the method's chunks and placement; None with real
+            compute, which has no table.
         losses: of all steps, the warm-up's too.
     """
 
@@ -57,14 +58,14 @@ class Steps:
         """One more step."""
         self._lines[line["method"]].append(line)
 
-    def bounds(self) -> list[float] | None:
-        """The lower bound of each measured step in seconds, without a memory limit."""
+    def bounds(self, method: DemoMethod) -> list[float] | None:
+        """The lower bound of each measured step in seconds, without a memory limit, on the chunks of ``method``."""
         settings = self._settings
         if settings.real_compute:
             return None
         measured = range(settings.warm_up, settings.warm_up + settings.steps)
         # Of the split table: a method that splits backward may end earlier than all that do not.
-        return [lower_bound(settings.costs(step, split=True), None) for step in measured]
+        return [lower_bound(settings.costs(step, method, split=True), None) for step in measured]
 
     def seconds(self, method: str) -> list[float]:
         """Time of each measured step."""
@@ -72,8 +73,7 @@ class Steps:
 
     def figures(self) -> dict[str, MethodFigures]:
         """Every method's figures."""
-        bounds = self.bounds()
-        return {method: self._figures(method, bounds) for method in self._settings.methods}
+        return {name: self._figures(name, method) for name, method in self._settings.methods.items()}
 
     def typical_step(self, method: str) -> int:
         """The measured step (0 is the first measured) whose speed-up is the median one: the one to show."""
@@ -81,10 +81,10 @@ class Steps:
         middle = sorted(ratios)[(len(ratios) - 1) // 2]
         return ratios.index(middle)
 
-    def _figures(self, method: str, bounds: Sequence[float] | None) -> MethodFigures:
-        lines = self._lines[method]
+    def _figures(self, name: str, method: DemoMethod) -> MethodFigures:
+        lines, bounds = self._lines[name], self.bounds(method)
         measured = lines[self._settings.warm_up :]
-        seconds = self.seconds(method)
+        seconds = self.seconds(name)
         parts = [mean(Breakdown(**stage) for stage in line["breakdown"]) for line in measured]
         ratios = None if bounds is None else [took / bound for took, bound in zip(seconds, bounds, strict=True)]
         return MethodFigures(
@@ -93,7 +93,7 @@ class Steps:
             speedup=median(base / own for base, own in zip(self.seconds(BASELINE), seconds, strict=True)),
             blocking=fmean(part.blocking_share for part in parts),
             blocking_by_cause={cause.value: fmean(p.share(p.by_cause[cause]) for p in parts) for cause in WaitCause},
-            peak_held=_largest(line["peak_held"] for line in measured),
+            peak_held=tuple(-(-held // method.chunks) for held in _largest(line["peak_held"] for line in measured)),
             peak_bytes=_largest(line["peak_bytes"] for line in measured),
             ratio=None if ratios is None else median(ratios),
             losses=tuple(line["loss"] for line in lines),

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from rrfp.compute.emulated import PacedStage, table_durations
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.core import timeouts
-from rrfp.core.graph import Graph
 from rrfp.core.topology import Topology
 from rrfp.demo.methods import demo_transport
 from rrfp.demo.model import GptConfig, build_stages, loss_fn
@@ -48,13 +47,13 @@ class MethodRun:
         self.traces: list[dict[str, Any]] = []
         self._settings = settings
         self._stage = topology.stage
-        module: nn.Module = build_stages(GptConfig(), topology.stages, settings.seed)[topology.stage]
-        self._optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
-        self._module = module
-        method = settings.methods[name]
-        self._split = method.split
-        partition = Partition(Graph.chain(topology.stages, split=self._split), settings.deterministic)
-        modules = {topology.stage: module}
+        self._method = method = settings.methods[name]
+        partition = Partition(method.graph(topology.stages), settings.deterministic)
+        placement = partition.graph.placement
+        parts = build_stages(GptConfig(), placement.num_virtual_stages, settings.seed)
+        self._modules = modules = {v: parts[v] for v in placement.virtual_stages(topology.stage)}
+        parameters = [parameter for module in modules.values() for parameter in module.parameters()]
+        self._optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
         program = TorchStage(modules, partition.graph, loss_fn=loss_fn, in_order=partition.in_order(modules))
         self._paced = None if settings.real_compute else PacedStage(program, lambda task: 0.0)
         options = {**method.options(), "deterministic": settings.deterministic}
@@ -67,10 +66,14 @@ class MethodRun:
         self._pipe = stack.enter_context(self._pipeline.blocking())
 
     def step(self, number: int, inputs: list[Tensor], targets: list[Tensor]) -> StepResult:
-        """One training step."""
+        """One training step; returns when it has ended on all ranks.
+
+        ``Pipeline.step`` alone returns with the loss, while later stages still run: then this rank would begin the
+        next method's step in the meantime, and its wait for the others would count as that method's time.
+        """
         assert self._pipe is not None
         if self._paced is not None:
-            self._paced.durations = table_durations(self._settings.costs(number, split=self._split))
+            self._paced.durations = table_durations(self._settings.costs(number, self._method))
         result = self._pipe.step(inputs, targets, sizes=self._settings.sizes(number))
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -78,23 +81,22 @@ class MethodRun:
             self.traces.append(to_plain(result.trace))
         elif self._paced is not None:
             self._paced.reset_overrun()
+        _ = result.seconds  # waits for the reports of all ranks
         return result
 
     def write(self, folder: Path) -> None:
         """Write the spans of the measured steps, and the overrun, for the command to collect."""
         paced = self._paced
         overrun = None if paced is None else {"planned_s": paced.planned_s, "overrun_s": paced.overrun_s}
-        part = {"traces": self.traces, "overrun": overrun, "weights_sha256": weights_sha256(self._module)}
+        weights = {v: weights_sha256(module) for v, module in self._modules.items()}
+        part = {"traces": self.traces, "overrun": overrun, "weights_sha256": weights}
         (folder / f"{self.name}-{self._stage}.json").write_text(json.dumps(part))
 
 
-def weights_sha256(module: nn.Module) -> str:
-    """A digest that is equal for two modules exactly when all their parameters are bitwise equal."""
-    total = hashlib.sha256()
-    for name, parameter in module.named_parameters():
-        total.update(name.encode())
-        total.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()
+def weights_sha256(module: nn.Module) -> list[str]:
+    """A digest of each parameter; names, which depend on the cut of the model, do not matter."""
+    parameters = (parameter.detach().contiguous().view(torch.uint8) for parameter in module.parameters())
+    return [hashlib.sha256(parameter.numpy().tobytes()).hexdigest() for parameter in parameters]
 
 
 def train(settings: DemoSettings, topology: Topology) -> None:

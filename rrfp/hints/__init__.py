@@ -2,6 +2,7 @@
 
 from rrfp.core.events import (
     Aborted,
+    Announced,
     Arrived,
     ChunkReduced,
     Completed,
@@ -10,6 +11,9 @@ from rrfp.core.events import (
     Event,
     HeldReported,
     Ordered,
+    PauseBegun,
+    PauseEnded,
+    Previewed,
     ReadyReported,
     SendReleased,
     StepOpened,
@@ -23,6 +27,7 @@ from rrfp.hints.registry import create_hint, hint_names
 
 __all__ = [
     "Aborted",
+    "Announced",
     "Arrived",
     "ChunkReduced",
     "Completed",
@@ -35,7 +40,10 @@ __all__ = [
     "Kind",
     "Mode",
     "Ordered",
+    "PauseBegun",
+    "PauseEnded",
     "Placement",
+    "Previewed",
     "ReadyReported",
     "ReadySet",
     "SendReleased",

@@ -9,7 +9,7 @@ from typing import Any
 from rrfp.core.hint import Hint
 from rrfp.core.naming import named_or_loaded
 from rrfp.errors import ConfigError
-from rrfp.hints.registry import HintSpec, create_hint
+from rrfp.hints.registry import HintSpec, create_hint, hint_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,9 @@ def named_or_loaded_hint(text: str) -> HintSpec:
     Raises:
         ConfigError: if the name is unknown, or the object makes no hint.
     """
+    if ":" not in text and not text.endswith(".py") and text not in hint_names():
+        names = ", ".join(hint_names())
+        raise ConfigError(f"hint is {text!r}, must be one of: {names}, or module:attribute, or file.py:attribute")
     spec: HintSpec = LoadedHint(text) if ":" in text else named_or_loaded("hint", text)
     try:
         create_hint(spec)

@@ -9,9 +9,11 @@ sizes rise to the middle and fall again. Neighbours then have similar sizes. Tha
 microbatch between two long ones waits behind them on every stage, and holds its slots meanwhile. A step that begins and
 ends with short ones also fills and drains the pipeline fast.
 
-Why not one pyramid? A size is one number, and stages depend on it differently (images cost a vision stage, text a
+Why not one pyramid? A size is one number, and stages may depend on it differently (images cost a vision stage, text a
 language stage). One pyramid over a long step would put all microbatches that are large for one stage side by side, and
 the other stages would idle. Over 4 N microbatches such differences average out, and neighbours are similar enough.
+Where an earlier step has shown that the sizes order the times of every stage, there are no such differences, and one
+pyramid over the whole step is better.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ from rrfp.hints.split import BackwardForwardWeight
 
 #: Microbatches of one pyramid, for each stage of the pipeline.
 LENGTH_PER_STAGE = 4
+
+#: One pyramid a step where the sizes correlate with the times of every stage by more than this.
+ORDERS_ALL = 0.95
 
 
 class Pyramids(Hint):
@@ -47,6 +52,14 @@ class Pyramids(Hint):
         """The wrapped hint's choice."""
         return self.within.choose(ready, view)
 
+    def announces(self, view: View) -> bool:
+        """The wrapped hint's answer."""
+        return self.within.announces(view)
+
+    def awaits(self, task: Task, view: View) -> bool:
+        """The wrapped hint's answer."""
+        return self.within.awaits(task, view)
+
     def open_step(self, view: View) -> None:
         """Passed to the wrapped hint."""
         self.within.open_step(view)
@@ -60,7 +73,9 @@ class Pyramids(Hint):
         sizes = view.sizes
         if sizes is None or min(sizes) == max(sizes):
             return self.within.microbatch_order(view)
-        return pyramids(sizes, LENGTH_PER_STAGE * view.placement.stages)
+        measured = view.size_correlation
+        is_one = measured is not None and measured > ORDERS_ALL
+        return pyramids(sizes, len(sizes) if is_one else LENGTH_PER_STAGE * view.placement.stages)
 
 
 def pyramids(sizes: Sequence[float], length: int) -> list[int]:

@@ -17,6 +17,9 @@ HintSpec = str | Hint | Callable[[], Hint]
 #: The hint of `rrfp.Pipeline` and `rrfp simulate` where none is named; docs/hints.md gives the reasons.
 DEFAULT_HINT = "slot-aware-pyramid"
 
+#: The values of the option beside names.
+_OBJECTS = "a subclass of rrfp.Hint or its instance"
+
 #: All hints but the schedules.
 HINTS: Registry[Callable[[], Hint]] = Registry(
     "hint",
@@ -51,12 +54,10 @@ def create_hint(spec: HintSpec) -> Hint:
     """
     if isinstance(spec, str):
         spec = hint_factory(spec)
-    hint = spec() if callable(spec) else copy.deepcopy(spec)
+    hint = spec() if callable(spec) else spec
     if Hint not in type(hint).__mro__:
-        raise ConfigError(
-            f"hint is of type {type(hint).__name__}, must be a name, or a subclass of rrfp.Hint or its instance"
-        )
-    return hint
+        raise ConfigError(f"hint is of type {type(hint).__name__}, must be a name, or {_OBJECTS}")
+    return copy.deepcopy(hint) if hint is spec else hint
 
 
 def create_strict(spec: ScheduleSpec) -> Hint:
@@ -71,7 +72,7 @@ def hint_factory(name: str) -> Callable[[], Hint]:
     if name in schedule_names():  # before plugins, which cannot replace a schedule
         return lambda: ScheduleHint(_source(name))
     if name not in HINTS:
-        raise ConfigError(f"hint is {name!r}, must be one of: {', '.join(hint_names())}")
+        raise ConfigError(f"hint is {name!r}, must be one of: {', '.join(hint_names())}, or {_OBJECTS}")
     return HINTS.load(name)
 
 

@@ -1,8 +1,9 @@
 """Slot-aware: BFW for tight memory, in which a stage waits for a free slot more often than for an input.
 
-It adds three rules to BFW, each for a way in which BFW wastes slots. They read a few counters and no clock, so a
-decision costs the same at any size. W below is a weight task, D the slots taken on the stage, N - s the forwards that
-1F1B runs on stage s before its first backward; with C chunks all three are in chunk tasks, N - s and s times C.
+It adds four rules to BFW: three for ways in which BFW wastes slots, and one against a backward at the wrong moment.
+They read a few counters and no clock, so a decision costs the same at any size. W below is a weight task, D the slots
+taken on the stage, N - s the forwards that 1F1B runs on stage s before its first backward; with C chunks all three are
+in chunk tasks, N - s and s times C.
 
 1. **Weight tasks that hold too many slots go first.** A microbatch keeps its slot until its W has run. BFW runs W when
    nothing else is ready, so with tight memory finished backwards fill the slots that forwards need. If the limit blocks
@@ -12,14 +13,24 @@ decision costs the same at any size. W below is a weight task, D the slots taken
    started all tasks that were sent to them, a freed slot is the fastest way to give them work. Their count of started
    tasks travels with gradients, so it is slightly old. The rule does not apply to several chunks: the sum over chunks
    does not show which of them is idle.
+
+   Under a limit on bytes, in rules 1 and 2, the limit blocks forwards where the inputs of one are here and it does not
+   fit, and the slots are the limit over what a microbatch held here takes on average.
 3. **Forwards first until N - s microbatches are in flight, then BFW.** With fewer, later stages run dry at the next
    delay; with more, slots are taken long before they are needed. Beyond that depth BFW's alternation is better than
    backwards first when durations vary.
+4. **A moment's wait for a forward, on unsplit stages in 1F1B's memory** (N - s slots on stage s, one chunk). A backward
+   has freed the slot, the next forward is due and runs on the stage before, but is not here yet. BFW begins another
+   backward, two forwards long; the forward then waits for it, and the stages behind run dry. So the stage idles for
+   the forward, if it is expected within half of that backward, and no longer than that (`rrfp.core.pauses`). With
+   more slots, or with split backwards, which are as short as forwards, waiting gains nothing.
 
 Rules 1 and 2 never apply to unsplit stages, or without a limit.
 """
 
 from __future__ import annotations
+
+import math
 
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint, View
@@ -32,23 +43,27 @@ class SlotAware(Hint):
 
     Args:
         chunk_order: the chunk whose forwards come first.
+        idles: whether rule 4 applies.
     """
 
     wants_split = True
 
-    def __init__(self, chunk_order: ChunkOrder = "deeper") -> None:
+    def __init__(self, chunk_order: ChunkOrder = "deeper", *, idles: bool = True) -> None:
         self.chunk_order: ChunkOrder = chunk_order
+        self.idles = idles
         #: Forwards go first while fewer chunk tasks are in flight (forwards less backwards).
         self._depth = 0
         #: The smallest D at which the limit blocks forwards; None: unlimited.
         self._full: int | None = None
-        #: The most weight tasks that may wait on a full stage.
-        self._deferred_weights = 0
+        #: The fewest weight tasks that may wait on a full stage, as in ZB-H1.
+        self._least_deferred = 0
         #: The number of forwards of the step: after the last one, no slot is needed.
         self._forwards = 0
         self._split_chunks: tuple[int, ...] = ()
         #: The number of stages that receive each forward's output; 0 with several chunks, which rule 2 does not cover.
         self._receivers = 0
+        #: Whether this stage has 1F1B's memory, for rule 4.
+        self._is_tight = False
 
     def open_step(self, view: View) -> None:
         """Compute the thresholds of this stage."""
@@ -56,34 +71,58 @@ class SlotAware(Hint):
         here = view.placement.virtual_stages(view.stage)
         self._depth = (stages - view.stage) * chunks
         self._forwards = view.microbatches * chunks
-        if view.slots is None:
-            self._full = None
-        else:
-            # The staircase rule reserves the last C - 1 slots for deeper chunks.
-            self._full = view.slots - (chunks - 1)
-            self._deferred_weights = max(view.stage * chunks, view.slots - self._depth)
+        # The staircase rule reserves the last C - 1 slots for deeper chunks.
+        self._full = None if view.slots is None else view.slots - (chunks - 1)
+        self._least_deferred = view.stage * chunks
         self._split_chunks = tuple(chunk for chunk, v in enumerate(here) if view.graph.split[v])
         self._receivers = _receivers(view.graph, here[0]) if chunks == 1 else 0
+        is_unsplit = chunks == 1 and not any(view.graph.split)
+        self._is_tight = self.idles and is_unsplit and view.slots == self._depth
+
+    def announces(self, view: View) -> bool:
+        """In 1F1B's memory, where rule 4 applies on the next stage as well."""
+        return self._is_tight
+
+    def awaits(self, task: Task, view: View) -> bool:
+        """Rule 4: whether a forward would go first now if its input were here."""
+        started = view.num_enqueued(F)
+        if not self._is_tight or self._forwards <= self._depth or view.held == view.slots or started == self._forwards:
+            return False
+        return view.last_kind is B or started - view.num_enqueued(B) < self._depth
 
     def choose(self, ready: ReadySet, view: View) -> Task | None:
         """See `rrfp.core.hint.Hint.choose`."""
         forward = ready.first(F, self.chunk_order)
         if forward is None:
-            if self._wants_slots(view) and (weight := ready.first(W)) is not None:
+            if self._wants_slots(ready, view) and (weight := ready.first(W)) is not None:
                 return weight
         elif view.last_kind is B or view.num_enqueued(F) - view.num_enqueued(B) < self._depth:
             return forward
         return ready.first(B) or forward or ready.first(W)
 
-    def _wants_slots(self, view: View) -> bool:
+    def _wants_slots(self, ready: ReadySet, view: View) -> bool:
         """Whether a free slot is better than a backward: rules 1 and 2."""
-        if self._full is None or view.held < self._full or view.num_enqueued(F) == self._forwards:
+        if view.num_enqueued(F) == self._forwards or not self._is_full(ready, view):
             return False
         waiting = sum(view.num_enqueued(B, c) - view.num_enqueued(W, c) for c in self._split_chunks)
-        if waiting > self._deferred_weights:
+        if waiting > max(self._least_deferred, _slots(view) - self._depth):
             return True
         consumed = view.consumed_downstream
         return bool(self._receivers) and consumed is not None and consumed >= view.num_enqueued(F) * self._receivers
+
+    def _is_full(self, ready: ReadySet, view: View) -> bool:
+        """Whether the limit blocks forwards."""
+        if self._full is not None and view.held >= self._full:
+            return True
+        return view.most_bytes is not None and ready.holds_back_forwards
+
+
+def _slots(view: View) -> float:
+    """The chunk tasks that a stage may hold: of a limit on bytes as many as hold the average of those held now."""
+    slots = math.inf if view.slots is None else view.slots
+    if view.most_bytes is not None and view.held_bytes:
+        slots = min(slots, view.most_bytes * view.held / view.held_bytes)
+    return slots
 
 
 def _receivers(graph: Graph, virtual_stage: int) -> int:

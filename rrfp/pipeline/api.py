@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -13,11 +14,13 @@ from rrfp.compute.gradients.tie_copies import Ties
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError, Faults
 from rrfp.pipeline.build import RankBuilder
-from rrfp.pipeline.handle import LoopChoice, PipelineHandle, check_loop
+from rrfp.pipeline.handle import PipelineHandle
+from rrfp.pipeline.loop_thread import LoopChoice, check_loop
 from rrfp.pipeline.options import Options, complete
 from rrfp.pipeline.partition import StagePart, check_modules
 from rrfp.transports.base import Rendezvous
 from rrfp.transports.rendezvous import LocalRendezvous, StoreRendezvous
+from rrfp.transports.secret import Secret, check_security
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -98,8 +101,12 @@ class Pipeline(PipelineHandle):
                 return LocalRendezvous()
             return await StoreRendezvous.from_env(own, timeout_s=settings["connect_timeout"])
 
+        secret = Secret.from_environment(os.environ)
+        check_security(secret, allow_insecure=settings["allow_insecure"])
         run_id, torch_ranks = f"{own.run_id}/{label}", global_ranks(own, mesh)
-        builder = RankBuilder(settings, [own], [module], run_id, meet, ties=ties, torch_ranks=torch_ranks)
+        builder = RankBuilder(
+            settings, [own], [module], run_id, meet, ties=ties, torch_ranks=torch_ranks, secret=secret
+        )
         super().__init__(builder.ranks(), loop, f"rrfp-{own.rank}")
 
 
@@ -165,11 +172,15 @@ def _topology(topology: Topology | None, mesh: DeviceMesh | None, coordinate: Se
     if mesh is None:
         if coordinate is not None:
             raise ConfigError("coordinate goes with mesh; with topology, give it to Topology.from_env or from_mesh")
-        return Topology.from_env() if topology is None else topology
+        if topology is None:
+            return Topology.from_env()
+        if not isinstance(topology, Topology):
+            raise ConfigError(f"topology is of type {type(topology).__name__}, must be an rrfp.Topology")
+        return topology
     if topology is not None:
         raise ConfigError("topology and mesh both place this rank: must be one of them")
     if not hasattr(mesh, "mesh_dim_names"):
-        raise ConfigError(f"mesh is a {type(mesh).__name__}, must be a torch.distributed DeviceMesh")
+        raise ConfigError(f"mesh is of type {type(mesh).__name__}, must be a torch.distributed DeviceMesh")
     return Topology.from_mesh(mesh) if coordinate is None else Topology.from_mesh(mesh, coordinate)
 
 

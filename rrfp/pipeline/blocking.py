@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Coroutine, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, TypeVar, Unpack
+from typing import Any, Literal, NoReturn, Self, Unpack
 
-from rrfp.core import timeouts
+from torch.optim import Optimizer
+
 from rrfp.core.tasks import Mode
-from rrfp.errors import ConfigError, PipelineAborted
+from rrfp.pipeline.between_steps import Scaler
+from rrfp.pipeline.callers import BlockingCaller
 from rrfp.pipeline.session import Session
 from rrfp.runtime.batching import EvaluateArguments, StepArguments
 from rrfp.runtime.result import StepResult
 from rrfp.runtime.statistics import RankStatistics
-
-T = TypeVar("T")
 
 #: The error of pickle and deepcopy.
 NO_COPY = "a pipeline can be neither pickled nor copied, as it holds threads and connections: build one there"
@@ -36,41 +33,22 @@ class BlockingPipeline:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._caller = BlockingCaller(session)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._session}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(NO_COPY)
 
     def __enter__(self) -> Self:
-        session = self._session
-        session.enter()
-        try:
-            session.submit(session.start()).result()
-        except BaseException:
-            session.leave()
-            raise
+        self._caller.enter()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._session.is_foreign:
-            return
-        self._session.check_leaving()
-        try:
-            if error is None and self._session.is_open:
-                self._run(self._session.settle())
-        except BaseException as unsettled:
-            error = unsettled
-            raise
-        finally:
-            self._close(error)
-
-    def _close(self, error: BaseException | None) -> None:
-        try:
-            if not self._session.has_given_up:
-                _wait(self._session.submit(self._session.close(error)), timeouts.LEAVE_S)
-        finally:
-            self._session.leave()
+        self._caller.leave(error)
 
     def step(
         self,
@@ -79,7 +57,7 @@ class BlockingPipeline:
         **arguments: Unpack[StepArguments],
     ) -> StepResult:
         """As `rrfp.Pipeline.step`."""
-        return self._session.handed_over(self._run(self._session.step(Mode.TRAIN, inputs, targets, arguments)))
+        return self._caller.run(self._session.step(Mode.TRAIN, inputs, targets, arguments))
 
     def evaluate(
         self,
@@ -88,48 +66,41 @@ class BlockingPipeline:
         **arguments: Unpack[EvaluateArguments],
     ) -> StepResult:
         """As `rrfp.Pipeline.evaluate`."""
-        return self._session.handed_over(self._run(self._session.step(Mode.FORWARD, inputs, targets, arguments)))
+        return self._caller.run(self._session.step(Mode.FORWARD, inputs, targets, arguments))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """As `rrfp.Pipeline.clip_grad_norm_`."""
-        clipping = self._session.clip(max_norm, norm_type)
-        return clipping.clip(self._run(self._session.ranks.share(clipping)))
+        return self._caller.run(self._session.between_steps.clip(max_norm, norm_type))
+
+    def scale(self, scaler: Scaler) -> Scaler:
+        """As `rrfp.Pipeline.scale`."""
+        return self._session.between_steps.scale(scaler, self._caller.share_overflow)
+
+    def unscale_(self, *optimizers: Optimizer) -> None:
+        """As `rrfp.Pipeline.unscale_`."""
+        scaling = self._session.between_steps.scaling()
+        scaling.overflow(*optimizers)
+        for optimizer in optimizers:
+            scaling.scaler.unscale_(optimizer)
 
     def save_trace(
         self, path: str | os.PathLike[str], *, steps: int | None = None, replica: int | Literal["all"] = 0
     ) -> None:
         """As `rrfp.Pipeline.save_trace`."""
-        if reason := self._run(self._session.save_trace(path, steps, replica)):
-            raise ConfigError(reason)
+        self._caller.run(self._session.between_steps.save_trace(path, steps, replica))
+
+    def check(self) -> None:
+        """Raise `PipelineAborted` if a rank has failed: for waits between steps. May be called on any thread."""
+        self._session.ranks.check()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `rrfp.Pipeline.state_dict`."""
+        return self._session.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `rrfp.Pipeline.load_state_dict`."""
+        self._session.load_state_dict(state)
 
     def statistics(self) -> tuple[RankStatistics, ...]:
         """As `rrfp.Pipeline.statistics`. While a step blocks this thread, another one may call it."""
         return self._session.ranks.statistics()
-
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        session = self._session
-        try:
-            return session.submit(coroutine).result()
-        except PipelineAborted as error:
-            aborted = error
-        except BaseException as error:  # Ctrl-C ended the wait; after a failure of the step itself this has no effect
-            session.fail_soon(error)
-            raise
-        finally:
-            session.end()
-        raise aborted.with_traceback(None)  # the runtime's frames would bury the caller's
-
-
-def _wait(leaving: Future[None], timeout_s: float) -> None:
-    """Wait until all resources are freed; a Ctrl-C meanwhile is raised afterwards."""
-    deadline = time.monotonic() + timeout_s
-    interrupt = None
-    while True:
-        try:
-            with suppress(TimeoutError):
-                leaving.result(max(0.0, deadline - time.monotonic()))
-            break
-        except KeyboardInterrupt as error:
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt

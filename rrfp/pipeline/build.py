@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rrfp.compute.devices.base import Device
-from rrfp.compute.devices.copies import StreamCopies
+from rrfp.compute.devices.shared_copies import copies_of
 from rrfp.compute.gradients.module_reduction import check_wrappers
 from rrfp.compute.gradients.process_groups import check_replicas, check_sharded, replica_group, warn_of_unreduced
 from rrfp.compute.gradients.reducer import GradientReducer
@@ -29,17 +29,20 @@ from rrfp.core.stage_core import StageCore
 from rrfp.core.topology import Topology
 from rrfp.errors import TransportError
 from rrfp.log import get_logger
+from rrfp.pipeline.delivery import Delivery
 from rrfp.pipeline.device_choice import check_on_device, choose_device, generator_devices, new_lane, stage_lane
-from rrfp.pipeline.local_ranks import LocalRanks, together
-from rrfp.pipeline.method import Method, name_of
+from rrfp.pipeline.local_ranks import LocalRanks
+from rrfp.pipeline.method import Method, name_of, summary
 from rrfp.pipeline.options import Options, common_options
 from rrfp.pipeline.partition import Partition, StagePart, check_initialised
+from rrfp.pipeline.several_ranks import together
 from rrfp.runtime.control_tree import data_peers, peers
 from rrfp.runtime.grad_clipping import GradientHolder
 from rrfp.runtime.handshake import Handshake, Terms
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.transports.base import Rendezvous, TransportContext
 from rrfp.transports.registry import create_transport
+from rrfp.transports.secret import Secret
 from rrfp.transports.staged import staged
 from rrfp.version import __version__
 
@@ -79,6 +82,7 @@ class RankBuilder:
         ties: see `rrfp.Pipeline`.
         torch_ranks: for each rank of the job its number in ``torch.distributed``; None where all ranks are in this
             process.
+        secret: of the job, if it has one.
     """
 
     def __init__(
@@ -91,8 +95,10 @@ class RankBuilder:
         *,
         ties: Ties | Sequence[Ties] | None = None,
         torch_ranks: Sequence[int] | None = None,
+        secret: Secret | None = None,
     ) -> None:
         self._options = options
+        self._secret = secret
         self._run_id = run_id
         self._meet = meet
         self._method = Method(options)
@@ -126,6 +132,7 @@ class RankBuilder:
                 topologies, parts, by_rank, self._ties.ranks, devices, strict=True
             )
         ]
+        self._delivery = Delivery(options["callbacks"], topologies[0], summary(options))
 
     def _program(self, part: StagePart, topology: Topology, device: Device | None) -> StageProgram:
         """The tasks of the rank's modules, or the caller's own program."""
@@ -168,6 +175,8 @@ class RankBuilder:
             reducers=[rank.reducer for rank in self._ranks if rank.reducer is not None],
             ties=self._ties.ranks,
             devices=[rank.device for rank in self._ranks if rank.device is not None],
+            virtual_stages=self._partition.graph.placement.num_virtual_stages,
+            delivery=self._delivery,
         )
 
     async def runners(self) -> Sequence[StageRunner]:
@@ -215,6 +224,7 @@ class RankBuilder:
             ties=rank.ties,
             trace_steps=options["trace_steps"],
             device=rank.device,
+            observer=self._delivery if rank is self._ranks[0] else None,  # all ranks notice the same
         )
 
     def _context(self, rank: _Rank, rendezvous: Rendezvous) -> TransportContext:
@@ -229,10 +239,12 @@ class RankBuilder:
             queue_bytes=options["queue_bytes"],
             max_message_bytes=options["max_message_bytes"],
             allow_insecure=options["allow_insecure"],
+            secret=self._secret,
+            plain_data=options["data"] == "plain",
             connect_timeout_s=options["connect_timeout"],
             heartbeat_s=options["heartbeat"],
             patience_s=options["patience"],
-            copies=None if device is None else StreamCopies(device, f"rrfp-copies-{topology.rank}"),
+            copies=None if device is None else copies_of(device, f"rrfp-copies-{topology.rank}"),
         )
 
     def _common_terms(self, topology: Topology) -> Terms:

@@ -7,27 +7,24 @@ the caller's; the blocking API waits for the same future.
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, TypeVar, Unpack, get_args
+from typing import Any, Literal, NoReturn, Self, Unpack
 
-from rrfp.core import timeouts
+from torch.optim import Optimizer
+
 from rrfp.core.tasks import Mode
-from rrfp.errors import ConfigError, PipelineAborted, RrfpError
+from rrfp.errors import ConfigError
+from rrfp.pipeline.between_steps import Scaler
 from rrfp.pipeline.blocking import NO_COPY, BlockingPipeline
+from rrfp.pipeline.callers import AsyncCaller, BlockingCaller
 from rrfp.pipeline.local_ranks import LocalRanks
+from rrfp.pipeline.loop_thread import LoopChoice
 from rrfp.pipeline.session import Session
 from rrfp.runtime.batching import EvaluateArguments, StepArguments
 from rrfp.runtime.result import StepResult
 from rrfp.runtime.statistics import RankStatistics
-
-T = TypeVar("T")
-
-#: ``"own"``: a loop in its own thread. ``"caller"``: the loop that enters the pipeline (async only).
-LoopChoice = Literal["own", "caller"]
 
 
 class PipelineHandle:
@@ -45,6 +42,10 @@ class PipelineHandle:
 
     def __init__(self, ranks: LocalRanks, loop: LoopChoice, name: str) -> None:
         self._session = Session(ranks, name if loop == "own" else None)
+        self._caller = AsyncCaller(self._session)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._session}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(NO_COPY)
@@ -56,41 +57,13 @@ class PipelineHandle:
         """Never reached: see ``__enter__``."""
 
     async def __aenter__(self) -> Self:
-        self._session.enter()
-        try:
-            await self._on_loop(self._session.start())
-        except BaseException:
-            await asyncio.shield(self._leave())
-            raise
+        await self._caller.enter()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._session.is_foreign:
-            return
-        self._session.check_leaving()
-        try:
-            if error is None and self._session.is_open:
-                await self._run(self._session.settle(), "leaving")
-        except BaseException as unsettled:
-            error = unsettled
-            raise
-        finally:
-            await self._close(error)
-
-    async def _close(self, error: BaseException | None) -> None:
-        try:
-            if self._session.has_given_up:
-                return
-            with suppress(TimeoutError):
-                async with asyncio.timeout(timeouts.LEAVE_S):
-                    closing = asyncio.create_task(self._on_loop(self._session.close(error)))
-                    # Should the time be over, its error would go unread, which asyncio logs.
-                    closing.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-                    await asyncio.shield(closing)
-        finally:
-            await asyncio.shield(self._leave())
+        await self._caller.leave(error)
 
     async def step(
         self,
@@ -127,8 +100,7 @@ class PipelineHandle:
             PipelineAborted: if any rank failed. Gradients are undefined.
             RrfpError: if the pipeline is not entered, was left, or another call runs.
         """
-        result = await self._run(self._session.step(Mode.TRAIN, inputs, targets, arguments), "the step")
-        return self._session.handed_over(result)
+        return await self._caller.run(self._session.step(Mode.TRAIN, inputs, targets, arguments))
 
     async def evaluate(
         self,
@@ -155,8 +127,7 @@ class PipelineHandle:
             PipelineAborted: as `step`.
             RrfpError: as `step`.
         """
-        result = await self._run(self._session.step(Mode.FORWARD, inputs, targets, arguments), "the step")
-        return self._session.handed_over(result)
+        return await self._caller.run(self._session.step(Mode.FORWARD, inputs, targets, arguments))
 
     async def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Clip the gradients of the whole model by their norm: over all stages, shards and replicas.
@@ -178,8 +149,49 @@ class PipelineHandle:
             StageError: if a gradient has a layout without a norm.
             RrfpError: as `step`.
         """
-        clipping = self._session.clip(max_norm, norm_type)
-        return clipping.clip(await self._run(self._session.ranks.share(clipping), "clipping gradients"))
+        return await self._caller.run(self._session.between_steps.clip(max_norm, norm_type))
+
+    def scale(self, scaler: Scaler) -> Scaler:
+        """Scale the loss of training steps by a `torch.amp.GradScaler`, for float16.
+
+        Every rank has a scaler of its own, with the same arguments. Losses are reported without the scale.
+        ``scaler.unscale_``, ``scaler.step`` and ``scaler.update`` are called as in one process, by every rank. The
+        first of these calls after an update waits for all ranks: if a gradient of any of them is inf or nan, every
+        optimizer skips its step on every rank, and all scales become smaller in the same update.
+
+        A disabled scaler does nothing. `state_dict` does not contain the scaler's state.
+
+        Args:
+            scaler: from now on also checks the other ranks' gradients; replaces an earlier scaler.
+
+        Returns:
+            The same object.
+
+        Raises:
+            ConfigError: if it is no GradScaler, or belongs to another pipeline that was entered and not left.
+            RrfpError: during a step or another call, or after the pipeline was left.
+        """
+        return self._session.between_steps.scale(scaler, BlockingCaller(self._session).share_overflow)
+
+    async def unscale_(self, *optimizers: Optimizer) -> None:
+        """As ``scaler.unscale_`` of the scaler that `scale` got, for each of ``optimizers``, without blocking the loop.
+
+        Afterwards ``scaler.step`` and ``scaler.update`` wait for no rank. With ``loop="caller"`` this is the only way
+        to compare gradients with other processes.
+
+        Args:
+            optimizers: of this rank; none where it has none.
+
+        Raises:
+            ConfigError: if there is no scaler.
+            PipelineAborted: if any rank failed.
+            RrfpError: as `step`.
+        """
+        scaling = self._session.between_steps.scaling()
+        if (own := scaling.question(*optimizers)) is not None:
+            scaling.answer(await self._caller.run(self._session.between_steps.share_overflow(own)))
+        for optimizer in optimizers:
+            scaling.scaler.unscale_(optimizer)
 
     async def save_trace(
         self, path: str | os.PathLike[str], *, steps: int | None = None, replica: int | Literal["all"] = 0
@@ -207,8 +219,42 @@ class PipelineHandle:
             PipelineAborted: if any rank failed.
             RrfpError: as `step`.
         """
-        if reason := await self._run(self._session.save_trace(path, steps, replica), "saving a trace"):
-            raise ConfigError(reason)
+        await self._caller.run(self._session.between_steps.save_trace(path, steps, replica))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that a run needs to go on in another pipeline; parameters are not in it.
+
+        Call it between steps: before the pipeline is entered, inside, or after it was left, on any thread. A step that
+        failed does not count.
+
+        Returns:
+            Small plain data that JSON and msgpack carry: ``version`` of this format; ``step``, the number of the next
+            training step; ``seed``; ``hint``, ``limit`` and ``strict`` by name; ``deterministic``;
+            ``virtual_stages``; ``stage`` and ``replica`` of this rank; and ``measured``: durations and sizes on the
+            virtual stages of this process, from which hints and a limit on bytes go on.
+
+        Raises:
+            RrfpError: during a step or another call.
+        """
+        return self._session.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state: the next training step has the number ``state["step"]``.
+
+        Call it on every rank with the state of the same step, before the pipeline is entered or between steps. Where
+        hint, limit, strict, deterministic or the number of virtual stages differ, the run goes on and a warning names
+        both values and the consequence. Measured values are taken for virtual stages of this process that the state
+        has, if their number is the same.
+
+        Args:
+            state: from `state_dict`, of any rank.
+
+        Raises:
+            ConfigError: if it is no such state, its ``seed`` differs, or ``first_step`` was passed and differs from its
+                ``step``. Nothing has changed then.
+            RrfpError: during a step or another call, or after the pipeline was left.
+        """
+        self._session.load_state_dict(state)
 
     def statistics(self) -> tuple[RankStatistics, ...]:
         """Held now, peaks and moved messages of the ranks of this process, for monitoring.
@@ -233,36 +279,3 @@ class PipelineHandle:
         if self._session.thread_name is None:
             raise ConfigError("loop is 'caller', must be 'own' for the blocking API")
         return BlockingPipeline(self._session)
-
-    async def _run(self, coroutine: Coroutine[Any, Any, T], call: str) -> T:
-        try:
-            return await self._on_loop(coroutine)
-        except PipelineAborted as error:
-            aborted = error
-        except asyncio.CancelledError:
-            self._session.fail_soon(RrfpError(f"{call} was cancelled by its caller"))
-            raise
-        finally:
-            self._session.end()
-        raise aborted.with_traceback(None)  # the runtime's frames would bury the caller's
-
-    async def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        if self._session.thread is None:
-            return await coroutine
-        return await asyncio.wrap_future(self._session.submit(coroutine))
-
-    async def _leave(self) -> None:
-        if self._session.thread is None:
-            self._session.leave()
-        else:  # joining a thread would block the caller's loop
-            await asyncio.to_thread(self._session.leave)
-
-
-def check_loop(loop: LoopChoice) -> None:
-    """Refuse a ``loop`` that is none of its values.
-
-    Raises:
-        ConfigError: naming them.
-    """
-    if loop not in get_args(LoopChoice):
-        raise ConfigError(f"loop is {loop!r}, must be one of: {', '.join(get_args(LoopChoice))}")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any, Literal, TypeVar
+from dataclasses import replace
+from typing import Any, Literal
 
-from rrfp.arbiter.loop import SettlingLoop
 from rrfp.compute.devices.base import Device
 from rrfp.compute.gradients.reducer import GradientReducer
 from rrfp.compute.gradients.tied import TiedGradients
@@ -19,18 +19,20 @@ from rrfp.core.tasks import Mode
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError, PeerLostError, PipelineAborted
 from rrfp.log import get_logger
+from rrfp.pipeline.delivery import Delivery
+from rrfp.pipeline.method import summary
+from rrfp.pipeline.onlookers import Onlookers
 from rrfp.pipeline.options import Options
+from rrfp.pipeline.several_ranks import all_ended, together
+from rrfp.pipeline.state import PipelineState
 from rrfp.runtime.batching import Plan, plan_step
-from rrfp.runtime.grad_clipping import Clipping, GradientHolder
+from rrfp.runtime.grad_clipping import GradientHolder
 from rrfp.runtime.result import StepResult
 from rrfp.runtime.stage_runner import StageRunner
-from rrfp.runtime.stall.loop_watchdog import LoopWatchdog
 from rrfp.runtime.statistics import RankStatistics
 from rrfp.runtime.trace_saver import TraceRequest
 
 logger = get_logger(__name__)
-
-T = TypeVar("T")
 
 #: Builds the runners; called on the loop on which they will run.
 MakeRunners = Callable[[], Awaitable[Sequence[StageRunner]]]
@@ -39,7 +41,8 @@ MakeRunners = Callable[[], Awaitable[Sequence[StageRunner]]]
 class LocalRanks:
     """The runners of one process. Methods are called on the runtime's loop, unless their docstring names a thread.
 
-    ``options`` are complete; ``topologies`` are one stage after the other by default.
+    ``options`` are complete; ``topologies`` are one stage after the other by default. ``virtual_stages`` is V of
+    the whole pipeline; by default one for each program.
     """
 
     def __init__(
@@ -53,24 +56,68 @@ class LocalRanks:
         reducers: Sequence[GradientReducer] = (),
         ties: Sequence[TiedGradients] = (),
         devices: Sequence[Device] = (),
+        virtual_stages: int | None = None,
+        delivery: Delivery | None = None,
     ) -> None:
         self._programs = programs
         in_order = [Topology(stage, len(programs)) for stage in range(len(programs))]
         self._topologies = in_order if topologies is None else topologies
         self._options = options
         self._make_runners = make_runners
-        self._holder = GradientHolder({}) if holder is None else holder
+        #: The gradients of this process.
+        self.holder = GradientHolder({}) if holder is None else holder
         self._reducers = reducers
         self._ties = ties
         self._devices = devices
+        self._virtual_stages = len(programs) if virtual_stages is None else virtual_stages
+        #: Notifies the callbacks.
+        self.delivery = Delivery() if delivery is None else delivery
+        #: A state that was loaded before the start.
+        self._loaded: PipelineState | None = None
         self._runners: Sequence[StageRunner] = ()
         self._has_warned = False
-        self._loop_watch: LoopWatchdog | None = None
+        self._onlookers: Onlookers | None = None
 
     @property
     def first_step(self) -> int:
         """The number of the first training step."""
         return self._options["first_step"]
+
+    def __str__(self) -> str:
+        """Their stages and method. May be called on any thread."""
+        here = self._topologies[0]
+        part = f"{here.stages} stages" if len(self._topologies) > 1 else f"stage {here.stage} of {here.stages}"
+        if here.world != here.stages:
+            part = f"rank {here.rank} of {here.world} ({part})"
+        return f"{part}, {summary(self._options)}"
+
+    def state(self, step: int) -> PipelineState:
+        """The state after ``step`` training steps, between two calls. Called on the caller's thread."""
+        measured = [each for runner in self._runners for each in runner.measured()]
+        if not self._runners and self._loaded is not None:
+            measured = list(self._loaded.measured)
+        return PipelineState.of(self._options, self._topologies[0], self._virtual_stages, step, measured)
+
+    def load(self, state: PipelineState) -> None:
+        """Go on from ``state``, between two calls. Called on the caller's thread.
+
+        Raises:
+            ConfigError: if it does not fit.
+        """
+        own = self.state(state.step)
+        chosen = self.first_step if self._loaded is None and not self._runners else 0
+        if chosen not in (0, state.step):
+            raise ConfigError(f"first_step is {chosen}, must be {state.step}, the state's step, or not passed")
+        state.check_fits(own)
+        self._loaded = state if state.virtual_stages == own.virtual_stages else replace(state, measured=())
+        if not self._runners:  # the ranks compare it when they enter
+            self._options["first_step"] = state.step
+        self._restore()
+
+    def _restore(self) -> None:
+        if self._loaded is not None:
+            for runner in self._runners:
+                runner.restore(self._loaded.measured)
 
     def announce(self) -> None:
         """Read the tied parameters, which ranks compare, and check torch's settings if the pipeline is deterministic.
@@ -84,7 +131,7 @@ class LocalRanks:
             tied.read()
         if self._options["deterministic"]:
             kinds = {device.kind for device in self._devices if device.kind == "cuda"}
-            check_torch(device_types(self._holder.modules.values()) | kinds)
+            check_torch(device_types(self.holder.modules.values()) | kinds)
 
     def plan(self, number: int, training_step: int, mode: Mode, **arguments: Any) -> Plan:
         """Check a step's arguments and pass them to the programs. Called on the caller's thread, whose modes apply.
@@ -96,11 +143,8 @@ class LocalRanks:
             arguments: those of `rrfp.Pipeline.step`; if they do not fit, a ConfigError says so and nothing has changed.
         """
         topology = self._topologies[0]
-        known: Any = {
-            "training_step": training_step,
-            "stages": topology.stages,
-            "is_shared": topology.replicas > 1,
-        }
+        is_shared = topology.replicas > 1
+        known: Any = {"training_step": training_step, "stages": topology.stages, "is_shared": is_shared}
         plan = plan_step(number, mode, self._options["reduction"], **arguments, **known)
         self._warn_about_modes()
         for program, topology in zip(self._programs, self._topologies, strict=True):
@@ -130,8 +174,10 @@ class LocalRanks:
             reducer.start()
         try:
             self._runners = await self._make_runners()
+            self._restore()
             await together(runner.start() for runner in self._runners)
-            self._watch_loop(give_up)
+            self._onlookers = Onlookers(self._runners, self._options, str(self), give_up, self.delivery.stalled)
+            self._onlookers.start()
         except BaseException as error:
             self.fail(error)
             await self.close(quiet=True)
@@ -139,7 +185,7 @@ class LocalRanks:
 
     async def step(self, plan: Plan) -> StepResult:
         """Run one planned step on all ranks of this process; the reports of all ranks may still be on their way."""
-        first, *others = await _all(runner.step(plan) for runner in self._runners)
+        first, *others = await all_ended(runner.step(plan) for runner in self._runners)
         return first.joined(others) if others else first
 
     async def whole_step(self, plan: Plan) -> StepResult:
@@ -150,22 +196,22 @@ class LocalRanks:
 
     async def settle(self) -> None:
         """As `StageRunner.settle`, on all ranks of this process."""
-        await _all(runner.settle() for runner in self._runners)
+        await all_ended(runner.settle() for runner in self._runners)
 
     def hand_over(self, result: StepResult) -> None:
         """Let the calling thread use the tensors of ``result``. Called on the caller's thread."""
         for runner in self._runners:
             runner.hand_over(result.outputs)
 
-    def clipping(self, max_norm: float, norm_type: float) -> Clipping:
-        """Begin to clip gradients. Called on the caller's thread; errors as in `Clipping`."""
-        return Clipping(self._holder, max_norm, norm_type)
+    @property
+    def are_all(self) -> bool:
+        """Whether these are all ranks of the job."""
+        return len(self._topologies) == self._topologies[0].world
 
-    async def share(self, clipping: Clipping) -> list[bytes]:
-        """All-gather the shares of all processes; the first rank of this process contributes its share."""
+    async def gather(self, call: str, own: bytes, empty: bytes) -> list[bytes]:
+        """All-gather ``own`` of each process between two steps; further ranks of a process give ``empty``."""
         first, *others = self._runners
-        shares = [first.gather(clipping.share()), *(runner.gather(clipping.empty_share()) for runner in others)]
-        return (await _all(shares))[0]
+        return (await all_ended([first.gather(call, own), *(runner.gather(call, empty) for runner in others)]))[0]
 
     def trace_request(
         self, path: str | os.PathLike[str], steps: int | None, replica: int | Literal["all"]
@@ -175,23 +221,21 @@ class LocalRanks:
         Raises:
             ConfigError: if one is impossible, or no step is kept.
         """
-        replicas = self._topologies[0].replicas
-        text: Any = os.fspath(path) if isinstance(path, os.PathLike) else path
-        if type(text) is not str or not text:
-            raise ConfigError(f"path is {path!r}, must be the name of a file")
-        if steps is not None and (type(steps) is not int or steps < 1):
-            raise ConfigError(f"steps is {steps!r}, must be an integer >= 1, or None for all that are kept")
-        if replica != "all" and (type(replica) is not int or not 0 <= replica < replicas):
-            raise ConfigError(f"replica is {replica!r}, must be one of 0..{replicas - 1}, or 'all'")
+        request = TraceRequest.checked(path, steps, replica, self._topologies[0].replicas)
         if not self._options["trace_steps"]:
             raise ConfigError("trace_steps is 0, must be at least 1 for save_trace")
         if not all(runner.has_traces for runner in self._runners):
             raise ConfigError("no training step is recorded: save_trace goes after a step")
-        return TraceRequest(text, steps, None if replica == "all" else replica)
+        return request
 
     async def save_trace(self, request: TraceRequest) -> str:
         """As `StageRunner.save_trace`, on all ranks of this process."""
-        return (await _all(runner.save_trace(request) for runner in self._runners))[0]
+        return (await all_ended(runner.save_trace(request) for runner in self._runners))[0]
+
+    def check(self) -> None:
+        """As `StageRunner.check`, on all ranks of this process. May be called on any thread."""
+        for runner in self._runners:
+            runner.check()
 
     def statistics(self) -> tuple[RankStatistics, ...]:
         """The statistics of each rank; none before the start. May be called on any thread."""
@@ -200,6 +244,11 @@ class LocalRanks:
     def computes_here(self) -> bool:
         """Whether a task of one of the ranks is being computed on this thread. May be called on any thread."""
         return any(runner.computes_here() for runner in self._runners)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the pipeline is aborted on one of the ranks. May be read on any thread."""
+        return any(runner.has_failed for runner in self._runners)
 
     def fail(self, error: BaseException) -> None:
         """End the pipeline because of ``error`` in the caller's code; no effect on a rank that has failed already."""
@@ -215,10 +264,10 @@ class LocalRanks:
         quiet = quiet or any(runner.has_raised for runner in self._runners)
         try:
             with suppress(PipelineAborted) if quiet else nullcontext():
-                await _all(runner.close() for runner in self._runners)
+                await all_ended(runner.close() for runner in self._runners)
         finally:
-            if self._loop_watch is not None:
-                self._loop_watch.close()
+            if self._onlookers is not None:
+                await self._onlookers.close()
             for reducer in self._reducers:
                 reducer.close()
 
@@ -231,48 +280,3 @@ class LocalRanks:
         is_lost = error.origin.cause.startswith(f"{PeerLostError.__name__}: ")
         if "TORCHELASTIC_RUN_ID" in os.environ and not is_lost:
             await asyncio.gather(*(runner.let_culprit_end(error.origin) for runner in self._runners))
-
-    def _watch_loop(self, give_up: Callable[[PipelineAborted], None] | None) -> None:
-        """Print the stacks of this process when its loop does not run."""
-        if isinstance(asyncio.get_running_loop(), SettlingLoop):  # virtual time is not related to real time
-            return
-        options, first = self._options, self._runners[0]
-
-        def end(seconds: float) -> None:
-            assert give_up is not None
-            give_up(first.stuck(seconds))
-
-        self._loop_watch = LoopWatchdog(
-            ", ".join(runner.topology.name for runner in self._runners),
-            options["stall_after"],
-            use_timer=options["stack_timer"] and give_up is not None,
-            # On the caller's loop the caller's callbacks may take long, except while a peer waits for a rank.
-            matters=lambda: give_up is not None or any(runner.is_awaited for runner in self._runners),
-            abort_after=None if give_up is None else options["abort_after"],
-            give_up=end,
-        )
-        self._loop_watch.start()
-
-
-async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Wait for all; when one fails, or this is cancelled, end the others first."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
-
-
-async def _all(awaitables: Iterable[Awaitable[T]]) -> list[T]:
-    """Wait for all, also when one fails; then raise the failure of a rank that knows the cause, if there is one."""
-    awaitables = list(awaitables)
-    if len(awaitables) == 1:  # no task for it
-        return [await awaitables[0]]
-    outcomes = await asyncio.gather(*awaitables, return_exceptions=True)
-    failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-    if failures:
-        raise next((failure for failure in failures if failure.__cause__ is not None), failures[0])
-    return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]

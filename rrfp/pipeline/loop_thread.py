@@ -8,14 +8,18 @@ import threading
 from collections.abc import Coroutine
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from rrfp.core import timeouts
+from rrfp.errors import ConfigError
 from rrfp.log import get_logger
 
 logger = get_logger(__name__)
 
 T = TypeVar("T")
+
+#: ``"own"``: a loop in its own thread. ``"caller"``: the loop that enters the pipeline (async only).
+LoopChoice = Literal["own", "caller"]
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -88,3 +92,13 @@ def _pass_on(outcome: concurrent.futures.Future[T], task: asyncio.Task[T]) -> No
             outcome.set_exception(error)
         else:
             outcome.set_result(task.result())
+
+
+def check_loop(loop: LoopChoice) -> None:
+    """Refuse a ``loop`` that is none of its values.
+
+    Raises:
+        ConfigError: naming them.
+    """
+    if loop not in get_args(LoopChoice):
+        raise ConfigError(f"loop is {loop!r}, must be one of: {', '.join(get_args(LoopChoice))}")

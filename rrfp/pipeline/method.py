@@ -63,7 +63,7 @@ class Method:
         if self._limit == "1f1b" and graph.placement.chunks > 1:
             raise ConfigError(
                 f"limit is '1f1b' with {graph.placement.chunks} chunks a stage, must be 'n', '2n' (the default), a "
-                "number or a rrfp.Limit: '1f1b' leaves the last stage one microbatch for all its chunks, which then "
+                "number or an rrfp.Limit: '1f1b' leaves the last stage one microbatch for all its chunks, which then "
                 "run one after the other"
             )
 
@@ -95,8 +95,22 @@ class Method:
             return None
         return str(self._limit) if self._limit in LIMIT_PRESETS else "the rank's own"
 
+    @property
+    def limit_text(self) -> str | None:
+        """The limit of this rank as text; None beside a strict schedule."""
+        return None if self.strict is not None else str(self._limit)
+
     def __str__(self) -> str:
         return f"strict {self.strict}" if self.strict else f"hint {self.hint_name}, limit {self._limit}"
+
+
+def summary(options: Options) -> str:
+    """The method of complete options in a few words; makes no hint, so it runs no code of the caller."""
+    if options["strict"] is not None:
+        return f"strict {options['strict']}"
+    hint = DEFAULT_HINT if options["hint"] is None else options["hint"]
+    limit = DEFAULT_LIMIT if options["limit"] is None else options["limit"]
+    return f"hint {hint if isinstance(hint, str) else name_of(hint)}, limit {limit}"
 
 
 def name_of(plugged_in: object) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Annotated, Any, Literal, TypedDict, cast, get_args, get_type_hints
 
 import torch
 
+from rrfp.callbacks.base import Callback
 from rrfp.compute.devices.base import Device
 from rrfp.compute.lanes.base import Lane
 from rrfp.compute.lanes.thread import LOWEST_NICE
@@ -27,6 +28,8 @@ from rrfp.transports.registry import TRANSPORTS, TransportSpec
 
 #: Makes the lane of a stage.
 LaneFactory = Callable[[int], Lane]
+
+DataSecurity = Literal["encrypted", "plain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,10 @@ def _function(call: str) -> Option:
     return Option(None, f"callable: {call}", lambda value: value is None or callable(value))
 
 
+def _are_callbacks(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(each, Callback) for each in value)
+
+
 def _is_device(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(r"cpu|cuda(:(0|[1-9]\d?))?", value) is not None  # torch has 0..127
 
@@ -117,7 +124,10 @@ class Options(TypedDict, total=False):
     strict: Annotated[str | None, _resolved(create_strict).common()]
     """The name of a schedule to run strictly: the fixed-order baseline. Excludes ``hint`` and ``limit``."""
 
-    limit: Annotated[Limit | int | str | None, _resolved(partial(Limit.resolve, stage=0, stages=1)).common()]
+    limit: Annotated[
+        Limit | int | str | None,
+        _resolved(partial(Limit.resolve, stage=0, stages=1, others=", or an rrfp.Limit")).common(),
+    ]
     """Microbatches that a stage may hold: a number, ``"1f1b"``, ``"n"``, ``"2n"`` (the default) or a `rrfp.Limit`."""
 
     loss_fn: Annotated[Callable[[Any, Any], Any] | None, _function("loss_fn(output, target)")]
@@ -162,11 +172,19 @@ class Options(TypedDict, total=False):
     """Larger messages are refused before anything is allocated."""
 
     allow_insecure: Annotated[bool, _flag(False)]
-    """Permit connections beyond this host without authentication."""
+    """Permit tcp connections without authentication and encryption, which a job without a secret needs."""
+
+    data: Annotated[DataSecurity, _one_of("encrypted", DataSecurity).common()]
+    """How tensors travel over tcp in a job with a secret: ``"encrypted"``, or ``"plain"``, which is faster. Control
+    messages are always encrypted."""
 
     trace_steps: Annotated[int, _integer(16, least=0).common()]
     """How many of the newest training steps' traces each rank keeps for `save_trace`; 0 keeps none. With more than
     65,536 spans (tasks, waits, messages) in all of them, about 10 MB, it keeps fewer."""
+
+    callbacks: Annotated[Sequence[Callback], Option((), "a list of rrfp.callbacks.Callback", _are_callbacks)]
+    """Objects that are notified of steps, stalls and aborts, on a thread of their own; see `rrfp.callbacks.Callback`.
+    Each process has its own."""
 
     lane_nice: Annotated[int, Option(0, f"0..{LOWEST_NICE}", range(LOWEST_NICE + 1).__contains__)]
     """Niceness of the compute thread (Linux); a positive value lets messages overtake compute on busy cores."""
@@ -191,6 +209,12 @@ class Options(TypedDict, total=False):
     chunks: Annotated[int | None, _or_none(_integer(1, least=1), "to count the modules")]
     """Model chunks (virtual stages) of a rank; torch.distributed.pipelining calls microbatches chunks. Needed only for
     a `StageProgram`; otherwise the modules are counted."""
+
+    partition: Annotated[
+        str | None, Option(None, "a text or None", lambda value: value is None or isinstance(value, str)).common()
+    ]
+    """Describes the whole model and where it is cut: ranks that cut it differently are refused at the start. The stages
+    of `rrfp.split` pass theirs."""
 
     split: Annotated[bool, _flag(False).common()]
     """Whether backward is split into input gradients (B) and weight gradients (W). No hint turns it on: without weight

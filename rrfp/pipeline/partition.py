@@ -18,7 +18,7 @@ from rrfp.core.tasks import Kind
 from rrfp.errors import ConfigError
 from rrfp.pipeline.options import Options
 
-_ALLOWED = "an nn.Module, a list of them (one for each chunk), or a rrfp.StageProgram"
+_ALLOWED = "an nn.Module, a list of them (one for each chunk), or an rrfp.StageProgram"
 
 #: The part of a rank: one module, one for each of its chunks, or the caller's own program.
 StagePart = nn.Module | Sequence[nn.Module] | StageProgram
@@ -45,12 +45,15 @@ class Partition:
         Parts with different numbers of chunks are a ConfigError.
         """
         counts = {len(chunks_of(part)) for part in parts if not isinstance(part, StageProgram)}
-        if (chunks := options["chunks"]) is not None:
-            counts.add(chunks)
+        numbers = " and ".join(map(str, sorted(counts)))
         if len(counts) > 1:
-            numbers = " and ".join(map(str, sorted(counts)))
             raise ConfigError(f"modules have {numbers} chunks a stage, must have the same number on all")
-        chunks = counts.pop() if counts else 1
+        if (chunks := options["chunks"]) is not None and not counts <= {chunks}:
+            raise ConfigError(
+                f"chunks is {chunks}, but modules have {numbers} a stage: must be the same, or None to count the "
+                "modules"
+            )
+        chunks = chunks or max(counts, default=1)
         graph = Graph.chain(stages, chunks=chunks, layout=options["placement"], split=options["split"])
         return cls(graph, options["deterministic"], options["loss_fn"])
 
@@ -71,7 +74,9 @@ class Partition:
             return {}
         chunks = chunks_of(part)
         if len(chunks) != self.graph.placement.chunks:
-            raise ConfigError(f"module has {len(chunks)} chunks, must have {self.graph.placement.chunks}, as all ranks")
+            raise ConfigError(
+                f"module has chunks: {len(chunks)}, must have {self.graph.placement.chunks}, as on all ranks"
+            )
         return dict(zip(self.graph.placement.virtual_stages(stage), chunks, strict=True))
 
     def check_shared(self, modules: Mapping[int, nn.Module]) -> None:
@@ -112,7 +117,7 @@ def chunks_of(part: StagePart) -> tuple[nn.Module, ...]:
     if isinstance(part, nn.Module) and not isinstance(part, nn.ModuleList):  # that one has no forward
         return (part,)
     if not isinstance(part, list | tuple | nn.ModuleList):
-        raise ConfigError(f"module is a {type(part).__name__}, must be {_ALLOWED}")
+        raise ConfigError(f"module is of type {type(part).__name__}, must be {_ALLOWED}")
     chunks = tuple(part)
     for index, chunk in enumerate(chunks):
         if isinstance(chunk, StageProgram):
@@ -120,7 +125,7 @@ def chunks_of(part: StagePart) -> tuple[nn.Module, ...]:
                 f"module[{index}] is a StageProgram, must be passed alone: one serves all chunks of a rank"
             )
         if not isinstance(chunk, nn.Module):
-            raise ConfigError(f"module[{index}] is a {type(chunk).__name__}, must be an nn.Module")
+            raise ConfigError(f"module[{index}] is of type {type(chunk).__name__}, must be an nn.Module")
     if not chunks:
         raise ConfigError(f"module is an empty {type(part).__name__}, must be {_ALLOWED}")
     return chunks
@@ -130,7 +135,9 @@ def check_modules(modules: object) -> None:
     """Raise a ConfigError for an object that is not a list of stages, or is empty."""
     if not isinstance(modules, list | tuple | nn.ModuleList | nn.Sequential):
         remedy = ": write [module] for a pipeline of one stage" if isinstance(modules, nn.Module | StageProgram) else ""
-        raise ConfigError(f"modules is a {type(modules).__name__}, must be a list with one module a stage{remedy}")
+        raise ConfigError(
+            f"modules is of type {type(modules).__name__}, must be a list with one module a stage{remedy}"
+        )
     if not modules:
         raise ConfigError("modules is empty, must hold one module a stage")
 

@@ -7,8 +7,8 @@ A message on its way to a task::
     lane <- LaneExecutor <- CoreDriver <- Arbiter, which asks StageCore.decide <-
 
 OUTPUT and CONSUMED have their handlers in `Messenger`, messages of a group in `rrfp.arbiter`; they become events. The
-rest never reaches the core: TIE goes to `GradientFinalizer`, REPORT and RESULT to `TreeAllGather`, PROBE to `Watchdog`,
-CLOSED to `Departures`, ABORT to `AbortController`. `StageRunner` has the table.
+rest never reaches the core: TIE goes to `GradientFinalizer`, REPORT and RESULT to `TreeAllGather`, PROBE to
+`HealthMonitor`, CLOSED to `Departures`, ABORT to `AbortController`. `StageRunner` has the table.
 
 `StageRunner` is a rank's life and the calls of its caller. All its parts share one `RankContext`. A part changes its
 own state alone: `Progress` reads that of the others when the rank's idleness is examined.

@@ -16,6 +16,7 @@ class RankActivity:
 
     Attributes:
         step: the step that the rank is in, until it has the reports of all ranks; None between steps.
+        training_step: the number of that step, or of the last one, as people count: training steps before it.
         has_returned: the call of that step has returned, and no caller waits for the reports.
         steps_ended: steps that it has completed.
         gathering: the collective call between two steps that it is in, such as ``clip_grad_norm_``; empty if none.
@@ -25,6 +26,7 @@ class RankActivity:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.step: StepId | None = None
+        self.training_step = 0
         self.has_returned = False
         self.steps_ended = 0
         self.gathering = ""
@@ -32,9 +34,9 @@ class RankActivity:
         self.active_at = 0.0
         self._now = now
 
-    def begin_step(self, step: StepId) -> None:
-        """The caller began ``step``."""
-        self.step = step
+    def begin_step(self, step: StepId, training_step: int = 0) -> None:
+        """The caller began ``step``, before which there were so many training steps."""
+        self.step, self.training_step = step, training_step
         self.touch()
 
     def return_step(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rrfp.errors import ProtocolError
-from rrfp.runtime.control_tree import children, parent
+from rrfp.runtime.control_tree import below, children, parent
 from rrfp.transports.base import Channel, Message, MessageKind, Plain
 
 #: Names one all-gather: a topic and a number that all ranks agree on.
@@ -42,6 +42,8 @@ class TreeAllGather:
         self._world = world
         self._parent = parent(rank)
         self._children = children(rank, world)
+        #: By child, the ranks whose values it reports.
+        self._reports_of = {child: frozenset(below(child, world)) for child in self._children}
         self._post = post
         self._gathered: dict[Key, dict[int, bytes]] = {}
         self._reported: dict[Key, set[int]] = {}
@@ -115,6 +117,8 @@ class TreeAllGather:
         if self._is_past(key):
             return
         if message.kind is MessageKind.REPORT and message.sender in self._children:
+            if bundle.keys() != self._reports_of[message.sender]:
+                raise ProtocolError(f"rank {message.sender} sent a report of the wrong ranks: {[*bundle]!r:.80}")
             self._check_ahead(key, message.sender)
             self._gathered.setdefault(key, {}).update(bundle)
             self._reported.setdefault(key, set()).add(message.sender)
@@ -169,9 +173,9 @@ def _message(kind: MessageKind, key: Key, bundle: dict[int, bytes]) -> Message:
 
 def _unpack(message: Message) -> dict[int, bytes]:
     tensor = message.tensors[0] if len(message.tensors) == 1 else None
+    is_bytes = tensor is not None and tensor.dtype is torch.uint8
     try:
-        pairs = msgpack.unpackb(b"" if tensor is None else tensor.numpy().tobytes())
-        bundle = dict(pairs)
+        bundle = dict(msgpack.unpackb(tensor.numpy().tobytes() if tensor is not None and is_bytes else b""))
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise ProtocolError(f"rank {message.sender} sent a {message.kind} that cannot be read: {error}") from None
     if not all(type(rank) is int and isinstance(data, bytes) for rank, data in bundle.items()):

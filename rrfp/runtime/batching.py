@@ -51,7 +51,8 @@ class Plan:
         weights: of the microbatches' losses, None for all 1.
         sizes: how large each microbatch is, for hints; None where the caller passes none.
         reduction: how losses combine.
-        grad_scale: a further factor on every gradient.
+        grad_scale: a further factor on every gradient, with that of a GradScaler.
+        loss_scale: the factor of a GradScaler, the same on all ranks; None without one.
         reduce_gradients: whether gradients are summed over replicas at the end.
         kwargs: by stage, where the caller passes them so.
         refused: calls before this one whose arguments were refused.
@@ -63,6 +64,7 @@ class Plan:
     sizes: tuple[float, ...] | None
     reduction: Reduction
     grad_scale: float
+    loss_scale: float | None
     reduce_gradients: bool
     kwargs: Mapping[int, Sequence[Mapping[str, Any]]] | None
     refused: int
@@ -111,6 +113,7 @@ def plan_step(
     stages: int = 1,
     is_shared: bool = False,
     refused: int = 0,
+    loss_scale: float | None = None,
 ) -> Plan:
     """Check the arguments of a step; see `rrfp.Pipeline.step`.
 
@@ -122,6 +125,7 @@ def plan_step(
         stages: of the pipeline; ``kwargs`` may be given by stage.
         is_shared: whether several replicas share the step, so that the weights' sum is known only later.
         refused: calls before this one whose arguments were refused.
+        loss_scale: the factor of a GradScaler.
 
     Raises:
         ConfigError: if they are no lists, disagree on M, ``kwargs`` are no dicts or for a stage that does not exist, or
@@ -131,8 +135,9 @@ def plan_step(
     lists = {"inputs": inputs, "targets": targets, **named_kwargs, "weights": weights, "sizes": sizes}
     count = _microbatches(lists, microbatches)
     for name, dicts in named_kwargs.items():
-        if not all(isinstance(each, Mapping) for each in dicts or ()):  # all else would become a positional argument
-            raise ConfigError(f"{name} must hold a dict for each microbatch")
+        for m, each in enumerate(dicts or ()):
+            if not isinstance(each, Mapping):  # it would become a positional argument
+                raise ConfigError(f"{name}[{m}] is of type {type(each).__name__}, must be a dict")
     if type(reduce_gradients) is not bool:
         raise ConfigError(f"reduce_gradients is {reduce_gradients!r}, must be True or False")
     if return_outputs is not None and type(return_outputs) is not bool:
@@ -140,6 +145,8 @@ def plan_step(
     by_stage = kwargs if isinstance(kwargs, Mapping) else None
     shared_kwargs = None if isinstance(kwargs, Mapping) else kwargs
     gradient: Sequence[float] = gradient_weights(weights, count, "sum" if is_shared else reduction, grad_scale)
+    if loss_scale is not None:
+        grad_scale, gradient = grad_scale * loss_scale, tuple(factor * loss_scale for factor in gradient)
     factors = list(gradient) if is_shared else gradient
     batch = Batch(inputs, targets, shared_kwargs, factors, return_outputs, training_step)
     return Plan(
@@ -149,6 +156,7 @@ def plan_step(
         _sizes(sizes),
         reduction,
         grad_scale,
+        loss_scale,
         reduce_gradients,
         by_stage,
         refused,
@@ -179,7 +187,7 @@ def _size(name: str, size: Any) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not 0 <= number < math.inf:
-        raise ConfigError(f"{name} is {size!r}, must be a number >= 0")
+        raise ConfigError(f"{name} is {size!r}, must be a finite number >= 0")
     return number
 
 
@@ -194,7 +202,9 @@ def _microbatches(lists: Mapping[str, Any], microbatches: Any) -> int:
         if not isinstance(values, Sequence) or isinstance(values, str | bytes) or is_named(values):
             is_numbers = name in ("weights", "sizes") and isinstance(values, Tensor)
             line = f": write {name}.tolist()" if is_numbers else _cut(": write", name, values)
-            raise ConfigError(f"{name} is a {type(values).__name__}, must be a list with one entry a microbatch{line}")
+            raise ConfigError(
+                f"{name} is of type {type(values).__name__}, must be a list with one entry a microbatch{line}"
+            )
         lengths[name] = len(values)
     if not lengths:
         raise ConfigError("microbatches is needed on a rank that is given no inputs, targets, kwargs or weights")
@@ -205,7 +215,10 @@ def _microbatches(lists: Mapping[str, Any], microbatches: Any) -> int:
         raise ConfigError(f"the number of microbatches differs between arguments ({counts}){''.join(hints)}")
     name, count = next(iter(lengths.items()))
     if count < 1:
-        raise ConfigError(f"{name} has {count} microbatches, must be at least 1")
+        is_number = name == "microbatches"
+        fault = f"is {count}, must be at least 1" if is_number else "is empty, must hold at least 1 microbatch"
+        raise ConfigError(f"{name} {fault}")
+
     return count
 
 

@@ -12,6 +12,7 @@ from rrfp.core.tasks import Task
 from rrfp.core.topology import Topology
 from rrfp.runtime.activity import RankActivity
 from rrfp.runtime.departures import Departures
+from rrfp.runtime.observer import Observer, Unobserved
 from rrfp.runtime.supervisor import TaskSupervisor
 from rrfp.trace.recorder import Recorder
 from rrfp.transports.base import Transport
@@ -39,6 +40,7 @@ class RankContext:
         departures: peers that left in order.
         mailbox: tensors between tasks.
         recorder: the trace of the step.
+        observer: watches the run.
     """
 
     topology: Topology
@@ -51,9 +53,18 @@ class RankContext:
     departures: Departures
     mailbox: Mailbox
     recorder: Recorder
+    observer: Observer
 
     @classmethod
-    def create(cls, topology: Topology, graph: Graph, transport: Transport, lane: Lane, fail: Fail) -> RankContext:
+    def create(
+        cls,
+        topology: Topology,
+        graph: Graph,
+        transport: Transport,
+        lane: Lane,
+        fail: Fail,
+        observer: Observer | None = None,
+    ) -> RankContext:
         """Make the parts that need nothing else."""
         activity = RankActivity(lane.now)
         return cls(
@@ -67,4 +78,5 @@ class RankContext:
             Departures(activity),
             Mailbox(graph, topology.stage),
             Recorder(topology.stage, lane.now),
+            Unobserved() if observer is None else observer,
         )

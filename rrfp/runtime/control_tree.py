@@ -9,7 +9,7 @@ Ranks whose numbers follow each other are connected too: if one dies, the others
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from rrfp.compute.gradients.tie_copies import Tie
 from rrfp.core.graph import Graph
@@ -26,22 +26,45 @@ def children(rank: int, world: int) -> tuple[int, ...]:
     return tuple(child for child in (2 * rank + 1, 2 * rank + 2) if child < world)
 
 
+def below(rank: int, world: int) -> Iterator[int]:
+    """``rank`` and all ranks below it."""
+    first, last = rank, rank
+    while first < world:
+        yield from range(first, min(last + 1, world))
+        first, last = 2 * first + 1, 2 * last + 2
+
+
+def neighbours(rank: int, world: int) -> tuple[int, ...]:
+    """The ranks next to ``rank``: above and below."""
+    above = parent(rank)
+    return (() if above is None else (above,)) + children(rank, world)
+
+
+def towards(rank: int, other: int) -> int:
+    """The first rank on the way from ``rank`` to ``other``, another one."""
+    step = other
+    while step > rank:
+        above = (step - 1) // 2
+        if above == rank:
+            return step
+        step = above
+    return (rank - 1) // 2
+
+
 def peers(graph: Graph, topology: Topology, ties: Iterable[Tie] = ()) -> tuple[int, ...]:
     """Every rank that the one at ``topology`` is connected to, ascending."""
-    above = parent(topology.rank)
-    tree = set(children(topology.rank, topology.world)) | (set() if above is None else {above})
-    neighbours = set(data_peers(graph, topology, ties))
+    connected = set(neighbours(topology.rank, topology.world)) | set(data_peers(graph, topology, ties))
     if topology.world > topology.stages:
-        neighbours |= {rank for rank in (topology.rank - 1, topology.rank + 1) if 0 <= rank < topology.world}
+        connected |= {rank for rank in (topology.rank - 1, topology.rank + 1) if 0 <= rank < topology.world}
     group = set(topology.group) if topology.member == 0 else {topology.leader}
-    return tuple(sorted((tree | neighbours | group) - {topology.rank}))
+    return tuple(sorted((connected | group) - {topology.rank}))
 
 
 def data_peers(graph: Graph, topology: Topology, ties: Iterable[Tie] = ()) -> tuple[int, ...]:
     """Those of `peers` with which the rank at ``topology`` exchanges tensors, ascending."""
-    neighbours = {topology.rank_of(stage) for stage in graph.neighbours(topology.stage)}
+    next_to = {topology.rank_of(stage) for stage in graph.neighbours(topology.stage)}
     tied = {topology.rank_of(stage) for tie in ties for stage in _tied_to(tie, graph, topology.stage)}
-    return tuple(sorted((neighbours | tied) - {topology.rank}))
+    return tuple(sorted((next_to | tied) - {topology.rank}))
 
 
 def _tied_to(tie: Tie, graph: Graph, stage: int) -> set[int]:

@@ -7,13 +7,14 @@ group, the end of a task in `LaneExecutor`; the arbiter then decides, and a deci
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 from rrfp.arbiter.agreement import AgreementArbiter
 from rrfp.arbiter.arbiter import Arbiter
 from rrfp.arbiter.leader import LeaderProtocol
 from rrfp.arbiter.offers import Offers, may_offer
+from rrfp.arbiter.pauses import PauseTimer
 from rrfp.compute.gradients.tied import TiedGradients
 from rrfp.compute.program import StageProgram
 from rrfp.core import events as ev
@@ -21,13 +22,14 @@ from rrfp.core.order_log import Group
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Task
 from rrfp.core.usage import WaitCause
-from rrfp.errors import ProtocolError, StageError
+from rrfp.errors import ProtocolError
 from rrfp.runtime.batching import Plan
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.grad_finalizer import GradientFinalizer, Reduce
 from rrfp.runtime.group_link import GROUP_KINDS, GroupLink
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.runtime.messenger import Handler, Messenger
+from rrfp.runtime.previews import Previews
 from rrfp.transports.base import MessageKind
 
 #: How the ranks of a group agree on an order: a leader's, or by proposing until they agree (the paper's way).
@@ -71,13 +73,16 @@ class CoreDriver:
         is_led = coordination == "leader" and context.topology.members > 1
         lane_depth = context.lane.depth
         self._depth = depth or (max(2, lane_depth) if is_led else lane_depth)
-        # At depth 1 a forward has shown its size before the next decision; a follower decides nothing.
-        self._needs_signatures = core.limit.bytes is not None and self._depth > 1 and not core.group.follows
+        self._pauses: PauseTimer | None = None
+        self._previews: Previews | None = None
+        if core.limit.bytes is not None and not core.group.follows:  # a follower decides nothing
+            self._previews = Previews(core, program, context.mailbox, self._apply)
         self._leader_protocol: LeaderProtocol | None = None
         self._agreement: AgreementArbiter | None = None
         self.handlers: Mapping[MessageKind, Handler] = {
             MessageKind.OUTPUT: self.messenger.on_output,
             MessageKind.CONSUMED: self.messenger.on_consumed,
+            MessageKind.BEGUN: self.messenger.on_begun,
             MessageKind.TIE: self.gradients.on_message,
             **self._join_group(coordination),
         }
@@ -90,7 +95,8 @@ class CoreDriver:
             offers = None
             if self.executor.takes_offers and may_offer(core, self._depth):
                 offers = Offers(core, self.executor, self._begun)
-            self.arbiter = Arbiter(core, self._depth, self._dispatch, self._waiting, offers)
+            self._pauses = PauseTimer(core, _loop_time, self._wake_after)
+            self.arbiter = Arbiter(core, self._depth, self._dispatch, self._waiting, offers, self._pauses)
             return {}
         group = Group(topology.member, topology.members)
         link = GroupLink(topology.group, self.messenger.post)
@@ -110,8 +116,11 @@ class CoreDriver:
         """A task that is ready and does not start because the group disagrees, and why."""
         return None if self._agreement is None else self._agreement.dispute
 
-    def open_step(self, plan: Plan) -> None:
-        """Begin a step. A message of it that came before and makes no sense is a ProtocolError."""
+    def open_step(self, plan: Plan, size_correlation: float | None = None) -> None:
+        """Begin a step. A message of it that came before and makes no sense is a ProtocolError.
+
+        ``size_correlation``: see `rrfp.core.events.StepOpened`.
+        """
         step = plan.step
         self.finished.clear()
         self.outputs_complete.clear()
@@ -120,13 +129,19 @@ class CoreDriver:
         with self.messenger.opening():
             if self._agreement is not None:
                 self._agreement.open_step(step)
-            self._on_event(ev.StepOpened(step.number, step.mode, step.microbatches, plan.sizes))
+            self._on_event(ev.StepOpened(step.number, step.mode, step.microbatches, plan.sizes, size_correlation))
+        if self._previews is not None:
+            self._previews.open_step(step.microbatches)
 
     # Events to the core, its instructions to I/O.
 
     def _on_event(self, event: ev.Event) -> None:
+        if self._pauses is not None and type(event) is ev.Announced:
+            self._pauses.announced(event)
         self.arbiter.kick()  # first, so that the next task starts before sends begin to copy their tensors
         self._apply(event)
+        if self._previews is not None:
+            self._previews.after(event)
 
     def _apply(self, event: ev.Event) -> None:
         self._context.activity.touch()
@@ -138,6 +153,8 @@ class CoreDriver:
         match instruction:
             case ev.Send():
                 self.messenger.send_output(instruction)
+            case ev.Announce():
+                self.messenger.announce(instruction)
             case ev.Credit():
                 self.messenger.credit(instruction)
             case ev.Release(task):
@@ -158,25 +175,14 @@ class CoreDriver:
     # Tasks on the lane.
 
     def _dispatch(self, task: Task) -> None:
-        signature = self._signature(task) if self._needs_signatures and task.kind is Kind.F else None
+        if self._previews is not None:
+            self._previews.before_enqueue(task)
         self.executor.enqueue(task)  # early, because the lane's thread takes some time to wake up
-        self._apply(ev.Enqueued(task, signature))  # and no kick: the arbiter, which called this, goes on deciding
+        self._apply(ev.Enqueued(task))  # and no kick: the arbiter, which called this, goes on deciding
 
     def _begun(self, task: Task) -> None:
         """The lane has begun ``task``, which was offered."""
         self._apply(ev.Enqueued(task))
-
-    def _signature(self, task: Task) -> Hashable:
-        """See `Enqueued`; one of its own for a forward whose inputs are about to be computed on this rank."""
-        if not self._context.mailbox.has_inputs(task):
-            return task, self._context.activity.step
-        try:
-            signature = self._program.signature(task, self._context.mailbox.inputs(task))
-            hash(signature)
-        except Exception as error:  # a caller's program may raise anything; here no task would be named
-            name = type(self._program).__name__
-            raise StageError(f"{name}.signature of {task} raised {type(error).__name__}: {error}") from error
-        return signature
 
     def _on_completed(self, completed: ev.Completed) -> None:
         self.arbiter.before_completion()
@@ -188,6 +194,17 @@ class CoreDriver:
             if not self._outputs_left:
                 self.outputs_complete.set()
 
+    def _wake_after(self, seconds: float, pause: int) -> None:
+        asyncio.get_running_loop().call_later(seconds, self._pause_over, pause)
+
+    def _pause_over(self, pause: int) -> None:
+        if self._pauses is not None and self._pauses.over(pause):
+            self.arbiter.kick()
+
     def _waiting(self, cause: WaitCause) -> None:
         if self._context.activity.step is not None:
             self._context.recorder.waiting(cause)
+
+
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -72,10 +73,12 @@ class Handshake:
             copies = records.to_plain(self._copies)
             await self._publish(str(context.rank), {"all": self._terms, "group": self._group_terms, "copies": copies})
             verdict = await self._lookup("verdict", 0, context.connect_timeout_s + timeouts.VERDICT_GRACE_S)
-        if (error := _ERRORS.get(verdict.get("error", ""))) is not None:
-            raise error(verdict.get("text"))
-        ties = verdict.get("ties", [])
-        self.ties = records.from_plain(tuple[Tie, ...], ties, "the verdict of rank 0 about ties")
+        name, text = verdict.get("error"), verdict.get("text")
+        if name is not None:
+            if not isinstance(name, str) or name not in _ERRORS or not isinstance(text, str):
+                raise ProtocolError(f"the verdict of rank 0 cannot be read: {reprlib.repr(verdict):.80}")
+            raise _ERRORS[name](text)
+        self.ties = records.from_plain(tuple[Tie, ...], verdict.get("ties"), "the verdict of rank 0 about ties")
 
     async def _judge(self) -> Mapping[str, Any]:
         """Rank 0: what to raise, if anything; as soon as a rank differs or time is up."""
@@ -101,7 +104,7 @@ class Handshake:
             case {"all": dict(terms), "group": dict(group_terms), "copies": copies}:
                 return terms, group_terms, records.from_plain(tuple[CopyTerms, ...], copies, "a tied-copy record")
         raise ProtocolError(
-            f"the terms that {self._topology.name_of(rank)} published cannot be read: {published!r:.80}"
+            f"the terms that {self._topology.name_of(rank)} published cannot be read: {reprlib.repr(published):.80}"
         )
 
     def _leader_of(self, rank: int) -> int:
@@ -149,7 +152,14 @@ class Handshake:
         return f"terms/{self._context.run_id}/{self._context.restart}/{key}"
 
 
+#: Shows what another rank published, which may be anything.
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = 200
+
+
 def differences(name: str, ours: Terms, other: str, theirs: Terms) -> str:
     """The fields in which the ranks ``name`` and ``other`` differ, in one line; empty if there are none."""
     fields = [field for field in dict.fromkeys((*ours, *theirs)) if ours.get(field) != theirs.get(field)]
-    return "; ".join(f"{f} is {ours.get(f)!r} on {name} and {theirs.get(f)!r} on {other}" for f in fields)
+    return "; ".join(
+        f"{f} is {_SHOWN.repr(ours.get(f))} on {name} and {_SHOWN.repr(theirs.get(f))} on {other}" for f in fields
+    )

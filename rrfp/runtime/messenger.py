@@ -6,6 +6,7 @@ The messenger knows the contents of tensor messages and credits, but neither the
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from rrfp.runtime.context import RankContext
 from rrfp.runtime.supervisor import failure_on_loop
 from rrfp.transports.base import Channel, Message, MessageKind
 from rrfp.transports.direct import delivering, sending_at_once
+from rrfp.transports.refusals import Refusals
 
 logger = get_logger(__name__)
 
@@ -56,8 +58,10 @@ class Messenger:
         self._fail = context.fail
         self._on_event = on_event
         self._has_left = False
-        #: Outputs that leave in the loop's next turn.
-        self._leaving: list[ev.Send] = []
+        #: Frames of no rank of this run.
+        self._foreign = Refusals(logger)
+        #: Outputs and announcements that leave in the loop's next turn.
+        self._leaving: list[ev.Send | ev.Announce] = []
         #: By peer and channel, the messages that wait in coroutines of their own: later ones queue behind them.
         self._waiting: Counter[tuple[int, Channel]] = Counter()
 
@@ -104,7 +108,7 @@ class Messenger:
         if self._has_left:
             return
         if isinstance(error, FrameError) and error.peer is None:
-            logger.warning("dropped: %s", error, field=error.field)
+            self._foreign.add(f"dropped: {error}")
         elif not (isinstance(error, PeerLostError) and error.peer in self._departures):
             raise error
 
@@ -143,6 +147,14 @@ class Messenger:
         step, task, stage = self._subject(message)
         self._on_event(ev.Consumed(step, stage, task))
 
+    def on_begun(self, message: Message) -> None:
+        """A BEGUN arrived."""
+        step, task, _ = self._subject(message)
+        seconds = message.body.get("seconds")
+        if not isinstance(seconds, float) or not 0 <= seconds < math.inf:
+            raise ProtocolError(f"rank {message.sender} announced {task} for {seconds!r} s, must be a float >= 0")
+        self._on_event(ev.Announced(step, task, seconds))
+
     def leave(self, own: Message) -> None:
         """Notify all peers that this rank leaves in order. What they make of it concerns it no more."""
         self._has_left = True
@@ -165,19 +177,34 @@ class Messenger:
 
         It leaves in the loop's next turn: behind the arbiter's, so that the next task starts before tensors are copied.
         """
-        if not self._leaving:
-            asyncio.get_running_loop().call_soon(self._send_outputs)
-        self._leaving.append(send)
+        self._send_soon(send)
 
-    def _send_outputs(self) -> None:
+    def announce(self, announce: ev.Announce) -> None:
+        """Notify a peer of a forward that has begun, in the loop's next turn as well."""
+        self._send_soon(announce)
+
+    def _send_soon(self, instruction: ev.Send | ev.Announce) -> None:
+        if not self._leaving:
+            asyncio.get_running_loop().call_soon(self._send_leaving)
+        self._leaving.append(instruction)
+
+    def _send_leaving(self) -> None:
         leaving, self._leaving = self._leaving, []
-        for send in leaving:
+        for instruction in leaving:
             if self._supervisor.stopping:
                 return
             try:
-                self._send_output(send)
+                if isinstance(instruction, ev.Announce):
+                    self._send_announcement(instruction)
+                else:
+                    self._send_output(instruction)
             except BaseException as error:  # in this callback SystemExit of a hint that observes would end the loop
-                self._fail(failure_on_loop(error) or error, send.task)
+                self._fail(failure_on_loop(error) or error, instruction.task)
+
+    def _send_announcement(self, announce: ev.Announce) -> None:
+        body = {"seconds": announce.seconds}
+        message = Message(Channel.CONTROL, MessageKind.BEGUN, self._activity.step, announce.task, body=body)
+        self.post(self._ranks[announce.peer], message)
 
     def _send_output(self, send: ev.Send) -> None:
         task = send.task

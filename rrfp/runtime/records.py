@@ -6,6 +6,7 @@ field against the annotations of the dataclass, because it comes from another pr
 
 from __future__ import annotations
 
+import reprlib
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
@@ -30,7 +31,7 @@ def unpack(kind: type[T], data: bytes, name: str) -> T:
     try:
         plain = msgpack.unpackb(data)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"{name} cannot be read: {error!r}") from None
+        raise ProtocolError(f"{name} cannot be read: {type(error).__name__}: {error!s:.300}") from None
     return from_plain(kind, plain, name)
 
 
@@ -47,8 +48,8 @@ def from_plain(kind: type[T], plain: Any, name: str) -> T:
     """Read what `to_plain` made of a ``kind``; anything else is a ProtocolError that calls it ``name``."""
     try:
         read: T = _reader(cast("Any", kind))(plain)  # mypy takes no type variable for hashable
-    except (TypeError, ValueError) as error:
-        raise ProtocolError(f"{name} cannot be read: {error}") from None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ProtocolError(f"{name} cannot be read: {error!s:.300}") from None
     return read
 
 
@@ -77,7 +78,7 @@ def _record_reader(kind: type[Any]) -> Callable[[Any], Any]:
 
     def read(plain: Any) -> Any:
         if not isinstance(plain, dict) or plain.keys() != readers.keys():
-            raise TypeError(f"{plain!r:.80} is no record of {', '.join(readers)}")
+            raise TypeError(f"{reprlib.repr(plain):.80} is no record of {', '.join(readers)}")
         return kind(**{field: reader(plain[field]) for field, reader in readers.items()})
 
     return read
@@ -85,5 +86,5 @@ def _record_reader(kind: type[Any]) -> Callable[[Any], Any]:
 
 def _checked(kind: type[T], plain: Any) -> T:
     if type(plain) is not kind:
-        raise TypeError(f"{plain!r:.80} is no {kind.__name__}")
+        raise TypeError(f"{reprlib.repr(plain):.80} is no {kind.__name__}")
     return plain

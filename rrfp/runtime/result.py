@@ -13,7 +13,7 @@ from rrfp.trace.breakdown import Breakdown
 from rrfp.trace.spans import StepTrace, merge
 
 #: The fields that the reports fill.
-_REPORTED = frozenset(each.name for each in fields(StepFigures))
+_REPORTED = frozenset(("seconds", "breakdown", "peaks"))
 
 
 class _Reported:
@@ -43,7 +43,8 @@ class StepResult(_Reported):
         loss: the weighted loss of the step, over all replicas and without microbatches of weight 0; None where no loss
             was computed.
         losses: the loss of every microbatch, in microbatch order.
-        seconds: the longest time that any rank took.
+        seconds: the longest time that any rank took, from its own call on: where ranks call at different times, as
+            between two pipelines in turns, it includes the wait for the last to call.
         breakdown: for each stage, where the time of its group's leader went; each sums to ``seconds``.
         peaks: for each stage, the most that any rank of its group held.
         trace: the spans of this rank (with `rrfp.local`: of all).

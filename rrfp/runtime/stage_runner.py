@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,6 +21,7 @@ from rrfp.compute.lanes.base import Lane
 from rrfp.compute.program import StageProgram
 from rrfp.core import events as ev
 from rrfp.core import timeouts
+from rrfp.core.measured import Measured
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Task
 from rrfp.core.topology import Topology
@@ -34,7 +35,9 @@ from rrfp.runtime.core_driver import Coordination, CoreDriver
 from rrfp.runtime.device_memory import explain_shortage
 from rrfp.runtime.grad_finalizer import Reduce
 from rrfp.runtime.messenger import Handler
+from rrfp.runtime.observer import Observer
 from rrfp.runtime.result import StepResult
+from rrfp.runtime.stall.answers import Survey
 from rrfp.runtime.stall.health_monitor import HealthMonitor
 from rrfp.runtime.stall.progress import Progress
 from rrfp.runtime.statistics import RankStatistics
@@ -65,6 +68,7 @@ class StageRunner:
         ties: the rank's copies of tied parameters, if it may have any; all ranks agree on them.
         trace_steps: the newest training steps whose traces are kept.
         device: the lane's; None for a CPU.
+        observer: watches the run.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class StageRunner:
         ties: TiedGradients | None = None,
         trace_steps: int = 0,
         device: Device | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self.topology = topology = Topology(core.stage, core.graph.placement.stages) if topology is None else topology
         self.stage = core.stage
@@ -90,7 +95,7 @@ class StageRunner:
         self._core = core
         self._abort = AbortController(topology, transport, self._stop)
         self._device = device
-        self._context = context = RankContext.create(topology, core.graph, transport, lane, self.fail)
+        self._context = context = RankContext.create(topology, core.graph, transport, lane, self.fail, observer)
         self._driver = driver = CoreDriver(context, core, program, coordination, depth, reduce, ties)
         post = driver.messenger.post
         self._all_gather = TreeAllGather(topology.rank, topology.world, post)
@@ -106,7 +111,7 @@ class StageRunner:
             **driver.handlers,
             MessageKind.REPORT: self._all_gather.on_message,
             MessageKind.RESULT: self._all_gather.on_message,
-            MessageKind.PROBE: self._health.watchdog.on_message,
+            MessageKind.PROBE: self._health.on_message,
             MessageKind.CLOSED: context.departures.on_message,
             MessageKind.ABORT: self._abort.on_message,
         }
@@ -165,9 +170,12 @@ class StageRunner:
         if self._reporter.has_losses:
             self._context.lane.hand_over(part for tensor in tensors_in(outputs) for part in inner_tensors(tensor))
 
-    async def gather(self, own: bytes) -> list[bytes]:
-        """Give ``own`` to all ranks between two steps, and get what each of them gives, by rank; all equally often."""
-        return await self._abort.unless_aborted(self._gather(own), "an all-gather between steps")
+    async def gather(self, call: str, own: bytes) -> list[bytes]:
+        """Give ``own`` to all ranks between two steps, and get what each of them gives, by rank; all equally often.
+
+        ``call`` names the caller's call, which has to be the same on all.
+        """
+        return await self._abort.unless_aborted(self._gather(call, own), "an all-gather between steps")
 
     async def save_trace(self, request: TraceRequest) -> str:
         """Write the traces of all ranks into one file, on rank 0; all ranks call it between the same steps.
@@ -211,9 +219,35 @@ class StageRunner:
         """End the pipeline on every rank because of ``error`` on this one. Only the first failure counts."""
         self._abort.fail(explain_shortage(error, self._device, self._core.holding), task)
 
+    def check(self) -> None:
+        """Raise `PipelineAborted` if it has failed. May be called on any thread."""
+        self._abort.check()
+
     def statistics(self) -> RankStatistics:
         """The memory that it holds, and its traffic. May be called on any thread, at any time."""
         return RankStatistics.of(self.topology, self._core, self._steps.earlier, self._context.transport, self._device)
+
+    async def survey(self) -> Survey:
+        """How all ranks are doing, for a user who looks; one at a time."""
+        return await self._health.surveys.survey()
+
+    @property
+    def job(self) -> str:
+        """Names this pipeline among all that run at any time, equal on all its ranks, once it has started."""
+        return f"{self._health.process_of(0)!r} {self._context.transport.context.run_id}"
+
+    @property
+    def ended_by(self) -> str:
+        """Why the pipeline is aborted; empty while it is not."""
+        return "" if self._abort.failure is None else f"aborted by {self._abort.failure.origin}"
+
+    def measured(self) -> tuple[Measured, ...]:
+        """As `StageCore.measured`. Between two calls, on the caller's thread: until the next one nothing changes it."""
+        return self._core.measured()
+
+    def restore(self, measured: Sequence[Measured]) -> None:
+        """As `StageCore.restore`. Between two calls, on the caller's thread."""
+        self._core.restore(measured)
 
     async def let_culprit_end(self, origin: Origin) -> None:
         """Where a failure began elsewhere, log that, and wait until the process of ``origin`` has ended."""
@@ -228,6 +262,11 @@ class StageRunner:
     def has_traces(self) -> bool:
         """Whether the trace of a step is kept. May be read on any thread."""
         return bool(self._history.traces)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the pipeline is aborted, as far as this rank knows. May be read on any thread."""
+        return self._abort.failure is not None
 
     @property
     def has_raised(self) -> bool:
@@ -251,17 +290,18 @@ class StageRunner:
 
     def _stop(self, failure: Failure) -> None:
         self._reporter.fail(failure)
+        self._context.observer.aborted(failure.origin)
         self._release()
         with suppress(BaseException):  # a hint that observes events may raise anything; it is never asked again
             self._core.apply(ev.Aborted(failure.origin))
 
     # Calls between steps.
 
-    async def _gather(self, own: bytes) -> list[bytes]:
+    async def _gather(self, call: str, own: bytes) -> list[bytes]:
         await self._reporter.settle()
-        with self._context.activity.gather("clip_grad_norm_") as number:
+        with self._context.activity.gather(call) as number:
             self._context.departures.check()
-            return await self._all_gather.all_gather("gather", number, own)
+            return await self._all_gather.all_gather(call, number, own)
 
     async def _save_trace(self, request: TraceRequest) -> str:
         await self._reporter.settle()

@@ -12,6 +12,8 @@ from rrfp.arbiter.loop import SettlingLoop
 from rrfp.compute.weighting import Reduction, combine_losses
 from rrfp.core import timeouts
 from rrfp.core.graph import Graph
+from rrfp.core.size_order import least
+from rrfp.core.tasks import Mode
 from rrfp.core.topology import Topology
 from rrfp.core.usage import Peaks
 from rrfp.errors import ProtocolError
@@ -21,7 +23,7 @@ from rrfp.runtime.abort import Failure
 from rrfp.runtime.activity import RankActivity
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.batching import Plan
-from rrfp.runtime.reports import PendingReports, StageReport, StepFigures
+from rrfp.runtime.reports import PendingReports, ResourceMeter, StageReport, StepFigures
 from rrfp.runtime.supervisor import TaskSupervisor
 from rrfp.trace.breakdown import breakdown
 from rrfp.trace.spans import StepTrace
@@ -48,15 +50,19 @@ class LossShare:
 
     Attributes:
         refused: calls on this rank whose arguments were refused, so far.
+        training_step: its number on this rank, which random numbers depend on.
         losses: by microbatch, on the rank that computes them; empty elsewhere.
         loss: their weighted combination there; None elsewhere.
         weight: the sum of their weights there; 0 elsewhere.
+        loss_scale: the factor of this rank's GradScaler; None without one.
     """
 
     refused: int = 0
+    training_step: int = 0
     losses: Mapping[int, float] = field(default_factory=dict)
     loss: float | None = None
     weight: float = 0.0
+    loss_scale: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,8 @@ class StepReporter:
         self._refused: Sequence[int] = ()
         #: Whether this rank computes losses: it has to know the sum of all weights before its first backward.
         self.has_losses = any(not graph.successors[v] for v in graph.placement.virtual_stages(topology.stage))
+        #: Of the newest training step whose sizes say anything, the same on every rank; see `StepOpened`.
+        self.size_correlation: float | None = None
         self._warned = False
         #: The losses of the step, once this rank has given its own.
         self._losses: asyncio.Future[Losses] | None = None
@@ -147,7 +155,7 @@ class StepReporter:
     async def _share_losses(
         self, plan: Plan, read_losses: Callable[[], Awaitable[Mapping[int, float]]], losses: asyncio.Future[Losses]
     ) -> None:
-        share = LossShare(plan.refused)
+        share = LossShare(plan.refused, plan.batch.training_step, loss_scale=plan.loss_scale)
         if not self.has_losses:
             await _give_way(asyncio.Event())  # to the first task
         elif own := await read_losses():
@@ -159,24 +167,41 @@ class StepReporter:
             share = replace(share, losses=own, loss=loss, weight=weight)
         answers = await self._all_gather.all_gather("losses", plan.step.number, records.pack(share))
         shares = [records.unpack(LossShare, data, "the losses of a step") for data in answers]
+        self._check_numbers([share.training_step for share in shares])
+        self._check_scales([share.loss_scale for share in shares])
         self._compare_refused([share.refused for share in shares], plan)
         losses.set_result(Losses.of(shares, self._topology, plan.reduction))
 
-    def report(self, plan: Plan, trace: StepTrace, peaks: Peaks) -> PendingReports:
+    def report(
+        self, plan: Plan, trace: StepTrace, peaks: Peaks, meter: ResourceMeter, size_correlation: float | None = None
+    ) -> PendingReports:
         """Exchange reports behind the caller's back: this rank's call returns meanwhile."""
         self._pending = pending = PendingReports(self._wait)
         self._awaited.clear()
         self._settled.clear()
         self._activity.return_step()
-        self._supervisor.spawn(self._exchange(plan, trace, peaks, pending))
+        self._supervisor.spawn(self._exchange(plan, trace, peaks, meter, size_correlation, pending))
         return pending
 
-    async def _exchange(self, plan: Plan, trace: StepTrace, peaks: Peaks, pending: PendingReports) -> None:
+    async def _exchange(
+        self,
+        plan: Plan,
+        trace: StepTrace,
+        peaks: Peaks,
+        meter: ResourceMeter,
+        size_correlation: float | None,
+        pending: PendingReports,
+    ) -> None:
         await _give_way(self._awaited)  # the caller gets the loss
         parts = breakdown(trace, self._topology.stage)
-        report = StageReport(self._topology.stage, trace.end - trace.start, parts, peaks)
+        # Before they have this report, the other ranks send nothing of the next step.
+        seconds = trace.end - trace.start
+        report = StageReport(self._topology.stage, seconds, parts, peaks, meter.read(), size_correlation)
         answers = await self._all_gather.all_gather("step", plan.step.number, records.pack(report))
         reports = [records.unpack(StageReport, data, "a step report") for data in answers]
+        measured = least([report.size_correlation for report in reports])
+        if plan.step.mode is Mode.TRAIN and measured is not None:
+            self.size_correlation = measured
         pending.settle(StepFigures.of(reports, self._topology))
         self._activity.end_step()
         self._settled.set()
@@ -201,6 +226,26 @@ class StepReporter:
         """The pipeline failed: a caller that reads the reports raises that, unless they are here."""
         if self._pending is not None:
             self._pending.settle(failure)
+
+    def _check_numbers(self, numbers: Sequence[int]) -> None:
+        """Ranks that draw for different training steps have loaded different states."""
+        if len(set(numbers)) > 1:
+            other = next(rank for rank, number in enumerate(numbers) if number != numbers[0])
+            raise ProtocolError(
+                f"the training step is {numbers[0]} on {self._topology.name_of(0)} and {numbers[other]} on "
+                f"{self._topology.name_of(other)}: must be the same; load the state of one step on all ranks"
+            )
+
+    def _check_scales(self, scales: Sequence[float | None]) -> None:
+        """The last stage's scale is in all gradients, and every rank divides its own by its scale."""
+        if len(set(scales)) > 1:
+            other = next(rank for rank, scale in enumerate(scales) if scale != scales[0])
+            first, second = ("absent" if scale is None else f"{scale:g}" for scale in (scales[0], scales[other]))
+            raise ProtocolError(
+                f"the scale of the loss is {first} on {self._topology.name_of(0)} and {second} on "
+                f"{self._topology.name_of(other)}: must be the same; call scale() with a GradScaler of the same "
+                "arguments and state, enabled on all ranks or on none"
+            )
 
     def _compare_refused(self, refused: Sequence[int], plan: Plan) -> None:
         """Warn when calls were refused on some ranks only: a rank that then took its next batch is ahead of others."""

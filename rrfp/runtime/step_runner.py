@@ -14,6 +14,7 @@ from rrfp.core.usage import Peaks
 from rrfp.runtime.batching import Plan
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.core_driver import CoreDriver
+from rrfp.runtime.reports import ResourceMeter
 from rrfp.runtime.result import StepResult
 from rrfp.runtime.step_report import StepReporter
 from rrfp.trace.history import TraceHistory
@@ -42,17 +43,18 @@ class StepRunner:
         self._driver = driver
         self._reporter = reporter
         self._history = history
+        self._meter = ResourceMeter(core.limit, core.graph.placement.chunks, context.transport)
 
     async def run(self, plan: Plan) -> StepResult:
         """Run one step; its program has the batch. The reports of other ranks may be on their way afterwards."""
         context, step, reporter = self._context, plan.step, self._reporter
         await reporter.settle()
-        context.activity.begin_step(step)
+        context.activity.begin_step(step, plan.batch.training_step)
         context.departures.check()
         context.recorder.open()
         self.earlier = Peaks.worst([self.earlier, self._core.peaks])
         await self._share_weights(plan)
-        self._driver.open_step(plan)
+        self._driver.open_step(plan, reporter.size_correlation)
         reporter.open(plan, self._read_losses)
         await self._driver.finished.wait()
         # Before this rank reports: the others may then begin the next step, and send its tensors.
@@ -62,7 +64,7 @@ class StepRunner:
             self._history.add(replace(trace, step=plan.batch.training_step))
         losses = await reporter.losses()
         return StepResult.awaiting(
-            reporter.report(plan, trace, self._core.peaks),
+            reporter.report(plan, trace, self._core.peaks, self._meter, self._core.size_correlation),
             step=plan.batch.training_step,
             mode=step.mode,
             microbatches=step.microbatches,

@@ -7,10 +7,11 @@ packed traces and unpacks a step at a time while it writes.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import msgpack
 
@@ -47,6 +48,24 @@ class TraceRequest:
     path: str
     steps: int | None = None
     replica: int | None = 0
+
+    @classmethod
+    def checked(
+        cls, path: str | os.PathLike[str], steps: int | None, replica: int | Literal["all"], replicas: int
+    ) -> Self:
+        """The request of a caller, in a job of so many ``replicas``.
+
+        Raises:
+            ConfigError: if an argument is impossible.
+        """
+        text: Any = os.fspath(path) if isinstance(path, os.PathLike) else path
+        if type(text) is not str or not text:
+            raise ConfigError(f"path is {path!r}, must be the name of a file")
+        if steps is not None and (type(steps) is not int or steps < 1):
+            raise ConfigError(f"steps is {steps!r}, must be an integer >= 1, or None for all that are kept")
+        if replica != "all" and (type(replica) is not int or not 0 <= replica < replicas):
+            raise ConfigError(f"replica is {replica!r}, must be one of 0..{replicas - 1}, or 'all'")
+        return cls(text, steps, None if replica == "all" else replica)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,12 +251,23 @@ class _Steps:
     """The merged steps of one replica, each unpacked when its turn comes; read once."""
 
     def __init__(self, ranks: Sequence[Iterator[StepTrace]]) -> None:
-        self._merged = (merge(parts) for parts in zip(*ranks, strict=True))
-        self.first = next(self._merged)
+        self._merged = _merged(ranks)
+        first = next(self._merged, None)
+        if first is None:
+            raise ProtocolError("a rank sent a trace without the steps that it offered")
+        self.first = first
 
     def __iter__(self) -> Iterator[StepTrace]:
         yield self.first
         yield from self._merged
+
+
+def _merged(ranks: Sequence[Iterator[StepTrace]]) -> Iterator[StepTrace]:
+    try:
+        for parts in zip(*ranks, strict=True):
+            yield merge(parts)
+    except ValueError as error:
+        raise ProtocolError(f"ranks sent traces of different steps: {error!s:.200}") from None
 
 
 def _unpack(rank: int, packed: bytes, offset: float) -> Iterator[StepTrace]:
@@ -249,7 +279,7 @@ def _unpack(rank: int, packed: bytes, offset: float) -> Iterator[StepTrace]:
             trace = from_plain(plain)
             yield shifted(trace, offset) if offset else trace
     except (KeyError, TypeError, ValueError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"rank {rank} sent a trace that cannot be read: {error!r}") from None
+        raise ProtocolError(f"rank {rank} sent a trace that cannot be read: {error!r:.200}") from None
 
 
 def _plain(clocks: Sequence[HostClock]) -> list[dict[str, Any]]:

@@ -67,7 +67,7 @@ def from_csv(text: str, graph: Graph, name: str = "csv") -> Schedule:
     stages = graph.placement.stages
     lines = _lines(text, name)
     if len(lines) != stages:
-        raise ConfigError(f"schedule {name}: has {len(lines)} lines, must have {stages}, one for each stage")
+        raise ConfigError(f"schedule {name}: number of lines is {len(lines)}, must be {stages}, one for each stage")
     orders = []
     for stage, cells in enumerate(lines):
         order: list[Task] = []

@@ -57,7 +57,7 @@ def run_blocking(costs: CostTable) -> EngineResult:
         ConfigError: if the costs have more than one chunk a stage.
     """
     if costs.chunks != 1:
-        raise ConfigError(f"blocking sends take 1 chunk a stage, the costs have {costs.chunks}")
+        raise ConfigError(f"chunks is {costs.chunks}, must be 1 with blocking sends")
     return _Run(costs).result()
 
 

@@ -12,9 +12,11 @@ from array import array
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count, repeat
 
+from rrfp.arbiter.pauses import PauseTimer
 from rrfp.core import events as ev
 from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
@@ -29,6 +31,7 @@ from rrfp.core.waiting import describe, wait_line
 from rrfp.costs.streams import Matrix
 from rrfp.costs.table import CostTable
 from rrfp.errors import DeadlockError
+from rrfp.sim.engine_clock import EngineClock, Happening, PauseOver
 from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan, WaitSpan
 
 
@@ -73,6 +76,8 @@ def run(
     limits: Sequence[Limit],
     *,
     sizes: Sequence[float] | None = None,
+    size_correlation: float | None = None,
+    shows_inputs: bool = True,
     in_order: Collection[ForcedOrder] = (),
     takes_offers: bool = False,
 ) -> EngineResult:
@@ -85,6 +90,8 @@ def run(
         hints: one fresh hint a stage.
         limits: one a stage.
         sizes: how large each microbatch is, for hints that ask; None: untold.
+        size_correlation: as a step before would have shown it, see `rrfp.hints.View`; None: there was none.
+        shows_inputs: whether the inputs of forwards show how many bytes they will hold, where the table has bytes.
         in_order: (kind, virtual stage) pairs that run in microbatch order.
         takes_offers: a stage runs what its core had decided before its task ended, as `rrfp.arbiter.offers` has it. If
             not, each decision knows all that happened until then.
@@ -100,7 +107,8 @@ def run(
     ]
     with _collector_paused():
         engine = (_OfferingEngine if takes_offers else _Engine)(costs, graph, cores)
-        return engine.run(None if sizes is None else tuple(sizes))
+        engine.shows_inputs = shows_inputs and costs.held is not None
+        return engine.run(None if sizes is None else tuple(sizes), size_correlation)
 
 
 @contextmanager
@@ -122,19 +130,23 @@ class _Engine:
     _takes_offers = False
 
     def __init__(self, costs: CostTable, graph: Graph, cores: list[StageCore]) -> None:
+        self.shows_inputs = False
         self._cores = cores
         self._step = StepId(0, Mode.TRAIN, costs.microbatches)
         self._stage_of = graph.stage_of
         self._durations = {F: _rows(costs.forward), B: _rows(costs.backward)}
         if costs.weight is not None:
             self._durations[W] = _rows(costs.weight)
+        self._held = None if costs.held is None else _rows(costs.held)
         self._latency = {F: _rows(costs.latency_forward), B: _rows(costs.latency_backward)}
         # (time, order of insertion, stage, event): the order makes the heap total, and ties first come, first served.
-        self._heap: list[tuple[float, int, int, ev.Arrived | ev.Completed]] = []
+        self._heap: list[tuple[float, int, int, Happening]] = []
         self._pushed = count()
         self._idle = [True] * len(cores)
         self._waiting: list[tuple[WaitCause, float] | None] = [None] * len(cores)
         self._waits: list[WaitSpan] = []
+        self._clock = clock = EngineClock(self._heap, self._pushed)
+        self._pauses = [PauseTimer(core, clock.time, partial(clock.wake, core.stage)) for core in cores]
         # What ran on each stage, from when to when; what was sent, likewise. Spans are made of it in the end: a million
         # of them, made on the way, would push what the cores work with out of the processor's caches.
         self._ran: list[list[Task]] = [[] for _ in cores]
@@ -144,15 +156,18 @@ class _Engine:
         self._sent_at: list[float] = []
         self._arrived_at: list[float] = []
 
-    def run(self, sizes: tuple[float, ...] | None) -> EngineResult:
-        opened = ev.StepOpened(self._step.number, self._step.mode, self._step.microbatches, sizes)
+    def run(self, sizes: tuple[float, ...] | None, size_correlation: float | None) -> EngineResult:
+        step = self._step
+        opened = ev.StepOpened(step.number, step.mode, step.microbatches, sizes, size_correlation)
         for core in self._cores:
             core.apply(opened)
+        self._preview_inputs_of_the_caller()
         for stage in range(len(self._cores)):
             self._decide(stage, 0.0)
         heap = self._heap
         while heap:
             now, _, stage, event = heappop(heap)
+            self._clock.now = now
             touched = [stage]
             self._apply(stage, event, now)
             while heap and heap[0][0] == now:
@@ -165,15 +180,46 @@ class _Engine:
         self._check_finished()
         return self._result()
 
-    def _apply(self, stage: int, event: ev.Arrived | ev.Completed, now: float) -> None:
+    def _apply(self, stage: int, event: Happening, now: float) -> None:
         if type(event) is ev.Completed:
             self._idle[stage] = True
+        elif type(event) is ev.Announced:
+            self._pauses[stage].announced(event)
+        elif isinstance(event, PauseOver):
+            self._pauses[stage].over(event.number)
+            return
         core = self._cores[stage]
-        for instruction in core.apply(event):
+        instructions = core.apply(event)
+        if self.shows_inputs and isinstance(event, ev.Arrived | ev.Completed) and event.task.kind is F:
+            self._preview_readers(stage, event)
+        for instruction in instructions:
             if type(instruction) is ev.Send:
                 self._send(stage, instruction, now)
             elif type(instruction) is ev.ReduceChunk:
-                core.apply(ev.ChunkReduced(instruction.virtual_stage))
+                self._reduce(stage, instruction)
+
+    def _preview_inputs_of_the_caller(self) -> None:
+        """The caller's inputs of the first virtual stage show their sizes at once."""
+        if self.shows_inputs:
+            for m in range(self._step.microbatches):
+                self._preview(Task(F, m, 0))
+
+    def _preview_readers(self, stage: int, event: ev.Arrived | ev.Completed) -> None:
+        """The output of a forward, which is here now, shows the size of the forward that reads it here, if any."""
+        reader = event.task.virtual_stage + 1
+        if reader < len(self._stage_of) and self._stage_of[reader] == stage:
+            self._preview(Task(F, event.task.microbatch, reader))
+
+    def _preview(self, forward: Task) -> None:
+        assert self._held is not None
+        num_bytes = int(self._held[forward.virtual_stage][forward.microbatch])
+        self._cores[self._stage_of[forward.virtual_stage]].apply(ev.Previewed(forward, num_bytes))
+
+    def _bytes_after(self, task: Task) -> int:
+        return 0 if self._held is None else int(self._held[task.virtual_stage][task.microbatch])
+
+    def _reduce(self, stage: int, reduce: ev.ReduceChunk) -> None:
+        self._cores[stage].apply(ev.ChunkReduced(reduce.virtual_stage))
 
     def _send(self, stage: int, send: ev.Send, now: float) -> None:
         task, peer = send.task, send.peer
@@ -189,7 +235,9 @@ class _Engine:
     def _decide(self, stage: int, now: float) -> None:
         core = self._cores[stage]
         choice = core.decide()
-        if choice is None:
+        if type(choice) is ev.Pause and not self._pauses[stage].idles(choice):
+            choice = core.decide()
+        if type(choice) is not ev.Run:
             self._wait(stage, core.wait_cause(), now)
             return
         if self._waiting[stage] is not None:
@@ -197,7 +245,10 @@ class _Engine:
         self._begin(stage, choice.task, now)
 
     def _begin(self, stage: int, task: Task, now: float) -> None:
-        self._cores[stage].apply(ev.Enqueued(task))
+        for instruction in self._cores[stage].apply(ev.Enqueued(task)):
+            if type(instruction) is ev.Announce:
+                announced = ev.Announced(self._step, instruction.task, instruction.seconds)
+                heappush(self._heap, (now, next(self._pushed), instruction.peer, announced))
         self._idle[stage] = False
         kind, m, virtual_stage = task
         end = now + self._durations[kind][virtual_stage][m]
@@ -205,7 +256,8 @@ class _Engine:
         self._starts[stage].append(now)
         self._ends[stage].append(end)
         # As a lane would measure it, to the last bit.
-        heappush(self._heap, (end, next(self._pushed), stage, ev.Completed(task, 0, end - now)))
+        completed = ev.Completed(task, self._bytes_after(task), end - now)
+        heappush(self._heap, (end, next(self._pushed), stage, completed))
 
     def _wait(self, stage: int, cause: WaitCause | None, now: float) -> None:
         """From now on ``stage`` is idle for ``cause``, or busy if None."""
@@ -242,28 +294,44 @@ class _Engine:
 
 
 class _OfferingEngine(_Engine):
-    """A stage that ends a task takes the one that was offered to it last, without another decision."""
+    """A stage that ends a task takes the one that was offered to it last, without another decision.
+
+    A call that waits on the lane comes first: the one that finalizes the gradients of a chunk, which the end of the
+    chunk's last task asks for. It takes no time, but the loop hears of the end meanwhile, and decides again.
+    """
 
     _takes_offers = True
 
     def __init__(self, costs: CostTable, graph: Graph, cores: list[StageCore]) -> None:
         super().__init__(costs, graph, cores)
         self._offered: list[ev.Run | None] = [None] * len(cores)
+        self._finalizes = [False] * len(cores)
 
-    def _apply(self, stage: int, event: ev.Arrived | ev.Completed, now: float) -> None:
-        if type(event) is ev.Completed and (offered := self._offered[stage]) is not None:
-            self._offered[stage] = None
+    def _apply(self, stage: int, event: Happening, now: float) -> None:
+        if type(event) is not ev.Completed:
+            super()._apply(stage, event, now)
+            return
+        offered, self._offered[stage] = self._offered[stage], None
+        if self._finalizes[stage]:
+            offered = None
+        is_taken = offered is not None
+        self._finalizes[stage] = False
+        if offered is not None:
             self._begin(stage, offered.task, now)  # before the core hears of the end
-            super()._apply(stage, event, now)
-            self._idle[stage] = False
-        else:
-            super()._apply(stage, event, now)
+        super()._apply(stage, event, now)
+        self._idle[stage] = not is_taken
+        self._finalizes[stage] &= is_taken  # a lane without a task makes the call at once
+
+    def _reduce(self, stage: int, reduce: ev.ReduceChunk) -> None:
+        super()._reduce(stage, reduce)
+        self._finalizes[stage] = True
 
     def _decide(self, stage: int, now: float) -> None:
         if self._idle[stage]:
             super()._decide(stage, now)
         if not self._idle[stage]:
-            self._offered[stage] = self._cores[stage].decide()
+            decision = self._cores[stage].decide()
+            self._offered[stage] = decision if type(decision) is ev.Run else None
 
 
 def _rows(matrix: Matrix) -> list[array[float]]:

@@ -22,6 +22,9 @@ from rrfp.sim.engine import EngineResult, graph_of, run
 #: The limit of a simulated hint where none is given.
 DEFAULT_LIMIT = "2n"
 
+#: In front of a limit on microbatches: as many bytes on each stage as the hint holds there under that limit.
+SAME_BYTES = "bytes:"
+
 #: How a strict schedule sends: a message leaves while its lane goes on, or sender and receiver wait for each other.
 Sends = Literal["eager", "blocking"]
 SENDS: tuple[str, ...] = get_args(Sends)
@@ -41,14 +44,16 @@ class Simulation:
     Attributes:
         costs: the table.
         result: what happened.
-        limits: K of each stage, None for a strict schedule.
+        limits: K of each stage, None for a strict schedule and where bytes are limited.
         lower_bound: no method that holds as much can be faster; in seconds.
+        limits_in_bytes: of each stage, or None.
     """
 
     costs: CostTable
     result: EngineResult
     limits: tuple[int, ...] | None
     lower_bound: float
+    limits_in_bytes: tuple[int, ...] | None = None
 
     @property
     def makespan(self) -> float:
@@ -68,6 +73,10 @@ class Simulation:
     def to_json(self) -> Mapping[str, Any]:
         """The stable interface of ``rrfp simulate --json``."""
         spans = self.result.spans
+        in_bytes = {
+            "limit_bytes": list(self.limits_in_bytes or ()),
+            "peak_bytes": [peak.num_bytes for peak in self.peaks],
+        }
         return {
             "makespan": self.makespan,
             "lower_bound": self.lower_bound,
@@ -78,6 +87,7 @@ class Simulation:
             "limit": None if self.limits is None else list(self.limits),
             "order": [[str(span.task) for span in stage] for stage in spans],
             "start": [[span.start for span in stage] for stage in spans],
+            **({} if self.limits_in_bytes is None else in_bytes),
         }
 
 
@@ -97,8 +107,10 @@ def simulate(
         costs: what tasks and messages take.
         hint: a hint's name, class or instance.
         strict: a schedule's name, or a schedule file's text; its stages wait for their next task.
-        limit: with a hint, how many microbatches a stage may hold (default ``2n``); a strict schedule takes none, and
-            its bound uses the memory that the schedule itself needs.
+        limit: with a hint, how many microbatches a stage may hold (default ``2n``), or, where the table has bytes, how
+            many bytes; ``bytes:K``, ``bytes:1f1b`` ... limit the bytes of each stage to the most that it holds under
+            that limit, so that both take the same memory. A strict schedule takes none, and its bound uses the memory
+            that the schedule itself needs.
         admission: with a hint, how chunks share the limit's slots; None: the limit's own rule, ``staircase`` unless it
             says otherwise.
         sends: ``blocking`` makes strict 1f1b send as Megatron does, where sender and receiver wait for each other.
@@ -106,7 +118,7 @@ def simulate(
 
     Raises:
         ConfigError: unless exactly one of ``hint`` and ``strict`` is given, for an unknown name, for what does not go
-            together, for a limit on bytes, or for times whose sum is no float.
+            together, for a limit on bytes where the table has none, or for times whose sum is no float.
         DeadlockError: if the run deadlocks.
     """
     if (hint is None) == (strict is None):
@@ -122,6 +134,9 @@ def simulate(
     assert hint is not None
     if sends != "eager":
         raise ConfigError(f"sends is {sends!r}, must be eager with a hint: readiness-driven stages never wait to send")
+    if isinstance(limit, str) and limit.startswith(SAME_BYTES):
+        counted = resolve_limits(costs, limit.removeprefix(SAME_BYTES), admission)
+        return _dispatched(costs, hint, _same_bytes(costs, hint, counted, sizes), sizes)
     return _dispatched(costs, hint, resolve_limits(costs, limit, admission), sizes)
 
 
@@ -153,8 +168,22 @@ def _strict(costs: CostTable, strict: ScheduleSpec, sends: Sends) -> Simulation:
     return beside_bound(costs, result, None, needed)
 
 
+def _same_bytes(
+    costs: CostTable, hint: HintSpec, limits: Sequence[Limit], sizes: Sequence[float] | None
+) -> list[Limit]:
+    """As many bytes on each stage as it holds under ``limits``."""
+    _check_has_bytes(costs)
+    counted = run(costs, [create_hint(hint) for _ in limits], limits, sizes=sizes)
+    return [Limit(bytes=max(1, peaks.num_bytes)) for peaks in counted.peaks]
+
+
 def _dispatched(costs: CostTable, hint: HintSpec, limits: Sequence[Limit], sizes: Sequence[float] | None) -> Simulation:
     result = run(costs, [create_hint(hint) for _ in limits], limits, sizes=sizes)
+    if any(limit.bytes is not None for limit in limits):
+        # The bound of what holds as many microbatches as this run did.
+        held = [-(-peaks.held // costs.chunks) for peaks in result.peaks]
+        in_bytes = tuple(limit.bytes or 0 for limit in limits)
+        return replace(beside_bound(costs, result, None, held), limits_in_bytes=in_bytes)
     counts = tuple(costs.microbatches if limit.microbatches is None else limit.microbatches for limit in limits)
     # Under the paper's rule D may pass K * C by C, as under a limit of K + 1.
     extra = 1 if costs.chunks > 1 and any(limit.rule == "paper" for limit in limits) else 0
@@ -167,13 +196,18 @@ def resolve_limits(
     """The limit of every stage of a simulated hint.
 
     Raises:
-        ConfigError: for a limit on bytes.
+        ConfigError: for a limit on bytes where the table has none.
     """
     spec = DEFAULT_LIMIT if spec is None else spec
     limits = [Limit.resolve(spec, stage, costs.stages) for stage in range(costs.stages)]
     if any(limit.bytes is not None for limit in limits):
-        raise ConfigError("limit: bytes must be None, a cost table has no sizes")
+        _check_has_bytes(costs)
     return limits if admission is None else [replace(limit, rule=admission) for limit in limits]
+
+
+def _check_has_bytes(costs: CostTable) -> None:
+    if costs.held is None:
+        raise ConfigError("the limit is in bytes, and the cost table has none: it needs the field bytes")
 
 
 def _check_sum(costs: CostTable) -> None:

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from rrfp.transports.carried.wires import EdgeName
 from rrfp.transports.collective.streams import StreamWire
-from rrfp.transports.collective.wires import EdgeName
 from rrfp.transports.header_checks import TensorSpec
 from rrfp.transports.tensor_bytes import as_byte_tensor
 
@@ -240,7 +240,7 @@ class DoublePipe:
 
 
 class DoubleBackend:
-    """See `rrfp.transports.collective.wires.Backend`; tensors lie on the CPU.
+    """See `rrfp.transports.carried.wires.Backend`; tensors lie on the CPU.
 
     Args:
         network: the job's.

@@ -144,6 +144,12 @@ class _Wrapped(Hint):
     def microbatch_order(self, view: View) -> Sequence[int] | None:
         return self._inner.microbatch_order(view)
 
+    def announces(self, view: View) -> bool:
+        return self._inner.announces(view)
+
+    def awaits(self, task: Task, view: View) -> bool:
+        return self._inner.awaits(task, view)
+
     def observe(self, event: Event) -> None:
         self._inner.observe(event)
 

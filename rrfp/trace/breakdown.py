@@ -19,6 +19,7 @@ CAUSE_LABELS = {
     WaitCause.INPUT: "input",
     WaitCause.MEMORY: "memory",
     WaitCause.ORDER: "TP order",
+    WaitCause.CHOICE: "choice",
     WaitCause.DRAINED: "nothing left",
 }
 
@@ -37,6 +38,8 @@ class Breakdown:
     memory: float = 0.0
     #: Blocked: a task had its inputs, and the tensor-parallel group's order did not have it yet.
     order: float = 0.0
+    #: Idle by choice: a backward could run, and the hint waited a moment for a forward that was on its way.
+    choice: float = 0.0
     #: Blocked: every task of the stage had started, and other stages still computed.
     drained: float = 0.0
     #: Neither in a task nor blocked: the runtime's own time, such as dispatch.
@@ -44,8 +47,8 @@ class Breakdown:
 
     @property
     def blocking(self) -> float:
-        """Seconds without compute because nothing could run, all causes together."""
-        return self.input + self.memory + self.order + self.drained
+        """Seconds without compute because nothing could run or was to run, all causes together."""
+        return self.input + self.memory + self.order + self.choice + self.drained
 
     @property
     def by_cause(self) -> dict[WaitCause, float]:
@@ -93,6 +96,13 @@ def breakdown(trace: StepTrace, stage: int) -> Breakdown:
     # Rounding may leave a few ulp below zero.
     other = max(0.0, step - compute - sum(blocked.values()))
     return Breakdown(step=step, compute=compute, other=other, **by_cause)
+
+
+def blank_seconds(trace: StepTrace, stage: int, start: float, end: float) -> float:
+    """Seconds of ``stage`` in neither a task nor a wait, `Breakdown.other`, between two times on the trace's clock."""
+    spans = [(span.start, span.end) for span in trace.tasks if span.stage == stage]
+    spans += [(wait.start, wait.end) for wait in idle_waits(trace, stage)]
+    return max(0.0, end - start - sum(high - low for low, high in _union(spans, start, end)))
 
 
 def by_stage(trace: StepTrace, num_stages: int) -> tuple[Breakdown, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from rrfp.core.tasks import Task
 from rrfp.core.usage import Peaks, WaitCause
+from rrfp.costs.files import json_fault
 from rrfp.errors import ConfigError
 from rrfp.trace.breakdown import CAUSE_LABELS
 from rrfp.trace.chrome import LAUNCHED, STEPS_THREAD
@@ -58,8 +59,10 @@ def read_chrome(path: str | os.PathLike[str]) -> list[TracedRun]:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{os.fspath(path)}: cannot be read ({error.strerror or error})") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{os.fspath(path)}: is not JSON ({error})") from None
+    except RecursionError:
+        raise ConfigError(f"{os.fspath(path)}: is not a trace (nested too deeply)") from None
+    except ValueError as error:
+        raise ConfigError(f"{os.fspath(path)}: is not JSON ({json_fault(error)})") from None
     events = document.get("traceEvents") if isinstance(document, dict) else None
     if not isinstance(events, list):
         raise ConfigError(f"{os.fspath(path)}: traceEvents is missing, must be the list of a trace written by rrfp")

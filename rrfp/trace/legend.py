@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rrfp.core.tasks import Kind
@@ -17,24 +18,29 @@ if TYPE_CHECKING:
 #: A kind of task in a chunk.
 Tint = tuple[Kind, int]
 
+#: What the breakdown calls time that is left blank.
+OTHER_LABEL = "other: the runtime"
+
 #: Inches of an entry beside its text, of a character, and of the axis' label beside the legend.
 _ENTRY, _CHARACTER, _LABEL = 0.5, 0.068, 1.6
 
 
-def legend_lines(tints: Collection[Tint], causes: Collection[WaitCause], width: float) -> int:
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a picture shows: kinds by chunk, the causes of idle times, and whether a visible part is blank."""
+
+    tints: Collection[Tint]
+    causes: Collection[WaitCause]
+    has_blank: bool
+
+
+def legend_lines(drawn: Drawn, width: float) -> int:
     """Lines that the legend needs beside the axis' label, in a picture that is ``width`` inches wide."""
-    labels = [*_kinds(tints).values(), *map(_cause_label, causes)]
+    labels = [*_kinds(drawn.tints).values(), *map(_cause_label, drawn.causes), *[OTHER_LABEL] * drawn.has_blank]
     return max(1, math.ceil(sum(_ENTRY + _CHARACTER * len(label) for label in labels) / (width - _LABEL)))
 
 
-def draw_legend(
-    figure: Figure,
-    tints: Collection[Tint],
-    causes: Collection[WaitCause],
-    chunks: int,
-    corner: tuple[float, float],
-    lines: int,
-) -> None:
+def draw_legend(figure: Figure, drawn: Drawn, chunks: int, corner: tuple[float, float], lines: int) -> None:
     """Put the legend at ``corner``, inches from the left and from below.
 
     A kind has one entry, with a patch for each of its chunks.
@@ -43,15 +49,17 @@ def draw_legend(
     from matplotlib.patches import Patch
 
     entries: list[tuple[Any, str]] = []
-    for kind, label in _kinds(tints).items():
-        colours = [kind_colour(kind, chunk, chunks) for chunk in _chunks(tints, kind)]
+    for kind, label in _kinds(drawn.tints).items():
+        colours = [kind_colour(kind, chunk, chunks) for chunk in _chunks(drawn.tints, kind)]
         entries.append((tuple(Patch(facecolor=colour) for colour in colours), label))
-    for cause in [cause for cause in WaitCause if cause in causes]:
+    for cause in [cause for cause in WaitCause if cause in drawn.causes]:
         look = IDLE_LOOKS[cause]
         # The frame has the hatch's ink: matplotlib draws both in one colour.
         edge = FRAME if look.hatch is None else look.ink
         patch = Patch(facecolor=look.face, edgecolor=edge, hatch=look.hatch, linewidth=0.5)
         entries.append((patch, _cause_label(cause)))
+    if drawn.has_blank:
+        entries.append((Patch(facecolor="white", edgecolor=FRAME, linewidth=0.5), OTHER_LABEL))
     total, height = figure.get_size_inches()
     handles, labels = zip(*entries, strict=True)
     figure.legend(

@@ -40,6 +40,7 @@ IDLE_LOOKS = {
     WaitCause.INPUT: IdleLook(_hex("#dfe3e9"), None, _hex("#dfe3e9")),
     WaitCause.MEMORY: IdleLook(_hex("#f9dde2"), "//////", _hex("#c2506b")),
     WaitCause.ORDER: IdleLook(_hex("#e6def3"), "xxxxxx", _hex("#7a5cb0")),
+    WaitCause.CHOICE: IdleLook(_hex("#fdf1d6"), "\\\\\\\\", _hex("#c98a1b")),
     WaitCause.DRAINED: IdleLook(_hex("#ffffff"), "....", _hex("#a3abb7")),
 }
 DARK, LIGHT, MUTED, FRAME = "#1b1f24", "#ffffff", "#5b6470", "#b8bec8"

@@ -6,6 +6,8 @@ known, while `merge` needs every rank's spans on the common clock and either end
 
 from __future__ import annotations
 
+import math
+import reprlib
 from dataclasses import astuple
 from typing import Any
 
@@ -31,24 +33,62 @@ def to_plain(trace: StepTrace) -> dict[str, Any]:
     }
 
 
-def from_plain(data: dict[str, Any]) -> StepTrace:
+def from_plain(data: Any) -> StepTrace:
     """Read `to_plain`'s data back.
 
     Raises:
         KeyError, TypeError, ValueError: if the data are not `to_plain`'s.
     """
     return StepTrace(
-        step=data["step"],
-        start=data["start"],
-        end=data["end"],
-        tasks=tuple(TaskSpan(stage, Task.parse(task), *times) for stage, task, *times in data["tasks"]),
-        waits=tuple(WaitSpan(stage, WaitCause(cause), start, end) for stage, cause, start, end in data["waits"]),
-        messages=tuple(
-            MessageSpan(source, target, Task.parse(task), *rest) for source, target, task, *rest in data["messages"]
+        step=_whole(data["step"]),
+        start=_time(data["start"]),
+        end=_time(data["end"]),
+        tasks=tuple(
+            TaskSpan(_whole(stage), Task.parse(task), *_read_times(times)) for stage, task, *times in data["tasks"]
         ),
-        dropped=data["dropped"],
-        peaks=tuple(StagePeaks(stage, Peaks(*peaks)) for stage, *peaks in data["peaks"]),
+        waits=tuple(
+            WaitSpan(_whole(stage), _cause(cause), _time(start), _time(end))
+            for stage, cause, start, end in data["waits"]
+        ),
+        messages=tuple(
+            MessageSpan(
+                *(_whole(source), _whole(target), Task.parse(task)),
+                *(_time_or_none(sent), _time_or_none(arrived), _whole(num_bytes)),
+            )
+            for source, target, task, sent, arrived, num_bytes in data["messages"]
+        ),
+        dropped=_whole(data["dropped"]),
+        peaks=tuple(StagePeaks(_whole(stage), Peaks(*map(_whole, peaks))) for stage, *peaks in data["peaks"]),
     )
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{reprlib.repr(value)} is no whole number from 0 on")
+    return value
+
+
+def _cause(value: Any) -> WaitCause:
+    if not isinstance(value, str):  # the enumeration would show it, however deep it is
+        raise TypeError(f"{reprlib.repr(value)} is no cause")
+    return WaitCause(value)
+
+
+def _time(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError(f"{reprlib.repr(value)} is no time")
+    time: float = value
+    return time
+
+
+def _time_or_none(value: Any) -> float | None:
+    return None if value is None else _time(value)
+
+
+def _read_times(times: list[Any]) -> tuple[float, ...]:
+    if len(times) not in (2, 3):
+        raise ValueError(f"{len(times)} times of a task, must be 2 or 3")
+    return tuple(map(_time, times))
 
 
 def _times(span: TaskSpan) -> tuple[float, ...]:

@@ -47,6 +47,11 @@ class Recorder:
             self._cause_since = now
         self._cause = cause
 
+    @property
+    def wait(self) -> tuple[WaitCause, float] | None:
+        """The cause and the beginning of the wait since the last task; None where there is none."""
+        return None if self._cause is None else (self._cause, self._cause_since)
+
     def ran(self, task: Task, start: float, end: float, launched: float | None = None) -> None:
         """``task`` has completed. ``launched``: see `TaskSpan`."""
         if self._cause is not None:

@@ -15,11 +15,12 @@ _TIMES: tuple[tuple[str, Callable[[Breakdown], float]], ...] = (
     ("input", lambda part: part.input),
     ("memory", lambda part: part.memory),
     ("TP\norder", lambda part: part.order),
+    ("choice", lambda part: part.choice),
     ("nothing\nleft", lambda part: part.drained),
     ("other", lambda part: part.other),
 )
 #: Columns that are left out where they are 0 on every stage.
-_OPTIONAL = ("memory", "TP\norder")
+_OPTIONAL = ("memory", "TP\norder", "choice")
 
 
 def breakdown_table(

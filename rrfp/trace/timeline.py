@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from rrfp.core.tasks import Kind
 from rrfp.core.usage import WaitCause
-from rrfp.trace.breakdown import idle_waits
-from rrfp.trace.legend import draw_legend, legend_lines
+from rrfp.trace.breakdown import blank_seconds, idle_waits
+from rrfp.trace.legend import Drawn, draw_legend, legend_lines
 from rrfp.trace.looks import (
     DARK,
     DPI,
@@ -48,6 +48,8 @@ FILL = 0.86
 DIGIT, DIGIT_HEIGHT, PADDING = 0.64, 0.73, 0.12
 #: With fewer boxes a picture never has the dense form; and it has it where a smaller share of them has a number.
 FEW_BOXES, NUMBERED = 100, 0.5
+#: The least part of a stage's time that, left blank, has an entry in the legend.
+BLANK = 0.03
 #: Intervals of the panel of shares.
 BINS = 180
 
@@ -119,8 +121,8 @@ class Timelines:
         """The figure, without a canvas."""
         from matplotlib.figure import Figure
 
-        tints, causes = self._drawn()
-        lines = legend_lines(tints, causes, self.width)
+        drawn = self._drawn()
+        lines = legend_lines(drawn, self.width)
         rows = [self._row_height(run) * len(run.stages) for run in self.runs]
         below = SHARES + GAP if self.is_dense else 0.0
         height = sum(HEAD + row + below for row in rows) + AXIS + LINE * lines + EDGE
@@ -140,7 +142,7 @@ class Timelines:
                 top -= below
                 self._draw_shares(panel := axes(top, SHARES), run)
                 self._style_time(panel, has_numbers=is_last)
-        draw_legend(figure, tints, causes, self.chunks, (SIDE, EDGE), lines)
+        draw_legend(figure, drawn, self.chunks, (SIDE, EDGE), lines)
         style: dict[str, Any] = {"ha": "right", "va": "bottom", "fontsize": TEXT_SIZE, "color": MUTED}
         figure.text(1 - EDGE / total, EDGE / height, f"time in the step ({self._unit[1]})", **style)
         return figure
@@ -154,13 +156,18 @@ class Timelines:
             return ROW
         return DENSE_ROW if len(run.stages) <= FEW_STAGES else THIN_ROW
 
-    def _drawn(self) -> tuple[set[tuple[Kind, int]], set[WaitCause]]:
-        """Kinds by chunk and causes that the picture shows."""
+    def _drawn(self) -> Drawn:
         tints, causes = set(), set()
         for run in self.runs:
             tints |= {(b.task.kind, self._chunk(b)) for b in run.trace.tasks if self._shows(b, run)}
             causes |= {wait.cause for wait in run.waits if self._shows(wait, run)}
-        return tints, causes
+        return Drawn(tints, causes, any(self._is_blank(run, stage) for run in self.runs for stage in run.stages))
+
+    def _is_blank(self, run: Run, stage: int) -> bool:
+        """Whether the runtime's own time is a visible part of what the picture shows of a stage."""
+        origin, end = run.trace.start, min(self.end, run.makespan)
+        blank = blank_seconds(run.trace, stage, origin + self.start, origin + end)
+        return blank > BLANK * (end - self.start) > 0
 
     def _shows(self, span: TaskSpan | WaitSpan, run: Run) -> bool:
         return _is_inside(span, run.trace.start, self.start, self.end)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import product
 
 from rrfp.core.placement import Layout, Placement
 from rrfp.core.tasks import Kind, Task
@@ -82,12 +81,25 @@ def traced_step(trace: StepTrace, num_stages: int) -> TracedStep:
     microbatches = 1 + max(task.microbatch for task in tasks)
     stage_of = _stages_of(tasks.values())
     weighted = {task.virtual_stage for task in tasks if task.kind is Kind.W}
-    for v, m, kind in product(range(len(stage_of)), range(microbatches), Kind):
-        if (kind is not Kind.W or v in weighted) and Task(kind, m, v) not in tasks:
-            raise ConfigError(f"{Task(kind, m, v)} is missing: the file lacks a rank, or the rank's trace was cut")
+    if (missing := _missing(tasks, range(len(stage_of)), microbatches, weighted)) is not None:
+        raise ConfigError(f"{missing} is missing: the file lacks a rank, or the rank's trace was cut")
     shape = Shape(num_stages, *_placement(stage_of, num_stages), bool(weighted))
     latencies = _latencies(trace, tasks, stage_of)
     return TracedStep(trace.step, shape, microbatches, trace.end - trace.start, tasks, latencies)
+
+
+def _missing(
+    tasks: Collection[Task], virtual_stages: Iterable[int], microbatches: int, weighted: Collection[int]
+) -> Task | None:
+    """The first task that every step has and this one lacks."""
+    # Not by itertools.product, which makes a list of all microbatches: their number is one that a file names.
+    for v in virtual_stages:
+        kinds = [kind for kind in Kind if kind is not Kind.W or v in weighted]
+        for m in range(microbatches):
+            for kind in kinds:
+                if (task := Task(kind, m, v)) not in tasks:
+                    return task
+    return None
 
 
 def _stages_of(spans: Iterable[TaskSpan]) -> list[int]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rrfp.transports.base import TransportContext as TransportContext
     from rrfp.transports.base import TransportStatistics as TransportStatistics
     from rrfp.transports.device_copies import DeviceCopies as DeviceCopies
+    from rrfp.transports.device_sharing import SharesDeviceMemory as SharesDeviceMemory
     from rrfp.transports.direct import DeliversMessages as DeliversMessages
     from rrfp.transports.direct import SendsAtOnce as SendsAtOnce
     from rrfp.transports.flow import HomeLoop as HomeLoop
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from rrfp.transports.registry import create_transport as create_transport
     from rrfp.transports.rendezvous import LocalRendezvous as LocalRendezvous
     from rrfp.transports.rendezvous import StoreRendezvous as StoreRendezvous
+    from rrfp.transports.secret import Secret as Secret
     from rrfp.transports.tensor_bytes import allocate as allocate
     from rrfp.transports.tensor_bytes import as_bytes as as_bytes
     from rrfp.transports.tensor_bytes import check_sendable as check_sendable
@@ -56,12 +58,14 @@ _PUBLIC = {
         "TransportStatistics",
     ),
     "rrfp.transports.device_copies": ("DeviceCopies",),
+    "rrfp.transports.device_sharing": ("SharesDeviceMemory",),
     "rrfp.transports.direct": ("DeliversMessages", "SendsAtOnce"),
     "rrfp.transports.flow": ("HomeLoop", "Inbox", "Window", "cost_of"),
     "rrfp.transports.lending": ("LendsMemory", "Loan"),
     "rrfp.transports.pool": ("BufferPool",),
     "rrfp.transports.registry": ("create_transport",),
     "rrfp.transports.rendezvous": ("LocalRendezvous", "StoreRendezvous"),
+    "rrfp.transports.secret": ("Secret",),
     "rrfp.transports.tensor_bytes": ("allocate", "as_bytes", "check_sendable", "from_buffer"),
     "rrfp.transports.wire": ("MAX_HEADER_BYTES", "Codec", "Sealed", "copy_body"),
 }

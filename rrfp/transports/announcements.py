@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +18,9 @@ from rrfp.transports.tensor_bytes import copied_from, from_buffer
 #: Headers of which the checked fields are kept: of a few steps and shapes; then they are forgotten.
 _MAX_KNOWN = 64
 
+#: Longer ones are checked each time: kept, thousands of tensors would take up to fifteen times their header.
+_MAX_KNOWN_BYTES = 4096
+
 
 class CheckedFields(NamedTuple):
     """The fields of a header that repeat from message to message, checked; see `Announcement`."""
@@ -26,7 +29,7 @@ class CheckedFields(NamedTuple):
     kind: MessageKind
     step: StepId | None
     specs: tuple[TensorSpec | None, ...]
-    sizes: list[int]
+    sizes: tuple[int, ...]
     num_bytes: int
 
 
@@ -55,7 +58,7 @@ class Announcement:
     task: Task | None
     body: Mapping[str, Any]
     specs: tuple[TensorSpec | None, ...]
-    sizes: list[int]
+    sizes: tuple[int, ...]
     num_bytes: int
 
     def assemble(self, buffers: Sequence[memoryview], *, copy: bool = False) -> Message:
@@ -66,12 +69,23 @@ class Announcement:
             copy: copy all buffers, which must be writable: their memory is used again.
 
         Raises:
-            FrameError: if the number of buffers, or the length of one, differs from the announced.
+            FrameError: if the number of buffers, or the length of one, differs from the announced, or if torch cannot
+                make tensors of them, as for lack of memory.
         """
         sender, sizes = self.sender, self.sizes
         if len(buffers) != len(sizes):
             raise FrameError(sender, "frames", f"{len(buffers)} frames follow the header, must be {len(sizes)}")
-        tensor_of, tensors, index = copied_from if copy else from_buffer, list[Tensor | None](), 0
+        try:
+            tensors = self._tensors(buffers, copied_from if copy else from_buffer)
+        except FrameError:
+            raise
+        except Exception as error:  # else the loop would log it, and the step would wait for the message forever
+            raise FrameError(sender, "frames", f"cannot become tensors: {type(error).__name__}: {error}") from error
+        return Message(self.channel, self.kind, self.step, self.task, tuple(tensors), self.body, self.sequence, sender)
+
+    def _tensors(self, buffers: Sequence[memoryview], tensor_of: Callable[..., Tensor]) -> list[Tensor | None]:
+        sender, sizes = self.sender, self.sizes
+        tensors, index = list[Tensor | None](), 0
         for spec in self.specs:
             if spec is None:
                 tensors.append(None)
@@ -81,7 +95,7 @@ class Announcement:
                 raise FrameError(sender, f"frames[{index}]", f"has {buffer.nbytes} bytes, must have {sizes[index]}")
             tensors.append(tensor_of(buffer, dtype, shape, requires_grad=requires_grad))
             index += 1
-        return Message(self.channel, self.kind, self.step, self.task, tuple(tensors), self.body, self.sequence, sender)
+        return tensors
 
 
 class KnownHeaders:
@@ -106,7 +120,7 @@ class KnownHeaders:
         if (known := self._known.get(key)) is not None:
             return known
         specs = check.tensors(tensors)
-        sizes = [spec.num_bytes for spec in specs if spec is not None]
+        sizes = tuple([spec.num_bytes for spec in specs if spec is not None])
         if (num_bytes := sum(sizes)) > self._max_bytes:
             check.fail("tensors", f"have {num_bytes} bytes, max_message_bytes is {self._max_bytes}")
         checked = CheckedFields(
@@ -117,7 +131,8 @@ class KnownHeaders:
             sizes,
             num_bytes,
         )
-        if len(self._known) >= _MAX_KNOWN:
-            self._known.clear()
-        self._known[key] = checked
+        if len(key) <= _MAX_KNOWN_BYTES:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known[key] = checked
         return checked

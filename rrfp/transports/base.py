@@ -17,8 +17,9 @@ The contract, which `rrfp.testing.transport_checks` verifies for any implementat
 - **Peer death**: for a peer that died, or was silent for ``patience_s``, ``receive`` raises :class:`PeerLostError`
   once, after every message that the peer had delivered; ``send`` to it raises the same from then on. A peer that closed
   in order is not an error for ``receive``.
-- **Bad input** from the network is dropped and raised by ``receive`` as one :class:`FrameError` that names peer and
-  field. The next call returns the next message.
+- **Bad input** from a peer is dropped and raised by ``receive`` as one :class:`FrameError` that names peer and field.
+  The next call returns the next message. A frame of another run or restart names no peer. Whatever comes over a
+  connection that is no peer's is dropped and counted, and raised by nothing.
 - **Devices**: tensors on the rank's device are complete when they are passed to ``send``, and those that ``receive``
   returns are complete. They arrive on the receiver's device, or on the CPU where it has none; tensors on the CPU
   arrive on the CPU. One message may have both. A transport whose `Transport.carries` does not name the device need not
@@ -41,6 +42,7 @@ from typing import TYPE_CHECKING, Protocol
 from rrfp.core import timeouts
 from rrfp.core.record import record
 from rrfp.core.tasks import StepId, Task
+from rrfp.transports.secret import Secret, check_security
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,6 +70,7 @@ class MessageKind(StrEnum):
     OUTPUT = "output"  # tensors: the output of `task`
     TIE = "tie"  # tensors: a piece of the gradient of a tied parameter, or of the sum of all its copies
     CONSUMED = "consumed"  # forward only: the credit for `task`'s output
+    BEGUN = "begun"  # the forward `task`, whose output will come, has begun (body: seconds that it is expected to take)
     READY = "ready"  # tensor parallelism: `task` may run on this rank
     ORDER = "order"  # tensor parallelism: log entry `sequence` is `task`
     HELD = "held"  # tensor parallelism: bytes that `task` left on this rank
@@ -77,7 +80,8 @@ class MessageKind(StrEnum):
     REPORT = "report"  # all-gather, towards rank 0: the values of a rank and of those below it in the control tree
     RESULT = "result"  # all-gather, from rank 0 to all: everyone's values
     # Why is a rank idle? Up the tree the question, down the tree (body: poll) the poll. Both are acknowledged (body:
-    # acknowledged); a rank that does not acknowledge is reported (body: unresponsive).
+    # acknowledged); a rank that does not acknowledge is reported (body: unresponsive). A user looks: from his rank to
+    # all others the question, back to it their answers (body: survey).
     PROBE = "probe"
     CLOSED = "closed"  # body: the sender's caller left in order, after so many steps
     ABORT = "abort"  # body: origin of a failure
@@ -161,7 +165,7 @@ class TransportContext:
         single_host: all ranks run on this host.
         queue_bytes: most bytes queued for one peer and channel before ``send`` waits.
         max_message_bytes: larger announced messages are refused before anything is allocated.
-        allow_insecure: permit a bind beyond loopback without authentication.
+        allow_insecure: permit tcp without authentication and encryption.
         connect_timeout_s: how long ``start`` waits for the peers, in seconds.
         heartbeat_s: seconds of silence after which a peer is sent a heartbeat.
         patience_s: how long a connected peer may be silent before it is lost, in seconds.
@@ -169,6 +173,12 @@ class TransportContext:
             the device uses it, and closes it when it closes or aborts.
         data_peers: those of the peers with which it exchanges tensors, for transports to which such a connection is
             dear; messages with tensors may still go to any peer. None stands for all.
+        secret: of the job; where there is one, tcp connections are authenticated and encrypted. It excludes
+            ``allow_insecure``.
+        plain_data: with a secret, tensors may travel over tcp in plain text; control messages never do.
+
+    Raises:
+        ConfigError: for a secret with ``allow_insecure``.
     """
 
     rank: int
@@ -185,6 +195,11 @@ class TransportContext:
     patience_s: float = timeouts.PATIENCE_S
     copies: DeviceCopies | None = None
     data_peers: tuple[int, ...] | None = None
+    secret: Secret | None = None
+    plain_data: bool = False
+
+    def __post_init__(self) -> None:
+        check_security(self.secret, allow_insecure=self.allow_insecure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +212,8 @@ class TransportStatistics:
         messages_received: messages that ``receive`` returned.
         bytes_received: their tensor bytes.
         queued_bytes: tensor bytes accepted and not yet handed to the operating system or the peer.
-        dropped_frames: bad frames dropped.
+        dropped_frames: bad frames of peers dropped.
+        strangers: frames and connections of others that were dropped; ``receive`` raises nothing for them.
     """
 
     messages_sent: int = 0
@@ -206,6 +222,7 @@ class TransportStatistics:
     bytes_received: int = 0
     queued_bytes: int = 0
     dropped_frames: int = 0
+    strangers: int = 0
 
 
 class Transport(ABC):

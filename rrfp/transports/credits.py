@@ -56,11 +56,15 @@ class Credits:
             loop = asyncio.get_running_loop()
             debt.timer = loop.call_later(timeouts.CREDIT_DELAY_S, self._flush, channel)
 
-    def want(self, sealed: Sealed) -> None:
-        """The peer waits for room: answer with credit, now or once there is any; a FrameError if it is malformed."""
-        check = HeaderChecks(sealed.sender)
-        (value,) = check.array("want", sealed.fields, 1)
-        channel = check.choice("want.channel", value, Channel)
+    def want(self, sender: int, name: str, fields: Any) -> None:
+        """The peer waits for room, by the field ``name``: answer with credit, now or once there is any.
+
+        Raises:
+            FrameError: if a part of the field is malformed.
+        """
+        check = HeaderChecks(sender)
+        (value,) = check.array(name, fields, 1)
+        channel = check.choice(f"{name}.channel", value, Channel)
         if self._debts[channel].messages:
             self._flush(channel)
         else:

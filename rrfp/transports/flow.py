@@ -230,15 +230,16 @@ class Inbox:
             on_received: called on the receiver's loop when `get` removes the entry.
             first: overtakes the entries that are not ``first``.
         """
-        if self._deliver is not None:
-            self._home.call(partial(self._pass_on, entry, on_received, self._deliver))
-            return
         with self._lock:
             if self._closed:
                 return
-            (self._control if first else self._others).append((entry, on_received))
+            deliver = self._deliver
+            if deliver is None:
+                (self._control if first else self._others).append((entry, on_received))
             wake, self._idle = self._idle, False
-        if wake:
+        if deliver is not None:
+            self._home.call(partial(self._pass_on, entry, on_received, deliver))
+        elif wake:
             self._home.call(self._filled.set)
 
     def deliver_to(self, deliver: Deliver) -> None:
@@ -247,9 +248,14 @@ class Inbox:
         Args:
             deliver: called on the loop, and in calls of `put` that are made there.
         """
-        while entries := self._control or self._others:
-            self._pass_on(*entries.popleft(), deliver)
-        self._deliver = deliver
+        while True:
+            with self._lock:  # another thread that puts an entry sees the function, or has its entry seen here
+                entries = self._control or self._others
+                if not entries:
+                    self._deliver = deliver
+                    return
+                entry, on_received = entries.popleft()
+            self._pass_on(entry, on_received, deliver)
 
     def _pass_on(self, entry: Message | RrfpError, on_received: Callable[[], None] | None, deliver: Deliver) -> None:
         if self._closed:

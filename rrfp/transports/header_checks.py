@@ -1,11 +1,12 @@
 """Checks of single header fields: each returns the typed value, or raises a FrameError that names the field.
 
-A header comes from an unauthenticated sender, so no field is used to allocate, index or convert before its check.
+A header may come from any sender, so no field is used to allocate, index or convert before its check.
 """
 
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Collection
 from enum import StrEnum
 from functools import cache
@@ -34,6 +35,18 @@ _Choice = TypeVar("_Choice", bound=StrEnum)
 def _members(choices: type[_Choice]) -> dict[str, _Choice]:
     """The members by value; a call of the enumeration takes longer than all other checks of a field."""
     return {member.value: member for member in choices}
+
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel = 3
+_BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 60
+
+_MAX_SHOWN = 80
+
+
+def shown(value: object) -> str:
+    """A received value for an error, in 80 characters at most. Unlike ``repr``, of values nested as deep as may be."""
+    return _BRIEF.repr(value)[:_MAX_SHOWN]
 
 
 class TensorSpec(NamedTuple):
@@ -68,25 +81,25 @@ class HeaderChecks:
         members: dict[str, _Choice] = _members(choices)
         if type(value) is str and value in members:
             return members[value]
-        self.fail(field, f"is {value!r:.80}, must be one of: {', '.join(choices)}")
+        self.fail(field, f"is {shown(value)}, must be one of: {', '.join(choices)}")
 
     def integer(self, field: str, value: Any, least: int = 0) -> int:
         """An integer of 63 bits, at least ``least``."""
         if type(value) is not int or not least <= value <= _MAX_INT:
-            self.fail(field, f"is {value!r:.80}, must be a whole number >= {least}")
+            self.fail(field, f"is {shown(value)}, must be a whole number >= {least}")
         return value
 
     def boolean(self, field: str, value: Any) -> bool:
         """True or False."""
         if type(value) is not bool:
-            self.fail(field, f"is {value!r:.80}, must be true or false")
+            self.fail(field, f"is {shown(value)}, must be true or false")
         return value
 
     def array(self, field: str, value: Any, length: int | None = None) -> list[Any]:
         """A list; of ``length`` items unless that is None."""
         if type(value) is not list or (length is not None and len(value) != length):
             wanted = "an array" if length is None else f"an array of {length}"
-            self.fail(field, f"is {value!r:.80}, must be {wanted}")
+            self.fail(field, f"is {shown(value)}, must be {wanted}")
         return value
 
     def step(self, value: Any) -> StepId | None:
@@ -120,7 +133,7 @@ class HeaderChecks:
         name, shape, requires_grad = self.array(field, value, 3)
         dtype = DTYPES.get(name) if type(name) is str else None
         if dtype is None:
-            self.fail(f"{field}.dtype", f"is {name!r:.80}, must be one of: {', '.join(DTYPES)}")
+            self.fail(f"{field}.dtype", f"is {shown(name)}, must be one of: {', '.join(DTYPES)}")
         sizes = self.array(f"{field}.shape", shape)
         if len(sizes) > MAX_DIMENSIONS:
             self.fail(f"{field}.shape", f"has {len(sizes)} dimensions, must have at most {MAX_DIMENSIONS}")
@@ -128,7 +141,7 @@ class HeaderChecks:
             self.integer(f"{field}.shape", size)
         # Zeros count as one: an empty tensor's strides must not overflow either.
         if math.prod(max(size, 1) for size in sizes) * dtype.itemsize > MAX_TENSOR_BYTES:
-            self.fail(f"{field}.shape", f"is {sizes!r:.80}, must stay below {MAX_TENSOR_BYTES} bytes")
+            self.fail(f"{field}.shape", f"is {shown(sizes)}, must stay below {MAX_TENSOR_BYTES} bytes")
         if self.boolean(f"{field}.requires_grad", requires_grad) and not _differentiable(dtype):
             self.fail(f"{field}.requires_grad", f"is true, must be false for {name}")
         return TensorSpec(dtype, tuple(sizes), requires_grad)
@@ -139,7 +152,7 @@ class HeaderChecks:
         Of a body that is yet to be sent, also tuples and classes derived from these.
         """
         if not isinstance(value, dict):
-            self.fail("body", f"is {value!r:.80}, must be a map")
+            self.fail("body", f"is {shown(value)}, must be a map")
         self._plain(value, MAX_BODY_DEPTH)
         return value
 
@@ -151,7 +164,7 @@ class HeaderChecks:
             items = value.values()
             for key in value:
                 if not isinstance(key, str):
-                    self.fail("body", f"has the key {key!r:.80}, keys must be strings")
+                    self.fail("body", f"has the key {shown(key)}, keys must be strings")
         elif isinstance(value, _SCALARS):
             return
         else:  # msgpack's timestamps and extension types, and what no message can hold

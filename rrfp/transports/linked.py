@@ -15,9 +15,13 @@ from typing import Generic, Protocol, TypeVar
 
 from rrfp.core import timeouts
 from rrfp.errors import ConfigError, PeerLostError, RrfpError, TransportClosedError, TransportError
+from rrfp.log import get_logger
 from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
 from rrfp.transports.flow import CLOSED, Deliver, HomeLoop, Inbox, Window
+from rrfp.transports.refusals import Refusals
 from rrfp.transports.wire import Codec
+
+_log = get_logger(__name__)
 
 #: Bad frames that wait to be raised; further ones are only counted, so that a sender of them cannot fill the memory.
 MAX_PENDING_FRAME_ERRORS = 64
@@ -77,6 +81,7 @@ class LinkedTransport(Transport, Generic[Link]):
         self._closed: asyncio.Event | None = None
         self._is_closed = False
         self._pending_errors = 0
+        self._refusals = Refusals(_log)
         self._sent = self._sent_bytes = self._received = self._received_bytes = self._dropped = 0
 
     @abstractmethod
@@ -215,6 +220,7 @@ class LinkedTransport(Transport, Generic[Link]):
             bytes_received=self._received_bytes,
             queued_bytes=sum(outlet.window.tensor_bytes for outlet in self._outlets()),
             dropped_frames=self._dropped,
+            strangers=self._refusals.count,
         )
 
     def on_message(self, message: Message, num_bytes: int) -> None:
@@ -238,6 +244,10 @@ class LinkedTransport(Transport, Generic[Link]):
         if self._pending_errors < MAX_PENDING_FRAME_ERRORS and self._inbox is not None:
             self._pending_errors += 1
             self._inbox.put(error, self._on_error_raised, first=True)
+
+    def on_stranger(self, sentence: str) -> None:
+        """A frame or a connection of no rank was dropped, as the sentence says. ``receive`` raises nothing for it."""
+        self._refusals.add(sentence)
 
     def _on_error_raised(self) -> None:
         self._pending_errors -= 1

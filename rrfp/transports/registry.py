@@ -23,6 +23,7 @@ TRANSPORTS: Registry[TransportFactory] = Registry(
         "inproc": "rrfp.transports.inproc:InprocTransport",
         "shm": "rrfp.transports.shm.transport:ShmTransport",
         "zmq": "rrfp.transports.zmq.transport:ZmqTransport",
+        "cuda_ipc": "rrfp.transports.cuda_ipc.transport:CudaIpcTransport",
         "collective": "rrfp.transports.collective.transport:CollectiveTransport",
         "simulated": "rrfp.transports.simulated:SimulatedTransport",
     },

@@ -182,8 +182,20 @@ async def _connect(environ: Mapping[str, str], timeout_s: float) -> Any:
         raise TransportError(f"no rendezvous store at {host}:{port} within {timeout_s:g} s: {error!s:.200}") from error
 
 
-async def in_thread(function: Callable[[], _Result]) -> _Result:
-    """Run a blocking ``function`` in its own thread. Cancelled, the function continues and its result is dropped."""
+def start_daemon(serve: Callable[[], None], name: str) -> None:
+    """Run ``serve`` on a thread that the end of the process does not wait for."""
+    threading.Thread(target=serve, name=name, daemon=True).start()
+
+
+async def in_thread(
+    function: Callable[[], _Result], start: Callable[[Callable[[], None], str], None] = start_daemon
+) -> _Result:
+    """Run a blocking ``function`` in a thread of its own. Cancelled, it continues and its result is dropped.
+
+    Args:
+        function: without arguments.
+        start: begins the thread.
+    """
     # Not the loop's executor: closing a loop waits for its threads, and a store that hangs would hang the exit.
     loop = asyncio.get_running_loop()
     future: asyncio.Future[_Result] = loop.create_future()
@@ -197,5 +209,5 @@ async def in_thread(function: Callable[[], _Result]) -> _Result:
         with contextlib.suppress(RuntimeError):  # the loop is closed, and its waiters are gone
             loop.call_soon_threadsafe(settle, future, error, result)
 
-    threading.Thread(target=run, name="rrfp-blocking-call", daemon=True).start()
+    start(run, "rrfp-blocking-call")
     return await future

@@ -63,14 +63,16 @@ class StagedTransport(Transport):
 
     Args:
         inner: not started.
-        copies: of the rank's device; closed with this transport.
+        copies: of the rank's device.
+        owns_copies: close ``copies`` with this transport.
     """
 
-    def __init__(self, inner: Transport, copies: DeviceCopies) -> None:
+    def __init__(self, inner: Transport, copies: DeviceCopies, *, owns_copies: bool = True) -> None:
         super().__init__(inner.context)
         self.carries = inner.carries | {copies.kind}
         self._inner = inner
         self._copies = copies
+        self._owns_copies = owns_copies
         self._turns = {(peer, channel): asyncio.Lock() for peer in inner.context.peers for channel in Channel}
         self._receiving = asyncio.Lock()
         #: The message on its way to the device.
@@ -221,13 +223,17 @@ class StagedTransport(Transport):
         try:
             await self._inner.close()
         finally:
-            self._copies.close()
+            self._close_copies()
 
     def abort(self) -> None:
         """See `Transport.abort`; copies under way end by themselves."""
         self._closed = True
         self._inner.abort()
-        self._copies.close()
+        self._close_copies()
+
+    def _close_copies(self) -> None:
+        if self._owns_copies:
+            self._copies.close()
 
     def statistics(self) -> TransportStatistics:
         """See `Transport.statistics`: the inner transport's. A message counts as received when that one returned it."""

@@ -17,6 +17,9 @@ from rrfp.transports.device_copies import DeviceCopies
 #: Alignment of a received tensor's memory in bytes: a cache line, and the widest vector load.
 ALIGNMENT = 64
 
+#: torch copies numbers up to this size, in bytes, from any address.
+_WORD_BYTES = 8
+
 #: numpy's limit; torch itself allows more.
 MAX_DIMENSIONS = 64
 
@@ -109,7 +112,7 @@ def copied_from(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...], 
     """A leaf tensor with a copy of ``buffer``, which has exactly its bytes; otherwise as `from_buffer`."""
     if buffer.nbytes == 0:
         return torch.empty(shape, dtype=dtype, device="cpu").requires_grad_(requires_grad)
-    return _over(buffer, dtype, shape).clone().requires_grad_(requires_grad)
+    return _cloned(buffer, dtype, shape).requires_grad_(requires_grad)
 
 
 def from_buffer(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...], *, requires_grad: bool) -> Tensor:
@@ -127,7 +130,7 @@ def from_buffer(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...], 
         buffer = _copy(buffer)
     tensor = _over(buffer, dtype, shape)
     if tensor.data_ptr() % ALIGNMENT:
-        tensor = tensor.clone()
+        tensor = _cloned(buffer, dtype, shape)
     return tensor.requires_grad_() if requires_grad else tensor
 
 
@@ -136,6 +139,14 @@ def _over(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Ten
     # Not by np.ndarray, which would keep the memory alive but not the view, whose end means that it may be used again.
     tensor = torch.from_numpy(np.frombuffer(buffer, _IN_NUMPY[dtype]).reshape(shape))
     return tensor if tensor.dtype is dtype else tensor.view(dtype).detach()
+
+
+def _cloned(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """As `_over`, with aligned memory of its own."""
+    # torch's copy of wider numbers is a segmentation fault where they are not aligned.
+    if dtype.itemsize > _WORD_BYTES:
+        return _over(_copy(buffer), dtype, shape)
+    return _over(buffer, dtype, shape).clone()
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:

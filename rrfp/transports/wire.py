@@ -17,7 +17,7 @@ import msgpack
 from rrfp.errors import ConfigError, FrameError
 from rrfp.transports.announcements import Announcement, KnownHeaders
 from rrfp.transports.base import Message, Plain, TransportContext
-from rrfp.transports.header_checks import MAX_ITEMS, HeaderChecks
+from rrfp.transports.header_checks import MAX_ITEMS, HeaderChecks, shown
 from rrfp.transports.tensor_bytes import DTYPE_NAMES, as_bytes
 
 #: Changes whenever the meaning of a frame does.
@@ -66,34 +66,46 @@ class Codec:
         """
         return _pack([VERSION, self._run_id, self._restart, self._rank, kind, *fields], self._packer)
 
-    def open(self, header: bytes | memoryview) -> Sealed:
+    def open(self, header: bytes | memoryview, peer: int | None = None) -> Sealed:
         """Check the seal of a header.
 
         Args:
             header: at most `MAX_HEADER_BYTES`.
+            peer: the rank to which the connection belongs, where that is certain: it must be the sender, and errors
+                name it. Without it they name no rank, since the sender is only claimed.
 
         Returns:
             Sender, kind and the fields after the seal, which are not checked.
 
         Raises:
-            FrameError: for malformed bytes, or another version, run, restart or an unknown sender.
+            FrameError: for malformed bytes, another version or sender, or another run or restart. The latter two name
+                no rank: a frame of another run is no fault of a rank of this one.
         """
-        fields = _unpack(header)
+        try:
+            return self._open(header, peer)
+        except FrameError:
+            raise
+        except Exception as error:  # whatever the bytes are, they must not end a rank
+            raise _unreadable(peer, error) from error
+
+    def _open(self, header: bytes | memoryview, peer: int | None) -> Sealed:
+        fields = _unpack(header, peer)
         if type(fields) is not list or len(fields) < _SEAL_LENGTH:
-            raise FrameError(None, "header", f"must be an array of at least {_SEAL_LENGTH} fields")
+            raise FrameError(peer, "header", f"must be an array of at least {_SEAL_LENGTH} fields")
         version, run_id, restart, sender, kind = fields[:_SEAL_LENGTH]
-        peer = sender if type(sender) is int and sender in self._peers else None
         if type(version) is not int or version != VERSION:
-            raise FrameError(peer, "version", f"is {version!r:.80}, must be {VERSION}")
+            raise FrameError(peer, "version", f"is {shown(version)}, must be {VERSION}")
         if run_id != self._run_id:
-            raise FrameError(peer, "run_id", f"is {run_id!r:.80}, must be {self._run_id!r}")
+            raise FrameError(None, "run_id", f"is {shown(run_id)}, must be {self._run_id!r}")
         if type(restart) is not int or restart != self._restart:
-            raise FrameError(peer, "restart", f"is {restart!r:.80}, must be {self._restart}")
-        if peer is None:
-            raise FrameError(None, "sender", f"is {sender!r:.80}, must be one of: {sorted(self._peers)}")
+            raise FrameError(None, "restart", f"is {shown(restart)}, must be {self._restart}")
+        if type(sender) is not int or sender not in self._peers:
+            raise FrameError(peer, "sender", f"is {shown(sender)}, must be one of: {sorted(self._peers)}")
+        if peer is not None and sender != peer:
+            raise FrameError(peer, "sender", f"is {sender}, but the connection is not that rank's")
         if type(kind) is not str:
-            raise FrameError(peer, "kind", f"is {kind!r:.80}, must be a string")
-        return Sealed(peer, kind, fields[_SEAL_LENGTH:])
+            raise FrameError(peer, "kind", f"is {shown(kind)}, must be a string")
+        return Sealed(sender, kind, fields[_SEAL_LENGTH:])
 
     def check_size(self, num_bytes: int) -> None:
         """Refuse a message that the receiver would refuse for its size.
@@ -145,6 +157,14 @@ class Codec:
         Raises:
             FrameError: names the field that is wrong.
         """
+        try:
+            return self._announcement(sealed)
+        except FrameError:
+            raise
+        except Exception as error:  # as in `open`
+            raise _unreadable(sealed.sender, error) from error
+
+    def _announcement(self, sealed: Sealed) -> Announcement:
         if len(sealed.fields) != _HEADER_LENGTH - _SEAL_LENGTH:
             length = _SEAL_LENGTH + len(sealed.fields)
             raise FrameError(sealed.sender, "header", f"has {length} fields, must have {_HEADER_LENGTH}")
@@ -218,11 +238,15 @@ def _pack(value: Any, packer: Any) -> bytes:
     return header
 
 
-def _unpack(header: bytes | memoryview) -> Any:
+def _unreadable(peer: int | None, error: Exception) -> FrameError:
+    return FrameError(peer, "header", f"cannot be read: {type(error).__name__}: {error!s:.80}")
+
+
+def _unpack(header: bytes | memoryview, peer: int | None = None) -> Any:
     """Plain data out of at most 64 KiB; every container is bounded before it is allocated."""
     size = len(header)
     if size > MAX_HEADER_BYTES:
-        raise FrameError(None, "header", f"has {size} bytes, must have at most {MAX_HEADER_BYTES}")
+        raise FrameError(peer, "header", f"has {size} bytes, must have at most {MAX_HEADER_BYTES}")
     try:
         return msgpack.unpackb(
             header,
@@ -236,4 +260,4 @@ def _unpack(header: bytes | memoryview) -> Any:
             max_ext_len=0,
         )
     except Exception as error:  # msgpack raises many types, and malformed bytes must not end a rank
-        raise FrameError(None, "header", f"is not msgpack: {type(error).__name__}: {error!s:.80}") from error
+        raise FrameError(peer, "header", f"is not msgpack: {type(error).__name__}: {error!s:.80}") from error

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 from benchmarks.against_torch.aims import CPU, END, OVER, TOLERATED, V_OVER_ZBV, CellAim, aims_of
-from benchmarks.against_torch.clocks import GLOO, GROUPS, LANE, LOOP, MAIN, REST, Reading, group_of
-from benchmarks.against_torch.figures import Results, results_of
-from benchmarks.against_torch.overhead import makespan
 from benchmarks.against_torch.report import document_of, print_report
-from benchmarks.against_torch.settings import DEFAULT_METHODS, METHODS, TORCH_1F1B, TORCH_ZBV, Cell, Settings, Turn
-from benchmarks.against_torch.steps import Step
-from benchmarks.against_torch.tables import Form, scaled
+from benchmarks.against_torch.settings import DEFAULT_METHODS, METHODS, TORCH_1F1B, TORCH_ZBV, Settings
+from benchmarks.shared.clocks import GLOO, GROUPS, LANE, LOOP, MAIN, REST, Reading, group_of
+from benchmarks.shared.comparison import Cell, Turn
+from benchmarks.shared.overhead import makespan
+from benchmarks.shared.step_figures import Results, results_of
+from benchmarks.shared.steps import Step
+from benchmarks.shared.tables import Form, scaled
 from rrfp.core.admission import Limit
 from rrfp.hints.registry import create_strict
 from rrfp.sim.bound import lower_bound
@@ -67,7 +68,7 @@ def line(
 def results(of: Settings, changes: Mapping[tuple[str, int], Mapping[str, float]]) -> Results:
     """The figures of a run whose steps have no overhead, but for ``changes`` by method and round."""
     lines = [line(of, turn, **changes.get((turn.method, turn.number), {})) for turn in of.turns()]
-    return results_of(of, map(Step.of, lines))
+    return results_of(of, [Step.of(each, METHODS) for each in lines])
 
 
 CELL = Cell(2, "llm", "J3")
@@ -90,7 +91,7 @@ def test_late_returns_and_long_sleeps_are_told_apart() -> None:
     of = settings(TORCH_1F1B, "strict 1f1b", rounds=1)
     figures = results(of, {("strict 1f1b", 1): {"slower": 1.5, "late": 0.005}})[CELL]
     turn = Turn(CELL, 1, "strict 1f1b")
-    order, table = Step.of(line(of, turn)).order, of.table(turn)
+    order, table = Step.of(line(of, turn), METHODS).order, of.table(turn)
 
     own = figures["strict 1f1b"]
 
@@ -194,7 +195,7 @@ def test_a_step_that_did_other_work_ends_the_run(change: str) -> None:
             rank["gradients"] = [9.0]
 
     with pytest.raises(SystemExit, match=r"strict 1f1b, PP 2, llm, J3, round 1.* stage 1"):
-        Step.of(reported).check(of.table(turn))
+        Step.of(reported, METHODS).check(of.table(turn))
 
 
 def test_steps_alternate_and_each_method_has_every_table_of_a_round() -> None:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.against_torch.settings import DEFAULT_METHODS, TORCH_1F1B, Cell, Settings, Turn
-from benchmarks.against_torch.sleeping import SleepingStage, TaskLog
-from benchmarks.against_torch.tables import Form, make_table, scaled
+from benchmarks.against_torch.settings import DEFAULT_METHODS, TORCH_1F1B, Settings
+from benchmarks.shared.comparison import Cell, Turn
+from benchmarks.shared.sleeping import SleepingStage, TaskLog
+from benchmarks.shared.tables import Form, make_table, scaled
 from rrfp.compute.split.backward import input_gradients
 from rrfp.sim.bound import lower_bound
 
@@ -21,11 +22,21 @@ def test_a_v_has_the_work_of_the_whole_in_layers_in_depth_order() -> None:
     assert v.split
     assert (v.chunks, v.placement) == (2, "v")
     for rows, layers in ((split.forward, v.forward), (split.backward, v.backward)):
-        np.testing.assert_allclose(layers[0::2], rows / 2)
-        np.testing.assert_allclose(layers[1::2], rows / 2)
-    # The last stage of the chain is 1.2 times as slow; in the V both of its layers lie at the V's end, on two stages.
+        np.testing.assert_allclose(layers[0:-2:2], rows[:-1] / 2)
+        np.testing.assert_allclose(layers[1:-2:2], rows[:-1] / 2)
+        # The chain's last stage is 1.2 times as slow by the output layer, which belongs to the last layer of the V.
+        np.testing.assert_allclose(layers[-2], rows[-1] / 1.2 * 0.5)
+        np.testing.assert_allclose(layers[-1], rows[-1] / 1.2 * 0.7)
     assert v.virtual_stages_of(0) == (0, 7)
     assert v.virtual_stages_of(1) == (1, 6)
+
+
+def test_looped_chunks_are_the_same_layers_as_a_v_s_elsewhere() -> None:
+    v, looped = (make_table(form, "mllm", 4, 8, seed=1, step=3, jitter="J3") for form in (Form.V, Form.LOOPED_SPLIT))
+
+    for mine, theirs in ((looped.forward, v.forward), (looped.backward, v.backward), (looped.weight, v.weight)):
+        np.testing.assert_array_equal(mine, theirs)
+    assert [looped.virtual_stages_of(stage) for stage in (0, 1)] == [(0, 4), (1, 5)]
 
 
 def test_jitter_delays_the_layers_of_a_v_as_long_as_whole_tasks_in_the_mean() -> None:
@@ -44,12 +55,16 @@ def test_jitter_delays_the_layers_of_a_v_as_long_as_whole_tasks_in_the_mean() ->
 def test_forms_of_a_step_agree_on_its_work_so_that_their_bounds_do() -> None:
     of = Settings(4, ("mllm",), ("J0",), DEFAULT_METHODS)
     turn = Turn(Cell(4, "mllm", "J0"), 1, TORCH_1F1B)
-    whole, split, v = (of.table(turn, form) for form in Form)
+    whole, split, v, looped, looped_split = tables = [of.table(turn, form) for form in Form]
 
     assert split.to_unsplit() == whole
-    assert v.work().sum() == pytest.approx(whole.work().sum())
+    assert looped_split.to_unsplit() == looped
+    assert [table.split for table in tables] == [form.is_split for form in Form]
+    assert [(table.chunks, table.placement) for table in tables] == [(form.chunks, form.layout) for form in Form]
+    for layers in (v, looped):
+        assert layers.work().sum() == pytest.approx(whole.work().sum())
     assert lower_bound(split, None) <= lower_bound(whole, None) * (1 + 1e-12)
-    for table in (whole, split, v):
+    for table in tables:
         assert lower_bound(table, None) >= table.work().max()
 
 

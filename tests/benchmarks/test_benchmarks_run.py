@@ -86,6 +86,21 @@ def test_tp_coordination_reports_every_way_to_one_order() -> None:
 
 
 @pytest.mark.long
+def test_callbacks_reports_the_time_of_loop_and_lanes() -> None:
+    document = quick("callbacks")
+
+    used = {(row["way"], row["threads"]): row["seconds"] for row in document["rows"]}
+    assert len(used) == 4 * 3
+    for (way, part), seconds in used.items():
+        assert (seconds > 0) is (part != "callbacks" or way in ("empty", "all")), (way, part)
+    assert document["callbacks"][:3] == ["Progress", "JsonLines", "Csv"]
+    on_loop = {row["function"]: row["seconds"] for row in document["functions"] if row["thread"] == "loop"}
+    assert {"read", "_wake"} >= on_loop.keys() >= {"read"}  # the reports of a quick step may be here before its result
+    assert document["aims"][0]["value"] == pytest.approx(1e6 * sum(on_loop.values()))
+    check_aims(document["aims"])
+
+
+@pytest.mark.long
 def test_trace_to_costs_predicts_every_method_in_both_workloads() -> None:
     document = quick("trace_to_costs")
 

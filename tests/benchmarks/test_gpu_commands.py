@@ -59,15 +59,22 @@ def test_make_gpu_test_runs_every_test_on_the_double(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_make_gpu_bench_writes_every_part(tmp_path: Path) -> None:
     text, told = make("gpu-bench", tmp_path, arguments="--json")
-    for part in ("gaps (", "host (", "staging (", "step ("):
+    for part in ("gaps (", "host (", "staging (", "processes (", "step ("):
         assert f"\n{part}" in text
-    for line in ("    depth 2: ", "    a fork of the generators, CPU and device: ", "    rank to rank, zmq, "):
+    for line in (
+        "    depth 2: ",
+        "    a fork of the generators, CPU and device: ",
+        "    rank to rank, zmq, ",
+        "    process to process, cuda_ipc, ",
+    ):
         assert line in text
     assert "at most" not in text  # an aim means nothing on the double
     document = json.loads(told.splitlines()[-1])
     assert document["failed"] == []
     assert set(document["gaps"]["by_depth"]) == {"1", "2"}
     assert {rate["way"] for rate in document["staging"]} >= {"device to host", "rank to rank, inproc"}
+    assert document["processes"]["is_pulled"]
+    assert {rate["way"] for rate in document["processes"]["rates"]} == {"cuda_ipc", "shm"}
 
 
 @pytest.mark.slow

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import signal
+import subprocess
+import sys
 
 import pytest
 from cli.shell import rrfp
@@ -62,6 +68,34 @@ def test_the_default_looks_at_the_reserve_rule_over_one_chunk_and_over_two() -> 
     assert "unreserved, B in order (all): deadlock after" in wrong.stderr
 
 
+@pytest.mark.parametrize("size", ["--stages", "--microbatches"])
+def test_cases_that_would_not_end_are_refused_with_the_bound(size: str) -> None:
+    result = rrfp("check", "admission", size, "2,49", "--chunks", "1")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "have 49 forwards (the product), must be at most 48" in result.stderr
+
+
+def test_a_terminal_shows_the_case_that_is_explored_and_ctrl_c_is_one_line() -> None:
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+    for name in ("CI", "NO_COLOR", "FORCE_COLOR"):
+        environment.pop(name, None)
+    command = [sys.executable, "-m", "rrfp", "check", "admission", "--stages", "6", "--microbatches", "8"]
+    command += ["--chunks", "1", "--limit", "8", "--full"]
+    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    shown = ""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while text := os.read(ours, 1 << 16).decode(errors="replace"):
+            if "N=6 M=8 C=1" in text and "N=6 M=8 C=1" not in shown:
+                process.send_signal(signal.SIGINT)
+            shown += text
+    os.close(ours)
+    assert process.wait(timeout=50) == 130
+    assert shown.rstrip().endswith("rrfp: interrupted")
+    assert "Traceback" not in shown
+
+
 def test_json_has_each_case() -> None:
     words = (*SMALL, "--chunks", "1", "--mode", "train", "--rule", "unreserved", "--in-order", "none,B", "--json")
     result = rrfp(*words, "--backward", "whole", "--limit", "1")
@@ -94,11 +128,11 @@ def test_full_visits_more_states_and_finds_the_same() -> None:
         (("--limit", "2n"), "limit has '2n', must be whole numbers from 1 or 1f1b, separated by commas"),
         (
             ("--rule", "banker"),
-            "rule has 'banker', must be of: staircase, paper, backward-drain, unreserved, last-slot, step-slot, "
+            "rule has 'banker', must be among: staircase, paper, backward-drain, unreserved, last-slot, step-slot, "
             "separated by commas",
         ),
-        (("--in-order", "X"), "in-order has 'X', must be of: none, F, B, W, separated by commas"),
-        (("--placement", "zigzag"), "placement has 'zigzag', must be of: looped, v, separated by commas"),
+        (("--in-order", "X"), "in-order has 'X', must be among: none, F, B, W, separated by commas"),
+        (("--placement", "zigzag"), "placement has 'zigzag', must be among: looped, v, separated by commas"),
         (("--limit", "9"), "no case is left: limits above M, or an order of a kind that no virtual stage runs"),
     ],
 )

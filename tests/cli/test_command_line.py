@@ -22,6 +22,13 @@ def test_a_group_without_a_command_prints_its_help(group: tuple[str, ...]) -> No
     assert bare.stdout.split() == rrfp(*group, "--help").stdout.split()
 
 
+@pytest.mark.parametrize("words", [(), ("demo",), ("sweep",), ("check", "admission")], ids=" ".join)
+def test_help_shows_no_value_for_a_flag(words: tuple[str, ...]) -> None:
+    page = rrfp(*words, "--help").stdout
+    assert "--help" in page
+    assert "bool" not in page.casefold()
+
+
 def test_a_misspelt_command_is_answered_with_the_right_one() -> None:
     result = rrfp("chek")
     assert result.exit_code == 2
@@ -66,7 +73,7 @@ SEVERAL = {
     ),
     "a range and a type": (
         ("sweep", "--profile", "llm", "--hint", "bf", "--seed", "-1", "--jobs", "x", "--nope=3"),
-        ["No such option: --nope", "Invalid value for '--seed'", "Invalid value for '--jobs'"],
+        ["No such option: --nope", "--seed is -1, must be at least 0", "Invalid value for '--jobs'"],
     ),
     "a missing value": (
         ("simulate", "--hint", "nope", "--costs"),

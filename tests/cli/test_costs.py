@@ -60,6 +60,13 @@ def test_one_step_as_it_was_and_messages_by_a_model(trace: Path) -> None:
     assert "--out FILE writes the cost file" in rrfp("costs", trace).stdout
 
 
+def test_the_table_has_the_style_of_the_other_commands(trace: Path) -> None:
+    lines = rrfp("costs", trace).stdout.splitlines()
+    assert lines[1].split() == ["stage", *["F", "least", "-", "most"], *["B", "least", "-", "most"]]
+    assert [line.split()[0] for line in lines[2:5]] == ["0", "1", "2"]
+    assert lines[5] == "milliseconds a microbatch: mean, and least - most"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -68,6 +75,7 @@ def test_one_step_as_it_was_and_messages_by_a_model(trace: Path) -> None:
             ("--skip-first", "1", "--step", "1"),
             "--skip-first leaves steps out, --step 1 takes one: must be one of them",
         ),
+        (("--skip-first", "-1"), "--skip-first is -1, must be at least 0"),
         (("--skip-first", "4"), "{trace}: replica 0 has 4 training step(s), and skip-first is 4, must be less"),
         (("--step", "9"), "step is 9, must be one of: 0, 1, 2, 3"),
         (("--step", "-1"), "step is '-1', must be a step's number or one of: typical, median, mean"),

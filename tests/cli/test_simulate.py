@@ -10,7 +10,7 @@ import pytest
 from cli.shell import rrfp, rrfp_process
 
 from rrfp.core.graph import Graph
-from rrfp.costs import make_costs, write_costs
+from rrfp.costs import CostTable, make_costs, write_costs
 from rrfp.schedules.csv import to_csv
 from rrfp.schedules.registry import make_schedule
 from rrfp.sim.cluster.simulation import simulate_tensor_parallel
@@ -189,6 +189,19 @@ def test_a_schedule_file_runs_as_the_schedule_that_it_holds(tmp_path: Path, sche
     of_file = rrfp("simulate", "--costs", costs, "--strict", tmp_path / "mine.csv", "--json")
     assert (of_file.exit_code, of_file.stderr) == (0, "")
     assert of_file.stdout == rrfp("simulate", "--costs", costs, "--strict", schedule, "--json").stdout
+
+
+@pytest.mark.parametrize("unit", [1e-4, 1.0, 1e5])
+def test_busy_times_have_the_same_decimals_and_the_longest_five_digits_or_more(tmp_path: Path, unit: float) -> None:
+    rows: Any = [[factor * unit] for factor in (0.015343512345, 0.0318531, 2.0, 31.25)]
+    messages: Any = [[0.0]] * 3
+    table = CostTable(4, 1, "looped", 1, rows, rows, None, messages, messages)
+    write_costs(tmp_path / "costs.json", table)
+    lines = rrfp("simulate", "--costs", tmp_path / "costs.json", "--hint", "bf").stdout.splitlines()
+    busy = [line.split()[1] for line in lines[2:6]]
+    assert len({len(text.partition(".")[2]) for text in busy}) == 1
+    assert sum(character.isdigit() for character in busy[3].lstrip("0.")) >= 5
+    assert [float(text) for text in busy] == pytest.approx([2 * row[0] for row in rows], abs=1e-3 * unit)
 
 
 def test_a_table_of_many_stages_shows_the_ends_and_the_mean(tmp_path: Path) -> None:

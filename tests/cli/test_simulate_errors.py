@@ -36,6 +36,7 @@ BAD = {
     "two methods": (("--hint", "bf", "--strict", "1f1b"), "--hint and --strict exclude each other"),
     "strict and limit": (("--strict", "1f1b", "--limit", "2"), "--limit goes with --hint"),
     "unknown hint": (("--hint", "x"), "hint is 'x', must be one of: bf, fb, b-priority, f-priority, bfw, slot-aware"),
+    "unknown hint, other forms": (("--hint", "x"), "zb-v, or module:attribute, or file.py:attribute"),
     "unknown schedule": (("--strict", "bf"), "strict is 'bf', must be one of: gpipe, 1f1b, interleaved-1f1b, zb-h1"),
     "schedule with chunks": (("--strict", "zb-v"), "schedule zb-v takes 2 chunks a stage"),
     "word as limit": (("--hint", "bf", "--limit", "all"), "must be a number of microbatches or one of: 1f1b, n, 2n"),
@@ -46,6 +47,7 @@ BAD = {
     "no attribute": (("--hint", "mine.py"), "hint is 'mine.py', must be a name, module:attribute or file.py:attribute"),
     "absent attribute": (("--hint", "json:X"), "'json' has no attribute 'X'"),
     "no hint": (("--hint", "json:JSONDecoder"), "hint is of type JSONDecoder, must be a name"),
+    "a module": (("--hint", "os:path"), "hint is of type module, must be a name, or a subclass of rrfp.Hint"),
     "no factory": (("--hint", "json:loads"), "cannot be made (TypeError"),
     "unknown option": (("--hnt", "bf"), "No such option: --hnt (Possible options: "),
     "option without value": (("--hint",), "Option '--hint' requires an argument"),
@@ -66,7 +68,7 @@ BAD = {
     "seeds": (("--hint", "bf", "--seeds", "4"), "it is an option of rrfp sweep"),
     "csv": (("--hint", "bf", "--csv", "x.csv"), "it is an option of rrfp sweep"),
     "absent schedule": (("--strict", "no/such.csv"), "strict is 'no/such.csv': cannot be read (No such file"),
-    "no group": (("--hint", "bf", "--tp", "0"), "Invalid value for '--tp'"),
+    "no group": (("--hint", "bf", "--tp", "0"), "--tp is 0, must be at least 1"),
     "coordination alone": (("--hint", "bf", "--coordination", "leader"), "--coordination goes with --tp"),
     "unknown coordination": (
         ("--hint", "bf", "--tp", "2", "--coordination", "x"),
@@ -147,7 +149,7 @@ def test_bad_usage_in_a_shell(tmp_path: Path) -> None:
         ("[1, 2, 3, 4, 5, 6, 7, true]", "must be a list of 8 finite numbers >= 0"),
         ("[1, 2, 3, 4, 5, 6, 7, NaN]", "must be a list of 8 finite numbers >= 0"),
         ("{}", "must be a list of 8 finite numbers >= 0"),
-        ("[1,", "is not JSON"),
+        ("[1,", "is not JSON (Expecting value at line 1 column 4)"),
     ],
 )
 def test_wrong_sizes_are_named(costs: Path, tmp_path: Path, text: str, message: str) -> None:
@@ -167,7 +169,7 @@ def test_no_cost_file() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"0F0,0B0", "has 1 lines, must have 3, one for each stage"),
+        (b"0F0,0B0", "number of lines is 1, must be 3, one for each stage"),
         (
             b"0F0\n1F0,1X0\n2F0",
             "line 2, column 2: '1X0' must be a virtual stage, a type (F, B, I or W) and a microbatch",

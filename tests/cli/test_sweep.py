@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from cli.shell import rrfp, rrfp_process
 
-from rrfp.costs import write_costs
+from rrfp.costs import make_costs, write_costs
 from rrfp.sim.sweep.experiment import Workload
 from rrfp.sim.sweep.rows import COLUMNS
 
@@ -111,6 +111,13 @@ def test_table_of_one_seed_has_no_spread() -> None:
     assert "seed 0" in text
     for word in ("±", "least", "speed-up"):
         assert word not in text
+
+
+def test_one_seed_and_a_cost_file_are_not_compared_seed_by_seed(tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    write_costs(file, make_costs("mllm", 2, 4))
+    for workload in (SMALL, ("sweep", "--costs", file)):
+        assert rrfp(*workload, "--hint", "bf", "--strict", "1f1b").stdout.endswith("\nspeed-up over 1f1b (strict)\n")
 
 
 def test_what_does_not_fit_is_listed_once_and_the_rest_runs(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_schedule_file_is_a_method(tmp_path: Path) -> None:
     document = json.loads(result.stdout)
     assert [(row["stages"], row["method"]) for row in document["runs"]] == [(2, "1f1b"), (2, str(path)), (3, "1f1b")]
     assert document["runs"][0]["makespan"] == document["runs"][1]["makespan"]
-    assert document["skipped"][0]["reason"] == f"schedule {path}: has 2 lines, must have 3, one for each stage"
+    assert document["skipped"][0]["reason"] == f"schedule {path}: number of lines is 2, must be 3, one for each stage"
 
 
 BAD = {
@@ -126,9 +126,9 @@ BAD = {
     "jitter": (("--jitter", "J0,J9", "--hint", "bf"), "jitter is 'J9', must be one of J0, J1, J2, J3"),
     "latency": (("--latency", "x", "--hint", "bf"), "latency is 'x', must be one of none, constant, constant:SECONDS"),
     "seconds": (("--latency", "constant:-1", "--hint", "bf"), "its seconds must be a finite number >= 0"),
-    "seed": (("--seed", "-1", "--hint", "bf"), "Invalid value for '--seed'"),
-    "seeds": (("--seeds", "0", "--hint", "bf"), "Invalid value for '--seeds'"),
-    "jobs": (("--jobs", "0", "--hint", "bf"), "Invalid value for '--jobs'"),
+    "seed": (("--seed", "-1", "--hint", "bf"), "--seed is -1, must be at least 0"),
+    "seeds": (("--seeds", "0", "--hint", "bf"), "--seeds is 0, must be at least 1"),
+    "jobs": (("--jobs", "0", "--hint", "bf"), "--jobs is 0, must be at least 1"),
     "sizes": (("--sizes", "planned", "--hint", "bf"), "--sizes goes with --costs"),
     "same value twice": (("--stages", "4,8,4", "--hint", "bf"), "stages is '4,8,4', must name '4' once"),
     "one unknown hint": (("--hint", "bf,x"), "hint is 'x', must be one of: bf"),

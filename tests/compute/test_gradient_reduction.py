@@ -6,6 +6,7 @@ import pytest
 import torch
 from compute import reduction_cases
 from compute.gloo_ranks import GOOD, cases_of, outcomes
+from compute.replica import REPLICAS
 from fork_server import fork_server
 from torch import nn
 
@@ -21,13 +22,13 @@ CASES = cases_of(reduction_cases)
 
 @pytest.fixture(scope="module")
 def on_three_replicas(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return outcomes("compute.reduction_cases", CASES, reduction_cases.REPLICAS, tmp_path_factory.mktemp("gloo"))
+    return outcomes("compute.reduction_cases", CASES, REPLICAS, tmp_path_factory.mktemp("gloo"))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_on_three_replicas(case: str, on_three_replicas: dict[str, list[str]]) -> None:
     outcomes = on_three_replicas[case]
-    assert outcomes == [GOOD] * reduction_cases.REPLICAS, "\n".join(outcomes)
+    assert outcomes == [GOOD] * REPLICAS, "\n".join(outcomes)
 
 
 def test_deeper_chunks_come_first_and_what_chunks_share_comes_with_the_last() -> None:

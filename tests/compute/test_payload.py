@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from rrfp.compute.calling import Arguments
 from rrfp.compute.payload import Payload
 from rrfp.compute.received import ReadOnly
-from rrfp.errors import StageError
+from rrfp.errors import ProtocolError, StageError
 
 
 class Hidden(NamedTuple):
@@ -48,6 +48,29 @@ def test_a_named_tuple_arrives_as_the_class_that_it_was() -> None:
     assert found[0].h is x
     assert type(found[0].c) is Outer.Inner
     assert type(found[1]) is tuple
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        [],
+        ["t"],
+        ["t", 1],
+        ["t", -1],
+        ["t", True],
+        ["t", "0"],
+        ["v"],
+        ["{", 5],
+        ["{", ["a", "b"], ["t", 0]],
+        ["{", [[]], ["t", 0]],
+        ["(", 5],
+        ["n", "x:y"],
+        5,
+    ],
+)
+def test_a_nesting_that_is_none_is_refused(structure: Any) -> None:
+    with pytest.raises(ProtocolError, match="the nesting of 1 tensors that arrived cannot be read"):
+        Payload((torch.ones(2),), structure).unpack()
 
 
 def test_a_packed_sequence_arrives_as_one() -> None:
@@ -150,7 +173,7 @@ NOT_DENSE: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "nested": (lambda x: {"y": torch.nested.as_nested_tensor([x, x])}, r"output\['y'\] is a nested tensor; .*unbind"),
     "quantized": (lambda x: [torch.quantize_per_tensor(x, 0.1, 0, torch.quint8)], r"output\[0\] is a quantized tensor"),
     "in a named tuple": (lambda x: Hidden(x, x.to_sparse()), r"output\.c is a torch.sparse_coo tensor"),
-    "no tensor": (Record, "output is a Record; between stages may travel tensors"),
+    "no tensor": (Record, "output is of type Record; between stages may travel tensors"),
 }
 
 

@@ -27,15 +27,21 @@ from rrfp.testing.reference import reference
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (Batch(None, rows(), None, (1.0, 1.0)), "inputs is missing, must be a list of 2, one for each microbatch"),
+        (
+            Batch(None, rows(), None, (1.0, 1.0)),
+            "inputs is missing, must be a list of 2 on the rank of the first virtual stage, one for each microbatch",
+        ),
         (
             Batch(rows(3), rows(), None, (1.0, 1.0)),
-            "inputs has 3 entries, must be a list of 2",
+            "inputs has length 3, must be a list of 2",
         ),
-        (Batch(rows(), None, None, (1.0, 1.0)), "targets is missing, must be a list of 2, one for each microbatch"),
-        (Batch(rows(), rows(1), None, (1.0, 1.0)), "targets has 1 entries, must be a list of 2"),
-        (Batch(rows(), rows(), [{}], (1.0, 1.0)), "kwargs has 1 entries, must be a list of 2"),
-        (Batch(rows(), rows(), None, ()), "gradient_weights has 0 entries, must be a list of 2"),
+        (
+            Batch(rows(), None, None, (1.0, 1.0)),
+            "targets is missing, must be a list of 2 on the rank of the last virtual stage, one for each microbatch",
+        ),
+        (Batch(rows(), rows(1), None, (1.0, 1.0)), "targets has length 1, must be a list of 2"),
+        (Batch(rows(), rows(), [{}], (1.0, 1.0)), "kwargs has length 1, must be a list of 2"),
+        (Batch(rows(), rows(), None, ()), "gradient_weights has length 0, must be a list of 2"),
     ],
 )
 def test_open_names_the_field_and_the_number_of_microbatches(batch: Batch, message: str) -> None:

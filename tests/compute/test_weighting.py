@@ -37,7 +37,8 @@ def test_a_loss_of_weight_0_is_left_out(loss: float) -> None:
     ("weights", "count", "reduction", "scale", "message"),
     [
         (None, 0, "mean", 1.0, "microbatches is 0"),
-        ([1.0], 2, "mean", 1.0, "weights has 1 entries, must have 2"),
+        ([1.0, "two"], 2, "mean", 1.0, r"weights\[1\] is 'two', must be a finite number >= 0"),
+        ([1.0], 2, "mean", 1.0, "weights has length 1, must have 2"),
         ([1.0, -1.0], 2, "sum", 1.0, r"weights\[1\] is -1.0"),
         ([math.inf], 1, "mean", 1.0, r"weights\[0\] is inf"),
         ([math.nan], 1, "sum", 1.0, r"weights\[0\] is nan"),
@@ -47,7 +48,7 @@ def test_a_loss_of_weight_0_is_left_out(loss: float) -> None:
         (None, 1, "mean", "x", "grad_scale is 'x', must be a finite number"),
     ],
 )
-def test_refusals(weights: list[float] | None, count: int, reduction: str, scale: Any, message: str) -> None:
+def test_refusals(weights: Any, count: int, reduction: str, scale: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         gradient_weights(weights, count, reduction, scale)
 

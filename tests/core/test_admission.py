@@ -195,9 +195,11 @@ def test_bytes_are_counted_anew_after_each_task() -> None:
 def test_a_byte_limit_keeps_room_for_the_deeper_chunk() -> None:
     script = Script(Graph.chain(1, chunks=2), microbatches=4, limit=Limit(bytes=100))
     script.ran("F0@0", "F0@1", held=30)
-    assert script.ready == "B0@1"  # 60 + 30 + 30 > 100: F1@0 would leave no room for F1@1
+    assert script.ready == "F1@0 F2@0 F3@0 B0@1"  # 60 + 30, and the room for F1@1 is what B0@1 will free
     script.ran("B0@1")
     assert script.ready == "F1@0 F2@0 F3@0 B0@0"  # 30 + 30 + 30
+    script.ran("F1@0", held=30)
+    assert script.ready == "F1@1 B0@0"  # 60 + 30 + 30 > 100: F2@0 would leave no room for F1@1
 
 
 def test_a_deeper_chunk_that_holds_nothing_is_admitted_over_the_byte_limit() -> None:

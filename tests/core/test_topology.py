@@ -162,4 +162,7 @@ def test_dims_without_names_or_with_strange_ones_are_refused(job: Callable[..., 
 def test_a_process_outside_the_mesh_is_told_so(job: Callable[..., None]) -> None:
     job(3, 4)
     mesh = dist.device_mesh.DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("pp", "tp"))
-    assert refusal(lambda: Topology.from_mesh(mesh)) == "this process is not in the mesh"
+    assert (
+        refusal(lambda: Topology.from_mesh(mesh))
+        == "mesh lacks this process: every process that builds a pipeline must be in its mesh"
+    )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rrfp.costs import from_json, make_costs, read_costs, to_json, write_costs
+from rrfp.costs.files import read_sizes
 from rrfp.errors import ConfigError
 
 GOOD: dict[str, Any] = {
@@ -26,11 +27,11 @@ GOOD: dict[str, Any] = {
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (3, 2)])
 def test_round_trip_is_bitwise(tmp_path: Path, split: bool, stages: int, chunks: int) -> None:
-    options: dict[str, Any] = {"chunks": chunks, "placement": "v", "split": split}
+    options: dict[str, Any] = {"chunks": chunks, "placement": "v", "split": split, "sized": split}
     costs = make_costs("mllm", stages, 5, jitter="J3", latency="spike", **options)
     write_costs(tmp_path / "costs.json", costs)
     assert read_costs(tmp_path / "costs.json") == costs
-    assert ("W" in json.loads(to_json(costs))) == split
+    assert ("W" in json.loads(to_json(costs))) == ("bytes" in json.loads(to_json(costs))) == split
 
 
 def test_reads_the_documented_form() -> None:
@@ -39,10 +40,16 @@ def test_reads_the_documented_form() -> None:
     assert costs.backward.tolist() == [[2.5, 4], [6, 8]]
     assert costs.latency_backward.tolist() == [[0.25, 0]]
     assert from_json(json.dumps(GOOD | {"W": [[1, 1], [1, 1]]})).split
+    assert costs.held is None
+    assert costs.held_bytes(0, 1) == 0
+    sized = from_json(json.dumps(GOOD | {"bytes": [[1, 2], [3, 4.5]]}))
+    assert [sized.held_bytes(m, 1) for m in range(2)] == [3, 4]
+    assert sized != costs
+    assert sized.digest() != costs.digest()
 
 
 @pytest.mark.parametrize("field", list(GOOD))
-def test_only_w_may_be_missing(field: str) -> None:
+def test_only_w_and_bytes_may_be_missing(field: str) -> None:
     rest = {name: value for name, value in GOOD.items() if name != field}
     with pytest.raises(ConfigError, match=f"^field {field} is missing$"):
         from_json(json.dumps(rest))
@@ -53,10 +60,13 @@ def test_only_w_may_be_missing(field: str) -> None:
     [
         ({"G": 1}, "field 'G' is unknown, must be one of stages, chunks, placement, microbatches, F, B, W, latency_F,"),
         ({"stages": "2"}, "stages is '2', must be a whole number >= 1"),
+        ({"stages": 10**4000, "chunks": 10**4000}, "stages is a number of 13288 bits, must be at most"),
         ({"placement": None}, "placement is None, must be one of looped, v"),
         ({"placement": ["v"]}, "placement is ['v'], must be one of looped, v"),
         ({"F": {}}, "F must be a list of rows of numbers"),
         ({"W": None}, "W must be a list of rows of numbers"),
+        ({"bytes": [[1, 1], [1, -1]]}, "bytes[1][1] is -1.0, must be a finite number >= 0"),
+        ({"bytes": [[1, 1]]}, "bytes has 1 rows, must have 2 (stages x chunks)"),
         ({"F": [[1, 2], "ab"]}, "F[1] must be a list of 2 numbers (one a microbatch)"),
         ({"F": [[1, 2], [3]]}, "F[1] has 1 entries, must have 2 (one a microbatch)"),
         ({"F": [[1, 2], [3, True]]}, "F[1][1] is true, must be a finite number >= 0"),
@@ -89,6 +99,28 @@ def test_text_that_is_no_cost_file(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         from_json(text)
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("changes", [{"placement": "x" * 10_000}, {"stages": "x" * 10_000}, {"x" * 10_000: 1}])
+def test_an_error_does_not_repeat_a_long_value(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_json(json.dumps(GOOD | changes))
+    assert len(str(caught.value)) < 300
+
+
+def test_a_name_that_is_given_twice_is_found_among_many() -> None:
+    names = [str(number) for number in range(100_000)]
+    text = "{" + ", ".join(f'"{name}": 0' for name in [*names, "99999"]) + "}"
+    with pytest.raises(ConfigError, match=r"^field '99999' is given more than once$"):
+        from_json(text)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, f"[{10**400}, 1]", "[NaN, 1]", "[1]", "{}", "[true, 1]", ""])
+def test_what_is_no_list_of_sizes(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "sizes.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=rf"^sizes: {path}: (is not|must be) "):
+        read_sizes(path, 2)
 
 
 def test_all_faults_of_a_file_are_named() -> None:

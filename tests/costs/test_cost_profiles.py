@@ -48,12 +48,27 @@ def test_mllm_factors_have_the_documented_distribution() -> None:
 
 
 @pytest.mark.parametrize("placement", ["looped", "v"])
-def test_chunks_share_their_stage_evenly(placement: Layout) -> None:
-    whole = make_costs("mllm", 4, 3)
-    costs = make_costs("mllm", 4, 3, chunks=3, placement=placement)
-    assert costs.work() == pytest.approx(whole.work())
-    for v in range(12):
-        assert costs.forward[v] == pytest.approx(whole.forward[costs.stage_of(v)] / 3)
+def test_chunks_cut_the_layers_of_each_stage_but_not_the_output_layer(placement: Layout) -> None:
+    whole = make_costs("mllm", 4, 3, split=True)
+    costs = make_costs("mllm", 4, 3, chunks=3, placement=placement, split=True)
+    assert costs.weight is not None
+    assert whole.weight is not None
+    for cut, full in ((costs.forward, whole.forward), (costs.backward, whole.backward), (costs.weight, whole.weight)):
+        layers = full.copy()
+        layers[-1] /= 1.2
+        expected = np.repeat(layers, 3, axis=0) / 3  # in depth order, wherever they are placed
+        expected[-1] += 0.2 * layers[-1]
+        assert cut == pytest.approx(expected)
+    assert costs.work().sum() == pytest.approx(whole.work().sum())
+
+
+def test_a_v_lays_the_first_layers_and_the_last_on_one_stage() -> None:
+    """On one chunk only stage 0 has vision; in a V the stages 0 and 1 have half of it each."""
+    vision, text, *_ = make_costs("mllm", 4, 1).forward[:, 0]
+    costs = make_costs("mllm", 4, 1, chunks=2, placement="v")
+    work = [sum(costs.forward[v, 0] for v in costs.virtual_stages_of(stage)) for stage in range(4)]
+    mixed = vision / 2 + text / 2
+    assert work == pytest.approx([mixed + 0.2 * text, mixed, text, text])
 
 
 def test_split_and_unsplit_agree_to_the_last_bit() -> None:
@@ -91,7 +106,7 @@ def test_tables_depend_on_seed_and_step_alone() -> None:
                 "jitter": "J3",
                 "latency": "spike",
             },
-            "5a3a32c3a2d527b2",
+            "ff4e0e1a747eb3d0",
         ),
     ],
 )

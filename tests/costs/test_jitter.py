@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from rrfp.costs import JITTER_LEVELS, make_costs, with_jitter
+from rrfp.costs import JITTER_LEVELS, CostTable, make_costs, with_jitter
 from rrfp.costs.streams import Stream, generator
 
 LEVELS = ["J1", "J2", "J3"]
@@ -34,6 +34,17 @@ def test_delays_follow_the_formula(level: str, split: bool) -> None:
     assert jittered.split == split
     if jittered.weight is not None and costs.weight is not None:
         assert np.array_equal(jittered.weight, costs.weight)
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_the_floor_is_a_stages_and_its_chunks_share_it(chunks: int) -> None:
+    """Tasks far below the floor: each delay is a chunk's part of the floor, so a stage is delayed as by one chunk."""
+    short = [[1e-6] * 400] * (2 * chunks)
+    none = [[0.0] * 400] * (2 * chunks - 1)
+    costs = CostTable(2, chunks, "looped", 400, short, short, None, none, none)  # type: ignore[arg-type]
+    delays = with_jitter(costs, "J3", seed=1).forward - costs.forward
+    assert delays[delays > 0].max() == pytest.approx(1.5 * 0.015 * 1.5 / chunks, rel=0.02)
+    assert delays.mean() * chunks == pytest.approx(0.3 * 1.5 * 0.015, rel=0.1)
 
 
 def test_j0_changes_nothing() -> None:

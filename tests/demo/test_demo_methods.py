@@ -33,8 +33,14 @@ def test_options_apply_to_the_readiness_driven_rows_alone() -> None:
     methods = demo_methods(None, "n", True)
     assert {name: methods[name] for name in ("1f1b", "zb-h1")} == {name: METHODS[name] for name in ("1f1b", "zb-h1")}
     driven = [method for method in methods.values() if method.hint is not None]
-    assert [method.hint for method in driven] == ["bf", "b-priority", "bfw", "slot-aware-pyramid"]
+    assert [method.hint for method in driven] == ["bf", "b-priority", "bfw", *["slot-aware-pyramid"] * 2]
     assert all(method.limit == "n" and method.split for method in driven)
+
+
+def test_the_row_of_the_v_keeps_its_own_limit_as_others_would_be_refused() -> None:
+    settings = DemoSettings(out="unused", limit="1f1b")
+    assert settings.methods["slot-aware"].limit == "1f1b"
+    assert (settings.methods["v"].limit, settings.methods["v"].graph(4).placement.layout) == ("n", "v")
 
 
 def test_rows_of_hints_are_named_so_that_files_can_be() -> None:

@@ -86,13 +86,14 @@ def test_a_run_leaves_its_figures_its_timeline_and_its_traces(tmp_path: Path, st
     output, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (0, "")
     told = json.loads(output)
-    assert list(told["methods"]) == ["1f1b", "zb-h1", "bf", "b-priority", "bfw", "slot-aware"]
+    assert list(told["methods"]) == ["1f1b", "zb-h1", "bf", "b-priority", "bfw", "slot-aware", "v"]
     for figures in told["methods"].values():
         assert set(figures) == FIGURES
         assert len(figures["losses"]) == 2
         assert abs(figures["losses"][0] - told["methods"]["1f1b"]["losses"][0]) < 1e-5  # one seed, one batch
         assert figures["ratio"] >= 1
     assert told["methods"]["1f1b"]["peak_held"] == [4, 3, 2, 1][-stages:]
+    assert max(told["methods"]["v"]["peak_held"]) <= stages
     held = told["methods"]["1f1b"]["peak_bytes"]
     assert all(earlier > later for earlier, later in pairwise(held[:-1]))
     assert min(held) > 0
@@ -133,7 +134,7 @@ def test_a_lost_worker_is_named_in_one_line_and_nothing_is_left(
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 1
     *progress, line = errors.splitlines()
-    assert progress[0].startswith("starting 2 processes: 6 methods take turns for 51 steps each")
+    assert progress[0].startswith("starting 2 processes: 7 methods take turns for 51 steps each")
     assert line.startswith("rrfp: aborted by stage ")
     assert line.endswith(f"PeerLostError: {reason}; log: {log}")
     assert workers(tmp_path) == []

@@ -19,7 +19,7 @@ def weights(stages: list[nn.Module]) -> list[Tensor]:
     return [parameter for stage in stages for parameter in stage.parameters()]
 
 
-@pytest.mark.parametrize("num_stages", [2, 4, 6])
+@pytest.mark.parametrize("num_stages", [2, 4, 6, 8, 12])
 def test_every_cut_is_the_same_model(num_stages: int) -> None:
     [whole], stages = build_stages(SMALL, 1, seed=3), build_stages(SMALL, num_stages, seed=3)
     assert all(torch.equal(a, b) for a, b in zip(weights([whole]), weights(stages), strict=True))
@@ -43,6 +43,12 @@ def test_layers_and_seeds_differ_and_the_callers_random_state_stays() -> None:
 def test_blocks_are_spread_evenly() -> None:
     sizes = [sum(1 for _ in stage.children()) for stage in build_stages(SMALL, 4)]
     assert sizes == [2 + 1, 1, 2, 1 + 1]
+    layers_and_halves = [[type(part).__name__ for part in stage.children()] for stage in build_stages(SMALL, 12)]
+    assert layers_and_halves == [
+        ["Embedding", "Attention"],
+        *[["Perceptron"], ["Attention"]] * 5,
+        ["Perceptron", "Head"],
+    ]
 
 
 def test_a_token_does_not_see_what_follows() -> None:
@@ -77,9 +83,9 @@ def test_it_learns_the_default_text() -> None:
     assert losses[-1] < losses[0] - 1.5
 
 
-@pytest.mark.parametrize("num_stages", [0, 7])
-def test_there_is_at_least_one_block_a_stage(num_stages: int) -> None:
-    with pytest.raises(ConfigError, match=rf"^stages is {num_stages}, must be 1\.\.6"):
+@pytest.mark.parametrize("num_stages", [0, 13])
+def test_there_is_at_least_half_a_layer_a_stage(num_stages: int) -> None:
+    with pytest.raises(ConfigError, match=rf"^stages is {num_stages}, must be 1\.\.12"):
         build_stages(SMALL, num_stages)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from statistics import median
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from rrfp.trace.breakdown import Breakdown
 
 SETTINGS = DemoSettings(out="unused", stages=2, microbatches=3, warm_up=1, steps=3)
 #: Of the three measured steps: no method is faster than these, whatever memory it takes.
-BOUNDS = [lower_bound(SETTINGS.costs(step, split=True), None) for step in (1, 2, 3)]
+BOUNDS = [lower_bound(SETTINGS.costs(step, METHODS["1f1b"], split=True), None) for step in (1, 2, 3)]
+#: The same of two chunks in V, whose stages have other layers.
+V_BOUNDS = [lower_bound(SETTINGS.costs(step, METHODS["v"]), None) for step in (1, 2, 3)]
 #: Part of each measured step in which stage 0 is blocked; stage 1 always is for half of it.
 BLOCKED = (0.1, 0.2, 0.6)
 
@@ -65,6 +68,7 @@ def test_ratio_is_the_median_over_steps_of_time_over_that_steps_bound(figures: d
         **dict.fromkeys(METHODS, pytest.approx(1)),
         "1f1b": pytest.approx(3),
         "bf": pytest.approx(2),
+        "v": pytest.approx(median(one / of_v for one, of_v in zip(BOUNDS, V_BOUNDS, strict=True))),
     }
 
 
@@ -86,6 +90,7 @@ def test_blocking_is_the_mean_share_over_stages_and_steps_and_the_sum_of_its_cau
         "input": pytest.approx(0.25),
         "memory": pytest.approx(0.15),
         "order": 0,
+        "choice": 0,
         "drained": 0,
     }
 
@@ -95,9 +100,14 @@ def test_peaks_are_the_most_of_any_measured_step_and_losses_are_all(figures: dic
     assert figures["bf"].peak_bytes == (20, 20)
 
 
+def test_what_chunks_hold_counts_in_microbatches(figures: dict[str, MethodFigures]) -> None:
+    """Two chunk tasks are one microbatch on both chunks, and one chunk task is one that takes a slot as well."""
+    assert (figures["slot-aware"].peak_held, figures["v"].peak_held) == ((2, 2), (1, 1))
+
+
 def test_real_compute_has_no_table_and_no_bound() -> None:
     steps = steps_of(DemoSettings(out="unused", stages=2, microbatches=3, steps=3, real_compute=True))
-    assert (steps.bounds(), steps.figures()["bf"].ratio) == (None, None)
+    assert (steps.bounds(METHODS["1f1b"]), steps.figures()["bf"].ratio) == (None, None)
 
 
 def test_the_step_to_show_is_the_one_of_the_median_speedup() -> None:
@@ -115,7 +125,7 @@ def test_the_step_to_show_is_the_one_of_the_median_speedup() -> None:
         ({"stages": 5}, r"^stages is 5, must be 2\.\.4"),
         ({"microbatches": 0}, "^microbatches is 0, must be at least 1$"),
         ({"steps": 0}, "^steps is 0, must be at least 1$"),
-        ({"warm_up": -1}, "^warm_up is -1, must be at least 0$"),
+        ({"warm_up": -1}, "^warm-up is -1, must be at least 0$"),
         ({"seed": -1}, "^seed is -1, must be at least 0$"),
     ],
 )

@@ -24,6 +24,7 @@ ALSO_IN_RRFP = set(re.findall(r"\w+", _SENTENCE + _SHORTER)) - {"and"}
 PACKAGES = (
     "rrfp.hints",
     "rrfp.transports",
+    "rrfp.callbacks",
     "rrfp.testing.hint_checks",
     "rrfp.testing.transport_checks",
     "rrfp.testing.lane_checks",

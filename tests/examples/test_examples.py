@@ -24,6 +24,14 @@ def test_all_stages_in_one_process_have_the_gradients_of_the_whole_model() -> No
     assert losses == sorted(losses, reverse=True)
 
 
+def test_two_chunks_in_a_v_train_the_same_model_within_the_same_memory() -> None:
+    rows = re.findall(r"(.+): loss (\S+), chunk tasks held by rank \((\d), (\d)\)", printed(EXAMPLES / "two_chunks.py"))
+    assert [row[0] for row in rows] == ["one chunk"] * 3 + ["V"] * 3
+    assert [row[1] for row in rows[:3]] == [row[1] for row in rows[3:]]
+    assert max(int(held) for row in rows[:3] for held in row[2:]) <= 2
+    assert max(int(held) for row in rows[3:] for held in row[2:]) <= 4
+
+
 def test_a_hint_from_outside_the_package_runs_beside_the_built_in_ones() -> None:
     rows = [line.split() for line in printed(EXAMPLES / "custom_hint.py").splitlines()[1:]]
     assert [row[0] for row in rows][:3] == ["DrainWhenFull", "bf", "fb"]

@@ -250,7 +250,8 @@ def test_a_hint_may_be_given_as_a_class_or_as_an_instance_to_copy() -> None:
 def test_an_unknown_hint_is_refused_with_the_choices() -> None:
     with pytest.raises(ConfigError) as caught:
         create_hint("fifo")
-    assert str(caught.value) == f"hint is 'fifo', must be one of: {', '.join(hint_names())}"
+    names = ", ".join(hint_names())
+    assert str(caught.value) == f"hint is 'fifo', must be one of: {names}, or a subclass of rrfp.Hint or its instance"
 
 
 def test_an_unknown_strict_schedule_is_refused_with_the_choices() -> None:
@@ -263,6 +264,11 @@ def test_something_that_is_no_hint_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         create_hint(lambda: 3)  # type: ignore[arg-type, return-value]
     assert str(caught.value) == "hint is of type int, must be a name, or a subclass of rrfp.Hint or its instance"
+
+
+def test_an_object_that_is_no_hint_is_refused_before_it_is_copied() -> None:
+    with pytest.raises(ConfigError, match=r"^hint is of type module, must be a name, or a subclass of rrfp\.Hint"):
+        create_hint(pytest)  # type: ignore[arg-type]  # a module cannot be copied
 
 
 def test_an_object_with_a_hints_methods_alone_is_refused() -> None:

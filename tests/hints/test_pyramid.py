@@ -86,6 +86,15 @@ def test_a_pyramid_is_four_microbatches_a_stage_long() -> None:
         assert order == pyramids(sizes, LENGTH_PER_STAGE * stages)
 
 
+@pytest.mark.parametrize(("measured", "is_one"), [(0.96, True), (1.0, True), (0.95, False), (-1.0, False)])
+def test_where_sizes_were_seen_to_order_every_stage_it_is_as_long_as_the_step(measured: float, is_one: bool) -> None:
+    sizes = tuple(float(m) for m in range(64))
+    script = Script(Graph.chain(2), microbatches=0, hint=slot_aware_pyramid())
+    script.told(ev.StepOpened(0, Mode.TRAIN, 64, sizes, measured))
+    order = script.core.hint.microbatch_order(script.core.view)
+    assert order == pyramids(sizes, 64 if is_one else 8)
+
+
 def test_where_an_order_is_forced_microbatches_keep_their_own() -> None:
     """A pyramid would start microbatches early whose backwards then wait, slots taken, for all lower ones."""
     costs = make_costs("mllm", 4, 16, split=True, seed=1)

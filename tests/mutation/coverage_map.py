@@ -49,6 +49,7 @@ TESTS = (
     "tests/sim/test_random_rules.py",
     "tests/sim/test_shell_equals_engine.py",
     "tests/sim/test_shell_groups.py",
+    "tests/sim/test_shell_groups_stuck.py",
     *sorted(
         f"tests/runtime/{path.name}"
         for path in _RUNTIME.glob("test_*.py")

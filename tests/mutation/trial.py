@@ -23,6 +23,10 @@ COPIED = ("rrfp", "tests", "examples", "benchmarks", "docs", "pyproject.toml", "
 _PRELOADED = ("torch", "numpy", "pytest", "uvloop", "zmq", "msgpack", "structlog")
 
 
+#: Seconds for one test. All examples of a property test take more than its usual limit on a busy machine.
+_TEST_TIMEOUT_S = 300
+
+
 class Fate(StrEnum):
     """What became of a changed tree."""
 
@@ -67,6 +71,7 @@ def run_tests(tree: Path, tests: Sequence[str], timeout_s: float) -> tuple[Fate,
         What became of the tree, and the end of what pytest said.
     """
     options = ["-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    options += ["-o", f"timeout={_TEST_TIMEOUT_S}", "-o", "faulthandler_timeout=0"]
     return _fork(tree, ["pytest", *options, "--hypothesis-seed=0", "--hypothesis-profile=full", *tests], timeout_s)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 
 from rrfp.compute.gradients.tie_copies import Tie
 from rrfp.core.graph import Graph
@@ -108,6 +109,9 @@ def _column(place: Topology) -> tuple[int, int]:
     return place.replica, place.member
 
 
+#: A bundle with the values of ranks 0, 1 and 3; of four, 1 and 3 are rank 1's to report.
+BY_0_1_3 = b"\x93\x92\x00\xc4\x00\x92\x01\xc4\x00\x92\x03\xc4\x00"
+
 BAD: list[tuple[dict[str, Plain], bytes, MessageKind, int, str]] = [
     ({"topic": 1, "number": 2}, b"\x90", MessageKind.REPORT, 1, "without topic and number"),
     ({"topic": "step"}, b"\x90", MessageKind.REPORT, 1, "without topic and number"),
@@ -115,6 +119,9 @@ BAD: list[tuple[dict[str, Plain], bytes, MessageKind, int, str]] = [
     ({"topic": "step", "number": 0}, b"", MessageKind.REPORT, 1, "cannot be read"),
     ({"topic": "step", "number": 0}, b"\x91\x92\x00\x01", MessageKind.REPORT, 1, "not bytes by rank"),
     ({"topic": "step", "number": 0}, b"\x90", MessageKind.REPORT, 3, "rank 3 sent rank 0"),
+    ({"topic": "step", "number": 0}, b"\x90", MessageKind.REPORT, 1, r"wrong ranks: \[\]"),
+    ({"topic": "step", "number": 0}, b"\x91\x92\x01\xc4\x00", MessageKind.REPORT, 1, r"wrong ranks: \[1\]"),
+    ({"topic": "step", "number": 0}, BY_0_1_3, MessageKind.REPORT, 1, r"wrong ranks: \[0, 1, 3\]"),
     ({"topic": "step", "number": 0}, b"\x90", MessageKind.RESULT, 1, "rank 1 sent rank 0"),
 ]
 
@@ -126,6 +133,15 @@ def test_what_makes_no_sense_is_refused(
     part = TreeAllGather(0, 4, lambda peer, sent: None)
     with pytest.raises(ProtocolError, match=message):
         part.on_message(Message(Channel.CONTROL, kind, tensors=(to_tensor(data),), body=body, sender=sender))
+
+
+def test_a_report_that_is_no_bytes_is_refused() -> None:
+    tensors = (torch.ones(2, requires_grad=True),)
+    body: dict[str, Plain] = {"topic": "step", "number": 0}
+    with pytest.raises(ProtocolError, match="rank 1 sent a report that cannot be read"):
+        TreeAllGather(0, 4, lambda peer, sent: None).on_message(
+            Message(Channel.CONTROL, MessageKind.REPORT, tensors=tensors, body=body, sender=1)
+        )
 
 
 def report(number: int, topic: str = "step") -> Message:

@@ -1,4 +1,4 @@
-"""What a trainer may do with a pipeline, what it gets back, and what it is told when it asks for the impossible."""
+"""What a trainer may do with a pipeline, and what it gets back."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import rrfp
 from rrfp.core.tasks import Kind, Mode
-from rrfp.errors import ConfigError, PipelineAborted, RrfpError
-from rrfp.pipeline.options import Options, complete
+from rrfp.errors import PipelineAborted, RrfpError
 from rrfp.trace.spans import StepTrace
 
 
@@ -94,137 +93,6 @@ def test_every_breakdown_sums_to_the_seconds_of_the_step() -> None:
 
 def _length(trace: StepTrace) -> float:
     return trace.end - trace.start
-
-
-BAD_STEPS: list[tuple[dict[str, Any], str]] = [
-    ({"inputs": 7}, "inputs is a int, must be a list"),
-    ({"inputs": torch.zeros(3)}, "inputs is a Tensor, must be a list"),
-    ({"inputs": [], "targets": []}, "inputs has 0 microbatches"),
-    ({"microbatches": 3}, "microbatches: 3"),
-    ({"microbatches": 2.5}, "microbatches is 2.5"),
-    ({"targets": [1]}, "targets: 1"),
-    ({"targets": None}, "targets is missing"),
-    ({"weights": [1.0]}, "weights: 1"),
-    ({"kwargs": [{}, None]}, "kwargs must hold a dict for each microbatch"),
-    ({"weights": [0.0, 0.0]}, "weights sum to 0"),
-    ({"weights": [1.0, float("nan")]}, "nan"),
-    ({"grad_scale": float("inf")}, "grad_scale is inf"),
-    ({"target": [1, 2]}, "unknown argument 'target', must be one of: inputs, targets, grad_scale, kwargs"),
-]
-
-
-def test_bad_arguments_are_refused_and_the_pipeline_goes_on() -> None:
-    actual, expected, batch = stages(2), stages(2), data(2)
-    with rrfp.local(actual, loss_fn=loss_fn).blocking() as pipe:
-        for change, message in BAD_STEPS:
-            arguments: Any = {"inputs": batch.inputs, "targets": batch.targets, **change}
-            with pytest.raises(ConfigError) as caught:
-                pipe.step(**arguments)
-            assert message in str(caught.value)
-        with pytest.raises(ConfigError, match="unknown argument 'grad_scale'"):
-            pipe.evaluate(batch.inputs, grad_scale=2.0)  # type: ignore[call-arg]
-        with pytest.raises(ConfigError, match="microbatches is needed"):
-            pipe.step()
-        with torch.no_grad(), pytest.raises(ConfigError, match="use evaluate"):
-            pipe.step(batch.inputs, batch.targets)
-        assert pipe.step(batch.inputs, batch.targets).step == 0
-    expect(expected, batch)
-    assert largest_difference(actual, expected) < TOLERANCE
-
-
-BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"hints": "bf"}, "unknown option 'hints', must be one of: transport, hint"),
-    ({"hint": "best"}, "hint is 'best', must be one of: bf, fb"),
-    ({"hint": object()}, "hint is of type object, must be a name, or a subclass of rrfp.Hint or its instance"),
-    ({"strict": "bf"}, "strict is 'bf', must be one of: gpipe, 1f1b"),
-    ({"strict": "1f1b", "limit": 2}, "neither hint nor limit"),
-    ({"limit": 0}, "limit"),
-    ({"limit": "3n"}, "limit"),
-    ({"transport": "tcp"}, "transport is 'tcp', must be a factory or one of: auto, inproc, shm, zmq"),
-    ({"transport": 5}, "transport is 5"),
-    ({"reduction": "max"}, "reduction is 'max', must be one of: mean, sum"),
-    ({"loss_fn": 3}, "loss_fn is 3, must be callable"),
-    ({"stall_after": 0}, "stall_after is 0"),
-    ({"stall_after": "soon"}, "stall_after is 'soon'"),
-    ({"stall_after": True}, "stall_after is True"),
-    ({"stall_after": float("inf")}, "stall_after is inf, must be a finite number above 0"),
-    ({"connect_timeout": float("inf")}, "connect_timeout is inf, must be a finite number above 0"),
-    ({"connect_timeout": float("nan")}, "connect_timeout is nan"),
-    ({"abort_after": 0}, "abort_after is 0, must be a finite number above 0, or None for never"),
-    ({"abort_after": "soon"}, "abort_after is 'soon'"),
-    ({"stack_timer": None}, "stack_timer is None, must be True or False"),
-    ({"heartbeat": 0}, "heartbeat is 0, must be a finite number above 0"),
-    ({"patience": 1}, "patience is 1, must be at least three times heartbeat, which is 0.5"),
-    ({"patience": float("inf")}, "patience is inf"),
-    ({"queue_bytes": -1}, "queue_bytes is -1, must be an integer >= 1"),
-    ({"max_message_bytes": 1e9}, "max_message_bytes is 1000000000.0, must be an integer >= 1"),
-    ({"lane_nice": 40}, "lane_nice is 40, must be 0..19"),
-    ({"seed": None}, "seed is None"),
-    ({"split": 1}, "split is 1, must be True or False"),
-    ({"unsplittable": "half"}, "unsplittable is 'half', must be one of: whole, refuse"),
-    ({"chunks": 0}, "chunks is 0, must be an integer >= 1, or None to count the modules"),
-    ({"chunks": True}, "chunks is True, must be an integer >= 1, or None to count the modules"),
-    ({"chunks": 2}, "modules have 1 and 2 chunks a stage, must have the same number on all"),
-    ({"placement": None}, "placement is None, must be one of: looped, v"),
-    ({"split": None}, "split is None, must be True or False"),
-    ({"hint": "zb-v", "split": True}, "schedule zb-v takes 2 chunks a stage, v placement, split backward; the graph"),
-    (
-        {"hint": "zb-h1"},
-        "split is False, must be True for the schedule 'zb-h1', which places weight tasks: add split=T",
-    ),
-    ({"strict": "zb-h1", "split": False}, "split is False, must be True for the schedule 'zb-h1'"),
-    ({"first_step": -1}, "first_step is -1, must be an integer >= 0"),
-    ({"first_step": True}, "first_step is True, must be an integer >= 0"),
-    ({"loop": "mine"}, "loop is 'mine', must be one of: own, caller"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=lambda value: str(value)[:30])
-def test_bad_options_are_refused_when_the_pipeline_is_made(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        rrfp.local(stages(2), **options)
-    assert message in str(caught.value)
-
-
-SEVERAL: list[tuple[dict[str, Any], list[str]]] = [
-    ({"hint": "best", "limit": "all"}, ["hint is 'best'", "limit is 'all'"]),
-    ({"seed": None, "split": 1, "loop": "mine"}, ["seed is None", "split is 1", "loop is 'mine'"]),
-    ({"strict": "1f1b", "hint": "bf", "heartbeat": "x"}, ["neither hint nor limit", "heartbeat is 'x'"]),
-    ({"hints": "bf", "limits": 2, "patience": 0}, ["unknown options 'hints', 'limits', must be", "patience is 0"]),
-]
-
-
-@pytest.mark.parametrize(("options", "messages"), SEVERAL, ids=lambda value: str(value)[:30])
-def test_all_wrong_options_are_named_at_once(options: dict[str, Any], messages: list[str]) -> None:
-    bad: Any = 3
-    with pytest.raises(ConfigError) as of_local:
-        rrfp.local(bad, **options)
-    with pytest.raises(ConfigError) as of_pipeline:
-        rrfp.Pipeline(stages(1)[0], topology=rrfp.Topology(0, 1), rendezvous=bad, name="a/b", **options)
-    assert all(message in str(of_local.value) for message in (*messages, "modules is a int"))
-    for message in (*messages, "name is 'a/b'", "rendezvous int has no method publish()"):
-        assert message in str(of_pipeline.value)
-
-
-def test_what_is_no_module_or_no_rendezvous_is_refused() -> None:
-    bad: Any = 3
-    with pytest.raises(ConfigError, match=r"module is a int, must be an nn.Module, a list of them"):
-        rrfp.local([bad])
-    with pytest.raises(ConfigError, match="modules is empty"):
-        rrfp.local([])
-    whole: Any = stages(1)[0][0]  # type: ignore[index]
-    with pytest.raises(ConfigError, match=r"modules is a Linear, must be a list .*: write \[module\] for"):
-        rrfp.local(whole)
-    with pytest.raises(ConfigError, match=r"modules is a int, must be a list with one module a stage$"):
-        rrfp.local(bad)
-    with pytest.raises(ConfigError, match=r"has no method publish\(\)"):
-        rrfp.Pipeline(stages(1)[0], topology=rrfp.Topology(0, 1), rendezvous=bad)
-    with pytest.raises(ConfigError, match="'own' for the blocking API"):
-        rrfp.local(stages(1), loop="caller").blocking()
-
-
-def test_every_option_has_a_default_that_fits() -> None:
-    assert complete({}).keys() == Options.__annotations__.keys()
 
 
 def test_a_pipeline_is_entered_before_its_steps_and_only_once() -> None:

@@ -29,9 +29,12 @@ from rrfp.errors import ConfigError, PipelineAborted
     ("part", "message"),
     [
         ([], "module is an empty list, must be an nn.Module, a list of them (one for each chunk), or a"),
-        ([nn.Identity(), None], "module[1] is a NoneType, must be an nn.Module"),
+        ([nn.Identity(), None], "module[1] is of type NoneType, must be an nn.Module"),
         ([Ones(), Ones()], "module[0] is a StageProgram, must be passed alone: one serves all chunks of a rank"),
-        ({"a": nn.Identity()}, "module is a dict, must be an nn.Module, a list of them (one for each chunk), or a"),
+        (
+            {"a": nn.Identity()},
+            "module is of type dict, must be an nn.Module, a list of them (one for each chunk), or a",
+        ),
     ],
     ids=["empty", "none", "programs", "dict"],
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from runtime.ranks import ThreadedRanks
 from runtime.toys import stages
 
 import rrfp
+from rrfp.compute.lanes.thread import ThreadLane
 from rrfp.core.hint import View
 from rrfp.core.mesh import Mesh
 from rrfp.core.ready_set import ReadySet
@@ -186,3 +188,37 @@ def test_members_whose_modules_force_different_orders_are_refused() -> None:
 def test_groups_may_differ_in_what_only_a_group_has_in_common() -> None:
     own = {rank: {"limit": 3, "depth": 2} for rank in (2, 3)}
     assert [o.error for o in ThreadedRanks(programs(), steps(2), own, MESH, limit=4).join()] == [None] * 4
+
+
+class Counted(ThreadLane):
+    """Sets ``second`` when a call is enqueued while another one has not ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = threading.Event()
+        self._unfinished = 0
+
+    def enqueue(self, call: Any) -> Any:
+        done = super().enqueue(call)
+        self._unfinished += 1
+        if self._unfinished > 1:
+            self.second.set()
+        done.add_done_callback(self._ended)
+        return done
+
+    def _ended(self, _: object) -> None:
+        self._unfinished -= 1
+
+
+def test_ranks_under_a_leader_have_their_next_task_enqueued_behind_the_running_one() -> None:
+    """By default, on a lane that runs one at a time."""
+    mesh = Mesh((("pp", 1), ("tp", 2)))
+    lanes = [Counted(), Counted()]
+
+    def wait_for_the_next(lane: Counted) -> Callable[[Task], object]:
+        return lambda task: task.microbatch > 0 or lane.second.wait(10) or pytest.fail("nothing was enqueued behind it")
+
+    checks = {rank: wait_for_the_next(lane) for rank, lane in enumerate(lanes)}
+    own = {rank: {"lane": lambda stage, lane=lane: lane} for rank, lane in enumerate(lanes)}
+    outcomes = ThreadedRanks(programs(mesh, checks), steps(1), own, mesh=mesh, hint="f-priority", limit=4).join()
+    assert [outcome.error for outcome in outcomes] == [None, None]

@@ -71,6 +71,37 @@ async def test_what_cannot_be_read_is_named_on_all(said: bytes) -> None:
     assert text.startswith("the terms that stage 1 published cannot be read")
 
 
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        {"error": []},
+        {"error": {}, "text": "x"},
+        {"error": "ValueError", "text": "x"},
+        {"error": "ConfigError", "text": 5},
+        {"error": "ConfigError", "text": [[]]},
+        {"ties": 5},
+        {},
+    ],
+)
+async def test_a_verdict_that_cannot_be_read_is_no_agreement(verdict: object) -> None:
+    met = LocalRendezvous()
+    await met.publish("terms/run/0/verdict", msgpack.packb(verdict))
+    with pytest.raises(ProtocolError, match=r"the verdict of rank 0 .*cannot be read"):
+        await Handshake(SAME, Topology(1, 2), TransportContext(1, (), "run", met)).shake()
+
+
+@pytest.mark.parametrize("where", [b"\xa3all", b"\xa6copies", b"\xa3new"])
+async def test_no_depth_of_published_lists_escapes_as_another_error(where: bytes) -> None:
+    good = msgpack.packb({"all": SAME, "group": {}, "copies": []})
+    for depth in range(500, 1010, 50):
+        deep = b"\x91" * depth + b"\xc0"
+        met = LocalRendezvous()
+        told = {b"\xa3all": b"\x83\xa3all\x81\xa6chunks" + deep + good[-16:]}.get(where, b"\x81" + where + deep)
+        await met.publish("terms/run/0/1", told)
+        with pytest.raises((ConfigError, ProtocolError)):
+            await Handshake(SAME, Topology(0, 2), TransportContext(0, (), "run", met)).shake()
+
+
 def test_every_field_that_differs_is_in_one_line() -> None:
     theirs = {**SAME, "chunks": 1, "split": False, "later": 5}
     assert differences("stage 0", SAME, "stage 7", theirs) == (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import rrfp
 from rrfp.core.graph import Graph
 from rrfp.pipeline.api import LocalPipeline
-from rrfp.pipeline.handle import LoopChoice
+from rrfp.pipeline.loop_thread import LoopChoice
 from rrfp.transports.base import Message, MessageKind
 from rrfp.transports.inproc import InprocTransport
 

@@ -192,7 +192,7 @@ def test_ties_may_name_a_parameter_of_the_loss() -> None:
 
 def test_on_another_rank_than_the_last_ties_cannot_name_it() -> None:
     loss = Learned()
-    with pytest.raises(ConfigError, match=r"ties\['t'\] is a Parameter .* that no module of this rank has"):
+    with pytest.raises(ConfigError, match=r"ties\['t'\] is a tensor of shape .* that no module of this rank has"):
         rrfp.Pipeline(stages(1)[0], topology=rrfp.Topology(0, 2), loss_fn=loss, ties={"t": loss.temperature})
 
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import rrfp
 from rrfp.compute.split import backward as split_backward
-from rrfp.core.events import Enqueued, Event
-from rrfp.core.seen_sizes import REMEMBERED_STEPS
+from rrfp.core.events import Event, Previewed
 from rrfp.hints.priority import ForwardPriority
 from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.runtime.result import StepResult
@@ -33,39 +32,62 @@ def pipeline(parts: Sequence[Any], **options: Any) -> BlockingPipeline:
     return rrfp.local(parts, loss_fn=nn.functional.mse_loss, **options).blocking()
 
 
-def step(pipe: BlockingPipeline, rows: Sequence[int]) -> StepResult:
-    return pipe.step([torch.randn(n, WIDTH) for n in rows], [torch.zeros(n, WIDTH) for n in rows])
+def step(pipe: BlockingPipeline, rows: Sequence[int], sizes: Sequence[float] | None = None) -> StepResult:
+    return pipe.step([torch.randn(n, WIDTH) for n in rows], [torch.zeros(n, WIDTH) for n in rows], sizes=sizes)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_microbatches_that_grow_within_a_step_pass_the_limit_once_by_less_than_one_of_them(depth: int) -> None:
+def test_microbatches_that_grow_with_their_inputs_are_known_before_they_run(depth: int) -> None:
     rows, limit = [SMALL] * 6 + [LARGE] * 6, 6 * SMALL * ROW
     with pipeline([stage()], hint="f-priority", limit=rrfp.Limit(bytes=limit), depth=depth) as pipe:
         first, second = step(pipe, rows), step(pipe, rows)
-    (most,) = first.peak_bytes
-    assert limit < most <= limit + (LARGE - SMALL) * ROW
-    assert second.peak_bytes[0] <= limit
-    assert second.peak_bytes[0] >= LARGE * ROW
+    for result in (first, second):
+        assert LARGE * ROW <= result.peak_bytes[0] <= limit
+
+
+class Pairs(nn.Module):
+    """Keeps a number for each pair of rows, as attention does, so more than in proportion to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = (x @ x.T).tanh() @ self.linear(x)
+        return output
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_microbatches_that_grow_between_steps_pass_the_limit_once_by_less_than_one_of_them(depth: int) -> None:
+@pytest.mark.parametrize("sizes", [None, [SMALL] * 6 + [LARGE] * 4])
+def test_more_than_in_proportion_passes_the_limit_once_by_less_than_one_of_them(
+    depth: int, sizes: list[int] | None
+) -> None:
+    rows = [SMALL] * 6 + [LARGE] * 4
+    with pipeline([Pairs()], hint="f-priority", limit=1) as pipe:
+        small, large = (step(pipe, [n]).peak_bytes[0] for n in (SMALL, LARGE))
+    assert large > small * LARGE / SMALL
+    limit = 2 * small + 3 * large // 2
+    with pipeline([Pairs()], hint="f-priority", limit=rrfp.Limit(bytes=limit), depth=depth) as pipe:
+        first, second = (step(pipe, rows, sizes).peak_bytes[0] for _ in range(2))
+    assert limit < first < limit + large
+    assert second <= limit
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_microbatches_that_grow_between_steps_are_known_before_they_run(depth: int) -> None:
     limit = 6 * SMALL * ROW
     with pipeline([stage()], hint="f-priority", limit=rrfp.Limit(bytes=limit), depth=depth) as pipe:
         small = [step(pipe, [SMALL] * 8) for _ in range(2)]
-        first, second = step(pipe, [LARGE] * 4), step(pipe, [LARGE] * 4)
+        large = step(pipe, [LARGE] * 4)
     assert [result.peak_held for result in small] == [(6,), (6,)], "all that fits"
-    assert first.peak_bytes[0] <= limit + (LARGE - SMALL) * ROW
-    assert second.peak_held == (1,), "two would not fit"
+    assert large.peak_held == (1,), "two would not fit"
 
 
-def test_after_larger_steps_the_limit_is_used_in_full_again() -> None:
+def test_after_larger_steps_the_limit_is_used_in_full() -> None:
     limit = 6 * SMALL * ROW
     with pipeline([stage()], hint="f-priority", limit=rrfp.Limit(bytes=limit)) as pipe:
         step(pipe, [LARGE] * 4)
-        held = [step(pipe, [SMALL] * 8).peak_held[0] for _ in range(REMEMBERED_STEPS + 1)]
-    # While a large one is expected there is room for it: 6 - 4 = 2 small ones, and one of them in its place.
-    assert held == [3] * REMEMBERED_STEPS + [6]
+        assert step(pipe, [SMALL] * 8).peak_held == (6,)
 
 
 def test_an_evaluation_is_not_held_back_by_what_training_kept() -> None:
@@ -93,32 +115,26 @@ def test_a_lane_that_runs_ahead_measures_what_its_own_forwards_pass_on(layout: A
 
 
 @pytest.mark.parametrize(
-    ("options", "is_asked"),
-    [
-        ({"depth": 2}, False),
-        ({"limit": rrfp.Limit(bytes=1 << 30)}, False),
-        ({"limit": rrfp.Limit(bytes=1), "depth": 2}, True),
-    ],
+    ("options", "is_asked"), [({"depth": 2}, False), ({"limit": rrfp.Limit(bytes=1), "depth": 2}, True)]
 )
-def test_a_forward_has_a_signature_where_a_limit_asks_for_one_before_the_size_is_known(
-    options: dict[str, Any], is_asked: bool
-) -> None:
-    signatures: dict[str, Any] = {}
+def test_a_forward_is_previewed_where_a_limit_on_bytes_asks_for_it(options: dict[str, Any], is_asked: bool) -> None:
+    seen: dict[str, Previewed] = {}
 
     class Observer(ForwardPriority):
         def observe(self, event: Event) -> None:
-            if isinstance(event, Enqueued):
-                signatures[str(event.task)] = event.signature
+            if isinstance(event, Previewed):
+                assert str(event.task) not in seen
+                seen[str(event.task)] = event
 
     with pipeline(placed([stage(), stage()], 1), hint=Observer, **options) as pipe:
         step(pipe, [SMALL, SMALL, LARGE])
-    assert len(signatures) == 2 * 2 * 3
     if not is_asked:
-        assert set(signatures.values()) == {None}
+        assert not seen
         return
-    assert signatures["F0@0"] == signatures["F1@0"] != signatures["F2@0"]
-    assert all(signature is None for task, signature in signatures.items() if task[0] == "B")
-    assert len({signatures[f"F{m}@1"] for m in range(3)}) in (2, 3), (
+    assert sorted(seen) == ["F0@0", "F0@1", "F1@0", "F1@1", "F2@0", "F2@1"]
+    assert seen["F0@0"].signature == seen["F1@0"].signature != seen["F2@0"].signature
+    assert [seen[f"F{m}@0"].input_bytes for m in range(3)] == [n * WIDTH * 4 for n in (SMALL, SMALL, LARGE)]
+    assert len({seen[f"F{m}@1"].signature for m in range(3)}) in (2, 3), (
         "or one of its own each, if its input was not there"
     )
 

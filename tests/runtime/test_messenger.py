@@ -66,7 +66,11 @@ class TwoRanks:
     async def receive(self, rank: int) -> None:
         """Receive on ``rank`` until something has arrived; raises what receiving raises."""
         messenger = self.messengers[rank]
-        handlers = {MessageKind.OUTPUT: messenger.on_output, MessageKind.CONSUMED: messenger.on_consumed}
+        handlers = {
+            MessageKind.OUTPUT: messenger.on_output,
+            MessageKind.CONSUMED: messenger.on_consumed,
+            MessageKind.BEGUN: messenger.on_begun,
+        }
         receiving = asyncio.create_task(messenger.receive_all(handlers))
         arriving = asyncio.create_task(self.arrived.wait())
         await asyncio.wait([receiving, arriving], return_when=asyncio.FIRST_COMPLETED)
@@ -99,6 +103,23 @@ async def test_a_credit_arrives_as_consumed() -> None:
         await ranks.receive(0)
         assert ranks.events == [[ev.Consumed(STEP, 1, OUTPUT)], []]
         assert [(messenger.sent, messenger.received) for messenger in ranks.messengers] == [(0, 1), (1, 0)]
+
+
+async def test_an_announcement_arrives_with_the_seconds_that_are_expected() -> None:
+    async with TwoRanks([Topology(0, 2), Topology(1, 2)]) as ranks:
+        ranks.messengers[0].announce(ev.Announce(OUTPUT, 1, 0.25))
+        await ranks.receive(1)
+        assert ranks.events == [[], [ev.Announced(STEP, OUTPUT, 0.25)]]
+        assert [(messenger.sent, messenger.received) for messenger in ranks.messengers] == [(1, 0), (0, 1)]
+
+
+@pytest.mark.parametrize("seconds", [None, -1.0, 1, float("nan"), float("inf"), "1"])
+async def test_an_announcement_without_a_time_is_refused(seconds: Any) -> None:
+    async with TwoRanks([Topology(0, 2), Topology(1, 2)]) as ranks:
+        body = {"seconds": seconds}
+        await ranks.messengers[0].send(1, Message(Channel.CONTROL, MessageKind.BEGUN, STEP, OUTPUT, body=body))
+        with pytest.raises(ProtocolError, match=r"^rank 0 announced F2@0 for .* s, must be a float >= 0"):
+            await ranks.receive(1)
 
 
 async def test_messages_that_belong_to_no_step_are_not_counted() -> None:
@@ -142,3 +163,28 @@ async def test_what_makes_no_sense_names_its_sender(message: Message, text: str)
         with pytest.raises(ProtocolError) as caught:
             await ranks.receive(0)
         assert str(caught.value) == f"{text} (reported by {ranks.contexts[0].topology.name_of(1)})"
+
+
+async def test_an_error_at_a_step_s_opening_that_no_rank_sent_stays_as_it_is() -> None:
+    async with TwoRanks([Topology(0, 2), Topology(1, 2)]) as ranks:
+        error = ProtocolError("of nobody")
+        with pytest.raises(ProtocolError) as raised, ranks.messengers[0].opening():
+            raise error
+        assert raised.value is error
+
+
+async def test_after_it_has_left_what_peers_send_and_their_ends_concern_a_rank_no_more() -> None:
+    async with TwoRanks([Topology(0, 2), Topology(1, 2)]) as ranks:
+        messenger, handled = ranks.messengers[0], list[Message]()
+        receiving = asyncio.create_task(messenger.receive_all({MessageKind.CONSUMED: handled.append}))
+        messenger.leave(Message(Channel.CONTROL, MessageKind.CLOSED))
+        await ranks.messengers[1].send(0, control(MessageKind.CONSUMED, OUTPUT))
+        ranks.contexts[1].transport.abort()
+        for _ in range(20):  # within a process all of it arrives in a few turns of the loop
+            await asyncio.sleep(0)
+        assert ranks.contexts[0].transport.statistics().messages_received == 1
+        assert not receiving.done()
+        assert handled == []
+        receiving.cancel()
+        with suppress(asyncio.CancelledError):
+            await receiving

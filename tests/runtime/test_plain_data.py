@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgpack
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rrfp.core.admission import Limit
 from rrfp.core.mesh import Mesh, Place
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.core.topology import Topology
@@ -17,10 +20,15 @@ from rrfp.errors import ConfigError, Origin, ProtocolError
 from rrfp.runtime.abort import origin_of
 from rrfp.runtime.batching import plan_step
 from rrfp.runtime.records import pack, unpack
-from rrfp.runtime.reports import StageReport, StepFigures
+from rrfp.runtime.reports import ResourceMeter, Resources, StageReport, StepFigures
 from rrfp.runtime.step_report import Losses, LossShare
 from rrfp.trace.breakdown import Breakdown, breakdown
 from rrfp.trace.recorder import Recorder
+from rrfp.transports.base import TransportContext, TransportStatistics
+from rrfp.transports.inproc import InprocTransport
+from rrfp.transports.rendezvous import LocalRendezvous
+
+CONTEXT = TransportContext(0, (), "run", LocalRendezvous())
 
 seconds = st.floats(0, 1e6)
 
@@ -32,6 +40,7 @@ seconds = st.floats(0, 1e6)
         seconds=seconds,
         breakdown=st.builds(Breakdown, step=seconds, compute=seconds, input=seconds),
         peaks=st.builds(Peaks, held=st.integers(0, 99), num_bytes=st.integers(0, 2**60), received=st.integers(0, 9)),
+        resources=st.binary(min_size=32, max_size=32),
     )
 )
 def test_a_report_travels(report: StageReport) -> None:
@@ -52,7 +61,7 @@ def test_losses_travel(share: LossShare) -> None:
 
 
 REPORT = pack(StageReport(1, 2.0, Breakdown(2.0, 1.0), Peaks(1, 2, 3)))
-SHARE = pack(LossShare(0, {0: 0.5}, 0.5, 1.0))
+SHARE = pack(LossShare(0, 0, {0: 0.5}, 0.5, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -63,6 +72,7 @@ SHARE = pack(LossShare(0, {0: 0.5}, 0.5, 1.0))
         *((kind, good + b"\x00") for kind, good in ((StageReport, REPORT), (LossShare, SHARE))),
         (StageReport, msgpack.packb({})),
         (StageReport, msgpack.packb({**msgpack.unpackb(REPORT), "peaks": 5})),
+        (StageReport, msgpack.packb({**msgpack.unpackb(REPORT), "resources": 5})),
         (LossShare, msgpack.packb({**msgpack.unpackb(SHARE), "losses": [[[1], 2.0]]})),
         (LossShare, msgpack.packb({**msgpack.unpackb(SHARE), "extra": 1})),
     ],
@@ -82,11 +92,51 @@ def test_every_breakdown_is_filled_up_to_the_slowest_rank() -> None:
     assert figures.breakdown[1] == Breakdown(3.0, 1.5, drained=1.5)
 
 
+class Counters(InprocTransport):
+    """Counts what a test says."""
+
+    sent = received = 0
+
+    def statistics(self) -> TransportStatistics:
+        return TransportStatistics(bytes_sent=self.sent, bytes_received=self.received)
+
+
+def test_a_stage_has_the_limits_of_its_group_and_the_bytes_that_all_its_ranks_moved_in_the_step() -> None:
+    mesh, parts = Mesh((("pp", 1), ("tp", 2))), Breakdown(1.0, 1.0)
+    transports = [Counters(CONTEXT), Counters(CONTEXT)]
+    meters = [ResourceMeter(Limit(2, 1 << 20), 2, transport) for transport in transports]
+    for sent in (3, 5):
+        for transport in transports:
+            transport.sent, transport.received = transport.sent + sent, transport.received + 2 * sent
+        reports = [StageReport(0, 1.0, parts, Peaks(), meter.read()) for meter in meters]
+        assert StepFigures.of(reports, Topology.at(0, mesh)).resources == (Resources(4, 1 << 20, 2 * sent, 4 * sent),)
+
+
+@pytest.mark.parametrize(
+    ("limit", "read"),
+    [
+        (Limit(), Resources()),
+        (Limit(np.int64(2), np.int64(1 << 20)), Resources(4, 1 << 20)),  # type: ignore[arg-type]
+        (Limit(2, 2**64 - 2), Resources(4, 2**64 - 2)),
+        (Limit(10**30, 10**30), Resources()),  # more than any memory
+    ],
+)
+def test_a_limit_of_any_kind_and_size_travels(limit: Limit, read: Resources) -> None:
+    assert Resources.unpacked(ResourceMeter(limit, 2, InprocTransport(CONTEXT)).read()) == read
+
+
+def test_a_report_with_unreadable_resources_is_refused_and_its_rank_named() -> None:
+    good = StageReport(0, 1.0, Breakdown(1.0, 1.0), Peaks())
+    bad = replace(good, stage=1, resources=good.resources[:-1])
+    with pytest.raises(ProtocolError, match=r"of .*1.* cannot be read: resources has 31 bytes, must have 32"):
+        StepFigures.of([good, bad], Topology(0, 2))
+
+
 def test_losses_are_those_of_the_own_replica_and_the_loss_that_of_all() -> None:
     mesh = Mesh((("pp", 2), ("dp", 2)))
     shares = [LossShare() for _ in range(4)]
     for replica, (loss, weight) in enumerate([(3.0, 1.0), (5.0, 3.0)]):
-        shares[mesh.rank(Place(1, replica, 0))] = LossShare(0, {1: loss, 0: 2.0}, loss, weight)
+        shares[mesh.rank(Place(1, replica, 0))] = LossShare(0, 0, {1: loss, 0: 2.0}, loss, weight)
     own = [Losses.of(shares, Topology.at(mesh.rank(Place(0, replica, 0)), mesh), "mean") for replica in range(2)]
     assert own == [Losses(4.5, (2.0, 3.0)), Losses(4.5, (2.0, 5.0))]
     assert Losses.of(shares, Topology.at(0, mesh), "sum").loss == 8.0

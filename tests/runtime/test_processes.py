@@ -18,6 +18,7 @@ import runtime.processes as programs
 from batches import long
 from fork_server import fork_server
 from runtime.processes import Processes, Program
+from transports.curved import curve
 
 __all__ = ["fork_server"]
 
@@ -37,7 +38,7 @@ def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     def start(
         count: int, program: Program, seconds: float = 0.01, chunks: Sequence[int] = (), **options: Any
     ) -> Processes:
-        running.append(Processes(tmp_path, count, program, seconds, chunks, transport=request.param, **options))
+        running.append(Processes(tmp_path, count, program, seconds, chunks, **{"transport": request.param, **options}))
         return running[-1]
 
     yield start
@@ -78,6 +79,19 @@ def test_a_killed_rank_is_named_on_every_other(launch: Any, victim: int) -> None
         assert end.error == "PipelineAborted"
         assert end.origin[0] == victim
         assert end.origin[2].startswith("PeerLostError: ")
+        assert end.at - killed < DEAD_S
+    ranks.join(killed)
+
+
+def test_a_killed_rank_is_named_over_encrypted_tcp(launch: Any) -> None:
+    ranks = launch(3, programs.steps_for_ever, transport=curve)
+    for stage in range(3):
+        assert ranks.hear(stage) == "stepping"
+    killed = time.monotonic()
+    os.kill(ranks.pid(1), signal.SIGKILL)
+    for stage in (0, 2):
+        end = ranks.end(stage)
+        assert (end.error, end.origin[0]) == ("PipelineAborted", 1)
         assert end.at - killed < DEAD_S
     ranks.join(killed)
 

@@ -82,6 +82,24 @@ def test_what_is_no_such_record_is_refused(plain: Any, text: str) -> None:
         unpack(Outer, msgpack.packb(plain), "a test record")
 
 
+@pytest.mark.parametrize("depth", range(300, 1020, 40))
+def test_no_depth_of_lists_escapes_as_another_error(depth: int) -> None:
+    for start, end in ((b"", b""), (b"", b"more"), (b"\x93\x91", b""), (pack(FULL)[:1] + b"\xa5count", b"")):
+        with pytest.raises(ProtocolError, match="a test record cannot be read"):
+            unpack(Outer, start + b"\x91" * depth + b"\xc0" + end, "a test record")
+
+
+def test_a_number_beyond_the_floats_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="a test record cannot be read"):
+        from_plain(Inner, {"number": 10**400}, "a test record")
+
+
+def test_the_error_does_not_repeat_all_of_a_long_record() -> None:
+    with pytest.raises(ProtocolError) as caught:
+        unpack(Outer, msgpack.packb(["x" * 10_000] * 100), "a test record")
+    assert len(str(caught.value)) < 500
+
+
 @pytest.mark.parametrize("data", [b"", b"\xc1", pack(FULL)[:-1], pack(FULL) + b"\x00"])
 def test_bytes_that_are_no_plain_data_are_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="a test record cannot be read"):

@@ -38,7 +38,7 @@ def test_a_size_may_be_a_number_of_numpy_or_a_tensor() -> None:
 
 @pytest.mark.parametrize("size", [-1, math.nan, math.inf, None, "many", torch.ones(2)])
 def test_another_size_is_refused_by_its_microbatch(size: Any) -> None:
-    with pytest.raises(rrfp.ConfigError, match=r"^sizes\[1\] is .*, must be a number >= 0$"):
+    with pytest.raises(rrfp.ConfigError, match=r"^sizes\[1\] is .*, must be a finite number >= 0$"):
         plan_step(0, Mode.TRAIN, "mean", sizes=[1, size])
 
 

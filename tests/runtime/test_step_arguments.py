@@ -121,14 +121,14 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"targets": torch.zeros(3)}, "write list(targets.chunk(8)) for 8 microbatches"),
     (
         {"weights": torch.ones(2)},
-        "weights is a Tensor, must be a list with one entry a microbatch: write weights.tolist()",
+        "weights is of type Tensor, must be a list with one entry a microbatch: write weights.tolist()",
     ),
     ({"inputs": (torch.zeros(8),) * 3}, "; if inputs is one whole batch, write list(zip(*(x.chunk(8) for x in inputs)"),
-    ({"kwargs": {0: [{}, None]}}, "kwargs[0] must hold a dict for each microbatch"),
+    ({"kwargs": {0: [{}, None]}}, "kwargs[0][1] is of type NoneType, must be a dict"),
     ({"kwargs": {2: [{}, {}]}}, "kwargs names the stage 2, must be one of: 0, 1"),
     ({"kwargs": {"mask": torch.zeros(2)}}, "kwargs names the stage 'mask', must be one of: 0, 1"),
     ({"kwargs": {1: [{}]}}, "(inputs: 2, targets: 2, kwargs[1]: 1)"),
-    ({"kwargs": {1: {}}}, "kwargs[1] is a dict, must be a list"),
+    ({"kwargs": {1: {}}}, "kwargs[1] is of type dict, must be a list"),
 ]
 
 

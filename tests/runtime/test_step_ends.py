@@ -152,6 +152,19 @@ def no_report(result: StepResult) -> None:
     assert "seconds" not in repr(result)
 
 
+def test_a_result_that_nobody_read_shows_the_reports_once_they_are_here() -> None:
+    job = Job()
+
+    async def caller(stage: int) -> str:
+        result = await job.step(stage)
+        no_report(result)
+        await job.runners[stage].settle()
+        assert result.pending is not None
+        return repr(result)
+
+    assert all(f"seconds={DONE_S[1]}" in shown for shown in job.run(caller))
+
+
 def test_what_the_reports_fill_cannot_be_waited_for_on_their_own_loop_and_is_there_after_complete() -> None:
     job = Job()
 
@@ -190,7 +203,7 @@ async def step_again(job: Job, stage: int, result: StepResult) -> Any:
 
 
 async def gather(job: Job, stage: int, result: StepResult) -> Any:
-    return await job.runners[stage].gather(b"")
+    return await job.runners[stage].gather("clip_grad_norm_", b"")
 
 
 async def read(job: Job, stage: int, result: StepResult) -> Any:

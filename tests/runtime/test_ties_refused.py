@@ -20,15 +20,15 @@ from rrfp.pipeline.blocking import BlockingPipeline
 @pytest.mark.parametrize(
     ("ties", "text"),
     [
-        (7, "ties is int, must be a dict, or a list of 2, one a stage"),
-        ([{}], "ties is list, must be a dict, or a list of 2, one a stage"),
-        ([{}, 5], "ties is int, must be a dict of parameters by name"),
+        (7, "ties is of type int, must be a dict, or a list of 2, one a stage"),
+        ([{}], "ties is of type list, must be a dict, or a list of 2, one a stage"),
+        ([{}, 5], "ties is of type int, must be a dict of parameters by name"),
         ({3: None}, "ties has the key 3, must be a name"),
-        ({"it": 5}, "ties['it'] is a int 5 that no module of this rank has: must be one of their parameters"),
+        ({"it": 5}, "ties['it'] is 5 (of type int), must be a parameter of a module of this rank"),
         (
             {"it": nn.Parameter(torch.ones(2, 3))},
-            "ties['it'] is a Parameter of shape (2, 3) that no module of this rank has: must be one of their "
-            "parameters",
+            "ties['it'] is a tensor of shape (2, 3) that no module of this rank has, must be a parameter of a module "
+            "of this rank",
         ),
     ],
 )
@@ -43,7 +43,7 @@ def test_a_parameter_of_another_stage_two_names_and_two_parameters_are_refused()
     first, head = weights
     other = next(p for p in parts[0].parameters() if p is not first)
     for ties, text in (
-        ([{"it": head}, {"it": first}], "is a Parameter of shape (20, 16) that no module of this rank has"),
+        ([{"it": head}, {"it": first}], "is a tensor of shape (20, 16) that no module of this rank has"),
         ({"it": weights, "that": [head]}, "ties['that'] is the parameter of ties['it'] too, must be in one tie"),
         ({"it": [first, head, other]}, "ties['it'] has two parameters of virtual stage 0, must have one"),
     ):

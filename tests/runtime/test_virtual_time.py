@@ -110,7 +110,7 @@ def test_sizes_reach_the_hint_and_wrong_ones_are_refused() -> None:
         async with emulated(1, one_second, hint=Curious) as pipe:
             await pipe.step(sizes=[3, 4.5])
             await pipe.evaluate(microbatches=2)
-            with pytest.raises(ConfigError, match=r"sizes\[1\] is -1, must be a number >= 0"):
+            with pytest.raises(ConfigError, match=r"sizes\[1\] is -1, must be a finite number >= 0"):
                 await pipe.step(sizes=[1, -1])
             with pytest.raises(ConfigError, match=r"microbatches: 2, sizes: 1"):
                 await pipe.step(microbatches=2, sizes=[1])

@@ -122,7 +122,7 @@ def test_a_cell_that_does_not_fit_the_graph_is_named_by_line_and_column(cell: st
 def test_a_line_for_each_stage_is_needed(rows: int) -> None:
     with pytest.raises(ConfigError) as caught:
         from_csv("0F0\n" * rows, UNSPLIT)
-    assert str(caught.value) == f"schedule csv: has {rows} lines, must have 2, one for each stage"
+    assert str(caught.value) == f"schedule csv: number of lines is {rows}, must be 2, one for each stage"
 
 
 def test_blank_lines_at_the_end_are_no_stages() -> None:

@@ -174,4 +174,4 @@ def test_the_same_costs_give_the_same_result() -> None:
 def test_several_chunks_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         run_blocking(table([[1], [1]], [[1], [1]], chunks=2))
-    assert str(caught.value) == "blocking sends take 1 chunk a stage, the costs have 2"
+    assert str(caught.value) == "chunks is 2, must be 1 with blocking sends"

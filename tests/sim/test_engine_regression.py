@@ -2,10 +2,10 @@
 
 And what it does to the garbage collector, for the sake of that speed.
 
-The digests are those of the engine as it was first written, before it was made fast. They cover every task with its
-start and end, every wait with its cause, every message, and the peaks, in the order in which the result lists them. A
-change that is meant to alter timelines (another rule, another order among equals) takes new digests: a failing case
-prints its own.
+The digests are those of the engine as it was first written, before it was made fast; with several chunks they are of
+tables made since. They cover every task with its start and end, every wait with its cause, every message, and the
+peaks, in the order in which the result lists them. A change that is meant to alter timelines (another rule, another
+order among equals) takes new digests: a failing case prints its own.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ CASES = [
     Case("2aac3e730622861c", 8, 40, "fb", limit="1f1b", jitter="J1", latency="wire", seed=2),
     Case("f712359ce51adb33", 5, 24, "b-priority", latency="none", jitter="J0"),  # many events at one instant
     Case("913dba1dddc2c937", 5, 24, "f-priority", split=True, latency="constant", jitter="J0"),
-    Case("08dd6ae622a7b5aa", 3, 12, "bf", chunks=2, seed=3),
-    Case("c93032d010865c6b", 4, 12, "bfw", chunks=2, placement="v", split=True, limit=2, seed=4),
-    Case("da939aa71367f4a7", 3, 10, "fb", chunks=3, placement="v", limit=1, latency="none", jitter="J0"),
-    Case("51516651ea0e3cf7", 4, 12, "f-priority", chunks=3, limit="1f1b", rule="paper", seed=5),
-    Case("bef3d7c462a8400c", 3, 12, "bf", chunks=2, split=True, limit=2, rule="paper", seed=6),
+    Case("08f26d16ce0b7410", 3, 12, "bf", chunks=2, seed=3),
+    Case("2ac2a0aaaa51f035", 4, 12, "bfw", chunks=2, placement="v", split=True, limit=2, seed=4),
+    Case("9e4d69a9bbcc25d5", 3, 10, "fb", chunks=3, placement="v", limit=1, latency="none", jitter="J0"),
+    Case("9fe7abbdcf99f173", 4, 12, "f-priority", chunks=3, limit="1f1b", rule="paper", seed=5),
+    Case("0089d6da0c117766", 3, 12, "bf", chunks=2, split=True, limit=2, rule="paper", seed=6),
     Case("6933179ca2bda9a3", 4, 16, "bf", limit=2, in_order=True, seed=7),
-    Case("79519093b4524964", 3, 10, "bfw", chunks=2, split=True, limit=2, in_order=True, seed=8),
+    Case("d70faa91b70c2921", 3, 10, "bfw", chunks=2, split=True, limit=2, in_order=True, seed=8),
     Case("7682ed0f83200c69", 6, 20, "1f1b", seed=9),
     Case("e3ddaa177b16e0fe", 6, 20, "1f1b", strict=True, split=True, seed=10),
     Case("367ca5bcd44b3c9b", 4, 10, "gpipe", strict=True, latency="none"),

@@ -147,3 +147,16 @@ def test_byte_limits_beside_a_limit_on_microbatches(
         for sizes in ((1, 1, 1), (1, 2, 4), (4, 2, 1)):
             found = explore(graph, 3, Limit(microbatches, num_bytes), in_order=forced, sizes=sizes)
             assert not found.deadlocks, (num_bytes, sizes, found)
+
+
+@pytest.mark.parametrize("in_order", [None, Kind.B])
+@pytest.mark.parametrize("chunks", [1, pytest.param(2, marks=many_states)])
+@pytest.mark.parametrize("estimates", [(1, 2, 4), (0, 0, 0), (9, 1, 0), (1, 1, 7)])
+def test_byte_limits_with_exact_absent_and_wrong_estimates(
+    estimates: tuple[int, ...], chunks: int, in_order: Kind | None
+) -> None:
+    graph = Graph.chain(2, chunks=chunks, layout="v", split=True)
+    forced = [(in_order, v) for v in range(2 * chunks)] if in_order else []
+    for num_bytes in (1, 3, 5, 8):
+        found = explore(graph, 3, Limit(None, num_bytes), in_order=forced, sizes=(1, 2, 4), estimates=estimates)
+        assert not found.deadlocks, (num_bytes, found)

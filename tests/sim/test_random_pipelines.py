@@ -53,11 +53,22 @@ class LastInFirstOut(Hint):
         """Told of everything, and makes nothing of it."""
 
 
+class Hesitant(AnyReady):
+    """Prefers any wait to a backward."""
+
+    def announces(self, view: View) -> bool:
+        return True
+
+    def awaits(self, task: Task, view: View) -> bool:
+        return True
+
+
 ADVERSARIES: Sequence[Callable[[random.Random], Hint]] = (
     lambda rng: AnyReady(rng.randrange(2**32)),
     lambda rng: Worst(),
     lambda rng: LastInFirstOut(),
     lambda rng: create_hint(rng.choice(["bf", "fb", "b-priority", "f-priority", "bfw"])),
+    lambda rng: Hesitant(rng.randrange(2**32)),
 )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from batches import long
 
+from rrfp.core import events as ev
 from rrfp.core.admission import AdmissionRule, Limit
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint, View
@@ -51,6 +53,61 @@ def test_every_run_ends_and_d_keeps_its_bound(rule: AdmissionRule, batch: int) -
             network.run([(Mode.TRAIN, microbatches), (Mode.FORWARD, microbatches)])
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from None
+
+
+def previewing(guess: Callable[[int], int | None]) -> type[StageCore]:
+    """A core that is shown a number of each microbatch as soon as a step opens."""
+
+    class Previewing(StageCore):
+        def apply(self, event: ev.Event) -> tuple[ev.Instruction, ...]:
+            instructions = super().apply(event)
+            if isinstance(event, ev.StepOpened):
+                for v in self.graph.placement.virtual_stages(self.stage):
+                    for m in range(event.microbatches):
+                        super().apply(ev.Previewed(Task(Kind.F, m, v), guess(m)))
+            return instructions
+
+    return Previewing
+
+
+@pytest.mark.parametrize("knows", ["exactly", "nothing", "zeros", "at random"])
+@pytest.mark.parametrize("batch", [0, *map(long, range(1, 4))])
+def test_limits_on_bytes_end_every_run_whatever_is_expected(knows: str, batch: int) -> None:
+    """One chunk and no forced order pass the limit by less than one microbatch."""
+    for seed in range(batch * 25, batch * 25 + 25):
+        rng = random.Random(seed)
+        stages, chunks, microbatches = rng.randint(1, 4), rng.randint(1, 3), rng.randint(2, 8)
+        graph = Graph(
+            Placement(stages, chunks, rng.choice(("looped", "v"))), split=(rng.random() < 0.5,) * stages * chunks
+        )
+        held = [rng.randint(1, 9) for _ in range(microbatches)]
+        noise = [rng.randint(0, 99) for _ in range(microbatches)]
+        guesses: dict[str, Callable[[int], int | None]] = {
+            "exactly": held.__getitem__,
+            "nothing": lambda m: None,
+            "zeros": lambda m: 0,
+            "at random": noise.__getitem__,
+        }
+        kind = rng.choice((None, None, Kind.F, Kind.B))
+        in_order = [(kind, v) for v in range(stages * chunks)] if kind else []
+        limit = Limit(rng.choice((None, 1, 3)), rng.randint(1, 30))
+        network = RandomRun(
+            graph,
+            [AnyReady(rng.randrange(1 << 30)) for _ in range(stages)],
+            [limit] * stages,
+            seed=seed,
+            depth=rng.randint(1, 3),
+            in_order=in_order,
+            num_bytes=lambda task, held=held: held[task.microbatch],  # type: ignore[misc]
+            make_core=previewing(guesses[knows]),
+        )
+        try:
+            network.run([(Mode.TRAIN, microbatches)] * 2)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from None
+        if chunks == 1 and not in_order:
+            most = max(network.most_bytes(stage, 0) for stage in range(stages))
+            assert most < (limit.bytes or 0) + max(held), f"seed {seed}"
 
 
 class IgnoresItsLimit(StageCore):

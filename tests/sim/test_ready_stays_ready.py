@@ -28,6 +28,9 @@ BATCH = 300
 #: Events after which the ready set may lack a task that it had: one is taken out of it, or its step is over.
 TAKES_OUT = (ev.Enqueued, ev.StepOpened, ev.Aborted)
 
+#: Events of a stage that waits for a forward before a backward.
+WAITS = {ev.Announced, ev.PauseBegun, ev.PauseEnded}
+
 
 class Watched(StageCore):
     """Keeps in `lost` what events wrongly made unready, in `seen` the kinds of those that came upon ready tasks."""
@@ -64,7 +67,8 @@ def test_only_the_start_of_another_task_makes_a_ready_task_unready(first: int) -
         run = run_scenario(make_scenario(seed, alone=True), make_core=watched(lost, seen))
         assert not run.problems, f"make_scenario({seed}, alone=True): {run.problems[0]}"
         assert not lost, f"make_scenario({seed}, alone=True): {lost[0]}"
-    assert seen == {ev.Arrived, ev.Completed, ev.SendReleased, ev.Consumed, ev.ChunkReduced}
+    assert seen - WAITS == {ev.Arrived, ev.Completed, ev.SendReleased, ev.Consumed, ev.ChunkReduced}
+    assert first or seen >= WAITS, "few runs wait; some of the first batch do"
 
 
 def test_the_watch_sees_a_rule_that_breaks_it() -> None:

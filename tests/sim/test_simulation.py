@@ -279,7 +279,8 @@ def test_rounding_of_a_long_step_is_not_a_run_below_its_bound() -> None:
     assert lower_bound(simulation.costs, None) > simulation.makespan * (1 + 1e-12)
 
 
-def test_a_limit_on_bytes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="limit: bytes must be None, a cost table has no sizes"):
-        simulate(table([[1]], [[1]]), hint="bf", limit=Limit(2, 100))
+def test_a_limit_on_bytes_is_refused_where_the_table_has_none() -> None:
+    for limit in (Limit(2, 100), "bytes:n"):
+        with pytest.raises(ConfigError, match="the limit is in bytes, and the cost table has none"):
+            simulate(table([[1]], [[1]]), hint="bf", limit=limit)
     assert simulate(table([[1]], [[1]]), hint="bf", limit=Limit()).limits == (1,)

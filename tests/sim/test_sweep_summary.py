@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -199,6 +200,16 @@ def test_the_file_is_a_png(tmp_path: Path) -> None:
     assert (400 < height < 900, 400 < width < 900) == (True, True)
     with pytest.raises(ConfigError, match="cannot be written"):
         plot_sweep([HINT], tmp_path / "absent" / "p.png")
+
+
+def test_the_points_of_one_place_are_together_and_those_of_two_clearly_apart() -> None:
+    [speed, _] = drawn([replace(HINT, stages=n, method=f"h{index}") for n in (4, 8) for index in range(6)]).axes
+    points = [
+        np.asarray(line.get_xdata(), float) for line in speed.get_lines() if line.get_marker() not in ("None", "")
+    ]
+    assert [len(one) for one in points] == [2] * 6
+    assert len({one[0] for one in points}) == 6
+    assert max(abs(one[0]) for one in points) <= 0.0625  # a quarter of a stage, read on an axis from 4 to 8
 
 
 def test_a_picture_that_nobody_could_read_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,5 +68,8 @@ def test_what_does_not_go_together_is_refused() -> None:
     assert refusal(strict="1f1b", limit=3) == f"limit {alone}"
     assert refusal(strict="1f1b", coordination="leader") == f"coordination {alone}"
     assert refusal(hint="bf", coordination="vote") == "coordination is 'vote', must be one of: leader, agreement"
-    assert refusal(hint="bf", limit=Limit(bytes=9)) == "limit: bytes must be None, a cost table has no sizes"
+    assert "the limit is in bytes, and the cost table has none" in refusal(hint="bf", limit=Limit(bytes=9))
+    sized = replace(COSTS, held=COSTS.forward)
+    with pytest.raises(ConfigError, match="limit: bytes must be None, simulated groups count microbatches"):
+        simulate_tensor_parallel(sized, 2, hint="bf", limit=Limit(bytes=9))
     assert refusal(hint="bf", tp=0) == "tp is 0, must be a whole number >= 1"

@@ -32,11 +32,11 @@ def total(part: Breakdown) -> float:
 
 def test_each_cause_has_its_own_part() -> None:
     waits = [WaitSpan(0, cause, 2.0 * i + 1, 2.0 * i + 2) for i, cause in enumerate(WaitCause)]
-    tasks = [task(2.0 * i, 2.0 * i + 1) for i in range(5)]
-    part = breakdown(trace(*waits, *tasks, end=9.0), 0)
-    assert part == Breakdown(step=9.0, compute=5.0, input=1.0, memory=1.0, order=1.0, drained=1.0, other=0.0)
+    tasks = [task(2.0 * i, 2.0 * i + 1) for i in range(6)]
+    part = breakdown(trace(*waits, *tasks, end=11.0), 0)
+    assert part == Breakdown(11.0, compute=6.0, input=1.0, memory=1.0, order=1.0, choice=1.0, drained=1.0, other=0.0)
     assert part.by_cause == dict.fromkeys(WaitCause, 1.0)
-    assert (part.blocking, part.blocking_share, part.compute_share) == (4.0, 4 / 9, 5 / 9)
+    assert (part.blocking, part.blocking_share, part.compute_share) == (5.0, 5 / 11, 6 / 11)
 
 
 def test_what_no_span_covers_is_the_runtimes_own_time() -> None:
@@ -115,6 +115,6 @@ def test_json_form_names_the_causes() -> None:
         "step": 4.0,
         "compute": 1.0,
         "blocking": 2.5,
-        "blocking_by_cause": {"input": 2.0, "memory": 0.0, "order": 0.5, "drained": 0.0},
+        "blocking_by_cause": {"input": 2.0, "memory": 0.0, "order": 0.5, "choice": 0.0, "drained": 0.0},
         "other": 0.5,
     }

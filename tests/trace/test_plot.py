@@ -26,7 +26,7 @@ from rrfp.sim.simulation import simulate
 from rrfp.trace.looks import DPI
 from rrfp.trace.plot import draw_timelines, plot_timelines
 from rrfp.trace.spans import StepTrace, TaskSpan, WaitSpan
-from rrfp.trace.window import Window
+from rrfp.trace.window import WHOLE, Window
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +136,19 @@ def test_the_legend_has_every_tint_and_hatch_that_is_drawn_and_no_other(how: dic
     assert found == looks(figure)
 
 
+def test_time_that_is_left_blank_has_an_entry_where_it_is_visible() -> None:
+    def labels(blank: float, window: Window = WHOLE) -> list[str]:
+        """Of stage 0, which computes all the time, and stage 1, which does not at first."""
+        spans = (TaskSpan(0, Task(Kind.F, 0, 0), 5.0, 15.0), TaskSpan(1, Task(Kind.F, 0, 1), 5.0 + blank, 15.0))
+        figure = draw_timelines([("one", StepTrace(0, 5.0, 15.0, spans))], window)
+        return [text.get_text() for text in figure.legends[0].get_texts()]
+
+    assert labels(0.2) == ["forward"]
+    assert labels(0.5) == ["forward", "other: the runtime"]
+    assert labels(0.5, Window(1.0)) == ["forward"]
+    assert labels(0.2, Window(0.0, 2.0)) == ["forward", "other: the runtime"]
+
+
 def test_a_kind_is_paler_on_a_deeper_chunk_and_the_legend_names_the_chunks() -> None:
     kinds = [(Kind.F, 0), (Kind.F, 1), (Kind.W, 1), (Kind.W, 0)]
     spans = tuple(TaskSpan(0, Task(kind, 0, v), float(i), i + 1.0) for i, (kind, v) in enumerate(kinds))
@@ -154,8 +167,8 @@ def test_idle_times_are_told_apart_without_colour() -> None:
     trace = StepTrace(0, 0.0, end + 1, (TaskSpan(0, Task(Kind.F, 0, 0), end, end + 1),), waits)
     figure = draw_timelines([("one", trace)])
     hatches: list[str | None] = [shape.get_hatch() for shape in boxes(figure.axes[0])]
-    assert len(hatches) == 5
-    assert len(set(hatches[:-1])) == 4
+    assert len(hatches) == 6
+    assert len(set(hatches[:-1])) == 5
     assert hatches[-1] is None
     plain = [shape for shape in boxes(figure.axes[0]) if shape.get_hatch() is None]
     ground, task = (np.asarray(shape.get_facecolor())[0, :3].mean() for shape in plain)

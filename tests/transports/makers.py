@@ -19,6 +19,7 @@ from rrfp.transports.base import Channel, Message, Transport, TransportContext, 
 from rrfp.transports.collective.transport import CollectiveTransport
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.rendezvous import LocalRendezvous
+from rrfp.transports.secret import Secret
 from rrfp.transports.shm.datagrams import Payload, pack
 from rrfp.transports.shm.transport import ShmTransport
 from rrfp.transports.shm.trial import Host
@@ -28,6 +29,8 @@ from rrfp.transports.zmq.transport import ZmqTransport
 _Result = TypeVar("_Result")
 
 RUN_ID = "checks"
+
+SECRET = Secret(b"the secret of the conformance checks")
 
 
 def contexts(options: PairOptions | None = None, **changes: Any) -> list[TransportContext]:
@@ -174,12 +177,12 @@ def simulated(latency: Latency = no_latency) -> MakePair:
     return make_pair
 
 
-def over_zmq(address: str) -> MakePair:
+def over_zmq(address: str, **changes: Any) -> MakePair:
     """A maker of pairs that bind ``address``, with a way to inject frames past the sender's checks."""
 
     @asynccontextmanager
     async def make_pair(options: PairOptions) -> AsyncIterator[Pair]:
-        transports = [ZmqTransport(context, address) for context in contexts(options)]
+        transports = [ZmqTransport(context, address) for context in contexts(options, **changes)]
         left = transports[0]
 
         async def inject(channel: Channel, header: bytes, frames: Sequence[bytes]) -> None:
@@ -233,7 +236,7 @@ async def auto_shm(options: PairOptions) -> AsyncIterator[Pair]:
 @asynccontextmanager
 async def auto_mixed(options: PairOptions) -> AsyncIterator[Pair]:
     """Three ranks always, the third one abroad: so both others use two transports."""
-    left, right, third = contexts(replace(options, ranks=3), rendezvous=Store())
+    left, right, third = contexts(replace(options, ranks=3), rendezvous=Store(), secret=SECRET)
     async with started(AutoTransport(left), AutoTransport(right), Abroad(third)) as pair:
         yield replace(pair, third=pair.third if options.ranks == 3 else None)
 
@@ -263,7 +266,7 @@ async def zmq_relayed(options: PairOptions) -> AsyncIterator[Pair]:
     """Over tcp, through a relay that can fall silent; soon taken for lost then."""
     async with AsyncExitStack() as stack:
         rendezvous = RelayingRendezvous(stack)
-        short = contexts(options, rendezvous=rendezvous, heartbeat_s=0.3, patience_s=1.0)
+        short = contexts(options, rendezvous=rendezvous, heartbeat_s=0.3, patience_s=1.0, allow_insecure=True)
         transports = [ZmqTransport(context, "127.0.0.1") for context in short]
         async with started(*transports, silence=rendezvous.silence) as pair:
             yield pair
@@ -282,7 +285,9 @@ MAKERS: dict[str, MakePair] = {
     "shm": over_shm,
     "shm-threads": on_two_loops(ShmTransport),
     "zmq-ipc": over_zmq("ipc"),
-    "zmq-tcp": over_zmq("127.0.0.1"),
+    "zmq-tcp": over_zmq("127.0.0.1", allow_insecure=True),
+    "zmq-curve": over_zmq("127.0.0.1", secret=SECRET),
+    "zmq-plain-data": over_zmq("127.0.0.1", secret=SECRET, plain_data=True),
     "zmq-relayed": zmq_relayed,
     "zmq-threads": on_two_loops(ZmqTransport),
 }

@@ -15,11 +15,14 @@ from compute.separate_double import SeparateDouble, check_races, closing, put, s
 from torch import Tensor
 
 from rrfp.compute.devices.base import Device
-from rrfp.compute.devices.copies import StreamCopies
 from rrfp.compute.devices.cuda import CudaDevice
+from rrfp.compute.devices.shared_copies import copies_of
 from rrfp.testing.transport_checks import MakePair, Pair, PairOptions
 from rrfp.testing.wrapped import WrappedTransport
 from rrfp.transports.base import Channel, Message, Transport, TransportContext
+from rrfp.transports.cuda_ipc.pulled import PulledTransport
+from rrfp.transports.cuda_ipc.transport import CudaIpcTransport
+from rrfp.transports.device_sharing import SharesDeviceMemory
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.shm.transport import ShmTransport
 from rrfp.transports.staged import staged
@@ -83,7 +86,7 @@ def over(
         if is_shared:
             devices = devices[:1] * options.ranks
         contexts = [
-            replace(context, copies=StreamCopies(device))
+            replace(context, copies=copies_of(device))
             for context, device in zip(makers.contexts(options), devices, strict=True)
         ]
         inner = [make(context) for context in contexts]
@@ -92,7 +95,10 @@ def over(
             for end, context, device in zip(inner, contexts, devices, strict=True)
         ]
         async with closing(devices), makers.started(*ends, inject=injecting(inner[0])) as pair:
-            yield replace(pair, read_ahead=2)  # one on its way to the device, and the next
+            if isinstance(inner[0], CudaIpcTransport):
+                yield replace(pair, run_id=f"{pair.run_id}/cuda_ipc")
+            else:
+                yield replace(pair, read_ahead=2)  # one on its way to the device, and the next
         check_races(devices, may_write=any(end.has_cancelled for end in ends))
 
     return make_pair
@@ -102,6 +108,8 @@ def injecting(left: Transport) -> Any:
     """Sends raw frames past the sender's checks; None where nothing travels as frames."""
     if isinstance(left, ShmTransport):
         return makers.injecting_datagrams(left)
+    if isinstance(left, CudaIpcTransport):
+        return injecting_below(left)
     if not isinstance(left, ZmqTransport):
         return None
 
@@ -109,6 +117,35 @@ def injecting(left: Transport) -> Any:
         left._links[1].outlets[channel]._socket.send_multipart([header, *frames], flags=zmq.NOBLOCK)
 
     return inject
+
+
+def injecting_below(left: CudaIpcTransport) -> Any:
+    """Sends raw datagrams over the carrier of what is pulled."""
+
+    async def inject(channel: Channel, header: bytes, frames: Sequence[bytes]) -> None:
+        await makers.injecting_datagrams(carrier_of(left)._inner)(channel, header, frames)
+
+    return inject
+
+
+def carrier_of(transport: Transport, peer: int = 1) -> Any:
+    """What brings announcements to ``peer``: stages, and has the transport between host memories inside."""
+    assert isinstance(transport, CudaIpcTransport)
+    pulled = transport._by_peer[peer]
+    assert isinstance(pulled, PulledTransport)
+    return pulled._carrier
+
+
+class PulledOverZmq(PulledTransport):
+    """Closes its copies."""
+
+    def __init__(self, context: TransportContext) -> None:
+        assert isinstance(context.copies, SharesDeviceMemory)
+        super().__init__(context, ZmqTransport(context, "ipc"), context.copies)
+
+    def abort(self) -> None:
+        super().abort()
+        self._copies.close()
 
 
 def _over_zmq(context: TransportContext) -> Transport:
@@ -120,11 +157,13 @@ MAKERS: dict[str, MakePair] = {
     "staged-zmq": over(_over_zmq),
     "staged-inproc": over(CpuOnlyInproc),
     "inproc-device": over(InprocTransport, is_shared=True),
+    "cuda-ipc": over(CudaIpcTransport),
+    "cuda-ipc-zmq": over(PulledOverZmq),
 }
 
 #: For a machine with a CUDA device.
 ON_CUDA: dict[str, MakePair] = {
-    "staged-shm-cuda": over(ShmTransport, CudaDevice),
-    "staged-zmq-cuda": over(_over_zmq, CudaDevice),
-    "inproc-cuda": over(InprocTransport, CudaDevice, is_shared=True),
+    "staged-shm": over(ShmTransport, CudaDevice),
+    "staged-zmq": over(_over_zmq, CudaDevice),
+    "inproc": over(InprocTransport, CudaDevice, is_shared=True),
 }

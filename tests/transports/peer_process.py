@@ -10,13 +10,19 @@ from multiprocessing.connection import Connection
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from rrfp.compute.devices.copies import StreamCopies
+from rrfp.compute.devices.shared_copies import copies_of
 from rrfp.errors import PeerLostError
+from rrfp.testing.device_double import DoubleDevice
 from rrfp.testing.transport_checks.pair import data
 from rrfp.transports.base import Message, Transport, TransportContext
 from rrfp.transports.registry import create_transport
 from rrfp.transports.rendezvous import StoreRendezvous
 
 RUN_ID = "processes"
+
+#: To the device, from it, and both ends of a pull.
+TRIAL_BLOCKS = 4
 
 #: For how long a peer may be silent here, in seconds.
 PATIENCE_S = 1.5
@@ -31,9 +37,23 @@ def serve(name: str, role: str, store: str, reports: Connection) -> None:
     asyncio.run(_main(name, role, store, reports))
 
 
+def copies_for(name: str, role: str = "") -> StreamCopies | None:
+    """Of a double, for a transport between devices; in the role "stuck" it completes nothing after the start."""
+    if name != "cuda_ipc":
+        return None
+    return copies_of(DoubleDevice(stuck_after_trial if role == "stuck" else 0.0))
+
+
+def stuck_after_trial(count: int) -> float:
+    """The seconds of a block of a double: the first ones belong to the trial with one peer."""
+    return 0.0 if count <= TRIAL_BLOCKS else 3600.0
+
+
 async def _main(name: str, role: str, store: str, reports: Connection) -> None:
     rendezvous = StoreRendezvous(FileStore(store, 2), run_id=RUN_ID)
-    context = TransportContext(1, (0,), RUN_ID, rendezvous, connect_timeout_s=20, patience_s=PATIENCE_S)
+    context = TransportContext(
+        1, (0,), RUN_ID, rendezvous, connect_timeout_s=20, patience_s=PATIENCE_S, copies=copies_for(name, role)
+    )
     transport = create_transport(name, context)
     await transport.start()
     if role in ("stream", "large"):

@@ -24,9 +24,10 @@ class RelayingRendezvous(LocalRendezvous):
         self._carries.set()
 
     async def publish(self, key: str, value: bytes) -> None:
-        address, port = value.decode().removeprefix("tcp://").rsplit(":", 1)
+        endpoint, *rest = value.decode().split(" ")
+        address, port = endpoint.removeprefix("tcp://").rsplit(":", 1)
         relay = await self._stack.enter_async_context(_Relay(address, int(port), self._carries))
-        await super().publish(key, f"tcp://127.0.0.1:{relay.port}".encode())
+        await super().publish(key, " ".join([f"tcp://127.0.0.1:{relay.port}", *rest]).encode())
 
     async def silence(self) -> None:
         """Carry nothing from now on, in either direction; every connection stays open."""

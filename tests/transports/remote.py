@@ -11,17 +11,24 @@ import socket
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from compute.separate_double import SeparateDouble, closing
 from fork_server import context
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from transports.makers import RUN_ID, contexts, injecting_datagrams, started
+from transports.on_device import OnDevice, carrier_of
 
+from rrfp.compute.devices.base import Device
+from rrfp.compute.devices.cuda import CudaDevice
+from rrfp.compute.devices.shared_copies import copies_of
 from rrfp.testing.transport_checks import MakePair, Pair, PairOptions
 from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
+from rrfp.transports.cuda_ipc.transport import CudaIpcTransport
 from rrfp.transports.rendezvous import StoreRendezvous
 from rrfp.transports.shm.transport import ShmTransport
 
@@ -110,7 +117,22 @@ class Remote(Transport):
         return self._statistics
 
 
-async def _serve(transport: ShmTransport, pipe: Pipe) -> None:
+def _make(kind: str, context: TransportContext) -> tuple[Transport, Device | None]:
+    """A transport of a kind, with tensors on a device of its own, if it is for such."""
+    if kind == "shm":
+        return ShmTransport(context), None
+    device = CudaDevice() if kind == "cuda" else SeparateDouble(0.0)
+    return OnDevice(CudaIpcTransport(replace(context, copies=copies_of(device))), device), device
+
+
+def _injecting(transport: Transport) -> Any:
+    if isinstance(transport, ShmTransport):
+        return injecting_datagrams(transport)
+    assert isinstance(transport, OnDevice)
+    return injecting_datagrams(carrier_of(transport._inner)._inner)
+
+
+async def _serve(transport: Transport, pipe: Pipe) -> None:
     tasks: dict[int, asyncio.Task[None]] = {}
 
     async def run(name: str, number: int, arguments: tuple[Any, ...]) -> None:
@@ -136,7 +158,7 @@ async def _serve(transport: ShmTransport, pipe: Pipe) -> None:
             elif name == "abort":
                 transport.abort()
             elif name == "inject":
-                await injecting_datagrams(transport)(*arguments)
+                await _injecting(transport)(*arguments)
                 pipe.post("result", number, None)
             else:
                 tasks[number] = asyncio.create_task(run(name, number, arguments))
@@ -149,11 +171,11 @@ def _report_cancelled(pipe: Pipe, number: int, task: asyncio.Task[None]) -> None
         pipe.post("result", number, None)
 
 
-def _main(sock: socket.socket, store: str, options: PairOptions) -> None:
+def _main(kind: str, sock: socket.socket, store: str, options: PairOptions) -> None:
     torch.set_num_threads(1)
 
     async def main() -> None:
-        transport = ShmTransport(_contexts(store, options)[0])
+        transport, _ = _make(kind, _contexts(store, options)[0])
         try:
             await _serve(transport, await Pipe.over(sock))
         finally:
@@ -167,35 +189,51 @@ def _contexts(store: str, options: PairOptions) -> list[TransportContext]:
     return contexts(options, rendezvous=rendezvous, heartbeat_s=0.1, patience_s=0.5)
 
 
-@asynccontextmanager
-async def shm_process(options: PairOptions) -> AsyncIterator[Pair]:
-    here, there = socket.socketpair()
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        process = context().Process(target=_main, args=(there, store, options))
-        await asyncio.to_thread(process.start)
-        there.close()
-        own = _contexts(store, options)
-        pipe = await Pipe.over(here)
-        left = Remote(own[0], pipe)
-        listening = asyncio.create_task(left.listen())
+def with_a_process(kind: str) -> MakePair:
+    """A maker of pairs of a kind: shm, or cuda_ipc on the double ("double") or on CUDA ("cuda")."""
 
-        async def silence() -> None:
-            assert process.pid is not None
-            os.kill(process.pid, signal.SIGSTOP)
+    @asynccontextmanager
+    async def make_pair(options: PairOptions) -> AsyncIterator[Pair]:
+        here, there = socket.socketpair()
+        with tempfile.TemporaryDirectory() as folder:
+            store = str(Path(folder) / "store")
+            process = context().Process(target=_main, args=(kind, there, store, options))
+            await asyncio.to_thread(process.start)
+            there.close()
+            own = _contexts(store, options)
+            pipe = await Pipe.over(here)
+            left = Remote(own[0], pipe)
+            listening = asyncio.create_task(left.listen())
+            made = [_make(kind, each) for each in own[1:]]
 
-        async def inject(channel: Channel, header: bytes, frames: Sequence[bytes]) -> None:
-            await left.call("inject", channel, header, frames)
+            async def silence() -> None:
+                assert process.pid is not None
+                os.kill(process.pid, signal.SIGSTOP)
 
-        try:
-            async with started(left, *map(ShmTransport, own[1:]), inject=inject, silence=silence) as pair:
-                yield pair
-        finally:
-            pipe.close()
-            process.kill()
-            await asyncio.to_thread(process.join)
-            process.close()
-            await listening
+            async def inject(channel: Channel, header: bytes, frames: Sequence[bytes]) -> None:
+                await left.call("inject", channel, header, frames)
+
+            try:
+                ranks = [transport for transport, _ in made]
+                async with (
+                    closing([device for _, device in made]),
+                    started(left, *ranks, inject=inject, silence=silence) as pair,
+                ):
+                    yield pair if kind == "shm" else replace(pair, run_id=f"{pair.run_id}/cuda_ipc")
+            finally:
+                pipe.close()
+                process.kill()
+                await asyncio.to_thread(process.join)
+                process.close()
+                await listening
+
+    return make_pair
 
 
-MAKERS: dict[str, MakePair] = {"shm-process": shm_process}
+MAKERS: dict[str, MakePair] = {
+    "shm-process": with_a_process("shm"),
+    "cuda-ipc-process": with_a_process("double"),
+}
+
+#: For a machine with a CUDA device: a process cannot open memory of its own, so the other end is in another one.
+ON_CUDA: dict[str, MakePair] = {"cuda-ipc": with_a_process("cuda")}

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import torch
+import zmq
 from transports.children import NEW_MOUNTS, NEW_NETWORK, NEW_PIDS, NOT_PERMITTED, unshare
 from transports.shm_state import MIB, descriptors, filled, mappings, only, shm_pair, until
 
@@ -216,6 +217,24 @@ def connect_as(user: int, namespaces: int, address: str) -> object:
             sock.connect(f"\0{address}")
             return sock.recv(100)
     return _error_of_connecting(address)
+
+
+def write_as(user: int, endpoint: str, messages: list[list[bytes]]) -> object:
+    """Connect a zmq socket as another user, and write; returns whether libzmq's connection ended."""
+    if os.geteuid() != 0:
+        return NOT_PERMITTED
+    os.setuid(user)
+    sockets = zmq.Context()
+    socket = sockets.socket(zmq.DEALER)
+    socket.setsockopt(zmq.ROUTING_ID, b"0/control")
+    monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+    socket.connect(endpoint)
+    for message in messages:
+        socket.send_multipart(message, zmq.NOBLOCK)
+    refused = bool(monitor.poll(10_000))
+    socket.disable_monitor()
+    sockets.destroy(linger=0)
+    return refused
 
 
 def _error_of_connecting(address: str) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,12 +15,15 @@ from fork_server import fork_server
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from transports.auto_children import RUN_ID, echo_in_new_pid_namespace
 from transports.children import in_child
+from transports.shm_state import until
 
 from rrfp.errors import TransportClosedError, TransportError
 from rrfp.testing.transport_checks import PairOptions
-from rrfp.testing.transport_checks.pair import data, note, pass_on, receive, soon
+from rrfp.testing.transport_checks.pair import data, index_of, note, pass_on, receive, soon
 from rrfp.transports.auto import AutoTransport, auto_transport, explain
 from rrfp.transports.base import Transport, TransportContext
+from rrfp.transports.flow import HomeLoop
+from rrfp.transports.host_choice import HostChoice
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.rendezvous import StoreRendezvous
 from rrfp.transports.shm.transport import ShmTransport
@@ -82,7 +85,7 @@ def test_the_doctors_sentence_names_what_must_be_shared() -> None:
 
 
 async def test_each_rank_logs_its_choice_once(caplog: pytest.LogCaptureFixture) -> None:
-    contexts = makers.contexts(PairOptions(ranks=3), rendezvous=makers.Store())
+    contexts = makers.contexts(PairOptions(ranks=3), rendezvous=makers.Store(), allow_insecure=True)
     left, right, third = (AutoTransport(contexts[0]), AutoTransport(contexts[1]), makers.Abroad(contexts[2]))
     with caplog.at_level(logging.INFO, logger="rrfp.transports.auto"):
         async with makers.started(left, right, third) as pair:
@@ -117,6 +120,14 @@ async def test_a_malformed_entry_of_the_store_names_its_rank() -> None:
         await asyncio.wait(starting)
         for transport in transports:
             transport.abort()
+
+
+async def test_an_answer_to_the_trial_that_is_no_text_is_a_reason_against_sharing() -> None:
+    met = Altered(**{"rank_0-1": lambda _: b"\xff\xfe"})
+    choices = [HostChoice(context, this_host()) for context in makers.contexts(rendezvous=met)]
+    deadline_s = asyncio.get_running_loop().time() + 5
+    await soon(asyncio.gather(*(choice.look(HomeLoop(), deadline_s) for choice in choices)), "both have chosen")
+    assert choices[0].obstacles == {1: "\ufffd\ufffd"}
 
 
 async def test_a_peer_that_does_not_come_is_named() -> None:
@@ -165,3 +176,17 @@ async def test_a_rank_in_another_pid_namespace_of_the_host_is_reached_by_zmq(tmp
     assert torch.equal(tensor, torch.arange(50_000))
     await transport.close()
     assert await child == ""
+
+
+async def test_a_message_that_receive_had_read_ahead_is_delivered() -> None:
+    """With two transports, receive waits for both, and returns what came first."""
+    async with makers.auto_mixed(PairOptions(ranks=3)) as pair:
+        assert pair.third is not None
+        await pair.right.send(0, note(1))
+        assert index_of(await receive(pair.left)) == 1
+        await pair.third.send(0, note(2))
+        await until(lambda: pair.left.statistics().messages_received == 2)
+        delivered: asyncio.Queue[Any] = asyncio.Queue()
+        cast(AutoTransport, pair.left).deliver_to(delivered.put_nowait)
+        await pair.third.send(0, note(3))
+        assert [index_of(await soon(delivered.get(), "it is delivered")) for _ in range(2)] == [2, 3]

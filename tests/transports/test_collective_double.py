@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
 import transports.makers as makers
 from batches import long
 
-from rrfp.errors import PeerLostError, RrfpError
+from rrfp.errors import FrameError, PeerLostError, RrfpError
 from rrfp.testing.collective_double import DoubleBackend, DoublePipe, Network
 from rrfp.testing.skipped import SkippedError
 from rrfp.testing.transport_checks import ALL_CHECKS, Check, MakePair, Pair, PairOptions
@@ -23,10 +25,11 @@ from rrfp.testing.transport_checks.flow import check_cancelled_send, check_fifo_
 from rrfp.testing.transport_checks.pair import data, receive, soon
 from rrfp.testing.transport_checks.peers import check_three_ranks
 from rrfp.transports.base import Channel
-from rrfp.transports.collective.arrivals import Arrivals
-from rrfp.transports.collective.edges import Edge
+from rrfp.transports.carried.announcements import EDGE
+from rrfp.transports.carried.arrivals import Arrivals
+from rrfp.transports.carried.edge import Edge
+from rrfp.transports.carried.wires import EdgeName
 from rrfp.transports.collective.transport import CollectiveTransport
-from rrfp.transports.collective.wires import EdgeName
 
 
 def over(network: Network, backend: type[DoubleBackend] = DoubleBackend) -> MakePair:
@@ -117,7 +120,7 @@ async def test_receives_in_another_order_than_announced_are_a_named_deadlock(
     monkeypatch: pytest.MonkeyPatch, lazy: bool
 ) -> None:
     """A kernel waits for bytes that the one at the other end does not have."""
-    monkeypatch.setattr("rrfp.transports.collective.link.Arrivals", Reversed)
+    monkeypatch.setattr("rrfp.transports.carried.link.Arrivals", Reversed)
     network = Network(slots=4, lazy=lazy)
     failure = await ends_with(network, over(network))
     assert failure.startswith("DeadlockError: nothing can go on: rank ")
@@ -128,7 +131,7 @@ async def test_receives_in_another_order_than_announced_are_a_named_deadlock(
 @pytest.mark.usefixtures("impatient")
 async def test_receives_of_equal_size_in_another_order_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing waits, and the data would be wrong."""
-    monkeypatch.setattr("rrfp.transports.collective.link.Arrivals", Reversed)
+    monkeypatch.setattr("rrfp.transports.carried.link.Arrivals", Reversed)
     network = Network(slots=4)
     async with over(network)(PairOptions()) as pair:
         sends = [pair.left.send(1, data(torch.full((3,), float(index)), index=index)) for index in range(2)]
@@ -163,8 +166,13 @@ async def test_posts_that_block_on_one_thread_are_a_named_deadlock() -> None:
     network = Network(slots=4, lazy=True)
     failure = await ends_with(network, over(network, OnOneThread))
     assert failure.startswith("DeadlockError: ")
-    assert "the host is blocked in a send of rank 0 on 0->1" in failure
-    assert "the host is blocked in a send of rank 1 on 1->0" in failure
+    # Whichever each host posts first: both send, or both receive.
+    sends = ["the host is blocked in a send of rank 0 on 0->1", "the host is blocked in a send of rank 1 on 1->0"]
+    receives = [
+        "the host is blocked in a receive of rank 0 on 1->0",
+        "the host is blocked in a receive of rank 1 on 0->1",
+    ]
+    assert any(all(text in failure for text in both) for both in (sends, receives)), failure
 
 
 async def test_posts_that_return_may_be_made_on_one_thread() -> None:
@@ -213,3 +221,43 @@ async def test_an_announcement_that_is_refused_ends_an_edge_without_tags(monkeyp
         pair.right.abort()
         with pytest.raises(PeerLostError):
             await soon(sending, "the send ends")
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("why", ["it is refused", "there is no memory"])
+async def test_a_transfer_behind_one_that_was_left_out_takes_none_of_its_data(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have one size, so that nothing but the order tells them apart."""
+    network = Network(slots=4)
+    async with over(network)(PairOptions()) as pair:
+        left, right = cast(Any, pair.left), pair.right
+        first, second = (data(torch.full((4,), value, dtype=torch.uint8)) for value in (1, 2))
+        if why == "it is refused":
+            sending = [left._links[1]._sender._edge.post(first.tensors)]
+            await left._carrier.send(1, replace(data(None), body={EDGE: [0, [["uint8", [4], True]]]}))
+            with pytest.raises(FrameError, match="requires_grad"):
+                await soon(right.receive(), "the announcement is refused")
+        else:
+            monkeypatch.setattr(DoubleBackend, "empty", full_at_first(DoubleBackend.empty))
+            sending = [asyncio.create_task(left.send(1, first))]
+        sending.append(asyncio.create_task(left.send(1, second)))
+        with pytest.raises(PeerLostError, match="its edge failed"):
+            await soon(right.receive(), "the loss is reported")
+        assert network.failure is None
+        right.abort()
+        await soon(asyncio.wait(sending), "the sends end")
+        assert all(isinstance(sent.exception(), PeerLostError) for sent in sending)
+
+
+def full_at_first(empty: Any) -> Any:
+    """``empty`` of a backend that has memory from the second call on."""
+    calls = itertools.count()
+
+    def allocate(self: DoubleBackend, spec: object) -> torch.Tensor:
+        if next(calls) == 0:
+            raise RuntimeError("not enough memory")
+        made: torch.Tensor = empty(self, spec)
+        return made
+
+    return allocate

@@ -13,13 +13,20 @@ import transports.makers as makers
 import transports.on_device as on_device
 import transports.remote as remote
 import uvloop
+from batches import long
 from fork_server import fork_server
 
 from rrfp.errors import PeerLostError
 from rrfp.testing.clock import run_virtual
 from rrfp.testing.skipped import NotOfferedError, SkippedError
 from rrfp.testing.transport_checks import ALL_CHECKS, Check, MakePair, Pair, PairOptions, run_transport_checks
-from rrfp.testing.transport_checks.data import check_every_dtype, check_large_tensor
+from rrfp.testing.transport_checks.data import (
+    check_every_dtype,
+    check_large_tensor,
+    check_memory_layouts,
+    check_received_memory_is_its_own,
+)
+from rrfp.testing.transport_checks.ends import check_statistics
 from rrfp.testing.transport_checks.flow import check_cancelled_receive, check_fifo_per_channel
 from rrfp.testing.transport_checks.frames import check_codec
 from rrfp.testing.transport_checks.peers import check_silent_peer, check_three_ranks
@@ -36,7 +43,16 @@ __all__ = ["fork_server"]
 
 
 #: Those that differ from another one only in what is below the contract.
-TWINS = ("collective-inproc", "collective-threads", "simulated-late", "staged-inproc", "staged-zmq", "shm-process")
+TWINS = (
+    "collective-inproc",
+    "collective-threads",
+    "simulated-late",
+    "staged-inproc",
+    "staged-zmq",
+    "zmq-plain-data",
+    "shm-process",
+    *("cuda-ipc-zmq", "cuda-ipc-process"),
+)
 
 
 #: Those whose shortcuts every test run tries; the others differ from one of them in nothing that concerns these.
@@ -49,7 +65,10 @@ def combinations() -> Iterator[Any]:
         for check in ALL_CHECKS:
             name = check.__name__.removeprefix("check_")
             is_twin = maker in TWINS or (name.endswith("_directly") and maker not in DIRECT)
-            yield pytest.param(maker, check, id=f"{maker}-{name}", marks=pytest.mark.long if is_twin else ())
+            marks = [pytest.mark.long] if is_twin else []
+            if check is check_statistics:
+                marks.append(pytest.mark.allow_blocking(reason="it asks another thread while the loop stands still"))
+            yield pytest.param(maker, check, id=f"{maker}-{name}", marks=marks)
 
 
 @pytest.mark.parametrize(("maker", "check"), list(combinations()))
@@ -58,25 +77,29 @@ async def test_contract(maker: str, check: Check) -> None:
         await check(MAKERS[maker])
 
 
-async def test_a_stopped_process_is_a_silent_peer() -> None:
-    await check_silent_peer(MAKERS["shm-process"])
+@pytest.mark.parametrize("maker", ["shm-process", long("cuda-ipc-process")])
+async def test_a_stopped_process_is_a_silent_peer(maker: str) -> None:
+    await check_silent_peer(MAKERS[maker])
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("maker", on_device.ON_CUDA)
-async def test_contract_on_cuda(maker: str) -> None:
-    await run_transport_checks(on_device.ON_CUDA[maker])
+@pytest.mark.parametrize("check", [check_every_dtype, check_memory_layouts, check_received_memory_is_its_own])
+async def test_tensors_are_pulled_out_of_another_process(check: Check) -> None:
+    await check(MAKERS["cuda-ipc-process"])
 
 
 #: What cannot be looked at: nothing travels as bytes there, or nothing can make a peer silent in one process.
 SKIPPED = {maker: {"check_bad_frames", "check_silent_peer"} for maker in MAKERS} | {
     "collective": {"check_silent_peer"},
+    "cuda-ipc": {"check_silent_peer"},
     "shm": {"check_silent_peer"},
     "shm-process": set(),
+    "cuda-ipc-process": set(),
     "staged-shm": {"check_silent_peer"},
     "staged-zmq": {"check_silent_peer"},
     "zmq-ipc": {"check_silent_peer"},
     "zmq-tcp": {"check_silent_peer"},
+    "zmq-curve": {"check_silent_peer"},
+    "zmq-plain-data": {"check_silent_peer"},
     "zmq-relayed": {"check_bad_frames"},
 }
 

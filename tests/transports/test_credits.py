@@ -15,7 +15,6 @@ from rrfp.transports.base import Channel
 from rrfp.transports.credits import Credits
 from rrfp.transports.direct import DeliversMessages
 from rrfp.transports.flow import cost_of
-from rrfp.transports.wire import Sealed
 
 WINDOW = 100_000
 
@@ -41,8 +40,8 @@ async def credits(frames: list[Frame]) -> AsyncIterator[Credits]:
     made.close()
 
 
-def wanted(*fields: object) -> Sealed:
-    return Sealed(1, "want", list(fields))
+def ask(credits: Credits, *fields: object) -> None:
+    credits.want(1, "want", list(fields))
 
 
 async def test_credit_is_one_frame_for_half_a_window(credits: Credits, frames: list[Frame]) -> None:
@@ -57,13 +56,13 @@ async def test_credit_is_one_frame_for_half_a_window(credits: Credits, frames: l
 async def test_who_asks_gets_at_once_what_was_consumed(credits: Credits, frames: list[Frame]) -> None:
     credits.consumed(Channel.FORWARD, 10)
     credits.consumed(Channel.BACKWARD, 20)
-    credits.want(wanted("forward"))
+    ask(credits, "forward")
     credits.consumed(Channel.FORWARD, 30)
     assert frames == [("forward", cost_of(10), 1)]
 
 
 async def test_who_asks_too_early_gets_the_next_that_is_consumed(credits: Credits, frames: list[Frame]) -> None:
-    credits.want(wanted("forward"))
+    ask(credits, "forward")
     credits.consumed(Channel.BACKWARD, 20)
     assert frames == []
     credits.consumed(Channel.FORWARD, 10)
@@ -74,10 +73,10 @@ async def test_who_asks_too_early_gets_the_next_that_is_consumed(credits: Credit
 @pytest.mark.parametrize("fields", [(), ("forward", 1), ("sideways",), (7,)])
 async def test_a_malformed_question_is_a_frame_error(credits: Credits, fields: tuple[object, ...]) -> None:
     with pytest.raises(FrameError, match="want"):
-        credits.want(wanted(*fields))
+        ask(credits, *fields)
 
 
-@pytest.mark.parametrize("name", ["shm", "zmq-ipc", "shm-threads", "auto-mixed"])
+@pytest.mark.parametrize("name", ["shm", "zmq-ipc", "shm-threads", "auto-mixed", "collective", "collective-inproc"])
 @pytest.mark.parametrize("directly", [False, True])
 @pytest.mark.parametrize("size", [80_000, 3 * WINDOW], ids=["less than the window", "more than the window"])
 async def test_no_sender_waits_for_credit_that_is_kept_back(name: str, size: int, directly: bool) -> None:

@@ -1,7 +1,16 @@
-"""A shortcut that would pass a derived class's own ``send`` or ``receive`` by is not used."""
+"""Which shortcuts of a transport are used, and an error of who takes messages."""
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any, cast
+
+import pytest
+import transports.makers as makers
+
+from rrfp.errors import RrfpError
+from rrfp.testing.transport_checks import PairOptions
+from rrfp.testing.transport_checks.pair import index_of, note, soon
 from rrfp.transports.base import Message, Transport, TransportContext
 from rrfp.transports.direct import delivering, sending_at_once
 from rrfp.transports.inproc import InprocTransport
@@ -57,3 +66,24 @@ def test_a_class_that_changes_receive_alone_gets_every_message_through_it() -> N
     transport = made(Logged)
     assert delivering(transport) is None
     assert sending_at_once(transport) is not None
+
+
+@pytest.mark.parametrize("name", ["shm", "zmq-ipc", "collective"])
+async def test_an_error_of_who_takes_messages_does_not_hold_up_those_behind_it(name: str) -> None:
+    """It breaks the contract, and is the loop's to report."""
+    reported: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["exception"]))
+    taken: asyncio.Queue[int] = asyncio.Queue()
+
+    def take(entry: Message | RrfpError) -> None:
+        assert isinstance(entry, Message)
+        taken.put_nowait(index_of(entry))
+        if index_of(entry) == 0:
+            raise ValueError("a mistake")
+
+    async with makers.MAKERS[name](PairOptions()) as pair:
+        cast(Any, pair.right).deliver_to(take)
+        for index in range(3):
+            await pair.left.send(1, note(index))
+        assert [await soon(taken.get(), "it is delivered") for _ in range(3)] == [0, 1, 2]
+    assert [str(error) for error in reported] == ["a mistake"]

@@ -35,7 +35,8 @@ def test_own_names() -> None:
 @pytest.mark.usefixtures("plugin")
 def test_plugins_are_found_and_do_not_replace_ours() -> None:
     context, _ = makers.contexts()
-    assert TRANSPORTS.names() == ("auto", "inproc", "shm", "zmq", "collective", "simulated", "carrier-pigeon")
+    built_in = ("auto", "inproc", "shm", "zmq", "cuda_ipc", "collective", "simulated")
+    assert TRANSPORTS.names() == (*built_in, "carrier-pigeon")
     assert isinstance(create_transport("carrier-pigeon", context), InprocTransport)
     assert isinstance(create_transport("zmq", context), ZmqTransport)
 
@@ -55,6 +56,6 @@ def test_what_is_no_transport_is_refused(spec: Any) -> None:
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
     with pytest.raises(
-        ConfigError, match="transport is 'tcp', must be one of: auto, inproc, shm, zmq, collective, simulated"
+        ConfigError, match="transport is 'tcp', must be one of: auto, inproc, shm, zmq, cuda_ipc, collective, simulated"
     ):
         create_transport("tcp", makers.contexts()[0])

@@ -57,8 +57,14 @@ async def test_a_stopped_process_is_lost_after_the_patience_and_one_that_pauses_
     process: subprocess.Popen[bytes],
 ) -> None:
     lost: list[str] = []
+    is_lost = asyncio.Event()
+
+    def lose(reason: str) -> None:
+        lost.append(reason)
+        is_lost.set()
+
     watch = ProcessWatch(HomeLoop(), 0.02, 0.4)
-    watch.watch(3, process.pid, lost.append)
+    watch.watch(3, process.pid, lose)
     for _ in range(3):  # longer than the patience in sum
         process.send_signal(signal.SIGSTOP)
         await until(lambda: is_stopped(process))
@@ -69,7 +75,7 @@ async def test_a_stopped_process_is_lost_after_the_patience_and_one_that_pauses_
     assert lost == []
     process.send_signal(signal.SIGSTOP)
     start_s = time.monotonic()
-    await until(lambda: bool(lost))
+    await is_lost.wait()  # and no collections of garbage meanwhile: on a busy machine they take most of the loop's time
     assert time.monotonic() - start_s >= 0.4
     assert lost == ["its process is stopped, for 0.4 s already"]
     watch.close()
@@ -138,5 +144,7 @@ async def test_posted_frames_wait_for_room_and_are_dropped_after_the_end() -> No
         assert not packets._posted
 
 
+# complex32 is experimental to torch, which says so once.
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_contract_on_uvloop() -> None:
     uvloop.run(run_transport_checks(MAKERS["shm"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tracemalloc
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from rrfp.testing.transport_checks.pair import assert_same, data
 from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
 from rrfp.transports.header_checks import MAX_BODY_DEPTH
 from rrfp.transports.rendezvous import LocalRendezvous
-from rrfp.transports.tensor_bytes import DTYPES, allocate, as_bytes, from_buffer
+from rrfp.transports.tensor_bytes import ALIGNMENT, DTYPES, allocate, as_bytes, copied_from, from_buffer
 from rrfp.transports.wire import MAX_HEADER_BYTES, VERSION, Codec
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -32,8 +33,8 @@ NUMBERS = st.integers(0, 2**63 - 1)
 
 
 def codec(stage: int, **changes: Any) -> Codec:
-    fields: dict[str, Any] = {"run_id": "run", "rendezvous": LocalRendezvous(), "max_message_bytes": CAP_BYTES}
-    return Codec(TransportContext(rank=stage, peers=(1 - stage,), **(fields | changes)))
+    fields: dict[str, Any] = {"rank": stage, "peers": (1 - stage,), "run_id": "run", "rendezvous": LocalRendezvous()}
+    return Codec(TransportContext(**(fields | {"max_message_bytes": CAP_BYTES} | changes)))
 
 
 @st.composite
@@ -216,7 +217,7 @@ def test_announced_tensors_are_refused_before_memory_is_taken() -> None:
 def test_frames_of_another_life_are_refused(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(FrameError) as caught:
         codec(1).decode(*codec(0, **changes).encode(data()))
-    assert (caught.value.peer, caught.value.field) == (0, field)
+    assert (caught.value.peer, caught.value.field) == (None, field)
 
 
 def test_own_stage_is_not_a_peer() -> None:
@@ -265,6 +266,19 @@ def test_aligned_memory_is_used_in_place_and_other_memory_copied() -> None:
     assert (int(aligned[10]), int(shifted[6])) == (1, 0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("make", [from_buffer, copied_from])
+def test_a_tensor_is_made_over_memory_at_any_address(make: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
+    """Small tensors follow a header, so their bytes begin anywhere; torch crashes on some that are not aligned."""
+    content = bytes(range(3 * dtype.itemsize)) if dtype is not torch.bool else b"\1\0\1"
+    for start in range(ALIGNMENT):
+        memory = allocate(ALIGNMENT + len(content))
+        memory[start : start + len(content)] = content
+        tensor = make(memory[start : start + len(content)], dtype, (3,), requires_grad=False)
+        assert bytes(as_bytes(tensor)) == content
+        assert tensor.data_ptr() % ALIGNMENT == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(32,), (4, 8)])
 def test_a_received_tensor_keeps_the_view_that_it_was_made_over(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -286,3 +300,23 @@ def test_read_only_memory_is_copied_without_a_warning() -> None:
 
 def test_version_is_the_first_thing_in_a_header() -> None:
     assert msgpack.unpackb(codec(0).seal("bye"))[0] == VERSION
+
+
+@pytest.mark.parametrize("depth", [300, 600, 990, 1010, 1023])
+@pytest.mark.parametrize("position", range(11))
+def test_values_nested_as_deep_as_msgpack_reads_them_are_frame_errors(position: int, depth: int) -> None:
+    parts = [msgpack.packb(field) for field in msgpack.unpackb(codec(0).encode(data(torch.ones(3)))[0])]
+    parts[position] = b"\x91" * depth + b"\xc0"
+    with pytest.raises(FrameError):
+        codec(1).decode(b"\x9b" + b"".join(parts), [])
+
+
+def test_errors_name_the_rank_of_the_connection_and_no_claimed_one() -> None:
+    seal = [VERSION, "run", 0, 0, "output"]
+    for fields in ([*seal[:3], 5, "output"], [VERSION + 1, *seal[1:]], [*seal[:4], 7]):
+        for peer in (None, 0):
+            with pytest.raises(FrameError) as caught:
+                codec(1).open(msgpack.packb(fields), peer)
+            assert caught.value.peer == peer
+    with pytest.raises(FrameError, match="rank 3: sender: is 0, but the connection is not that rank's"):
+        codec(1, peers=(0, 3)).open(msgpack.packb(seal), 3)

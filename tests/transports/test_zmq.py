@@ -6,8 +6,6 @@ import asyncio
 import os
 import re
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,73 +13,21 @@ import pytest
 import torch
 import transports.makers as makers
 import zmq
+from transports.strangers import stranger
 
 from rrfp.errors import ConfigError, FrameError, TransportClosedError, TransportError
-from rrfp.testing.transport_checks import Pair, PairOptions
+from rrfp.testing.transport_checks import PairOptions
 from rrfp.testing.transport_checks.pair import data, index_of, pass_on, soon
 from rrfp.transports.base import Channel
 from rrfp.transports.flow import HomeLoop, Window, cost_of
-from rrfp.transports.linked import MAX_PENDING_FRAME_ERRORS
 from rrfp.transports.wire import Codec
 from rrfp.transports.zmq.inlet import identity_of
 from rrfp.transports.zmq.pieces import INLINE_BYTES, MAX_PART_BYTES, PIECE_BYTES, cut, split_inline
 from rrfp.transports.zmq.transport import ZmqTransport, endpoint_key
 
 
-@asynccontextmanager
-async def stranger(pair: Pair, identity: bytes) -> AsyncIterator[zmq.Socket[bytes]]:
-    """A connection of nobody's to the right transport."""
-    endpoint = await pair.right.context.rendezvous.lookup(endpoint_key(pair.right.context, 1), 1.0)
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.ROUTING_ID, identity)
-    socket.connect(endpoint.decode())
-    try:
-        yield socket
-    finally:
-        context.destroy(linger=0)
-
-
 def abstract_sockets() -> str:
     return Path("/proc/net/unix").read_text()
-
-
-def header_of(pair: Pair, **changes: object) -> bytes:
-    header, _ = Codec(replace(pair.left.context, **changes)).encode(data(torch.ones(1)))  # type: ignore[arg-type]
-    return header
-
-
-@pytest.mark.parametrize(
-    ("identity", "changes", "field"),
-    [
-        (b"stranger", {}, "sender"),
-        (b"stranger", {"run_id": "other"}, "run_id"),
-        (b"stranger", {"restart": 4}, "restart"),
-        (b"stranger", {"rank": 5}, "sender"),
-    ],
-    ids=["not its connection", "another run", "another restart", "unknown rank"],
-)
-async def test_strangers_are_refused_and_peers_go_on(identity: bytes, changes: dict[str, object], field: str) -> None:
-    async with makers.MAKERS["zmq-ipc"](PairOptions()) as pair, stranger(pair, identity) as socket:
-        socket.send_multipart([header_of(pair, **changes), b"\0" * 4], flags=zmq.NOBLOCK)
-        with pytest.raises(FrameError) as caught:
-            await soon(pair.right.receive(), "the frame is reported")
-        assert caught.value.field == field
-        socket.close(linger=0)
-        assert index_of(await pass_on(pair, data(torch.ones(2), index=1))) == 1
-
-
-async def test_a_strangers_raw_pieces_and_floods_are_bounded() -> None:
-    count = 10 * MAX_PENDING_FRAME_ERRORS
-    async with makers.MAKERS["zmq-ipc"](PairOptions()) as pair, stranger(pair, b"flood") as socket:
-        for _ in range(count):
-            socket.send(b"noise", flags=zmq.NOBLOCK)
-        while pair.right.statistics().dropped_frames < count:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        for _ in range(MAX_PENDING_FRAME_ERRORS):
-            with pytest.raises(FrameError, match="flood"):
-                await soon(pair.right.receive(), "a frame is reported")
-        assert index_of(await pass_on(pair, data(index=1))) == 1
 
 
 async def test_a_part_beyond_the_largest_piece_is_not_even_read() -> None:
@@ -140,9 +86,11 @@ async def test_a_peer_that_published_but_does_not_answer_is_named() -> None:
         await ZmqTransport(left).start()
 
 
-@pytest.mark.parametrize("endpoint", [b"\xff", b"nonsense", b"tcp://127.0.0.1:none"])
+@pytest.mark.parametrize(
+    "endpoint", [b"\xff", b"nonsense", b"inproc://here", b"tcp://127.0.0.1:none", b"a b c d e", b"ipc://@x - zz -"]
+)
 async def test_an_endpoint_that_is_none_is_named_with_its_rank(endpoint: bytes) -> None:
-    left, _ = makers.contexts()
+    left, _ = makers.contexts(allow_insecure=True)
     await left.rendezvous.publish(endpoint_key(left, 1), endpoint)
     with pytest.raises(TransportError, match=f"{re.escape(repr(endpoint))}, which rank 1 published"):
         await ZmqTransport(left).start()
@@ -170,21 +118,38 @@ async def test_start_can_be_cancelled() -> None:
         await transport.start()
 
 
-async def test_an_address_that_others_reach_needs_allow_insecure() -> None:
+async def test_tcp_needs_a_secret_or_allow_insecure_loopback_included() -> None:
     left, right = makers.contexts(connect_timeout_s=1.0)
-    for address in ("0.0.0.0", "203.0.113.7"):
-        with pytest.raises(ConfigError, match="allow_insecure"):
+    for address in ("127.0.0.1", "0.0.0.0", "203.0.113.7"):
+        with pytest.raises(ConfigError, match=f"tcp at {address} without auth.*`rrfp secret`.*allow_insecure"):
             await ZmqTransport(left, address).start()
     insecure = [ZmqTransport(replace(context, allow_insecure=True), "0.0.0.0") for context in (left, right)]
     async with makers.started(*insecure) as pair:
         assert index_of(await pass_on(pair, data(index=4))) == 4
 
 
+async def test_a_tcp_endpoint_of_a_peer_needs_one_too() -> None:
+    left, _ = makers.contexts()
+    await left.rendezvous.publish(endpoint_key(left, 1), b"tcp://127.0.0.1:5 - 00 -")
+    with pytest.raises(ConfigError, match=r"tcp at tcp://127\.0\.0\.1:5 without authentication"):
+        await ZmqTransport(left).start()
+
+
 async def test_several_hosts_bind_the_interface_towards_master(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    left, right = makers.contexts(single_host=False)
+    left, right = makers.contexts(single_host=False, allow_insecure=True)
     async with makers.started(ZmqTransport(left), ZmqTransport(right)):
         assert (await left.rendezvous.lookup(endpoint_key(left, 0), 1.0)).startswith(b"tcp://127.0.0.1:")
+
+
+async def test_without_abstract_addresses_ipc_uses_a_file_of_this_user_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rrfp.transports.zmq.endpoint._HAS_ABSTRACT_ADDRESSES", False)
+    async with makers.MAKERS["zmq-ipc"](PairOptions()) as pair:
+        endpoint = await pair.right.context.rendezvous.lookup(endpoint_key(pair.right.context, 1), 1.0)
+        folder = Path(endpoint.decode().removeprefix("ipc://")).parent
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert index_of(await pass_on(pair, data(index=4))) == 4
+    assert not folder.exists()
 
 
 async def test_nothing_is_left_afterwards() -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from rrfp.compute.devices.sharing import DeviceSharing
+
 
 class Event(ABC):
     """A point in the work of a stream. Its methods may be called on any thread."""
@@ -81,10 +83,12 @@ class Device(ABC):
     Attributes:
         kind: its type, such as ``"cuda"``.
         name: its type and index, such as ``"cuda:0"``.
+        sharing: opens its memory to other processes of the host; None where that is impossible, as it is by default.
     """
 
     kind: str
     name: str
+    sharing: DeviceSharing | None = None
 
     @abstractmethod
     def stream(self, *, is_urgent: bool = False) -> Stream:

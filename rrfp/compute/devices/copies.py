@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -19,6 +19,8 @@ from rrfp.compute.devices.host_regions import HostRegions
 from rrfp.compute.lanes.stream import StreamLane
 from rrfp.core import timeouts
 from rrfp.errors import TransportClosedError
+
+_Result = TypeVar("_Result")
 
 #: The copies, and the tensors that must live until these are complete.
 _Copied = tuple[list[Tensor], object]
@@ -79,7 +81,8 @@ class StreamCopies:
                 with suppress(RuntimeError):  # the loop has ended
                     future.set_exception(_closed_error())
 
-    async def _run(self, direction: str, call: Callable[[], _Copied]) -> list[Tensor]:
+    async def _run(self, direction: str, call: Callable[[], tuple[_Result, object]]) -> _Result:
+        """The first result of a call on a lane, once the device has done its work."""
         if self._closed:
             raise _closed_error()
         lane = self._lanes.get(direction)
@@ -91,7 +94,7 @@ class StreamCopies:
         self._pending.add(future)
         try:
             execution = await future
-        except TransportClosedError:
+        except (TransportClosedError, OSError):  # the latter of memory, whose device works
             raise
         except Exception:
             # A failed device fails everything on it. The lane of the tasks knows which one was at fault.
@@ -110,9 +113,9 @@ def _copied(empty: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> _Co
     """Copies in memory that ``empty`` makes."""
     copies = []
     for tensor in tensors:
-        dense = _dense(tensor)
-        copy = empty(dense)
-        copy.copy_(dense, non_blocking=True)
+        source = dense(tensor)
+        copy = empty(source)
+        copy.copy_(source, non_blocking=True)
         copies.append(copy.requires_grad_(tensor.requires_grad))
     return copies, tensors
 
@@ -121,7 +124,7 @@ def _copied_into(regions: HostRegions, tensors: Sequence[Tensor], into: Sequence
     """Copies in memory of a transport, which is pinned now if it was not."""
     handles = [regions.pinned_around(target) for target in into]
     for tensor, target in zip(tensors, into, strict=True):
-        target.copy_(_dense(tensor), non_blocking=True)
+        target.copy_(dense(tensor), non_blocking=True)
     copies = [target.detach().requires_grad_(t.requires_grad) for target, t in zip(into, tensors, strict=True)]
     return copies, (tensors, into, handles)
 
@@ -129,11 +132,11 @@ def _copied_into(regions: HostRegions, tensors: Sequence[Tensor], into: Sequence
 def _to_device(device: Device, regions: HostRegions, tensors: Sequence[Tensor]) -> _Copied:
     copies, sources = [], []
     for tensor in tensors:
-        dense = pinned = _dense(tensor)
-        handle = regions.pinned_around(dense)
+        source = pinned = dense(tensor)
+        handle = regions.pinned_around(source)
         if handle is None:
-            pinned = device.empty_on_host(dense)
-            pinned.copy_(dense)
+            pinned = device.empty_on_host(source)
+            pinned.copy_(source)
         copy = device.empty(pinned)
         copy.copy_(pinned, non_blocking=True)
         copies.append(copy.requires_grad_(tensor.requires_grad))
@@ -141,7 +144,7 @@ def _to_device(device: Device, regions: HostRegions, tensors: Sequence[Tensor]) 
     return copies, (tensors, sources)
 
 
-def _dense(tensor: Tensor) -> Tensor:
+def dense(tensor: Tensor) -> Tensor:
     """The values in row-major memory and without a graph; a new tensor on its device unless they lie so."""
     # Where a copy to the host has to conjugate, torch does so on the host, before an asynchronous copy has arrived.
     return tensor.detach().resolve_conj().resolve_neg().contiguous()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rrfp.compute.devices.base import Device, DeviceMemory, Event, Stream
+from rrfp.compute.devices.cuda_sharing import CudaSharing
 
 
 class CudaEvent(Event):
@@ -88,6 +89,7 @@ class CudaDevice(Device):
     def __init__(self, index: int | None = None) -> None:
         self.index = torch.cuda.current_device() if index is None else index
         self.name = f"cuda:{self.index}"
+        self.sharing = CudaSharing(self.index)
         #: Creating an event can take milliseconds, while another thread holds the context's lock.
         self._events: queue.SimpleQueue[CudaEvent] = queue.SimpleQueue()
 

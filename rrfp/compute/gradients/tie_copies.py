@@ -125,7 +125,9 @@ def _by_name(
     elif isinstance(ties, list | tuple) and len(ties) == len(modules):
         pairs = list(zip(ties, modules, strict=True))
     else:
-        raise ConfigError(f"ties is {type(ties).__name__}, must be a dict, or a list of {len(modules)}, one a stage")
+        raise ConfigError(
+            f"ties is of type {type(ties).__name__}, must be a dict, or a list of {len(modules)}, one a stage"
+        )
     by_name: dict[str, dict[int, nn.Parameter]] = {}
     for rank_ties, rank_modules in pairs:
         for name, parameter in _checked(rank_ties, rank_modules):
@@ -141,18 +143,17 @@ def _merged(modules: Sequence[Mapping[int, nn.Module]]) -> dict[int, nn.Module]:
 def _checked(ties: Any, modules: Mapping[int, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     """The (name, parameter) pairs of one rank's ``ties``."""
     if not isinstance(ties, Mapping):
-        raise ConfigError(f"ties is {type(ties).__name__}, must be a dict of parameters by name")
+        raise ConfigError(f"ties is of type {type(ties).__name__}, must be a dict of parameters by name")
     known = {id(parameter) for module in modules.values() for parameter in module.parameters()}
     for name, value in ties.items():
         if not isinstance(name, str):
             raise ConfigError(f"ties has the key {name!r}, must be a name")
         for parameter in value if isinstance(value, list | tuple) else [value]:
             if not isinstance(parameter, nn.Parameter) or id(parameter) not in known:
-                what = f"of shape {tuple(parameter.shape)}" if isinstance(parameter, Tensor) else repr(parameter)
-                raise ConfigError(
-                    f"ties[{name!r}] is a {type(parameter).__name__} {what} that no module of this rank has: must be "
-                    "one of their parameters"
-                )
+                what = f"{parameter!r:.100} (of type {type(parameter).__name__})"
+                if isinstance(parameter, Tensor):
+                    what = f"a tensor of shape {tuple(parameter.shape)} that no module of this rank has"
+                raise ConfigError(f"ties[{name!r}] is {what}, must be a parameter of a module of this rank")
             yield name, parameter
 
 

@@ -15,6 +15,7 @@ from rrfp.runtime.context import RankContext
 from rrfp.runtime.processes import ProcessIdentity, ProcessWatch, ended
 from rrfp.runtime.stall.peer_monitor import PeerMonitor
 from rrfp.runtime.stall.progress import Progress
+from rrfp.runtime.stall.survey import Surveys
 from rrfp.runtime.stall.task_timeout import TaskTimeout
 from rrfp.runtime.stall.watchdog import Watchdog
 from rrfp.transports.base import Message
@@ -44,6 +45,8 @@ class HealthMonitor:
         self._peer_monitor = PeerMonitor(context, self._identities, post, stall_after, abort_after)
         #: Takes the polls of idle ranks.
         self.watchdog = Watchdog(context, progress, all_gather, self._peer_monitor, stall_after)
+        #: Asks all ranks for their status without a stall, for a user who looks.
+        self.surveys = Surveys(context, self.watchdog.status, post)
         self._task_timeout = None
         if abort_after is not None:
             self._task_timeout = TaskTimeout(context, progress, abort_after, self._peer_monitor.describe)
@@ -63,6 +66,15 @@ class HealthMonitor:
         for rank, data in enumerate(gathered):
             self._identities[rank] = records.unpack(ProcessIdentity, data, "the identity of a process")
         self._processes.start(self._peers, self._identities, own)
+
+    def on_message(self, message: Message) -> None:
+        """A PROBE arrived: part of a survey or of a poll."""
+        takes = self.surveys if "survey" in message.body else self.watchdog
+        takes.on_message(message)
+
+    def process_of(self, rank: int) -> ProcessIdentity:
+        """The process of ``rank``, once all ranks have met."""
+        return self._identities[rank]
 
     async def let_end(self, rank: int, why: str) -> None:
         """Wait until the process of ``rank``, which failed, has ended and its launcher has seen it.

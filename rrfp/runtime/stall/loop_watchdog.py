@@ -78,6 +78,7 @@ class LoopWatchdog:
         abort_after: seconds without a beat after which `give_up` is called; None: never.
         matters: whether a loop that does not run is a problem now; called on another thread.
         give_up: called with the seconds for which the loop has not run, on another thread.
+        stalled: called with one line that says so, on another thread.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class LoopWatchdog:
         abort_after: float | None = None,
         matters: Callable[[], bool] = lambda: True,
         give_up: Callable[[float], None] = lambda seconds: None,
+        stalled: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._name = name
         self._limit = max(limit, timeouts.ANSWER_S)
@@ -96,6 +98,7 @@ class LoopWatchdog:
         self._abort_after = abort_after
         self._matters = matters
         self._give_up = give_up
+        self._stalled = stalled
         self._pause = self._limit / _BEATS
         self._beat_at = 0.0
         self._loop_thread = 0
@@ -149,11 +152,7 @@ class LoopWatchdog:
                 self._give_up(now - beat_at)
 
     def _log(self, seconds: float) -> None:
-        logger.error(
-            "%s (pid %d): its event loop has not run for %.1f s; the Python stacks of its threads:\n%s",
-            self._name,
-            os.getpid(),
-            seconds,
-            all_stacks(self._loop_thread),
-        )
+        text = f"{self._name} (pid {os.getpid()}): its event loop has not run for {seconds:.1f} s"
+        logger.error("%s; the Python stacks of its threads:\n%s", text, all_stacks(self._loop_thread))
+        self._stalled(text)
         _timer.drop(id(self))  # logged; the next beat sets it anew

@@ -56,6 +56,7 @@ class PeerMonitor:
         self._processes = processes
         self._peers = context.transport.context.peers
         self._fail = context.fail
+        self._observer = context.observer
         self._departures = context.departures
         self._post = post
         self._repeat_s = stall_after / 2
@@ -134,14 +135,12 @@ class PeerMonitor:
         if rank == self._topology.rank or now - self._announced_at.get(rank, -self._repeat_s) < self._repeat_s:
             return
         self._announced_at[rank] = now
-        logger.warning(
-            "%s has not answered for %.1f s: its event loop does not run, because plugged-in code such as a hint "
-            "blocks it, a call keeps the interpreter's lock, or the process is stopped",
-            self.describe(rank),
-            seconds,
-            stage=self._topology.place_of(rank).stage,
-            rank=rank,
+        text = (
+            f"{self.describe(rank)} has not answered for {seconds:.1f} s: its event loop does not run, because "
+            "plugged-in code such as a hint blocks it, a call keeps the interpreter's lock, or the process is stopped"
         )
+        logger.warning("%s", text, stage=self._topology.place_of(rank).stage, rank=rank)
+        self._observer.stalled(text)
         for peer in self._peers:
             if peer != rank:
                 body = {"unresponsive": rank, "seconds": seconds}

@@ -1,4 +1,4 @@
-"""How a rank is doing, as far as a poll asks for it."""
+"""How a rank is doing, as far as a poll or a survey asks for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rrfp.core.waiting import describe
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.runtime.messenger import Messenger
-from rrfp.runtime.stall.status import RankStatus
+from rrfp.runtime.stall.status import RankStatus, StepStatus
 
 
 class Progress:
@@ -32,6 +32,7 @@ class Progress:
         self._topology = context.topology
         self._now = context.lane.now
         self._activity = context.activity
+        self._recorder = context.recorder
         self._core = core
         self._executor = executor
         self._messenger = messenger
@@ -60,8 +61,10 @@ class Progress:
         return 0.0 if self.running() is None else self._now() - self._executor.running_since
 
     def status(self) -> RankStatus:
-        """How this rank is doing, for a poll."""
+        """How this rank is doing, for a poll or a survey."""
         activity, running = self._activity, self.running()
+        wait = self._recorder.wait if running is None and activity.step is not None else None
+        now = self._now()
         return RankStatus(
             stage=self._core.stage,
             step=None if activity.step is None else activity.step.number,
@@ -77,6 +80,25 @@ class Progress:
             gatherings_ended=activity.gatherings_ended,
             name=self._topology.name,
             has_returned=activity.has_returned,
+            waits_for="" if wait is None else str(wait[0]),
+            waits_s=0.0 if wait is None else now - wait[1],
+            training_step=activity.training_step,
+            current=self._step_status(),
+            at=now,
+        )
+
+    def _step_status(self) -> StepStatus | None:
+        core, step = self._core, self._core.step
+        if step is None or step.id != self._activity.step:
+            return None
+        return StepStatus(
+            mode=str(step.id.mode),
+            enqueued=step.num_enqueued,
+            tasks=step.num_tasks,
+            ready=len(core.ready),
+            holding=core.holding,
+            slots=core.view.slots,
+            limit_bytes=core.limit.bytes,
         )
 
     def _can_run(self) -> bool:

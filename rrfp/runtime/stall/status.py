@@ -1,10 +1,11 @@
-"""A rank's answer to a poll, and the meaning of all answers together. Pure."""
+"""A rank's answer to a poll or a survey, and the meaning of all answers to a poll. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rrfp.core.usage import Holding
 from rrfp.core.waiting import wait_line
 
 #: Stages whose waits are reported when messages are in flight for long; in a deep pipeline all the others wait as well.
@@ -12,6 +13,29 @@ _MOST_NAMED = 8
 
 #: Stacks that one line is followed by.
 _MOST_STACKS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StepStatus:
+    """The step that a rank is in.
+
+    Attributes:
+        mode: ``train`` or ``forward``.
+        enqueued: tasks of the step that were enqueued on this rank.
+        tasks: all of them.
+        ready: tasks that may be enqueued now.
+        holding: the memory that it holds.
+        slots: the most chunk tasks that it may hold; None: any.
+        limit_bytes: the most bytes that it may hold; None: any.
+    """
+
+    mode: str
+    enqueued: int
+    tasks: int
+    ready: int
+    holding: Holding
+    slots: int | None
+    limit_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +59,11 @@ class RankStatus:
         process: its host and process id.
         stack: the Python stack of its lane, where it has been running something for long.
         has_returned: its call of the step has returned, and no caller there waits for the reports of the others.
+        waits_for: inside a step, the cause for which its lane is idle; empty while it runs something.
+        waits_s: for how long, in seconds.
+        training_step: the number of the step that it is in, or was in last, as people count.
+        current: the step that it is in; None between steps.
+        at: when it answered, in seconds of its own clock.
     """
 
     stage: int
@@ -53,6 +82,11 @@ class RankStatus:
     process: str = ""
     stack: str = ""
     has_returned: bool = False
+    waits_for: str = ""
+    waits_s: float = 0.0
+    training_step: int = 0
+    current: StepStatus | None = None
+    at: float = 0.0
 
     @property
     def who(self) -> str:

@@ -49,6 +49,7 @@ class Watchdog:
         self._children = children(rank, context.topology.world)
         self._stack = context.lane.stack
         self._fail = context.fail
+        self._observer = context.observer
         self._progress = progress
         self._all_gather = all_gather
         self._peer_monitor = peer_monitor
@@ -76,7 +77,7 @@ class Watchdog:
         """Join every poll, until cancelled."""
         while True:
             number = await self._polls.get()
-            own = self._status()
+            own = self.status()
             try:
                 answers = await self._all_gather.all_gather(_TOPIC, number, records.pack(own))
             except SupersededError:
@@ -90,17 +91,23 @@ class Watchdog:
                 self._fail(DeadlockError(verdict.text))
             elif not verdict.certain and self._parent is None:
                 self._start_poll()
-            elif verdict.certain and self._rank == _first_idle(statuses):
-                idle = self._progress.idle_seconds()
-                logger.warning(
-                    "%s has been idle for %.0f s: %s",
-                    own.who,
-                    idle,
-                    verdict.text,
-                    stage=own.stage,
-                    step=own.step,
-                    idle_s=idle,
-                )
+            elif verdict.certain and (first := _first_idle(statuses)) is not None:
+                self._observer.stalled(verdict.text)
+                if self._rank == first:
+                    self._log(own, verdict.text)
+
+    def _log(self, own: RankStatus, text: str) -> None:
+        idle = self._progress.idle_seconds()
+        logger.warning(
+            "%s has been idle for %.0f s: %s", own.who, idle, text, stage=own.stage, step=own.step, idle_s=idle
+        )
+
+    def status(self) -> RankStatus:
+        """This rank's answer to a poll, and to a survey."""
+        status = self._progress.status()
+        process = self._peer_monitor.process_of(self._rank)
+        lasts = status.running_s >= self._stall_after
+        return replace(status, process=process, stack=self._stack() if lasts else "")
 
     def on_message(self, message: Message) -> None:
         """A PROBE arrived: a question on its way up, or a poll on its way down."""
@@ -115,13 +122,6 @@ class Watchdog:
             case _:
                 self._peer_monitor.acknowledge(message.sender)
                 self._ask()
-
-    def _status(self) -> RankStatus:
-        """This rank's answer to a poll."""
-        status = self._progress.status()
-        process = self._peer_monitor.process_of(self._rank)
-        lasts = status.running_s >= self._stall_after
-        return replace(status, process=process, stack=self._stack() if lasts else "")
 
     def _ask(self) -> None:
         if self._parent is not None:

@@ -18,6 +18,7 @@ from rrfp.arbiter.arbiter import Arbiter
 from rrfp.arbiter.group_messages import GroupMessage
 from rrfp.arbiter.leader import LeaderProtocol
 from rrfp.arbiter.offers import Offers, may_offer
+from rrfp.arbiter.pauses import PauseTimer
 from rrfp.core import events as ev
 from rrfp.core.order_log import Group
 from rrfp.core.tasks import StepId, Task
@@ -28,7 +29,7 @@ from rrfp.sim.cluster.ranks import Rank
 from rrfp.sim.cluster.slot import TaskSlot
 
 #: What one rank sends to another.
-Content = ev.Arrived | ev.Consumed | GroupMessage
+Content = ev.Arrived | ev.Consumed | ev.Announced | GroupMessage
 
 
 class Packet(NamedTuple):
@@ -93,7 +94,8 @@ class Cluster(ABC, Generic[NodeT]):
         if takes_offers and self.members == 1 and may_offer(node.core, depth):
             node.slot = TaskSlot()
             offers = Offers(node.core, node.slot, partial(self.enqueued, node))
-        node.arbiter = Arbiter(node.core, depth, dispatch, _ignore, offers)
+        node.pauses = PauseTimer(node.core, self.now, partial(self.wake, node))
+        node.arbiter = Arbiter(node.core, depth, dispatch, _ignore, offers, node.pauses)
         if coordination == "leader":
             reports_bytes = self.reports_all_bytes or node.core.limit.bytes is not None
             apply = partial(self.notify, node)
@@ -112,6 +114,19 @@ class Cluster(ABC, Generic[NodeT]):
     @abstractmethod
     def allow_step(self, nodes: Sequence[NodeT]) -> None:
         """``nodes``, which waited for others of their group, may open their next step."""
+
+    @abstractmethod
+    def now(self) -> float:
+        """The time, in seconds."""
+
+    @abstractmethod
+    def wake(self, node: NodeT, seconds: float, pause: int) -> None:
+        """Call `pause_over` for ``node`` after ``seconds``."""
+
+    def pause_over(self, node: NodeT, pause: int) -> None:
+        """``node`` has idled by choice as long as it may."""
+        if node.pauses is not None and node.pauses.over(pause):
+            node.arbiter.kick()
 
     def release(self, node: NodeT, released: ev.SendReleased) -> None:
         """Memory that is sent becomes free: at once."""
@@ -175,7 +190,10 @@ class Cluster(ABC, Generic[NodeT]):
             assert protocol is not None, f"{node.rank.name} runs alone, and gets {content}"
             protocol.on_message(packet.sender.member, content)
             return
-        if isinstance(content, ev.Arrived):
+        if isinstance(content, ev.Announced):
+            if node.pauses is not None:
+                node.pauses.announced(content)
+        elif isinstance(content, ev.Arrived):
             node.checker.arrive(content.step, content.task)
         elif content.step == node.step_or_none:
             node.checker.memory.consume(content.task, content.peer)
@@ -247,6 +265,9 @@ class Cluster(ABC, Generic[NodeT]):
                 arrived = ev.Arrived(node.step, task, self.output_bytes(node, task), consumed)
                 self.send(Packet(node.rank, self._counterpart(node, peer), arrived))
                 self.release(node, ev.SendReleased(task, peer))
+            case ev.Announce(task, peer, seconds):
+                announced = ev.Announced(node.step, task, seconds)
+                self.send(Packet(node.rank, self._counterpart(node, peer), announced))
             case ev.Credit(peer, task):
                 consumed_here = ev.Consumed(node.step, node.rank.stage, task)
                 self.send(Packet(node.rank, self._counterpart(node, peer), consumed_here))

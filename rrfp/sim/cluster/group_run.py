@@ -116,6 +116,9 @@ class GroupRun(Cluster[Node]):
             else:
                 self.deliver(packet)
             return
+        if isinstance(content, ev.Announced):  # as in the engine, which has control messages take no time
+            queue.put(queue.now, packet.receiver, self._arrive, packet)
+            return
         kind, microbatch, v = task = content.task
         # Row v of a latency matrix is the edge between v and v + 1, whichever way it is travelled.
         latencies = self._latency[kind][v if kind is Kind.F else v - 1][microbatch]
@@ -131,6 +134,17 @@ class GroupRun(Cluster[Node]):
         self._timelines[leader.stage].begin(task, now, end)
         # As a lane would measure it, to the last bit.
         self.queue.put(end, leader, self._complete, end - now)
+
+    def now(self) -> float:
+        """Virtual time."""
+        return self.queue.now
+
+    def wake(self, node: Node, seconds: float, pause: int) -> None:
+        """After these seconds of virtual time."""
+        self.queue.put(self.queue.now + seconds, node.rank, self._pause_over, pause)
+
+    def _pause_over(self, rank: int, pause: int) -> None:
+        self.pause_over(self.nodes[rank], pause)
 
     def allow_step(self, nodes: Sequence[Node]) -> None:
         """There is one step."""
@@ -167,7 +181,7 @@ class GroupRun(Cluster[Node]):
         else:
             for node in self.groups[stage].nodes:
                 node.arbiter.decide()
-        self._timelines[stage].decided(self.queue.now)
+        self._timelines[stage].decided(self.queue.now, is_pausing=self.groups[stage].nodes[0].core.is_pausing)
 
     # The end.
 

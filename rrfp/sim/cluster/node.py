@@ -7,6 +7,7 @@ from collections import deque
 from rrfp.arbiter.agreement import AgreementArbiter
 from rrfp.arbiter.arbiter import Arbiter
 from rrfp.arbiter.leader import LeaderProtocol
+from rrfp.arbiter.pauses import PauseTimer
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import StepId, Task
 from rrfp.errors import Origin
@@ -21,6 +22,7 @@ class Node:
     Attributes:
         leader_protocol: its part in a group under a leader.
         agreement: its arbiter, where the group agrees by proposals.
+        pauses: times its waits by choice; None where the group agrees by proposals.
         lane: tasks enqueued, or begun from an offer, and not complete; the first runs once its group has begun it.
         slot: for the task that is offered to its lane; None where lanes take no offers.
         orders: for each step that it opened, the tasks in the order in which they were enqueued.
@@ -38,6 +40,7 @@ class Node:
         self.checker = checker
         self.leader_protocol: LeaderProtocol | None = None
         self.agreement: AgreementArbiter | None = None
+        self.pauses: PauseTimer | None = None
         self.lane: deque[Task] = deque()
         self.slot: TaskSlot | None = None
         self.orders: list[list[Task]] = []

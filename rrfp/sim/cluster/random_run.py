@@ -181,6 +181,14 @@ class RandomRun(Cluster[Node]):
 
     # A network without time, and what is checked.
 
+    def now(self) -> float:
+        """Any time: a pause may begin or not, whatever was announced when."""
+        return self._random.random()
+
+    def wake(self, node: Node, seconds: float, pause: int) -> None:
+        """At some time."""
+        self._pending.append((self.pause_over, (node, pause)))
+
     def send(self, packet: Packet) -> None:
         """Let it arrive at some time."""
         if isinstance(packet.content, GroupMessage):

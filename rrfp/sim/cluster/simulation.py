@@ -99,6 +99,8 @@ def simulate_tensor_parallel(
     else:
         way = resolve_coordination(coordination)
         make, limits = partial(create_hint, hint), resolve_limits(costs, limit)
+        if any(stage_limit.bytes is not None for stage_limit in limits):
+            raise ConfigError("limit: bytes must be None, simulated groups count microbatches")
         counts = tuple(stage_limit.microbatches or costs.microbatches for stage_limit in limits)
     result = run_tensor_parallel(costs, latencies, make, limits, way, sizes=sizes)
     # A strict schedule's bound uses what it held itself; under the paper's rule D may pass the limit by C.

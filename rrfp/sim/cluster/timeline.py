@@ -54,9 +54,10 @@ class GroupTimeline:
         if self._num_arrived[arrived.task] == self._members:
             self.apply(arrived)
 
-    def decided(self, now: float) -> None:
+    def decided(self, now: float, *, is_pausing: bool = False) -> None:
         """The ranks have enqueued what they may: from now on the lanes are busy, or idle for a cause."""
-        self._wait(None if self._is_running else self._wait_cause(), now)
+        cause = WaitCause.CHOICE if is_pausing else self._wait_cause()
+        self._wait(None if self._is_running else cause, now)
 
     def end(self, now: float) -> None:
         """The step is over."""

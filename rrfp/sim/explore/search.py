@@ -72,6 +72,7 @@ def explore(
     in_order: Collection[ForcedOrder] = (),
     admission: type[Admission] = Admission,
     sizes: Sequence[int] | None = None,
+    estimates: Sequence[int] | None = None,
     reduce: bool = True,
     oracles: Oracles | None = None,
 ) -> Exploration:
@@ -85,6 +86,7 @@ def explore(
         in_order: (kind, virtual stage) pairs that run in microbatch order.
         admission: the memory rule; one of `rrfp.sim.explore.wrong_rules` to see what is wrong with it.
         sizes: bytes that a chunk task of each microbatch holds, for byte limits; one each by default.
+        estimates: for each microbatch, the number that is known of its forwards beforehand; None: nothing is known.
         reduce: leave out orders that cannot matter; see the module's docstring. False visits every reachable state.
         oracles: what stages have answered in earlier explorations; added to.
     """
@@ -92,9 +94,10 @@ def explore(
     specs = limits if isinstance(limits, Sequence) and not isinstance(limits, str) else [limits] * stages
     resolved = [Limit.resolve(spec, stage, stages) for stage, spec in enumerate(specs)]
     held = (1,) * microbatches if sizes is None else tuple(sizes)
+    known = None if estimates is None else tuple(estimates)
     step = StepId(0, mode, microbatches)
     problems = [
-        StageProblem(graph, step, stage, limit, frozenset(in_order), admission, held)
+        StageProblem(graph, step, stage, limit, frozenset(in_order), admission, held, known)
         for stage, limit in zip(range(stages), resolved, strict=True)
     ]
     return _Explorer(problems, {} if oracles is None else oracles).run(

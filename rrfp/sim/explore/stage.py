@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rrfp.core.admission import Admission, Limit
-from rrfp.core.events import Arrived, Completed, Consumed, Enqueued, StepOpened
+from rrfp.core.events import Arrived, Completed, Consumed, Enqueued, Previewed, StepOpened
 from rrfp.core.graph import Graph
 from rrfp.core.hint import View
 from rrfp.core.readiness import ForcedOrder
@@ -38,6 +38,7 @@ class StageProblem:
         in_order: (kind, virtual stage) pairs that run in microbatch order. Of orders forced elsewhere a stage knows
             only that there are any: one pair stands for them.
         sizes: bytes that a chunk task of each microbatch holds.
+        estimates: for each microbatch, the number that is known of its forwards beforehand.
     """
 
     graph: Graph
@@ -47,6 +48,7 @@ class StageProblem:
     in_order: frozenset[ForcedOrder]
     admission: type[Admission]
     sizes: tuple[int, ...]
+    estimates: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         stage_of, here = self.graph.stage_of, self.stage
@@ -63,14 +65,18 @@ class StageProblem:
     @property
     def are_microbatches_alike(self) -> bool:
         """Whether a microbatch's number makes no difference to what may run on this stage."""
-        return not self.in_order and not self.serves and len(set(self.sizes)) <= 1
+        estimates = self.estimates or self.sizes
+        return not self.in_order and not self.serves and len({*zip(self.sizes, estimates, strict=True)}) <= 1
 
     def core(self) -> StageCore:
         """A new core, in its step."""
         core = StageCore(
             self.graph, self.stage, NeverAsked(), self.limit, in_order=self.in_order, admission=self.admission
         )
-        core.apply(StepOpened(self.step.number, self.step.mode, self.step.microbatches))
+        core.apply(StepOpened(self.step.number, self.step.mode, self.step.microbatches, self.estimates))
+        for microbatch, estimate in enumerate(self.estimates or ()):
+            for virtual_stage in self.graph.placement.virtual_stages(self.stage):
+                core.apply(Previewed(Task(Kind.F, microbatch, virtual_stage), estimate))
         return core
 
 

@@ -222,6 +222,10 @@ class FaultCluster(Cluster[FaultNode]):
     def send(self, packet: Packet) -> None:
         """Over the faulty links."""
         content, sender = packet.content, self.nodes[packet.sender]
+        if isinstance(content, ev.Announced):  # no fault is planned for advice
+            later = self._queue.now + self._scenario.control_latency
+            self._queue.put(later, packet.receiver, self._announced, content)
+            return
         message, latency, value = identity_of(packet), self._scenario.control_latency, 0
         number = self.network.next_number(message)
         if isinstance(content, ev.Arrived):
@@ -239,6 +243,23 @@ class FaultCluster(Cluster[FaultNode]):
             self._queue.put(later, node.rank, self._happened, released)
         else:
             self.apply(node, released)
+
+    def _announced(self, rank: int, announced: ev.Announced) -> None:
+        node = self.nodes[rank]
+        if node.pauses is not None:
+            node.pauses.announced(announced)
+        self.apply(node, announced)
+
+    def now(self) -> float:
+        """Virtual time."""
+        return self._queue.now
+
+    def wake(self, node: FaultNode, seconds: float, pause: int) -> None:
+        """After these seconds of virtual time."""
+        self._queue.put(self._queue.now + seconds, node.rank, self._pause_over, pause)
+
+    def _pause_over(self, rank: int, pause: int) -> None:
+        self.pause_over(self.nodes[rank], pause)
 
     def _put(self, arrivals: Iterable[tuple[float, Parcel]]) -> None:
         for time, parcel in arrivals:

@@ -25,7 +25,7 @@ from rrfp.schedules.csv import CsvSchedule
 from rrfp.schedules.registry import ScheduleSpec
 from rrfp.sim.cluster.coordination import COORDINATIONS, CoordinationName
 from rrfp.sim.cluster.simulation import TensorParallelSimulation, simulate_tensor_parallel
-from rrfp.sim.simulation import DEFAULT_LIMIT, SENDS, Sends, Simulation, planned_sizes, simulate
+from rrfp.sim.simulation import DEFAULT_LIMIT, SAME_BYTES, SENDS, Sends, Simulation, planned_sizes, simulate
 
 #: How chunks may share a limit's slots.
 ADMISSIONS: tuple[str, ...] = get_args(AdmissionRule)
@@ -65,6 +65,10 @@ class Workload:
     def costs(self) -> CostTable:
         """The cost table."""
         return _made(self)
+
+    def sized_costs(self) -> CostTable:
+        """The same with bytes, in proportion to planned times; see `rrfp.costs.make_costs`."""
+        return _made(self, sized=True)
 
     def sizes(self) -> Sequence[float]:
         """How large each microbatch is, as a trainer would know it before the step."""
@@ -127,6 +131,10 @@ class CostFile:
             return read_costs(self.costs_file)  # which says what is wrong
         return _read(self.costs_file, (file.st_ino, file.st_mtime_ns, file.st_size))
 
+    def sized_costs(self) -> CostTable:
+        """The same: with bytes if the file has them."""
+        return self.costs()
+
     def sizes(self) -> Sequence[float] | None:
         """How large each microbatch is; None: untold."""
         costs = self.costs()
@@ -168,8 +176,8 @@ def _written(workload: Workload | CostFile) -> str:
     return ", ".join(f"{name}={value}" for name, value in values.items() if value is not None)
 
 
-@lru_cache(maxsize=2)
-def _made(workload: Workload) -> CostTable:
+@lru_cache(maxsize=4)
+def _made(workload: Workload, *, sized: bool = False) -> CostTable:
     """The methods of one workload follow each other in a sweep and share its table."""
     return make_costs(
         workload.profile,
@@ -181,6 +189,7 @@ def _made(workload: Workload) -> CostTable:
         seed=workload.seed,
         jitter=workload.jitter,
         latency=workload.latency,
+        sized=sized,
     )
 
 
@@ -197,7 +206,8 @@ class Method:
     Attributes:
         hint: a hint's name, class or instance.
         strict: a schedule's name, or a schedule file's text. Exactly one of the two is given.
-        limit: with a hint, the microbatches a stage may hold; see `rrfp.core.admission.Limit.resolve`.
+        limit: with a hint, the microbatches a stage may hold, see `rrfp.core.admission.Limit.resolve`; or the bytes
+            that it holds under such a limit, see `rrfp.sim.simulation.simulate`.
         admission: with a hint, how chunks share the limit's slots.
         sends: of a strict schedule, see `rrfp.sim.simulation.simulate`.
         coordination: with a hint, how the ranks of a group agree on the same order; None: the default.
@@ -226,12 +236,17 @@ class Method:
             create_strict(self.strict)
         elif self.hint is not None:
             create_hint(self.hint)
-            Limit.resolve(self.limit, 0, 1)
+            Limit.resolve(str(self.limit).removeprefix(SAME_BYTES) if self.counts_bytes else self.limit, 0, 1)
         if not self.name:
             chosen = self.hint if self.strict is None else self.strict
             is_text = isinstance(chosen, str | CsvSchedule)
             named = str(chosen) if is_text else getattr(chosen, "__name__", type(chosen).__name__)
             object.__setattr__(self, "name", named)
+
+    @property
+    def counts_bytes(self) -> bool:
+        """Whether the limit is in bytes."""
+        return isinstance(self.limit, str) and self.limit.startswith(SAME_BYTES)
 
     @property
     def kind(self) -> str:
@@ -257,6 +272,8 @@ class Method:
         )
 
     def _simulate_groups(self, costs: CostTable, tp: int, how: Mapping[str, Any]) -> TensorParallelSimulation:
+        if self.counts_bytes:
+            raise ConfigError(f"limit is {self.limit!r}, must count microbatches with tp")
         for name, only in (("admission", "staircase"), ("sends", "eager")):
             if getattr(self, name) != only:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, must be {only} with tp")
@@ -281,8 +298,9 @@ class Experiment:
             ConfigError: if the method does not fit the workload.
             DeadlockError, HintError: as `rrfp.sim.simulation.simulate`.
         """
-        workload = self.workload
-        return self.method.simulate(workload.costs(), workload.sizes(), tp=workload.tp, **workload.rank_draws)
+        workload, method = self.workload, self.method
+        costs = workload.sized_costs() if method.counts_bytes else workload.costs()
+        return method.simulate(costs, workload.sizes(), tp=workload.tp, **workload.rank_draws)
 
     def __str__(self) -> str:
         return f"{self.method.name} ({self.method.kind}) on {self.workload}"

@@ -43,7 +43,7 @@ LEFT, RIGHT, EDGE, AXIS, LINE, LEGEND_LINE = 0.82, 0.2, 0.16, 0.42, 0.2, 0.167
 #: Panels beside each other, inches of a method's entry in the legend, and characters of text in an inch.
 MOST_COLUMNS, ENTRY, CHARACTERS = 4, 2.1, 15
 #: How far apart methods are drawn, at most, and all together, in units of the horizontal axis.
-APART, SPREAD_OUT = 0.05, 0.4
+APART, SPREAD_OUT = 0.025, 0.12
 
 
 def check_size(methods: int, workloads: int) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from rrfp.compute.devices.base import Device, DeviceMemory, Stream
 from rrfp.errors import ConfigError
 from rrfp.testing.device_double.memory import Memory
+from rrfp.testing.device_double.sharing import DoubleSharing
 from rrfp.testing.device_double.stream import DoubleStream, Issuer
 from rrfp.testing.device_double.timeline import Timeline
 
@@ -37,6 +38,7 @@ class DoubleDevice(Device):
     """
 
     kind = "double"
+    sharing: DoubleSharing
 
     def __init__(self, seconds: float | Callable[[int], float] = 0.001) -> None:
         if not callable(seconds) and not seconds >= 0:
@@ -44,6 +46,7 @@ class DoubleDevice(Device):
         self.name = f"double:{next(_serial)}"
         self.problems: list[str] = []
         self.pinned: list[tuple[int, int]] = []
+        self.sharing = DoubleSharing()
         self._seconds = seconds
         self._streams = itertools.count()
         self._count = 0

@@ -9,9 +9,9 @@ from torch import distributed
 
 from rrfp.errors import ConfigError
 from rrfp.transports.base import TransportContext
+from rrfp.transports.carried.wires import Backend
 from rrfp.transports.collective.gloo import GlooBackend
 from rrfp.transports.collective.nccl import NcclBackend
-from rrfp.transports.collective.wires import Backend
 from rrfp.transports.rendezvous import in_thread
 from rrfp.transports.zmq.endpoint import LOOPBACK, interface_towards_master
 
@@ -42,7 +42,14 @@ async def choose_backend(context: TransportContext) -> Backend:
 async def _address(context: TransportContext) -> str:
     """The address of the interface on which edges listen."""
     address = LOOPBACK if context.single_host else await in_thread(interface_towards_master)
-    if not ipaddress.ip_address(address).is_loopback and not context.allow_insecure:
+    if ipaddress.ip_address(address).is_loopback:
+        return address
+    if context.secret is not None and not context.plain_data:
+        raise ConfigError(
+            f"collective would move tensors in plain text over {address}, and the job has a secret; pass "
+            "data='plain' if those who can read the network may read them, or choose transport 'auto'"
+        )
+    if context.secret is None and not context.allow_insecure:
         raise ConfigError(
             f"collective would listen on {address}, which other machines can reach and nothing authenticates; "
             "pass allow_insecure=True if the network is yours alone"

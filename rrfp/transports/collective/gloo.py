@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from rrfp.core import timeouts
+from rrfp.transports.carried.wires import Done, EdgeName
 from rrfp.transports.collective.threads import abort_at_exit, start_thread
-from rrfp.transports.collective.wires import Done, EdgeName
 from rrfp.transports.header_checks import TensorSpec
 from rrfp.transports.tensor_bytes import as_byte_tensor
 

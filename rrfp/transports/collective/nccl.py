@@ -19,8 +19,8 @@ from torch import Tensor
 
 from rrfp.core import timeouts
 from rrfp.errors import ConfigError
+from rrfp.transports.carried.wires import EdgeName
 from rrfp.transports.collective.streams import DeviceEvent, StreamWire
-from rrfp.transports.collective.wires import EdgeName
 from rrfp.transports.header_checks import TensorSpec
 from rrfp.transports.tensor_bytes import as_byte_tensor
 
@@ -30,6 +30,9 @@ MAX_CTAS = 4
 #: torch reads these when a group is made. 0: a failed transfer is reported by its work, and ends no process; nor does a
 #: thread watch for groups that do not advance, which is what the carrier does.
 _OF_OWN_GROUPS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+
+#: Hardware queues of a device; CUDA's own default.
+_LEAST_QUEUES = 8
 
 _making = threading.Lock()
 
@@ -42,11 +45,14 @@ def check_environment(environ: Mapping[str, str]) -> None:
     Raises:
         ConfigError: names the variable, and the ways that are left.
     """
-    # One hardware queue: kernels start in the order of their launch, and a receive blocks the computation behind it.
-    if environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+    # Streams that share a hardware queue start their kernels in the order of launch: a receive blocks the computation
+    # behind it. With one queue that is certain; a rank has a stream for its tasks and up to four edges.
+    queues = environ.get("CUDA_DEVICE_MAX_CONNECTIONS", str(_LEAST_QUEUES))
+    if not queues.strip().isdecimal() or int(queues) < _LEAST_QUEUES:
         raise ConfigError(
-            "environment variable CUDA_DEVICE_MAX_CONNECTIONS is '1', must be unset or at least 8 with transport "
-            f"collective: a receive would block the computation behind it; else {_INSTEAD}"
+            f"environment variable CUDA_DEVICE_MAX_CONNECTIONS is {queues!r}, must be unset or at least "
+            f"{_LEAST_QUEUES} with transport collective: a receive would block the computation behind it; else "
+            f"{_INSTEAD}"
         )
     # It serializes communicators in the order of the host's calls, which differs from rank to rank here.
     if environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") != "0":

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from rrfp.transports.carried.wires import Done, EdgeName
 from rrfp.transports.collective.threads import abort_at_exit, start_thread
-from rrfp.transports.collective.wires import Done, EdgeName
 
 
 class DeviceEvent(Protocol):

@@ -1,7 +1,10 @@
-"""The threads of wires, which end before the interpreter does.
+"""Threads that call C++, which end before the interpreter does.
 
-A thread that returns from C++ into an interpreter which is being taken down ends the process by SIGABRT. So at the end
-of the process the wires that are left are aborted, and their threads waited for.
+Python 3.11 ends a daemon thread by pthread_exit when it asks for the interpreter's lock while the interpreter is taken
+down. torch's bindings ask for it in a destructor, when a call returns or an object is freed; C++ does not let a thread
+end there, and ends the process instead ("terminate called without an active exception", SIGABRT). So at the end of
+the process the wires that are left are aborted, and all threads waited for. One that stays in C++ for longer than
+that is left alone: it does no harm unless it returns in the last moments of the interpreter.
 """
 
 from __future__ import annotations
@@ -21,23 +24,17 @@ class _Wire(Protocol):
     def abort(self) -> None: ...
 
 
-_threads: set[threading.Thread] = set()
+class _CallingThread(threading.Thread):
+    """Python lists it until it has also freed what its function refers to."""
+
+
 _wires: WeakSet[_Wire] = WeakSet()
 _owner = os.getpid()
 
 
 def start_thread(serve: Callable[[], None], name: str) -> None:
-    """Run ``serve`` on a daemon thread."""
-
-    def run() -> None:
-        try:
-            serve()
-        finally:
-            _threads.discard(threading.current_thread())
-
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    _threads.add(thread)
-    thread.start()
+    """Run ``serve`` on a daemon thread, which alone refers to it when this has returned."""
+    _CallingThread(target=serve, name=name, daemon=True).start()
 
 
 def abort_at_exit(wire: _Wire) -> None:
@@ -50,12 +47,16 @@ def abort_at_exit(wire: _Wire) -> None:
 
 
 @atexit.register
-def end_wires() -> None:
-    """Abort all wires of this process and wait for their threads, for a moment."""
-    if _owner != os.getpid():
-        return
-    for wire in list(_wires):
-        wire.abort()
+def end_threads() -> None:
+    """Abort all wires of this process and wait for all threads, for a moment."""
+    if _owner == os.getpid():
+        for wire in list(_wires):
+            wire.abort()
     deadline_s = time.monotonic() + timeouts.EXIT_GRACE_S
-    for thread in list(_threads):
-        thread.join(max(0.0, deadline_s - time.monotonic()))
+    # Again and again: a thread that ends may have started another one, which frees what it made.
+    while (threads := _alive()) and (left_s := deadline_s - time.monotonic()) > 0:
+        threads[0].join(left_s)
+
+
+def _alive() -> list[_CallingThread]:
+    return [thread for thread in threading.enumerate() if isinstance(thread, _CallingThread)]

@@ -74,11 +74,19 @@ class Listener:
         rank: of this process, for the address.
         home: the loop.
         on_connected: takes each connection, or raises a TransportError.
+        on_stranger: takes a sentence for each connection that was refused.
     """
 
-    def __init__(self, rank: int, home: HomeLoop, on_connected: Callable[[Connected], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        home: HomeLoop,
+        on_connected: Callable[[Connected], None],
+        on_stranger: Callable[[str], None],
+    ) -> None:
         self._loop = home.loop
         self._on_connected = on_connected
+        self._on_stranger = on_stranger
         self.address = new_address(rank)
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock.setblocking(False)
@@ -109,7 +117,7 @@ class Listener:
                 self._on_connected(Connected(sock, _process_at(sock)))
             except TransportError as error:
                 sock.close()
-                _log.warning("a connection was refused: %s", error)
+                self._on_stranger(f"a connection was refused: {error}")
 
     def close(self) -> None:
         """Accept nothing more. May be called twice."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from rrfp.errors import FrameError, TransportError
@@ -68,9 +69,7 @@ class Inlet:
                 os.close(packet.descriptor)  # the mapping needs it no longer
 
     def _handle(self, datagram: Datagram, slot: Slot | None) -> None:
-        sealed = self._codec.open(datagram.header)
-        if sealed.sender != self._peer:
-            raise FrameError(self._peer, "sender", f"is {sealed.sender}, but the connection is not that rank's")
+        sealed = self._codec.open(datagram.header, self._peer)
         if sealed.kind == DROP:
             self._drop(sealed.fields)
         elif sealed.kind in LINK_KINDS:
@@ -134,7 +133,7 @@ class Inlet:
 
     def _lose(self, datagram: Datagram) -> None:
         """Have the channel continue behind a good message whose slot is none here."""
-        announcement = self._next(self._codec.open(datagram.header), datagram)
+        announcement = self._next(self._codec.open(datagram.header, self._peer), datagram)
         self._sequence += 1
         self._receiver.on_message_lost(self._peer, self._channel, announcement.num_bytes, datagram.payload.slot)
 
@@ -149,7 +148,7 @@ class Inlet:
         self._slots.clear()
 
 
-def _cut(inline: memoryview, sizes: list[int]) -> list[memoryview]:
+def _cut(inline: memoryview, sizes: Sequence[int]) -> list[memoryview]:
     views, start = [], 0
     for size in sizes:
         views.append(inline[start : start + size])

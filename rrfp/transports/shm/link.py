@@ -126,7 +126,7 @@ class Link:
         elif sealed.kind == CREDIT:
             apply_credit(sealed, self._window)
         elif sealed.kind == WANT:
-            self._credits.want(sealed)
+            self._credits.want(sealed.sender, WANT, sealed.fields)
         elif sealed.kind == LOST:
             check = HeaderChecks(self.peer)
             (slot,) = check.array("lost", sealed.fields, 1)

@@ -7,37 +7,43 @@ from collections.abc import Callable
 from functools import partial
 
 from rrfp.errors import FrameError, RrfpError, TransportError
-from rrfp.log import get_logger
 from rrfp.transports.base import Channel
 from rrfp.transports.flow import HomeLoop
-from rrfp.transports.header_checks import HeaderChecks
+from rrfp.transports.header_checks import HeaderChecks, shown
 from rrfp.transports.shm.datagrams import unpack
 from rrfp.transports.shm.endpoint import Connected
 from rrfp.transports.shm.inlet import HELLO
 from rrfp.transports.shm.packets import PacketSocket
 from rrfp.transports.wire import Codec
 
-_log = get_logger(__name__)
-
 #: Takes a greeted connection: rank, channel, socket and process. Raises a FrameError if that channel has one already.
 OnGreeted = Callable[[int, Channel, PacketSocket, int], None]
 
 
 class Strangers:
-    """Reads the greeting of each accepted connection; closes one that greets wrongly, and logs it.
+    """Reads the greeting of each accepted connection; closes one that greets wrongly, and reports it.
 
     Args:
         codec: of the rank.
         home: the loop.
         buffer: for datagrams.
         on_greeted: takes the connections of peers.
+        on_stranger: takes a sentence for each other one.
     """
 
-    def __init__(self, codec: Codec, home: HomeLoop, buffer: bytearray, on_greeted: OnGreeted) -> None:
+    def __init__(
+        self,
+        codec: Codec,
+        home: HomeLoop,
+        buffer: bytearray,
+        on_greeted: OnGreeted,
+        on_stranger: Callable[[str], None],
+    ) -> None:
         self._codec = codec
         self._home = home
         self._buffer = buffer
         self._on_greeted = on_greeted
+        self._on_stranger = on_stranger
         self._waiting: dict[PacketSocket, int] = {}
 
     def add(self, connected: Connected) -> None:
@@ -58,13 +64,13 @@ class Strangers:
                 raise TransportError("it ended before its greeting")
             sealed = self._codec.open(unpack(None, memoryview(self._buffer)[: packet.size]).header)
             if sealed.kind != HELLO:
-                raise FrameError(sealed.sender, "kind", f"is {sealed.kind!r:.80}, must be {HELLO!r}")
+                raise FrameError(sealed.sender, "kind", f"is {shown(sealed.kind)}, must be {HELLO!r}")
             check = HeaderChecks(sealed.sender)
             (name,) = check.array("hello", sealed.fields, 1)
             self._on_greeted(sealed.sender, check.choice("hello.channel", name, Channel), packets, process)
         except RrfpError as error:
             packets.close()
-            _log.warning("a connection from process %d was refused: %s", process, error)
+            self._on_stranger(f"a connection from process {process} was refused: {error}")
 
     def close(self) -> None:
         """Close all that have not greeted. May be called twice."""

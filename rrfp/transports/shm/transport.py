@@ -74,8 +74,8 @@ class ShmTransport(LinkedTransport[Link]):
         shared = Shared(home, self._codec, self._copier, context.queue_bytes, buffer, register, self._make_room)
         self._links = {peer: Link(peer, shared, self) for peer in context.peers}
         self._watch = ProcessWatch(home, context.heartbeat_s, context.patience_s)
-        self._strangers = Strangers(self._codec, home, shared.buffer, self._on_greeted)
-        self._listener = Listener(context.rank, home, self._strangers.add)
+        self._strangers = Strangers(self._codec, home, shared.buffer, self._on_greeted, self.on_stranger)
+        self._listener = Listener(context.rank, home, self._strangers.add, self.on_stranger)
         await publish_in_time(context, address_key(context, context.rank), self._listener.address.encode())
         for peer in context.peers:
             if peer < context.rank:

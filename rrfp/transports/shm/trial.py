@@ -13,7 +13,9 @@ from pathlib import Path
 
 from rrfp.core import timeouts
 from rrfp.errors import TransportError
+from rrfp.log import get_logger
 from rrfp.transports.flow import HomeLoop
+from rrfp.transports.refusals import Refusals
 from rrfp.transports.shm.datagrams import BUFFER_BYTES
 from rrfp.transports.shm.endpoint import Connected, Listener, connect
 from rrfp.transports.shm.packets import PacketSocket
@@ -98,6 +100,9 @@ def is_reached_by_ipc(own: Host, other: Host) -> bool:
     return (own.boot, own.user, own.network_namespace) == (other.boot, other.user, other.network_namespace)
 
 
+_log = get_logger(__name__)
+
+
 class TrialAnswers:
     """Answers the trials of peers: reverses the token in each slot that arrives. Used on one loop only.
 
@@ -113,7 +118,7 @@ class TrialAnswers:
         self._home = home
         self._open: set[PacketSocket] = set()
         self._buffer = bytearray(BUFFER_BYTES)
-        self._listener = Listener(rank, home, self._on_connected)
+        self._listener = Listener(rank, home, self._on_connected, Refusals(_log).add)
         self.address = self._listener.address
 
     def _on_connected(self, connected: Connected) -> None:

@@ -1,18 +1,19 @@
-"""The endpoint on which a rank listens: an abstract ipc address within a host, tcp between hosts.
+"""The endpoint on which a rank listens: an ipc address within a host, tcp between hosts.
 
 Abstract addresses (Linux) have no file, so even SIGKILL leaves none behind; libzmq admits only processes of this user.
-Other systems use tcp on loopback instead.
+On other systems the address is a file in a folder that only this user may open.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import secrets
 import socket
 import sys
+import tempfile
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -20,33 +21,36 @@ import zmq
 from rrfp.errors import ConfigError, TransportError
 from rrfp.transports.base import TransportContext
 from rrfp.transports.rendezvous import in_thread
+from rrfp.transports.zmq.security import check_plain_tcp
 
 LOOPBACK = "127.0.0.1"
+
+#: The address within a host.
+IPC = "ipc"
+
+_HAS_ABSTRACT_ADDRESSES = sys.platform == "linux"
 
 
 async def choose_address(context: TransportContext, address: str | None) -> str:
     """The address to bind, ``ipc`` or the IP address of an interface, for `ZmqTransport`'s ``address``.
 
-    An address beyond loopback raises a ConfigError without ``allow_insecure``.
+    An IP address raises a ConfigError where there is neither a secret nor ``allow_insecure``.
     """
-    if address is None and context.single_host:
-        return "ipc" if sys.platform == "linux" else LOOPBACK
-    if address == "ipc":
-        return address
+    if address == IPC or (address is None and context.single_host):
+        return IPC
     chosen = await in_thread(interface_towards_master if address is None else partial(_resolve, address))
-    if not ipaddress.ip_address(chosen).is_loopback and not context.allow_insecure:
-        raise ConfigError(
-            f"zmq would listen on {chosen}, which other machines can reach and nothing authenticates; "
-            "pass allow_insecure=True if the network is yours alone"
-        )
+    check_plain_tcp(context, chosen)
     return chosen
 
 
 def bind(listener: zmq.Socket[bytes], address: str, rank: int) -> str:
     """Bind ``listener`` to ``address``; returns the endpoint for the peers, or raises a TransportError."""
-    if address == "ipc":
+    if address == IPC:
         _admit_own_user_only(listener)
-        wanted = f"ipc://@rrfp-{rank}-{secrets.token_hex(16)}"
+        if _HAS_ABSTRACT_ADDRESSES:
+            wanted = f"ipc://@rrfp-{rank}-{secrets.token_hex(16)}"
+        else:
+            wanted = f"ipc://{tempfile.mkdtemp(prefix='rrfp-')}/{rank}"
     elif ":" in address:
         listener.setsockopt(zmq.IPV6, 1)
         wanted = f"tcp://[{address}]:*"
@@ -58,6 +62,15 @@ def bind(listener: zmq.Socket[bytes], address: str, rank: int) -> str:
         raise TransportError(f"cannot listen on {wanted}: {error}") from error
     endpoint: Any = listener.getsockopt(zmq.LAST_ENDPOINT)
     return bytes(endpoint).rstrip(b"\0").decode()
+
+
+def unbind(endpoint: str) -> None:
+    """Remove the file and the folder of a closed listener, if it has them."""
+    if endpoint.startswith("ipc:///"):
+        path = Path(endpoint.removeprefix("ipc://"))
+        with suppress(OSError):
+            path.unlink(missing_ok=True)  # libzmq removes it already
+            path.parent.rmdir()
 
 
 def _admit_own_user_only(listener: zmq.Socket[bytes]) -> None:

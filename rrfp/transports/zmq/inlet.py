@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,20 +22,32 @@ import zmq
 
 from rrfp.errors import FrameError
 from rrfp.transports.base import Channel, Message, TransportContext
+from rrfp.transports.header_checks import MAX_ITEMS
 from rrfp.transports.pool import BufferPool
-from rrfp.transports.wire import Codec, Sealed
-from rrfp.transports.zmq.endpoint import bind
-from rrfp.transports.zmq.pieces import MAX_PART_BYTES, PIECE_BYTES, Assembly
+from rrfp.transports.wire import MAX_HEADER_BYTES, Codec, Sealed
+from rrfp.transports.zmq.endpoint import bind, unbind
+from rrfp.transports.zmq.gate import authenticated_rank
+from rrfp.transports.zmq.pieces import INLINE_BYTES, MAX_PART_BYTES, PIECE_BYTES, Assembly
+from rrfp.transports.zmq.security import CURVE_BYTES, Security
 
 #: The kinds of the link's own frames; every other kind is a message's.
 HELLO, WELCOME, CREDIT, WANT, BYE, FAREWELL = LINK_KINDS = ("hello", "welcome", "credit", "want", "bye", "farewell")
+
+#: A start has the header, and further parts of at most `INLINE_BYTES` together, none of them empty but the first.
+_MAX_PARTS = 1 + MAX_ITEMS
+_MAX_START_BYTES = MAX_HEADER_BYTES + INLINE_BYTES
+
+#: zmq messages that libzmq holds for each connection while the loop does not read them: 256 MiB of the largest. It must
+#: exceed what a window allows: behind a full queue libzmq sees no heartbeats either, and takes the peer for lost.
+_HIGH_WATER = 256
 
 #: The most that is read before the loop runs.
 _BATCH_BYTES = 2 * PIECE_BYTES
 _BATCH_MESSAGES = 64
 
 _NOBLOCK = int(zmq.NOBLOCK)
-_EVENTS = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+_FAILED_HANDSHAKES = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+_EVENTS = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED) | _FAILED_HANDSHAKES
 _EVENT = struct.Struct("=Hi")
 
 
@@ -69,6 +82,9 @@ class Receiver(Protocol):
     def on_bad_frame(self, error: FrameError) -> None:
         """A frame was dropped."""
 
+    def on_stranger(self, sentence: str) -> None:
+        """A frame of no rank was dropped, as the sentence says."""
+
     def on_disconnected(self, peer: int, channel: Channel) -> None:
         """A greeted connection ended; all its messages were reported."""
 
@@ -84,16 +100,25 @@ def _milliseconds(seconds: float) -> int:
 
 
 class Inlet:
-    """See the module's docstring. Used on one loop only; calls ``receiver`` with messages, frames and ends."""
+    """See the module's docstring. Used on one loop only; calls ``receiver`` with messages, frames and ends.
+
+    ``security`` protects a listener on tcp, which brings the ``channels`` of all peers.
+    """
 
     def __init__(
-        self, sockets: zmq.Context[zmq.Socket[bytes]], codec: Codec, context: TransportContext, receiver: Receiver
+        self,
+        sockets: zmq.Context[zmq.Socket[bytes]],
+        codec: Codec,
+        context: TransportContext,
+        receiver: Receiver,
+        channels: Sequence[Channel] = tuple(Channel),
+        security: Security | None = None,
     ) -> None:
         self._codec = codec
         self._receiver = receiver
         self._pool = BufferPool()
-        channels = [(peer, channel) for peer in context.peers for channel in Channel]
-        self._routes = {identity_of(*channel): Route(*channel) for channel in channels}
+        ends = [(peer, channel) for peer in context.peers for channel in channels]
+        self._routes = {identity_of(*end): Route(*end) for end in ends}
         self._open: set[int] = set()
         self._greeted: dict[int, Route] = {}
         self._ended: list[Route] = []
@@ -101,8 +126,15 @@ class Inlet:
         self._again: asyncio.Handle | None = None
         self._loop = asyncio.get_running_loop()
         self._socket = sockets.socket(zmq.ROUTER)
+        self._endpoint = ""
+        self._is_guarded = security is not None
+        most_bytes = MAX_PART_BYTES
+        if security is not None:
+            security.protect_listener(self._socket, tuple(channels))
+            most_bytes += CURVE_BYTES
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_PART_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, most_bytes)
+        self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, _milliseconds(context.heartbeat_s))
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _milliseconds(context.patience_s))
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_EVENTS)
@@ -110,9 +142,10 @@ class Inlet:
 
     def bind(self, address: str, rank: int) -> str:
         """Listen; returns the endpoint for the peers. Errors as in `rrfp.transports.zmq.endpoint.bind`."""
-        endpoint = bind(self._socket, address, rank)
+        self._endpoint = endpoint = bind(self._socket, address, rank)
         self._loop.add_reader(self._readers[0], self._drain)
         self._loop.add_reader(self._readers[1], self._on_monitor)
+        self._on_monitor()  # a descriptor fires only after all that came before was read
         return endpoint
 
     def close(self) -> None:
@@ -127,6 +160,7 @@ class Inlet:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
+        unbind(self._endpoint)
 
     def _on_monitor(self) -> None:
         self._read_monitor()
@@ -140,6 +174,8 @@ class Inlet:
                 return
             if event == zmq.EVENT_ACCEPTED:
                 self._open.add(value)
+            elif event & _FAILED_HANDSHAKES:
+                self._receiver.on_stranger("a connection ended in its handshake")
             else:
                 self._open.discard(value)
                 if (route := self._greeted.pop(value, None)) is not None:
@@ -151,18 +187,21 @@ class Inlet:
             self._again.cancel()
             self._again = None
         num_bytes = 0
-        for _ in range(_BATCH_MESSAGES):
-            try:
-                identity = self._socket.recv(_NOBLOCK)
-            except zmq.Again:
-                self._report_ended()
-                return
-            num_bytes += self._read_rest(identity)
-            if self._closed:
-                return
-            if num_bytes >= _BATCH_BYTES:
-                break
-        self._again = self._loop.call_soon(self._drain)
+        is_empty = False
+        try:
+            for _ in range(_BATCH_MESSAGES):
+                try:
+                    identity = self._socket.recv(_NOBLOCK)
+                except zmq.Again:
+                    is_empty = True
+                    self._report_ended()
+                    return
+                num_bytes += self._read_rest(identity)
+                if self._closed or num_bytes >= _BATCH_BYTES:
+                    return
+        finally:  # also behind an error, since the descriptor does not fire again for what waits
+            if not (is_empty or self._closed):
+                self._again = self._loop.call_soon(self._drain)
 
     def _report_ended(self) -> None:
         # Every connection in this list ended before the socket was empty, so none has a message left.
@@ -173,27 +212,40 @@ class Inlet:
     def _read_rest(self, identity: bytes) -> int:
         """Read and handle the parts after the identity; returns their bytes."""
         part = self._socket.recv(_NOBLOCK, copy=False)
-        parts, num_bytes = [part], len(part)
+        parts, num_bytes, is_bounded = [part], len(part), True
         while part.more:
             part = self._socket.recv(_NOBLOCK, copy=False)
-            parts.append(part)
             num_bytes += len(part)
+            is_bounded = is_bounded and num_bytes <= _MAX_START_BYTES and len(parts) < _MAX_PARTS
+            if is_bounded:
+                parts.append(part)
         route = self._routes.get(identity)
+        if self._is_guarded and (route is None or authenticated_rank(part) != route.peer):
+            self._refuse(authenticated_rank(part), identity)
+            return num_bytes
+        if route is None:
+            self._receiver.on_stranger(f"dropped {num_bytes} bytes of an unauthenticated sender, {identity!r:.80}")
+            return num_bytes
         try:
+            if not is_bounded:
+                raise FrameError(route.peer, "frames", f"are too many or too large: {num_bytes} bytes with the header")
             if len(parts) > 1:
                 self._on_start(route, parts)
-            elif route is not None:
-                self._on_piece(route, parts[0].buffer)
             else:
-                raise FrameError(None, "sender", f"connection {identity!r:.80} is not of this pipeline")
+                self._on_piece(route, parts[0].buffer)
         except FrameError as error:
             self._receiver.on_bad_frame(error)
         return num_bytes
 
-    def _on_start(self, route: Route | None, parts: list[zmq.Frame]) -> None:
-        sealed = self._codec.open(parts[0].buffer)
-        if route is None or sealed.sender != route.peer:
-            raise FrameError(None, "sender", f"is {sealed.sender}, but the connection is not that rank's")
+    def _refuse(self, rank: int | None, identity: bytes) -> None:
+        """Drop a frame that came under the identity of another rank's connection, or of none."""
+        if rank is None:
+            self._receiver.on_stranger(f"dropped a frame of an unauthenticated sender, {identity!r:.80}")
+        else:
+            self._receiver.on_bad_frame(FrameError(rank, "sender", f"is {identity!r:.80}, not a connection of its own"))
+
+    def _on_start(self, route: Route, parts: list[zmq.Frame]) -> None:
+        sealed = self._codec.open(parts[0].buffer, route.peer)
         if sealed.kind in LINK_KINDS:
             if sealed.kind == HELLO:
                 self._greet(route, parts[0])

@@ -86,7 +86,7 @@ class Link:
         elif sealed.kind == CREDIT:
             apply_credit(sealed, self._window)
         elif sealed.kind == WANT:
-            self._credits.want(sealed)
+            self._credits.want(sealed.sender, WANT, sealed.fields)
         elif sealed.kind == BYE:
             self._byes.add(route.channel)
             if len(self._byes) == len(Channel):

@@ -8,7 +8,7 @@ cancelled after its first frame left continues in a task, on a copy of the rest.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import zmq
@@ -205,16 +205,23 @@ def send_parts(socket: zmq.Socket[bytes], parts: Sequence[bytes | memoryview]) -
 
 
 def open_socket(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes, channel: Channel
+    context: zmq.Context[zmq.Socket[bytes]],
+    identity: bytes,
+    channel: Channel,
+    protect: Callable[[zmq.Socket[bytes]], str],
 ) -> zmq.Socket[bytes]:
-    """A DEALER connected to ``endpoint``; closing it drops its queue."""
+    """A DEALER connected to the endpoint that ``protect`` returns; closing it drops its queue."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.ROUTING_ID, identity)
     # Frames of the link are sent on control and must never wait; the window bounds that channel's messages.
     socket.setsockopt(zmq.SNDHWM, 0 if channel is Channel.CONTROL else HIGH_WATER)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-    if endpoint.startswith("tcp://["):
-        socket.setsockopt(zmq.IPV6, 1)
-    socket.connect(endpoint)
+    try:
+        if (endpoint := protect(socket)).startswith("tcp://["):
+            socket.setsockopt(zmq.IPV6, 1)
+        socket.connect(endpoint)
+    except BaseException:
+        socket.close(linger=0)
+        raise
     return socket

@@ -86,6 +86,7 @@ def run_shell_steps(
     modes: Sequence[Mode],
     *,
     sizes: Sequence[float] | None = None,
+    sizes_of_steps: Sequence[Sequence[float] | None] | None = None,
     in_order: Collection[ForcedOrder] = (),
     stall_after: float | None = None,
     takes_offers: bool = False,
@@ -94,6 +95,7 @@ def run_shell_steps(
 
     Args:
         modes: of each step, training or forward only. All take the same table.
+        sizes_of_steps: instead of ``sizes``, those of each step.
 
     Returns:
         One result a step. Times of a later step count from its beginning, so they are differences and rounded as such.
@@ -101,7 +103,7 @@ def run_shell_steps(
     shell = _Shell(
         costs, hints, limits, in_order, patience(costs) if stall_after is None else stall_after, takes_offers
     )
-    return run_ranks(shell.run(modes, sizes))
+    return run_ranks(shell.run(modes, [sizes] * len(modes) if sizes_of_steps is None else sizes_of_steps))
 
 
 def run_ranks(job: Coroutine[Any, Any, T]) -> T:
@@ -146,13 +148,16 @@ class _Shell:
         ]
         self._lanes = [TimerLane(takes_offers=takes_offers) for _ in self._cores]
         durations = table_durations(costs)
-        self._programs = [EmulatedStage(self._graph, durations, spend=lane.spend) for lane in self._lanes]
+        held = None if costs.held is None else costs.held_bytes
+        self._programs = [EmulatedStage(self._graph, durations, spend=lane.spend, held=held) for lane in self._lanes]
 
-    async def run(self, modes: Sequence[Mode], sizes: Sequence[float] | None) -> tuple[EngineResult, ...]:
+    async def run(
+        self, modes: Sequence[Mode], sizes_of_steps: Sequence[Sequence[float] | None]
+    ) -> tuple[EngineResult, ...]:
         """Run steps, and leave."""
         results = []
         async with PipelineHandle(LocalRanks(self._programs, complete({}), self._build), "caller", "rrfp") as pipe:
-            for mode in modes:
+            for mode, sizes in zip(modes, sizes_of_steps, strict=True):
                 call = pipe.step if mode is Mode.TRAIN else pipe.evaluate
                 results.append(
                     _as_simulated(await call(sizes=sizes, microbatches=self._costs.microbatches), self._graph)

@@ -110,7 +110,7 @@ class RecordReader:
             raise FrameError(self._peer, "header", f"has {size} bytes, must have at most {MAX_HEADER_BYTES}")
         header = memoryview(bytearray(size))
         yield from self._fill(header)
-        return self._codec.open(header)
+        return self._codec.open(header, self._peer)
 
     def records(self, peer: int, channel: Channel, receiver: Receiver) -> Reading:
         """Read records of ``peer`` for good, and pass them to ``receiver``."""
@@ -124,8 +124,6 @@ class RecordReader:
 
     def _record(self, peer: int, channel: Channel, receiver: Receiver) -> Reading:
         sealed = yield from self.header()
-        if sealed.sender != peer:
-            raise FrameError(peer, "sender", f"is {sealed.sender}, but the connection is rank {peer}'s")
         if sealed.kind in LINK_KINDS:
             receiver.on_link_record(channel, sealed)
             return
@@ -137,7 +135,7 @@ class RecordReader:
         frames: list[memoryview] = []
         while self._more:
             size = yield from self._next_part()
-            if [size] != announcement.sizes[len(frames) : len(frames) + 1]:  # before memory is allocated for it
+            if (size,) != announcement.sizes[len(frames) : len(frames) + 1]:  # before memory is allocated for it
                 raise FrameError(peer, "frames", f"number {len(frames)} has {size} bytes, which were not announced")
             frames.append(self._pool.acquire(size))
             yield from self._fill(frames[-1])

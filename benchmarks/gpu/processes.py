@@ -1,0 +1,132 @@
+"""Tensors from this process to another one on the same device: pulled, and staged through host memory, in turns."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from benchmarks.gpu.staging import Rate
+from benchmarks.gpu.target import Target, open_target
+from rrfp.compute.devices.shared_copies import copies_of
+from rrfp.core.tasks import Kind, Mode, StepId, Task
+from rrfp.errors import PeerLostError
+from rrfp.transports.base import Channel, Message, MessageKind, Transport, TransportContext
+from rrfp.transports.cuda_ipc.pulled import PulledTransport
+from rrfp.transports.cuda_ipc.transport import CudaIpcTransport
+from rrfp.transports.registry import create_transport
+from rrfp.transports.rendezvous import StoreRendezvous
+from rrfp.transports.staged import staged
+
+#: Pulled, and staged.
+WAYS = ("cuda_ipc", "shm")
+
+#: Bytes of the messages whose host time is measured.
+SMALL_BYTES = 1 << 10
+
+_STEP, _TASK = StepId(0, Mode.TRAIN, 1), Task(Kind.F, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """Messages between two processes.
+
+    Attributes:
+        is_pulled: whether the trial at the start worked; else both ways are staged.
+        rates: from sending a tensor to the other end's answer that it is there.
+        host_s: by way, seconds of this process's CPU time to send a small tensor and receive the answer.
+    """
+
+    is_pulled: bool
+    rates: list[Rate]
+    host_s: Mapping[str, float]
+
+
+def measure_between(target: Target, *, sizes: tuple[int, ...], repeats: int, messages: int) -> Between:
+    """Start the other process, and measure."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        other = multiprocessing.get_context("spawn").Process(target=_answer, args=(target.name, store), daemon=True)
+        other.start()  # CUDA does not survive a fork
+        try:
+            return asyncio.run(_measure(target, store, sizes, repeats, messages))
+        finally:
+            other.join(10)
+            other.kill()
+
+
+async def _measure(target: Target, store: str, sizes: tuple[int, ...], repeats: int, messages: int) -> Between:
+    async with AsyncExitStack() as stack:
+        ends = await _ends(target, 0, store, stack)
+        rates = []
+        for num_bytes in sizes:
+            tensor = torch.ones(num_bytes, dtype=torch.uint8, device=target.where)
+            samples: dict[str, list[float]] = {way: [] for way in WAYS}
+            for _ in range(repeats + 2):
+                for way, end in ends.items():
+                    began = time.perf_counter()
+                    await _send_and_wait(end, tensor)
+                    samples[way].append(time.perf_counter() - began)
+            rates += [Rate(way, num_bytes, statistics.median(samples[way][2:])) for way in WAYS]
+        small = torch.ones(SMALL_BYTES, dtype=torch.uint8, device=target.where)
+        host_s = {way: await _host_s(end, small, messages) for way, end in ends.items()}
+        pulling = ends["cuda_ipc"]
+        assert isinstance(pulling, CudaIpcTransport)
+        return Between(isinstance(pulling._by_peer[1], PulledTransport), rates, host_s)
+
+
+async def _host_s(end: Transport, tensor: Tensor, messages: int) -> float:
+    began = time.process_time()
+    for _ in range(messages):
+        await _send_and_wait(end, tensor)
+    return (time.process_time() - began) / messages
+
+
+async def _send_and_wait(end: Transport, tensor: Tensor) -> None:
+    message = Message(Channel.FORWARD, MessageKind.OUTPUT, _STEP, _TASK, (tensor,))
+    await asyncio.gather(end.send(1, message), end.receive())
+
+
+async def _ends(target: Target, rank: int, store: str, stack: AsyncExitStack) -> dict[str, Transport]:
+    """This process's end of each way, started."""
+    rendezvous = StoreRendezvous(FileStore(store, 2), run_id="processes")
+    ends = {}
+    for way in WAYS:
+        copies = copies_of(target.device, f"benchmark-{way}")
+        context = TransportContext(rank, (1 - rank,), f"processes-{way}", rendezvous, copies=copies)
+        ends[way] = staged(create_transport(way, context), copies)
+        stack.callback(ends[way].abort)
+    await asyncio.gather(*(end.start() for end in ends.values()))
+    return ends
+
+
+def _answer(device: str, store: str) -> None:
+    """The other process: answers each tensor, until its peer has gone."""
+    torch.set_num_threads(1)
+
+    async def main(target: Target) -> None:
+        async with AsyncExitStack() as stack:
+            ends = await _ends(target, 1, store, stack)
+            await asyncio.gather(*map(_answer_over, ends.values()))
+
+    with open_target(device) as target:
+        asyncio.run(main(target))
+
+
+async def _answer_over(end: Transport) -> None:
+    try:
+        while True:
+            await end.receive()
+            await end.send(0, Message(Channel.CONTROL, MessageKind.PROBE))
+    except PeerLostError:
+        return

@@ -1,0 +1,94 @@
+"""The methods on one rank: torch's schedules and `ScheduleRRFP` on the same `PipelineStage` objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, Self
+
+import torch
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
+
+from benchmarks.integrations.receives import emulated
+from benchmarks.integrations.settings import Settings, Way
+from benchmarks.shared.comparison import Runtime
+from benchmarks.shared.sleeping import Stages, loss_fn
+from benchmarks.shared.tables import CHUNKS, Form
+from benchmarks.shared.turns import SILENT, Step
+from rrfp import Limit
+from rrfp.integrations.torch import ScheduleRRFP
+
+_TORCH = {Form.WHOLE: Schedule1F1B, Form.LOOPED: ScheduleInterleaved1F1B, Form.V: ScheduleZBVZeroBubble}
+
+
+class Buffers:
+    """The receive buffers of one schedule on stages that it shares with others: there while it is entered.
+
+    A schedule sets them up in its first step and relies on them from then on; so would the next one.
+    """
+
+    def __init__(self, stages: Sequence[Any]) -> None:
+        self._stages = stages
+        self._kept: list[tuple[dict[Any, Any], dict[Any, Any]]] = [({}, {}) for _ in stages]
+
+    def __enter__(self) -> Self:
+        for stage, kept in zip(self._stages, self._kept, strict=True):
+            stage.args_recv_info, stage.grad_recv_info = kept
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._kept = [(stage.args_recv_info, stage.grad_recv_info) for stage in self._stages]
+
+
+def steps_of(settings: Settings, rank: int, stages: Stages, stack: ExitStack) -> dict[str, Step]:
+    """By name, a step of each method; ``stack`` closes what they need."""
+    parts: dict[tuple[int, str], list[PipelineStage]] = {}
+    steps = {}
+    for name in settings.methods:
+        way = settings.METHODS[name]
+        key = way.form.chunks, way.form.layout
+        if key not in parts:
+            parts[key] = _pipeline_stages(way.form, rank, stages)
+        steps[name] = _step(way, settings, rank, parts[key], stack)
+    return steps
+
+
+def _pipeline_stages(form: Form, rank: int, stages: Stages) -> list[PipelineStage]:
+    placement = stages.placement(form)
+    modules = zip(placement.virtual_stages(rank), stages.of(form), strict=True)
+    return [PipelineStage(module, v, placement.num_virtual_stages, torch.device("cpu")) for v, module in modules]
+
+
+def _step(way: Way, settings: Settings, rank: int, parts: list[PipelineStage], stack: ExitStack) -> Step:
+    count, buffers = settings.microbatches, Buffers(parts)
+    schedule = _schedule(way, settings, rank, parts, stack)
+    inputs = (torch.zeros(count, 1),) if any(part.is_first for part in parts) else ()
+    target = torch.zeros(count, 1) if any(part.is_last for part in parts) else None
+    numbers = torch.arange(count)
+
+    def step(sizes: Sequence[float] | None) -> Callable[[], object]:
+        losses: list[torch.Tensor] | None = None if target is None else []
+        with buffers, emulated(way.receives):
+            schedule.step(*inputs, target=target, losses=losses, return_outputs=False, microbatch=numbers)
+        result = getattr(schedule, "last_result", None)
+        return lambda: None if result is None else result.breakdown
+
+    return step
+
+
+def _schedule(way: Way, settings: Settings, rank: int, parts: list[PipelineStage], stack: ExitStack) -> Any:
+    count = settings.microbatches
+    if way.runtime is Runtime.TORCH:
+        return _TORCH[way.form](parts if len(parts) > 1 else parts[0], count, loss_fn=loss_fn, scale_grads=False)
+    options: dict[str, Any] = {**SILENT, **way.options}
+    if way.as_torch:
+        # Rounded up to microbatches: all chunks but the deepest leave it the last slot, so the half is seldom held.
+        options["limit"] = Limit(-(-settings.held_by_torch(rank) // CHUNKS))
+    schedule = ScheduleRRFP(parts, count, loss_fn=loss_fn, scale_grads=False, **options)
+    stack.callback(schedule.close)
+    return schedule

@@ -1,0 +1,30 @@
+"""One rank, started by torchrun: torch's schedules and RRFP's on the same stages, alternating by step."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.integrations.settings import Settings
+from benchmarks.integrations.systems import steps_of
+from benchmarks.shared.sleeping import Stages
+from benchmarks.shared.turns import run_turns
+
+
+def main() -> None:
+    """Entry point under torchrun."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    with ExitStack() as stack:
+        settings, rank = Settings.from_json(sys.argv[1]), dist.get_rank()
+        stages = Stages(rank, settings.stages, settings.num_bytes)
+        run_turns(settings, stages, steps_of(settings, rank, stages, stack))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

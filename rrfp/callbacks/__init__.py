@@ -1,0 +1,29 @@
+"""Code that watches a run: `Callback` is the base class; `Progress`, `JsonLines`, `Csv` and `TensorBoard` are ready."""
+
+from __future__ import annotations
+
+from rrfp.callbacks.base import Callback
+from rrfp.callbacks.csv import Csv
+from rrfp.callbacks.events import Aborted, Event, RunBegun, RunEnded, StageFigures, Stall, StepBegun, StepEnded
+from rrfp.callbacks.figures import metric_names, metrics
+from rrfp.callbacks.json_lines import JsonLines
+from rrfp.callbacks.progress import Progress
+from rrfp.callbacks.tensorboard import TensorBoard
+
+__all__ = [
+    "Aborted",
+    "Callback",
+    "Csv",
+    "Event",
+    "JsonLines",
+    "Progress",
+    "RunBegun",
+    "RunEnded",
+    "StageFigures",
+    "Stall",
+    "StepBegun",
+    "StepEnded",
+    "TensorBoard",
+    "metric_names",
+    "metrics",
+]

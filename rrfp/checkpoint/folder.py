@@ -1,0 +1,137 @@
+"""The folder of a run's checkpoints: ``<number>-step-<step>`` each, numbered in the order in which saves began.
+
+A checkpoint is complete once it has its metadata, which is written last and at once. A save never writes into a folder
+that was there before, so a killed one leaves the checkpoints before it as they were.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rrfp.checkpoint.ranks import Ranks
+from rrfp.errors import ConfigError
+from rrfp.log import get_logger
+
+logger = get_logger(__name__)
+
+_NAME = re.compile(r"(\d{6,})-step-(\d+)")
+
+
+class Checkpoint(NamedTuple):
+    """One checkpoint, complete or not."""
+
+    number: int
+    step: int
+    path: Path
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its metadata is there."""
+        return (self.path / ".metadata").is_file()
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The newest complete checkpoint, the same on all ranks; every rank calls it.
+
+    Args:
+        folder: of the checkpoints; need not exist.
+
+    Returns:
+        The checkpoint's own folder; None if there is none.
+
+    Raises:
+        ConfigError: if there are several ranks and ``torch.distributed`` is not initialised.
+        RrfpError: if the save that was under way failed.
+    """
+    complete = [each.path for each in _checkpoints(Path(folder)) if each.is_complete]
+    # Rank 0's view: another rank may see the folder of a shared file system later.
+    name: str | None = Ranks.of_process().from_first(complete[-1].name if complete else None)
+    return None if name is None else Path(folder) / name
+
+
+def new_path(folder: Path, step: int) -> Path:
+    """Make the folder of a new checkpoint. On rank 0.
+
+    Raises:
+        ConfigError: if another job has saved into ``folder`` since this one began to.
+    """
+    number, newest = _last(folder)
+    if (number, newest) > _newest.get(folder.resolve(), (number, newest)):
+        raise ConfigError(
+            f"folder is {str(folder)!r}, must be of this job alone: since its last checkpoint another one has saved "
+            f"{_name(number, newest)}; end one of the two"
+        )
+    path = folder / _name(number + 1, step)
+    path.mkdir(parents=True)  # not there before, so that two jobs never write into one
+    _newest[folder.resolve()] = number + 1, step
+    return path
+
+
+def note_newest(folder: Path) -> None:
+    """Take all checkpoints in ``folder`` for those of this job."""
+    _newest[folder.resolve()] = _last(folder)
+
+
+def older(path: Path) -> Path | None:
+    """The newest complete checkpoint before the one at ``path``."""
+    before = [each for each in _checkpoints(path.parent) if each.is_complete and each.path.name < path.name]
+    return before[-1].path if before else None
+
+
+def discard(path: Path) -> None:
+    """Delete a checkpoint, complete or not; a warning says if it cannot be. On rank 0."""
+    try:
+        # First, so that a kill in the middle leaves nothing that looks complete.
+        (path / ".metadata").unlink(missing_ok=True)
+        shutil.rmtree(path)
+    except OSError as error:
+        logger.warning("checkpoint %s is not wanted any more, and cannot be deleted: %s", path, error)
+
+
+def prune(folder: Path, keep: int | None) -> None:
+    """Delete all but the newest ``keep`` complete checkpoints, and what killed saves before them left. On rank 0."""
+    if keep is None:
+        return
+    checkpoints = _checkpoints(folder)
+    kept = [each for each in checkpoints if each.is_complete][-keep:]
+    for each in checkpoints:
+        if kept and each.number <= kept[-1].number and each not in kept:
+            discard(each.path)
+
+
+def check_keep(keep: Any) -> None:
+    """Refuse a ``keep`` that is neither None nor a whole number from 1 on.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise ConfigError(f"keep is {keep!r}, must be an integer >= 1, or None for all")
+
+
+def _checkpoints(folder: Path) -> list[Checkpoint]:
+    return sorted(_entries(folder))
+
+
+def _entries(folder: Path) -> Iterator[Checkpoint]:
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if match := _NAME.fullmatch(path.name):
+            yield Checkpoint(int(match[1]), int(match[2]), path)
+
+
+def _last(folder: Path) -> tuple[int, int]:
+    """Number and step of the newest checkpoint, complete or not."""
+    return max(((each.number, each.step) for each in _entries(folder)), default=(0, 0))
+
+
+def _name(number: int, step: int) -> str:
+    return f"{number:06d}-step-{step}"
+
+
+#: The newest checkpoint that this process has made or found, by folder: number and step.
+_newest: dict[Path, tuple[int, int]] = {}

@@ -1,0 +1,225 @@
+"""Loading: the newest checkpoint, or a chosen one, into the modules, optimizer and pipeline of every rank."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from rrfp.checkpoint.folder import latest, note_newest, older
+from rrfp.checkpoint.names import (
+    Modules,
+    Optimizers,
+    grouped,
+    load_model,
+    model_entries,
+    names_of,
+    optimizers_of,
+    parameter_names,
+)
+from rrfp.checkpoint.rank_state import Pipe, Place, entry_for, unpack
+from rrfp.checkpoint.ranks import Ranks, failures
+from rrfp.errors import ConfigError, RrfpError
+
+_MODEL, _STATE, _GROUPS = "model.", "optimizer.state.", "optimizer.param_groups."
+
+#: The entries of a checkpoint.
+Saved = Mapping[str, TensorStorageMetadata | BytesStorageMetadata]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What `load` has loaded.
+
+    Attributes:
+        step: training steps completed.
+        extra: this rank's ``extra`` of the save; on another layout that of its replica's first rank.
+        path: the checkpoint's own folder.
+    """
+
+    step: int
+    extra: Any
+    path: Path
+
+
+def load(
+    folder: str | os.PathLike[str],
+    modules: Modules,
+    optimizer: Optimizers = None,
+    *,
+    pipe: Pipe | None = None,
+    path: str | os.PathLike[str] | None = None,
+) -> Loaded | None:
+    """Load the newest complete checkpoint on every rank, on any layout of stages, chunks and replicas.
+
+    Parameters, buffers and optimizer state are found by their names in the whole model. Torch's generators of a rank go
+    on where they were, if the layout is the same.
+
+    Args:
+        folder: of the checkpoints of the run.
+        modules: as in `save`; loaded in place.
+        optimizer: as in `save`; None loads the model only.
+        pipe: gets the pipeline's state: see `rrfp.Pipeline.load_state_dict`. Best before it is entered.
+        path: the folder of one checkpoint, such as an older one, instead of the newest: also one that
+            ``torch.distributed.checkpoint`` wrote from ``{"model": ..., "optimizer": ...}``.
+
+    Returns:
+        The step and this rank's ``extra``; None if there is no complete checkpoint.
+
+    Raises:
+        ConfigError: on all ranks, if the checkpoint lacks a name or has another shape for it, the optimizer is of
+            another class, or the pipeline refuses its state.
+        RrfpError: if a rank cannot read its part; names the rank, the reason and the checkpoint before.
+    """
+    ranks = Ranks.of_process()
+    note_newest(Path(folder))
+    chosen = latest(folder) if path is None else Path(path)
+    if chosen is None:
+        return None
+    world = len(ranks.gather(None))
+    text = f"checkpoint {chosen} cannot be read"
+    with _unreadable(chosen), ranks.together(text):
+        saved = _read_names(chosen)
+    with ranks.together(text):
+        entries = _wanted(saved, modules, optimizer)
+        position = Place.of(None if pipe is None else pipe.state_dict(), ranks.rank)
+        name, is_same_place = entry_for(position, saved, world)
+        if name is not None:
+            entries[name] = _room(saved[name])
+    with _unreadable(chosen), failures(text, ranks):
+        reader = FileSystemReader(chosen)
+        dcp.load(entries, storage_reader=reader, process_group=ranks.group, no_dist=ranks.group is None)
+    with ranks.together(f"checkpoint {chosen} cannot be loaded"):
+        extra = None if name is None else unpack(entries[name], restore=is_same_place)
+        _apply(entries, modules, optimizer, pipe)
+    return Loaded(entries.get("step", 0), extra, chosen)
+
+
+@contextmanager
+def _unreadable(chosen: Path) -> Iterator[None]:
+    """Add to an error that a checkpoint cannot be read which one can be, perhaps."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except RrfpError as error:
+        if (before := older(chosen)) is None:
+            raise
+        raise RrfpError(f"{error}; pass path={str(before)!r}, or delete this one, to go on from there") from error
+
+
+def _read_names(path: Path) -> Saved:
+    if not (path / ".metadata").is_file():
+        raise ConfigError(f"path is {str(path)!r}, must be the folder of a complete checkpoint: it has no .metadata")
+    saved: Saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    return saved
+
+
+def _wanted(saved: Saved, modules: Modules, optimizer: Optimizers) -> dict[str, Any]:
+    """The entries that this rank loads, with room for the tensors.
+
+    Raises:
+        ConfigError: if the checkpoint lacks one, or has it in another shape.
+    """
+    entries: dict[str, Any] = {}
+    for name, value in model_entries(modules).items():
+        key = f"model.{name}"
+        if key not in saved:
+            raise ConfigError(f"the checkpoint lacks {name!r}, must have every name of modules: {_near(key, saved)}")
+        shape = getattr(saved[key], "size", None)
+        if isinstance(value, Tensor) and shape != value.shape:
+            theirs = "no tensor" if shape is None else f"of shape {tuple(shape)}"
+            raise ConfigError(f"{name!r} is {theirs} in the checkpoint, must be of shape {tuple(value.shape)}")
+        # In place: the caller's own tensors.
+        entries[key] = value
+    names = parameter_names(modules)
+    by_parameter = _by_parameter(saved)
+    for each in optimizers_of(optimizer):
+        for _, parameter in grouped(each):
+            name = names_of(parameter, names)[0]
+            if name not in by_parameter:
+                raise ConfigError(f"the checkpoint has no optimizer state by name for {name!r}: pass optimizer=None")
+            _check_class(each, by_parameter[name])
+            entries |= {key: _room(saved[key], parameter) for key in by_parameter[name]}
+    entries |= {key: None for key in saved if key == "step" or key.startswith("pipeline.")}
+    return entries
+
+
+def _check_class(optimizer: Optimizer, keys: list[str]) -> None:
+    """Refuse the state of another class, which has other hyperparameters: its `step` would fail, or forget.
+
+    Classes of another version of torch may have some more, or some less.
+    """
+    saved = {key.rpartition(".")[2] for key in keys if key.startswith(_GROUPS)}
+    lacking = sorted(set(optimizer.defaults) - saved)
+    own = {*optimizer.defaults, *(field for group in optimizer.param_groups for field in group)}
+    # Learning rate schedulers add some.
+    unknown = sorted(field for field in saved - own if not field.endswith(("_lr", "_momentum")))
+    if lacking and unknown:
+        raise ConfigError(
+            f"optimizer is {type(optimizer).__name__}, must be of the class that was saved, or None: the checkpoint's "
+            f"has {', '.join(unknown)}, and lacks {', '.join(lacking)}"
+        )
+
+
+def _by_parameter(saved: Saved) -> dict[str, list[str]]:
+    """The entries of optimizers by the name of the parameter, which may have dots; the last part is the field."""
+    keys: dict[str, list[str]] = {}
+    for key in saved:
+        for kind in (_STATE, _GROUPS):
+            if key.startswith(kind):
+                keys.setdefault(key.removeprefix(kind).rpartition(".")[0], []).append(key)
+    return keys
+
+
+def _room(saved: TensorStorageMetadata | BytesStorageMetadata, like: Tensor | None = None) -> Any:
+    """A tensor to load into, sharded as ``like`` if it has its shape; None for what is no tensor."""
+    if isinstance(saved, BytesStorageMetadata):
+        return None
+    dtype = saved.properties.dtype
+    if isinstance(like, DTensor) and saved.size == like.shape:
+        return torch.zeros_like(like, dtype=dtype)
+    return torch.empty(saved.size, dtype=dtype)
+
+
+def _apply(entries: Mapping[str, Any], modules: Modules, optimizer: Optimizers, pipe: Pipe | None) -> None:
+    model = {key.removeprefix(_MODEL): value for key, value in entries.items() if key.startswith(_MODEL)}
+    load_model(modules, model)
+    names, by_parameter = parameter_names(modules), _by_parameter(entries)
+    for each in optimizers_of(optimizer):
+        state = each.state_dict()
+        state["state"] = {}
+        groups = [group for group in state["param_groups"] for _ in group["params"]]
+        for index, (_, parameter) in enumerate(grouped(each)):
+            keys = by_parameter[names_of(parameter, names)[0]]
+            if own := {key.rpartition(".")[2]: entries[key] for key in keys if key.startswith(_STATE)}:
+                state["state"][index] = own
+            groups[index].update({key.rpartition(".")[2]: entries[key] for key in keys if key.startswith(_GROUPS)})
+        each.load_state_dict(state)
+    if pipe is not None:
+        _load_pipe(entries, pipe)
+
+
+def _load_pipe(entries: Mapping[str, Any], pipe: Pipe) -> None:
+    own = {**pipe.state_dict(), "step": entries.get("step", 0), "measured": []}
+    if "pipeline.state" in entries:
+        own = json.loads(entries["pipeline.state"])
+        own["measured"] = [json.loads(entries[key]) for key in entries if key.startswith("pipeline.measured.")]
+    pipe.load_state_dict(own)
+
+
+def _near(key: str, saved: Saved) -> str:
+    names = sorted(each.removeprefix("model.") for each in saved if each.startswith("model."))
+    return f"it has {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"

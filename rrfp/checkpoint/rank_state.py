@@ -1,0 +1,82 @@
+"""What belongs to a rank and not to the model: its random numbers, and the caller's own state of data and schedules."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from rrfp.log import get_logger
+
+logger = get_logger(__name__)
+
+_ENTRY = re.compile(r"ranks\.(\d+)\.(\d+)\.(\d+)")
+
+
+class Pipe(Protocol):
+    """A pipeline: `rrfp.Pipeline`, `rrfp.local`, or their blocking form."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `rrfp.Pipeline.state_dict`."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `rrfp.Pipeline.load_state_dict`."""
+
+
+class Place(NamedTuple):
+    """Where a rank is."""
+
+    replica: int
+    stage: int
+    rank: int
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any] | None, rank: int) -> Place:
+        """The place of ``rank``, by the ``state`` of its pipeline; without one, each rank is a replica."""
+        return cls(rank, 0, rank) if state is None else cls(state["replica"], state["stage"], rank)
+
+    @property
+    def entry(self) -> str:
+        """The name of this rank's entry."""
+        return f"ranks.{self.replica}.{self.stage}.{self.rank}"
+
+
+def entry_for(position: Place, names: Iterable[str], world: int) -> tuple[str | None, bool]:
+    """The entry that a rank at ``place``, of ``world``, loads, and whether it is of the very same place.
+
+    On another layout that is the entry of its replica's first rank; None if the checkpoint has no such replica.
+    """
+    saved = sorted(Place(*map(int, match.groups())) for name in names if (match := _ENTRY.fullmatch(name)))
+    if position in saved and len(saved) == world:
+        return position.entry, True
+    replicas = [each for each in saved if each.replica == position.replica]
+    if replicas:
+        return replicas[0].entry, False
+    if saved:
+        count = 1 + saved[-1].replica
+        text = "the checkpoint has %d replica(s), and none for replica %d: extra is None on rank %d"
+        logger.warning(text, count, position.replica, position.rank)
+    return None, False
+
+
+def pack(extra: Any) -> Tensor:
+    """The caller's ``extra`` and the state of torch's default generators, as bytes."""
+    has_devices = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = torch.cuda.get_rng_state_all() if has_devices else []
+    stream = io.BytesIO()
+    torch.save({"extra": extra, "cpu": torch.get_rng_state(), "cuda": devices}, stream)
+    return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+
+
+def unpack(packed: Tensor, *, restore: bool) -> Any:
+    """The caller's ``extra``; ``restore`` says whether the generators go on from the saved state."""
+    state = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=False)
+    if restore:
+        torch.set_rng_state(state["cpu"])
+        if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(state["cuda"])
+    return state["extra"]

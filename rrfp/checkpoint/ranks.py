@@ -1,0 +1,127 @@
+"""The ranks that save and load together, over a gloo group of their own: saves run beside the caller's collectives."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from rrfp.errors import ConfigError, RrfpError
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """See the module's docstring.
+
+    Attributes:
+        group: of all ranks; None in a job of one process.
+        rank: this one's.
+    """
+
+    group: dist.ProcessGroup | None = None
+    rank: int = 0
+
+    @classmethod
+    def of_process(cls) -> Ranks:
+        """The ranks of this job, once the save that is under way is complete; the first call makes the group.
+
+        Raises:
+            ConfigError: if there are several ranks and ``torch.distributed`` is not initialised.
+            RrfpError: if that save failed.
+        """
+        while under_way:
+            under_way.pop().result()
+        if not dist.is_initialized():
+            if (world := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+                raise ConfigError(
+                    f"torch.distributed is not initialised, must be for a checkpoint of {world} ranks: call "
+                    "torch.distributed.init_process_group before"
+                )
+            # DCP would say in each call, on whatever thread, that it runs in one process.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            return cls()
+        default = dist.group.WORLD
+        if _groups.get("of") is not default:
+            _groups.update(of=default, group=dist.new_group(backend="gloo"))
+        return cls(_groups["group"], dist.get_rank())
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, by rank."""
+        if self.group is None:
+            return [value]
+        values = [None] * dist.get_world_size(self.group)
+        with failures("checkpoint: another rank has ended", self):
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's value, on all ranks."""
+        if self.group is None:
+            return value
+        values = [value]
+        with failures("checkpoint: another rank has ended", self):
+            dist.broadcast_object_list(values, src=0, group=self.group)
+        return values[0]
+
+    @contextmanager
+    def together(self, text: str) -> Iterator[None]:
+        """Raise on all ranks what the block raises on the first of them: no rank waits for one that refused or failed.
+
+        Raises:
+            ConfigError: with the text of an error of RRFP.
+            RrfpError: for another error; begins with ``text`` and names the rank.
+        """
+        problem: tuple[type[RrfpError], str] | None = None
+        cause: Exception | None = None
+        try:
+            yield
+        except RrfpError as error:
+            problem, cause = (ConfigError, str(error)), error
+        except Exception as error:
+            problem, cause = (RrfpError, failure_text(text, self.rank, error)), error
+        problems = [each for each in self.gather(problem) if each is not None]
+        if problems:
+            kind, message = problems[0]
+            raise kind(message) from cause
+
+
+def failure_text(text: str, rank: int, error: BaseException) -> str:
+    """A line that names the rank, and what failed there."""
+    reason = str(error).partition("\n")[0]  # torch's own have a stack of C++ behind
+    return f"{text}: rank {rank}: {type(error).__name__}: {reason}"
+
+
+@contextmanager
+def failures(text: str, ranks: Ranks, failed: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Turn DCP's exception, which is no Exception, into one that begins with ``text`` and names a rank's failure.
+
+    Args:
+        text: see above.
+        ranks: that read or write.
+        failed: called before, where all ranks have ended.
+
+    Raises:
+        RrfpError: the same on all ranks, unless one of them has ended, too.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        failed()
+        rank, (failure, _) = min(error.failures.items())
+        raise RrfpError(failure_text(text, rank, failure)) from error
+    except Exception as error:  # of the group: the rank at fault has a traceback of its own
+        raise RrfpError(failure_text(text, ranks.rank, error)) from None
+
+
+#: The last asynchronous save of this process: its thread uses the group.
+under_way: list[Future[None]] = []
+
+#: The group, and the default group that it belongs to.
+_groups: dict[str, Any] = {}

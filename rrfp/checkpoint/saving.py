@@ -1,0 +1,253 @@
+"""Saving: at once, or beside the training."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_saver as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.tensor import DTensor
+
+from rrfp.checkpoint.folder import check_keep, discard, new_path, prune
+from rrfp.checkpoint.names import Modules, Optimizers, collision, model_entries, optimizer_entries
+from rrfp.checkpoint.rank_state import Pipe, Place, pack
+from rrfp.checkpoint.ranks import Ranks, failures, under_way
+from rrfp.errors import ConfigError
+
+
+class SaveArguments(TypedDict, total=False):
+    """The keyword arguments of `save` and `async_save`."""
+
+    pipe: Pipe | None
+    """The pipeline, entered or not; its state, with the step, is part of the checkpoint."""
+
+    step: int | None
+    """Without a pipeline: training steps completed."""
+
+    extra: Any
+    """What this rank needs besides: the state of its sampler, data loader, scheduler. Ranks of a replica that read the
+    same data pass the same; on another layout a rank gets that of its replica's first rank."""
+
+    keep: int | None
+    """How many complete checkpoints stay in the folder; None for all. Older ones are deleted when this is complete."""
+
+
+class Saving:
+    """A checkpoint on its way; made by `async_save`.
+
+    Attributes:
+        path: the checkpoint's own folder.
+    """
+
+    def __init__(self, path: Path, written: Future[Any]) -> None:
+        self.path = path
+        self._written = written
+
+    def result(self, timeout: float | None = None) -> Path:
+        """Wait until the checkpoint is complete.
+
+        Args:
+            timeout: seconds; None: any.
+
+        Returns:
+            The checkpoint's own folder.
+
+        Raises:
+            TimeoutError: if it is not complete by then.
+            RrfpError: if a rank cannot write its part; names the rank and the reason.
+        """
+        self._written.result(timeout)
+        return self.path
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it was written; never waits."""
+        return self._written.done() and self._written.exception() is None
+
+
+def save(
+    folder: str | os.PathLike[str],
+    modules: Modules,
+    optimizer: Optimizers = None,
+    **arguments: Unpack[SaveArguments],
+) -> Path:
+    """Write a checkpoint of the whole run, with all ranks, between two steps.
+
+    Args:
+        folder: of all checkpoints of the run, on a file system that all ranks see; this one gets a folder in it.
+        modules: of this rank: a module, a list, a stage of `rrfp.split`, or ``{name in the whole model: module}``.
+        optimizer: of this rank, or a list; its state is saved by parameter name.
+        arguments: ``pipe``, ``step``, ``extra``, ``keep``: see `SaveArguments`.
+
+    Returns:
+        The checkpoint's own folder; it is complete.
+
+    Raises:
+        ConfigError: on all ranks, if an argument does not fit, two stages have one name for different values, or
+            another job saves into the folder.
+        RrfpError: if a rank cannot write its part, also in an asynchronous save before; names the rank and the reason.
+    """
+    # Written here, and not in a thread, so that Ctrl-C ends it.
+    entries, path, ranks, keep = _prepare(folder, modules, optimizer, arguments)
+    writer = FileSystemWriter(path)
+    with _writing(path, ranks):
+        dcp.save(entries, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
+    if ranks.rank == 0:
+        prune(path.parent, keep)
+    return path
+
+
+def async_save(
+    folder: str | os.PathLike[str],
+    modules: Modules,
+    optimizer: Optimizers = None,
+    **arguments: Unpack[SaveArguments],
+) -> Saving:
+    """As `save`, but return once everything is copied to the CPU; a thread writes it while the training goes on.
+
+    A save that is still under way is awaited first. Call ``result()`` of the last one before the program ends.
+
+    Args:
+        folder: as in `save`.
+        modules: as in `save`.
+        optimizer: as in `save`.
+        arguments: as in `save`.
+
+    Returns:
+        The checkpoint on its way.
+
+    Raises:
+        ConfigError: as `save`.
+        RrfpError: if the save before failed.
+    """
+    entries, path, ranks, keep = _prepare(folder, modules, optimizer, arguments)
+    written: Future[Any] = dcp.async_save(  # type: ignore[assignment]  # with this stager, a plain future
+        entries, storage_writer=FileSystemWriter(path), process_group=ranks.group, no_dist=ranks.group is None
+    )
+    complete: Future[None] = Future()
+
+    def finish(written: Future[Any]) -> None:
+        try:
+            with _writing(path, ranks):
+                written.result()
+            if ranks.rank == 0:
+                prune(path.parent, keep)
+            complete.set_result(None)
+        except BaseException as error:
+            complete.set_exception(error)
+
+    written.add_done_callback(finish)
+    under_way.append(complete)
+    return Saving(path, complete)
+
+
+def _prepare(
+    folder: str | os.PathLike[str], modules: Modules, optimizer: Optimizers, arguments: SaveArguments
+) -> tuple[dict[str, Any], Path, Ranks, int | None]:
+    """What this rank writes, where, with whom, and how many checkpoints stay."""
+    ranks, keep = Ranks.of_process(), arguments.get("keep")
+    with ranks.together(f"checkpoint in {folder} cannot be written"):
+        check_keep(keep)
+        _check_known(arguments)
+        entries, position = _entries(modules, optimizer, arguments, ranks)
+    names = {name for name in entries if name.startswith("model.")}
+    gathered = ranks.gather((position.stage, entries["step"], names))
+    _check_steps([step for _, step, _ in gathered])
+    _check_names(entries, position.stage, gathered, ranks)
+    path = None
+    with ranks.together(f"checkpoint in {folder} cannot be written"):
+        if ranks.rank == 0:
+            path = str(new_path(Path(folder), entries["step"]))
+    return entries, Path(ranks.from_first(path)), ranks, keep
+
+
+@contextmanager
+def _writing(path: Path, ranks: Ranks) -> Iterator[None]:
+    """What fails is an `RrfpError`, and leaves nothing: on a full disk, there would be no room for the next one."""
+
+    def failed() -> None:
+        if ranks.rank == 0:
+            discard(path)
+
+    with failures(f"checkpoint {path} cannot be written", ranks, failed):
+        yield
+
+
+def _check_known(arguments: Mapping[str, Any]) -> None:
+    known = SaveArguments.__annotations__
+    for name in arguments:
+        if name not in known:
+            raise ConfigError(f"unknown argument {name!r}, must be one of: {', '.join(known)}")
+
+
+def _entries(
+    modules: Modules, optimizer: Optimizers, arguments: SaveArguments, ranks: Ranks
+) -> tuple[dict[str, Any], Place]:
+    """Everything that this rank writes, by name."""
+    pipe, step = arguments.get("pipe"), arguments.get("step")
+    state = None if pipe is None else pipe.state_dict()
+    if (state is None) == (step is None):
+        raise ConfigError("step goes without pipe, whose state has it: must be exactly one of them")
+    if state is None and (type(step) is not int or step < 0):
+        raise ConfigError(f"step is {step!r}, must be an integer >= 0")
+    position = Place.of(state, ranks.rank)
+    entries = {f"model.{name}": value for name, value in model_entries(modules).items()}
+    entries |= {f"optimizer.{name}": value for name, value in optimizer_entries(modules, optimizer).items()}
+    entries["step"] = step if state is None else state["step"]
+    if state is not None:
+        for each in state.pop("measured"):
+            entries[f"pipeline.measured.{each['virtual_stage']}"] = json.dumps(each)
+        entries["pipeline.state"] = json.dumps(state)
+    entries[position.entry] = pack(arguments.get("extra"))
+    return entries, position
+
+
+def _check_steps(steps: list[int]) -> None:
+    if len(set(steps)) > 1:
+        other = next(rank for rank, step in enumerate(steps) if step != steps[0])
+        raise ConfigError(f"step is {steps[0]} on rank 0 and {steps[other]} on rank {other}: must be the same on all")
+
+
+def _check_names(
+    entries: Mapping[str, Any], stage: int, gathered: list[tuple[int, int, set[str]]], ranks: Ranks
+) -> None:
+    """Refuse a name that several stages have for different values; copies of a tied parameter are equal.
+
+    Raises:
+        ConfigError: naming the first one, on all ranks.
+    """
+    stages: dict[str, set[int]] = {}
+    for other, _, names in gathered:
+        for name in names:
+            stages.setdefault(name, set()).add(other)
+    shared = sorted(name for name, on in stages.items() if len(on) > 1)
+    if not shared:
+        return
+    digests = ranks.gather({name: (stage, _digest(entries[name])) for name in shared if name in entries})
+    for name in shared:
+        by_stage: dict[int, set[str]] = {}
+        for each in digests:
+            if name in each:
+                by_stage.setdefault(each[name][0], set()).add(each[name][1])
+        if len({frozenset(own) for own in by_stage.values()}) > 1:
+            first, second = sorted(by_stage)[:2]
+            raise collision(name.removeprefix("model."), f"stages {first} and {second}")
+
+
+def _digest(value: Any) -> str:
+    """Of a tensor's bytes; a rank's shard counts for itself."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    local = value.to_local() if isinstance(value, DTensor) else value
+    # As bytes, because numpy does not know every dtype.
+    raw = local.detach().cpu().contiguous().flatten().view(torch.uint8) if local.numel() else local
+    return hashlib.sha256(raw.numpy().tobytes()).hexdigest()

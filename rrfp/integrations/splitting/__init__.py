@@ -1,0 +1,1 @@
+"""`rrfp.split`: whole models into the modules of pipeline stages."""

@@ -1,0 +1,135 @@
+"""`rrfp.split`: a whole model into the modules of its pipeline stages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import nn
+
+from rrfp.errors import ConfigError
+from rrfp.hints import Placement
+from rrfp.integrations.splitting.cuts import LayerCosts, check_cuts
+from rrfp.integrations.splitting.layer_times import measure
+from rrfp.integrations.splitting.layered import Layered, Sample
+from rrfp.integrations.splitting.self_check import check_parts
+from rrfp.integrations.splitting.sequential import LayeredSequential
+from rrfp.integrations.splitting.stages import Split
+
+#: The base class of all models of transformers, which is not imported for this.
+_LIBRARY_MODEL = ("transformers.modeling_utils", "PreTrainedModel")
+
+
+def split(
+    model: nn.Module | Sequence[nn.Module],
+    stages: int,
+    cuts: Sequence[int] | Literal["parameters", "times"] | None = None,
+    placement: Literal["looped", "v"] = "looped",
+    *,
+    chunks: int | None = None,
+    check: bool | None = None,
+    sample: Any = None,
+) -> Split:
+    """Cut a whole model into the modules of a pipeline's stages.
+
+    Nothing is copied: parameters and saved buffers stay the model's own, under the model's own names.
+
+    Args:
+        model: a decoder of transformers whose config has a ``base_model_pp_plan`` (Llama, Qwen3, Mistral, Gemma 2,
+            OLMo 2, Qwen3-MoE and others), bare or for causal language modelling; a GPT-2; an ``nn.Sequential``, or a
+            list of blocks of which each is called with the output of the one before.
+        stages: N, the number of pipeline stages.
+        cuts: the first layer of each virtual stage but the first; or how to balance them: ``"parameters"`` (the
+            default) evens out their numbers of parameters, ``"times"`` the measured seconds of a forward and a
+            backward. Every rank must get the same: where several ranks measure, ``torch.distributed`` must be
+            initialised, and rank 0's cuts count.
+        placement: ``"looped"`` or ``"v"``, where a stage has several chunks.
+        chunks: C, the parts that each stage holds; by default as many as ``cuts`` makes, otherwise 1 when looped and 2
+            in a V.
+        check: whether to run the whole model and its parts on ``sample`` and compare outputs and all gradients, which
+            needs memory for two gradients of each parameter. By default this is done for a family of transformers that
+            RRFP's tests do not cover.
+        sample: a tiny batch to check and to measure with: inputs of the model, as an entry of ``inputs`` of a step. A
+            model of transformers needs none.
+
+    Returns:
+        The stages: one for each rank, or all of them for `rrfp.local`.
+
+    Raises:
+        ConfigError: if the arguments do not fit, naming the allowed values, or if the parts do not compute what the
+            whole model computes, naming the parameter and the deviation.
+    """
+    layered = _layered(model)
+    layout = _layout(stages, placement, chunks, cuts)
+    count, virtual_stages = len(layered.layers), layout.num_virtual_stages
+    if virtual_stages > count:
+        plural = "s" * (layout.chunks > 1)
+        raise ConfigError(
+            f"stages is {stages}, with {layout.chunks} chunk{plural} each: must make at most {count} "
+            f"part{'s' * (count != 1)}, one for each layer"
+        )
+    if check is not None and type(check) is not bool:
+        raise ConfigError(f"check is {check!r}, must be True, False or None")
+    batch = layered.sample() if sample is None else Sample(sample)
+    if cuts is None or isinstance(cuts, str):
+        chosen = _balanced(layered, virtual_stages, cuts or "parameters", batch)
+    else:
+        chosen = check_cuts(cuts, count, virtual_stages)
+    parts = layered.parts(chosen)
+    if check or (check is None and not layered.is_tested):
+        reason = "check=True" if check else "the check that check=False leaves out"
+        check_parts(layered, parts, _needed(layered, batch, reason))
+    return Split.of(parts, layout, chosen, layered)
+
+
+def _layered(model: Any) -> Layered:
+    if isinstance(model, nn.Sequential | nn.ModuleList | list | tuple):
+        return LayeredSequential(model)
+    if any((base.__module__, base.__name__) == _LIBRARY_MODEL for base in type(model).__mro__):
+        from rrfp.integrations.splitting.decoder import LayeredDecoder
+
+        return LayeredDecoder(model)
+    unwrap = ": pass model.get_base_model()" if hasattr(model, "get_base_model") else ""
+    raise ConfigError(
+        f"model is a {type(model).__name__}, must be a model of transformers, an nn.Sequential or a list of "
+        f"modules{unwrap}"
+    )
+
+
+def _layout(stages: Any, placement: Any, chunks: Any, cuts: Any) -> Placement:
+    for field, value in (("stages", stages), ("chunks", chunks)):
+        if not (type(value) is int and value >= 1) and not (field == "chunks" and value is None):
+            raise ConfigError(f"{field} is {value!r}, must be an integer >= 1")
+    if chunks is None:
+        chunks = 2 if placement == "v" else 1
+        if isinstance(cuts, list | tuple) and (len(cuts) + 1) % stages == 0:
+            chunks = (len(cuts) + 1) // stages
+    return Placement(stages, chunks, placement)
+
+
+def _balanced(layered: Layered, parts: int, by: str, sample: Sample | None) -> tuple[int, ...]:
+    if by == "parameters":
+        return LayerCosts.of_parameters(layered).balanced(parts)
+    if by != "times":
+        raise ConfigError(f"cuts is {by!r}, must be 'parameters', 'times' or a list of layer numbers")
+    batch = _needed(layered, sample, "cuts='times'")
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(
+                "cuts is 'times', measured anew on each rank: initialise torch.distributed, so that rank 0's are used, "
+                "or pass the cuts that one process has measured"
+            )
+        return measure(layered, batch).balanced(parts)
+    message = [measure(layered, batch).balanced(parts) if dist.get_rank() == 0 else ()]
+    dist.broadcast_object_list(message, src=0)
+    return message[0]
+
+
+def _needed(layered: Layered, sample: Sample | None, reason: str) -> Sample:
+    if sample is None:
+        raise ConfigError(f"sample is missing, must be a tiny batch of inputs of this model: {reason} needs it")
+    if any(parameter.is_meta for parameter in layered.model.parameters()):
+        raise ConfigError(f"model is on the meta device, must have weights: {reason} needs them")
+    return sample

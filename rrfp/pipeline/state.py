@@ -1,0 +1,142 @@
+"""The state of a pipeline between two steps, as plain data: what a run needs to go on where it was left."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rrfp.core.measured import Measured
+from rrfp.core.tasks import Kind
+from rrfp.core.topology import Topology
+from rrfp.errors import ConfigError, ProtocolError
+from rrfp.log import get_logger
+from rrfp.pipeline.method import Method
+from rrfp.pipeline.options import Options
+from rrfp.runtime import records
+
+logger = get_logger(__name__)
+
+#: Of the format below. A later one reads the earlier ones.
+VERSION = 1
+
+#: What a difference in a field changes; in all of these a run can go on.
+_CONSEQUENCES = {
+    "hint": "the order of tasks changes, and without deterministic=True the last bits of gradients",
+    "limit": "the memory held and the order of tasks change, and without deterministic=True the last bits of gradients",
+    "strict": "the order of tasks changes, and without deterministic=True the last bits of gradients",
+    "deterministic": "the order in which gradients are added changes, and with it their last bits",
+    "virtual_stages": "dropout draws other numbers than before, and measured sizes and durations are not used",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineState:
+    """See the module's docstring.
+
+    Attributes:
+        version: of this format.
+        step: the number of the next training step: how many were completed since the start of the run.
+        seed: of the random numbers of tasks.
+        hint: by name; None beside a strict schedule.
+        limit: as text; None beside a strict schedule.
+        strict: the schedule that is run strictly, or None.
+        deterministic: the option.
+        virtual_stages: V.
+        stage: of the rank; with all stages in one process, 0.
+        replica: of the rank.
+        measured: on the virtual stages of this process.
+    """
+
+    version: int
+    step: int
+    seed: int
+    hint: str | None
+    limit: str | None
+    strict: str | None
+    deterministic: bool
+    virtual_stages: int
+    stage: int
+    replica: int
+    measured: tuple[Measured, ...]
+
+    @classmethod
+    def of(
+        cls, options: Options, topology: Topology, virtual_stages: int, step: int, measured: Sequence[Measured]
+    ) -> PipelineState:
+        """The state of a pipeline with ``options`` after ``step`` training steps."""
+        method = Method(options)
+        return cls(
+            VERSION,
+            step,
+            options["seed"],
+            method.hint_name,
+            method.limit_text,
+            method.strict,
+            options["deterministic"],
+            virtual_stages,
+            topology.stage,
+            topology.replica,
+            tuple(measured),
+        )
+
+    @classmethod
+    def read(cls, plain: Any) -> PipelineState:
+        """Read what `plain` returned, also after JSON or msgpack.
+
+        Raises:
+            ConfigError: for anything else.
+        """
+        if not isinstance(plain, Mapping) or "version" not in plain:
+            raise ConfigError(f"state is {reprlib.repr(plain):.80}, must be a dict that state_dict() returned")
+        if plain["version"] != VERSION:
+            raise ConfigError(
+                f"state: version is {reprlib.repr(plain['version'])}, must be {VERSION}, the one that this RRFP reads"
+            )
+        try:
+            state = records.from_plain(cls, dict(plain), "state")
+        except ProtocolError as error:
+            raise ConfigError(str(error)) from None
+        for field, least, value in state._numbers():
+            if not least <= value < math.inf:
+                raise ConfigError(f"state: {field} is {value}, must be at least {least} and finite")
+        for each in state.measured:
+            for spent in each.durations:
+                if spent.kind not in list(Kind):
+                    raise ConfigError(f"state: kind is {spent.kind!r}, must be one of: {', '.join(Kind)}")
+        return state
+
+    def _numbers(self) -> Iterator[tuple[str, int, float]]:
+        """The numbers that must not be below some least: (field, least, value)."""
+        yield "step", 0, self.step
+        yield from (("virtual_stages", 1, self.virtual_stages), ("stage", 0, self.stage), ("replica", 0, self.replica))
+        for each in self.measured:
+            yield "virtual_stage", 0, each.virtual_stage
+            for spent in each.durations:
+                yield from (("count", 1, spent.count), ("seconds", 0, spent.seconds))
+            for size in (*each.training_sizes, *each.evaluation_sizes):
+                yield from (("held", 0, size.held), ("growth", 0, size.growth), ("growth_share", 0, size.growth_share))
+
+    def plain(self) -> dict[str, Any]:
+        """As a dict of numbers, texts and lists."""
+        plain: dict[str, Any] = records.to_plain(self)
+        return plain
+
+    def check_fits(self, own: PipelineState) -> None:
+        """Compare with the pipeline whose state is ``own``, which loads this one: warn, or refuse.
+
+        Raises:
+            ConfigError: if the seed differs: dropout would draw other numbers on the same virtual stages.
+        """
+        if self.seed != own.seed:
+            raise ConfigError(
+                f"seed is {own.seed}, must be {self.seed}, as in the state: random numbers of tasks depend on it"
+            )
+        for field, consequence in _CONSEQUENCES.items():
+            before, now = getattr(self, field), getattr(own, field)
+            if before != now:
+                logger.warning(
+                    "the state was saved with %s %s, this pipeline has %s: %s", field, before, now, consequence
+                )

@@ -1,0 +1,128 @@
+"""What a rank has in common with each of its peers, and the transport between host memories that follows from it.
+
+Every rank publishes what two processes must have in common to share memory. Of two ranks that have it, the higher one
+passes a slot to the lower one and publishes whether that worked, so both choose the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import msgpack
+
+from rrfp.core import timeouts
+from rrfp.errors import TransportError
+from rrfp.transports.base import TransportContext
+from rrfp.transports.flow import HomeLoop
+from rrfp.transports.rendezvous import publish_in_time
+from rrfp.transports.shm.transport import ShmTransport
+from rrfp.transports.shm.trial import Host, TrialAnswers, is_reached_by_ipc, obstacle_between, try_slot
+from rrfp.transports.zmq.transport import ZmqTransport
+
+
+@dataclass(frozen=True, slots=True)
+class _Published:
+    """What a rank publishes about itself."""
+
+    host: Host
+    address: str
+    sharing: str
+
+    def pack(self) -> bytes:
+        packed: bytes = msgpack.packb([self.host.to_plain(), self.address, self.sharing])
+        return packed
+
+    @classmethod
+    def unpack(cls, rank: int, value: bytes) -> _Published:
+        try:
+            host, address, sharing = msgpack.unpackb(value)
+            if not isinstance(address, str) or not isinstance(sharing, str):
+                raise ValueError("address and sharing must be strings")
+            return cls(Host.from_plain(host), address, sharing)
+        except Exception as error:  # msgpack raises many types
+            raise TransportError(f"rank {rank} published {value!r:.200}, which is malformed: {error}") from error
+
+
+class HostChoice:
+    """Chooses shm or zmq for each peer.
+
+    Args:
+        context: this rank and its peers.
+        host: of this process.
+        sharing: the way in which its device's memory is shared; empty if it is not.
+
+    Attributes:
+        obstacles: for each peer, why this rank cannot share host memory with it; empty where it can.
+        sharing: of each peer.
+    """
+
+    def __init__(self, context: TransportContext, host: Host, sharing: str = "") -> None:
+        self.obstacles: dict[int, str] = {}
+        self.sharing: dict[int, str] = {}
+        self._context = context
+        self._own = host
+        self._own_sharing = sharing
+        self._hosts: dict[int, Host] = {}
+
+    def _key(self, *ranks: int) -> str:
+        return f"auto/{self._context.run_id}/{self._context.restart}/{'-'.join(map(str, ranks))}"
+
+    async def look(self, home: HomeLoop, deadline_s: float) -> None:
+        """Find the obstacles.
+
+        Raises:
+            TransportError: if a peer does not publish what it must, or something malformed; names it.
+        """
+        context = self._context
+        answers = None if self._own.obstacle else TrialAnswers(context.rank, home)
+        try:
+            published = _Published(self._own, "" if answers is None else answers.address, self._own_sharing)
+            await publish_in_time(context, self._key(context.rank), published.pack())
+            looks = [asyncio.create_task(self._obstacle(peer, home, deadline_s)) for peer in context.peers]
+            try:
+                self.obstacles = dict(zip(context.peers, await asyncio.gather(*looks), strict=True))
+            finally:
+                for look in looks:
+                    look.cancel()  # those that are left behind an error
+        finally:
+            if answers is not None:
+                answers.close()
+
+    async def _obstacle(self, peer: int, home: HomeLoop, deadline_s: float) -> str:
+        context, rank = self._context, self._context.rank
+        published = _Published.unpack(peer, await lookup_peer(context, peer, self._key(peer), deadline_s))
+        self._hosts[peer], self.sharing[peer] = published.host, published.sharing
+        if obstacle := obstacle_between(self._own, published.host):
+            return obstacle
+        if peer > rank:
+            return (await lookup_peer(context, peer, self._key(rank, peer), deadline_s)).decode(errors="replace")
+        timeout_s = max(0.0, min(timeouts.TRIAL_S, deadline_s - home.loop.time()))
+        obstacle = await try_slot(published.address, home, timeout_s)
+        await publish_in_time(context, self._key(peer, rank), obstacle.encode())
+        return obstacle
+
+    def transports(self, context: TransportContext) -> Iterator[ShmTransport | ZmqTransport]:
+        """The transports for the peers of ``context``, each with its part of them: at least one."""
+        shared = tuple(peer for peer in context.peers if not self.obstacles[peer])
+        others = tuple(peer for peer in context.peers if self.obstacles[peer])
+        if shared:
+            yield ShmTransport(replace(context, peers=shared))
+        if others or not shared:
+            is_near = all(is_reached_by_ipc(self._own, self._hosts[peer]) for peer in others)
+            yield ZmqTransport(replace(context, peers=others, single_host=context.single_host and is_near))
+
+    def describe(self, peer: int) -> str:
+        """The choice for a peer, and the reason if it is not shm."""
+        obstacle = self.obstacles[peer]
+        return f"zmq ({obstacle})" if obstacle else "shm"
+
+
+async def lookup_peer(context: TransportContext, peer: int, key: str, deadline_s: float) -> bytes:
+    """What ``peer`` published; a TransportError that names it if there is nothing until the deadline."""
+    timeout_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
+    try:
+        return await context.rendezvous.lookup(key, timeout_s)
+    except TransportError as error:
+        raise TransportError(f"rank {peer} did not connect: {error}") from error

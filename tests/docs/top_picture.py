@@ -1,0 +1,66 @@
+"""Draws the picture of `rrfp top` on docs/stuck.md: ``python tests/docs/top_picture.py docs/top.svg``.
+
+The job runs in virtual time, so that the picture is the same every time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import re
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+import rrfp
+from rrfp.commands.top_rows import rows
+from rrfp.commands.top_table import table_of
+from rrfp.core.graph import Graph
+from rrfp.core.tasks import B, Task
+from rrfp.runtime.stall.answers import Survey
+from rrfp.runtime.status_socket.report import JobReport
+from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual
+
+STAGES, MICROBATCHES, STEPS = 4, 16, 5
+LOOKS_AT_S = (1.0, 2.0)
+WIDTH = 112
+
+
+def seconds(task: Task) -> float:
+    """Uneven microbatches, of which every fifth is long."""
+    return (0.004 + 0.008 * (task.microbatch % 5 == 4)) * (2 if task.kind is B else 1) * (1 + 0.1 * task.virtual_stage)
+
+
+async def look() -> tuple[JobReport, Survey]:
+    """A look at the job, and the survey of the look before."""
+    lanes = [TimerLane() for _ in range(STAGES)]
+    graph = Graph.chain(STAGES)
+    programs = [EmulatedStage(graph, seconds, num_bytes=1 << 20, spend=lane.spend) for lane in lanes]
+    async with rrfp.local(
+        programs, loop="caller", transport=SimulatedTransport, lane=lanes.__getitem__, first_step=1200
+    ) as pipe:
+        surveys: list[Survey] = []
+
+        async def survey(at: float) -> None:
+            await asyncio.sleep(at)
+            surveys.append(await pipe._session.ranks._runners[0].survey())
+
+        looks = [asyncio.create_task(survey(at)) for at in LOOKS_AT_S]
+        while not all(each.done() for each in looks):
+            await pipe.step(microbatches=MICROBATCHES)
+    before, now = surveys
+    return JobReport(4711, str(pipe._session.ranks), now), before
+
+
+def picture() -> str:
+    """The SVG, which loads no font from anywhere."""
+    report, before = run_virtual(look())
+    assert report.survey is not None
+    console = Console(record=True, file=io.StringIO(), width=WIDTH, force_terminal=True)
+    console.print(table_of(report, rows(report.survey, before), WIDTH))
+    return re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title="rrfp top"), flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(picture())

@@ -1,0 +1,186 @@
+"""Readers of files: of costs, of sizes, of schedules, of traces, and of a pipeline's state in a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from fuzz.mutations import JSON, to_json
+from fuzz.targets import Decode, Target, plain
+
+from rrfp.commands.method_options import _named_or_read_schedule
+from rrfp.core.graph import Graph
+from rrfp.core.measured import Largest, Measured, Spent
+from rrfp.core.tasks import Kind, Task
+from rrfp.core.usage import Peaks, WaitCause
+from rrfp.costs.files import read_costs, read_sizes
+from rrfp.costs.files import to_json as to_json_text
+from rrfp.costs.profiles import make_costs
+from rrfp.errors import ConfigError
+from rrfp.pipeline.state import VERSION, PipelineState
+from rrfp.runtime import records
+from rrfp.schedules.csv import CsvSchedule, to_csv
+from rrfp.schedules.registry import make_schedule
+from rrfp.trace.chrome import ChromeRun, write_runs
+from rrfp.trace.chrome_reader import read_chrome
+from rrfp.trace.measured_costs import measured_costs
+from rrfp.trace.report import RunReport
+from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
+
+#: A file that is read a thousand times a second belongs into memory.
+_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+M = 3
+
+
+def in_a_file(read: Callable[[Path], object], name: str) -> Callable[[], AbstractContextManager[Decode]]:
+    """The ``open`` of a decoder that reads a file; its error is one line, not too long for a terminal."""
+
+    @contextmanager
+    def open_() -> Iterator[Decode]:
+        with TemporaryDirectory(dir=_MEMORY) as folder:
+            path = Path(folder) / name
+
+            def decode(case: bytes) -> object:
+                path.write_bytes(case)
+                return read(path)
+
+            yield decode
+
+    return open_
+
+
+# Costs and sizes.
+
+
+@cache
+def _cost_files() -> list[Any]:
+    tables = [make_costs(profile, 2, M, chunks=chunks) for profile in ("llm", "mllm") for chunks in (1, 2)]
+    return [json.loads(to_json_text(each)) for table in tables for each in (table, table.to_unsplit())]
+
+
+def _costs(random: Random) -> Any:
+    return random.choice(_cost_files())
+
+
+def _sizes(random: Random) -> Any:
+    return [random.choice((0, 1, 2.5, 1e9)) for _ in range(M)]
+
+
+def _read_sizes(path: Path) -> object:
+    return read_sizes(path, M)
+
+
+# Schedules.
+
+_GRAPHS = (Graph.chain(2), Graph.chain(2, split=True), Graph.chain(2, chunks=2))
+_NAMES = ("1f1b", "zb-h1", "interleaved-1f1b")
+_TEXTS = [to_csv(make_schedule(name, graph, 4), graph) for name, graph in zip(_NAMES, _GRAPHS, strict=True)]
+
+
+def _rows(random: Random) -> Any:
+    return [line.split(",") for line in random.choice(_TEXTS).splitlines()]
+
+
+def _as_csv(tree: Any) -> bytes:
+    if type(tree) is not list:
+        return str(tree).encode(errors="replace")
+    rows = [",".join(map(str, row)) if type(row) is list else str(row) for row in tree]
+    return "\n".join(rows).encode(errors="surrogatepass")
+
+
+def _read_schedule(path: Path) -> object:
+    schedule = _named_or_read_schedule(str(path))
+    assert isinstance(schedule, CsvSchedule)
+    refused = list[ConfigError]()
+    for graph in _GRAPHS:
+        try:
+            return schedule.for_graph(graph, 4)
+        except ConfigError as error:
+            refused.append(error)
+    raise refused[0]
+
+
+# Traces.
+
+
+def _steps(random: Random) -> list[StepTrace]:
+    def span(stage: int, kind: Kind, m: int, start: float) -> TaskSpan:
+        return TaskSpan(stage, Task(kind, m, stage), start, start + 0.5, random.choice((None, start)))
+
+    steps = []
+    for number in range(random.randint(1, 3)):
+        at = 10.0 * number
+        tasks = tuple(
+            span(stage, kind, 0, at + stage + 3 * (kind is Kind.B)) for stage in (0, 1) for kind in (Kind.F, Kind.B)
+        )
+        waits = (WaitSpan(1, random.choice(list(WaitCause)), at, at + 1),)
+        messages = (
+            MessageSpan(0, 1, Task(Kind.F, 0, 0), at + 0.5, at + 0.75, 64),
+            MessageSpan(1, 0, Task(Kind.B, 0, 1), at + 4.5, at + 4.75, 64),
+        )
+        peaks = (StagePeaks(0, Peaks(1, 2, 3, 4)), StagePeaks(1, Peaks(1, 2, 3, 4)))
+        steps.append(StepTrace(number, at, at + 5, tasks, waits, messages, peaks=peaks))
+    return steps
+
+
+def _a_trace(random: Random) -> Any:
+    return random.choice(_trace_files())
+
+
+@cache
+def _trace_files() -> list[Any]:
+    return [_trace_file(Random(seed)) for seed in range(8)]
+
+
+def _trace_file(random: Random) -> Any:
+    with TemporaryDirectory(dir=_MEMORY) as folder:
+        path = f"{folder}/trace.json"
+        run = ChromeRun("pipeline", range(2), _steps(random), 0.0)
+        clocks = [{"host": "a", "ranks": [0], "seconds": 0.0, "error_s": 1e-5}] * random.choice((0, 2))
+        write_runs(path, [run], {"clocks": clocks})
+        return json.loads(Path(path).read_text())
+
+
+def _read_trace(path: Path) -> object:
+    runs = read_chrome(path)
+    reports = [RunReport.of(path, run) for run in runs]
+    return reports, measured_costs([("trace", runs[0])], skip_first=0)
+
+
+# The state of a pipeline.
+
+
+def _a_state(random: Random) -> Any:
+    sizes = (Largest(3, 2, 0.5),) * random.choice((0, 2))
+    measured = tuple(
+        Measured(v, tuple(Spent(kind.value, 2, 0.5) for kind in Kind), sizes, sizes)
+        for v in range(random.randint(0, 2))
+    )
+    numbers = (VERSION, 3, 7, "bf", "2n", None)
+    return records.to_plain(PipelineState(*numbers, random.random() < 0.5, 2, 1, 0, measured))
+
+
+def _read_state(case: bytes) -> object:
+    """The state as a program has it that saved it as JSON."""
+    try:
+        plain: Any = json.loads(case)
+    except (ValueError, RecursionError):
+        plain = case
+    return PipelineState.read(plain)
+
+
+TARGETS: tuple[Target, ...] = (
+    Target("costs", (ConfigError,), _costs, to_json, JSON, in_a_file(read_costs, "costs.json")),
+    Target("sizes", (ConfigError,), _sizes, to_json, JSON, in_a_file(_read_sizes, "sizes.json")),
+    Target("schedules", (ConfigError,), _rows, _as_csv, JSON, in_a_file(_read_schedule, "schedule.csv")),
+    Target("traces", (ConfigError,), _a_trace, to_json, JSON, in_a_file(_read_trace, "trace.json")),
+    Target("states", (ConfigError,), _a_state, to_json, JSON, plain(_read_state)),
+)

@@ -1,0 +1,93 @@
+"""Run under torchrun, all ranks on one device: trains over `shm`, which stages, and over `cuda_ipc`, which pulls.
+
+Argument: the device. Prints one line of JSON a rank: whether the gradients have the same bits, how many tensors were
+shared and opened, and the double's problems.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from gpu.models import DEMO, have_same_bits, loss_fn
+from torch import Tensor, nn
+
+import rrfp
+from benchmarks.gpu.target import Target, open_target
+from rrfp.compute.devices.sharing import DeviceSharing
+from rrfp.compute.split import backward as split_backward
+
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+STEPS = 2
+
+
+class Counting(DeviceSharing):
+    """Counts the calls of another one."""
+
+    def __init__(self, inner: DeviceSharing) -> None:
+        self.name = inner.name
+        self._inner = inner
+        self.shared = self.opened = 0
+
+    def share(self, tensor: Tensor) -> tuple[dict[str, Any], object]:
+        """See `DeviceSharing.share`."""
+        self.shared += 1
+        return self._inner.share(tensor)
+
+    def check(self, fields: Mapping[str, Any], num_bytes: int) -> None:
+        """See `DeviceSharing.check`."""
+        self._inner.check(fields, num_bytes)
+
+    def open(self, fields: Mapping[str, Any]) -> Tensor:
+        """See `DeviceSharing.open`."""
+        self.opened += 1
+        return self._inner.open(fields)
+
+
+def train(target: Target, transport: str) -> nn.Module:
+    """This rank's stage after some steps, in order and with deterministic kernels."""
+    model = DEMO[target.name]
+    module = model.build(target, WORLD)[RANK]
+    options: dict[str, Any] = {"device": target.device, "deterministic": True, "transport": transport}
+    with rrfp.Pipeline(module, loss_fn=loss_fn, **options).blocking() as pipe:
+        for step in range(STEPS):
+            inputs, targets = model.batch(target, step)
+            pipe.step(
+                inputs if RANK == 0 else None,
+                targets if RANK == WORLD - 1 else None,
+                microbatches=model.microbatches,
+            )
+    return module
+
+
+def main(device: str) -> None:
+    """Run both on this rank."""
+    torch.set_num_threads(1)
+    split_backward.MIN_FLOPS = 0.0  # or nothing of a test's size would be deferred
+    torch.use_deterministic_algorithms(True)
+    for enable in (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_mem_efficient_sdp):
+        enable(False)
+    with open_target(device) as target:
+        assert target.device.sharing is not None
+        target.device.sharing = counting = Counting(target.device.sharing)
+        staged = train(target, "shm")
+        before = counting.shared + counting.opened
+        pulled = train(target, "cuda_ipc")
+        report = {
+            "rank": RANK,
+            "same_bits": have_same_bits([pulled], [staged]),
+            "staged": before,
+            "shared": counting.shared,
+            "opened": counting.opened,
+            "problems": target.take_problems(),
+        }
+    sys.stdout.write(json.dumps(report) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,166 @@
+"""One rank on each host, as torchrun starts it there: its environment, its store on the first host."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from fork_server import context
+from hosts.network import Network, enter
+from runtime.processes import BATCH, End
+from runtime.toys import loss_fn, stages
+
+import rrfp
+from rrfp.errors import PipelineAborted
+from rrfp.pipeline.blocking import BlockingPipeline
+
+#: Of a rank's store, on the first host. The hosts have no other programs.
+PORT = 29500
+
+#: The state of a listening socket in /proc.
+_LISTEN = "0A"
+
+Program = Callable[[int, BlockingPipeline, Connection], Any]
+
+
+class Ranks:
+    """Runs ``program`` on each host of a network.
+
+    Args:
+        network: the hosts.
+        program: what each rank does; importable.
+        ipv6: the hosts know each other by these addresses.
+        secret: of the job; none where it is empty.
+        options: of every pipeline.
+    """
+
+    def __init__(
+        self, network: Network, program: Program, *, ipv6: bool = False, secret: str = "", **options: Any
+    ) -> None:
+        forked = context()
+        self.connections: list[Connection] = []
+        self.processes: list[Any] = []
+        master = network.hosts[0].ipv6 if ipv6 else network.hosts[0].ipv4
+        for host in network.hosts:
+            here, there = forked.Pipe()
+            environ = {
+                **{"MASTER_ADDR": master, "MASTER_PORT": str(PORT), "TORCHELASTIC_RUN_ID": "hosts"},
+                **{"RANK": str(host.index), "WORLD_SIZE": str(len(network.hosts))},
+                **{"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+                **({"RRFP_SECRET": secret} if secret else {}),
+            }
+            arguments = (host.namespace, environ, program, options, there)
+            process = forked.Process(target=_run, args=arguments, name=f"host-{host.index}")
+            process.start()
+            there.close()
+            self.connections.append(here)
+            self.processes.append(process)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join(10)
+        for connection in self.connections:
+            connection.close()
+
+    def hear(self, rank: int, timeout_s: float = 30.0) -> Any:
+        """What the program of ``rank`` says next."""
+        assert self.connections[rank].poll(timeout_s), f"rank {rank} says nothing"
+        return self.connections[rank].recv()
+
+    def end(self, rank: int) -> End:
+        """How the program of ``rank`` ended."""
+        while not isinstance(said := self.hear(rank), End):
+            pass
+        return said
+
+    def wait_for_steps(self) -> None:
+        """Wait until each rank is between its steps."""
+        for rank in range(len(self.processes)):
+            said = self.hear(rank)
+            assert said == "stepping", said
+
+    def steps_of(self, rank: int) -> int:
+        """How many steps ``rank`` has completed by now."""
+        self.connections[rank].send("how many?")
+        while type(said := self.hear(rank)) is not int:
+            assert not isinstance(said, End), said
+        return said
+
+    def wait_for_more_steps(self, than: int, within_s: float = 20.0) -> None:
+        """Wait until the first rank has completed more steps."""
+        ends = time.monotonic() + within_s
+        while self.steps_of(0) <= than:
+            assert time.monotonic() < ends, f"no step in {within_s} s"
+
+    def join(self, since: float, within_s: float = 15.0) -> None:
+        """Wait until every process has ended."""
+        for process in self.processes:
+            process.join(max(0.0, since + within_s - time.monotonic()))
+            assert not process.is_alive(), f"{process.name} still runs after {within_s} s"
+
+
+def _run(
+    namespace: str, environ: Mapping[str, str], program: Program, options: Mapping[str, Any], connection: Connection
+) -> None:
+    enter(namespace)
+    os.environ.update(environ)
+    torch.set_num_threads(1)
+    rank = int(environ["RANK"])
+    value, error, text = None, "", ""
+    origin = culprit = None
+    try:
+        settings: Any = {"loss_fn": loss_fn, "stall_after": 5.0, **options}
+        topology = rrfp.Topology.from_env()
+        with rrfp.Pipeline(stages(1)[0], topology=topology, **settings).blocking() as pipe:
+            value = program(rank, pipe, connection)
+    except PipelineAborted as aborted:
+        error, text = "PipelineAborted", str(aborted)
+        origin = (aborted.origin.stage, aborted.origin.task, aborted.origin.cause)
+        culprit = aborted.origin.rank
+    except BaseException as other:
+        error, text = type(other).__name__, str(other)
+    connection.send(End(error, text, origin, time.monotonic(), value, culprit=culprit))
+    connection.close()
+
+
+def steps_for_ever(rank: int, pipe: BlockingPipeline, connection: Connection) -> None:
+    """Step; says once that it does, and how many it has made when asked."""
+    for number in range(10**6):
+        pipe.step(BATCH.inputs, BATCH.targets)
+        if number == 2:
+            connection.send("stepping")
+        if connection.poll():
+            connection.recv()
+            connection.send(number)
+
+
+def losses_and_listeners(rank: int, pipe: BlockingPipeline, connection: Connection) -> Any:
+    """The losses of three steps, and the addresses on which the host's processes listen."""
+    losses = [pipe.step(BATCH.inputs, BATCH.targets).losses for _ in range(3)]
+    return losses, listeners()
+
+
+def listeners() -> list[tuple[str, int]]:
+    """The addresses and ports that accept connections on this host."""
+    found = []
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/thread-self/net/{name}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            if state == _LISTEN:
+                words, port = local.split(":")
+                address = struct.pack(
+                    f"={len(words) // 8}I", *(int(words[i : i + 8], 16) for i in range(0, len(words), 8))
+                )
+                found.append((socket.inet_ntop(family, address), int(port, 16)))
+    return found

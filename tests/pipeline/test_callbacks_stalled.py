@@ -1,0 +1,117 @@
+"""Stalls reach the callbacks of every process when they happen, even between a step and its figures."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from pipeline.notes import Notes
+from runtime.ranks import ThreadedRanks
+from runtime.stuck_hints import RELEASE, Blocks
+from runtime.toys import Bomb, Hold, data, loss_fn, stages
+
+import rrfp
+from rrfp.compute.emulated import EmulatedStage
+from rrfp.core import timeouts
+from rrfp.core.graph import Graph
+from rrfp.core.tasks import Kind, Task
+from rrfp.pipeline.blocking import BlockingPipeline
+
+BATCH = data(1)
+STALL_S = 0.1
+STEP = ["step_begun", "step_ended"]
+
+
+def own(*notes: Notes) -> dict[int, Any]:
+    """The callbacks of each rank."""
+    return {rank: {"callbacks": [each]} for rank, each in enumerate(notes)}
+
+
+def step(stage: int, pipe: BlockingPipeline) -> Any:
+    return pipe.step(BATCH.inputs, BATCH.targets)
+
+
+def until(notes: tuple[Notes, ...], release: Callable[[], None]) -> None:
+    """Wait for a stall on all ranks."""
+    try:
+        for each in notes:
+            each.wait_for("stall")
+    finally:
+        release()
+
+
+def test_a_slow_task_is_named_to_the_callbacks_of_all_ranks() -> None:
+    hold, notes = Hold(), (Notes(), Notes())
+    ranks = ThreadedRanks([Bomb(hold), *stages(1)], step, own(*notes), stall_after=STALL_S)
+    until(notes, hold.release.set)
+    assert [outcome.error for outcome in ranks.join()] == [None] * 2
+    for each in notes:
+        assert [name for name in each.methods if name != "stall"] == ["run_begun", *STEP, "run_ended"]
+        event = each.of("stall")[0]
+        assert event.step == 0
+        assert "stage 0 has been running F0@0 for" in event.text
+        assert each.methods.index("step_begun") < each.methods.index("stall") < each.methods.index("step_ended")
+
+
+def test_a_stall_does_not_wait_for_the_figures_of_the_step_before() -> None:
+    """Stage 1 is in its next step while stage 0 holds the last task of this one."""
+    release, notes = threading.Event(), (Notes(), Notes())
+
+    def durations(task: Task) -> float:
+        if task == Task(Kind.B, 0, 0):
+            release.wait(50)
+        return 0.0
+
+    def two_steps(stage: int, pipe: BlockingPipeline) -> Any:
+        pipe.step(microbatches=1)
+        pipe.step(microbatches=1)
+
+    programs: Any = [EmulatedStage(Graph.chain(2), durations) for _ in range(2)]
+    ranks = ThreadedRanks(programs, two_steps, own(*notes), stall_after=STALL_S, loss_fn=None)
+    until(notes, release.set)
+    assert [outcome.error for outcome in ranks.join()] == [None] * 2
+    assert notes[1].methods[:3] == ["run_begun", "step_begun", "stall"]
+    assert [name for name in notes[1].methods if name != "stall"] == ["run_begun", *STEP * 2, "run_ended"]
+
+
+@pytest.mark.allow_blocking(reason="the hint under test does")
+def test_a_loop_that_does_not_run_is_a_stall_of_its_own_process_and_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(timeouts, "ANSWER_S", 0.3)
+    RELEASE.clear()
+    notes, batch = (Notes(), Notes()), data(4)
+
+    def body(stage: int, pipe: BlockingPipeline) -> Any:
+        return pipe.step(batch.inputs, batch.targets)
+
+    ranks = ThreadedRanks(stages(2), body, own(*notes), hint=Blocks(1), limit="1f1b", stall_after=STALL_S)
+    until(notes, RELEASE.set)
+    assert [outcome.error for outcome in ranks.join()] == [None] * 2
+    assert any("stage 1" in event.text and "has not answered for" in event.text for event in notes[0].of("stall"))
+    assert "its event loop has not run for" in notes[1].of("stall")[0].text
+
+
+def test_a_loop_that_never_runs_again_is_an_abort_for_the_callbacks_of_its_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    notes = Notes()
+    with pytest.raises(rrfp.PipelineAborted) as raised:
+        give_up(rrfp.local(stages(2), loss_fn=loss_fn, callbacks=[notes]))
+    assert notes.methods == ["run_begun", "step_begun", "aborted", "run_ended"]
+    assert notes.of("aborted")[0].origin == raised.value.origin
+
+
+def give_up(pipeline: Any) -> None:
+    """A step during which the process takes the loop for stuck."""
+    session, first = pipeline._session, BATCH.inputs[0]
+
+    class GivesUp(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            session._give_up(session.ranks._runners[0].stuck(1.0))
+            return super().__getitem__(index)
+
+    with pipeline.blocking() as pipe:
+        pipe.step(GivesUp([first]), BATCH.targets)

@@ -1,0 +1,91 @@
+"""Simulated limits on bytes: kept to the byte, and beside a limit on microbatches at the same peak bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import fmean
+
+import numpy as np
+import pytest
+
+from rrfp.core.admission import Limit
+from rrfp.costs import CostTable, make_costs, microbatch_sizes
+from rrfp.errors import ConfigError
+from rrfp.sim.simulation import Simulation, simulate
+from rrfp.sim.sweep.experiment import Experiment as Run
+from rrfp.sim.sweep.experiment import Method, Workload
+
+
+def uneven(seed: int) -> CostTable:
+    """Eight stages; one microbatch in four takes, and holds, seven times as much as the others."""
+    factors = np.where(np.random.default_rng(seed).random(32) < 0.25, 2.8, 0.4)
+    rows = np.tile(factors, (8, 1))
+    no_latency = np.zeros((7, 32))
+    return CostTable(8, 1, "looped", 32, rows, rows, rows, no_latency, no_latency, 1000 * rows)
+
+
+@pytest.mark.parametrize("limit", ["1f1b", "n"])
+def test_own_bytes_are_faster_than_counting_at_the_same_peak_bytes(limit: str) -> None:
+    gains = []
+    for seed in range(6):
+        costs = uneven(seed)
+        sizes = costs.forward[0].tolist()
+        counted = simulate(costs, hint="slot-aware-pyramid", limit=limit, sizes=sizes)
+        by_bytes = simulate(costs, hint="slot-aware-pyramid", limit=f"bytes:{limit}", sizes=sizes)
+        most = tuple(peaks.num_bytes for peaks in counted.peaks)
+        assert by_bytes.limits_in_bytes == most
+        assert all(peaks.num_bytes <= bytes_ for peaks, bytes_ in zip(by_bytes.peaks, most, strict=True))
+        gains.append(1 - by_bytes.makespan / counted.makespan)
+    assert fmean(gains) > 0.05
+    assert min(gains) > -0.01
+
+
+def test_without_sizes_the_inputs_of_each_forward_show_them() -> None:
+    costs = uneven(1)
+    limit = 1000 * 2.8 * 3
+    result = simulate(costs, hint="f-priority", limit=Limit(bytes=int(limit)))
+    assert max(peaks.num_bytes for peaks in result.peaks) <= limit
+    assert max(peaks.held for peaks in result.peaks) > 6, "small ones fit in number"
+
+
+@pytest.mark.parametrize("hint", ["bf", "slot-aware-pyramid", "f-priority"])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_limit_below_one_microbatch_runs_one_after_the_other(hint: str, chunks: int) -> None:
+    costs = make_costs("mllm", 3, 5, chunks=chunks, placement="v", split=True, sized=True)
+    result = simulate(costs, hint=hint, limit=Limit(bytes=1))
+    assert [peaks.held for peaks in result.peaks] == [chunks] * 3
+
+
+def test_where_both_are_given_both_hold() -> None:
+    costs = uneven(2)
+    result = simulate(costs, hint="f-priority", limit=Limit(4, 6000))
+    assert max(peaks.held for peaks in result.peaks) == 4
+    assert max(peaks.num_bytes for peaks in result.peaks) <= 6000
+
+
+def test_the_answer_shows_the_bytes() -> None:
+    answer = simulate(uneven(3), hint="bf", limit="bytes:1f1b").to_json()
+    assert answer["limit"] is None
+    assert all(held <= most for held, most in zip(answer["peak_bytes"], answer["limit_bytes"], strict=True))
+    assert "peak_bytes" not in simulate(uneven(3), hint="bf", limit="1f1b").to_json()
+
+
+def test_a_workload_has_bytes_where_a_method_counts_them_and_the_same_times() -> None:
+    workload = Workload(profile="mllm", stages=4, microbatches=8, split=True, jitter="J2", seed=3)
+    counted, by_bytes = (Run(workload, Method(hint="bf", limit=limit)).simulate() for limit in ("n", "bytes:n"))
+    assert isinstance(counted, Simulation)
+    assert isinstance(by_bytes, Simulation)
+    assert counted.costs.held is None
+    assert by_bytes.costs.held is not None
+    assert replace(by_bytes.costs, held=None) == counted.costs
+    planned = make_costs("mllm", 4, 8, split=True, seed=3)
+    assert by_bytes.costs.held == pytest.approx(planned.forward * 1e8)
+    assert microbatch_sizes("mllm", 4, 8, seed=3) == pytest.approx(by_bytes.costs.held.sum(axis=0) * 3e-8)
+
+
+def test_a_limit_on_bytes_is_checked_as_the_limit_in_it() -> None:
+    with pytest.raises(ConfigError, match="limit is 'many', must be"):
+        Method(hint="bf", limit="bytes:many")
+    workload = Workload(profile="llm", stages=2, microbatches=2, tp=2)
+    with pytest.raises(ConfigError, match="limit is 'bytes:n', must count microbatches with tp"):
+        Run(workload, Method(hint="bf", limit="bytes:n")).simulate()

@@ -1,0 +1,179 @@
+"""How edges over gloo are made: peers that make none, starts that are given up, settings that are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+import transports.makers as makers
+
+from rrfp.errors import ConfigError, TransportClosedError, TransportError
+from rrfp.testing.transport_checks.pair import soon
+from rrfp.transports.base import TransportContext
+from rrfp.transports.carried.wires import EdgeName
+from rrfp.transports.collective.backends import choose_backend
+from rrfp.transports.collective.gloo import GlooBackend
+from rrfp.transports.collective.nccl import check_environment
+from rrfp.transports.collective.transport import CollectiveTransport
+from rrfp.transports.device_copies import DeviceCopies
+from rrfp.transports.inproc import InprocTransport
+from rrfp.transports.rendezvous import LocalRendezvous
+
+
+async def test_a_peer_that_can_make_no_edge_is_named_at_once() -> None:
+    left, right = makers.contexts(rendezvous=makers.Store(), connect_timeout_s=60.0)
+    one = CollectiveTransport(left)
+    other = CollectiveTransport(right, Refusing(1))
+    started = asyncio.gather(one.start(), other.start(), return_exceptions=True)
+    first, second = await soon(started, "both give up")
+    assert isinstance(first, TransportError)
+    assert str(first).startswith("rank 1 connected, then left: ")
+    assert isinstance(second, TransportError)
+    assert str(second) == "no edge with rank 0 within 60 s: no network here"
+
+
+class Refusing(GlooBackend):
+    """Cannot make edges."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank, "127.0.0.1")
+
+    def connect(self, edge: EdgeName, store: Any, timeout_s: float) -> Any:
+        raise RuntimeError("no network here")
+
+
+class Stuck(GlooBackend):
+    """Its connecting takes no notice of a limit, as gloo's where the other end has died."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank, "127.0.0.1")
+        self.entered = threading.Event()
+        self.released = threading.Event()
+
+    def connect(self, edge: EdgeName, store: Any, timeout_s: float) -> Any:
+        self.entered.set()
+        self.released.wait()
+        raise RuntimeError("released")
+
+
+@asynccontextmanager
+async def stuck_start(**changes: Any) -> AsyncIterator[tuple[CollectiveTransport, CollectiveTransport, Any]]:
+    """Two ends, each of which waits in its backend, and the start of the first."""
+    contexts = makers.contexts(rendezvous=makers.Store(), **changes)
+    backends = [Stuck(context.rank) for context in contexts]
+    one, other = map(CollectiveTransport, contexts, backends)
+    starts = [asyncio.create_task(end.start()) for end in (one, other)]
+    try:
+        for backend in backends:
+            await soon(asyncio.to_thread(backend.entered.wait, 10), "the start waits for an edge")
+        yield one, other, starts[0]
+    finally:
+        for backend in backends:
+            backend.released.set()
+        one.abort()
+        other.abort()
+        await asyncio.gather(*starts, return_exceptions=True)
+
+
+async def test_a_backend_that_connects_for_too_long_is_not_waited_for() -> None:
+    async with stuck_start(connect_timeout_s=1.0) as (_, _, starting):
+        with pytest.raises(TransportError, match="no edge with rank 1 within 1 s: its end did not come"):
+            await soon(starting, "start ends")
+
+
+async def test_a_peer_that_ends_while_edges_are_made_is_not_waited_for() -> None:
+    async with stuck_start(connect_timeout_s=60.0) as (_, other, starting):
+        other.abort()
+        with pytest.raises(TransportError, match="rank 1 connected, then left"):
+            await soon(starting, "start ends")
+
+
+async def test_an_abort_ends_a_start_whose_backend_does_not_return() -> None:
+    async with stuck_start(connect_timeout_s=60.0) as (one, _, starting):
+        one.abort()
+        with pytest.raises(TransportClosedError):
+            await soon(starting, "start ends")
+
+
+@pytest.mark.parametrize("how", ["cancel", "abort"])
+async def test_a_start_that_waits_for_an_edge_can_be_given_up(how: str) -> None:
+    """No thread waits on for the peer (the leak guard looks)."""
+    entered = threading.Event()
+
+    class Waiting(GlooBackend):
+        def connect(self, edge: EdgeName, store: Any, timeout_s: float) -> Any:
+            entered.set()
+            return super().connect(edge, store, timeout_s)
+
+    rendezvous = LocalRendezvous()
+    await rendezvous.publish(f"collective/{makers.RUN_ID}/0/1", b"gloo")
+    context = makers.contexts(rendezvous=rendezvous)[0]
+    one = CollectiveTransport(context, Waiting(0, "127.0.0.1"))
+    one._carrier = InprocTransport(TransportContext(0, (), makers.RUN_ID, LocalRendezvous()))
+    starting = asyncio.create_task(one.start())
+    await soon(asyncio.to_thread(entered.wait, 10), "the start waits for an edge")
+    if how == "abort":
+        one.abort()
+        with pytest.raises(TransportClosedError):
+            await soon(starting, "start ends")
+    else:
+        starting.cancel()
+        await soon(asyncio.wait({starting}), "start ends")
+        assert starting.cancelled()
+
+
+async def test_edges_beyond_loopback_need_allow_insecure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rrfp.transports.collective.backends.interface_towards_master", lambda: "192.0.2.7")
+    context = makers.contexts(single_host=False)[0]
+    with pytest.raises(ConfigError, match=r"collective would listen on 192\.0\.2\.7.*allow_insecure=True"):
+        await CollectiveTransport(context).start()
+
+
+class Other(GlooBackend):
+    """Says that it is another one."""
+
+    name = "nccl"
+
+
+async def test_ranks_with_different_backends_are_named() -> None:
+    left, right = makers.contexts(rendezvous=makers.Store())
+    one, other = CollectiveTransport(left), CollectiveTransport(right, Other(1, "127.0.0.1"))
+    errors = await soon(asyncio.gather(one.start(), other.start(), return_exceptions=True), "both give up")
+    assert [type(error) for error in errors] == [ConfigError, ConfigError]
+    assert str(errors[0]).startswith("rank 0 moves tensors by gloo, rank 1 by b'nccl': ")
+
+
+@pytest.mark.parametrize(
+    ("environ", "refused"),
+    [
+        ({}, ""),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8", "NCCL_LAUNCH_ORDER_IMPLICIT": "0"}, ""),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "CUDA_DEVICE_MAX_CONNECTIONS is '1', must be unset or at least 8"),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "7"}, "CUDA_DEVICE_MAX_CONNECTIONS is '7', must be unset or at least 8"),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "many"}, "CUDA_DEVICE_MAX_CONNECTIONS is 'many', must be unset or at least 8"),
+        ({"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, "NCCL_LAUNCH_ORDER_IMPLICIT is '1', must be unset or '0'"),
+    ],
+    ids=["none", "good", "one queue", "few queues", "no number", "implicit order"],
+)
+def test_settings_under_which_nccl_edges_deadlock_are_refused_by_name(environ: dict[str, str], refused: str) -> None:
+    if not refused:
+        check_environment(environ)
+        return
+    with pytest.raises(ConfigError, match=refused) as raised:
+        check_environment(environ)
+    assert "transport='auto', which copies tensors through host memory" in str(raised.value)
+
+
+@pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this torch has NCCL")
+async def test_a_rank_on_cuda_without_nccl_is_told_what_is_left() -> None:
+    class Copies:
+        kind, index = "cuda", 0
+
+    with pytest.raises(ConfigError, match="this torch has no NCCL; 'auto' copies tensors through host memory"):
+        await choose_backend(replace(makers.contexts()[0], copies=cast(DeviceCopies, Copies())))
