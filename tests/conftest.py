@@ -13,6 +13,7 @@ from collections.abc import Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
+import second_try  # noqa: E402
 import torch  # noqa: E402
 from batches import FULL  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
@@ -43,6 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    second_try.register(config)
     if (path := config.getoption("results")) is not None:
         from gpu.results import Results
 
