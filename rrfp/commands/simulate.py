@@ -30,7 +30,7 @@ class SimulateCommand(MethodCommand):
 
 
 def _check_costs(text: str) -> None:
-    from rrfp.sim.sweep.experiment import CostFile
+    from rrfp.sim.sweep.workloads import CostFile
 
     CostFile(costs_file=text)
 
@@ -57,7 +57,8 @@ def simulate(
     """
     from rrfp.commands.run_report import check_size, show_groups, show_run, write_pictures
     from rrfp.sim.simulation import Simulation
-    from rrfp.sim.sweep.experiment import CostFile, Experiment
+    from rrfp.sim.sweep.experiment import Experiment
+    from rrfp.sim.sweep.workloads import CostFile
 
     texts: options.Texts = {"hint": hint, "strict": strict, "limit": limit, "admission": admission}
     texts = {**texts, "sends": sends, "coordination": coordination}

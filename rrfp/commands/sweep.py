@@ -18,9 +18,10 @@ from rrfp.commands.output import Json, check_picture
 from rrfp.errors import ConfigError, Faults
 
 if TYPE_CHECKING:
-    from rrfp.sim.sweep.experiment import CostFile, Experiment, Workload
+    from rrfp.sim.sweep.experiment import Experiment
     from rrfp.sim.sweep.rows import Row
     from rrfp.sim.sweep.runs import Skip, SweepResult
+    from rrfp.sim.sweep.workloads import CostFile, Workload
 
 _COSTS = "Cost files (JSON), instead of a profile; may be given several times."
 _PROFILE = "A named, seeded workload."
@@ -74,7 +75,7 @@ def _of_workload(name: str) -> Callable[[str], None]:
     """The check of one value of an option that describes a workload."""
 
     def check(text: str) -> None:
-        from rrfp.sim.sweep.experiment import Workload
+        from rrfp.sim.sweep.workloads import Workload
 
         values: dict[str, Any] = {"profile": "llm", "stages": 1, "microbatches": 1}
         values[name] = _number(text) if name in _NUMBERS else text
@@ -160,7 +161,7 @@ def sweep(
 
 def _profiles(texts: options.Texts, ranks: Sequence[Any]) -> list[Workload]:
     """Every combination of the listed values, seeds innermost."""
-    from rrfp.sim.sweep.experiment import Workload
+    from rrfp.sim.sweep.workloads import Workload
 
     lists: dict[str, Sequence[Any]] = {
         name: listed(name, texts[name] or default) for name, default in _PROFILE_DEFAULTS.items()
@@ -174,7 +175,7 @@ def _profiles(texts: options.Texts, ranks: Sequence[Any]) -> list[Workload]:
 
 def _files(texts: Sequence[str], sizes: str | None, ranks: Sequence[Any]) -> list[CostFile]:
     """Every file with every number of ranks."""
-    from rrfp.sim.sweep.experiment import CostFile
+    from rrfp.sim.sweep.workloads import CostFile
 
     paths = listed("costs", ",".join(texts))
     return [CostFile(costs_file=path, sizes_from=sizes, tp=tp) for path in paths for tp in ranks]
@@ -199,7 +200,7 @@ def _save_costs(folder: Path, experiments: Sequence[Experiment]) -> None:
         ConfigError: if one cannot be written.
     """
     from rrfp.costs import write_costs
-    from rrfp.sim.sweep.experiment import Workload
+    from rrfp.sim.sweep.workloads import Workload
 
     try:
         folder.mkdir(parents=True, exist_ok=True)

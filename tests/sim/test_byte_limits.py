@@ -13,7 +13,8 @@ from rrfp.costs import CostTable, make_costs, microbatch_sizes
 from rrfp.errors import ConfigError
 from rrfp.sim.simulation import Simulation, simulate
 from rrfp.sim.sweep.experiment import Experiment as Run
-from rrfp.sim.sweep.experiment import Method, Workload
+from rrfp.sim.sweep.experiment import Method
+from rrfp.sim.sweep.workloads import Workload
 
 
 def uneven(seed: int) -> CostTable:

@@ -156,5 +156,5 @@ class NotesStarts(FaultCluster):
 
     def begin(self, nodes: Sequence[FaultNode]) -> None:
         for node in nodes:
-            self.starts[node.rank].append((node.lane[0], self._queue.now))
+            self.starts[node.rank].append((node.lane[0], self.queue.now))
         super().begin(nodes)

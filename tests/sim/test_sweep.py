@@ -16,10 +16,11 @@ from rrfp.errors import ConfigError, DeadlockError
 from rrfp.sim.cluster.simulation import simulate_tensor_parallel
 from rrfp.sim.simulation import simulate
 from rrfp.sim.sweep import runs
-from rrfp.sim.sweep.experiment import CostFile, Experiment, Method, Workload
+from rrfp.sim.sweep.experiment import Experiment, Method
 from rrfp.sim.sweep.pool import run_all
 from rrfp.sim.sweep.rows import COLUMNS, Row, RowFile
 from rrfp.sim.sweep.runs import Skip, sweep
+from rrfp.sim.sweep.workloads import CostFile, Workload
 
 WORKLOAD = Workload(profile="mllm", stages=3, microbatches=6, split=True, jitter="J2", latency="wire", seed=4)
 METHODS = (Method(hint="bfw", limit="1f1b"), Method(hint="bf", limit=2, admission="paper"), Method(strict="1f1b"))

@@ -25,19 +25,20 @@ from rrfp.costs.table import CostTable
 from rrfp.errors import DeadlockError, ProtocolError
 from rrfp.sim.cluster.all_gather import AllGather
 from rrfp.sim.cluster.checker import RankChecker
-from rrfp.sim.cluster.cluster import Cluster, Packet
+from rrfp.sim.cluster.cluster import Packet
 from rrfp.sim.cluster.coordination import Agreement, Coordination, Leader
 from rrfp.sim.cluster.event_queue import EventQueue
 from rrfp.sim.cluster.node import Node
 from rrfp.sim.cluster.ranks import Rank, ranks_of
 from rrfp.sim.cluster.result import GroupCounts, TensorParallelResult
+from rrfp.sim.cluster.timed import TimedCluster
 from rrfp.sim.cluster.timeline import GroupTimeline
 from rrfp.sim.engine import graph_of
 from rrfp.sim.never_asked import NeverAsked
 from rrfp.trace.spans import MessageSpan
 
 
-class GroupRun(Cluster[Node]):
+class GroupRun(TimedCluster[Node]):
     """See the module's docstring; the arguments are those of `rrfp.sim.cluster.tensor_parallel.run_tensor_parallel`.
 
     The costs are those of the slowest rank of a group.
@@ -64,6 +65,7 @@ class GroupRun(Cluster[Node]):
             return Node(rank, core(rank.stage, rank_hint, group), RankChecker(rank, graph, limits[rank.stage]))
 
         super().__init__(
+            EventQueue(),
             [node(rank) for rank in ranks_of(costs.stages, members=latencies.ranks)],
             [StepId(0, Mode.TRAIN, costs.microbatches)],
             members=latencies.ranks,
@@ -71,7 +73,6 @@ class GroupRun(Cluster[Node]):
             coordination="leader" if is_led else None,
             sizes=None if sizes is None else tuple(sizes),
         )
-        self.queue = EventQueue()
         self._control_s = coordination.control_seconds if isinstance(coordination, Leader) else 0.0
         self._timelines = [GroupTimeline(core(stage, hint()), self.members) for stage in range(costs.stages)]
         self._gathers = (
@@ -134,17 +135,6 @@ class GroupRun(Cluster[Node]):
         self._timelines[leader.stage].begin(task, now, end)
         # As a lane would measure it, to the last bit.
         self.queue.put(end, leader, self._complete, end - now)
-
-    def now(self) -> float:
-        """Virtual time."""
-        return self.queue.now
-
-    def wake(self, node: Node, seconds: float, pause: int) -> None:
-        """After these seconds of virtual time."""
-        self.queue.put(self.queue.now + seconds, node.rank, self._pause_over, pause)
-
-    def _pause_over(self, rank: int, pause: int) -> None:
-        self.pause_over(self.nodes[rank], pause)
 
     def allow_step(self, nodes: Sequence[Node]) -> None:
         """There is one step."""

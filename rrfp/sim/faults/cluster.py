@@ -16,9 +16,10 @@ from rrfp.core.order_log import Group
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Mode, Task
 from rrfp.errors import ConfigError
-from rrfp.sim.cluster.cluster import Cluster, Packet
+from rrfp.sim.cluster.cluster import Packet
 from rrfp.sim.cluster.event_queue import EventQueue
 from rrfp.sim.cluster.ranks import Rank
+from rrfp.sim.cluster.timed import TimedCluster
 from rrfp.sim.faults.availability import Availability
 from rrfp.sim.faults.checker import Ending
 from rrfp.sim.faults.dataflow import MissingInputError, Reference
@@ -37,7 +38,7 @@ CoreFactory = Callable[..., StageCore]
 _MOST_EVENTS = 100_000
 
 
-class FaultCluster(Cluster[FaultNode]):
+class FaultCluster(TimedCluster[FaultNode]):
     """Runs one scenario, to its end with `run`.
 
     Args:
@@ -58,9 +59,9 @@ class FaultCluster(Cluster[FaultNode]):
         self._trace = trace
         self._death = next((fault for fault in scenario.faults if isinstance(fault, Death)), None)
         self._availability = Availability(scenario.faults)
-        self._queue = EventQueue(self._availability if self._availability.is_limited else None)
         self.network = Network(scenario.faults)
         super().__init__(
+            EventQueue(self._availability if self._availability.is_limited else None),
             [self._node(rank, make_core) for rank in scenario.ranks],
             scenario.steps,
             members=parallelism.members,
@@ -70,7 +71,7 @@ class FaultCluster(Cluster[FaultNode]):
             takes_offers=scenario.takes_offers,
             sizes=scenario.sizes,
         )
-        self.failures = Failures(self.nodes, self._queue, scenario.control_latency, len(scenario.steps), self._report)
+        self.failures = Failures(self.nodes, self.queue, scenario.control_latency, len(scenario.steps), self._report)
         self._reference = cache(partial(Reference, scenario.graph))
         #: By step, virtual stage, stage and member: the gradients of the replicas that have come to their sum.
         self._gradients: dict[tuple[int, ...], list[tuple[FaultNode, int]]] = {}
@@ -87,7 +88,7 @@ class FaultCluster(Cluster[FaultNode]):
     def run(self) -> tuple[Ending, str]:
         """Run it to its end, whatever that is; returns how it ended, and the error that it ended with, or empty."""
         for node in self.nodes:
-            self._queue.put(0.0, node.rank, self._open, None)
+            self.queue.put(0.0, node.rank, self._open, None)
         if self._death is not None:
             self.failures.foretell(self._death)
         try:
@@ -95,7 +96,7 @@ class FaultCluster(Cluster[FaultNode]):
         except ConfigError as error:
             return Ending.UNFIT, str(error)
         except Exception as error:  # whatever a core raises that is no ProtocolError
-            return Ending.CRASHED, f"{type(error).__name__} at {self._queue.now:.4f} s: {error}"
+            return Ending.CRASHED, f"{type(error).__name__} at {self.queue.now:.4f} s: {error}"
         if self.failures.first is not None:
             ending, origin = self.failures.first
             return ending, f"aborted by {origin}"
@@ -109,7 +110,7 @@ class FaultCluster(Cluster[FaultNode]):
         return [what for node in self.nodes for what in node.checker.objections] + self.failures.objections
 
     def _let_happen(self) -> None:
-        queue = self._queue
+        queue = self.queue
         while True:
             while (touched := queue.instant()) is not None:
                 for rank in touched:
@@ -147,7 +148,7 @@ class FaultCluster(Cluster[FaultNode]):
     def allow_step(self, nodes: Sequence[FaultNode]) -> None:
         """They open it now, but for one that was aborted."""
         for node in nodes:
-            self._queue.put(self._queue.now, node.rank, self._open, None)
+            self.queue.put(self.queue.now, node.rank, self._open, None)
 
     def finish_step(self, node: FaultNode) -> None:
         """Its gradients must be right; the next step follows after a while."""
@@ -160,8 +161,8 @@ class FaultCluster(Cluster[FaultNode]):
         expected = {v: sum(gradients.get(v, 0) for gradients in replicas) for v in virtual_stages}
         node.checker.compare_gradients(node.sums, expected)
         if node.num_finished < len(self.steps):
-            later = self._queue.now + self._scenario.gaps[node.rank.stage]
-            self._queue.put(later, node.rank, self._open, None)
+            later = self.queue.now + self._scenario.gaps[node.rank.stage]
+            self.queue.put(later, node.rank, self._open, None)
 
     # Tasks.
 
@@ -175,7 +176,7 @@ class FaultCluster(Cluster[FaultNode]):
     def begin(self, nodes: Sequence[FaultNode]) -> None:
         """Each computes its value, and takes its time."""
         for node in nodes:
-            task, now = node.lane[0], self._queue.now
+            task, now = node.lane[0], self.queue.now
             self._report(node, "starts", task)
             try:
                 node.running = node.values.compute(node.step.number, task)
@@ -183,7 +184,7 @@ class FaultCluster(Cluster[FaultNode]):
                 self.failures.objections.append(f"{node.rank.name}: {error}, in {node.step}")
             # As a lane would measure it, to the last bit.
             end = now + self._scenario.durations[task.kind][task.virtual_stage][task.microbatch]
-            self._queue.put(end, node.rank, self._complete, end - now)
+            self.queue.put(end, node.rank, self._complete, end - now)
 
     def _complete(self, rank: int, seconds: float) -> None:
         node = self.nodes[rank]
@@ -215,7 +216,7 @@ class FaultCluster(Cluster[FaultNode]):
             if other is node:
                 self.apply(other, reduced)
             else:
-                self._queue.put(self._queue.now, other.rank, self._happened, reduced)
+                self.queue.put(self.queue.now, other.rank, self._happened, reduced)
 
     # Messages.
 
@@ -223,8 +224,8 @@ class FaultCluster(Cluster[FaultNode]):
         """Over the faulty links."""
         content, sender = packet.content, self.nodes[packet.sender]
         if isinstance(content, ev.Announced):  # no fault is planned for advice
-            later = self._queue.now + self._scenario.control_latency
-            self._queue.put(later, packet.receiver, self._announced, content)
+            later = self.queue.now + self._scenario.control_latency
+            self.queue.put(later, packet.receiver, self._announced, content)
             return
         message, latency, value = identity_of(packet), self._scenario.control_latency, 0
         number = self.network.next_number(message)
@@ -234,13 +235,13 @@ class FaultCluster(Cluster[FaultNode]):
             sequence = number if self._parallelism.is_numbered else None
             content = ev.Arrived(content.step, content.task, consumed=content.consumed, sequence=sequence)
         parcel = Parcel(message, number, packet._replace(content=content), value)
-        self._put(self.network.send(parcel, self._queue.now, latency))
+        self._put(self.network.send(parcel, self.queue.now, latency))
 
     def release(self, node: FaultNode, released: ev.SendReleased) -> None:
         """Its memory becomes free after a while."""
         if self._scenario.release_after:
-            later = self._queue.now + self._scenario.release_after
-            self._queue.put(later, node.rank, self._happened, released)
+            later = self.queue.now + self._scenario.release_after
+            self.queue.put(later, node.rank, self._happened, released)
         else:
             self.apply(node, released)
 
@@ -250,28 +251,17 @@ class FaultCluster(Cluster[FaultNode]):
             node.pauses.announced(announced)
         self.apply(node, announced)
 
-    def now(self) -> float:
-        """Virtual time."""
-        return self._queue.now
-
-    def wake(self, node: FaultNode, seconds: float, pause: int) -> None:
-        """After these seconds of virtual time."""
-        self._queue.put(self._queue.now + seconds, node.rank, self._pause_over, pause)
-
-    def _pause_over(self, rank: int, pause: int) -> None:
-        self.pause_over(self.nodes[rank], pause)
-
     def _put(self, arrivals: Iterable[tuple[float, Parcel]]) -> None:
         for time, parcel in arrivals:
-            self._queue.put(time, parcel.id.receiver, self._arrive, parcel)
+            self.queue.put(time, parcel.id.receiver, self._arrive, parcel)
 
     def _put_now(self, parcels: Iterable[Parcel]) -> None:
-        self._put((self._queue.now, parcel) for parcel in parcels)
+        self._put((self.queue.now, parcel) for parcel in parcels)
 
     def _arrive(self, rank: int, parcel: Parcel) -> None:
         node, content, death = self.nodes[rank], parcel.content, self._death
         is_lost = death is not None and death.drops and parcel.id.sender == death.rank
-        if is_lost and self._availability.is_dead(parcel.id.sender, self._queue.now):
+        if is_lost and self._availability.is_dead(parcel.id.sender, self.queue.now):
             return
         self._report(node, "gets", parcel.id)
         is_for_arbiter = isinstance(content, GroupMessage) and node.agreement is not None
@@ -303,4 +293,4 @@ class FaultCluster(Cluster[FaultNode]):
 
     def _report(self, node: FaultNode, what: str, about: object) -> None:
         if self._trace is not None:
-            self._trace(f"{self._queue.now:10.4f}  {node.rank.name} {what} {about}")
+            self._trace(f"{self.queue.now:10.4f}  {node.rank.name} {what} {about}")
