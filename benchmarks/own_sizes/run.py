@@ -36,7 +36,8 @@ from rrfp.costs import JITTER_LEVELS, PROFILES, CostTable, make_costs, microbatc
 from rrfp.costs.streams import Matrix
 from rrfp.hints.pyramid import ORDERS_ALL
 from rrfp.hints.registry import DEFAULT_HINT, create_hint
-from rrfp.sim.engine import EngineResult, run
+from rrfp.sim.engine import run
+from rrfp.sim.engine_record import EngineResult
 
 FIRST_SEED = 1000
 COUNTS = ("1f1b", "n")

@@ -17,8 +17,8 @@ from rrfp.core.admission import Limit
 from rrfp.hints.registry import create_hint, create_strict
 from rrfp.sim.blocking import run_blocking
 from rrfp.sim.cluster.simulation import simulate_tensor_parallel
-from rrfp.sim.engine import EngineResult
 from rrfp.sim.engine import run as run_engine
+from rrfp.sim.engine_record import EngineResult
 from rrfp.sim.sweep.pool import run_all
 
 

@@ -39,7 +39,8 @@ from rrfp.core.usage import Peaks, WaitCause
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError
 from rrfp.schedules.registry import make_schedule
-from rrfp.sim.engine import EngineResult, graph_of
+from rrfp.sim.engine import graph_of
+from rrfp.sim.engine_record import EngineResult
 from rrfp.trace.spans import MessageSpan, TaskSpan, WaitSpan
 
 

@@ -11,10 +11,9 @@ import gc
 from array import array
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
-from itertools import count, repeat
+from itertools import count
 
 from rrfp.arbiter.pauses import PauseTimer
 from rrfp.core import events as ev
@@ -26,42 +25,12 @@ from rrfp.core.readiness import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import B, F, Mode, StepId, Task, W
 from rrfp.core.topology import Topology
-from rrfp.core.usage import Peaks, WaitCause
 from rrfp.core.waiting import describe, wait_line
 from rrfp.costs.streams import Matrix
 from rrfp.costs.table import CostTable
 from rrfp.errors import DeadlockError
 from rrfp.sim.engine_clock import EngineClock, Happening, PauseOver
-from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan, WaitSpan
-
-
-@dataclass(frozen=True, slots=True)
-class EngineResult:
-    """One simulated step.
-
-    Attributes:
-        makespan: end of the last task, in seconds from the start.
-        spans: for each stage, its tasks in the order in which they ran.
-        waits: why lanes were idle, up to the makespan.
-        messages: messages between stages.
-        peaks: the most that each stage held.
-    """
-
-    makespan: float
-    spans: tuple[tuple[TaskSpan, ...], ...]
-    waits: tuple[WaitSpan, ...]
-    messages: tuple[MessageSpan, ...]
-    peaks: tuple[Peaks, ...]
-
-    @property
-    def busy(self) -> tuple[float, ...]:
-        """Seconds that each stage's lane computed."""
-        return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
-
-    def trace(self, step: int = 0) -> StepTrace:
-        """The step as a trace of all stages."""
-        tasks = sorted((span for spans in self.spans for span in spans), key=lambda span: (span.start, span.stage))
-        return StepTrace(step, 0.0, self.makespan, tuple(tasks), self.waits, self.messages)
+from rrfp.sim.engine_record import EngineRecord, EngineResult
 
 
 def graph_of(costs: CostTable) -> Graph:
@@ -143,18 +112,9 @@ class _Engine:
         self._heap: list[tuple[float, int, int, Happening]] = []
         self._pushed = count()
         self._idle = [True] * len(cores)
-        self._waiting: list[tuple[WaitCause, float] | None] = [None] * len(cores)
-        self._waits: list[WaitSpan] = []
+        self._record = EngineRecord(graph.stage_of, len(cores))
         self._clock = clock = EngineClock(self._heap, self._pushed)
         self._pauses = [PauseTimer(core, clock.time, partial(clock.wake, core.stage)) for core in cores]
-        # What ran on each stage, from when to when; what was sent, likewise. Spans are made of it in the end: a million
-        # of them, made on the way, would push what the cores work with out of the processor's caches.
-        self._ran: list[list[Task]] = [[] for _ in cores]
-        self._starts: list[list[float]] = [[] for _ in cores]
-        self._ends: list[list[float]] = [[] for _ in cores]
-        self._sent: list[Task] = []
-        self._sent_at: list[float] = []
-        self._arrived_at: list[float] = []
 
     def run(self, sizes: tuple[float, ...] | None, size_correlation: float | None) -> EngineResult:
         step = self._step
@@ -178,7 +138,7 @@ class _Engine:
                 if self._idle[stage] or self._takes_offers:
                     self._decide(stage, now)
         self._check_finished()
-        return self._result()
+        return self._record.result(tuple(core.peaks for core in self._cores))
 
     def _apply(self, stage: int, event: Happening, now: float) -> None:
         if type(event) is ev.Completed:
@@ -226,9 +186,7 @@ class _Engine:
         kind, m, virtual_stage = task
         # Row v of a latency matrix is the edge between v and v + 1, whichever way it is travelled.
         arrival = now + self._latency[kind][virtual_stage if kind is F else virtual_stage - 1][m]
-        self._sent.append(task)
-        self._sent_at.append(now)
-        self._arrived_at.append(arrival)
+        self._record.sent(task, now, arrival)
         heappush(self._heap, (arrival, next(self._pushed), peer, ev.Arrived(self._step, task, 0, send.consumed)))
         self._cores[stage].apply(ev.SendReleased(task, peer))
 
@@ -238,10 +196,9 @@ class _Engine:
         if type(choice) is ev.Pause and not self._pauses[stage].idles(choice):
             choice = core.decide()
         if type(choice) is not ev.Run:
-            self._wait(stage, core.wait_cause(), now)
+            self._record.waits(stage, core.wait_cause(), now)
             return
-        if self._waiting[stage] is not None:
-            self._wait(stage, None, now)
+        self._record.waits(stage, None, now)
         self._begin(stage, choice.task, now)
 
     def _begin(self, stage: int, task: Task, now: float) -> None:
@@ -252,21 +209,10 @@ class _Engine:
         self._idle[stage] = False
         kind, m, virtual_stage = task
         end = now + self._durations[kind][virtual_stage][m]
-        self._ran[stage].append(task)
-        self._starts[stage].append(now)
-        self._ends[stage].append(end)
+        self._record.began(stage, task, now, end)
         # As a lane would measure it, to the last bit.
         completed = ev.Completed(task, self._bytes_after(task), end - now)
         heappush(self._heap, (end, next(self._pushed), stage, completed))
-
-    def _wait(self, stage: int, cause: WaitCause | None, now: float) -> None:
-        """From now on ``stage`` is idle for ``cause``, or busy if None."""
-        before = self._waiting[stage]
-        if before is not None and before[0] is cause:
-            return
-        if before is not None and before[1] < now:
-            self._waits.append(WaitSpan(stage, before[0], before[1], now))
-        self._waiting[stage] = None if cause is None else (cause, now)
 
     def _check_finished(self) -> None:
         ranks = ((core, Topology(core.stage, len(self._cores))) for core in self._cores)
@@ -274,23 +220,6 @@ class _Engine:
         lines = [f"  {wait_line(name, texts)}" for name, texts in waits if texts]
         if lines:
             raise DeadlockError("deadlock: every stage is idle and nothing is in flight\n" + "\n".join(lines))
-
-    def _result(self) -> EngineResult:
-        makespan = max((ends[-1] for ends in self._ends if ends), default=0.0)
-        stages = range(len(self._cores))
-        for stage in stages:
-            self._wait(stage, None, makespan)
-        columns = zip(self._ran, self._starts, self._ends, strict=True)
-        spans = tuple(tuple(map(TaskSpan, repeat(stage), *here)) for stage, here in zip(stages, columns, strict=True))
-        sources = [self._stage_of[task.virtual_stage] for task in self._sent]
-        targets = [self._stage_of[task.virtual_stage + (1 if task.kind is F else -1)] for task in self._sent]
-        return EngineResult(
-            makespan,
-            spans,
-            tuple(sorted(self._waits, key=lambda wait: (wait.start, wait.stage))),
-            tuple(map(MessageSpan, sources, targets, self._sent, self._sent_at, self._arrived_at)),
-            tuple(core.peaks for core in self._cores),
-        )
 
 
 class _OfferingEngine(_Engine):

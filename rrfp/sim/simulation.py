@@ -17,7 +17,8 @@ from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict
 from rrfp.schedules.registry import ScheduleSpec, make_schedule
 from rrfp.sim.bound import lower_bound
-from rrfp.sim.engine import EngineResult, graph_of, run
+from rrfp.sim.engine import graph_of, run
+from rrfp.sim.engine_record import EngineResult
 
 #: The limit of a simulated hint where none is given.
 DEFAULT_LIMIT = "2n"

@@ -17,7 +17,8 @@ from rrfp.costs import CostTable
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import create_hint, create_strict
 from rrfp.schedules.registry import make_schedule, schedule_names
-from rrfp.sim.engine import EngineResult, graph_of, run
+from rrfp.sim.engine import graph_of, run
+from rrfp.sim.engine_record import EngineResult
 from rrfp.sim.simulation import simulate
 
 #: Names with the pipelines they are made for: chunks, layout, split; None: draw any.

@@ -17,7 +17,8 @@ from rrfp.errors import ConfigError
 from rrfp.hints.registry import create_strict
 from rrfp.schedules.registry import make_schedule
 from rrfp.sim.blocking import run_blocking
-from rrfp.sim.engine import EngineResult, graph_of, run
+from rrfp.sim.engine import graph_of, run
+from rrfp.sim.engine_record import EngineResult
 from rrfp.trace.spans import MessageSpan, WaitSpan
 
 

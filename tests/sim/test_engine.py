@@ -15,7 +15,8 @@ from rrfp.core.usage import WaitCause
 from rrfp.costs import CostTable
 from rrfp.errors import DeadlockError, HintError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict
-from rrfp.sim.engine import EngineResult, run
+from rrfp.sim.engine import run
+from rrfp.sim.engine_record import EngineResult
 from rrfp.trace.spans import MessageSpan, WaitSpan
 
 

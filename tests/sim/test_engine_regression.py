@@ -27,7 +27,8 @@ from rrfp.core.tasks import Kind, Task
 from rrfp.costs import make_costs
 from rrfp.errors import HintError
 from rrfp.hints.registry import create_hint, create_strict
-from rrfp.sim.engine import EngineResult, run
+from rrfp.sim.engine import run
+from rrfp.sim.engine_record import EngineResult
 
 
 @dataclass(frozen=True, slots=True)

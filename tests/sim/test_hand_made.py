@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rrfp.costs import from_json
-from rrfp.sim.engine import EngineResult
+from rrfp.sim.engine_record import EngineResult
 from rrfp.sim.simulation import simulate
 
 

@@ -23,7 +23,8 @@ from rrfp.hints.registry import create_hint, create_strict
 from rrfp.sim.cluster.coordination import Agreement, Coordination, Independent, Leader
 from rrfp.sim.cluster.result import TensorParallelResult
 from rrfp.sim.cluster.tensor_parallel import run_tensor_parallel
-from rrfp.sim.engine import EngineResult, graph_of, run
+from rrfp.sim.engine import graph_of, run
+from rrfp.sim.engine_record import EngineResult
 
 FREE: tuple[Coordination, ...] = (Leader(control_seconds=0), Agreement(gather_seconds=0))
 

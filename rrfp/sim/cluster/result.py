@@ -7,7 +7,7 @@ from functools import cached_property
 
 from rrfp.core.tasks import Task
 from rrfp.core.usage import Peaks, WaitCause
-from rrfp.sim.engine import EngineResult
+from rrfp.sim.engine_record import EngineResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,8 @@ from rrfp.pipeline.options import complete
 from rrfp.runtime.control_tree import peers
 from rrfp.runtime.result import StepResult
 from rrfp.runtime.stage_runner import StageRunner
-from rrfp.sim.engine import EngineResult, graph_of
+from rrfp.sim.engine import graph_of
+from rrfp.sim.engine_record import EngineResult
 from rrfp.sim.virtual.clock import run_virtual
 from rrfp.trace.spans import WaitSpan
 from rrfp.transports.base import TransportContext
