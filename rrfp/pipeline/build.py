@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import platform
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, cast
 
-import torch
 from torch import nn
 
 from rrfp.compute.devices.base import Device
@@ -28,14 +25,14 @@ from rrfp.core.readiness import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.topology import Topology
 from rrfp.errors import TransportError
-from rrfp.log import get_logger
 from rrfp.pipeline.delivery import Delivery
 from rrfp.pipeline.device_choice import check_on_device, choose_device, generator_devices, new_lane, stage_lane
 from rrfp.pipeline.local_ranks import LocalRanks
-from rrfp.pipeline.method import Method, name_of, summary
-from rrfp.pipeline.options import Options, common_options
+from rrfp.pipeline.method import Method, summary
+from rrfp.pipeline.options import Options
 from rrfp.pipeline.partition import Partition, StagePart, check_initialised
 from rrfp.pipeline.several_ranks import together
+from rrfp.pipeline.terms import announce, common_terms
 from rrfp.runtime.control_tree import data_peers, peers
 from rrfp.runtime.grad_clipping import GradientHolder
 from rrfp.runtime.handshake import Handshake, Terms
@@ -44,9 +41,6 @@ from rrfp.transports.base import Rendezvous, TransportContext
 from rrfp.transports.registry import create_transport
 from rrfp.transports.secret import Secret
 from rrfp.transports.staged import staged
-from rrfp.version import __version__
-
-logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +187,7 @@ class RankBuilder:
         options, graph, topology = self._options, self._partition.graph, rank.topology
         limit = self._method.limit(topology)
         context = self._context(rank, rendezvous)
-        terms = self._common_terms(topology)
+        terms = common_terms(options, self._method, graph, topology)
         group_terms: Terms = {
             "in_order": " ".join(sorted(f"{kind}@{v}" for kind, v in rank.in_order)),
             "limit": str(limit),
@@ -205,7 +199,7 @@ class RankBuilder:
             await _join(rank.reducer, options["connect_timeout"])
         rank.ties.agree(handshake.ties, options["max_message_bytes"])
         if topology.rank == 0:
-            self._announce(topology, rank.device)
+            announce(options, self._method, graph, topology, rank.device)
         ties = handshake.ties
         context = replace(context, peers=peers(graph, topology, ties), data_peers=data_peers(graph, topology, ties))
         is_led = options["coordination"] == "leader"
@@ -247,45 +241,6 @@ class RankBuilder:
             copies=None if device is None else copies_of(device, f"rrfp-copies-{topology.rank}"),
         )
 
-    def _common_terms(self, topology: Topology) -> Terms:
-        """The values that must be the same on all ranks of the job."""
-        placement, dims = self._partition.graph.placement, _dims_text(topology)
-        options = {name: self._options[cast("Literal['seed']", name)] for name in common_options()}
-        return {
-            "stages": placement.stages,
-            "chunks": placement.chunks,
-            "mesh": dims,
-            "coordinate": ", ".join(topology.mesh.coordinate) if dims else "",
-            **options,
-            "hint": self._method.hint_name,
-            "limit": self._method.limit_name,
-            "transport": self._transport_name,
-            "version": __version__,
-        }
-
-    @property
-    def _transport_name(self) -> str:
-        transport = self._options["transport"]
-        return transport if isinstance(transport, str) else name_of(transport)
-
-    def _announce(self, topology: Topology, device: Device | None) -> None:
-        """Log one line: ranks, method, transport, this rank's device and versions."""
-        dims, graph = _dims_text(topology), self._partition.graph
-        logger.info(
-            "%d rank(s)%s, %d chunk(s) each, %s, backward %s, transport %s, rank 0 on %s; rrfp %s, torch %s, Python %s",
-            topology.world,
-            f" ({dims})" if dims else "",
-            graph.placement.chunks,
-            self._method,
-            "split" if any(graph.split) else "whole",
-            self._transport_name,
-            "cpu" if device is None else device.name,
-            __version__,
-            torch.__version__,
-            platform.python_version(),
-        )
-        self._method.warn_unless_split()
-
 
 async def _join(reducer: GradientReducer, timeout_s: float) -> None:
     """Make the reducer's process group with the other replicas."""
@@ -296,9 +251,3 @@ async def _join(reducer: GradientReducer, timeout_s: float) -> None:
         raise TransportError(
             f"the other replicas of this stage did not join its group within {timeout_s:g} s"
         ) from None
-
-
-def _dims_text(topology: Topology) -> str:
-    """The dimensions of the mesh; empty where a stage has one rank."""
-    dims = topology.mesh.dims
-    return ", ".join(f"{name} {size}" for name, size in dims) if len(dims) > 1 else ""
