@@ -23,6 +23,14 @@ def zeroed(family: str) -> Any:
     return model
 
 
+def assert_same_values(actual: Any, wanted: Any) -> None:
+    """All parameters and buffers of two models, those too that no checkpoint has, are the same to the bit."""
+    for named in ("named_parameters", "named_buffers"):
+        values, others = (dict(getattr(model, named)(remove_duplicate=False)) for model in (actual, wanted))
+        assert values.keys() == others.keys()
+        assert [name for name, value in values.items() if not torch.equal(value, others[name])] == []
+
+
 @pytest.mark.parametrize("family", [name if name in ("gpt2", "llama") else long(name) for name in FAMILIES])
 def test_stages_load_a_saved_model_and_their_states_are_saved_as_one(family: str, tmp_path: Path) -> None:
     """As under torchrun: each stage is cut out of a model of its own. The heads are tied."""
@@ -36,6 +44,9 @@ def test_stages_load_a_saved_model_and_their_states_are_saved_as_one(family: str
     assert merged.keys() == saved.keys()
     whole.save_pretrained(tmp_path / "whole")
     zeroed(family).save_pretrained(tmp_path / "merged", state_dict=merged)
-    wanted, actual = (loaded(tmp_path / name).eval()(**inputs).logits for name in ("whole", "merged"))
-    assert wanted.isfinite().all()
-    assert torch.equal(actual, wanted)
+    wanted, actual = (loaded(tmp_path / name).eval() for name in ("whole", "merged"))
+    assert_same_values(actual, wanted)
+    logits = wanted(**inputs).logits
+    assert logits.isfinite().all()
+    # Loaded parameters lie where their file has them, and sums of products round by how their memory is aligned.
+    torch.testing.assert_close(actual(**inputs).logits, logits, rtol=1e-12, atol=1e-12)
