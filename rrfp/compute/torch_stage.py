@@ -19,7 +19,7 @@ from rrfp.compute.activations import ActivationMeter, describe, tensors_in
 from rrfp.compute.async_tensors import full_tensor
 from rrfp.compute.buffers import StateWatches
 from rrfp.compute.caller_context import CallerModes
-from rrfp.compute.calling import Arguments, check_batch, check_loss, check_placement, requires_grad
+from rrfp.compute.calling import check_batch, check_loss, check_placement, requires_grad
 from rrfp.compute.gradients.adopted import AdoptedGradients
 from rrfp.compute.gradients.shared import SharedGradients
 from rrfp.compute.loss_module import with_loss
@@ -30,6 +30,7 @@ from rrfp.compute.rng import RandomForks, devices_of
 from rrfp.compute.saved_forward import SavedForward
 from rrfp.compute.split.backward import SplitBackward, Unsplittable
 from rrfp.compute.split.pending_weights import PendingWeights
+from rrfp.compute.stage_inputs import StageInputs
 from rrfp.compute.step_results import StepResults
 from rrfp.core.graph import Graph
 from rrfp.core.readiness import ForcedOrder
@@ -118,7 +119,7 @@ class TorchStage(StageProgram):
         # On a device's lane that device is current, whichever is in the caller's thread.
         self._modes = replace(modes, cuda_device=None) if self._devices else modes
         self._forks = RandomForks(self._seed, self._devices.union(*map(devices_of, self._units.values())))
-        self._step, self._batch = step, batch
+        self._step, self._batch, self._inputs = step, batch, StageInputs(batch, self._graph)
         self._clear()
         for v, unit in self._units.items():
             with self._shared.swapped_in(v):
@@ -188,19 +189,12 @@ class TorchStage(StageProgram):
         """See :meth:`StageProgram.signature`: all that `ActivationMeter` measures a forward for."""
         _, m, v = task
         received = tuple((payload.tensors, payload.structure) for payload in inputs)
-        return self._signature(m, v, (received, *self._callers_part(m, v)))
+        return self._signature(m, v, (received, *self._inputs.of_caller(m, v)))
 
     def input_bytes(self, task: Task, inputs: tuple[Payload, ...]) -> int | None:
         """See :meth:`StageProgram.input_bytes`: of received tensors and of the caller's, as dense ones."""
         _, m, v = task
-        own = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(self._callers_part(m, v)))
-        return own + sum(payload.num_bytes for payload in inputs) or None
-
-    def _callers_part(self, m: int, v: int) -> tuple[Any, Any]:
-        """The caller's input and keyword arguments of a forward."""
-        batch = self._batch
-        own = None if self._graph.predecessors[v] or batch.inputs is None else batch.inputs[m]
-        return own, None if batch.kwargs is None else batch.kwargs[m]
+        return self._inputs.num_bytes(m, v, inputs) or None
 
     def held_output_bytes(self, microbatch: int, virtual_stage: int) -> int:
         """See :meth:`StageProgram.held_output_bytes`; measured like `held_bytes`."""
@@ -228,7 +222,8 @@ class TorchStage(StageProgram):
         _, m, v = task
         module, training = self._modules[v], self._modes.mode is Mode.TRAIN
         received = Received(inputs, self._graph.predecessors[v], training=training)
-        arguments = self._arguments(m, v, received)
+        values = received.values(hidden=v in self._split) if self._graph.predecessors[v] else ()
+        arguments = self._inputs.arguments(m, v, values)
 
         def call() -> tuple[Any, Tensor | None]:
             output = module(*arguments.args, **arguments.kwargs)
@@ -296,15 +291,6 @@ class TorchStage(StageProgram):
         learns = requires_grad(output) or any(parameter.requires_grad for parameter in self._units[v].parameters())
         return check_loss(loss, m, differentiable=self._modes.mode is Mode.TRAIN and learns)
 
-    def _arguments(self, m: int, v: int, received: Received) -> Arguments:
-        batch = self._batch
-        if self._graph.predecessors[v]:
-            values = received.values(hidden=v in self._split)
-        else:
-            assert batch.inputs is not None
-            values = [batch.inputs[m]]
-        return Arguments.spread(values if batch.kwargs is None else [*values, batch.kwargs[m]])
-
     def _signature(self, m: int, v: int, arguments: Any) -> Hashable:
-        target = None if self._batch.targets is None or self._graph.successors[v] else self._batch.targets[m]
+        target = self._inputs.target(m, v)
         return describe(arguments), describe(target), self._modules[v].training, self._modes.autocast

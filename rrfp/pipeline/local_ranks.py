@@ -248,7 +248,7 @@ class LocalRanks:
     @property
     def has_failed(self) -> bool:
         """Whether the pipeline is aborted on one of the ranks. May be read on any thread."""
-        return any(runner.has_failed for runner in self._runners)
+        return any(runner.failure is not None for runner in self._runners)
 
     def fail(self, error: BaseException) -> None:
         """End the pipeline because of ``error`` in the caller's code; no effect on a rank that has failed already."""
@@ -261,7 +261,7 @@ class LocalRanks:
         Raises `PipelineAborted` if the pipeline failed and no call has raised it, unless ``quiet``: the caller knows.
         """
         # A rank whose own call had returned when another one failed has raised nothing; the caller knows all the same.
-        quiet = quiet or any(runner.has_raised for runner in self._runners)
+        quiet = quiet or any(runner.failure is not None and runner.failure.was_raised for runner in self._runners)
         try:
             with suppress(PipelineAborted) if quiet else nullcontext():
                 await all_ended(runner.close() for runner in self._runners)

@@ -90,6 +90,6 @@ class Onlookers:
 
     async def _report(self) -> JobReport:
         first = self._runners[0]
-        if first.ended_by:
-            return JobReport(os.getpid(), self._title, failure=first.ended_by)
+        if first.failure is not None:
+            return JobReport(os.getpid(), self._title, failure=f"aborted by {first.failure.origin}")
         return JobReport(os.getpid(), self._title, survey=await first.survey())

