@@ -13,7 +13,7 @@ from installed import ROOT
 __all__ = ["fork_server"]
 
 PAGE = (ROOT / "docs" / "how-to" / "torchtitan.md").read_text()
-LINES, START, OPTIONS = re.findall(r"```python.*?\n(.*?)```", PAGE, re.DOTALL)
+LINES, START, OPTIONS, _ = re.findall(r"```python.*?\n(.*?)```", PAGE, re.DOTALL)
 (VALUE,) = re.findall(r"^    (--parallelism\.\S+ RRFP)$", PAGE, re.MULTILINE)
 
 

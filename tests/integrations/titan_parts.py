@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import integrations.titan_on_cpu
@@ -29,6 +31,10 @@ __all__ = ["integrations", "titan"]
 
 WORDS, LENGTH = 2048, 16
 STEPS, MICROBATCHES = 3, 8
+
+#: What the page tells users of FSDP on a CPU to do once the trainer is made.
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "torchtitan.md"
+(ON_CPU,) = re.findall(r'```python title="on a CPU"\n(.*?)```', PAGE.read_text(), re.DOTALL)
 
 
 class Tokens(BaseDataLoader):  # type: ignore[misc]
@@ -165,6 +171,7 @@ class Watched(Trainer):  # type: ignore[misc]
 
     def __init__(self, config: Trainer.Config) -> None:
         super().__init__(config)
+        exec(ON_CPU, {"trainer": self})
         self.seen = Seen()
         for part, optimizer in zip(self.model_parts, self.optimizers.optimizers, strict=True):
             optimizer.register_step_pre_hook(self._keep_of(part, part is self.model_parts[0]))
