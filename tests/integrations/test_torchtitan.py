@@ -58,8 +58,9 @@ def test_the_trainer_on_two_ranks() -> None:
 @needs_torchtitan
 @pytest.mark.long
 @pytest.mark.timeout(180)
-def test_the_trainer_otherwise_on_two_ranks() -> None:
-    run("gradients_in_any_order", "one_stage_a_rank", "split_backward", ranks=2)
+@pytest.mark.parametrize("case", ["gradients_in_any_order", "one_stage_a_rank", "split_backward"])
+def test_the_trainer_otherwise_on_two_ranks(case: str) -> None:
+    run(case, ranks=2)
 
 
 @needs_torchtitan
