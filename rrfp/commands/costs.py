@@ -22,7 +22,7 @@ _OUT = "Write the cost file here, for `rrfp simulate` and `rrfp sweep`."
 _RUN = "Only runs of this name, such as 'replica 1'; default: all."
 _SKIP = "Training steps to leave out at the beginning of each run; default 2."
 _STEP = "typical, the step whose time is the median; the step of a number; median or mean of all. Default typical."
-_LATENCY = "none, constant, constant:SECONDS, wire or spike instead of the recorded times of messages."
+_LATENCY = "none, constant, constant:SECONDS, wire, spike or bimodal instead of the recorded times of messages."
 
 
 def costs(

@@ -33,7 +33,7 @@ def known_lanes() -> Iterable[str]:
 
 def known_profiles() -> Iterable[str]:
     """All profiles of workloads."""
-    from rrfp.costs.profiles import PROFILES
+    from rrfp.costs.workloads import PROFILES
 
     return PROFILES
 

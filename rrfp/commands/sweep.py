@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from rrfp.sim.sweep.workloads import CostFile, Workload
 
 _COSTS = "Cost files (JSON), instead of a profile; may be given several times."
-_PROFILE = "A named, seeded workload."
+_PROFILE = "A named, seeded workload: llm, mllm, modalities, video, zipf, bimodal, moe, straggler or head."
 _PLACEMENT = "Where chunks live; default looped."
 _JITTER = "How much tasks are delayed; default J0."
 _SPLIT = "Split backward into input gradient and weight gradient; bfw on whole backwards is bf."
-_LATENCY = "none, constant, constant:SECONDS, wire or spike. Default none."
+_LATENCY = "none, constant, constant:SECONDS, wire, spike or bimodal. Default none."
 _SEEDS = "Run this many seeds, from --seed on, and show mean and spread."
 _JOBS = "Processes; default: usable cores, as far as there is work for them."
 _PLOT = "Draw speed and memory of all runs; the suffix decides the format."
@@ -60,7 +60,9 @@ class SweepCommand(MethodCommand):
 def _check_source(named: Collection[str]) -> None:
     """Refuse cost files beside the options of a profile, and neither of the two."""
     if ("costs" in named) == ("profile" in named):
-        raise ConfigError("exactly one of --costs FILE and --profile NAME is needed (profiles: llm, mllm)")
+        raise ConfigError(
+            f"exactly one of --costs FILE and --profile NAME is needed (profiles: {', '.join(known_profiles())})"
+        )
     if "costs" not in named and "sizes" in named:
         raise ConfigError("--sizes goes with --costs; a profile has sizes of its own")
     with Faults() as faults:
@@ -89,7 +91,7 @@ def sweep(
     sizes: options.Sizes = None,
     profile: Annotated[
         str | None,
-        option("profile", "llm|mllm", _PROFILE, WORKLOAD, check=_of_workload("profile"), values=known_profiles),
+        option("profile", "NAME", _PROFILE, WORKLOAD, check=_of_workload("profile"), values=known_profiles),
     ] = None,
     stages: Annotated[
         str | None, option("stages", "N", "Stages; default 8.", WORKLOAD, check=_of_workload("stages"))

@@ -111,7 +111,10 @@ def test_a_schedule_file_is_a_method(tmp_path: Path) -> None:
 
 BAD = {
     "no method": ((), "at least one of --hint NAME and --strict NAME is needed"),
-    "unknown profile": (("--profile", "gpt", "--hint", "bf"), "profile is 'gpt', must be one of llm, mllm"),
+    "unknown profile": (
+        ("--profile", "gpt", "--hint", "bf"),
+        "profile is 'gpt', must be one of llm, mllm, modalities,",
+    ),
     "no stages": (("--stages", "0", "--hint", "bf"), "stages is 0, must be a whole number >= 1"),
     "word as stages": (("--stages", "4,many", "--hint", "bf"), "stages is 'many', must be a whole number >= 1"),
     "half a microbatch": (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rrfp.core.placement import Layout
-from rrfp.costs import make_costs, microbatch_sizes
+from rrfp.costs import PROFILES, make_costs, microbatch_sizes
 from rrfp.errors import ConfigError
 
 
@@ -47,6 +47,52 @@ def test_mllm_factors_have_the_documented_distribution() -> None:
     assert abs(np.corrcoef(vision, length)[0, 1]) < 0.05
 
 
+def factors_of(profile: str, stages: int, microbatches: int = 20_000) -> Any:
+    """F over a plain stage's, without the output layer."""
+    factors = make_costs(profile, stages, microbatches, seed=1).forward / 0.010
+    factors[-1] /= 1.8 if profile == "head" else 1.2
+    return factors
+
+
+def test_modalities_vary_on_their_own() -> None:
+    factors = factors_of("modalities", 8)
+    vision, audio, text = factors[0] / 1.3, factors[2] / 1.2, factors[4]
+    for rows, factor in ((factors[:2] / 1.3, vision), (factors[2:4] / 1.2, audio), (factors[4:], text)):
+        assert rows == pytest.approx(np.tile(factor, (len(rows), 1)))
+        assert factor.mean() == pytest.approx(1, abs=0.02)
+    assert np.abs(np.corrcoef([vision, audio, text]) - np.eye(3)).max() < 0.05
+
+
+def test_video_comes_in_bursts() -> None:
+    vision = factors_of("video", 4, 40_000)[0] / 1.3
+    assert vision.mean() == pytest.approx(1, rel=0.03)
+    long = vision > 1.15  # two deviations above the one mean, and two below the other
+    assert long.mean() == pytest.approx(0.08 / (0.08 + 0.25), abs=0.02)
+    assert long[1:][long[:-1]].mean() == pytest.approx(0.75, abs=0.03)
+
+
+@pytest.mark.parametrize(("profile", "longest", "distinct"), [("zipf", 5.4875, 30), ("bimodal", 7.5 / 2.625, 2)])
+def test_one_size_orders_all_stages(profile: str, longest: float, distinct: int) -> None:
+    factors = factors_of(profile, 3)
+    assert factors == pytest.approx(np.tile(factors[0], (3, 1)))
+    assert factors[0].mean() == pytest.approx(1, rel=0.03)
+    assert factors[0].max() == pytest.approx(longest, rel=1e-4)
+    assert len(np.unique(factors[0].round(6))) == distinct
+
+
+def test_moe_varies_by_stage() -> None:
+    factors = factors_of("moe", 4)
+    assert np.log(factors).std(axis=1) == pytest.approx([0.2] * 4, abs=0.01)
+    assert np.abs(np.corrcoef(factors) - np.eye(4)).max() < 0.05
+
+
+@pytest.mark.parametrize(("profile", "slow"), [("straggler", [1, 1, 1.5, 1]), ("head", [1, 1, 1, 1])])
+def test_stages_differ_by_a_constant(profile: str, slow: list[float]) -> None:
+    factors = factors_of(profile, 4)
+    assert factors == pytest.approx(np.outer(slow, factors[0]))
+    assert factors[0].mean() == pytest.approx(1, rel=0.02)
+
+
 @pytest.mark.parametrize("placement", ["looped", "v"])
 def test_chunks_cut_the_layers_of_each_stage_but_not_the_output_layer(placement: Layout) -> None:
     whole = make_costs("mllm", 4, 3, split=True)
@@ -73,18 +119,19 @@ def test_a_v_lays_the_first_layers_and_the_last_on_one_stage() -> None:
 
 def test_split_and_unsplit_agree_to_the_last_bit() -> None:
     options: dict[str, Any] = {"jitter": "J3", "latency": "spike", "seed": 5, "step": 2}
-    for profile in ("llm", "mllm"):
+    for profile in PROFILES:
         split, unsplit = (make_costs(profile, 5, 9, split=s, **options) for s in (True, False))
         assert split.to_unsplit() == unsplit
         assert split.weight is not None
 
 
-def test_tables_depend_on_seed_and_step_alone() -> None:
-    first = make_costs("mllm", 4, 8, seed=1, step=1, jitter="J2", latency="wire")
-    assert make_costs("mllm", 4, 8, seed=1, step=1, jitter="J2", latency="wire") == first
+@pytest.mark.parametrize("profile", PROFILES)
+def test_tables_depend_on_seed_and_step_alone(profile: str) -> None:
+    first = make_costs(profile, 4, 8, seed=1, step=1, jitter="J2", latency="wire")
+    assert make_costs(profile, 4, 8, seed=1, step=1, jitter="J2", latency="wire") == first
     for seed, step in ((2, 1), (1, 2), (1 + 2**32, 1)):
-        assert make_costs("mllm", 4, 8, seed=seed, step=step, jitter="J2", latency="wire") != first
-    longer = make_costs("mllm", 4, 12, seed=1, step=1, jitter="J2", latency="wire")
+        assert make_costs(profile, 4, 8, seed=seed, step=step, jitter="J2", latency="wire") != first
+    longer = make_costs(profile, 4, 12, seed=1, step=1, jitter="J2", latency="wire")
     assert np.array_equal(longer.forward[:, :8], first.forward)
     assert np.array_equal(longer.backward[:, :8], first.backward)
 
@@ -118,7 +165,10 @@ def test_golden_digests(arguments: dict[str, Any], digest: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"profile": "gpt"}, "profile is 'gpt', must be one of llm, mllm"),
+        (
+            {"profile": "gpt"},
+            "profile is 'gpt', must be one of llm, mllm, modalities, video, zipf, bimodal, moe, straggler, head",
+        ),
         ({"stages": 0}, "stages is 0, must be a whole number >= 1"),
         ({"microbatches": 2.5}, "microbatches is 2.5, must be a whole number >= 1"),
         ({"chunks": 0}, "chunks is 0, must be a whole number >= 1"),
@@ -126,7 +176,10 @@ def test_golden_digests(arguments: dict[str, Any], digest: str) -> None:
         ({"seed": -1}, "seed is -1, must be a whole number >= 0"),
         ({"step": None}, "step is None, must be a whole number >= 0"),
         ({"jitter": "J4"}, "jitter is 'J4', must be one of J0, J1, J2, J3"),
-        ({"latency": "slow"}, "latency is 'slow', must be one of none, constant, constant:SECONDS, wire, spike"),
+        (
+            {"latency": "slow"},
+            "latency is 'slow', must be one of none, constant, constant:SECONDS, wire, spike, bimodal",
+        ),
     ],
 )
 def test_bad_arguments_name_what_is_allowed(changes: dict[str, Any], message: str) -> None:
@@ -136,7 +189,7 @@ def test_bad_arguments_name_what_is_allowed(changes: dict[str, Any], message: st
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("profile", ["llm", "mllm"])
+@pytest.mark.parametrize("profile", PROFILES)
 def test_sizes_are_the_time_of_each_microbatch_without_jitter_and_latency(profile: str) -> None:
     costs = make_costs(profile, 5, 7, split=True, seed=3, step=2)
     assert costs.weight is not None
@@ -149,5 +202,5 @@ def test_microbatches_of_equal_costs_have_equal_sizes() -> None:
 
 
 def test_sizes_refuse_what_costs_refuse() -> None:
-    with pytest.raises(ConfigError, match="profile is 'gpt', must be one of llm, mllm"):
+    with pytest.raises(ConfigError, match="profile is 'gpt', must be one of llm, mllm, modalities, video"):
         microbatch_sizes("gpt", 2, 2)

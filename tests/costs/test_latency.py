@@ -41,7 +41,17 @@ def test_spike_is_the_same_wire_with_spikes() -> None:
         assert (added >= 0).all()
 
 
-@pytest.mark.parametrize("model", ["wire", "spike"])
+def test_bimodal_has_both_statistics_of_the_papers_messages() -> None:
+    costs = drawn("bimodal")
+    for rows in (costs.latency_forward, costs.latency_backward):
+        p5, p25, p50, p75, p95 = np.quantile(rows, [0.05, 0.25, 0.5, 0.75, 0.95])
+        assert (p95 - p5) / p50 == pytest.approx(58.74, rel=0.05)
+        assert (p75 - p25) / p50 == pytest.approx(50.80, rel=0.05)
+        assert (rows > 0.02).mean() == pytest.approx(0.375, abs=0.01)
+        assert rows.max() < 0.032
+
+
+@pytest.mark.parametrize("model", ["wire", "spike", "bimodal"])
 def test_messages_and_directions_draw_on_their_own(model: str) -> None:
     tables = [drawn(model, seed=seed, step=step) for seed, step in ((0, 0), (1, 0), (0, 1))]
     assert drawn(model) == tables[0]
@@ -50,7 +60,7 @@ def test_messages_and_directions_draw_on_their_own(model: str) -> None:
     assert np.abs(correlation).max() < 0.08
 
 
-@pytest.mark.parametrize("model", ["constant", "wire", "spike"])
+@pytest.mark.parametrize("model", ["constant", "wire", "spike", "bimodal"])
 def test_a_handover_on_one_stage_takes_no_time(model: str) -> None:
     costs = with_latency(make_costs("llm", 2, 3, chunks=2, placement="v"), model)
     assert [bool(row.any()) for row in costs.latency_forward] == [True, False, True]

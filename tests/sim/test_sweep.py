@@ -178,7 +178,7 @@ def test_few_tasks_are_not_worth_processes(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"profile": "gpt"}, "profile is 'gpt', must be one of llm, mllm"),
+        ({"profile": "gpt"}, "profile is 'gpt', must be one of llm, mllm, modalities, video"),
         ({"stages": 0}, "stages is 0, must be a whole number >= 1"),
         ({"microbatches": 1.5}, "microbatches is 1.5, must be a whole number >= 1"),
         ({"chunks": 0}, "chunks is 0, must be a whole number >= 1"),
