@@ -83,6 +83,11 @@ class Rounds:
         """The most that other processes took of the machine in a round that is used."""
         return max(each.others for each in self.kept)
 
+    @property
+    def ways(self) -> list[str]:
+        """Those that took part."""
+        return [way for way in self.kind.ways(self.size) if way in self.kept[0].ways]
+
     def samples(self, way: str) -> list[float]:
         """Seconds of all half round trips."""
         return [seconds for each in self.kept for seconds in each.ways[way].seconds]

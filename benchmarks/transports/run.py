@@ -1,6 +1,6 @@
-"""Transports between two ranks of one host, side by side. Takes about four minutes.
+"""Transports between two ranks of one host, side by side. Takes about five minutes.
 
-    python benchmarks/transports/run.py [--rounds N] [--quick] [--json]
+    python benchmarks/transports/run.py [--rounds N] [--only tcp] [--quick] [--json]
 
 Two processes exchange messages with one float32 tensor through RRFP's transports, as the runtime uses them: on uvloop,
 with the default window. Beside them: torch.distributed's send and recv over gloo; a bare Unix socket of type SEQPACKET
@@ -21,6 +21,9 @@ reuse.
 
 CPU: processor time of both processes in those streams, all threads, summed. 1 GB is 10^9 bytes.
 
+"CURVE over plain" compares zmq over tcp with a secret, authenticated and encrypted, with the same without; `--only tcp`
+measures these two alone.
+
 "shm ahead" compares shm with zmq over ipc in all latencies (p50), throughputs and CPU times of the tables.
 `--quick` only shows that everything runs, without 128 MiB: its figures mean nothing.
 """
@@ -39,9 +42,10 @@ from benchmarks.shared.figures import Aim, aims_table, quantile, table_of, us
 from benchmarks.shared.load import OtherLoad
 from benchmarks.shared.options import parsed, parser_of
 from benchmarks.transports.aims import Results, aims_of, comparisons
+from benchmarks.transports.encryption import encryption_costs
 from benchmarks.transports.processes import RoundReport, run
 from benchmarks.transports.rounds import DISTURBED, Round, Rounds
-from benchmarks.transports.settings import LATENCY_WAYS, QUICK, STREAM_WAYS, Kind, Settings, name_of
+from benchmarks.transports.settings import LATENCY_WAYS, QUICK, STREAM_WAYS, TCP_WAYS, Kind, Settings, name_of
 
 #: p99 needs so many samples.
 P99_SAMPLES = 1000
@@ -89,7 +93,7 @@ def latencies(results: Results) -> list[Latency]:
     """All cells."""
     cells = []
     for (size, kind), rounds in results.items():
-        for way in kind.ways(size) if kind.is_latency else ():
+        for way in rounds.ways if kind.is_latency else ():
             samples = rounds.samples(way)
             p99 = quantile(samples, 0.99) if len(samples) >= P99_SAMPLES else None
             cells.append(Latency(way, size, kind, rounds.latency_s(way), p99, len(samples)))
@@ -102,7 +106,7 @@ def throughputs(results: Results) -> list[Throughput]:
         Throughput(way, size, kind, rounds.rate(way) / GB, rounds.cpu(way) * GB)
         for (size, kind), rounds in results.items()
         if not kind.is_latency
-        for way in kind.ways(size)
+        for way in rounds.ways
     ]
 
 
@@ -113,11 +117,15 @@ def print_tables(results: Results, aims: Sequence[Aim]) -> None:
     for title, ways, cells in _tables(results):
         table = table_of(title, "way", *map(name_of, sizes))
         for way in ways:
-            table.add_row(way, *(cells.get((way, size), "-") for size in sizes))
+            if any((way, size) in cells for size in sizes):
+                table.add_row(way, *(cells.get((way, size), "-") for size in sizes))
         console.print(table)
-    console.print(aims_table(aims))
-    behind = [f"{each.figure} ({each.ahead:.2f} times)" for each in comparisons(results) if each.ahead <= 1]
-    for line in (f"shm is not ahead of zmq ipc in: {'; '.join(behind) or 'nothing'}", *disturbances(results)):
+    lines = disturbances(results)
+    if aims:
+        console.print(aims_table(aims))
+        behind = [f"{each.figure} ({each.ahead:.2f} times)" for each in comparisons(results) if each.ahead <= 1]
+        lines.insert(0, f"shm is not ahead of zmq ipc in: {'; '.join(behind) or 'nothing'}")
+    for line in lines:
         console.print(line, soft_wrap=True, highlight=False)
 
 
@@ -138,6 +146,9 @@ def _tables(results: Results) -> Iterator[tuple[str, Sequence[str], dict[tuple[s
         yield f"throughput, {kind}: GB/s", STREAM_WAYS, cells
         cells = {(each.way, each.size): f"{each.cpu_s_per_gb:.3f}" for each in own}
         yield f"CPU, {kind}: s a GB, both processes", STREAM_WAYS, cells
+    costs = list(encryption_costs(results))
+    figures = list(dict.fromkeys(each.figure for each in costs))
+    yield "CURVE over plain tcp", figures, {(each.figure, each.size): f"{each.ratio:.2f}" for each in costs}
 
 
 def disturbances(results: Results) -> list[str]:
@@ -157,14 +168,16 @@ def main() -> None:
     """Measure and print."""
     parser = parser_of("RRFP's transports within one host, beside gloo, bare sockets and memcpy.")
     parser.add_argument("--rounds", type=int, default=Settings().rounds, help="measured rounds, at least 1")
+    parser.add_argument("--only", choices=["tcp"], help="measure zmq over tcp alone, plain and with CURVE")
     arguments = parsed(parser, "rounds")
-    settings = Settings(1, QUICK, warm_up=0) if arguments.quick else Settings(arguments.rounds)
+    only = TCP_WAYS if arguments.only else None
+    settings = Settings(1, QUICK, warm_up=0, only=only) if arguments.quick else Settings(arguments.rounds, only=only)
 
     load = OtherLoad()
     with Progress(console=Console(stderr=True), transient=True, auto_refresh=False) as progress:
         rounds = progress.track(run(settings), total=sum(1 for _ in settings.plan()), description="rounds")
         results = results_of(settings, rounds)
-    aims = aims_of(results)
+    aims = [] if only else aims_of(results)
     if arguments.json:
         document = {
             "latency": [asdict(cell) for cell in latencies(results)],
@@ -179,7 +192,8 @@ def main() -> None:
                 }
                 for (size, kind), rounds in results.items()
             ],
-            "comparisons": [asdict(each) for each in comparisons(results)],
+            "comparisons": [] if only else [asdict(each) for each in comparisons(results)],
+            "encryption": [asdict(each) for each in encryption_costs(results)],
             "aims": [aim.to_json() for aim in aims],
             "other_load": load.share(),
         }

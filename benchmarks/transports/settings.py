@@ -9,15 +9,18 @@ from typing import NamedTuple
 
 KIB, MIB = 1 << 10, 1 << 20
 
-INPROC, SHM, ZMQ_IPC, ZMQ_TCP = "inproc", "shm", "zmq ipc", "zmq tcp"
+INPROC, SHM, ZMQ_IPC, ZMQ_TCP, ZMQ_CURVE = "inproc", "shm", "zmq ipc", "zmq tcp", "zmq tcp CURVE"
 GLOO, SOCKET, SOCKET_HOP, MEMCPY = "gloo", "bare SEQPACKET", "bare SEQPACKET + hop", "memcpy"
 
 #: Of bare sockets; larger messages take several. RRFP's shm sends tensors in datagrams up to this size.
 DATAGRAM_BYTES = 64 * KIB
 
 #: Ways that exchange messages, and those that move bytes.
-LATENCY_WAYS = (INPROC, SHM, ZMQ_IPC, ZMQ_TCP, GLOO, SOCKET, SOCKET_HOP)
-STREAM_WAYS = (INPROC, SHM, ZMQ_IPC, ZMQ_TCP, GLOO, SOCKET, MEMCPY)
+LATENCY_WAYS = (INPROC, SHM, ZMQ_IPC, ZMQ_TCP, ZMQ_CURVE, GLOO, SOCKET, SOCKET_HOP)
+STREAM_WAYS = (INPROC, SHM, ZMQ_IPC, ZMQ_TCP, ZMQ_CURVE, GLOO, SOCKET, MEMCPY)
+
+#: What encryption costs.
+TCP_WAYS = (ZMQ_TCP, ZMQ_CURVE)
 
 
 class Kind(StrEnum):
@@ -88,17 +91,23 @@ class Settings:
         rounds: measured rounds of each size and kind; each runs every way once.
         counts: by size.
         warm_up: rounds before the measured ones.
+        only: the ways that take part; None: all.
     """
 
     rounds: int = 8
     counts: Mapping[int, Counts] = field(default_factory=lambda: FULL)
     warm_up: int = 1
+    only: Sequence[str] | None = None
+
+    def ways(self, size: int, kind: Kind) -> list[str]:
+        """Those that are compared, at a size."""
+        return [way for way in kind.ways(size) if self.only is None or way in self.only]
 
     def plan(self) -> Iterator[list[Block]]:
         """The rounds, in order. The first way of a round changes."""
         for size in self.counts:
             for kind in Kind:
-                ways = kind.ways(size)
+                ways = self.ways(size, kind)
                 for number in range(-self.warm_up, self.rounds):
                     first = number % len(ways)
                     yield [Block(size, kind, number, way) for way in (*ways[first:], *ways[:first])]

@@ -29,6 +29,7 @@ from benchmarks.transports.settings import (
     SHM,
     SOCKET,
     SOCKET_HOP,
+    ZMQ_CURVE,
     ZMQ_IPC,
     ZMQ_TCP,
     Block,
@@ -40,6 +41,7 @@ from rrfp.pipeline.loop_thread import LoopThread
 from rrfp.transports.base import Rendezvous, TransportContext
 from rrfp.transports.registry import TransportFactory, create_transport
 from rrfp.transports.rendezvous import LocalRendezvous, StoreRendezvous
+from rrfp.transports.secret import Secret
 from rrfp.transports.zmq.transport import ZmqTransport
 
 #: By way: between the processes, and within one.
@@ -47,7 +49,11 @@ _TRANSPORTS: dict[str, str | TransportFactory] = {
     SHM: "shm",
     ZMQ_IPC: partial(ZmqTransport, address="ipc"),
     ZMQ_TCP: partial(ZmqTransport, address="127.0.0.1"),
+    ZMQ_CURVE: partial(ZmqTransport, address="127.0.0.1"),
 }
+
+#: Of both ranks.
+_SECRET = Secret(b"the secret of the transports' comparison")
 
 #: The kinds of blocks that a transport's end is for: of a pair, one measures latency by the shortcuts.
 _LATENCY, _STREAM = "latency", "stream"
@@ -158,7 +164,9 @@ async def _started(
     *,
     is_direct: bool,
 ) -> TransportEnd:
-    transport = create_transport(factory, TransportContext(rank, (1 - rank,), way, meet(), allow_insecure=True))
+    secret = _SECRET if way == ZMQ_CURVE else None
+    context = TransportContext(rank, (1 - rank,), way, meet(), secret=secret, allow_insecure=secret is None)
+    transport = create_transport(factory, context)
     await transport.start()
     return TransportEnd(rank, memory, transport, is_direct=is_direct)
 

@@ -13,9 +13,21 @@ from pathlib import Path
 import pytest
 
 from benchmarks.transports.aims import Results, aims_of, comparisons
+from benchmarks.transports.encryption import encryption_costs
 from benchmarks.transports.rounds import Measured, Round, Rounds
 from benchmarks.transports.run import latencies, print_tables, throughputs
-from benchmarks.transports.settings import FULL, MEMCPY, QUICK, SHM, SOCKET_HOP, STREAM_WAYS, ZMQ_IPC, Counts, Kind
+from benchmarks.transports.settings import (
+    FULL,
+    MEMCPY,
+    QUICK,
+    SHM,
+    SOCKET_HOP,
+    STREAM_WAYS,
+    ZMQ_CURVE,
+    ZMQ_IPC,
+    Counts,
+    Kind,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,6 +72,18 @@ def test_no_aim_is_met_by_a_shm_that_is_as_fast_as_zmq() -> None:
 
     assert [(aim.name, aim.met) for aim in aims] == [(aim.name, False) for aim in aims]
     assert aims[-1].value == len(comparisons(figures)) == 36
+
+
+def test_encryption_is_compared_in_every_figure_but_those_of_a_read_stream() -> None:
+    costs = list(encryption_costs(results({ZMQ_CURVE: 3e-3})))
+
+    assert [each.ratio for each in costs] == pytest.approx([3.0] * (6 * 4))
+    assert {each.figure for each in costs} == {
+        "one way, idle lane",
+        "one way, busy lane",
+        "stream, unread",
+        "CPU, unread",
+    }
 
 
 def test_disturbed_rounds_are_discarded_but_a_third_is_kept() -> None:
@@ -125,4 +149,8 @@ def test_smoke_run_measures_every_way_at_its_sizes() -> None:
     assert [aim["name"] for aim in document["aims"]] == [aim.name for aim in aims_of(expected)]
     behind = [each["figure"] for each in document["comparisons"] if each["ahead"] <= 1]
     assert document["aims"][-1]["value"] == len(behind)
+    assert [(each["figure"], each["size"]) for each in document["encryption"]] == [
+        (each.figure, each.size) for each in encryption_costs(expected)
+    ]
+    assert all(each["ratio"] > 0 for each in document["encryption"])
     assert document["other_load"] is None or document["other_load"] >= 0
