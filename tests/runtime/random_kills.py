@@ -13,6 +13,7 @@ import runtime.processes as programs
 from runtime.processes import PATIENCE_S, Processes
 
 from rrfp.core.mesh import Mesh
+from rrfp.transports.registry import TransportSpec
 
 MESHES = {
     "pp 4": Mesh((("pp", 4),)),
@@ -70,7 +71,7 @@ def draw(seed: int, count: int) -> list[Kill]:
     ]
 
 
-def run(kill: Kill, folder: Path, transport: str) -> Outcome:
+def run(kill: Kill, folder: Path, transport: TransportSpec) -> Outcome:
     """Raises AssertionError if a rank hangs, ends without the error, or names somebody else."""
     mesh = MESHES[kill.mesh]
     folder.mkdir()

@@ -8,6 +8,9 @@ import pytest
 from fork_server import fork_server  # noqa: F401 - a fixture
 from runtime.random_kills import Kill, Outcome, draw, report, run
 from runtime.test_processes import TRANSPORTS
+from transports.curved import curve
+
+from rrfp.transports.registry import TransportSpec
 
 SEED = 31
 
@@ -18,11 +21,18 @@ def test_a_rank_that_is_killed_or_stopped_is_named_by_all_others(kill: Kill, tra
     run(kill, tmp_path / "ranks", transport)
 
 
+@pytest.mark.parametrize("kill", draw(SEED + 2, 2), ids=lambda kill: f"{kill.how.name} of {kill.victim} in {kill.mesh}")
+def test_it_is_named_over_encrypted_connections(kill: Kill, tmp_path: Path) -> None:
+    run(kill, tmp_path / "ranks", curve)
+
+
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("transport", ["auto", "zmq"])
-def test_a_hundred_random_kills_and_stops(transport: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("transport", ["auto", "zmq", curve])
+def test_a_hundred_random_kills_and_stops(
+    transport: TransportSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     outcomes: list[Outcome] = []
     for number, kill in enumerate(draw(SEED + 1, 100)):
         try:
