@@ -24,6 +24,7 @@ from rrfp.runtime.activity import RankActivity
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.batching import Plan
 from rrfp.runtime.reports import PendingReports, ResourceMeter, StageReport, StepFigures
+from rrfp.runtime.share_checks import check_numbers, check_scales, check_weights
 from rrfp.runtime.supervisor import TaskSupervisor
 from rrfp.trace.breakdown import breakdown
 from rrfp.trace.spans import StepTrace
@@ -55,6 +56,7 @@ class LossShare:
         loss: their weighted combination there; None elsewhere.
         weight: the sum of their weights there; 0 elsewhere.
         loss_scale: the factor of this rank's GradScaler; None without one.
+        has_weights: see `check_weights`.
     """
 
     refused: int = 0
@@ -63,6 +65,7 @@ class LossShare:
     loss: float | None = None
     weight: float = 0.0
     loss_scale: float | None = None
+    has_weights: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +158,8 @@ class StepReporter:
     async def _share_losses(
         self, plan: Plan, read_losses: Callable[[], Awaitable[Mapping[int, float]]], losses: asyncio.Future[Losses]
     ) -> None:
-        share = LossShare(plan.refused, plan.batch.training_step, loss_scale=plan.loss_scale)
+        has_weights = True if plan.weights is not None else None
+        share = LossShare(plan.refused, plan.batch.training_step, loss_scale=plan.loss_scale, has_weights=has_weights)
         if not self.has_losses:
             await _give_way(asyncio.Event())  # to the first task
         elif own := await read_losses():
@@ -164,11 +168,12 @@ class StepReporter:
             # A replica all of whose weights are 0 adds nothing to the others' mean.
             is_part = weight or self._topology.replicas == 1
             loss = combine_losses(ordered, plan.weights, plan.reduction) if is_part else 0.0
-            share = replace(share, losses=own, loss=loss, weight=weight)
+            share = replace(share, losses=own, loss=loss, weight=weight, has_weights=bool(has_weights))
         answers = await self._all_gather.all_gather("losses", plan.step.number, records.pack(share))
         shares = [records.unpack(LossShare, data, "the losses of a step") for data in answers]
-        self._check_numbers([share.training_step for share in shares])
-        self._check_scales([share.loss_scale for share in shares])
+        check_numbers([share.training_step for share in shares], self._topology)
+        check_scales([share.loss_scale for share in shares], self._topology)
+        check_weights([share.has_weights for share in shares], self._topology)
         self._compare_refused([share.refused for share in shares], plan)
         losses.set_result(Losses.of(shares, self._topology, plan.reduction))
 
@@ -226,26 +231,6 @@ class StepReporter:
         """The pipeline failed: a caller that reads the reports raises that, unless they are here."""
         if self._pending is not None:
             self._pending.settle(failure)
-
-    def _check_numbers(self, numbers: Sequence[int]) -> None:
-        """Ranks that draw for different training steps have loaded different states."""
-        if len(set(numbers)) > 1:
-            other = next(rank for rank, number in enumerate(numbers) if number != numbers[0])
-            raise ProtocolError(
-                f"the training step is {numbers[0]} on {self._topology.name_of(0)} and {numbers[other]} on "
-                f"{self._topology.name_of(other)}: must be the same; load the state of one step on all ranks"
-            )
-
-    def _check_scales(self, scales: Sequence[float | None]) -> None:
-        """The last stage's scale is in all gradients, and every rank divides its own by its scale."""
-        if len(set(scales)) > 1:
-            other = next(rank for rank, scale in enumerate(scales) if scale != scales[0])
-            first, second = ("absent" if scale is None else f"{scale:g}" for scale in (scales[0], scales[other]))
-            raise ProtocolError(
-                f"the scale of the loss is {first} on {self._topology.name_of(0)} and {second} on "
-                f"{self._topology.name_of(other)}: must be the same; call scale() with a GradScaler of the same "
-                "arguments and state, enabled on all ranks or on none"
-            )
 
     def _compare_refused(self, refused: Sequence[int], plan: Plan) -> None:
         """Warn when calls were refused on some ranks only: a rank that then took its next batch is ahead of others."""

@@ -79,6 +79,19 @@ def test_replicas_may_evaluate_other_numbers_of_microbatches_or_nothing_that_cou
         assert math.isnan(nothing.loss)
 
 
+def test_weights_that_the_rank_of_the_losses_lacks_are_refused_on_all_ranks() -> None:
+    mesh = Mesh((("dp", 2), ("pp", 2)))
+
+    def body(having: int) -> Callable[[int, BlockingPipeline], Any]:
+        return lambda rank, pipe: pipe.step(microbatches=2, weights=[1, 3] if rank == having else None)
+
+    for having, is_refused in ((1, False), (2, True)):
+        outcomes = ThreadedRanks(programs(mesh), body(having), mesh=mesh).join()
+        first, last = mesh.name(2), mesh.name(3)
+        text = f"weights is passed on {first} and not on {last}, which computes the losses: must be passed there"
+        assert [text in str(outcome.error) for outcome in outcomes] == [is_refused] * 4
+
+
 @pytest.mark.parametrize("coordination", ["leader", "agreement"])
 @pytest.mark.parametrize("method", [{"strict": "1f1b"}, {"hint": "1f1b", "limit": "1f1b"}, {"strict": "gpipe"}])
 def test_schedules_and_forward_only_steps_run_in_groups(coordination: str, method: Mapping[str, Any]) -> None:

@@ -1,0 +1,46 @@
+"""What the ranks of a step tell each other must fit together; the first rank that differs is named on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rrfp.core.topology import Topology
+from rrfp.errors import ProtocolError
+
+
+def check_numbers(numbers: Sequence[int], topology: Topology) -> None:
+    """Ranks that draw for different training steps have loaded different states."""
+    if len(set(numbers)) > 1:
+        other = next(rank for rank, number in enumerate(numbers) if number != numbers[0])
+        raise ProtocolError(
+            f"the training step is {numbers[0]} on {topology.name_of(0)} and {numbers[other]} on "
+            f"{topology.name_of(other)}: must be the same; load the state of one step on all ranks"
+        )
+
+
+def check_scales(scales: Sequence[float | None], topology: Topology) -> None:
+    """The last stage's scale is in all gradients, and every rank divides its own by its scale."""
+    if len(set(scales)) > 1:
+        other = next(rank for rank, scale in enumerate(scales) if scale != scales[0])
+        first, second = ("absent" if scale is None else f"{scale:g}" for scale in (scales[0], scales[other]))
+        raise ProtocolError(
+            f"the scale of the loss is {first} on {topology.name_of(0)} and {second} on "
+            f"{topology.name_of(other)}: must be the same; call scale() with a GradScaler of the same "
+            "arguments and state, enabled on all ranks or on none"
+        )
+
+
+def check_weights(have_weights: Sequence[bool | None], topology: Topology) -> None:
+    """Weights that another rank of a replica has do nothing where the losses are computed without them.
+
+    Args:
+        have_weights: by rank, whether it has weights; None on a rank without, where they are of no use.
+        topology: of any rank.
+    """
+    having = {topology.place_of(rank).replica: rank for rank, has in enumerate(have_weights) if has}
+    for rank, has in enumerate(have_weights) if having else ():
+        if has is False and (other := having.get(topology.place_of(rank).replica)) is not None:
+            raise ProtocolError(
+                f"weights is passed on {topology.name_of(other)} and not on {topology.name_of(rank)}, which computes "
+                "the losses: must be passed there"
+            )
