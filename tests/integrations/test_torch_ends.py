@@ -32,6 +32,8 @@ def test_a_killed_peer_ends_the_step_with_a_named_error() -> None:
     assert codes == [7, -9]
     assert survivor["error"] == "PipelineAborted"
     assert survivor["text"].startswith("aborted by stage 1: PeerLostError: ")
+    assert survivor["frames"][-1] == "schedule.py", "of the runtime there is but the call that the script makes"
+    assert survivor["frames"].count("schedule.py") == 1
     assert survivor["seconds"] < 6
 
 
@@ -57,10 +59,18 @@ def test_an_error_outside_the_tasks_that_ends_a_rank_is_named_on_the_others(how:
 
 
 @pytest.mark.slow
-def test_a_peer_that_never_steps_is_a_named_time_limit() -> None:
-    codes, (waiting,) = ends("absent")
+@pytest.mark.parametrize(
+    ("how", "exchange", "duty", "place"),
+    [
+        ("absent", "shapes between stages", "called step or eval", "_warmup"),
+        ("unbuilt", "the ranks' stages", "built its ScheduleRRFP", "all_gather"),
+    ],
+)
+def test_a_peer_that_never_comes_is_named_at_the_time_limit(how: str, exchange: str, duty: str, place: str) -> None:
+    codes, (waiting,) = ends(how)
     assert codes == [7, 0]
     assert waiting["error"] == "TransportError"
-    assert "the exchange of shapes between stages did not end within init_timeout, 1.5 s" in waiting["text"]
-    assert "_warmup" in waiting["text"]
+    assert f"the exchange of {exchange} did not end within init_timeout, 1.5 s" in waiting["text"]
+    assert f"of the stages' group rank 1 has not {duty}; here it waits" in waiting["text"]
+    assert place in waiting["text"]
     assert 1.5 <= waiting["seconds"] < 6

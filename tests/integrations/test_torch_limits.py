@@ -41,10 +41,10 @@ def test_a_long_wait_is_logged_once_and_says_who_must_call(caplog: pytest.LogCap
         if len(looks) == 3:
             ending.set()
 
-    within(30, "the wait", ending.wait, check, warn_s=0)
+    within(30, "the wait", ending.wait, check, lambda: "rank 1 has not come; ", warn_s=0)
     (text,) = (record.getMessage() for record in caplog.records)
     assert text.startswith(
-        "the wait has not ended for 0 s, and may take 30 s (init_timeout): it waits until every rank"
+        "the wait has not ended for 0 s, and may take 30 s (init_timeout): rank 1 has not come; it waits until every"
     )
     assert "in wait (" in text
 

@@ -7,6 +7,10 @@ import os
 import signal
 import sys
 import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,17 +56,24 @@ def report(**values: Any) -> None:
     sys.stdout.flush()
 
 
-def step(rank: Rank) -> None:
-    """One step; an error is reported, and ends the process at once, as torch's threads may wait forever."""
-    args, kwargs = rank.arguments(*batch(0, 8), [])
+@contextmanager
+def reported() -> Iterator[None]:
+    """An error is reported, and ends the process at once, as torch's threads may wait forever."""
     began = time.monotonic()
     try:
-        rank.schedule.step(*args, **kwargs)
+        yield
     except Exception as error:
-        report(error=type(error).__name__, text=str(error), seconds=time.monotonic() - began)
+        frames = [Path(frame.filename).name for frame in traceback.extract_tb(error.__traceback__)]
+        report(error=type(error).__name__, text=str(error), seconds=time.monotonic() - began, frames=frames)
         if isinstance(error, ValueError):
             time.sleep(LINGER_S)  # the other rank must not learn it from the end of this process
         os._exit(7)
+
+
+def leave_the_other_waiting() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(2 * INIT_S)
+        os._exit(0)
 
 
 def main() -> None:
@@ -76,20 +87,24 @@ def main() -> None:
     dist.init_process_group("gloo")
     # Under torchrun a rank that failed at no fault of its own waits until the process at fault has ended.
     os.environ.pop("TORCHELASTIC_RUN_ID", None)
-    rank = Rank(
-        1,
-        4,
-        make=MODULES.get(how, Block),
-        init_timeout=INIT_S if how == "absent" else 60,
-        patience=PATIENCE_S,
-    )
-    if how == "absent" and dist.get_rank() == 1:
-        time.sleep(2 * INIT_S)
-        os._exit(0)
+    if how == "unbuilt":
+        leave_the_other_waiting()
+    with reported():
+        rank = Rank(
+            1,
+            4,
+            make=MODULES.get(how, Block),
+            init_timeout=INIT_S if how in ("absent", "unbuilt") else 60,
+            patience=PATIENCE_S,
+        )
+    if how == "absent":
+        leave_the_other_waiting()
     if how == "refused" and dist.get_rank() == 1:
         rank.schedule.step()
     for _ in range(3):
-        step(rank)
+        args, kwargs = rank.arguments(*batch(0, 8), [])
+        with reported():
+            rank.schedule.step(*args, **kwargs)
         if how == "between" and dist.get_rank() == 1:
             raise LookupError("of the script")
     report(threads=rank.error() >= 0)

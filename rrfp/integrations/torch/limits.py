@@ -25,6 +25,10 @@ INIT_S = 600.0
 LOOK_S = 0.1
 
 
+#: For whom a call waits, where that is unknown.
+UNKNOWN = "some rank of the stages' group does not call it, or failed in it; "
+
+
 #: After how many seconds a log line says that a call waits.
 WARN_S = 10.0
 
@@ -34,10 +38,19 @@ def within(
     what: str,
     call: Callable[[], T],
     check: Callable[[], None] = lambda: None,
+    missing: Callable[[], str] = str,
     *,
     warn_s: float = WARN_S,
 ) -> T:
     """The result of ``call``, made on a thread of its own, unless ``check`` raises meanwhile; logs a long wait once.
+
+    Args:
+        seconds: the limit.
+        what: the call's name.
+        call: what may block.
+        check: asked every now and then.
+        missing: for whom the call waits, as the beginning of a sentence; empty if unknown.
+        warn_s: after how many seconds the wait is logged.
 
     Raises:
         TransportError: if it takes longer than ``seconds``. The thread is left behind: torch's calls cannot be ended.
@@ -51,17 +64,18 @@ def within(
         if time.monotonic() >= warning:
             warning = float("inf")
             logger.warning(
-                "%s has not ended for %g s, and may take %g s (init_timeout): it waits until every rank of the stages' "
-                "group has built its ScheduleRRFP and called step or eval as often; here it is %s",
+                "%s has not ended for %g s, and may take %g s (init_timeout): %sit waits until every rank of the "
+                "stages' group has built its ScheduleRRFP and called step or eval as often; here it is %s",
                 what,
                 warn_s,
                 seconds,
+                missing(),
                 _place_of(thread),
             )
         if time.monotonic() >= deadline:
             raise TransportError(
-                f"{what} did not end within init_timeout, {seconds:g} s: some rank of the stages' group does not call "
-                f"it, or failed in it; here it waits {_place_of(thread)}"
+                f"{what} did not end within init_timeout, {seconds:g} s: {missing() or UNKNOWN}here it waits "
+                f"{_place_of(thread)}"
             )
     if outcome.exception() is not None:
         check()  # a peer that failed has closed its connections, too: the failure says more

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from rrfp import CallerModes, Mode, StepResult
+from rrfp import CallerModes, Mode, PipelineAborted, StepResult
 from rrfp.errors import ConfigError, Faults
 from rrfp.integrations.torch import checks, private
+from rrfp.integrations.torch.arrivals import STAGES, Arrivals, shapes_of
 from rrfp.integrations.torch.causes import unwrapped
 from rrfp.integrations.torch.layout import Layout
 from rrfp.integrations.torch.lifetime import OpenPipeline, pipeline_of
@@ -117,11 +118,16 @@ class ScheduleRRFP(TorchSchedule):
         gather = partial(
             Layout.gather, listed, n_microbatches, has_loss=loss_fn is not None, scales_grads=bool(scale_grads)
         )
-        layout = self._in_time("the exchange of the ranks' stages", gather)
+        arrivals = Arrivals(listed[0], STAGES)
+        arrivals.come()
+        layout = self._in_time(arrivals, gather)
         self.map_stages(layout.rank_of)
         divisor = n_microbatches if scale_grads else 1
         self._tasks = StageTasks(listed, n_microbatches, split=options.get("split") is True, divisor=divisor)
         self._pipe = OpenPipeline(pipeline_of(self._tasks, listed, layout, mesh, coordinate, options), self)
+        self._shapes = Arrivals(listed[0], shapes_of(layout.token))
+        #: Whether the stages know the shapes of training or of evaluations; None before the first call.
+        self._shapes_train: bool | None = None
 
     @classmethod
     def configured(cls, **options: Any) -> type[ScheduleRRFP]:
@@ -191,7 +197,10 @@ class ScheduleRRFP(TorchSchedule):
         for stage in self._stages:
             stage.has_backward = self.trains
             stage.clear_runtime_states()
-        self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
+        try:
+            self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
+        except PipelineAborted as error:
+            raise error.with_traceback(None) from error.__cause__  # these frames would bury the caller's
         last = self._stages[-1]
         return self.merge(last.output_chunks) if last.is_last and return_outputs else None
 
@@ -252,8 +261,11 @@ class ScheduleRRFP(TorchSchedule):
             self._finalizes,
         )
         try:
+            if self._shapes_train is not self.trains:  # torch exchanges them
+                self._shapes.come()
+                self._shapes_train = self.trains
             infer = partial(unwrapped, self.infer_metadata, arg_mbs[0], kwarg_mbs[0], first_target, loss_kwargs)
-            self._in_time("the exchange of shapes between stages", infer, self._pipe.calls.check)
+            self._in_time(self._shapes, infer, self._pipe.calls.check)
             checks.PREPARED.update(dict.fromkeys(self._stages, self.n_microbatches))
             run = self._pipe.calls.step if self.trains else self._pipe.calls.evaluate
             self.last_result = run(microbatches=self.n_microbatches)
@@ -277,10 +289,10 @@ class ScheduleRRFP(TorchSchedule):
         tasks.step_losses.clear()
         tasks.step_outputs.clear()
 
-    def _in_time(self, what: str, call: Callable[[], Any], check: Callable[[], None] = lambda: None) -> Any:
-        """``call`` in the caller's modes, under the time limit; ends early if ``check`` raises."""
+    def _in_time(self, arrivals: Arrivals, call: Callable[[], Any], check: Callable[[], None] = lambda: None) -> Any:
+        """``call``, an exchange, in the caller's modes, under the time limit; ends early if ``check`` raises."""
         modes = CallerModes.capture(Mode.TRAIN if torch.is_grad_enabled() else Mode.FORWARD)
-        return within(self._init_timeout, what, partial(modes.forward, call), check)
+        return within(self._init_timeout, arrivals.name, partial(modes.forward, call), check, arrivals.missing)
 
 
 def _loss_of(schedule: ScheduleRRFP, loss_kwargs: dict[str, Any] | None, output: Any, target: Any) -> Any:
