@@ -51,6 +51,16 @@ def test_a_single_layer_of_a_model() -> None:
     assert refusal(build("llama").model.layers[0]).startswith("model is a LlamaDecoderLayer, must be a model of")
 
 
+def test_a_model_that_transformers_has_cut_by_itself() -> None:
+    from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
+
+    model = build("llama")
+    for index in (2, 3):
+        model.model.layers[index] = PipelineIdentityLayer()
+    message = refusal(model, check=False)
+    assert message.startswith("model is a LlamaForCausalLM without its layers [2, 3], must have all: load it without")
+
+
 def test_a_plan_whose_layers_need_more() -> None:
     model = build("llama")
     plan = dict(model.config.base_model_pp_plan)

@@ -89,6 +89,12 @@ def _check_plan(model: Any, plan: Mapping[str, Any], layers: str) -> None:
             f"base_model_pp_plan[{layers!r}] of a {type(model).__name__} is {plan[layers]}, must take "
             f"{' and '.join(sorted(_LAYER_INPUTS))} alone and return hidden_states"
         )
+    absent = [index for index, layer in enumerate(getattr(model.base_model, layers)) if isinstance(layer, nn.Identity)]
+    if absent:  # as transformers leaves them on the ranks of its own pipeline
+        raise ConfigError(
+            f"model is a {type(model).__name__} without its layers {absent}, must have all: load it without the "
+            "pp_size of a DistributedConfig"
+        )
 
 
 def _is_of_library(model: Any) -> bool:
