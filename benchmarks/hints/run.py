@@ -5,9 +5,9 @@
 
 Backward is split, unless --unsplit is given. Microbatches: 64. A hint may hold, on stage i of N: N - i microbatches
 (limit 1f1b), N, or 2N. Beside them the schedules 1f1b and zb-h1, run strictly with eager sends; their own order holds
-what the limits 1f1b and N allow. All methods meet the same cost tables (profiles llm and mllm, jitter J0 to J3, 5
-seeds). The pyramid hints receive each microbatch's planned time, without jitter; the others ignore it. bf and
-bfw are one rule and are run once.
+what the limits 1f1b and N allow. All methods meet the same cost tables (jitter J0 to J3, 5 seeds; profiles llm and
+mllm, unless --profile names others). The pyramid hints receive each microbatch's planned time, without jitter; the
+others ignore it. bf and bfw are one rule and are run once.
 
 Each figure is a mean over its cells; ± is the standard deviation over the seeds. A gain compares makespans on the same
 table within the same limit, so never two memories; "what memory buys" does compare limits, and shows both D, the
@@ -42,6 +42,8 @@ from rrfp.errors import ConfigError
 from rrfp.sim.sweep.pool import usable_cores
 from rrfp.trace.plot import require_matplotlib
 
+#: Two of all, for time; `benchmarks/profiles/run.py` compares the default hint on all.
+DEFAULT_PROFILES = ("llm", "mllm")
 STAGES, MICROBATCHES = (4, 8, 16, 32, 64), 64
 QUICK_STAGES, QUICK_MICROBATCHES, QUICK_JITTERS = (2, 4), 8, ("J0", "J3")
 
@@ -52,7 +54,7 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
     stages, microbatches = (QUICK_STAGES, QUICK_MICROBATCHES) if quick else (STAGES, MICROBATCHES)
     return [
         Case(profile, n, microbatches, jitter, arguments.latency, seed, arguments.size_error, split)
-        for profile in arguments.profile or PROFILES
+        for profile in arguments.profile or DEFAULT_PROFILES
         for n in stages
         for jitter in (QUICK_JITTERS if quick else JITTER_LEVELS)
         for seed in range(1 if quick else arguments.seeds)
@@ -93,7 +95,9 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 def arguments_of() -> argparse.Namespace:
     """The command line."""
     parser = parser_of("Every hint within every limit, beside a lower bound.")
-    parser.add_argument("--profile", choices=list(PROFILES), action="append", help="this one only; may be repeated")
+    parser.add_argument(
+        "--profile", choices=list(PROFILES), action="append", help="instead of llm and mllm; may be repeated"
+    )
     parser.add_argument("--seeds", type=int, default=5, help="draws of every workload, at least 1")
     parser.add_argument("--latency", default="none", help="a latency model, such as none, wire or spike")
     parser.add_argument("--unsplit", action="store_true", help="backward is one task: no weight tasks, no zb-h1")

@@ -25,15 +25,13 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.shared.options import parsed, parser_of
 from rrfp.core.admission import Limit
 from rrfp.core.size_order import followed, least
-from rrfp.costs import JITTER_LEVELS, PROFILES, CostTable, make_costs, microbatch_sizes
-from rrfp.costs.streams import Matrix
+from rrfp.costs import JITTER_LEVELS, CostTable, make_costs, microbatch_sizes
 from rrfp.hints.pyramid import ORDERS_ALL
 from rrfp.hints.registry import DEFAULT_HINT, create_hint
 from rrfp.sim.engine import run
@@ -44,31 +42,8 @@ COUNTS = ("1f1b", "n")
 #: Bytes in the table are whole numbers, so that proportions are a byte off; the limit would be missed by that byte.
 SLACK = 1.001
 ORDER_LIMITS = ("1f1b", "n", "2n")
-
-
-def zipf(stages: int, microbatches: int, random: np.random.Generator, /) -> Matrix:
-    """Every stage takes the microbatch's size: 1 / rank**0.8 for ranks drawn from 1..30, of mean 1."""
-    sizes = 1 / random.integers(1, 31, microbatches) ** 0.8
-    return np.tile(sizes / sizes.mean(), (stages, 1))
-
-
-def bimodal(stages: int, microbatches: int, random: np.random.Generator, /) -> Matrix:
-    """Every stage takes the microbatch's size: one in four is 7.5 times as large as the others, of mean 1."""
-    sizes = np.where(random.random(microbatches) < 0.25, 3.0, 0.4)
-    return np.tile(sizes / sizes.mean(), (stages, 1))
-
-
-def modalities(stages: int, microbatches: int, random: np.random.Generator, /) -> Matrix:
-    """A vision, an audio and a language part of N // 4, N // 4 and the other stages, of independent sizes."""
-    normal = random.standard_normal((microbatches, 3))
-    vision, audio = (np.clip(np.exp(0.6 * normal[:, part] - 0.18), 0.2, 5.0) for part in range(2))
-    rows = np.tile(np.clip(np.exp(0.25 * normal[:, 2] - 0.03125), 0.2, 5.0), (stages, 1))
-    share = max(1, stages // 4)
-    rows[:share], rows[share : 2 * share] = 1.3 * vision, 1.2 * audio
-    return rows
-
-
-OWN_PROFILES = {"modalities": modalities, "zipf": zipf, "bimodal": bimodal}
+#: Of several modalities, and of one size for all stages.
+PROFILES = ("mllm", "modalities", "zipf", "bimodal")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,12 +153,11 @@ def main() -> None:
     arguments = parsed(parser, "seeds")
     if arguments.quick:
         arguments.seeds, arguments.stages, arguments.jitter = 1, [2], ["J2"]
-    PROFILES.update(OWN_PROFILES)
     tables = {"bytes": "passed by %", "order": "correlation"}
     cells: dict[str, list[Cell]] = {}
     for name, last in tables.items():
         if arguments.only in (None, name):
-            studies = [Study(profile, arguments) for profile in ("mllm", *OWN_PROFILES)]
+            studies = [Study(profile, arguments) for profile in PROFILES]
             cells[name] = [cell for study in studies for cell in getattr(study, name)()]
             if not arguments.json:
                 show(name, last, cells[name])

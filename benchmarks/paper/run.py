@@ -18,9 +18,11 @@ from rich.console import Console
 
 from benchmarks.paper.breakdown import breakdown
 from benchmarks.paper.details import dominance, saturation, workload_statistics
+from benchmarks.paper.messages import messages
 from benchmarks.paper.plots import plot
 from benchmarks.paper.runs import Runs
 from benchmarks.paper.tables import SECTIONS, Section, Table
+from benchmarks.paper.theorem import theorem
 from benchmarks.shared.figures import table_of
 from benchmarks.shared.load import OtherLoad
 from benchmarks.shared.options import parsed, parser_of
@@ -28,11 +30,13 @@ from rrfp.sim.sweep.pool import usable_cores
 
 ALL: dict[str, Section] = {
     **{name: SECTIONS[name] for name in ("table-1", "table-2")},
+    "messages": messages(),
     "table-3": breakdown(),
     **{name: SECTIONS[name] for name in ("tables-4-5", "table-6", "table-7", "table-8")},
     "limit": saturation(),
     "statistics": workload_statistics(),
     "dominance": dominance(),
+    "theorem": theorem(),
 }
 
 #: What a section reads of another's runs.

@@ -132,7 +132,7 @@ class Runs:
             for seed in range(self.seeds * replicas)
         ]
         keys.sort(key=lambda key: -key[1].stages * key[1].microbatches)  # long ones first: no straggler at the end
-        experiments = [(method, self._cut(workload), seed) for method, workload, seed in keys]
+        experiments = [(method, self.workload(workload), seed) for method, workload, seed in keys]
         with (
             Progress(console=Console(stderr=True), transient=True) as progress,
             closing(run_all(run, experiments, jobs=jobs)) as outcomes,
@@ -140,7 +140,8 @@ class Runs:
             for key, outcome in zip(keys, progress.track(outcomes, len(keys), description="runs"), strict=True):
                 self._found[key] = outcome
 
-    def _cut(self, workload: Workload) -> Workload:
+    def workload(self, workload: Workload) -> Workload:
+        """What is run for it: itself, or fewer microbatches in a smoke run."""
         most = self._most_microbatches
         return workload if most is None else replace(workload, microbatches=min(most, workload.microbatches))
 

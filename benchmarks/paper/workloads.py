@@ -7,7 +7,8 @@ Each part is either the project's own (profiles, jitter, latency: `rrfp.costs`) 
   shorter ones: the factor is 8 / PP;
 - compute varies from task to task by a lognormal factor whose (p95 - p5) / p50 is 0.73, as the paper measured;
 - latency `spike`: 0.4 ms (lognormal), and for 21% of the messages up to 30 ms more; its (p95 - p5) / p50 is near the
-  paper's 58.74;
+  paper's 58.74. `benchmarks/paper/messages.py` runs Tables 1 and 2 with `bimodal` as well, which also has the paper's
+  (p75 - p25) / p50 of 50.80;
 - tensor parallelism leaves task times as they are (on the paper's PCIe machines iteration times do not fall with TP);
   a message has arrived when the last of its TP ranks has it;
 - data parallelism divides the batch; the slower replica counts.

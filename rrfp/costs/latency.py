@@ -5,7 +5,7 @@ Every message draws independently, by (seed, step, direction, edge, microbatch),
 every model.
 
 The paper publishes two statistics of its messages, (p95 - p5) / p50 = 58.74 and (p75 - p25) / p50 = 50.80. `spike` has
-the first (51.7) and not the second (1.3), `bimodal` has both (58.6 and 50.7).
+about the first (48.8) and not the second (1.2), `bimodal` has both (58.6 and 50.7).
 """
 
 from __future__ import annotations

@@ -6,19 +6,13 @@ from argparse import Namespace
 
 import pytest
 
-from benchmarks.own_sizes.run import OWN_PROFILES, Study, shown_by
-from rrfp.costs import PROFILES, make_costs, microbatch_sizes
+from benchmarks.own_sizes.run import Study, shown_by
+from rrfp.costs import make_costs, microbatch_sizes
 
 ARGUMENTS = Namespace(stages=[2], jitter=["J0"], seeds=2, unsplit=False)
 
 
-@pytest.fixture
-def profiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, profile in OWN_PROFILES.items():
-        monkeypatch.setitem(PROFILES, name, profile)
-
-
-def test_inputs_never_pass_the_limit_and_every_way_has_a_cell(profiles: None) -> None:
+def test_inputs_never_pass_the_limit_and_every_way_has_a_cell() -> None:
     cells = list(Study("modalities", ARGUMENTS).bytes())
     assert [(cell.limit, cell.way) for cell in cells] == [
         (limit, way) for limit in ("1f1b", "n") for way in ("inputs", "sizes")
@@ -27,14 +21,14 @@ def test_inputs_never_pass_the_limit_and_every_way_has_a_cell(profiles: None) ->
     assert all(cell.worst <= cell.mean for cell in cells)
 
 
-def test_the_rule_takes_one_pyramid_where_sizes_order_all_stages_and_only_there(profiles: None) -> None:
+def test_the_rule_takes_one_pyramid_where_sizes_order_all_stages_and_only_there() -> None:
     for profile, is_one in (("bimodal", True), ("modalities", False)):
         ways = {(cell.limit, cell.way): cell for cell in Study(profile, ARGUMENTS).order()}
         for limit in ("1f1b", "n", "2n"):
             assert ways[limit, "rule"].mean == (ways[limit, "one"].mean if is_one else 0.0)
 
 
-def test_the_correlation_is_the_least_of_all_stages(profiles: None) -> None:
+def test_the_correlation_is_the_least_of_all_stages() -> None:
     def shown(profile: str) -> float:
         correlation = shown_by(make_costs(profile, 4, 32, seed=1), microbatch_sizes(profile, 4, 32, seed=1))
         assert correlation is not None

@@ -8,8 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fork_server import fork_server, run
+
+from benchmarks.paper.theorem import flow, terms
+from rrfp.core.admission import Limit
+from rrfp.costs import CostTable, make_costs
+from rrfp.hints.registry import create_hint
+from rrfp.sim.engine import run as run_engine
 
 __all__ = ["fork_server"]
 
@@ -35,8 +42,8 @@ def test_every_table_of_the_paper_has_its_figures_beside_ours_and_what_they_rest
     tables = document["tables"]
 
     assert list(tables) == [
-        *("table-1", "table-2", "table-3", "tables-4-5", "table-6", "table-7", "table-8"),
-        *("limit", "statistics", "dominance"),
+        *("table-1", "table-2", "messages", "table-3", "tables-4-5", "table-6", "table-7", "table-8"),
+        *("limit", "statistics", "dominance", "theorem"),
     ]
     for table in tables.values():
         assert table["rows"]
@@ -55,6 +62,22 @@ def test_every_table_of_the_paper_has_its_figures_beside_ours_and_what_they_rest
         "limit.png",
     ]
     assert all((tmp_path / Path(path).name).stat().st_size > 10_000 for path in document["pictures"])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_theorem_6_1_holds_where_its_assumptions_do(seed: int) -> None:
+    costs = make_costs("mllm", 4, 12, seed=seed, jitter="J2")
+    ideal, sums = terms(costs)
+    step = run_engine(costs, [create_hint("bf") for _ in range(4)], [Limit()] * 4).makespan
+    assert step <= ideal + sums + 1e-9
+
+
+def test_both_sums_vanish_where_the_last_stage_is_the_slowest() -> None:
+    forward = np.array([[1.0, 2.0, 1.0], [3.0, 3.0, 2.0]])
+    edges = np.zeros((1, 3))
+    costs = CostTable(2, 1, "looped", 3, forward, 2 * forward, None, edges, edges)
+    assert flow(forward) == 9  # 1 until the second stage begins, then 3 + 3 + 2
+    assert terms(costs) == (9 + 18, 0)  # backwards: 6, 6, 4 on the last stage; on the first 2, 4, 2 after each
 
 
 def test_a_wrong_table_is_refused_with_the_names_of_all() -> None:
