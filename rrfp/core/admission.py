@@ -42,9 +42,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from rrfp.core.byte_limit import ByteLimit
 from rrfp.core.events import HeldReported
@@ -88,6 +88,14 @@ class Limit:
         if self.rule == "paper" and self.bytes is not None:
             raise ConfigError("limit: bytes must be None with rule 'paper', which counts microbatches only")
 
+    def slots(self, chunks: int) -> int | None:
+        """K * C, the chunk tasks that a stage may hold; None: unlimited.
+
+        Args:
+            chunks: the stage's.
+        """
+        return None if self.microbatches is None else self.microbatches * chunks
+
     @classmethod
     def resolve(cls, spec: Limit | int | str | None, stage: int, stages: int, others: str = "") -> Limit:
         """The limit of ``stage`` that a caller's ``spec`` means.
@@ -128,7 +136,8 @@ class Admission:
     """What one stage holds in one step, and which forwards may start.
 
     ``seen`` has the sizes of microbatches so far, for a limit on bytes; it is updated here. ``followers`` are the ranks
-    of the group that report what they hold, beside this one. ``sizes`` of the microbatches are the caller's.
+    of the group that report what they hold, beside this one. ``sizes`` of the microbatches are the caller's;
+    ``visitors`` has, for each local chunk, the microbatches that visit it.
     """
 
     __slots__ = (
@@ -147,18 +156,24 @@ class Admission:
         "slots",
     )
 
+    #: Whether, of the forwards that are present, the one of the lowest microbatch may start if any may.
+    is_by_number: ClassVar[bool] = False
+    #: How it limits bytes.
+    _byte_rule: ClassVar[type[ByteLimit]] = ByteLimit
+
     def __init__(
         self,
         limit: Limit,
-        num_chunks: int,
+        visitors: Sequence[Collection[int]],
         *,
         reserve: bool,
         seen: SeenSizes,
         followers: int,
         sizes: Sequence[float] | None = None,
     ) -> None:
+        num_chunks = len(visitors)
         #: K * C, or None: unlimited.
-        self.slots = None if limit.microbatches is None else limit.microbatches * num_chunks
+        self.slots = limit.slots(num_chunks)
         self._chunks = num_chunks
         #: Whether the reserve rule applies, and whether the paper's rule does.
         self.reserve = reserve
@@ -177,8 +192,8 @@ class Admission:
         self.most_bytes = limit.bytes
         if limit.bytes is not None:
             self.roomy_below = 0
-            self._byte_limit = ByteLimit(
-                limit.bytes, self.bytes, seen, reserve=reserve, members=1 + followers, sizes=sizes
+            self._byte_limit = self._byte_rule(
+                limit.bytes, self.bytes, seen, visitors, reserve=reserve, members=1 + followers, sizes=sizes
             )
         #: D: chunk tasks that hold a slot.
         self.held = 0
@@ -204,6 +219,10 @@ class Admission:
         is_lowest = microbatch == lowest_unforwarded or not self.reserve
         if self.slots is not None and self.held >= (self._below if is_lowest else self._below_later)[chunk]:
             return False
+        return self._has_bytes(chunk, microbatch, is_lowest=is_lowest)
+
+    def _has_bytes(self, chunk: int, microbatch: int, *, is_lowest: bool) -> bool:
+        """Whether the forward may start as far as bytes are concerned; see `allows`."""
         limit = self._byte_limit
         if limit is None:
             return True
@@ -231,8 +250,8 @@ class Admission:
         if self._byte_limit is not None:
             self._byte_limit.start((chunk, microbatch))
 
-    def release_slot(self) -> None:
-        """A slot is free for what the lane runs next."""
+    def release_slot(self, microbatch: int) -> None:
+        """The slot of ``microbatch`` on one chunk is free for what the lane runs next."""
         self.held -= 1
         if self.drains_in_order:
             self.is_draining = self.slots is not None and self.held >= self.slots

@@ -19,7 +19,7 @@ with what is expected.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 from rrfp.core.held_bytes import HeldBytes, Owner
 from rrfp.core.seen_sizes import Preview, SeenSizes
@@ -29,7 +29,8 @@ from rrfp.core.tasks import B, F, Kind
 class ByteLimit:
     """See the module's docstring. ``members`` counts this rank and the followers that report to it.
 
-    ``sizes`` of the microbatches are those that the caller gave, if any.
+    ``sizes`` of the microbatches are those that the caller gave, if any; ``visitors`` has, for each chunk, those that
+    visit it.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class ByteLimit:
         most: int,
         held: HeldBytes,
         seen: SeenSizes,
+        visitors: Sequence[Collection[int]],
         *,
         reserve: bool,
         members: int,
@@ -48,9 +50,8 @@ class ByteLimit:
         self._reserve = reserve
         self._members = members
         self._sizes = sizes
-        num_chunks = len(seen.expected)
         #: Microbatches that hold a slot, by chunk.
-        self._holders: list[set[int]] = [set() for _ in range(num_chunks)]
+        self._holders: list[set[int]] = [set() for _ in visitors]
         #: The ranks that have not reported the bytes of a forward in flight.
         self._unreported: dict[Owner, int] = {}
         #: Forwards in flight whose signature no earlier one had.
@@ -59,7 +60,7 @@ class ByteLimit:
         self._previews: dict[Owner, Preview] = {}
         #: Owners between forward and backward on this rank.
         self._before_backward: set[Owner] = set()
-        self._to_come = [_LargestToCome(sizes) for _ in range(num_chunks)]
+        self._to_come = [_LargestToCome(sizes, microbatches) for microbatches in visitors]
 
     def preview(self, owner: Owner, input_bytes: int | None, signature: Hashable) -> None:
         """The forward of ``owner``, which has not started, is known better; see `rrfp.core.events.Previewed`."""
@@ -174,11 +175,11 @@ class ByteLimit:
 
 
 class _LargestToCome:
-    """The largest size among the microbatches whose forward on a chunk has not started."""
+    """The largest size among the ``microbatches`` whose forward on a chunk has not started."""
 
-    def __init__(self, sizes: Sequence[float] | None) -> None:
+    def __init__(self, sizes: Sequence[float] | None, microbatches: Collection[int]) -> None:
         self._sizes = sizes
-        self._rising = [] if sizes is None else sorted(range(len(sizes)), key=sizes.__getitem__)
+        self._rising = [] if sizes is None else sorted(microbatches, key=sizes.__getitem__)
         self._started: set[int] = set()
 
     @property

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rrfp.core.tasks import Kind, Task
+from rrfp.core.visits import Skipped, Visits
 
 
 class DrainOrder:
     """Microbatch by microbatch, each F of the shallowest chunk to the deepest, then B, with its W, back.
 
-    ``virtual_stages`` are in chunk order; ``kinds`` has, for each of them, what a microbatch runs there.
+    ``virtual_stages`` are in chunk order; ``kinds`` has, for each of them, what a microbatch that visits it runs.
     """
 
     __slots__ = ("_all", "_bits", "_lowest", "_order", "_ran")
 
-    def __init__(self, virtual_stages: Sequence[int], kinds: Sequence[Sequence[Kind]], microbatches: int) -> None:
+    def __init__(self, virtual_stages: Sequence[int], kinds: Sequence[Sequence[Kind]], visits: Visits) -> None:
         forwards = [(Kind.F, v) for v in virtual_stages]
         returns = [
             (kind, v)
@@ -26,12 +27,20 @@ class DrainOrder:
         self._order = (*forwards, *returns)
         self._bits = {pair: 1 << index for index, pair in enumerate(self._order)}
         self._all = (1 << len(self._order)) - 1
-        self._ran = [0] * microbatches
+        #: By microbatch, what has run of it or is skipped.
+        self._ran = [self._skipped(visits.skipped_by(microbatch)) for microbatch in range(visits.microbatches)]
         self._lowest = 0
+        self._advance()
+
+    def _skipped(self, skipped: Skipped) -> int:
+        return sum(bit for (_, virtual_stage), bit in self._bits.items() if virtual_stage in skipped) if skipped else 0
 
     def note(self, task: Task) -> None:
         """``task`` was enqueued."""
         self._ran[task.microbatch] |= self._bits[task.kind, task.virtual_stage]
+        self._advance()
+
+    def _advance(self) -> None:
         while self._lowest < len(self._ran) and self._ran[self._lowest] == self._all:
             self._lowest += 1
 

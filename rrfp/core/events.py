@@ -24,6 +24,8 @@ class StepOpened:
         sizes: how large each microbatch is, in any unit (tokens, patches), where the caller knows; for hints.
         size_correlation: the least correlation of the sizes with the times of any stage in an earlier step, the same on
             every rank; None: not known.
+        skipped: for each microbatch the virtual stages of the whole pipeline that it does not visit, the same on every
+            rank. Empty: each one visits all.
     """
 
     step: int
@@ -31,6 +33,7 @@ class StepOpened:
     microbatches: int
     sizes: tuple[float, ...] | None = None
     size_correlation: float | None = None
+    skipped: tuple[frozenset[int], ...] = ()
 
 
 @record

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rrfp.core.placement import Layout, Placement
+from rrfp.core.placement import Layout, Placement, TablePlacement
 from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.errors import ConfigError
 
@@ -27,7 +27,7 @@ class Graph:
         ConfigError: if an edge does not go upward inside 0..V-1 or occurs twice, or ``split`` has not V entries.
     """
 
-    placement: Placement
+    placement: Placement | TablePlacement
     edges: tuple[tuple[int, int], ...] | None = None
     split: tuple[bool, ...] = ()
     #: predecessors[v]: virtual stages whose forward feeds v.
@@ -36,6 +36,8 @@ class Graph:
     successors: tuple[tuple[int, ...], ...] = field(init=False, repr=False)
     #: stage_of[v]: the stage that holds v.
     stage_of: tuple[int, ...] = field(init=False, repr=False)
+    #: Whether each virtual stage reads the one before it, and perhaps earlier ones too: a chain, skip edges or not.
+    is_chain: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         count = self.placement.num_virtual_stages
@@ -58,6 +60,7 @@ class Graph:
         object.__setattr__(self, "predecessors", tuple(map(tuple, before)))
         object.__setattr__(self, "successors", tuple(map(tuple, after)))
         object.__setattr__(self, "stage_of", tuple(map(self.placement.stage_of, range(count))))
+        object.__setattr__(self, "is_chain", all(v - 1 in before[v] for v in range(1, count)))
 
     @classmethod
     def chain(cls, stages: int, *, chunks: int = 1, layout: Layout = "looped", split: bool = False) -> Graph:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from rrfp.core.events import Event
 from rrfp.core.graph import Graph
-from rrfp.core.placement import Placement
+from rrfp.core.placement import Placement, TablePlacement
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Kind, Mode, Task
 
@@ -29,7 +29,7 @@ class View(Protocol):
         """The dependency graph: which virtual stages feed which, and whose backward is split into B and W."""
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> Placement | TablePlacement:
         """Where virtual stages live."""
 
     @property

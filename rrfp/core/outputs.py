@@ -43,7 +43,7 @@ class Outputs:
     def receive(self, source: TaskState, microbatch: int, num_bytes: int = 0) -> None:
         """An output of another stage is here."""
         refs = source.refs
-        refs.left[microbatch] = refs.unread[microbatch] = source.num_readers
+        refs.left[microbatch] = refs.unread[microbatch] = source.wiring(microbatch).num_readers
         self.received += 1
         if self.received > self.peak_received:
             self.peak_received = self.received
@@ -54,7 +54,7 @@ class Outputs:
 
     def start_reading(self, state: TaskState, microbatch: int) -> None:
         """A task was enqueued: what it reads is used from now on."""
-        for source in state.sources:
+        for source in state.wiring(microbatch).sources:
             left = source.unread[microbatch]
             if left:
                 source.unread[microbatch] = left - 1
@@ -73,11 +73,13 @@ class Outputs:
 
     def produce(self, state: TaskState, task: Task) -> None:
         """``task`` completed: its output is on its way to every peer."""
-        m, peers = task.microbatch, state.peers
-        count = state.num_readers + len(peers)
+        m = task.microbatch
+        wiring = state.wiring(m)
+        peers, num_readers = wiring.peers, wiring.num_readers
+        count = num_readers + len(peers)
         state.refs.left[m] = count
         if count and self._is_forward_only:
-            self._consumers[task] = [self._stage] * state.num_readers + [*peers]
+            self._consumers[task] = [self._stage] * num_readers + [*peers]
         for peer in peers:
             state.sending[peer].add(m)
             self._num_sending += 1

@@ -89,4 +89,4 @@ class Pauses:
         """Of the forward ``task`` of this stage, which begins."""
         seconds = self._durations.mean(F, state.chunk)
         if seconds is not None:
-            yield from (ev.Announce(task, peer, seconds) for peer in state.peers)
+            yield from (ev.Announce(task, peer, seconds) for peer in state.wiring(task.microbatch).peers)

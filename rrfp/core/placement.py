@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from rrfp.errors import ConfigError
@@ -31,9 +32,9 @@ class Placement:
     layout: Layout = "looped"
 
     def __post_init__(self) -> None:
-        for field, value in (("stages", self.stages), ("chunks", self.chunks)):
+        for name, value in (("stages", self.stages), ("chunks", self.chunks)):
             if value < 1:
-                raise ConfigError(f"{field} is {value}, must be at least 1")
+                raise ConfigError(f"{name} is {value}, must be at least 1")
         if self.layout not in get_args(Layout):
             raise ConfigError(f"placement is {self.layout!r}, must be one of: {', '.join(get_args(Layout))}")
 
@@ -51,6 +52,14 @@ class Placement:
         chunk, position = divmod(virtual_stage, self.stages)
         return self.stages - 1 - position if self.layout == "v" and chunk % 2 else position
 
+    def chunks_of(self, stage: int) -> int:
+        """The number of virtual stages of a stage: C.
+
+        Args:
+            stage: 0..N-1.
+        """
+        return self.chunks
+
     def virtual_stages(self, stage: int) -> tuple[int, ...]:
         """The virtual stages of a stage, in chunk order (shallowest first).
 
@@ -62,3 +71,80 @@ class Placement:
             chunk * self.stages + (mirrored if self.layout == "v" and chunk % 2 else stage)
             for chunk in range(self.chunks)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class TablePlacement:
+    """Any map from virtual stages to stages, which may hold unequal numbers of chunks.
+
+    Chunks of a stage are in the order of their virtual stages, so each comes after all that it reads.
+
+    Attributes:
+        table: for each virtual stage 0..V-1 its stage, 0..N-1. Every stage up to the highest one occurs.
+
+    Raises:
+        ConfigError: if the table is empty, or a stage below the highest one has no virtual stage.
+    """
+
+    table: tuple[int, ...]
+    #: N, one more than the highest stage of the table.
+    stages: int = field(init=False)
+    _by_stage: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.table:
+            raise ConfigError("placement is an empty table, must name the stage of each virtual stage")
+        missing = set(range(max(self.table) + 1)) - set(self.table)
+        if missing or min(self.table) < 0:
+            raise ConfigError(f"placement is {list(self.table)}, must have every stage from 0 to the highest one")
+        by_stage: Sequence[list[int]] = [[] for _ in range(max(self.table) + 1)]
+        for virtual_stage, stage in enumerate(self.table):
+            by_stage[stage].append(virtual_stage)
+        object.__setattr__(self, "stages", len(by_stage))
+        object.__setattr__(self, "_by_stage", tuple(map(tuple, by_stage)))
+
+    @property
+    def layout(self) -> str:
+        """``"table"``, which is no layout that a `Placement` or a generated schedule knows."""
+        return "table"
+
+    @property
+    def num_virtual_stages(self) -> int:
+        """V."""
+        return len(self.table)
+
+    @property
+    def chunks(self) -> int:
+        """C, where all stages have equally many chunks; `chunks_of` tells each.
+
+        Raises:
+            ConfigError: if they have not.
+        """
+        counts = sorted({*map(len, self._by_stage)})
+        if len(counts) > 1:
+            raise ConfigError(f"stages have {counts[0]} to {counts[-1]} chunks, must have equally many here")
+        return counts[0]
+
+    def chunks_of(self, stage: int) -> int:
+        """The number of virtual stages of a stage.
+
+        Args:
+            stage: 0..N-1.
+        """
+        return len(self._by_stage[stage])
+
+    def stage_of(self, virtual_stage: int) -> int:
+        """The stage that holds a virtual stage.
+
+        Args:
+            virtual_stage: 0..V-1.
+        """
+        return self.table[virtual_stage]
+
+    def virtual_stages(self, stage: int) -> tuple[int, ...]:
+        """The virtual stages of a stage, ascending.
+
+        Args:
+            stage: 0..N-1.
+        """
+        return self._by_stage[stage]

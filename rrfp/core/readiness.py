@@ -3,7 +3,8 @@
 Only counts are kept. For each task, inputs still missing; for each input, which local tasks wait for it. Beside the
 inputs of the dependency graph there are two further kinds, treated the same way:
 
-- *forced order*: the same kind of the microbatch before on the same virtual stage (backwards in microbatch order);
+- *forced order*: the same kind of the microbatch before that visits the same virtual stage (backwards in microbatch
+  order);
 - *reports*: on the leader of a group, one from each follower for a task that needs something from another stage. They
   are counted apart, to distinguish a task that lacks nothing else from one that lacks inputs.
 """
@@ -11,11 +12,13 @@ inputs of the dependency graph there are two further kinds, treated the same way
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import islice
 
 from rrfp.core.graph import Graph
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.task_state import TaskState, TaskStates, counters
 from rrfp.core.tasks import Kind, Task
+from rrfp.core.visits import Visits
 
 #: A kind on a virtual stage whose tasks must be enqueued in microbatch order.
 ForcedOrder = tuple[Kind, int]
@@ -32,7 +35,7 @@ class Readiness:
         graph: Graph,
         states: TaskStates,
         ready: ReadySet,
-        microbatches: int,
+        visits: Visits,
         *,
         in_order: Collection[ForcedOrder],
         followers: int,
@@ -44,16 +47,54 @@ class Readiness:
         self.num_unreported = 0
         for state in states:
             state.is_ordered = (state.kind, state.virtual_stage) in in_order
-            inputs = len(graph.inputs(state.task(0)))
-            most = inputs + state.is_ordered
-            state.missing = counters(microbatches, most, most=most)
-            state.missing[0] = inputs  # nothing comes before the first microbatch
-            state.missing_remote = counters(microbatches, state.num_remote, most=state.num_remote)
-            if followers and state.num_remote:
-                state.unreported = counters(microbatches, followers, most=followers)
+            self._count(state, visits.microbatches, followers)
+            if visits.are_partial:
+                self._count_visits(state, followers)
+            first = _next(state, -1)
+            if state.is_ordered and first < visits.microbatches:
+                state.missing[first] -= 1  # nothing comes before it
+        if visits.are_partial:
+            self._mark_unawaited(visits.microbatches)
+        for state in states:
             for microbatch, count in enumerate(state.missing):
                 if count == 0:
                     ready.add(state, microbatch)
+
+    def _count(self, state: TaskState, microbatches: int, followers: int) -> None:
+        """What the tasks of ``state`` are missing, all alike."""
+        wiring, most = state.wiring(0), self._never(state)
+        state.missing = counters(microbatches, wiring.num_inputs + state.is_ordered, most=most)
+        state.missing_remote = counters(microbatches, wiring.num_remote, most=most)
+        if followers and wiring.num_remote:
+            state.unreported = counters(microbatches, followers, most=followers)
+
+    def _count_visits(self, state: TaskState, followers: int) -> None:
+        """What each task of ``state`` is missing, where some do not exist: they miss more than ever comes."""
+        never, count = self._never(state), len(state.missing)
+        wirings = [state.wiring(microbatch) for microbatch in range(count)]
+        for microbatch, wiring in enumerate(wirings):
+            exists = microbatch not in state.skippers
+            state.missing[microbatch] = wiring.num_inputs + state.is_ordered if exists else never
+            state.missing_remote[microbatch] = wiring.num_remote if exists else never
+        if followers and any(wiring.num_remote for wiring in wirings):
+            state.unreported = counters(count, 0, most=followers)
+            for microbatch, wiring in enumerate(wirings):
+                state.unreported[microbatch] = followers if wiring.num_remote else 0
+
+    def _never(self, state: TaskState) -> int:
+        """More inputs than ever come for a task of ``state``, the order's among them."""
+        return len(self._graph.inputs(state.task(0))) + 2
+
+    def _mark_unawaited(self, microbatches: int) -> None:
+        """Outputs that are never made, or never come here, count as available: no task waits for them."""
+        own = (state for rows in self._states.own.values() for state in rows.values())
+        for state in own:
+            for microbatch in state.skippers:
+                state.is_available[microbatch] = True
+        read = (state for rows in self._states.read.values() for state in rows.values())
+        for state in read:
+            for microbatch in range(microbatches):
+                state.is_available[microbatch] = not state.wiring(microbatch).num_readers
 
     def arrive(self, source: TaskState, microbatch: int) -> None:
         """An output of another stage is here, for the first time."""
@@ -73,8 +114,8 @@ class Readiness:
         """A local task was enqueued (or, on a follower, ordered)."""
         state.is_available[microbatch] = True
         self._supply(state.readers, microbatch)
-        if state.is_ordered and microbatch + 1 < len(state.missing):
-            self._supply((state,), microbatch + 1)
+        if state.is_ordered and (following := _next(state, microbatch)) < len(state.missing):
+            self._supply((state,), following)
 
     def report(self, task: Task) -> None:
         """A follower has everything that ``task`` needs from other stages."""
@@ -86,7 +127,7 @@ class Readiness:
 
     def expects_reports(self, task: Task) -> bool:
         """Whether followers report on ``task``."""
-        return self._states.knows(task) and self._states.of(task).num_remote > 0
+        return self._states.knows(task) and self._states.of(task).wiring(task.microbatch).num_remote > 0
 
     def has_inputs(self, task: Task) -> bool:
         """Whether no input of ``task`` is missing; reports may be."""
@@ -100,9 +141,10 @@ class Readiness:
 
     def absent_inputs(self, task: Task) -> tuple[Task, ...]:
         """The inputs of ``task`` that are not here."""
-        needed = self._graph.inputs(task)
-        if self._states.of(task).is_ordered and task.microbatch:
-            needed = (*needed, task._replace(microbatch=task.microbatch - 1))
+        needed, state = self._graph.inputs(task), self._states.of(task)
+        if state.is_ordered:
+            before = (m for m in reversed(range(task.microbatch)) if m not in state.skippers)
+            needed = (*needed, *(task._replace(microbatch=m) for m in islice(before, 1)))
         return tuple(producer for producer in needed if not self.is_available(producer))
 
     def _supply(self, states: Sequence[TaskState], microbatch: int) -> None:
@@ -116,3 +158,11 @@ class Readiness:
                 self.num_unreported += 1
             else:
                 self._ready.add(state, microbatch)
+
+
+def _next(state: TaskState, microbatch: int) -> int:
+    """The next microbatch after ``microbatch`` that visits the virtual stage; M if none does."""
+    following = microbatch + 1
+    while following in state.skippers:
+        following += 1
+    return following

@@ -14,6 +14,7 @@ from rrfp.core.admission import Admission
 from rrfp.core.drain_order import DrainOrder
 from rrfp.core.task_state import TaskState, TaskStates
 from rrfp.core.tasks import B, F, Kind, Task, W
+from rrfp.core.visits import Visits
 
 #: "deeper": forwards of the deeper chunk first. "paper": Algorithm 1's order, the shallower chunk first.
 ChunkOrder = Literal["deeper", "paper"]
@@ -30,7 +31,7 @@ class ReadySet:
         states: of the tasks of this stage.
         virtual_stages: the stage's virtual stages in chunk order.
         admission: gates forwards.
-        microbatches: M.
+        visits: which virtual stages each microbatch visits.
         drain_order: what a full stage runs next, under the paper's admission rule; None under any other.
     """
 
@@ -53,7 +54,7 @@ class ReadySet:
         states: TaskStates,
         virtual_stages: Sequence[int],
         admission: Admission,
-        microbatches: int,
+        visits: Visits,
         drain_order: DrainOrder | None,
     ) -> None:
         self._states = states.own
@@ -63,16 +64,18 @@ class ReadySet:
         #: Kinds that are never blocked: backwards and weight tasks, unless a full stage drains in order.
         self._free_kinds = frozenset[Kind]() if admission.drains_in_order else frozenset({B, W})
         #: By microbatch, its position in the order of their priority.
-        self._position_of: Sequence[int] = range(microbatches)
+        self._position_of: Sequence[int] = range(visits.microbatches)
         #: By kind and chunk, the queues of ready tasks; and how many tasks they hold.
         self._queues: dict[Kind, list[list[tuple[int, Task]]]] = {
             kind: [states.own[kind][v].queue if v in states.own[kind] else [] for v in virtual_stages] for kind in Kind
         }
         self._num_forwards = self._num_others = 0
-        # For the reserve rule: by chunk, the lowest microbatch not yet forwarded and the started ones above it, since a
-        # hint may start microbatches in any order.
+        # For the reserve rule: by chunk, the lowest microbatch not yet forwarded and those above it that have started,
+        # since a hint may start microbatches in any order, or never will.
         self._next_forward = [0] * len(virtual_stages)
-        self._started: list[set[int]] = [set() for _ in virtual_stages]
+        self._started = [set(visits.skippers(v)) for v in virtual_stages]
+        for chunk in self._deeper_first:
+            self._pass_started(chunk)
 
     @property
     def num_chunks(self) -> int:
@@ -100,10 +103,13 @@ class ReadySet:
             due = self._due()
             is_here = due is not None and due.kind is head.kind and due.virtual_stage == head.virtual_stage
             return due if is_here and due in self else None
-        if not self._admission.reserve:
+        # Where the rule prefers lower microbatches the lowest may start while one of higher priority is blocked.
+        if self._admission.reserve:
+            lowest = Task(F, self._next_forward[chunk], head.virtual_stage)
+        elif self._admission.is_by_number:
+            lowest = min((task for _, task in self._queues[F][chunk]), key=itemgetter(1))
+        else:
             return None
-        # Under the reserve rule the lowest microbatch may start where one of higher priority is blocked.
-        lowest = Task(F, self._next_forward[chunk], head.virtual_stage)
         return lowest if lowest in self else None
 
     def first(self, kind: Kind, chunk_order: ChunkOrder = "deeper") -> Task | None:
@@ -236,8 +242,11 @@ class ReadySet:
         return None if self._drain_order is None else self._drain_order.due()
 
     def _note_forward(self, chunk: int, microbatch: int) -> None:
+        self._started[chunk].add(microbatch)
+        self._pass_started(chunk)
+
+    def _pass_started(self, chunk: int) -> None:
         started = self._started[chunk]
-        started.add(microbatch)
         while self._next_forward[chunk] in started:
             started.discard(self._next_forward[chunk])
             self._next_forward[chunk] += 1

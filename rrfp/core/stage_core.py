@@ -24,6 +24,7 @@ from rrfp.core.durations import MeanDurations
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint
 from rrfp.core.measured import Measured
+from rrfp.core.memory_rule import rule_of
 from rrfp.core.order_log import Group
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.ready_set import ReadySet
@@ -34,6 +35,7 @@ from rrfp.core.step import HANDLERS, Instructions, Step
 from rrfp.core.tasks import B, Mode, StepId, Task
 from rrfp.core.usage import Holding, Peaks, WaitCause
 from rrfp.core.view import StageView
+from rrfp.core.visits import Visits
 from rrfp.errors import ConfigError, HintError, ProtocolError
 
 #: What a peer may send one step ahead, and no more: ranks exchange reports at the end of a step, so a peer may have
@@ -54,7 +56,8 @@ class StageCore:
         limit: how much this stage may hold.
         group: this rank's tensor-parallel group.
         in_order: (kind, virtual stage) pairs that run in microbatch order, those of all stages.
-        admission: the memory rule. Only the explorer passes another, to show what is wrong with it.
+        admission: the memory rule; None: `rule_of` chooses it in each step. Only the explorer passes one, to show what
+            is wrong with it.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class StageCore:
         *,
         group: Group | None = None,
         in_order: Collection[ForcedOrder] = (),
-        admission: type[Admission] = Admission,
+        admission: type[Admission] | None = None,
     ) -> None:
         self.graph = graph
         self.stage = stage
@@ -74,9 +77,9 @@ class StageCore:
         self.limit = limit if limit is not None else Limit()
         self.group = group if group is not None else Group()
         self._in_order = frozenset(in_order)
-        self._make_admission = admission
+        self._admission = admission
         #: For a limit on bytes: by mode, since forward only a microbatch holds much less.
-        self._seen_sizes = {mode: SeenSizes(graph.placement.chunks) for mode in Mode}
+        self._seen_sizes = {mode: SeenSizes(graph.placement.chunks_of(stage)) for mode in Mode}
         self._durations = MeanDurations()
         wants_events = type(hint).observe is not Hint.observe and not self.group.follows
         self._observe = hint.observe if wants_events else None
@@ -228,8 +231,10 @@ class StageCore:
         self._open(event)
         if self._observe is not None:
             self._observe(event)
+        assert self._step is not None
         early, self._early = self._early, []
-        return tuple(instruction for message in early for instruction in self._on_early(message))
+        begun = self._step.begin()
+        return (*begun, *(instruction for message in early for instruction in self._on_early(message)))
 
     def _on_early(self, message: _Early) -> Instructions:
         try:
@@ -253,11 +258,13 @@ class StageCore:
             raise ConfigError(f"microbatches is {event.microbatches}, must be at least 1")
         if event.sizes is not None and len(event.sizes) != event.microbatches:
             raise ConfigError(f"sizes has {len(event.sizes)} entries, must have {event.microbatches}, one a microbatch")
-        step_id = StepId(event.step, event.mode, event.microbatches)
-        admission = self._make_admission(
-            self._limit_in(event.mode),
-            self.graph.placement.chunks,
-            reserve=bool(self._in_order),
+        step_id, visits = StepId(event.step, event.mode, event.microbatches), Visits(event.microbatches, event.skipped)
+        limit, is_forced = self._limit_in(event.mode), bool(self._in_order)
+        rule = self._admission or rule_of(self.graph, self.stage, limit, visits, is_forced=is_forced)
+        admission = rule(
+            limit,
+            [visits.visitors(v) for v in self.graph.placement.virtual_stages(self.stage)],
+            reserve=is_forced,
             seen=self._seen_sizes[event.mode].open_step(),
             followers=self.group.num_followers,
             sizes=event.sizes,
@@ -267,6 +274,7 @@ class StageCore:
             self.graph,
             self.stage,
             admission,
+            visits,
             group=self.group,
             in_order=self._in_order,
             durations=self._durations,

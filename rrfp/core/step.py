@@ -11,6 +11,8 @@ task may be ready now, blocked after the next event, and ready again. The other 
 kind and virtual stage (`rrfp.core.task_state`), so that an event costs the same in a step of any size.
 
     event          refused unless                      effect                                instructions
+    StepOpened     see `rrfp.core.stage_core`                                                ReduceChunk of what no
+                                                                                             microbatch visits
     Arrived        read here, the first time, in turn  readers here lack one input fewer     follower: ReportReady
     ReadyReported  leader awaits it, the first time    the task lacks one report fewer
     Ordered        follower, the next log entry        readers here lack one input fewer
@@ -71,6 +73,7 @@ from rrfp.core.sequences import Sequences
 from rrfp.core.task_state import RefCounts, TaskState, TaskStates
 from rrfp.core.tasks import F, Kind, Mode, StepId, Task
 from rrfp.core.usage import Holding, Peaks, WaitCause
+from rrfp.core.visits import Visits
 from rrfp.errors import ProtocolError
 
 Instructions = tuple[ev.Instruction, ...]
@@ -85,6 +88,7 @@ class Step:
         graph: Graph,
         stage: int,
         admission: Admission,
+        visits: Visits,
         *,
         group: Group,
         in_order: Collection[ForcedOrder],
@@ -95,7 +99,7 @@ class Step:
         mode, count = step_id.mode, step_id.microbatches
         virtual_stages = graph.placement.virtual_stages(stage)
         self.id = step_id
-        self.states = TaskStates(graph, stage, count, mode)
+        self.states = TaskStates(graph, stage, visits, mode)
         self.admission = admission
         self._bytes = admission.bytes
         self.sizes, self.size_correlation = sizes, size_correlation
@@ -103,10 +107,10 @@ class Step:
         self.seconds = ([0.0] * count, [0.0] * count)
         drain_order = None
         if admission.drains_in_order:
-            drain_order = DrainOrder(virtual_stages, [graph.kinds(v, mode) for v in virtual_stages], count)
-        self.ready = ReadySet(self.states, virtual_stages, admission, count, drain_order)
+            drain_order = DrainOrder(virtual_stages, [graph.kinds(v, mode) for v in virtual_stages], visits)
+        self.ready = ReadySet(self.states, virtual_stages, admission, visits, drain_order)
         self.readiness = Readiness(
-            graph, self.states, self.ready, count, in_order=in_order, followers=group.num_followers
+            graph, self.states, self.ready, visits, in_order=in_order, followers=group.num_followers
         )
         self.outputs = Outputs(self.states, stage, mode)
         self.group = GroupStep(
@@ -119,7 +123,7 @@ class Step:
             admission=admission,
         )
         #: Tasks not complete, by virtual stage.
-        self.unfinished = {v: len(graph.kinds(v, mode)) * count for v in virtual_stages}
+        self.unfinished = {v: len(graph.kinds(v, mode)) * len(visits.visitors(v)) for v in virtual_stages}
         #: Tasks of this stage in the step, and how many were enqueued.
         self.num_tasks = sum(self.unfinished.values())
         self.num_enqueued = 0
@@ -165,6 +169,11 @@ class Step:
             return cause
         return WaitCause.MEMORY if self.ready.holds_any and not self.ready else WaitCause.INPUT
 
+    def begin(self) -> Instructions:
+        """What is done at once, where nothing here is visited."""
+        unvisited = [v for v, count in self.unfinished.items() if not count] if self._is_training else []
+        return self._and_finish(list(map(ev.ReduceChunk, unvisited)))
+
     def _on_arrived(self, event: ev.Arrived) -> Instructions:
         kind, m, virtual_stage = event.task
         source = self.states.read[kind].get(virtual_stage)
@@ -188,10 +197,11 @@ class Step:
         return ProtocolError(f"{producer} arrived, which nothing on stage {self._stage} reads in {self.id}")
 
     def _on_previewed(self, event: ev.Previewed) -> Instructions:
-        state = self.states.own[F].get(event.task.virtual_stage)
-        if state is None or event.task.kind is not F or not 0 <= event.task.microbatch < self.id.microbatches:
-            raise ProtocolError(f"{event.task} was previewed, which is no forward of stage {self._stage} in {self.id}")
-        self.admission.preview((state.chunk, event.task.microbatch), event.input_bytes, event.signature)
+        task = event.task
+        if task.kind is not F or not self.states.knows(task):
+            raise ProtocolError(f"{task} was previewed, which is no forward of stage {self._stage} in {self.id}")
+        owner = (self.states.of(task).chunk, task.microbatch)
+        self.admission.preview(owner, event.input_bytes, event.signature)
         return ()
 
     def _on_enqueued(self, event: ev.Enqueued) -> Instructions:
@@ -208,7 +218,7 @@ class Step:
         if kind is F:
             self.admission.acquire(state.chunk, m)
         if state.frees_memory and self._is_training:
-            self.admission.release_slot()
+            self.admission.release_slot(m)
         self.outputs.start_reading(state, m)
         if not self._follows:  # or what depends on it was released when it was ordered
             self.readiness.enqueue(state, m)
@@ -230,16 +240,17 @@ class Step:
         del self.in_flight[0]
         kind, m, virtual_stage = task
         state, outputs = self.states.own[kind][virtual_stage], self.outputs
+        wiring = state.wiring(m)
         self._durations.add(kind, state.chunk, event.seconds)
         if self.sizes is not None:
             self.seconds[kind is not F][m] += event.seconds
         outputs.produce(state, task)
         consumed_of = outputs.consumed_of
-        instructions: list[ev.Instruction] = [ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in state.peers]
+        instructions: list[ev.Instruction] = [ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in wiring.peers]
         self._settle_memory(state, task, event.held, event.output)
-        if (event.output or self._leads) and (state.peers or state.num_readers):
+        if (event.output or self._leads) and (wiring.peers or wiring.num_readers):
             self._bytes.keep_output(task, event.output)
-        for source in state.sources:
+        for source in wiring.sources:
             was_last = outputs.end_use(source, m)
             if was_last:
                 instructions.append(self._release(Task(source.kind, m, source.virtual_stage)))
@@ -283,7 +294,7 @@ class Step:
             self._free((self.states.own[F][producer.virtual_stage].chunk, producer.microbatch))
 
     def _free(self, owner: Owner) -> None:
-        self.admission.release_slot()
+        self.admission.release_slot(owner[1])
         self.admission.free(owner)
 
     def _on_chunk_reduced(self, event: ev.ChunkReduced) -> Instructions:

@@ -4,14 +4,17 @@ One `TaskState` holds all microbatches of one kind on one virtual stage. It know
 outputs here, what it reads, which stages its outputs go to) and keeps a few counters for each microbatch. So an event
 costs one look-up and some array entries, however many tasks there are. Each field has one writer: `TaskStates`, which
 wires it up, or one of `rrfp.core.readiness`, `rrfp.core.outputs` and `rrfp.core.ready_set`.
+
+A microbatch that skips virtual stages has a `Wiring` of its own; without skips all microbatches share one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Kind, Mode, Task
+from rrfp.core.visits import Skipped, Visits
 
 #: A small number for each microbatch. Bytes wherever they do: the state of a thousand stages should fit into a cache.
 Counters = bytearray | list[int]
@@ -36,10 +39,32 @@ class RefCounts:
         self.unread = counters(microbatches, 0, most=most)
 
 
+class Wiring:
+    """What the tasks of a `TaskState` read, and who uses their outputs.
+
+    Only ``num_readers`` is there for outputs of other stages.
+    """
+
+    __slots__ = ("num_inputs", "num_readers", "num_remote", "peers", "sources")
+
+    def __init__(self) -> None:
+        #: Tasks here that read an output and are of another virtual stage.
+        self.num_readers = 0
+        #: All inputs; what is read of other virtual stages, and how much of it runs on other stages. Only the counts:
+        #: without cycles a step is freed as soon as it is dropped.
+        self.num_inputs = 0
+        self.sources: list[RefCounts] = []
+        self.num_remote = 0
+        #: Stages that an output goes to.
+        self.peers: tuple[int, ...] = ()
+
+
 class TaskState:
     """All microbatches of one kind on one virtual stage: tasks of this stage, or outputs of others that it reads."""
 
     __slots__ = (
+        "_wiring",
+        "_wirings",
         "chunk",
         "frees_memory",
         "is_available",
@@ -47,14 +72,11 @@ class TaskState:
         "kind",
         "missing",
         "missing_remote",
-        "num_readers",
-        "num_remote",
-        "peers",
         "queue",
         "readers",
         "refs",
         "sending",
-        "sources",
+        "skippers",
         "unreported",
         "virtual_stage",
     )
@@ -63,21 +85,19 @@ class TaskState:
         # Wiring, fixed once it is made.
         self.kind = kind
         self.virtual_stage = virtual_stage
-        #: Those of this stage that read its outputs; how many of them are of another virtual stage.
+        #: Those of this stage that read its outputs, for any microbatch.
         self.readers: list[TaskState] = []
-        self.num_readers = 0
+        self._wiring = Wiring()
+        #: By microbatch, where any of them skips a virtual stage.
+        self._wirings: list[Wiring] = []
+        #: Microbatches that skip the virtual stage.
+        self.skippers: Collection[int] = ()
         #: The rest of the wiring is of tasks that run on this stage. The local chunk.
         self.chunk = -1
-        #: What its tasks read of other virtual stages; how much of it runs on other stages. Only the counts: without
-        #: cycles a step is freed as soon as it is dropped.
-        self.sources: list[RefCounts] = []
-        self.num_remote = 0
-        #: Stages that its outputs go to.
-        self.peers: tuple[int, ...] = ()
         #: Training: whether a microbatch holds nothing on the virtual stage after this kind.
         self.frees_memory = False
         # Written by `Readiness`.
-        #: By microbatch: whether the output is at hand, since it arrived or was enqueued here.
+        #: By microbatch: whether the output is at hand, since it arrived or was enqueued here, or nothing awaits it.
         self.is_available = bytearray(microbatches)
         #: Whether its tasks are enqueued in microbatch order.
         self.is_ordered = False
@@ -94,6 +114,15 @@ class TaskState:
         #: For each peer, the microbatches whose memory the send still reads.
         self.sending: dict[int, set[int]] = {}
 
+    def wiring(self, microbatch: int) -> Wiring:
+        """The wiring of ``microbatch``."""
+        return self._wirings[microbatch] if self._wirings else self._wiring
+
+    def wire(self, wirings: Sequence[Wiring]) -> None:
+        """Take ``wirings``: one for all microbatches, or one for each."""
+        self._wiring = wirings[0]
+        self._wirings = [] if len(wirings) == 1 else list(wirings)
+
     def task(self, microbatch: int) -> Task:
         """The task of ``microbatch``."""
         return Task(self.kind, microbatch, self.virtual_stage)
@@ -102,9 +131,10 @@ class TaskState:
 class TaskStates:
     """Every `TaskState` of one stage in one step, wired up."""
 
-    def __init__(self, graph: Graph, stage: int, microbatches: int, mode: Mode) -> None:
+    def __init__(self, graph: Graph, stage: int, visits: Visits, mode: Mode) -> None:
         self._graph = graph
-        self._microbatches = microbatches
+        self._stage = stage
+        self._visits = visits
         self._mode = mode
         #: What runs here, and what runs elsewhere and is read here, by kind and virtual stage.
         self.own: dict[Kind, dict[int, TaskState]] = {kind: {} for kind in Kind}
@@ -115,11 +145,13 @@ class TaskStates:
                 state.chunk = chunk
                 state.frees_memory = kind is graph.last_kind(virtual_stage, Mode.TRAIN)
                 consumers = graph.consumers(kind, virtual_stage, mode)
-                state.peers = tuple(sorted({graph.stage_of[v] for _, v in consumers} - {stage}))
-                state.sending = {peer: set() for peer in state.peers}
+                state.sending = {peer: set() for peer in {graph.stage_of[v] for _, v in consumers} - {stage}}
         for state in self:
             for task in graph.inputs(state.task(0)):
-                self._connect(self._source(task), state)
+                self._source(task).readers.append(state)
+        for states in (*self.own.values(), *self.read.values()):
+            for state in states.values():
+                self._wire(state)
 
     def __iter__(self) -> Iterator[TaskState]:
         """What runs here."""
@@ -132,11 +164,17 @@ class TaskStates:
 
     def reads(self, producer: Task) -> bool:
         """Whether ``producer`` runs on another stage and some task here reads its output."""
-        return producer.virtual_stage in self.read[producer.kind] and 0 <= producer.microbatch < self._microbatches
+        kind, microbatch, virtual_stage = producer
+        state = self.read[kind].get(virtual_stage)
+        if state is None or not 0 <= microbatch < self._visits.microbatches:
+            return False
+        return state.wiring(microbatch).num_readers > 0
 
     def knows(self, task: Task) -> bool:
         """Whether ``task`` runs on this stage in this step."""
-        return task.virtual_stage in self.own[task.kind] and 0 <= task.microbatch < self._microbatches
+        kind, microbatch, virtual_stage = task
+        state = self.own[kind].get(virtual_stage)
+        return state is not None and 0 <= microbatch < self._visits.microbatches and microbatch not in state.skippers
 
     def _source(self, task: Task) -> TaskState:
         kind, _, virtual_stage = task
@@ -146,12 +184,29 @@ class TaskStates:
         return source
 
     def _state(self, kind: Kind, virtual_stage: int) -> TaskState:
-        most_refs = len(self._graph.consumers(kind, virtual_stage, self._mode))
-        return TaskState(kind, virtual_stage, self._graph.stage_of[virtual_stage], self._microbatches, most_refs)
+        visits, graph = self._visits, self._graph
+        most_refs = len(graph.consumers(kind, virtual_stage, self._mode))
+        state = TaskState(kind, virtual_stage, graph.stage_of[virtual_stage], visits.microbatches, most_refs)
+        state.skippers = visits.skippers(virtual_stage)
+        return state
 
-    def _connect(self, source: TaskState, reader: TaskState) -> None:
-        source.readers.append(reader)
-        if source.virtual_stage != reader.virtual_stage:
-            source.num_readers += 1
-            reader.sources.append(source.refs)
-            reader.num_remote += source.refs.stage != reader.refs.stage
+    def _wire(self, state: TaskState) -> None:
+        by_pattern = {skipped: self._wiring(state, skipped) for skipped in self._visits.patterns}
+        every = range(self._visits.microbatches) if self._visits.are_partial else (0,)
+        state.wire([by_pattern[self._visits.skipped_by(microbatch)] for microbatch in every])
+
+    def _wiring(self, state: TaskState, skipped: Skipped) -> Wiring:
+        """The wiring of ``state`` for microbatches that skip ``skipped``."""
+        wiring, graph, v = Wiring(), self._graph, state.virtual_stage
+        if v in skipped:
+            return wiring
+        wiring.num_readers = sum(r.virtual_stage != v and r.virtual_stage not in skipped for r in state.readers)
+        if state.refs.stage != self._stage:
+            return wiring
+        consumers = (w for _, w in graph.consumers(state.kind, v, self._mode) if w not in skipped)
+        wiring.peers = tuple(sorted({graph.stage_of[w] for w in consumers} - {self._stage}))
+        inputs = [task for task in graph.inputs(state.task(0)) if task.virtual_stage not in skipped]
+        wiring.num_inputs = len(inputs)
+        wiring.sources = [self._source(task).refs for task in inputs if task.virtual_stage != v]
+        wiring.num_remote = sum(source.stage != self._stage for source in wiring.sources)
+        return wiring

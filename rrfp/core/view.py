@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rrfp.core.durations import MeanDurations
 from rrfp.core.graph import Graph
-from rrfp.core.placement import Placement
+from rrfp.core.placement import Placement, TablePlacement
 from rrfp.core.step import Step
 from rrfp.core.tasks import Kind, Mode
 
@@ -31,7 +31,7 @@ class StageView:
         return self._graph
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> Placement | TablePlacement:
         """Where virtual stages live."""
         return self._graph.placement
 

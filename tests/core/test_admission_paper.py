@@ -12,6 +12,7 @@ from rrfp.core.placement import Placement
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.tasks import Kind, Mode
 from rrfp.core.usage import WaitCause
+from rrfp.core.visits import Visits
 from rrfp.errors import ConfigError
 from rrfp.hints.priority import BackwardPriority, ForwardPriority
 
@@ -168,7 +169,7 @@ def test_a_limit_in_bytes_and_an_unknown_rule_are_refused() -> None:
 
 
 def test_a_service_order_follows_the_lowest_microbatch_that_is_not_done() -> None:
-    order = DrainOrder((0, 3), [(Kind.F, Kind.B), (Kind.F, Kind.B, Kind.W)], 2)
+    order = DrainOrder((0, 3), [(Kind.F, Kind.B), (Kind.F, Kind.B, Kind.W)], Visits(2))
     seen = []
     while (due := order.due()) is not None:
         seen.append(str(due))
@@ -177,7 +178,7 @@ def test_a_service_order_follows_the_lowest_microbatch_that_is_not_done() -> Non
 
 
 def test_a_service_order_skips_what_ran_out_of_turn() -> None:
-    order = DrainOrder((0, 3), [(Kind.F, Kind.B)] * 2, 2)
+    order = DrainOrder((0, 3), [(Kind.F, Kind.B)] * 2, Visits(2))
     for task in ("F0@0", "B0@3", "F1@0"):
         order.note(T(task))
     assert order.due() == T("F0@3")

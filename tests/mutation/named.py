@@ -61,8 +61,8 @@ NAMED: tuple[Named, ...] = (
     Named(
         "K off by one",
         "rrfp/core/admission.py",
-        "self.slots = None if limit.microbatches is None else limit.microbatches * num_chunks",
-        "self.slots = None if limit.microbatches is None else (limit.microbatches + 1) * num_chunks",
+        "return None if self.microbatches is None else self.microbatches * chunks",
+        "return None if self.microbatches is None else (self.microbatches + 1) * chunks",
         (ADMISSION, CAMPAIGN, tests("core/test_admission.py")),
     ),
     Named(
@@ -75,8 +75,8 @@ NAMED: tuple[Named, ...] = (
     Named(
         "one Send dropped",
         "rrfp/core/step.py",
-        "[ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in state.peers]",
-        "[ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in state.peers if m != 3]",
+        "[ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in wiring.peers]",
+        "[ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in wiring.peers if m != 3]",
         (CAMPAIGN, tests("core/test_sends_and_numbers.py")),
     ),
     Named(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from batches import long
 
-from rrfp.core.admission import Limit
+from rrfp.core.admission import Admission, Limit
 from rrfp.core.graph import Graph
 from rrfp.core.placement import Placement
 from rrfp.core.tasks import Kind, Mode
@@ -78,13 +78,13 @@ def test_byte_limits() -> None:
             assert what_matters(reduced) == what_matters(whole)
 
 
-def test_a_graph_of_two_sources_which_the_rules_do_not_cover() -> None:
+def test_a_graph_of_two_sources_which_the_staircase_does_not_cover() -> None:
     """Two sources that feed one sink, K = 1: they may take different microbatches, and the sink waits for ever."""
     graph = Graph(Placement(3), edges=((0, 2), (1, 2)))
-    both = [explore(graph, 3, 1, reduce=reduce) for reduce in (True, False)]
+    both = [explore(graph, 3, 1, admission=Admission, reduce=reduce) for reduce in (True, False)]
     assert what_matters(both[0]) == what_matters(both[1])
     assert [str(task) for task in both[0].deadlocks[0].trace] == ["F0@0", "F1@1"]
-    mended = explore(graph, 3, 1, in_order=[(Kind.B, 2)])  # brings the reserve rule
+    mended = explore(graph, 3, 1, in_order=[(Kind.B, 2)], admission=Admission)  # brings the reserve rule
     assert not mended.deadlocks
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from batches import batches
 
+from rrfp.core.placement import Placement
 from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.costs import CostTable
 from rrfp.sim.engine import run
@@ -100,6 +101,7 @@ def test_the_scenarios_have_everything_that_they_should() -> None:
 def as_table(scenario: Scenario) -> CostTable:
     """What the engine needs to know of a chain."""
     split, place = all(scenario.graph.split), scenario.graph.placement
+    assert isinstance(place, Placement)
     rows = {kind: np.array(rows) for kind, rows in {**scenario.durations, **scenario.latencies}.items()}
     durations = {kind: np.array(scenario.durations[kind]) for kind in Kind}
     return CostTable(

@@ -67,11 +67,15 @@ class Case:
     where: Where = "all"
 
     @property
+    def placement(self) -> Placement:
+        """Where virtual stages live."""
+        return Placement(self.stages, self.chunks, self.layout)
+
+    @property
     def graph(self) -> Graph:
         """The dependency graph."""
-        placement = Placement(self.stages, self.chunks, self.layout)
-        all_of_them = range(placement.num_virtual_stages)
-        return Graph(placement, split=tuple(self.backward == "split" or self._is_mixed_in(v) for v in all_of_them))
+        all_of_them = range(self.placement.num_virtual_stages)
+        return Graph(self.placement, split=tuple(self.backward == "split" or self._is_mixed_in(v) for v in all_of_them))
 
     def _is_mixed_in(self, virtual_stage: int) -> bool:
         return self.backward == "mixed" and virtual_stage % 2 == 0
@@ -94,7 +98,7 @@ class Case:
     @property
     def bounds(self) -> Bounds:
         """What its rule promises; docs/memory-rules.md says why."""
-        return bounds_of(self.graph.placement, [limit.microbatches or 0 for limit in self.limits], self.mode, self.rule)
+        return bounds_of(self.placement, [limit.microbatches or 0 for limit in self.limits], self.mode, self.rule)
 
     @property
     def is_reduced(self) -> bool:

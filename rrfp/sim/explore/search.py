@@ -23,8 +23,8 @@ Why instant delivery and atomic tasks cover every real run, with any delays, any
 
 D of a stage counts tasks enqueued on it and completed on it, which a state determines; forward only, a slot is freed
 here once all successors have run, and a credit on its way only keeps D up where it already was. Microbatches differ in
-nothing but their number unless an order is forced, a full stage serves them by number (the paper's rule) or their sizes
-differ; so else states are kept up to renumbering.
+nothing but their number unless an order is forced, a stage admits or serves them by number (the banker, the paper's
+rule), or their sizes or visits differ; so else states are kept up to renumbering.
 
 **Not every order of the same tasks** (``reduce``, after the persistent sets of Godefroid, 1996). A task t that is ready
 is *safe* if it stays ready whatever else runs, and running it first takes no task from any path that runs without it.
@@ -53,9 +53,10 @@ from rrfp.core.graph import Graph
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.core.topology import Topology
+from rrfp.core.visits import Skipped
 from rrfp.core.waiting import describe
 from rrfp.sim.explore.result import Deadlock, Exploration
-from rrfp.sim.explore.stage import Answer, Move, StageOracle, StageProblem, State, bits_of
+from rrfp.sim.explore.stage import Answer, Move, StageOracle, StageProblem, State, bits_of, visited_bits
 
 __all__ = ["Deadlock", "Exploration", "Oracles", "explore"]
 
@@ -70,9 +71,10 @@ def explore(
     mode: Mode = Mode.TRAIN,
     *,
     in_order: Collection[ForcedOrder] = (),
-    admission: type[Admission] = Admission,
+    admission: type[Admission] | None = None,
     sizes: Sequence[int] | None = None,
     estimates: Sequence[int] | None = None,
+    skipped: Sequence[Skipped] = (),
     reduce: bool = True,
     oracles: Oracles | None = None,
 ) -> Exploration:
@@ -84,9 +86,11 @@ def explore(
         limits: one limit a stage, or one for all in any form that `Limit.resolve` takes, such as ``2`` or ``"1f1b"``.
         mode: training or forward only.
         in_order: (kind, virtual stage) pairs that run in microbatch order.
-        admission: the memory rule; one of `rrfp.sim.explore.wrong_rules` to see what is wrong with it.
+        admission: the memory rule, such as one of `rrfp.sim.explore.wrong_rules` to see what is wrong with it. None:
+            what the core chooses for each stage.
         sizes: bytes that a chunk task of each microbatch holds, for byte limits; one each by default.
         estimates: for each microbatch, the number that is known of its forwards beforehand; None: nothing is known.
+        skipped: for each microbatch the virtual stages that it does not visit; empty: each one visits all.
         reduce: leave out orders that cannot matter; see the module's docstring. False visits every reachable state.
         oracles: what stages have answered in earlier explorations; added to.
     """
@@ -97,7 +101,7 @@ def explore(
     known = None if estimates is None else tuple(estimates)
     step = StepId(0, mode, microbatches)
     problems = [
-        StageProblem(graph, step, stage, limit, frozenset(in_order), admission, held, known)
+        StageProblem(graph, step, stage, limit, frozenset(in_order), admission, held, known, tuple(skipped))
         for stage, limit in zip(range(stages), resolved, strict=True)
     ]
     return _Explorer(problems, {} if oracles is None else oracles).run(
@@ -109,6 +113,7 @@ class _Explorer:
     def __init__(self, problems: Sequence[StageProblem], oracles: Oracles) -> None:
         graph, step = problems[0].graph, problems[0].step
         self._microbatches = step.microbatches
+        self._visits = problems[0].visits
         #: Whether a microbatch's number makes no difference to what may run anywhere.
         self._alike = all(problem.are_microbatches_alike for problem in problems)
         self.bits = bits_of(graph, step.mode)
@@ -134,7 +139,7 @@ class _Explorer:
     def _search(self, focus: int | None) -> tuple[dict[State, tuple[State, Move] | None], list[State], int]:
         """Every state met, with the one before it and the move between; those without a way on; moves made."""
         start: State = (0,) * self._microbatches
-        end: State = (sum(self._pairs),) * self._microbatches
+        end: State = visited_bits(self.bits, self._visits)
         parents: dict[State, tuple[State, Move] | None] = {start: None}
         queue, stuck, taken = deque([start]), [], 0
         while queue:

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rrfp.core.admission import Admission, Limit
 from rrfp.core.events import Arrived, Completed, Consumed, Enqueued, Previewed, StepOpened
 from rrfp.core.graph import Graph
 from rrfp.core.hint import View
+from rrfp.core.memory_rule import rule_of
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, StepId, Task
+from rrfp.core.visits import Skipped, Visits
 from rrfp.sim.never_asked import NeverAsked
 
 #: For each microbatch, which of its tasks have run: bit i stands for the i-th kind and virtual stage of the graph.
@@ -37,8 +39,10 @@ class StageProblem:
     Attributes:
         in_order: (kind, virtual stage) pairs that run in microbatch order. Of orders forced elsewhere a stage knows
             only that there are any: one pair stands for them.
+        admission: the memory rule; None: the one that ships.
         sizes: bytes that a chunk task of each microbatch holds.
         estimates: for each microbatch, the number that is known of its forwards beforehand.
+        skipped: for each microbatch the virtual stages that it does not visit; empty: each one visits all.
     """
 
     graph: Graph
@@ -46,9 +50,10 @@ class StageProblem:
     stage: int
     limit: Limit
     in_order: frozenset[ForcedOrder]
-    admission: type[Admission]
+    admission: type[Admission] | None
     sizes: tuple[int, ...]
     estimates: tuple[int, ...] | None = None
+    skipped: tuple[Skipped, ...] = ()
 
     def __post_init__(self) -> None:
         stage_of, here = self.graph.stage_of, self.stage
@@ -60,23 +65,39 @@ class StageProblem:
     @property
     def serves(self) -> bool:
         """Whether the stage, once full, serves its lowest microbatch, so that backwards are gated too."""
-        return self.limit.rule == "paper" and self.graph.placement.chunks > 1 and self.step.mode is Mode.TRAIN
+        chunks = self.graph.placement.chunks_of(self.stage)
+        return self.limit.rule == "paper" and chunks > 1 and self.step.mode is Mode.TRAIN
+
+    @property
+    def visits(self) -> Visits:
+        """Which virtual stages each microbatch visits."""
+        return Visits(self.step.microbatches, self.skipped)
+
+    @property
+    def rule(self) -> type[Admission]:
+        """The memory rule of the stage."""
+        limit = replace(self.limit, rule="staircase") if self.step.mode is Mode.FORWARD else self.limit
+        chosen = rule_of(self.graph, self.stage, limit, self.visits, is_forced=bool(self.in_order))
+        return self.admission or chosen
 
     @property
     def are_microbatches_alike(self) -> bool:
         """Whether a microbatch's number makes no difference to what may run on this stage."""
-        estimates = self.estimates or self.sizes
-        return not self.in_order and not self.serves and len({*zip(self.sizes, estimates, strict=True)}) <= 1
+        if self.in_order or self.serves or self.rule.is_by_number or len(self.visits.patterns) > 1:
+            return False
+        return len({*zip(self.sizes, self.estimates or self.sizes, strict=True)}) <= 1
 
     def core(self) -> StageCore:
         """A new core, in its step."""
         core = StageCore(
             self.graph, self.stage, NeverAsked(), self.limit, in_order=self.in_order, admission=self.admission
         )
-        core.apply(StepOpened(self.step.number, self.step.mode, self.step.microbatches, self.estimates))
+        step, visits = self.step, self.visits
+        core.apply(StepOpened(step.number, step.mode, step.microbatches, self.estimates, skipped=self.skipped))
         for microbatch, estimate in enumerate(self.estimates or ()):
             for virtual_stage in self.graph.placement.virtual_stages(self.stage):
-                core.apply(Previewed(Task(Kind.F, microbatch, virtual_stage), estimate))
+                if virtual_stage not in visits.skipped_by(microbatch):
+                    core.apply(Previewed(Task(Kind.F, microbatch, virtual_stage), estimate))
         return core
 
 
@@ -115,9 +136,11 @@ class StageOracle:
         self._bits = bits = bits_of(problem.graph, problem.step.mode)
         placement = problem.graph.placement
         self._own = {bit: pair for pair, bit in bits.items() if placement.stage_of(pair[1]) == problem.stage}
+        #: By microbatch, the bits of the tasks that exist.
+        self.visited = visited_bits(bits, problem.visits)
         self._readers = self._find_readers()
         self._credits = self._find_credits()
-        self._kept = list(self._find_kept())
+        self._kept = self._find_kept()
         self._forwards = sum(bit for bit, (kind, _) in self._own.items() if kind is Kind.F)
         #: The tasks of a microbatch of which a core receives events, each task after all that it reads.
         self._visible = [(bit, pair) for pair, bit in bits.items() if bit in self._own or bit in self._readers]
@@ -132,25 +155,23 @@ class StageOracle:
         key = tuple([ran & sight for ran in state])
         answer = self._answers.get(key)
         if answer is None:
-            answer = self._answers[key] = (
-                self._translated(key) if self._problem.are_microbatches_alike else self._ask(key)
-            )
+            answer = self._answers[key] = self._translated(key) if self._alike else self._ask(key)
         return answer
 
     def core(self, state: State) -> StageCore:
         """A core of the stage after all events of ``state`` that concern it."""
         problem, step, core = self._problem, self._problem.step, self._problem.core()
-        for microbatch, (ran, size) in enumerate(zip(state, problem.sizes, strict=True)):
+        for microbatch, (ran, size, visited) in enumerate(zip(state, problem.sizes, self.visited, strict=True)):
             for bit, (kind, virtual_stage) in self._visible:
                 task = Task(kind, microbatch, virtual_stage)
                 if ran & bit and bit in self._own:
                     core.apply(Enqueued(task))
                     core.apply(Completed(task, held=size))
-                elif ran & bit:
+                elif ran & bit and self._readers[bit] & visited:
                     core.apply(Arrived(step, task))
-            for virtual_stage, peer, readers in self._credits:
-                if ran & readers == readers:
-                    core.apply(Consumed(step, peer, Task(Kind.F, microbatch, virtual_stage)))
+            for producer, peer, readers in self._credits:
+                if ran & producer and _have_run(readers & visited, ran):
+                    core.apply(Consumed(step, peer, Task(Kind.F, microbatch, self._own[producer][1])))
         return core
 
     def _translated(self, key: State) -> Answer:
@@ -169,10 +190,14 @@ class StageOracle:
     def _ask(self, key: State) -> Answer:
         core = self.core(key)
         moves = tuple((task.microbatch, self._bits[task.kind, task.virtual_stage]) for task in core.ready)
-        received = sum(
-            bool(ran & bit) and ran & readers != readers for ran in key for bit, readers in self._readers.items()
+        received, buffered = (
+            sum(
+                bool(ran & bit) and bool(users & visited & ~ran)
+                for ran, visited in zip(key, self.visited, strict=True)
+                for bit, users in used.items()
+            )
+            for used in (self._readers, self._kept)
         )
-        buffered = sum(bool(ran & bit) and not ran & last for ran in key for bit, last in self._kept)
         held = core.view.held
         most_held = held + any(bit & self._forwards for _, bit in moves)
         return Answer(moves, self._safe(key, moves, core.view), held, most_held, received, buffered)
@@ -182,7 +207,8 @@ class StageOracle:
         if self._problem.step.mode is Mode.FORWARD:
             return None
         if self._problem.serves:
-            left = sum((self._forwards & ~ran).bit_count() for ran in key)
+            pairs = zip(key, self.visited, strict=True)
+            left = sum((self._forwards & visited & ~ran).bit_count() for ran, visited in pairs)
             is_full = view.slots is not None and view.held >= view.slots
             is_never_full = view.slots is None or view.held + left < view.slots
             return moves[0] if moves and (is_full or is_never_full) else None
@@ -198,24 +224,26 @@ class StageOracle:
                     readers[source] = readers.get(source, 0) | bit
         return readers
 
-    def _find_kept(self) -> Iterator[tuple[int, int]]:
-        """Each received forward input, with the task here after which it is dropped."""
+    def _find_kept(self) -> dict[int, int]:
+        """The forward outputs of other stages that this one reads, each with the tasks here until which it is kept."""
         last = Kind.B if self._problem.step.mode is Mode.TRAIN else Kind.F
+        kept: dict[int, int] = {}
         for source, readers in self._readers.items():
             for bit, (kind, v) in self._own.items():
                 if kind is Kind.F and readers & bit:
-                    yield source, self._bits[last, v]
+                    kept[source] = kept.get(source, 0) | self._bits[last, v]
+        return kept
 
     def _find_credits(self) -> list[tuple[int, int, int]]:
-        """Forward only: (own virtual stage, peer, the peer's forwards that read its output)."""
+        """Forward only: (a forward here, a peer, the peer's forwards that read its output)."""
         credits: dict[tuple[int, int], int] = {}
         graph = self._problem.graph
         if self._problem.step.mode is Mode.FORWARD:
             for _, v in self._own.values():
                 for w in graph.successors[v]:
-                    key = (v, graph.placement.stage_of(w))
+                    key = (self._bits[Kind.F, v], graph.placement.stage_of(w))
                     credits[key] = credits.get(key, 0) | self._bits[Kind.F, w]
-        return [(v, peer, readers) for (v, peer), readers in credits.items() if peer != self._problem.stage]
+        return [(bit, peer, readers) for (bit, peer), readers in credits.items() if peer != self._problem.stage]
 
 
 def bits_of(graph: Graph, mode: Mode) -> dict[tuple[Kind, int], int]:
@@ -224,3 +252,14 @@ def bits_of(graph: Graph, mode: Mode) -> dict[tuple[Kind, int], int]:
     pairs = [(Kind.F, v) for v in upward]
     pairs += [(kind, v) for v in reversed(upward) for kind in graph.kinds(v, mode) if kind is not Kind.F]
     return {pair: 1 << index for index, pair in enumerate(pairs)}
+
+
+def visited_bits(bits: Mapping[tuple[Kind, int], int], visits: Visits) -> tuple[int, ...]:
+    """By microbatch, the bits of the tasks that it has."""
+    of_pattern = {skipped: sum(bit for (_, v), bit in bits.items() if v not in skipped) for skipped in visits.patterns}
+    return tuple(of_pattern[visits.skipped_by(microbatch)] for microbatch in range(visits.microbatches))
+
+
+def _have_run(tasks: int, ran: int) -> bool:
+    """Whether there are any ``tasks``, and all of them have run."""
+    return tasks != 0 and ran & tasks == tasks
