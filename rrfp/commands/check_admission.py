@@ -163,7 +163,7 @@ def _shown(cases: list[Case], *, quiet: bool) -> Iterator[Iterable[Case]]:
         yield named()
 
 
-def _worst(bad: list[Explored]) -> str:
+def _worst(bad: list[Explored[Case]]) -> str:
     """The deadlock with the shortest trace, or else the first bound that was exceeded."""
     stuck = [result for result in bad if result.exploration.deadlocks]
     if not stuck:
@@ -172,7 +172,7 @@ def _worst(bad: list[Explored]) -> str:
     return f"{first.case}: " + "; ".join(line.strip() for line in str(first.exploration.deadlocks[0]).splitlines())
 
 
-def _document(result: Explored) -> dict[str, Any]:
+def _document(result: Explored[Case]) -> dict[str, Any]:
     search = result.exploration
     return {
         "case": str(result.case),
@@ -189,9 +189,9 @@ def _document(result: Explored) -> dict[str, Any]:
     }
 
 
-def _print_cases(done: list[Explored]) -> None:
+def _print_cases(done: list[Explored[Case]]) -> None:
     """A row for each rule, C, kind of step and forced kind; the peaks are the largest of its cases and stages."""
-    groups: dict[tuple[str, ...], list[Explored]] = {}
+    groups: dict[tuple[str, ...], list[Explored[Case]]] = {}
     for result in done:
         case = result.case
         step = "forward" if case.mode is Mode.FORWARD else case.backward

@@ -10,7 +10,7 @@ from rrfp.sim.explore.bounds import Bounds, bounds_of
 from rrfp.sim.explore.cases import Case, Explored, explored
 
 
-def only(case: Case) -> Explored:
+def only(case: Case) -> Explored[Case]:
     (one,) = explored([case])
     return one
 

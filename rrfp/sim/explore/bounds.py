@@ -1,10 +1,11 @@
-"""The memory that each rule promises for a chain of virtual stages; docs/memory-rules.md has the proofs."""
+"""The memory that each rule promises, for chains and for any graph; docs/memory-rules.md has the proofs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rrfp.core.graph import Graph
 from rrfp.core.placement import Placement
 from rrfp.core.tasks import Mode
 
@@ -44,6 +45,27 @@ def bounds_of(placement: Placement, limits: Sequence[int], mode: Mode, rule: str
     begun = [limit * chunks + 1 if serves else limit * chunks - (chunks - 1) for limit in limits]
     received = tuple(min(begun[: max(stage, 1)]) for stage in range(placement.stages))
     return Bounds(held, received, buffered)
+
+
+def graph_bounds_of(graph: Graph, slots: Sequence[int], mode: Mode) -> Bounds:
+    """The bounds for any graph, under the rule that ships, where no stage follows the paper's.
+
+    Args:
+        graph: the graph.
+        slots: by stage, in chunk tasks.
+        mode: training or forward only.
+    """
+    stage_of, stages = graph.stage_of, range(graph.placement.stages)
+    assert graph.edges is not None
+    crossing = [(u, v) for u, v in graph.edges if stage_of[u] != stage_of[v]]
+    feeders = [{stage_of[u] for u, v in crossing if stage_of[v] == stage} for stage in stages]
+    buffered = tuple(sum(slots[feeder] for feeder in sources) for sources in feeders)
+    if mode is Mode.FORWARD:
+        return Bounds(tuple(slots), buffered, buffered)
+    # A gradient that waits belongs to a microbatch that holds a slot here, on a chunk with so many readers elsewhere.
+    readers = [max(sum(u == v for u, _ in crossing) for v in graph.placement.virtual_stages(s)) for s in stages]
+    gradients = [most * count for most, count in zip(slots, readers, strict=True)]
+    return Bounds(tuple(slots), tuple(map(sum, zip(buffered, gradients, strict=True))), buffered)
 
 
 def _feeders(placement: Placement, stage: int) -> set[int]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Literal
+from typing import Generic, Literal, Protocol, TypeVar
 
 from rrfp.core.admission import Admission, AdmissionRule, Limit
 from rrfp.core.graph import Graph
@@ -36,6 +36,33 @@ RULES: dict[str, type[Admission]] = {
     "last-slot": LastSlotReserved,
     "step-slot": StepReserved,
 }
+
+
+class Explorable(Protocol):
+    """What can be explored: a `Case`, or a `rrfp.sim.explore.graph_cases.GraphCase`."""
+
+    @property
+    def graph(self) -> Graph:
+        """The dependency graph."""
+
+    @property
+    def microbatches(self) -> int:
+        """M."""
+
+    @property
+    def mode(self) -> Mode:
+        """Training or forward only."""
+
+    @property
+    def bounds(self) -> Bounds:
+        """What the rule promises."""
+
+    def explore(self, *, reduce: bool | None = None, oracles: Oracles | None = None) -> Exploration:
+        """Explore it."""
+        ...
+
+
+CaseT_co = TypeVar("CaseT_co", bound=Explorable, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +154,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Explored:
+class Explored(Generic[CaseT_co]):
     """One case and its exploration.
 
     Attributes:
@@ -136,7 +163,7 @@ class Explored:
         seconds: processor time that this took.
     """
 
-    case: Case
+    case: CaseT_co
     exploration: Exploration
     seconds: float
 
@@ -210,7 +237,7 @@ class Grid:
         return bool(case.forced)
 
 
-def explored(cases: Iterable[Case], *, reduce: bool | None = None) -> Iterator[Explored]:
+def explored(cases: Iterable[CaseT_co], *, reduce: bool | None = None) -> Iterator[Explored[CaseT_co]]:
     """Explore each case as `Case.explore` does, and time it.
 
     Cases of one pipeline that follow each other share the answers of the stages that they have in common, such as
