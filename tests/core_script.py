@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 from rrfp.core import events as ev
 from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
@@ -25,6 +27,7 @@ class Script:
         limit: K or a Limit.
         group: the rank's group.
         in_order: forced orders.
+        skipped: for each microbatch the virtual stages that it does not visit.
     """
 
     def __init__(
@@ -38,17 +41,22 @@ class Script:
         limit: Limit | int | None = None,
         group: Group | None = None,
         in_order: tuple[ForcedOrder, ...] = (),
+        skipped: Sequence[Collection[int]] = (),
     ) -> None:
         limits = Limit(limit) if isinstance(limit, int) else limit
         self.core = StageCore(graph, stage, hint or BackwardForward(), limits, group=group, in_order=in_order)
         self.step = StepId(0, mode, microbatches)
+        self.skipped = tuple(map(frozenset, skipped))
+        #: What opening the first step caused.
+        self.begun: list[ev.Instruction] = []
         if microbatches:
-            self.opened()
+            self.begun = self.opened()
 
     def opened(self, step: StepId | None = None) -> list[ev.Instruction]:
         """The caller opens ``step``."""
         self.step = step or self.step
-        return self.told(ev.StepOpened(self.step.number, self.step.mode, self.step.microbatches))
+        number, mode, microbatches = self.step
+        return self.told(ev.StepOpened(number, mode, microbatches, skipped=self.skipped))
 
     def told(self, *events: ev.Event) -> list[ev.Instruction]:
         """All instructions that the events cause, in order."""

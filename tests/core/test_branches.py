@@ -1,0 +1,117 @@
+"""Placement by table, which stages of a graph are plain, and which memory rule each stage follows."""
+
+from __future__ import annotations
+
+import pytest
+
+from rrfp.core.admission import Admission, Limit
+from rrfp.core.banker import Banker
+from rrfp.core.branches import plain_stages
+from rrfp.core.graph import Graph
+from rrfp.core.memory_rule import rule_of
+from rrfp.core.placement import Placement, TablePlacement
+from rrfp.core.visits import Visits
+from rrfp.errors import ConfigError
+
+ALL = frozenset[frozenset[int]]({frozenset()})
+
+
+def graph_of(edges: str, table: tuple[int, ...]) -> Graph:
+    """The graph of edges written as ``"01 12"``."""
+    return Graph(TablePlacement(table), tuple((int(edge[0]), int(edge[1])) for edge in edges.split()))
+
+
+def test_a_table_places_virtual_stages_anywhere() -> None:
+    placement = TablePlacement((0, 1, 0, 2, 0))
+    assert (placement.stages, placement.num_virtual_stages) == (3, 5)
+    assert [placement.virtual_stages(stage) for stage in range(3)] == [(0, 2, 4), (1,), (3,)]
+    assert [placement.chunks_of(stage) for stage in range(3)] == [3, 1, 1]
+    assert [placement.stage_of(v) for v in range(5)] == [0, 1, 0, 2, 0]
+
+
+def test_a_table_has_one_number_of_chunks_only_where_all_stages_have_it() -> None:
+    assert TablePlacement((1, 0, 0, 1)).chunks == 2
+    with pytest.raises(ConfigError, match="stages have 1 to 2 chunks, must have equally many here"):
+        _ = TablePlacement((1, 0, 0)).chunks
+
+
+@pytest.mark.parametrize("table", [(0, 2), (-1, 0), (1,)])
+def test_a_table_with_a_stage_left_out_is_refused(table: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="must have every stage from 0 to the highest one"):
+        TablePlacement(table)
+
+
+def test_an_empty_table_is_refused() -> None:
+    with pytest.raises(ConfigError, match="placement is an empty table"):
+        TablePlacement(())
+
+
+def test_a_table_that_says_the_same_behaves_as_the_layout() -> None:
+    looped, table = Graph(Placement(2, 2)), Graph(TablePlacement((0, 1, 0, 1)))
+    assert (looped.edges, looped.stage_of, looped.split) == (table.edges, table.stage_of, table.split)
+
+
+@pytest.mark.parametrize(
+    ("edges", "table", "plain"),
+    [
+        ("01 12 23", (0, 1, 2, 3), {0, 1, 2, 3}),  # a chain
+        ("01 12 23 03", (0, 1, 2, 3), {0, 1, 2, 3}),  # with a skip edge
+        ("01 02 03", (0, 1, 2, 3), {0, 1, 2, 3}),  # a tree
+        ("02 12 23", (0, 1, 2, 3), {2, 3}),  # two sources: what follows the join is plain
+        ("01 02 13 23", (0, 1, 2, 3), {3}),  # a diamond: above the branches is not
+        ("02 12 23", (0, 1, 2, 0), set()),  # a stage is plain with all its chunks, and all below it
+        ("02 12 23", (0, 1, 1, 2), {2}),
+        ("12", (0, 1, 2), {0, 1, 2}),  # a virtual stage beside the rest joins nothing
+        ("02 12 34", (0, 1, 2, 3, 0), {2}),  # stage 3 has stage 0 below it, which is not plain
+    ],
+)
+def test_stages_are_plain_where_nothing_below_joins_a_branch_beside_them(
+    edges: str, table: tuple[int, ...], plain: set[int]
+) -> None:
+    assert plain_stages(graph_of(edges, table), ALL) == plain
+
+
+def test_a_microbatch_that_skips_part_of_a_chain_makes_a_join_of_the_edge_round_it() -> None:
+    graph = graph_of("01 12 23 03", (0, 1, 2, 3))
+    assert plain_stages(graph, ALL | {frozenset({1, 2})}) == {0, 1, 2, 3}
+    assert plain_stages(graph, ALL | {frozenset({1})}) == {3}
+
+
+def test_a_join_that_no_microbatch_visits_is_none() -> None:
+    graph = graph_of("02 12 23", (0, 1, 2, 3))
+    assert plain_stages(graph, frozenset({frozenset({0}), frozenset({1})})) == {0, 1, 2, 3}
+
+
+LIMIT, PAPER = Limit(2), Limit(2, rule="paper")
+TWO_SOURCES = graph_of("02 12", (0, 1, 2))
+
+
+def rules(graph: Graph, limit: Limit, skipped: tuple[frozenset[int], ...] = (), *, is_forced: bool) -> str:
+    """For each stage the first letter of its rule's class: A, or B for the banker."""
+    visits, stages = Visits(2, skipped), range(graph.placement.stages)
+    return "".join(rule_of(graph, stage, limit, visits, is_forced=is_forced).__name__[0] for stage in stages)
+
+
+def test_chains_keep_their_rule_in_any_order_under_any_limit() -> None:
+    for limit in (LIMIT, PAPER, Limit(), Limit(bytes=9)):
+        for graph in (
+            Graph.chain(3),
+            Graph.chain(3, chunks=2, layout="v"),
+            Graph(Placement(3), ((0, 1), (1, 2), (0, 2))),
+        ):
+            for is_forced in (False, True):
+                assert rules(graph, limit, is_forced=is_forced) == "AAA"
+
+
+def test_on_other_graphs_the_banker_applies_where_it_must_and_everywhere_in_a_forced_order() -> None:
+    assert rules(TWO_SOURCES, LIMIT, is_forced=False) == "BBA"
+    assert rules(TWO_SOURCES, LIMIT, is_forced=True) == "BBB"
+    assert rules(Graph.chain(3), LIMIT, (frozenset({1}), frozenset()), is_forced=False) == "AAA"
+    assert rules(Graph.chain(3), LIMIT, (frozenset({1}), frozenset()), is_forced=True) == "BBB"
+
+
+def test_the_papers_rule_holds_for_stages_of_several_chunks_only() -> None:
+    assert rules(graph_of("02 12", (0, 1, 0)), PAPER, is_forced=False) == "AB"
+    assert rules(graph_of("01 12", (0, 1, 0)), PAPER, is_forced=False) == "AB"
+    assert rules(TWO_SOURCES, PAPER, is_forced=False) == "BBB"
+    assert {Admission, Banker} == {rule_of(TWO_SOURCES, v, LIMIT, Visits(1), is_forced=False) for v in (0, 2)}
