@@ -14,7 +14,8 @@ from rich.progress import Progress
 from rrfp.core.admission import Limit
 from rrfp.costs import CostTable, make_costs, microbatch_sizes
 from rrfp.hints.registry import DEFAULT_HINT, create_hint, create_strict
-from rrfp.sim.engine import EngineResult, run
+from rrfp.sim.engine import run
+from rrfp.sim.engine_record import EngineResult
 from rrfp.sim.sweep.pool import run_all
 
 COUNTS = ("1f1b", "n", "2n")
