@@ -19,6 +19,8 @@ chunk tasks; there are K * C. Backwards and weight tasks free memory: only the p
   forward is always admitted when no chunk from c on holds anything (under the reserve rule: the lowest one, when they
   hold later ones only). While a forward runs whose size no earlier one has shown, none starts behind it, however deep
   the lane is.
+- **Graphs that are no chains**: the staircase is wrong above joins, and the reserve rule anywhere; there the in-order
+  banker applies (`rrfp.core.banker`). `rrfp.core.memory_rule` chooses for each stage.
 - **Groups**: the leader decides for all, so its byte rule counts the rank that holds the most. A follower starts a
   forward that was ordered once a slot is free on itself, so that D keeps its bound on every rank. The slots that the
   leader saw free become so there too: by tasks that are in the log before it, and by successors that run those.

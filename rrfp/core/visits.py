@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from rrfp.core.tasks import Task
 from rrfp.errors import ConfigError
 
 #: The virtual stages that a microbatch skips.
@@ -46,6 +47,10 @@ class Visits:
     def patterns(self) -> frozenset[Skipped]:
         """What microbatches skip, each set once."""
         return frozenset(self.skipped or [frozenset()])
+
+    def exists(self, task: Task) -> bool:
+        """Whether the microbatch of ``task`` visits its virtual stage."""
+        return task.virtual_stage not in self.skipped_by(task.microbatch)
 
     def skipped_by(self, microbatch: int) -> Skipped:
         """The virtual stages that ``microbatch`` skips."""

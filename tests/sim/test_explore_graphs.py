@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -71,6 +72,8 @@ def test_all_slots_are_used(rule: str) -> None:
         assert case.explore().peak_held == slots
 
 
+#: What was explored, for docs/memory-rules.md: `pytest --log-cli-level=INFO` shows it.
+LOG = logging.getLogger(__name__)
 #: Random cases of one test.
 BATCH = 10
 
@@ -123,11 +126,12 @@ def every_case(count: int, microbatches: int, rule: str, options: Options) -> It
 
 
 def assert_safe(cases: Iterable[GraphCase]) -> None:
-    done = 0
+    done = states = 0
     for one in explored(cases):
         assert one.is_safe, f"{one.case}: {one.broken}\n{one.exploration}"
-        done += 1
+        done, states = done + 1, states + one.exploration.states
     assert done
+    LOG.info("%d cases, %d states", done, states)
 
 
 @pytest.mark.parametrize("options", [WHOLE, FORWARD, *(long(options) for options in (SPLIT, *SKIPS, *FORCED))], ids=str)

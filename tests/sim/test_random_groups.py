@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import pytest
 from batches import batches
-from sim.test_random_pipelines import ADVERSARIES
+from sim.adversaries import ADVERSARIES
 
 from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
 from rrfp.core.admission import Limit

@@ -5,9 +5,12 @@ Every task runs once, where it belongs, after all of its inputs; D and bytes kee
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Kind, Mode, StepId, Task
+from rrfp.core.visits import Visits
 from rrfp.sim.cluster.ranks import Rank
 
 
@@ -17,13 +20,14 @@ class MemoryChecker:
     def __init__(self, graph: Graph, stage: int, limit: Limit, most_bytes: int | None = None) -> None:
         self._graph = graph
         self._stage = stage
-        chunks = graph.placement.chunks
+        chunks = graph.placement.chunks_of(stage)
         self._last_kinds = [graph.last_kind(v, Mode.TRAIN) for v in range(graph.placement.num_virtual_stages)]
         self._slots = None if limit.microbatches is None else limit.microbatches * chunks
         #: By how much D may pass K * C: under the paper's rule by C, where what is served frees memory.
         self._excess = chunks if limit.rule == "paper" and chunks > 1 else 0
         self._most_bytes = most_bytes
         self._mode = Mode.TRAIN
+        self._visits = Visits(0)
         self._held = self._num_bytes = 0
         self._bytes: dict[tuple[int, int], int] = {}
         #: Forward only: readers of a forward that have not consumed its output: a stage, or a task here.
@@ -31,8 +35,9 @@ class MemoryChecker:
         #: The most bytes held after any task, outputs not counted.
         self.peak_bytes = 0
 
-    def open(self, step: StepId) -> None:
+    def open(self, step: StepId, visits: Visits) -> None:
         """A step begins, with nothing held."""
+        self._visits = visits
         self._mode, self._held, self._num_bytes = step.mode, 0, 0
         self._bytes, self._readers = {}, {}
 
@@ -87,6 +92,7 @@ class MemoryChecker:
             if stage_of[source.virtual_stage] == self._stage:
                 self.consume(source, task)
         readers = [task._replace(virtual_stage=w) for w in self._graph.successors[task.virtual_stage]]
+        readers = [reader for reader in readers if self._visits.exists(reader)]
         stages = [stage_of[reader.virtual_stage] for reader in readers]
         self._readers[task] = {r if s == self._stage else s for r, s in zip(readers, stages, strict=True)}
         self._forget_if_read(task, self._readers[task])
@@ -99,13 +105,21 @@ class MemoryChecker:
 
 
 class RankChecker:
-    """Checks what one rank runs."""
+    """Checks what one rank runs; ``visits_of`` says of each step what its microbatches visit, by default everything."""
 
-    def __init__(self, rank: Rank, graph: Graph, limit: Limit, most_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        graph: Graph,
+        limit: Limit,
+        most_bytes: int | None = None,
+        visits_of: Callable[[StepId], Visits] = lambda step: Visits(step.microbatches),
+    ) -> None:
         self.memory = MemoryChecker(graph, rank.stage, limit, most_bytes)
         self.step: StepId | None = None
         self._rank = rank
         self._graph = graph
+        self._visits_of = visits_of
         #: The tasks of this step whose outputs a task here may read: those that arrived or were enqueued.
         self._present: set[Task] = set()
         #: Outputs of later steps that came early, by step.
@@ -128,7 +142,7 @@ class RankChecker:
         """``step`` opens."""
         self.step = step
         self._present, self._completed = self._early.pop(step.number, set()), set()
-        self.memory.open(step)
+        self.memory.open(step, self._visits_of(step))
 
     def arrive(self, step: StepId, task: Task) -> None:
         """The output of ``task``, which ran on another stage in ``step``, is here."""
@@ -142,7 +156,7 @@ class RankChecker:
     def lacks(self, task: Task, step: StepId) -> list[Task]:
         """The outputs of other stages that ``task`` needs in ``step`` and that have not arrived."""
         present = self._present if step == self.step else ()
-        return [s for s in self._graph.inputs(task) if s not in present and not self._runs_here(s)]
+        return [s for s in self._inputs(task, step) if s not in present and not self._runs_here(s)]
 
     def enqueue(self, task: Task) -> None:
         """The core started ``task``."""
@@ -151,7 +165,7 @@ class RankChecker:
             self.object_to(f"started {task}, which runs elsewhere")
         if task in self._present:
             self.object_to(f"started {task} twice")
-        for source in self._graph.inputs(task):
+        for source in self._inputs(task, self.step):
             if source not in self._present:
                 self.object_to(f"started {task} before {source}")
         self._present.add(task)
@@ -168,11 +182,15 @@ class RankChecker:
         """The core says that ``step`` is done."""
         if step != self.step:
             self.object_to(f"finished {step}")
-        expected = {*self._graph.tasks(self._rank.stage, step.microbatches, step.mode)}
+        visits = self._visits_of(step)
+        expected = {*filter(visits.exists, self._graph.tasks(self._rank.stage, step.microbatches, step.mode))}
         if undone := expected - self._completed:
             self.object_to(f"finished without {' '.join(map(str, sorted(undone)))}")
         if strange := self._completed - expected:
             self.object_to(f"ran {' '.join(map(str, sorted(strange)))}, which it does not run in this step")
+
+    def _inputs(self, task: Task, step: StepId) -> list[Task]:
+        return [*filter(self._visits_of(step).exists, self._graph.inputs(task))]
 
     def _runs_here(self, task: Task) -> bool:
         return self._graph.stage_of[task.virtual_stage] == self._rank.stage

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from rrfp.arbiter.group_messages import GroupMessage
@@ -24,6 +25,7 @@ from rrfp.core.readiness import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.core.topology import Topology
+from rrfp.core.visits import Skipped, Visits
 from rrfp.core.waiting import describe, wait_line
 from rrfp.sim.cluster.checker import RankChecker
 from rrfp.sim.cluster.cluster import Cluster, Packet
@@ -57,6 +59,7 @@ class RandomRun(Cluster[Node]):
         takes_offers: whether lanes take offered tasks, some time before their cores hear of it.
         more_bytes: what a microbatch holds in addition on a member after a task.
         carry: what becomes of the messages inside groups, such as a loss; for tests of what is refused.
+        skips: by step, what each microbatch skips; empty where none skips anything.
         make_core: makes the cores, called like `StageCore`; tests pass broken ones.
 
     Attributes:
@@ -81,14 +84,17 @@ class RandomRun(Cluster[Node]):
         takes_offers: bool = False,
         more_bytes: Callable[[int, Task], int] = lambda member, task: 0,
         carry: Carry = lambda message: (message,),
+        skips: Sequence[tuple[Skipped, ...]] = (),
         make_core: Callable[..., StageCore] = StageCore,
     ) -> None:
+        self._skips = skips
+
         def core(rank: Rank) -> StageCore:
             group = Group(rank.member, members)
             return make_core(graph, rank.stage, hints[rank.stage], limits[rank.stage], group=group, in_order=in_order)
 
         def node(rank: Rank) -> Node:
-            return Node(rank, core(rank), RankChecker(rank, graph, limits[rank.stage]))
+            return Node(rank, core(rank), RankChecker(rank, graph, limits[rank.stage], visits_of=self._visits_of))
 
         nodes = [node(rank) for rank in ranks_of(len(hints), members=members)]
         # When a task begins is of no interest here, so lanes need not meet: `_may_end` couples their ends.
@@ -178,6 +184,13 @@ class RandomRun(Cluster[Node]):
             return True
         step, index = len(node.orders) - 1, node.num_completed
         return all(len(other.orders) > step and len(other.orders[step]) > index for other in self.group_of(node).nodes)
+
+    def opened(self, step: StepId) -> ev.StepOpened:
+        """The event that opens ``step``, with its skips."""
+        return replace(super().opened(step), skipped=self._visits_of(step).skipped)
+
+    def _visits_of(self, step: StepId) -> Visits:
+        return Visits(step.microbatches, self._skips[step.number] if self._skips else ())
 
     # A network without time, and what is checked.
 
