@@ -10,11 +10,13 @@ import pytest
 from rrfp.core import events as ev
 from rrfp.core.admission import Admission, AdmissionRule, Limit
 from rrfp.core.graph import Graph
-from rrfp.core.placement import Placement
+from rrfp.core.placement import Placement, TablePlacement
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, StepId, Task
+from rrfp.core.visits import Skipped, Visits
 from rrfp.hints.alternating import BackwardForward
+from rrfp.sim.explore.graph_cases import random_skips
 from rrfp.sim.explore.search import Deadlock, Exploration, Oracles, _Explorer, explore
 from rrfp.sim.explore.stage import StageProblem
 from rrfp.sim.explore.wrong_rules import Unreserved
@@ -151,11 +153,39 @@ def test_what_is_ready_depends_on_what_ran_and_not_on_the_order(
         assert received == [core.peaks.received for core in cores]
 
 
-def live_run(cores: list[StageCore], step: StepId, rng: random.Random) -> Iterator[list[list[Task]]]:
+@pytest.mark.parametrize("mode", Mode)
+def test_the_same_on_graphs_with_branches_whose_parts_are_skipped(mode: Mode) -> None:
+    """Two encoders and a sink, one encoder beside the sink's second half; staircase and banker, any skips."""
+    graph = Graph(TablePlacement((0, 1, 1, 2)), ((0, 2), (1, 2), (2, 3), (0, 3)), (False, True, False, True))
+    step, limits = StepId(0, mode, 3), [Limit(1), Limit(2), Limit(1)]
+    for seed in range(20):
+        rng = random.Random(seed)
+        skipped = random_skips(4, 3, rng)
+        problems = [
+            StageProblem(graph, step, stage, limit, frozenset(), None, (1,) * 3, skipped=skipped)
+            for stage, limit in enumerate(limits)
+        ]
+        explorer = _Explorer(problems, {})
+        cores = [StageCore(graph, stage, BackwardForward(), limit) for stage, limit in enumerate(limits)]
+        for ran in live_run(cores, step, rng, skipped):
+            state = tuple(sum(explorer.bits[task.kind, task.virtual_stage] for task in of_one) for of_one in ran)
+            for core, oracle in zip(cores, explorer.oracles, strict=True):
+                answer = oracle.answer(state)
+                ready = {(task.microbatch, explorer.bits[task.kind, task.virtual_stage]) for task in core.ready}
+                assert (set(answer.moves), answer.held, answer.received) == (
+                    ready,
+                    core.view.held,
+                    core.holding.received,
+                )
+
+
+def live_run(
+    cores: list[StageCore], step: StepId, rng: random.Random, skipped: tuple[Skipped, ...] = ()
+) -> Iterator[list[list[Task]]]:
     """Let random stages run random ready tasks, at once and with instant delivery; what has run, by microbatch."""
     ran: list[list[Task]] = [[] for _ in range(step.microbatches)]
     for core in cores:
-        core.apply(ev.StepOpened(step.number, step.mode, step.microbatches))
+        core.apply(ev.StepOpened(step.number, step.mode, step.microbatches, skipped=skipped))
     while choices := [(core, task) for core in cores for task in core.ready]:
         core, task = rng.choice(choices)
         core.apply(ev.Enqueued(task))
@@ -166,6 +196,5 @@ def live_run(cores: list[StageCore], step: StepId, rng: random.Random) -> Iterat
                 cores[instruction.peer].apply(ev.Consumed(step, core.stage, instruction.task))
         ran[task.microbatch].append(task)
         yield ran
-    assert sum(map(len, ran)) == sum(
-        1 for core in cores for _ in core.graph.tasks(core.stage, step.microbatches, step.mode)
-    )
+    tasks = (task for core in cores for task in core.graph.tasks(core.stage, step.microbatches, step.mode))
+    assert sum(map(len, ran)) == sum(map(Visits(step.microbatches, skipped).exists, tasks))

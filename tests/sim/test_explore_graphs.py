@@ -186,12 +186,12 @@ def random_case(seed: int, count: int, microbatches: int) -> GraphCase:
     return GraphCase(table, edges, microbatches, slots, skipped, options.is_split, options.mode, rule, forced)
 
 
-@pytest.mark.parametrize("first", batches(600, BATCH, BATCH))
+@pytest.mark.parametrize("first", batches(200, BATCH, BATCH))
 def test_random_graphs_of_three_virtual_stages_with_three_microbatches(first: int) -> None:
     assert_safe(random_case(seed, 3, 3) for seed in range(first, first + BATCH))
 
 
-@pytest.mark.parametrize("first", batches(600, BATCH, BATCH))
+@pytest.mark.parametrize("first", batches(200, BATCH, BATCH))
 def test_random_graphs_of_four_virtual_stages_with_two_microbatches(first: int) -> None:
     assert_safe(random_case(seed, 4, 2) for seed in range(first, first + BATCH))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from rrfp.core.graph import Graph
 from rrfp.core.placement import Placement
 from rrfp.core.tasks import Kind, Mode
 from rrfp.sim.explore.cases import RULES, Backward, Grid
+from rrfp.sim.explore.graph_cases import GRAPH_RULES, GraphCase, everywhere, graphs_of, random_skips, slots_of
 from rrfp.sim.explore.result import Exploration
 from rrfp.sim.explore.search import Oracles, explore
 
@@ -86,6 +88,19 @@ def test_a_graph_of_two_sources_which_the_staircase_does_not_cover() -> None:
     assert [str(task) for task in both[0].deadlocks[0].trace] == ["F0@0", "F1@1"]
     mended = explore(graph, 3, 1, in_order=[(Kind.B, 2)], admission=Admission)  # brings the reserve rule
     assert not mended.deadlocks
+
+
+@pytest.mark.parametrize("rule", GRAPH_RULES)
+@pytest.mark.parametrize("table", [long((0, 0, 0)), (0, 1, 0), (0, 1, 2)])
+def test_every_rule_on_every_graph_of_three_virtual_stages(rule: str, table: tuple[int, ...]) -> None:
+    for number, edges in enumerate(graphs_of(3)):
+        rng = random.Random(number)
+        skipped = random_skips(3, 2, rng) if rng.random() < 0.5 else ()
+        forced = everywhere(Kind.B, 3) if rng.random() < 0.3 else ()
+        for slots in slots_of(table, 2, most_spare=1):
+            case = GraphCase(table, edges, 2, slots, skipped, rng.random() < 0.3, rule=rule, in_order=forced)
+            reduced, whole = (case.explore(reduce=reduce) for reduce in (True, False))
+            assert what_matters(reduced) == what_matters(whole), case
 
 
 def test_it_visits_far_fewer_states() -> None:
