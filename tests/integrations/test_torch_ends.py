@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from batches import long
 from fork_server import TESTS, fork_server, run
 
 __all__ = ["fork_server"]
@@ -63,7 +64,7 @@ def test_an_error_outside_the_tasks_that_ends_a_rank_is_named_on_the_others(how:
     ("how", "exchange", "duty", "place"),
     [
         ("absent", "shapes between stages", "called step or eval", "_warmup"),
-        ("unbuilt", "the ranks' stages", "built its ScheduleRRFP", "all_gather"),
+        long("unbuilt", "the ranks' stages", "built its ScheduleRRFP", "all_gather"),
     ],
 )
 def test_a_peer_that_never_comes_is_named_at_the_time_limit(how: str, exchange: str, duty: str, place: str) -> None:

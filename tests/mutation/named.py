@@ -178,6 +178,13 @@ NAMED: tuple[Named, ...] = (
         (tests("runtime/test_step_report.py"),),
     ),
     Named(
+        "weights of ranks without losses pass",
+        "rrfp/runtime/share_checks.py",
+        "if has is False and",
+        "if has is ... and",
+        (tests("runtime/test_groups.py"),),
+    ),
+    Named(
         "terms of a group are not compared",
         "rrfp/runtime/handshake.py",
         'self._compare(leader, own, rank, group_terms, "the ranks of a group")',
