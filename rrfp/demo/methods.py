@@ -99,12 +99,16 @@ def demo_transport(text: str) -> Any:
     """The argument of `rrfp.Pipeline` for the user's transport.
 
     Raises:
-        ConfigError: if there is no such transport, or it does not connect processes.
+        ConfigError: if there is no such transport, or it does not connect processes, or needs leave to use plain tcp.
     """
     spec = named_or_loaded("transport", text)
     factory = TRANSPORTS.load(spec) if isinstance(spec, str) else spec
     if isinstance(factory, type) and issubclass(factory, InprocTransport):
         raise ConfigError(f"transport is {text!r}, must connect processes, as auto, shm and zmq do")
+    if spec == "collective":
+        raise ConfigError(
+            "transport is 'collective', must be one without plain tcp, as auto, shm and zmq within a host"
+        )
     return spec
 
 

@@ -58,6 +58,7 @@ WRONG = [
     ({"hint": "a:X,b:X"}, ["hint is 'a:X,b:X', must give each hint another name than 'X'"]),
     ({"transport": "inproc"}, ["transport is 'inproc', must connect processes, as auto, shm and zmq do"]),
     ({"transport": "simulated"}, ["transport is 'simulated', must connect processes"]),
+    ({"transport": "collective"}, ["transport is 'collective', must be one without plain tcp"]),
 ]
 
 

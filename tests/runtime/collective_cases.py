@@ -11,7 +11,7 @@ from runtime.toys import TOLERANCE
 
 from rrfp.compute.split import backward as split_backward
 
-OVER: dict[str, Any] = {"transport": "collective"}
+OVER: dict[str, Any] = {"transport": "collective", "allow_insecure": True}
 V: dict[str, Any] = {"chunks": 2, "placement": "v"}
 
 #: One for each way to place and to split.

@@ -34,11 +34,12 @@ over_both = pytest.mark.parametrize("launch", ["auto", "zmq"], indirect=True)
 @pytest.fixture(params=TRANSPORTS)
 def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     running: list[Processes] = []
+    over = {"transport": request.param, "allow_insecure": request.param == "collective"}
 
     def start(
         count: int, program: Program, seconds: float = 0.01, chunks: Sequence[int] = (), **options: Any
     ) -> Processes:
-        running.append(Processes(tmp_path, count, program, seconds, chunks, **{"transport": request.param, **options}))
+        running.append(Processes(tmp_path, count, program, seconds, chunks, **{**over, **options}))
         return running[-1]
 
     yield start

@@ -19,7 +19,8 @@ from rrfp.transports.collective.transport import CollectiveTransport
 @asynccontextmanager
 async def ends(**changes: Any) -> AsyncIterator[tuple[CollectiveTransport, CollectiveTransport]]:
     """Two started ends in this process, announcements over shm."""
-    left, right = map(CollectiveTransport, makers.contexts(**({"rendezvous": makers.Store()} | changes)))
+    fields = {"rendezvous": makers.Store(), "allow_insecure": True, **changes}
+    left, right = map(CollectiveTransport, makers.contexts(**fields))
     async with makers.started(left, right):
         yield left, right
 

@@ -53,7 +53,16 @@ async def connected(store: str, name: str, role: str, own_role: str = "") -> Asy
     there.close()
     rendezvous = StoreRendezvous(FileStore(store, 2), run_id=RUN_ID)
     copies = copies_for(name, own_role)
-    own = TransportContext(0, (1,), RUN_ID, rendezvous, connect_timeout_s=30, patience_s=PATIENCE_S, copies=copies)
+    own = TransportContext(
+        0,
+        (1,),
+        RUN_ID,
+        rendezvous,
+        connect_timeout_s=30,
+        patience_s=PATIENCE_S,
+        copies=copies,
+        allow_insecure=name == "collective",
+    )
     transport = create_transport(name, own)
     try:
         await transport.start()

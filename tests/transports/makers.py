@@ -244,7 +244,9 @@ async def auto_mixed(options: PairOptions) -> AsyncIterator[Pair]:
 @asynccontextmanager
 async def collective_shm(options: PairOptions) -> AsyncIterator[Pair]:
     """Over gloo, announced over shm."""
-    transports = [CollectiveTransport(context) for context in contexts(options, rendezvous=Store())]
+    transports = [
+        CollectiveTransport(context) for context in contexts(options, rendezvous=Store(), allow_insecure=True)
+    ]
 
     async def inject(channel: Channel, header: bytes, frames: Sequence[bytes]) -> None:
         carrier: Any = transports[0]._carrier
@@ -257,7 +259,7 @@ async def collective_shm(options: PairOptions) -> AsyncIterator[Pair]:
 @asynccontextmanager
 async def collective_inproc(options: PairOptions) -> AsyncIterator[Pair]:
     """Over gloo, announced in the process."""
-    async with started(*map(CollectiveTransport, contexts(options))) as pair:
+    async with started(*map(CollectiveTransport, contexts(options, allow_insecure=True))) as pair:
         yield pair
 
 

@@ -52,7 +52,14 @@ def stuck_after_trial(count: int) -> float:
 async def _main(name: str, role: str, store: str, reports: Connection) -> None:
     rendezvous = StoreRendezvous(FileStore(store, 2), run_id=RUN_ID)
     context = TransportContext(
-        1, (0,), RUN_ID, rendezvous, connect_timeout_s=20, patience_s=PATIENCE_S, copies=copies_for(name, role)
+        1,
+        (0,),
+        RUN_ID,
+        rendezvous,
+        connect_timeout_s=20,
+        patience_s=PATIENCE_S,
+        copies=copies_for(name, role),
+        allow_insecure=name == "collective",
     )
     transport = create_transport(name, context)
     await transport.start()

@@ -103,7 +103,7 @@ async def test_an_announcement_for_which_there_is_no_memory_ends_with_the_reason
 
 
 async def test_three_ranks_close_at_once_and_deliver() -> None:
-    contexts = makers.contexts(PairOptions(ranks=3), rendezvous=makers.Store())
+    contexts = makers.contexts(PairOptions(ranks=3), rendezvous=makers.Store(), allow_insecure=True)
     ranks = list(map(CollectiveTransport, contexts))
     async with makers.started(*ranks):
         for rank, transport in enumerate(ranks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -27,7 +28,7 @@ from rrfp.transports.rendezvous import LocalRendezvous
 
 
 async def test_a_peer_that_can_make_no_edge_is_named_at_once() -> None:
-    left, right = makers.contexts(rendezvous=makers.Store(), connect_timeout_s=60.0)
+    left, right = makers.contexts(rendezvous=makers.Store(), connect_timeout_s=60.0, allow_insecure=True)
     one = CollectiveTransport(left)
     other = CollectiveTransport(right, Refusing(1))
     started = asyncio.gather(one.start(), other.start(), return_exceptions=True)
@@ -128,11 +129,19 @@ async def test_a_start_that_waits_for_an_edge_can_be_given_up(how: str) -> None:
         assert starting.cancelled()
 
 
-async def test_edges_beyond_loopback_need_allow_insecure(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("single_host", [True, False], ids=["one host", "several hosts"])
+async def test_plain_edges_need_a_leave(single_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a job with a secret and of one without, over loopback too: any user of the host may connect there."""
     monkeypatch.setattr("rrfp.transports.collective.backends.interface_towards_master", lambda: "192.0.2.7")
-    context = makers.contexts(single_host=False)[0]
-    with pytest.raises(ConfigError, match=r"collective would listen on 192\.0\.2\.7.*allow_insecure=True"):
-        await CollectiveTransport(context).start()
+    address = "127.0.0.1" if single_host else "192.0.2.7"
+    bare = makers.contexts(single_host=single_host)[0]
+    secret = replace(bare, secret=makers.SECRET)
+    with pytest.raises(ConfigError, match=rf"collective would use tcp at {re.escape(address)} .*allow_insecure=True"):
+        await CollectiveTransport(bare).start()
+    with pytest.raises(ConfigError, match=rf"plain text over tcp at {re.escape(address)}, .*; pass data='plain'"):
+        await CollectiveTransport(secret).start()
+    for context in (replace(bare, allow_insecure=True), replace(secret, plain_data=True)):
+        assert isinstance(await choose_backend(context), GlooBackend)
 
 
 class Other(GlooBackend):
@@ -142,7 +151,7 @@ class Other(GlooBackend):
 
 
 async def test_ranks_with_different_backends_are_named() -> None:
-    left, right = makers.contexts(rendezvous=makers.Store())
+    left, right = makers.contexts(rendezvous=makers.Store(), allow_insecure=True)
     one, other = CollectiveTransport(left), CollectiveTransport(right, Other(1, "127.0.0.1"))
     errors = await soon(asyncio.gather(one.start(), other.start(), return_exceptions=True), "both give up")
     assert [type(error) for error in errors] == [ConfigError, ConfigError]
@@ -175,5 +184,6 @@ async def test_a_rank_on_cuda_without_nccl_is_told_what_is_left() -> None:
     class Copies:
         kind, index = "cuda", 0
 
+    context = makers.contexts(allow_insecure=True)[0]
     with pytest.raises(ConfigError, match="this torch has no NCCL; 'auto' copies tensors through host memory"):
-        await choose_backend(replace(makers.contexts()[0], copies=cast(DeviceCopies, Copies())))
+        await choose_backend(replace(context, copies=cast(DeviceCopies, Copies())))

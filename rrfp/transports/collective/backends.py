@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
-
 import torch
 from torch import distributed
 
@@ -23,8 +21,8 @@ async def choose_backend(context: TransportContext) -> Backend:
     """NCCL for a rank that computes on a CUDA device, otherwise gloo.
 
     Raises:
-        ConfigError: if the edges would leave this host without ``allow_insecure``, or the environment does not let NCCL
-            work as edges need it.
+        ConfigError: in a job with a secret, without ``plain_data``; in one without, without ``allow_insecure``; or if
+            the environment does not let NCCL work as edges need it.
     """
     address = await _address(context)
     copies = context.copies
@@ -40,18 +38,16 @@ async def choose_backend(context: TransportContext) -> Backend:
 
 
 async def _address(context: TransportContext) -> str:
-    """The address of the interface on which edges listen."""
+    """The address of the interface on which edges listen: within a host too, any user of it may connect there."""
     address = LOOPBACK if context.single_host else await in_thread(interface_towards_master)
-    if ipaddress.ip_address(address).is_loopback:
-        return address
     if context.secret is not None and not context.plain_data:
         raise ConfigError(
-            f"collective would move tensors in plain text over {address}, and the job has a secret; pass "
+            f"collective would move tensors in plain text over tcp at {address}, and the job has a secret; pass "
             "data='plain' if those who can read the network may read them, or choose transport 'auto'"
         )
     if context.secret is None and not context.allow_insecure:
         raise ConfigError(
-            f"collective would listen on {address}, which other machines can reach and nothing authenticates; "
-            "pass allow_insecure=True if the network is yours alone"
+            f"collective would use tcp at {address} without authentication; pass allow_insecure=True if the network "
+            "and the host are yours alone, or choose transport 'auto'"
         )
     return address
