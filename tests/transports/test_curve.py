@@ -19,12 +19,10 @@ from fork_server import fork_server
 from transports.children import in_child
 from zmq.utils import z85
 
-from rrfp.errors import ConfigError, FrameError, TransportError
+from rrfp.errors import ConfigError, FrameError
 from rrfp.testing.transport_checks import Pair, PairOptions
 from rrfp.testing.transport_checks.pair import data, index_of, pass_on, soon
 from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
-from rrfp.transports.rendezvous import LocalRendezvous
-from rrfp.transports.secret import Secret
 from rrfp.transports.wire import Codec
 from rrfp.transports.zmq.gate import Gate
 from rrfp.transports.zmq.inlet import Inlet
@@ -215,83 +213,6 @@ async def test_a_rank_cannot_speak_as_another(identity: bytes) -> None:
         inlet.close()
         gate.close()
         sockets.destroy(linger=0)
-
-
-class Rewriting(LocalRendezvous):
-    """A store that passes on something else than rank 1 published."""
-
-    def __init__(self, rewrite: Callable[[Published], Published]) -> None:
-        super().__init__()
-        self._rewrite = rewrite
-
-    async def publish(self, key: str, value: bytes) -> None:
-        await super().publish(key, self._rewrite(Published.unpack(value)).pack() if key.endswith("/1") else value)
-
-
-def of_another(**changes: Any) -> Callable[[Published], Published]:
-    """What a rank elsewhere published, with a voucher that was good there."""
-    context = replace(makers.contexts(secret=SECRET)[1], **changes)
-    return lambda published: Published.unpack(Security(context).publish([published.endpoint]))
-
-
-REWRITTEN: dict[str, Callable[[Published], Published]] = {
-    "endpoint": lambda published: published._replace(endpoint="tcp://127.0.0.1:1"),
-    "to ipc": lambda published: published._replace(endpoint="ipc://@elsewhere"),
-    "data endpoint": lambda published: published._replace(data_endpoint="tcp://127.0.0.1:1"),
-    "key": lambda published: published._replace(key=bytes(32)),
-    "voucher": lambda published: published._replace(voucher=bytes(32)),
-    "no voucher": lambda published: published._replace(voucher=b""),
-    "another rank": of_another(rank=0),
-    "another run": of_another(run_id="before"),
-    "before a restart": of_another(restart=7),
-    "another secret": of_another(secret=Secret(b"of the owner of the store, or his own")),
-}
-
-
-@pytest.mark.parametrize("rewritten", REWRITTEN)
-async def test_a_rewritten_endpoint_is_refused_and_its_rank_named(rewritten: str) -> None:
-    rendezvous = Rewriting(REWRITTEN[rewritten])
-    left, right = over_tcp(makers.contexts(secret=SECRET, rendezvous=rendezvous, connect_timeout_s=30.0))
-    other = asyncio.create_task(right.start())
-    with pytest.raises(TransportError, match=r"rank 1 published an endpoint .*vouch.*rendezvous store"):
-        await soon(left.start(), "the refusal is raised")
-    other.cancel()
-    await asyncio.wait({other})
-
-
-async def test_another_secret_on_one_rank_is_named_by_both_at_once() -> None:
-    one, other = makers.contexts(connect_timeout_s=30.0)
-    ends = over_tcp([replace(one, secret=SECRET), replace(other, secret=Secret(b"0" * 32))])
-    outcomes = await soon(asyncio.gather(*(end.start() for end in ends), return_exceptions=True), "both raise")
-    for peer, outcome in zip((1, 0), outcomes, strict=True):
-        assert isinstance(outcome, TransportError)
-        assert f"rank {peer} published an endpoint that the secret of this job does not vouch for" in str(outcome)
-
-
-async def test_a_secret_on_one_rank_only_is_named_by_both_at_once() -> None:
-    one, other = makers.contexts(connect_timeout_s=30.0)
-    ends = over_tcp([replace(one, secret=SECRET), replace(other, allow_insecure=True)])
-    outcomes = await soon(asyncio.gather(*(end.start() for end in ends), return_exceptions=True), "both raise")
-    assert [type(outcome) for outcome in outcomes] == [TransportError] * 2
-    assert "rank 1 published an endpoint without a voucher: it has no secret" in str(outcomes[0])
-    assert "rank 0 has a secret, and rank 1 has none: set RRFP_SECRET_FILE" in str(outcomes[1])
-
-
-async def test_plain_and_encrypted_tensors_do_not_meet() -> None:
-    one, other = makers.contexts(secret=SECRET, connect_timeout_s=30.0)
-    ends = over_tcp([one, replace(other, plain_data=True)])
-    outcomes = await soon(asyncio.gather(*(end.start() for end in ends), return_exceptions=True), "both raise")
-    assert ["takes tensors plain" in str(outcomes[0]), "takes tensors encrypted" in str(outcomes[1])] == [True, True]
-
-
-async def test_with_a_secret_ipc_endpoints_are_vouched_for_too() -> None:
-    left, right = makers.contexts(secret=SECRET)
-    async with makers.started(ZmqTransport(left), ZmqTransport(right)) as pair:
-        assert index_of(await pass_on(pair, data(index=3))) == 3
-    left, _ = makers.contexts(secret=SECRET)
-    await left.rendezvous.publish(endpoint_key(left, 1), b"ipc://@of-somebody-else")
-    with pytest.raises(TransportError, match="rank 1 published an endpoint without a voucher"):
-        await ZmqTransport(left).start()
 
 
 async def test_a_rank_on_ipc_connects_to_one_on_tcp() -> None:

@@ -171,13 +171,13 @@ class Security:
     def _check_voucher(self, secret: Secret, peer: int, published: Published) -> None:
         if not published.voucher:
             raise TransportError(
-                f"rank {peer} published an endpoint without a voucher: it has no secret (RRFP_SECRET_FILE on its "
-                "host), or another program wrote to the rendezvous store"
+                f"the rendezvous store has an endpoint of rank {peer} without a voucher: the rank has no secret "
+                "(RRFP_SECRET_FILE on its host), or another program wrote to the store"
             )
         if not hmac.compare_digest(self._voucher(secret, peer, published), published.voucher):
             raise TransportError(
-                f"rank {peer} published an endpoint that the secret of this job does not vouch for: its secret is "
-                f"another one than that of rank {self._context.rank}, or another program wrote to the rendezvous store"
+                f"the rendezvous store has an endpoint of rank {peer} that the secret of this job does not vouch for: "
+                f"the rank has another secret than rank {self._context.rank}, or another program wrote to the store"
             )
         if published.is_tcp and bool(published.data_endpoint) != self._context.plain_data:
             takes = "plain" if published.data_endpoint else "encrypted"
