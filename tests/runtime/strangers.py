@@ -8,10 +8,25 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+import msgpack
 import zmq
+
+from rrfp.transports.base import MessageKind
+from rrfp.transports.wire import VERSION
 
 #: Bytes that a stranger sends at once, at most.
 _MOST_BYTES = 1 << 16
+
+#: Between two attacks of a stranger: the job shares the machine with all of them.
+_PAUSE_S = 0.01
+
+#: The run of the job, and another one.
+_RUNS = ("test", "before")
+
+#: ZMTP 3.0 without security: the greeting, then READY of a DEALER; and a frame of 1 MiB that another one follows.
+_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+_READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+_ENDLESS = b"\x03" + (1 << 20).to_bytes(8, "big") + bytes(1 << 20)
 
 
 class _Stranger:
@@ -25,7 +40,7 @@ class _Stranger:
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._done.is_set():
+        while not self._done.wait(_PAUSE_S):
             with suppress(OSError):  # the job has ended, or has turned it away
                 self._attack(self._address, self._random)
                 self.count += 1
@@ -36,7 +51,7 @@ class _Stranger:
 
 
 def frames(address: str, draw: random.Random) -> None:
-    """A plain connection that says it is a rank, greets, and sends what is like a message."""
+    """A plain connection that says it is a rank, greets, and sends noise and what a rank would send."""
     _connect(address, draw, lambda _: None)
 
 
@@ -67,12 +82,30 @@ def _connect(address: str, draw: random.Random, lock: Callable[[zmq.Socket[bytes
         lock(sock)
         sock.connect(address)
         for _ in range(20):
-            parts = [draw.randbytes(draw.randrange(200)) for _ in range(draw.choice([1, 2, 50]))]
             with suppress(zmq.Again):
-                sock.send_multipart(parts, zmq.NOBLOCK)
+                sock.send_multipart(_parts(draw), zmq.NOBLOCK)
         sock.poll(20)
     finally:
         context.destroy(linger=20)
+
+
+def flood(address: str, draw: random.Random) -> None:
+    """One message without end."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=5) as sock:
+        sock.sendall(_GREETING + _READY)
+        with suppress(OSError):  # refused in the handshake, as it should be
+            for _ in range(32):
+                sock.sendall(_ENDLESS)
+
+
+def _parts(draw: random.Random) -> list[bytes]:
+    """Of one message: noise, or a header as a rank writes it in this run or another."""
+    if draw.random() < 0.5:
+        return [draw.randbytes(draw.randrange(200)) for _ in range(draw.choice([1, 2, 50]))]
+    kind = draw.choice(["hello", MessageKind.ABORT.value, MessageKind.OUTPUT.value])
+    sender = draw.randrange(-1, 4)
+    return [msgpack.packb([VERSION, draw.choice(_RUNS), 0, sender, kind, "control"]), draw.randbytes(8)]
 
 
 @contextmanager
@@ -81,7 +114,7 @@ def attacked(addresses: Sequence[str]) -> Iterator[Sequence[_Stranger]]:
     strangers = [
         _Stranger(attack, address, number)
         for number, address in enumerate(addresses)
-        for attack in (frames, keys, noise)
+        for attack in (frames, keys, noise, flood)
     ]
     try:
         yield strangers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import pytest
 from batches import long
 from fork_server import fork_server  # noqa: F401 - a fixture
-from runtime.processes import BATCH, Processes
+from runtime.processes import BATCH, Processes, Slow
 from runtime.strangers import attacked
+from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transports.curved import curve, over_plain_tcp
 
 from rrfp.pipeline.blocking import BlockingPipeline
@@ -21,19 +24,44 @@ from rrfp.transports.rendezvous import StoreRendezvous
 
 RANKS, STEPS = 3, 10
 
+#: Bytes by which a rank may grow while it is attacked.
+MOST_GROWTH = 64 << 20
+
 pytestmark = pytest.mark.timeout(120)
 
 
 def steps_under_attack(rank: int, pipe: BlockingPipeline, connection: Connection) -> Any:
-    """Begins when the test says so; returns losses, the norm of all gradients, and the strangers that came."""
+    """Begins when the test says so; returns losses, all gradients' bytes, growth, and the strangers that came."""
+    modules: dict[int, nn.Module] = {}
+
+    def see(module: nn.Module, inputs: Any) -> None:
+        if isinstance(module, Slow):
+            modules[id(module)] = module
+
     connection.send("connected")
     connection.recv()
-    losses = [pipe.step(BATCH.inputs, BATCH.targets).losses for _ in range(STEPS)]
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    with register_module_forward_pre_hook(see):
+        losses = [pipe.step(BATCH.inputs, BATCH.targets).losses for _ in range(STEPS)]
     connection.send("done")
     connection.recv()  # all strangers have gone
-    norm = float(pipe.clip_grad_norm_(1e9))
+    gradients = [
+        (name, parameter.grad.numpy().tobytes())
+        for module in modules.values()
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    ]
+    assert gradients
     (statistics,) = pipe.statistics()
-    return losses, norm, statistics.transport.strangers
+    return losses, gradients, memory("VmHWM") - before, statistics.transport.strangers
+
+
+def memory(field: str) -> int:
+    """Bytes of this process."""
+    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) << 10
 
 
 def addresses(store: Path) -> list[str]:
@@ -77,5 +105,6 @@ def test_strangers_change_no_bit_and_are_counted(transport: TransportSpec, is_se
     alone = trained(tmp_path / "alone", **options, is_attacked=False)
     under_attack = trained(tmp_path / "attacked", **options, is_attacked=True)
     assert [value[:2] for value in under_attack] == [value[:2] for value in alone]
-    assert [value[2] for value in alone] == [0] * RANKS
-    assert all(value[2] > 0 for value in under_attack)
+    assert [strangers for *_, strangers in alone] == [0] * RANKS
+    assert all(strangers > 0 for *_, strangers in under_attack)
+    assert all(growth < MOST_GROWTH for *_, growth, _ in under_attack)
