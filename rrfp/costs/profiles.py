@@ -21,7 +21,7 @@ from rrfp.costs.jitter import with_jitter
 from rrfp.costs.latency import with_latency
 from rrfp.costs.streams import Matrix, Stream, generator, whole
 from rrfp.costs.table import CostTable
-from rrfp.costs.workloads import PROFILES, output_layer
+from rrfp.costs.workloads import PROFILES, machine_factors, output_layer
 from rrfp.errors import ConfigError
 
 #: Seconds of a plain stage for one microbatch: F, the input-gradient part of B, and the weight-gradient part.
@@ -61,7 +61,7 @@ def make_costs(
         jitter: a name in `JITTER_LEVELS`.
         latency: a model of `LATENCY_MODELS`.
         sized: whether the table has bytes: those of a microbatch on a virtual stage are in proportion to its planned
-            time there, without jitter; `PLAIN_BYTES` on a plain stage of one chunk.
+            time there on a machine that is not slow, without jitter; `PLAIN_BYTES` on a plain stage of one chunk.
 
     Raises:
         ConfigError: if an argument is not allowed; one line that names it and the allowed values.
@@ -70,6 +70,7 @@ def make_costs(
     table = _plain_table(_cut(profile, factors, chunks), stages, chunks, placement)
     if sized:
         table = replace(table, held=table.forward * (PLAIN_BYTES / PLAIN_FORWARD))
+    table = _on_machines(table, machine_factors(profile, table.stages))
     table = with_latency(with_jitter(table, jitter, seed=seed, step=step), latency, seed=seed, step=step)
     # Why not build unsplit tables directly? Split first and merged last, both forms take the same time to the last bit.
     return table if split else table.to_unsplit()
@@ -96,7 +97,8 @@ def microbatch_sizes(
     Raises:
         ConfigError: if an argument is not allowed; one line that names it and the allowed values.
     """
-    total = _cut(profile, _factors(profile, stages, microbatches, seed, step), 1).sum(axis=0)
+    layers = _cut(profile, _factors(profile, stages, microbatches, seed, step), 1)
+    total = (machine_factors(profile, stages)[:, np.newaxis] * layers).sum(axis=0)
     return tuple((total * (PLAIN_FORWARD + PLAIN_BACKWARD + PLAIN_WEIGHT)).tolist())
 
 
@@ -131,3 +133,11 @@ def _plain_table(rows: Matrix, stages: int, chunks: int, placement: Layout) -> C
         latency_forward=no_latency,
         latency_backward=no_latency,
     )
+
+
+def _on_machines(table: CostTable, factors: Matrix) -> CostTable:
+    """The split table with each stage's tasks as much longer as its machine takes."""
+    assert table.weight is not None
+    rows = factors[[table.stage_of(v) for v in range(table.num_virtual_stages)], np.newaxis]
+    forward, backward, weight = (times * rows for times in (table.forward, table.backward, table.weight))
+    return replace(table, forward=forward, backward=backward, weight=weight)

@@ -107,16 +107,14 @@ def moe(stages: int, microbatches: int, random: np.random.Generator, /) -> Matri
     return np.ascontiguousarray(_lognormal(random.standard_normal((microbatches, stages)), ROUTING_SIGMA).T)
 
 
-def straggler(stages: int, microbatches: int, random: np.random.Generator, /) -> Matrix:
-    """A language model on machines of which one, stage N // 2, is 1.5 times as slow: exp(0.25 z - 0.03125) for all."""
-    factors = head(stages, microbatches, random)
-    factors[stages // 2] *= STRAGGLER_FACTOR
-    return factors
-
-
 def head(stages: int, microbatches: int, random: np.random.Generator, /) -> Matrix:
     """A heavy head: uniform stages, lengths exp(0.25 z - 0.03125), and with the output layer the last is 1.8x."""
     return np.tile(_lognormal(random.standard_normal(microbatches), 0.25), (stages, 1))
+
+
+def straggler(stages: int, microbatches: int, random: np.random.Generator, /) -> Matrix:
+    """Uniform layers and lengths exp(0.25 z - 0.03125), on machines of which one is slow: see `machine_factors`."""
+    return head(stages, microbatches, random)
 
 
 def _lognormal(normal: Matrix, sigma: float) -> Matrix:
@@ -141,3 +139,11 @@ PROFILES: dict[str, Profile] = {
 def output_layer(profile: str) -> float:
     """The output layer of a profile, relative to the last stage's layers."""
     return LARGE_OUTPUT_LAYER if profile == "head" else OUTPUT_LAYER
+
+
+def machine_factors(profile: str, stages: int) -> Matrix:
+    """How much longer each stage takes for the same layers, shape (N,); `straggler`: stage N // 2 1.5 times as long."""
+    factors = np.ones(stages)
+    if profile == "straggler":
+        factors[stages // 2] = STRAGGLER_FACTOR
+    return factors

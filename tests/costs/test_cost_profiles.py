@@ -94,6 +94,18 @@ def test_stages_differ_by_a_constant(profile: str, slow: list[float]) -> None:
 
 
 @pytest.mark.parametrize("placement", ["looped", "v"])
+def test_a_slow_machine_is_slow_wherever_layers_are_placed_and_holds_no_more(placement: Layout) -> None:
+    cut: dict[str, Any] = {"chunks": 2, "placement": placement, "split": True, "sized": True, "seed": 2}
+    slow, even = (make_costs(profile, 4, 6, **cut) for profile in ("straggler", "head"))
+    assert slow.held is not None
+    assert even.held is not None
+    for stage in range(4):
+        for v in slow.virtual_stages_of(stage)[: 1 if stage == slow.stage_of(7) else 2]:  # the last has another head
+            assert slow.forward[v] == pytest.approx(even.forward[v] * (1.5 if stage == 2 else 1))
+            assert slow.held[v] == pytest.approx(even.held[v])
+
+
+@pytest.mark.parametrize("placement", ["looped", "v"])
 def test_chunks_cut_the_layers_of_each_stage_but_not_the_output_layer(placement: Layout) -> None:
     whole = make_costs("mllm", 4, 3, split=True)
     costs = make_costs("mllm", 4, 3, chunks=3, placement=placement, split=True)
