@@ -34,12 +34,13 @@ over_both = pytest.mark.parametrize("launch", ["auto", "zmq"], indirect=True)
 @pytest.fixture(params=TRANSPORTS)
 def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     running: list[Processes] = []
-    over = {"transport": request.param, "allow_insecure": request.param == "collective"}
 
     def start(
         count: int, program: Program, seconds: float = 0.01, chunks: Sequence[int] = (), **options: Any
     ) -> Processes:
-        running.append(Processes(tmp_path, count, program, seconds, chunks, **{**over, **options}))
+        over = {"transport": request.param, **options}
+        over.setdefault("allow_insecure", over["transport"] == "collective")
+        running.append(Processes(tmp_path, count, program, seconds, chunks, **over))
         return running[-1]
 
     yield start

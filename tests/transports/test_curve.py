@@ -22,6 +22,7 @@ from zmq.utils import z85
 from rrfp.errors import ConfigError, FrameError
 from rrfp.testing.transport_checks import Pair, PairOptions
 from rrfp.testing.transport_checks.pair import data, index_of, pass_on, soon
+from rrfp.transports.auto import AutoTransport
 from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
 from rrfp.transports.wire import Codec
 from rrfp.transports.zmq.gate import Gate
@@ -73,6 +74,18 @@ async def test_what_is_encrypted(way: str, expected: tuple[int, int, int]) -> No
     async with makers.started(*over_tcp(makers.contexts(**WAYS[way]))) as pair:
         for end in (pair.left, pair.right):
             assert tuple(mechanisms(end)[channel] for channel in Channel) == expected  # type: ignore[arg-type]
+        assert index_of(await pass_on(pair, data(torch.ones(300_000), index=2))) == 2
+
+
+@pytest.mark.parametrize(("plain_data", "expected"), [(False, (2, 2, 2)), (True, (2, 1, 1))])
+async def test_auto_moves_tensors_between_hosts_in_plain_text_on_request_only(
+    plain_data: bool, expected: tuple[int, int, int]
+) -> None:
+    left, right = makers.contexts(rendezvous=makers.Store(), secret=SECRET, plain_data=plain_data)
+    async with makers.started(AutoTransport(left), makers.Abroad(right)) as pair:
+        chosen: Any = pair.left._by_peer[1]  # type: ignore[attr-defined]
+        assert isinstance(chosen, ZmqTransport)
+        assert tuple(mechanisms(chosen)[channel] for channel in Channel) == expected
         assert index_of(await pass_on(pair, data(torch.ones(300_000), index=2))) == 2
 
 
