@@ -8,6 +8,7 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import runtime.processes as programs
 from runtime.processes import PATIENCE_S, Processes
@@ -75,7 +76,8 @@ def run(kill: Kill, folder: Path, transport: TransportSpec) -> Outcome:
     """Raises AssertionError if a rank hangs, ends without the error, or names somebody else."""
     mesh = MESHES[kill.mesh]
     folder.mkdir()
-    ranks = Processes(folder, 4, programs.emulated_steps_for_ever, kill.seconds, mesh=mesh, transport=transport)
+    options: dict[str, Any] = {"transport": transport, "allow_insecure": transport == "collective"}
+    ranks = Processes(folder, 4, programs.emulated_steps_for_ever, kill.seconds, mesh=mesh, **options)
     try:
         for rank in range(4):
             said = ranks.hear(rank)

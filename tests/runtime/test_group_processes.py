@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import runtime.processes as programs
@@ -29,7 +30,8 @@ def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Launch]:
     running: list[Processes] = []
 
     def start(mesh: Mesh, program: Program) -> Processes:
-        running.append(Processes(tmp_path, mesh.size, program, 0.002, mesh=mesh, transport=request.param))
+        options: Any = {"transport": request.param, "allow_insecure": request.param == "collective"}
+        running.append(Processes(tmp_path, mesh.size, program, 0.002, mesh=mesh, **options))
         return running[-1]
 
     yield start
