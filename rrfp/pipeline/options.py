@@ -153,7 +153,8 @@ class Options(TypedDict, total=False):
 
     stack_timer: Annotated[bool, _flag(True)]
     """Whether a process whose event loop does not run may print its stacks with `faulthandler`'s timer. A process has
-    one such timer: set False where the program uses it itself. `rrfp.local` never uses it."""
+    one such timer: set False where the program uses it itself, or where the process may be suspended for longer than
+    ``stall_after``: Python may crash when the timer fires then. `rrfp.local` never uses it."""
 
     connect_timeout: Annotated[float, _seconds(timeouts.CONNECT_S)]
     """Seconds to wait for the peers at the start."""

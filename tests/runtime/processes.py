@@ -155,7 +155,9 @@ def _run(
     if mesh is not None:
         durations = seconds if callable(seconds) else lambda task: seconds
         modules = EmulatedStage(Graph.chain(place.stages), durations, num_bytes=64)
-    settings: Any = {"loss_fn": loss_fn, "stall_after": 1.0, "patience": PATIENCE_S, **options}
+    # The timer fires when a process that was stopped goes on, and may crash it then (docs/stuck.md).
+    quick: Any = {"stall_after": 1.0, "patience": PATIENCE_S, "stack_timer": False}
+    settings = {"loss_fn": loss_fn, **quick, **options}
     pipeline = rrfp.Pipeline(modules, topology=place, rendezvous=rendezvous, **settings)
     value, error, text = None, "", ""
     origin = culprit = None

@@ -28,7 +28,7 @@ def launch(tmp_path: Path) -> Iterator[Any]:
     def start(program: programs.Program, emulated: bool = True, **options: Any) -> Processes:
         # The first backward of a torch module loads libraries: for seconds, on a machine that is busy.
         mesh = Mesh((("pp", 3),)) if emulated else None
-        settings = {"stall_after": STALL_S, "abort_after": ABORT_S, "patience": 20.0, **options}
+        settings = {"stall_after": STALL_S, "abort_after": ABORT_S, "patience": 20.0, "stack_timer": True, **options}
         running.append(Processes(tmp_path, 3, program, mesh=mesh, **settings))
         for rank in range(3):
             running[-1].connections[rank].send(str(tmp_path / f"stderr-{rank}"))
