@@ -49,7 +49,7 @@ def test_a_stage_that_raises_while_shapes_are_inferred_is_named_on_the_rank_that
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["refused", "between"])
+@pytest.mark.parametrize("how", [long("refused"), "between"])
 def test_an_error_outside_the_tasks_that_ends_a_rank_is_named_on_the_others(how: str) -> None:
     """Arguments that the first step refuses, and an error of the script between two steps."""
     codes, (survivor,) = ends(how)
