@@ -1,4 +1,4 @@
-"""Gains from the sizes of microbatches: a limit on bytes instead of slots, and one order by size for a whole step.
+"""The gain from knowing the sizes of microbatches: by a limit on bytes, and by one order of a whole step.
 
     python benchmarks/own_sizes/run.py [--seeds 4] [--stages 8 16] [--jitter J0 J2] [--unsplit]
                                [--only bytes|order] [--quick] [--json]

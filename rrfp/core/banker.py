@@ -1,8 +1,8 @@
 """The in-order banker: the memory rule for stages where branches of the graph join, right on every graph.
 
-Microbatches have one order that all ranks share, their number. A stage knows what each microbatch j will still take on
-it: one slot for each forward that j has not started here (what it skips aside). A microbatch is *open* here while it
-holds slots or has forwards to start. The forward of m may start iff afterwards every open microbatch j below it could
+All ranks order microbatches by number. A stage knows how many slots each microbatch j still needs: one for each forward
+that j has not started here (a skipped one does not count). A microbatch is *open* here while it holds slots or has
+forwards to start. The forward of m may start iff afterwards every open microbatch j below it could
 still start all its forwards here, if only what is held by j and by those above it counts:
 
     slots of all k >= j  +  forwards that j has to start  +  1  <=  slots of the stage        for each open j < m
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from rrfp.core.admission import Admission, Limit
 from rrfp.core.byte_limit import ByteLimit
@@ -43,12 +44,9 @@ class BankerBytes(ByteLimit):
         held: HeldBytes,
         seen: SeenSizes,
         visitors: Sequence[Collection[int]],
-        *,
-        reserve: bool,
-        members: int,
-        sizes: Sequence[float] | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(most, held, seen, visitors, reserve=reserve, members=members, sizes=sizes)
+        super().__init__(most, held, seen, visitors, **options)
         #: By microbatch: the chunks where its forward has not started, and those where it holds bytes.
         self._to_start = _chunks_of(visitors)
         self._holding: list[set[int]] = [set() for _ in self._to_start]
@@ -106,17 +104,8 @@ class Banker(Admission):
     is_by_number = True
     _byte_rule = BankerBytes
 
-    def __init__(
-        self,
-        limit: Limit,
-        visitors: Sequence[Collection[int]],
-        *,
-        reserve: bool,
-        seen: SeenSizes,
-        followers: int,
-        sizes: Sequence[float] | None = None,
-    ) -> None:
-        super().__init__(limit, visitors, reserve=False, seen=seen, followers=followers, sizes=sizes)
+    def __init__(self, limit: Limit, visitors: Sequence[Collection[int]], *, reserve: bool, **options: Any) -> None:
+        super().__init__(limit, visitors, reserve=False, **options)
         self.drains_in_order = False
         if self.slots is not None:
             self.roomy_below = min(self.roomy_below, self.slots - len(visitors))

@@ -1,4 +1,4 @@
-"""The correlation of a stage's task times with the sizes of microbatches: whether one order by size suits the stage.
+"""How closely a stage's task times follow the sizes of microbatches. Where they do, one order by size suits the stage.
 
 Measured times scatter, and scatter alone makes a correlation smaller: under the simulator's jitter J2 one of 1 is
 measured as 0.94. Scatter differs between a microbatch's forward and its backward, and what belongs to the microbatch

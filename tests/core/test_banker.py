@@ -37,7 +37,7 @@ def test_a_microbatch_has_room_kept_for_the_rest_of_its_forwards() -> None:
 
 
 def test_later_microbatches_share_what_the_lower_ones_cannot_need() -> None:
-    """K = 2, six slots: three are to spare, whoever takes them."""
+    """K = 2 gives six slots, so three remain free, whichever microbatches hold the others."""
     script = Script(TOGETHER, microbatches=3, limit=2)
     assert script.ready == "F0@1 F1@1 F2@1 F0@0 F1@0 F2@0"
     script.ran("F2@1", "F2@0")

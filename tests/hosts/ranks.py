@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fork_server import context
 from hosts.network import Network, enter
-from runtime.processes import BATCH, End
+from runtime.children import Children, End
+from runtime.processes import BATCH
 from runtime.toys import loss_fn, stages
 
 import rrfp
-from rrfp.errors import PipelineAborted
 from rrfp.pipeline.blocking import BlockingPipeline
 
 #: Of a rank's store, on the first host. The hosts have no other programs.
@@ -30,7 +29,7 @@ _LISTEN = "0A"
 Program = Callable[[int, BlockingPipeline, Connection], Any]
 
 
-class Ranks:
+class Ranks(Children):
     """Runs ``program`` on each host of a network.
 
     Args:
@@ -44,45 +43,22 @@ class Ranks:
     def __init__(
         self, network: Network, program: Program, *, ipv6: bool = False, secret: str = "", **options: Any
     ) -> None:
-        forked = context()
-        self.connections: list[Connection] = []
-        self.processes: list[Any] = []
+        super().__init__()
         master = network.hosts[0].ipv6 if ipv6 else network.hosts[0].ipv4
         for host in network.hosts:
-            here, there = forked.Pipe()
             environ = {
                 **{"MASTER_ADDR": master, "MASTER_PORT": str(PORT), "TORCHELASTIC_RUN_ID": "hosts"},
                 **{"RANK": str(host.index), "WORLD_SIZE": str(len(network.hosts))},
                 **{"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
                 **({"RRFP_SECRET": secret} if secret else {}),
             }
-            arguments = (host.namespace, environ, program, options, there)
-            process = forked.Process(target=_run, args=arguments, name=f"host-{host.index}")
-            process.start()
-            there.close()
-            self.connections.append(here)
-            self.processes.append(process)
+            self.start(f"host-{host.index}", _run, host.namespace, environ, program, options)
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join(10)
-        for connection in self.connections:
-            connection.close()
-
-    def hear(self, rank: int, timeout_s: float = 30.0) -> Any:
-        """What the program of ``rank`` says next."""
-        assert self.connections[rank].poll(timeout_s), f"rank {rank} says nothing"
-        return self.connections[rank].recv()
-
-    def end(self, rank: int) -> End:
-        """How the program of ``rank`` ended."""
-        while not isinstance(said := self.hear(rank), End):
-            pass
-        return said
+        self.kill()
 
     def wait_for_steps(self) -> None:
         """Wait until each rank is between its steps."""
@@ -103,12 +79,6 @@ class Ranks:
         while self.steps_of(0) <= than:
             assert time.monotonic() < ends, f"no step in {within_s} s"
 
-    def join(self, since: float, within_s: float = 15.0) -> None:
-        """Wait until every process has ended."""
-        for process in self.processes:
-            process.join(max(0.0, since + within_s - time.monotonic()))
-            assert not process.is_alive(), f"{process.name} still runs after {within_s} s"
-
 
 def _run(
     namespace: str, environ: Mapping[str, str], program: Program, options: Mapping[str, Any], connection: Connection
@@ -117,20 +87,14 @@ def _run(
     os.environ.update(environ)
     torch.set_num_threads(1)
     rank = int(environ["RANK"])
-    value, error, text = None, "", ""
-    origin = culprit = None
-    try:
+
+    def train() -> Any:
         settings: Any = {"loss_fn": loss_fn, "stall_after": 5.0, **options}
         topology = rrfp.Topology.from_env()
         with rrfp.Pipeline(stages(1)[0], topology=topology, **settings).blocking() as pipe:
-            value = program(rank, pipe, connection)
-    except PipelineAborted as aborted:
-        error, text = "PipelineAborted", str(aborted)
-        origin = (aborted.origin.stage, aborted.origin.task, aborted.origin.cause)
-        culprit = aborted.origin.rank
-    except BaseException as other:
-        error, text = type(other).__name__, str(other)
-    connection.send(End(error, text, origin, time.monotonic(), value, culprit=culprit))
+            return program(rank, pipe, connection)
+
+    connection.send(End.of(train))
     connection.close()
 
 

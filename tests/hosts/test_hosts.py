@@ -11,7 +11,7 @@ from batches import long
 from fork_server import fork_server
 from hosts.network import Network, Way, obstacle
 from hosts.ranks import Ranks, losses_and_listeners, steps_for_ever
-from runtime.processes import End
+from runtime.children import End
 
 __all__ = ["fork_server"]
 

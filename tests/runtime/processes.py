@@ -8,13 +8,12 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-from fork_server import context
+from runtime.children import Children, End
 from runtime.toys import data, loss_fn, stages
 from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
@@ -23,7 +22,6 @@ import rrfp
 from rrfp.compute.emulated import Durations, EmulatedStage
 from rrfp.core.graph import Graph
 from rrfp.core.mesh import Mesh
-from rrfp.errors import PipelineAborted
 from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.transports.rendezvous import StoreRendezvous
 
@@ -34,23 +32,6 @@ PATIENCE_S = 1.5
 
 #: What a rank's program does with its pipeline; it may say something to the test.
 Program = Callable[[int, BlockingPipeline, Connection], Any]
-
-
-@dataclass
-class End:
-    """How a rank's program ended: the exception and its text, an abort's origin, and when, by ``time.monotonic()``.
-
-    Where a stage has several ranks, ``culprit`` is the abort's.
-    """
-
-    error: str
-    text: str
-    origin: tuple[int, str | None, str] | None
-    at: float
-    value: Any = None
-    logged: list[str] = field(default_factory=list)
-    logged_at: list[float] = field(default_factory=list)
-    culprit: int | None = None
 
 
 class Slow(nn.Module):
@@ -67,7 +48,7 @@ class Slow(nn.Module):
         return output
 
 
-class Processes:
+class Processes(Children):
     """Runs ``program`` on ``count`` ranks.
 
     Args:
@@ -90,47 +71,15 @@ class Processes:
         mesh: Mesh | None = None,
         **options: Any,
     ) -> None:
-        forked = context()
-        self.connections: list[Connection] = []
-        self.processes: list[Any] = []
+        super().__init__()
         for stage in range(count):
-            here, there = forked.Pipe()
             own = chunks[stage] if chunks else 1
-            arguments = (str(folder / "store"), stage, count, program, seconds, own, mesh, options, there)
-            process = forked.Process(target=_run, args=arguments, name=f"rank-{stage}")
-            process.start()
-            there.close()
-            self.connections.append(here)
-            self.processes.append(process)
+            arguments = (str(folder / "store"), stage, count, program, seconds, own, mesh, options)
+            self.start(f"rank-{stage}", _run, *arguments)
 
     def pid(self, stage: int) -> int:
         """The process id of a rank."""
         return int(self.processes[stage].pid)
-
-    def hear(self, stage: int, timeout_s: float = 30.0) -> Any:
-        """What the program of ``stage`` says next."""
-        assert self.connections[stage].poll(timeout_s), f"rank {stage} says nothing"
-        return self.connections[stage].recv()
-
-    def end(self, stage: int) -> End:
-        """How the program of ``stage`` ended."""
-        while not isinstance(said := self.hear(stage), End):
-            pass
-        return said
-
-    def join(self, since: float, within_s: float = 15.0) -> None:
-        """Wait until every process has ended."""
-        for process in self.processes:
-            process.join(max(0.0, since + within_s - time.monotonic()))
-            assert not process.is_alive(), f"{process.name} still runs after {within_s} s"
-
-    def kill(self) -> None:
-        """Leave nothing behind, however the test went."""
-        for process in self.processes:
-            process.kill()
-            process.join(10)
-        for connection in self.connections:
-            connection.close()
 
 
 def _run(
@@ -159,19 +108,14 @@ def _run(
     quick: Any = {"stall_after": 1.0, "patience": PATIENCE_S, "stack_timer": False}
     settings = {"loss_fn": loss_fn, **quick, **options}
     pipeline = rrfp.Pipeline(modules, topology=place, rendezvous=rendezvous, **settings)
-    value, error, text = None, "", ""
-    origin = culprit = None
-    try:
+
+    def train() -> Any:
         with pipeline.blocking() as pipe:
-            value = program(rank, pipe, connection)
-    except PipelineAborted as aborted:
-        error, text = "PipelineAborted", str(aborted)
-        origin = (aborted.origin.stage, aborted.origin.task, aborted.origin.cause)
-        culprit = aborted.origin.rank
-    except BaseException as other:
-        error, text = type(other).__name__, str(other)
-    logged, logged_at = [text for text, _ in records], [at for _, at in records]
-    connection.send(End(error, text, origin, time.monotonic(), value, logged, logged_at, culprit))
+            return program(rank, pipe, connection)
+
+    end = End.of(train)
+    end.logged, end.logged_at = [text for text, _ in records], [at for _, at in records]
+    connection.send(end)
     connection.close()
 
 

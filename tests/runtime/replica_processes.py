@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fork_server import context
-from runtime.processes import End
+from runtime.children import End
 from runtime.toys import Bomb, data, loss_fn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
