@@ -185,6 +185,7 @@ def a_rank_with_a_device_sums_on_a_stream_of_it(rank: int) -> None:
 def zy_the_error_of_a_broken_connection_is_kept_back_for_a_while(rank: int) -> None:
     """Whoever knows why it broke may say so first."""
     group = dist.new_group([0, 1])
+    dist.barrier()  # both have connected
     if rank == 1:
         dist.destroy_process_group(group)
     if rank == 0:
