@@ -22,14 +22,17 @@ class Graph:
         placement: which stage holds which virtual stage.
         edges: pairs (u, v), u < v: the forward of v reads the forward of u. None: the chain.
         split: for each virtual stage, whether its backward is split into B and W. Some modules cannot be split.
+        names: of the virtual stages, for people; empty: they have numbers only.
 
     Raises:
-        ConfigError: if an edge does not go upward inside 0..V-1 or occurs twice, or ``split`` has not V entries.
+        ConfigError: if an edge does not go upward inside 0..V-1 or occurs twice, or ``split`` or ``names`` has not V
+            entries.
     """
 
     placement: Placement | TablePlacement
     edges: tuple[tuple[int, int], ...] | None = None
     split: tuple[bool, ...] = ()
+    names: tuple[str, ...] = ()
     #: predecessors[v]: virtual stages whose forward feeds v.
     predecessors: tuple[tuple[int, ...], ...] = field(init=False, repr=False)
     #: successors[v]: virtual stages that v's forward feeds.
@@ -47,6 +50,8 @@ class Graph:
             object.__setattr__(self, "split", (False,) * count)
         if len(self.split) != count:
             raise ConfigError(f"split has {len(self.split)} entries, must have {count}, one for each virtual stage")
+        if self.names and len(self.names) != count:
+            raise ConfigError(f"names has {len(self.names)} entries, must have {count}, one for each virtual stage")
         assert self.edges is not None
         before: list[list[int]] = [[] for _ in range(count)]
         after: list[list[int]] = [[] for _ in range(count)]
