@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rrfp.errors import ConfigError as ConfigError
     from rrfp.errors import PipelineAborted as PipelineAborted
     from rrfp.errors import RrfpError as RrfpError
+    from rrfp.graphs.declared import Graph as Graph
     from rrfp.integrations.splitting.merging import merge_state_dict as merge_state_dict
     from rrfp.integrations.splitting.split import split as split
     from rrfp.pipeline.api import Pipeline as Pipeline
@@ -54,6 +55,7 @@ _PUBLIC = {
     "rrfp.core.tasks": ("Kind", "Mode", "StepId", "Task"),
     "rrfp.core.topology": ("Topology",),
     "rrfp.errors": ("ConfigError", "PipelineAborted", "RrfpError"),
+    "rrfp.graphs.declared": ("Graph",),
     "rrfp.integrations.splitting.merging": ("merge_state_dict",),
     "rrfp.integrations.splitting.split": ("split",),
     "rrfp.pipeline.api": ("local", "Pipeline"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,15 +41,28 @@ class Arguments:
         return cls(tuple(args), kwargs)
 
 
-def check_batch(batch: Batch, step: StepId, *, first: bool, last: bool, has_loss: bool) -> None:
+def check_batch(batch: Batch, step: StepId, *, sources: Collection[str | None], last: bool, has_loss: bool) -> None:
     """Refuse a batch that lacks data for a rank's step, with a ConfigError that names the field.
 
-    ``first`` and ``last``: whether the rank has a virtual stage that reads ``inputs``, and one that reads ``targets``.
+    Args:
+        batch: the caller's.
+        step: the step.
+        sources: the names of the rank's parts that read nothing but their ``inputs``; None for the first virtual stage
+            of a pipeline without parts.
+        last: whether the rank has a virtual stage that reads ``targets``.
+        has_loss: whether there is a ``loss_fn``.
     """
     training = step.mode is Mode.TRAIN
     if last and not has_loss and (training or batch.targets is not None):
         reason = "a training step needs it" if training else "targets are given, but nothing to compare them with"
         raise ConfigError(f"loss_fn is missing on the last virtual stage: {reason}")
+    first = None in sources
+    for part in sources:
+        if part is not None and (not isinstance(batch.inputs, Mapping) or part not in batch.inputs):
+            raise ConfigError(
+                f"inputs[{part!r}] is missing, must be a list of {step.microbatches} on the rank of the part's first "
+                "module, one for each microbatch"
+            )
     for field, used, needed, where in (
         ("inputs", first, first, "first"),
         ("targets", last, last and training, "last"),
@@ -57,6 +70,8 @@ def check_batch(batch: Batch, step: StepId, *, first: bool, last: bool, has_loss
         ("gradient_weights", last and training, True, "last"),
     ):
         values = getattr(batch, field)
+        if isinstance(values, Mapping):  # of lists by part, which were checked before
+            continue
         if used and (needed if values is None else len(values) != step.microbatches):
             problem = "is missing" if values is None else f"has length {len(values)}"
             wanted = f"a list of {step.microbatches}"
@@ -66,9 +81,10 @@ def check_batch(batch: Batch, step: StepId, *, first: bool, last: bool, has_loss
             raise ConfigError(f"{field} {problem}, must be {wanted}, one for each microbatch{misplaced}")
 
 
-def _with_labels(inputs: Sequence[Any] | None) -> bool:
+def _with_labels(inputs: Sequence[Any] | Mapping[str, Sequence[Any]] | None) -> bool:
     """Whether the labels are among a model's keyword arguments, as transformers takes them."""
-    return any(isinstance(each, Mapping) and "labels" in each for each in inputs or ())
+    listed = () if inputs is None or isinstance(inputs, Mapping) else inputs
+    return any(isinstance(each, Mapping) and "labels" in each for each in listed)
 
 
 def check_loss(loss: object, microbatch: int, *, differentiable: bool) -> Tensor:

@@ -6,29 +6,38 @@ decides when an output is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from rrfp.compute.payload import Payload
+from rrfp.compute.payload import ABSENT, Payload
 from rrfp.compute.program import StageProgram
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Kind, Task
+from rrfp.core.visits import Visits
 from rrfp.errors import ProtocolError, StageError
+from rrfp.graphs.feeds import Feeds
 
 
 class Mailbox:
     """Payloads by the task that produced them.
 
-    A forward's payload is the same for every reader. A backward has one payload for each predecessor.
+    A forward has one payload, of which a reader gets what `Feeds` says. A backward has one for each predecessor. What a
+    microbatch skips is `ABSENT` to its readers.
     """
 
-    def __init__(self, graph: Graph, stage: int) -> None:
+    def __init__(self, graph: Graph, stage: int, feeds: Feeds | None = None) -> None:
         self._graph = graph
         self._stage = stage
+        self._feeds = Feeds() if feeds is None else feeds
+        self._visits = Visits(1)
         self._forward: dict[Task, Payload] = {}
         self._backward: dict[Task, dict[int, Payload]] = {}
+
+    def open(self, visits: Visits) -> None:
+        """Begin a step, whose first outputs may be here already."""
+        self._visits = visits
 
     def put_forward(self, task: Task, output: Payload) -> None:
         """Keep the output of an F."""
@@ -44,16 +53,26 @@ class Mailbox:
     def inputs(self, task: Task) -> tuple[Payload, ...]:
         """The inputs of F or B: a payload for each predecessor (F) or successor (B), in graph order."""
         kind, m, v = task
+        skipped = self._visits.skipped_by(m)
         if kind is Kind.F:
-            return tuple(self._forward[Task(Kind.F, m, u)] for u in self._graph.predecessors[v])
-        return tuple(self._backward[Task(Kind.B, m, w)][v] for w in self._graph.successors[v])
+            before = self._graph.predecessors[v]
+            return tuple(ABSENT if u in skipped else self._read(Task(Kind.F, m, u), (v,)) for u in before)
+        after = self._graph.successors[v]
+        return tuple(ABSENT if w in skipped else self._backward[Task(Kind.B, m, w)][v] for w in after)
+
+    def _read(self, producer: Task, readers: Collection[int]) -> Payload:
+        """What ``readers`` read together of the output of a forward."""
+        payload, keys = self._forward[producer], self._feeds.keys(producer.virtual_stage, readers)
+        return payload if keys is None else payload.pick(keys)[0]
 
     def has_inputs(self, task: Task) -> bool:
         """Whether all inputs of F or B are here. Those of a task that runs behind its local producer may not be."""
         kind, m, v = task
-        if kind is Kind.F:
-            return all(Task(kind, m, u) in self._forward for u in self._graph.predecessors[v])
-        return all(Task(kind, m, w) in self._backward for w in self._graph.successors[v])
+        edges, here = (
+            (self._graph.predecessors, self._forward) if kind is Kind.F else (self._graph.successors, self._backward)
+        )
+        skipped = self._visits.skipped_by(m)
+        return all(w in skipped or Task(kind, m, w) in here for w in edges[v])
 
     def received(self, task: Task) -> Iterator[Tensor]:
         """The tensors in the inputs of F or B that came from other stages; none for W."""
@@ -82,10 +101,12 @@ class Mailbox:
 
     def pack(self, task: Task, peer: int) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
         """The tensors of ``task``'s output for the stage ``peer``, and their description."""
-        if task.kind is Kind.F:
-            payload = self._forward[task]
-            return payload.tensors, {"structure": payload.structure}
         stage_of = self._graph.placement.stage_of
+        if task.kind is Kind.F:
+            skipped = self._visits.skipped_by(task.microbatch)
+            after = self._graph.successors[task.virtual_stage]
+            payload = self._read(task, [w for w in after if stage_of(w) == peer and w not in skipped])
+            return payload.tensors, {"structure": payload.structure}
         payloads = {u: payload for u, payload in self._backward[task].items() if stage_of(u) == peer}
         tensors = tuple(tensor for payload in payloads.values() for tensor in payload.tensors)
         return tensors, {"parts": [[u, len(payload.tensors)] for u, payload in payloads.items()]}

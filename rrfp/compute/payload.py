@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -68,10 +68,31 @@ class Payload:
         """As it is sent: the same memory without a history; a tensor requires grad if its gradient is wanted back."""
         return Payload(tuple(map(_sent, self.tensors)), self.structure)
 
+    def pick(self, keys: Sequence[str]) -> tuple[Payload, tuple[int, ...]]:
+        """Single values of a dict: a payload of a dict with ``keys`` alone, and the indices of its tensors in this one.
+
+        Args:
+            keys: keys of the dict.
+
+        Raises:
+            StageError: if this is no payload of a dict with these keys.
+        """
+        known = list(self.structure[1]) if self.structure and self.structure[0] == "{" else []
+        if missing := [key for key in keys if key not in known]:
+            found = f"a dict with the keys {', '.join(map(repr, known)) or '(none)'}" if known else "no dict"
+            raise StageError(f"output is {found}, must be a dict with the key {missing[0]!r}, which another part reads")
+        indices: list[int] = []
+        items = [_renumbered(self.structure[2 + known.index(key)], indices) for key in keys]
+        return Payload(tuple([self.tensors[i] for i in indices]), ["{", [*keys], *items]), tuple(indices)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors, as dense ones."""
         return sum(t.numel() * t.element_size() for t in self.tensors if t is not None)
+
+
+#: In place of an output of a virtual stage that the microbatch skips, and of the gradients from there.
+ABSENT: Final = Payload((), ("v", None))
 
 
 def _sent(tensor: Tensor | None) -> Tensor | None:
@@ -151,6 +172,18 @@ def _rebuild(structure: Structure, tensors: Sequence[Tensor | None]) -> Any:
         return rebuilt(rest[0], rest[1], (_rebuild(item, tensors) for item in rest[2:]))
     items = (_rebuild(item, tensors) for item in rest)
     return tuple(items) if mark == "(" else list(items)
+
+
+def _renumbered(structure: Structure, indices: list[int]) -> Structure:
+    """``structure`` with its tensors numbered on from those in ``indices``, to which their numbers are added."""
+    mark, rest = structure[0], structure[1:]
+    if mark == "t":
+        indices.append(rest[0])
+        return [mark, len(indices) - 1]
+    if mark == "v":
+        return structure
+    fields = {"{": 1, "n": 2}.get(mark, 0)
+    return [mark, *rest[:fields], *(_renumbered(item, indices) for item in rest[fields:])]
 
 
 def _index(value: Any) -> int:

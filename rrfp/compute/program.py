@@ -17,9 +17,9 @@ class Batch:
 
     Attributes:
         inputs: arguments of the first virtual stage: a tensor or a named tuple, a tuple (positional) or a dict
-            (keywords).
+            (keywords). Where the model has parts, lists by part, for the first module of each.
         targets: second argument of ``loss_fn`` on the last virtual stage.
-        kwargs: further keyword arguments for every module of this rank.
+        kwargs: further keyword arguments for every module of this rank, or lists by part.
         gradient_weights: for each microbatch the factor on its loss in backward (weight over normaliser, times
             ``grad_scale``); known before the first backward.
         return_outputs: whether `StageProgram.outputs` holds the outputs of an evaluation; None: if it has no loss.
@@ -27,9 +27,9 @@ class Batch:
             number of the next training step. Random numbers depend on it.
     """
 
-    inputs: Sequence[Any] | None = None
+    inputs: Sequence[Any] | Mapping[str, Sequence[Any]] | None = None
     targets: Sequence[Any] | None = None
-    kwargs: Sequence[Mapping[str, Any]] | None = None
+    kwargs: Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Mapping[str, Any]]] | None = None
     gradient_weights: Sequence[float] = field(default=())
     return_outputs: bool | None = None
     training_step: int = 0
@@ -60,7 +60,8 @@ class StageProgram(ABC):
 
         Args:
             task: the task.
-            inputs: one payload for each predecessor of the virtual stage, in graph order; empty on the first.
+            inputs: one payload for each predecessor of the virtual stage, in graph order; empty on the first. That of
+                a predecessor which the microbatch skips holds None.
 
         Returns:
             The outputs, the same for every successor. The payload of the last virtual stage is not sent.
@@ -72,7 +73,8 @@ class StageProgram(ABC):
 
         Args:
             task: the task.
-            grads: gradients of the outputs, one payload for each successor, in graph order; empty on the last.
+            grads: gradients of the outputs, one payload for each successor, in graph order; empty on the last. That of
+                a successor which the microbatch skips has no tensors.
 
         Returns:
             Gradients of the inputs, one payload for each predecessor; None inside a payload means no gradient.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rrfp.compute.engine import Root
-from rrfp.compute.payload import Payload
+from rrfp.compute.payload import ABSENT, Payload
 from rrfp.compute.received import Received
 from rrfp.errors import StageError
 
@@ -51,6 +51,7 @@ class SavedForward:
         loss: the loss with its graph, on the last virtual stage; None if its weight is 0.
         loss_weight: the factor on the loss in backward.
         unweighted: outputs of the last virtual stage whose loss has weight 0 and whose backward runs all the same.
+        picked: by successor, the indices of the sent tensors that it reads; None: all of them.
     """
 
     received: Received
@@ -58,20 +59,25 @@ class SavedForward:
     loss: Tensor | None = None
     loss_weight: float = 0.0
     unweighted: tuple[Tensor, ...] = ()
+    picked: tuple[tuple[int, ...] | None, ...] = ()
 
     @classmethod
-    def of_outputs(cls, received: Received, outputs: Sequence[Tensor | None]) -> SavedForward:
-        """For a virtual stage that sends ``outputs``."""
+    def of_outputs(cls, received: Received, output: Payload, read: Sequence[tuple[str, ...] | None]) -> SavedForward:
+        """For a virtual stage that sends ``output``, of which each successor reads the keys ``read``, None for all."""
         # Why not keep the tensors? An edge refers to the graph alone, so an output is freed once it is sent, unless
         # autograd itself saved it.
         saved = [
             _Output(get_gradient_edge(t), t.shape, t.dtype, t.device) if t is not None and t.requires_grad else None
-            for t in outputs
+            for t in output.tensors
         ]
-        return cls(received, tuple(saved))
+        picked = tuple([None if keys is None else output.pick(keys)[1] for keys in read])
+        return cls(received, tuple(saved), picked=picked)
 
-    def roots(self, grads: Iterable[Payload]) -> tuple[list[Root], list[Tensor]]:
+    def roots(self, grads: Sequence[Payload]) -> tuple[list[Root], list[Tensor]]:
         """Where backward enters the graph, and the gradient for each entry; a root may occur several times.
+
+        Several gradients of one output are those of the later readers first. Autograd adds them in this order, as it
+        does where one process calls the readers in the order of virtual stages.
 
         Args:
             grads: the received gradients of the outputs, one payload for each successor.
@@ -85,12 +91,15 @@ class SavedForward:
             return [self.loss], [torch.full_like(self.loss, self.loss_weight)]
         roots: list[Root] = [*self.unweighted]
         gradients = [torch.zeros_like(output) for output in self.unweighted]
-        for payload in grads:
-            if len(payload.tensors) != len(self.outputs):
+        for payload, indices in zip(reversed(grads), reversed(self.picked), strict=True):
+            if payload is ABSENT:
+                continue
+            sent = self.outputs if indices is None else [self.outputs[i] for i in indices]
+            if len(payload.tensors) != len(sent):
                 raise StageError(
-                    f"{len(payload.tensors)} gradients arrived, must be one for each tensor sent: {len(self.outputs)}"
+                    f"{len(payload.tensors)} gradients arrived, must be one for each tensor sent: {len(sent)}"
                 )
-            for output, gradient in zip(self.outputs, payload.tensors, strict=True):
+            for output, gradient in zip(sent, payload.tensors, strict=True):
                 if output is not None and gradient is not None:
                     roots.append(output.edge)
                     gradients.append(output.gradient(gradient))

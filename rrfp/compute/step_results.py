@@ -9,6 +9,8 @@ from torch import Tensor
 from rrfp.compute.activations import tensors_in
 from rrfp.compute.async_tensors import wait_async
 from rrfp.compute.calling import detached
+from rrfp.compute.program import Batch
+from rrfp.core.tasks import Mode
 
 
 class StepResults:
@@ -17,6 +19,14 @@ class StepResults:
     def __init__(self) -> None:
         self._losses: dict[int, Tensor] = {}
         self._outputs: dict[int, Any] = {}
+
+    def keep(self, microbatch: int, output: Any, loss: Tensor | None, batch: Batch, mode: Mode) -> None:
+        """Keep the loss, if there is one, and in an evaluation the output, if ``batch`` wants it."""
+        returns = batch.return_outputs
+        if mode is not Mode.TRAIN and (loss is None if returns is None else returns):
+            self.keep_output(microbatch, output)
+        if loss is not None:
+            self.keep_loss(microbatch, loss)
 
     def keep_loss(self, microbatch: int, loss: Tensor) -> None:
         """Keep a loss; it is not read, since that would wait for the device."""

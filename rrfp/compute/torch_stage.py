@@ -35,6 +35,7 @@ from rrfp.compute.step_results import StepResults
 from rrfp.core.graph import Graph
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.tasks import Kind, Mode, StepId, Task
+from rrfp.graphs.feeds import Feeds
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -68,6 +69,7 @@ class TorchStage(StageProgram):
         shared: separates the gradients of parameters that several virtual stages of the process share.
         grouped: whether ranks with other data join in collectives inside tasks, so that every backward has to run. A
             loss of weight 0 is never differentiated; its backward then enters at the outputs, with zeros.
+        feeds: what each virtual stage is called with, where the model has parts; see `rrfp.Graph`.
 
     Raises:
         ConfigError: if ``modules`` are not those of one stage.
@@ -85,6 +87,7 @@ class TorchStage(StageProgram):
         devices: Collection[torch.device] = (),
         shared: SharedGradients | None = None,
         grouped: bool = False,
+        feeds: Feeds | None = None,
     ) -> None:
         check_placement(modules, graph)
         self._modules = dict(modules)
@@ -102,7 +105,10 @@ class TorchStage(StageProgram):
         unsplittable = "refuse" if any(kind is Kind.W for kind, _ in forced) else unsplittable
         self._split = {v: SplitBackward(unit, v, unsplittable) for v, unit in self._units.items() if graph.split[v]}
         self._state = StateWatches(self._units, forced)
-        self._is_first = any(not graph.predecessors[v] for v in self._modules)
+        self._feeds = Feeds() if feeds is None else feeds
+        #: Whose inputs are the caller's alone: the first virtual stage, or parts by name.
+        sources = [v for v in self._modules if not graph.predecessors[v]]
+        self._sources = [self._feeds.parts[v] if self._feeds.parts else None for v in sources]
         self._is_last = any(not graph.successors[v] for v in self._modules)
         self._step: StepId | None = None
         self._clear()
@@ -114,12 +120,13 @@ class TorchStage(StageProgram):
             ConfigError: if the batch lacks data that this rank needs, a list has not M entries, or a training step has
                 no ``loss_fn`` or is called under ``no_grad``.
         """
-        check_batch(batch, step, first=self._is_first, last=self._is_last, has_loss=self._loss_fn is not None)
+        has_loss = self._loss_fn is not None
+        check_batch(batch, step, sources=self._sources, last=self._is_last, has_loss=has_loss)
         modes = CallerModes.capture(step.mode)
         # On a device's lane that device is current, whichever is in the caller's thread.
         self._modes = replace(modes, cuda_device=None) if self._devices else modes
         self._forks = RandomForks(self._seed, self._devices.union(*map(devices_of, self._units.values())))
-        self._step, self._batch, self._inputs = step, batch, StageInputs(batch, self._graph)
+        self._step, self._batch, self._inputs = step, batch, StageInputs(batch, self._graph, self._feeds)
         self._clear()
         for v, unit in self._units.items():
             with self._shared.swapped_in(v):
@@ -248,21 +255,15 @@ class TorchStage(StageProgram):
         _, m, v = task
         training = self._modes.mode is Mode.TRAIN
         if not self._graph.successors[v]:
-            self._save_results(m, output, loss)
+            self._results.keep(m, output, loss, self._batch, self._modes.mode)
             if training:
                 self._saved[m, v] = self._saved_loss(m, received, output, loss)
             return Payload()
         packed = Payload.pack(output)
         if training:
-            self._saved[m, v] = SavedForward.of_outputs(received, packed.tensors)
+            read = [self._feeds.keys(v, (w,)) for w in self._graph.successors[v]]
+            self._saved[m, v] = SavedForward.of_outputs(received, packed, read)
         return packed.sent()
-
-    def _save_results(self, m: int, output: Any, loss: Tensor | None) -> None:
-        returns = self._batch.return_outputs
-        if self._modes.mode is not Mode.TRAIN and (loss is None if returns is None else returns):
-            self._results.keep_output(m, output)
-        if loss is not None:
-            self._results.keep_loss(m, loss)
 
     def _saved_loss(self, m: int, received: Received, output: Any, loss: Tensor | None) -> SavedForward:
         if factor := self._batch.gradient_weights[m]:

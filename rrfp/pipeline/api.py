@@ -13,6 +13,7 @@ from rrfp.compute.gradients.process_groups import global_ranks
 from rrfp.compute.gradients.tie_copies import Ties
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError, Faults
+from rrfp.graphs.declared import Graph
 from rrfp.pipeline.build import RankBuilder
 from rrfp.pipeline.handle import PipelineHandle
 from rrfp.pipeline.loop_thread import LoopChoice, check_loop
@@ -48,7 +49,8 @@ class Pipeline(PipelineHandle):
     A `StageProgram` sums its own in `finish`.
 
     Args:
-        module: this rank's part of the model: a module, a list with one module for each chunk, or a `StageProgram`.
+        module: this rank's part of the model: a module, a list with one module for each chunk, a dict of modules by
+            part where there is a ``graph``, or a `StageProgram`.
         topology: this rank's; from torchrun's environment by default.
         mesh: instead of ``topology``: a mesh with named dims, one of them ``pp``; see `Topology.from_mesh`.
         coordinate: with ``mesh``: the dims whose collectives run inside a task, by default ``("tp",)``.
@@ -61,6 +63,7 @@ class Pipeline(PipelineHandle):
             this rank's copy (or copies, where several of its chunks have one) by a name that all ranks use. Their
             values must be equal when the pipeline is entered. At the end of a step each copy's ``.grad`` is the sum of
             all copies' gradients, so optimizers that do the same keep them equal.
+        graph: of a model whose parts form no chain; the same on all ranks.
         options: see `rrfp.pipeline.options.Options`.
 
     Raises:
@@ -78,6 +81,7 @@ class Pipeline(PipelineHandle):
         name: str | None = None,
         loop: LoopChoice = "own",
         ties: Ties | None = None,
+        graph: Graph | None = None,
         **options: Unpack[Options],
     ) -> None:
         with Faults() as faults:
@@ -86,7 +90,7 @@ class Pipeline(PipelineHandle):
             with faults.kept():
                 label = _label(name)
             with faults.kept():
-                settings = complete(options, "topology, mesh, coordinate, rendezvous, name, loop, ties")
+                settings = complete(options, "topology, mesh, coordinate, rendezvous, name, loop, ties, graph")
             with faults.kept():
                 check_rendezvous(rendezvous)
             with faults.kept():
@@ -105,7 +109,7 @@ class Pipeline(PipelineHandle):
         check_security(secret, allow_insecure=settings["allow_insecure"])
         run_id, torch_ranks = f"{own.run_id}/{label}", global_ranks(own, mesh)
         builder = RankBuilder(
-            settings, [own], [module], run_id, meet, ties=ties, torch_ranks=torch_ranks, secret=secret
+            settings, [own], [module], run_id, meet, ties=ties, torch_ranks=torch_ranks, secret=secret, graph=graph
         )
         super().__init__(builder.ranks(), loop, f"rrfp-{own.rank}")
 
@@ -119,11 +123,12 @@ class LocalPipeline(PipelineHandle):
         *,
         loop: LoopChoice = "own",
         ties: Ties | Sequence[Ties] | None = None,
+        graph: Graph | None = None,
         **options: Unpack[Options],
     ) -> None:
         with Faults() as faults:
             with faults.kept():
-                settings = complete({"transport": "inproc", "stack_timer": False, **options}, "loop, ties")
+                settings = complete({"transport": "inproc", "stack_timer": False, **options}, "loop, ties, graph")
             with faults.kept():
                 check_modules(modules)
             with faults.kept():
@@ -134,7 +139,7 @@ class LocalPipeline(PipelineHandle):
         async def meet() -> Rendezvous:
             return rendezvous
 
-        builder = RankBuilder(settings, topologies, modules, f"local-{uuid.uuid4().hex}", meet, ties=ties)
+        builder = RankBuilder(settings, topologies, modules, f"local-{uuid.uuid4().hex}", meet, ties=ties, graph=graph)
         super().__init__(builder.ranks(), loop, "rrfp-local")
 
 
@@ -143,6 +148,7 @@ def local(
     *,
     loop: LoopChoice = "own",
     ties: Ties | Sequence[Ties] | None = None,
+    graph: Graph | None = None,
     **options: Unpack[Options],
 ) -> LocalPipeline:
     """All stages of a pipeline in one process, over the ``inproc`` transport: for tests, debugging and small models.
@@ -151,10 +157,12 @@ def local(
     Readiness, arbitration, messages and failures are the same as between processes.
 
     Args:
-        modules: one module for each stage, in order; with chunks, a list of modules for each stage.
+        modules: one module for each stage, in order; with chunks, a list of modules for each stage; with ``graph``, a
+            dict of modules by part for each stage.
         loop: as in `Pipeline`.
         ties: as in `Pipeline`, with all copies by name, or a list with one such dict for each stage. A parameter object
             that several modules share is tied without being named.
+        graph: as in `Pipeline`.
         options: see `rrfp.pipeline.options.Options`; ``transport`` is ``"inproc"`` and ``stack_timer`` False by
             default.
 
@@ -164,7 +172,7 @@ def local(
     Raises:
         ConfigError: for unknown arguments or values that do not fit; names all of them and the allowed values.
     """
-    return LocalPipeline(modules, loop=loop, ties=ties, **options)
+    return LocalPipeline(modules, loop=loop, ties=ties, graph=graph, **options)
 
 
 def _topology(topology: Topology | None, mesh: DeviceMesh | None, coordinate: Sequence[str] | None) -> Topology:

@@ -13,7 +13,7 @@ from rrfp.core.tasks import Mode
 from rrfp.pipeline.between_steps import Scaler
 from rrfp.pipeline.callers import BlockingCaller
 from rrfp.pipeline.session import Session
-from rrfp.runtime.batching import EvaluateArguments, StepArguments
+from rrfp.runtime.batching import EvaluateArguments, Inputs, StepArguments
 from rrfp.runtime.result import StepResult
 from rrfp.runtime.statistics import RankStatistics
 
@@ -52,7 +52,7 @@ class BlockingPipeline:
 
     def step(
         self,
-        inputs: Sequence[Any] | None = None,
+        inputs: Inputs | None = None,
         targets: Sequence[Any] | None = None,
         **arguments: Unpack[StepArguments],
     ) -> StepResult:
@@ -61,7 +61,7 @@ class BlockingPipeline:
 
     def evaluate(
         self,
-        inputs: Sequence[Any] | None = None,
+        inputs: Inputs | None = None,
         targets: Sequence[Any] | None = None,
         **arguments: Unpack[EvaluateArguments],
     ) -> StepResult:

@@ -25,6 +25,7 @@ from rrfp.core.readiness import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.topology import Topology
 from rrfp.errors import TransportError
+from rrfp.graphs.declared import Graph
 from rrfp.pipeline.delivery import Delivery
 from rrfp.pipeline.device_choice import check_on_device, choose_device, generator_devices, new_lane, stage_lane
 from rrfp.pipeline.local_ranks import LocalRanks
@@ -77,6 +78,7 @@ class RankBuilder:
         torch_ranks: for each rank of the job its number in ``torch.distributed``; None where all ranks are in this
             process.
         secret: of the job, if it has one.
+        graph: of the model's parts; None for a chain.
     """
 
     def __init__(
@@ -90,13 +92,14 @@ class RankBuilder:
         ties: Ties | Sequence[Ties] | None = None,
         torch_ranks: Sequence[int] | None = None,
         secret: Secret | None = None,
+        graph: Graph | None = None,
     ) -> None:
         self._options = options
         self._secret = secret
         self._run_id = run_id
         self._meet = meet
         self._method = Method(options)
-        self._partition = partition = Partition.of(options, topologies[0].stages, parts)
+        self._partition = partition = Partition.of(options, topologies[0].stages, parts, graph)
         self._method.check(partition.graph)
         by_rank = [partition.modules(part, topology.stage) for topology, part in zip(topologies, parts, strict=True)]
         modules = {v: module for own in by_rank for v, module in own.items()}
@@ -144,6 +147,7 @@ class RankBuilder:
             devices=generator_devices(device),
             shared=self._ties.shared,
             grouped=topology.mesh.coordinates_replicas,
+            feeds=partition.feeds,
         )
 
     def _reducer(
@@ -170,6 +174,7 @@ class RankBuilder:
             ties=self._ties.ranks,
             devices=[rank.device for rank in self._ranks if rank.device is not None],
             virtual_stages=self._partition.graph.placement.num_virtual_stages,
+            model=self._partition.model,
             delivery=self._delivery,
         )
 
@@ -187,7 +192,7 @@ class RankBuilder:
         options, graph, topology = self._options, self._partition.graph, rank.topology
         limit = self._method.limit(topology)
         context = self._context(rank, rendezvous)
-        terms = common_terms(options, self._method, graph, topology)
+        terms = common_terms(options, self._method, self._partition, topology)
         group_terms: Terms = {
             "in_order": " ".join(sorted(f"{kind}@{v}" for kind, v in rank.in_order)),
             "limit": str(limit),
@@ -219,6 +224,7 @@ class RankBuilder:
             trace_steps=options["trace_steps"],
             device=rank.device,
             observer=self._delivery if rank is self._ranks[0] else None,  # all ranks notice the same
+            model=self._partition.model,
         )
 
     def _context(self, rank: _Rank, rendezvous: Rendezvous) -> TransportContext:

@@ -22,7 +22,7 @@ from rrfp.pipeline.callers import AsyncCaller, BlockingCaller
 from rrfp.pipeline.local_ranks import LocalRanks
 from rrfp.pipeline.loop_thread import LoopChoice
 from rrfp.pipeline.session import Session
-from rrfp.runtime.batching import EvaluateArguments, StepArguments
+from rrfp.runtime.batching import EvaluateArguments, Inputs, StepArguments
 from rrfp.runtime.result import StepResult
 from rrfp.runtime.statistics import RankStatistics
 
@@ -67,7 +67,7 @@ class PipelineHandle:
 
     async def step(
         self,
-        inputs: Sequence[Any] | None = None,
+        inputs: Inputs | None = None,
         targets: Sequence[Any] | None = None,
         **arguments: Unpack[StepArguments],
     ) -> StepResult:
@@ -80,16 +80,19 @@ class PipelineHandle:
 
         Args:
             inputs: for the first virtual stage: a tensor or named tuple (one argument), a tuple (positional arguments)
-                or a dict (keywords) each.
+                or a dict (keywords) each. Where the pipeline has a graph, a dict of such lists by part, for the first
+                module of each part that is called with any.
             targets: second argument of ``loss_fn`` on the last virtual stage.
             arguments: ``kwargs``: further keyword arguments: a list for every module of this process, or a dict with a
-                list for each stage that has any, ``{stage: [{...}, ...]}``, of which every rank takes its own stage's.
+                list for each stage that has any, ``{stage: [{...}, ...]}``, of which every rank takes its own stage's,
+                or with a graph one for each part.
                 ``weights``: of the microbatches' losses, such as token counts, 1 by default; needed on the last
                 virtual stage. A microbatch of weight 0 is in neither loss nor gradients.
                 ``sizes``: the size of each microbatch, in any unit, for hints that read it. ``microbatches``: M, where
                 no list is passed. ``grad_scale``: a factor on every gradient, 1.0 by default; the reported loss is
                 without it. ``reduce_gradients``: False leaves gradients unreduced over data-parallel replicas, for all
-                but the last of several steps that accumulate.
+                but the last of several steps that accumulate. ``visits``: for each optional part of the graph that
+                some microbatch skips, M booleans; the same on all ranks of a replica.
 
         Returns:
             The result of the step, on every rank. ``seconds``, ``breakdown`` and the peaks need the reports of all
@@ -104,7 +107,7 @@ class PipelineHandle:
 
     async def evaluate(
         self,
-        inputs: Sequence[Any] | None = None,
+        inputs: Inputs | None = None,
         targets: Sequence[Any] | None = None,
         **arguments: Unpack[EvaluateArguments],
     ) -> StepResult:
@@ -115,9 +118,9 @@ class PipelineHandle:
         Args:
             inputs: as in `step`.
             targets: as in `step`; without them there are no losses.
-            arguments: ``kwargs``, ``weights``, ``sizes`` and ``microbatches`` as in `step`. ``return_outputs``: whether
-                the result's ``outputs`` hold the outputs of the last virtual stage, detached, on its rank: True, False,
-                or None for True where no loss is computed.
+            arguments: ``kwargs``, ``weights``, ``sizes``, ``microbatches`` and ``visits`` as in `step`.
+                ``return_outputs``: whether the result's ``outputs`` hold the outputs of the last virtual stage,
+                detached, on its rank: True, False, or None for True where no loss is computed.
 
         Returns:
             The result, on every rank.

@@ -18,6 +18,7 @@ from rrfp.compute.thread_modes import out_of_reach
 from rrfp.core.tasks import Mode
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError, PeerLostError, PipelineAborted
+from rrfp.graphs.model_graph import ModelGraph
 from rrfp.log import get_logger
 from rrfp.pipeline.delivery import Delivery
 from rrfp.pipeline.method import summary
@@ -42,7 +43,7 @@ class LocalRanks:
     """The runners of one process. Methods are called on the runtime's loop, unless their docstring names a thread.
 
     ``options`` are complete; ``topologies`` are one stage after the other by default. ``virtual_stages`` is V of
-    the whole pipeline; by default one for each program.
+    the whole pipeline; by default one for each program. ``model`` is of the model's parts, if it has any.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class LocalRanks:
         ties: Sequence[TiedGradients] = (),
         devices: Sequence[Device] = (),
         virtual_stages: int | None = None,
+        model: ModelGraph | None = None,
         delivery: Delivery | None = None,
     ) -> None:
         self._programs = programs
@@ -70,6 +72,7 @@ class LocalRanks:
         self._ties = ties
         self._devices = devices
         self._virtual_stages = len(programs) if virtual_stages is None else virtual_stages
+        self._model = model
         #: Notifies the callbacks.
         self.delivery = Delivery() if delivery is None else delivery
         #: A state that was loaded before the start.
@@ -144,7 +147,8 @@ class LocalRanks:
         """
         topology = self._topologies[0]
         is_shared = topology.replicas > 1
-        known: Any = {"training_step": training_step, "stages": topology.stages, "is_shared": is_shared}
+        known: Any = {"training_step": training_step, "stages": topology.stages, "graph": self._model}
+        known["is_shared"] = is_shared
         plan = plan_step(number, mode, self._options["reduction"], **arguments, **known)
         self._warn_about_modes()
         for program, topology in zip(self._programs, self._topologies, strict=True):

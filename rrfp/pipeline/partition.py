@@ -16,12 +16,15 @@ from rrfp.core.graph import Graph
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.tasks import Kind
 from rrfp.errors import ConfigError
+from rrfp.graphs.declared import Graph as PartGraph
+from rrfp.graphs.feeds import Feeds
+from rrfp.graphs.model_graph import ModelGraph
 from rrfp.pipeline.options import Options
 
 _ALLOWED = "an nn.Module, a list of them (one for each chunk), or an rrfp.StageProgram"
 
-#: The part of a rank: one module, one for each of its chunks, or the caller's own program.
-StagePart = nn.Module | Sequence[nn.Module] | StageProgram
+#: The part of a rank: one module, one for each of its chunks, by part of a graph, or the caller's own program.
+StagePart = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module | Sequence[nn.Module]] | StageProgram
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +35,22 @@ class Partition:
         graph: virtual stages, their placement, and which of them are split.
         deterministic: whether gradients are added in microbatch order.
         loss_fn: the loss; if it is a module, it belongs to the last virtual stage.
+        model: of the model's parts, if it has any.
     """
 
     graph: Graph
     deterministic: bool = False
     loss_fn: Callable[[Any, Any], Any] | None = None
+    model: ModelGraph | None = None
 
     @classmethod
-    def of(cls, options: Options, stages: int, parts: Sequence[StagePart]) -> Partition:
+    def of(cls, options: Options, stages: int, parts: Sequence[StagePart], graph: PartGraph | None = None) -> Partition:
         """The partition of ``stages`` stages that the complete ``options`` and the parts of this process describe.
 
-        Parts with different numbers of chunks are a ConfigError.
+        Parts with different numbers of chunks are a ConfigError, and so is a ``graph`` that does not fit.
         """
+        if graph is not None:
+            return cls._of_graph(options, stages, graph)
         counts = {len(chunks_of(part)) for part in parts if not isinstance(part, StageProgram)}
         numbers = " and ".join(map(str, sorted(counts)))
         if len(counts) > 1:
@@ -54,8 +61,24 @@ class Partition:
                 "modules"
             )
         chunks = chunks or max(counts, default=1)
-        graph = Graph.chain(stages, chunks=chunks, layout=options["placement"], split=options["split"])
-        return cls(graph, options["deterministic"], options["loss_fn"])
+        chain = Graph.chain(stages, chunks=chunks, layout=options["placement"], split=options["split"])
+        return cls(chain, options["deterministic"], options["loss_fn"])
+
+    @classmethod
+    def _of_graph(cls, options: Options, stages: int, graph: PartGraph) -> Partition:
+        if options["chunks"] is not None:
+            raise ConfigError(f"chunks is {options['chunks']}, must be None with graph, which places the parts")
+        if options["placement"] != "looped":
+            raise ConfigError(f"placement is {options['placement']!r}, must not be passed with graph")
+        model = ModelGraph.of(graph, split=options["split"])
+        if (placed := model.tasks.placement.stages) != stages:
+            raise ConfigError(f"graph has {placed} stages, must have {stages}, as the pipeline has")
+        return cls(model.tasks, options["deterministic"], options["loss_fn"], model)
+
+    @property
+    def feeds(self) -> Feeds:
+        """What each virtual stage is called with."""
+        return Feeds() if self.model is None else self.model.feeds
 
     def modules(self, part: StagePart, stage: int) -> dict[int, nn.Module]:
         """The modules of ``stage`` by virtual stage, with a loss that is a module (`with_loss`).
@@ -72,6 +95,8 @@ class Partition:
         """
         if isinstance(part, StageProgram):
             return {}
+        if self.model is not None:
+            return _of_parts(part, self.model.parts_of(stage), stage)
         chunks = chunks_of(part)
         if len(chunks) != self.graph.placement.chunks:
             raise ConfigError(
@@ -112,23 +137,51 @@ class Partition:
         return frozenset(adds | forwards)
 
 
-def chunks_of(part: StagePart) -> tuple[nn.Module, ...]:
-    """The modules in ``part``, one for each chunk; a ConfigError if it is neither a module nor a list of modules."""
+def chunks_of(part: object, name: str = "module") -> tuple[nn.Module, ...]:
+    """The modules in ``part``, one for each chunk; a ConfigError if it is neither a module nor a list of modules.
+
+    Errors call it ``name``.
+    """
     if isinstance(part, nn.Module) and not isinstance(part, nn.ModuleList):  # that one has no forward
         return (part,)
     if not isinstance(part, list | tuple | nn.ModuleList):
-        raise ConfigError(f"module is of type {type(part).__name__}, must be {_ALLOWED}")
+        by_part = "; modules by part go with graph=" if isinstance(part, Mapping) else ""
+        raise ConfigError(f"{name} is of type {type(part).__name__}, must be {_ALLOWED}{by_part}")
     chunks = tuple(part)
     for index, chunk in enumerate(chunks):
         if isinstance(chunk, StageProgram):
             raise ConfigError(
-                f"module[{index}] is a StageProgram, must be passed alone: one serves all chunks of a rank"
+                f"{name}[{index}] is a StageProgram, must be passed alone: one serves all chunks of a rank"
             )
         if not isinstance(chunk, nn.Module):
-            raise ConfigError(f"module[{index}] is of type {type(chunk).__name__}, must be an nn.Module")
+            raise ConfigError(f"{name}[{index}] is of type {type(chunk).__name__}, must be an nn.Module")
     if not chunks:
-        raise ConfigError(f"module is an empty {type(part).__name__}, must be {_ALLOWED}")
+        raise ConfigError(f"{name} is an empty {type(part).__name__}, must be {_ALLOWED}")
     return chunks
+
+
+def _of_parts(modules: object, parts: Mapping[str, Sequence[int]], stage: int) -> dict[int, nn.Module]:
+    """The modules of ``stage``, which has ``parts``, by virtual stage; a ConfigError where they do not fit."""
+    names = ", ".join(map(repr, parts))
+    if not isinstance(modules, Mapping):
+        raise ConfigError(
+            f"module is of type {type(modules).__name__}, must be a dict with the modules of stage {stage} by part: "
+            f"{names}"
+        )
+    if modules.keys() != parts.keys():
+        raise ConfigError(
+            f"module has the parts {', '.join(map(repr, modules)) or 'none'}, must have those of stage {stage}: {names}"
+        )
+    placed: dict[int, nn.Module] = {}
+    for name, virtual_stages in parts.items():
+        own = chunks_of(modules[name], f"module[{name!r}]")
+        if len(own) != len(virtual_stages):
+            raise ConfigError(
+                f"module[{name!r}] has {len(own)} modules, must have {len(virtual_stages)}: the part has so many on "
+                f"stage {stage}"
+            )
+        placed.update(zip(virtual_stages, own, strict=True))
+    return dict(sorted(placed.items()))
 
 
 def check_modules(modules: object) -> None:

@@ -16,7 +16,7 @@ from rrfp.pipeline.calls import Call, CallGate
 from rrfp.pipeline.local_ranks import LocalRanks
 from rrfp.pipeline.loop_thread import LoopThread
 from rrfp.pipeline.state import PipelineState
-from rrfp.runtime.batching import EvaluateArguments, StepArguments
+from rrfp.runtime.batching import EvaluateArguments, Inputs, StepArguments
 from rrfp.runtime.result import StepResult
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ class Session:
     def step(
         self,
         mode: Mode,
-        inputs: Sequence[Any] | None,
+        inputs: Inputs | None,
         targets: Sequence[Any] | None,
         arguments: StepArguments | EvaluateArguments,
     ) -> Call[StepResult]:

@@ -13,19 +13,21 @@ from rrfp.core.topology import Topology
 from rrfp.log import get_logger
 from rrfp.pipeline.method import Method, name_of
 from rrfp.pipeline.options import Options, common_options
+from rrfp.pipeline.partition import Partition
 from rrfp.runtime.handshake import Terms
 from rrfp.version import __version__
 
 logger = get_logger(__name__)
 
 
-def common_terms(options: Options, method: Method, graph: Graph, topology: Topology) -> Terms:
+def common_terms(options: Options, method: Method, partition: Partition, topology: Topology) -> Terms:
     """The values that must be the same on all ranks of the job."""
-    placement, dims = graph.placement, _dims_text(topology)
+    placement, dims, model = partition.graph.placement, _dims_text(topology), partition.model
     common = {name: options[cast("Literal['seed']", name)] for name in common_options()}
     return {
         "stages": placement.stages,
-        "chunks": placement.chunks,
+        "chunks": placement.chunks if model is None else None,
+        "graph": "" if model is None else str(model.declared),
         "mesh": dims,
         "coordinate": ", ".join(topology.mesh.coordinate) if dims else "",
         **common,
@@ -40,10 +42,10 @@ def announce(options: Options, method: Method, graph: Graph, topology: Topology,
     """Log one line: ranks, method, transport, this rank's device and versions."""
     dims = _dims_text(topology)
     logger.info(
-        "%d rank(s)%s, %d chunk(s) each, %s, backward %s, transport %s, rank 0 on %s; rrfp %s, torch %s, Python %s",
+        "%d rank(s)%s, %s, %s, backward %s, transport %s, rank 0 on %s; rrfp %s, torch %s, Python %s",
         topology.world,
         f" ({dims})" if dims else "",
-        graph.placement.chunks,
+        f"{graph.placement.chunks} chunk(s) each" if not graph.names else f"virtual stages {', '.join(graph.names)}",
         method,
         "split" if any(graph.split) else "whole",
         _transport_name(options),

@@ -13,10 +13,21 @@ from rrfp.compute.named_tuples import is_named
 from rrfp.compute.program import Batch
 from rrfp.compute.weighting import Reduction, gradient_weights, shared_gradient_weights
 from rrfp.core.tasks import Mode, StepId
+from rrfp.core.visits import Skipped
 from rrfp.errors import ConfigError
+from rrfp.graphs.model_graph import ModelGraph
+from rrfp.runtime.part_arguments import named_by_part, named_inputs, named_visits
 
-#: Keyword arguments by microbatch: those of the stages of this process, or a list for each stage that has any.
-Kwargs = Sequence[Mapping[str, Any]] | Mapping[int, Sequence[Mapping[str, Any]]]
+#: Keyword arguments by microbatch: for all modules of this process, or a list for each stage, or part, that has any.
+Kwargs = (
+    Sequence[Mapping[str, Any]] | Mapping[int, Sequence[Mapping[str, Any]]] | Mapping[str, Sequence[Mapping[str, Any]]]
+)
+
+#: Inputs by microbatch; by part where the model has parts.
+Inputs = Sequence[Any] | Mapping[str, Sequence[Any]]
+
+#: For each optional part that some microbatch skips: which microbatches visit it.
+VisitArgument = Mapping[str, Sequence[bool]]
 
 
 class CommonArguments(TypedDict, total=False):
@@ -26,6 +37,7 @@ class CommonArguments(TypedDict, total=False):
     weights: Sequence[float] | None
     sizes: Sequence[float] | None
     microbatches: int | None
+    visits: VisitArgument | None
 
 
 class EvaluateArguments(CommonArguments, total=False):
@@ -56,6 +68,7 @@ class Plan:
         reduce_gradients: whether gradients are summed over replicas at the end.
         kwargs: by stage, where the caller passes them so.
         refused: calls before this one whose arguments were refused.
+        skipped: by microbatch the virtual stages that it skips; empty: none does.
     """
 
     step: StepId
@@ -68,6 +81,7 @@ class Plan:
     reduce_gradients: bool
     kwargs: Mapping[int, Sequence[Mapping[str, Any]]] | None
     refused: int
+    skipped: tuple[Skipped, ...] = ()
 
     def batch_of(self, stage: int) -> Batch:
         """The caller's data for one stage of this process."""
@@ -99,7 +113,7 @@ def plan_step(
     number: int,
     mode: Mode,
     reduction: Reduction,
-    inputs: Sequence[Any] | None = None,
+    inputs: Inputs | None = None,
     targets: Sequence[Any] | None = None,
     kwargs: Kwargs | None = None,
     weights: Sequence[float] | None = None,
@@ -108,9 +122,11 @@ def plan_step(
     grad_scale: float = 1.0,
     reduce_gradients: bool = True,
     return_outputs: bool | None = None,
+    visits: VisitArgument | None = None,
     *,
     training_step: int = 0,
     stages: int = 1,
+    graph: ModelGraph | None = None,
     is_shared: bool = False,
     refused: int = 0,
     loss_scale: float | None = None,
@@ -123,6 +139,7 @@ def plan_step(
         reduction: how losses combine.
         training_step: see `rrfp.Batch`.
         stages: of the pipeline; ``kwargs`` may be given by stage.
+        graph: of the model's parts, if it has any; ``inputs``, ``kwargs`` and ``visits`` are then given by part.
         is_shared: whether several replicas share the step, so that the weights' sum is known only later.
         refused: calls before this one whose arguments were refused.
         loss_scale: the factor of a GradScaler.
@@ -131,8 +148,9 @@ def plan_step(
         ConfigError: if they are no lists, disagree on M, ``kwargs`` are no dicts or for a stage that does not exist, or
             a weight or size is impossible.
     """
-    named_kwargs = _named_kwargs(kwargs, stages)
-    lists = {"inputs": inputs, "targets": targets, **named_kwargs, "weights": weights, "sizes": sizes}
+    named_kwargs = _named_kwargs(kwargs, stages, graph)
+    lists = {**named_inputs(inputs, graph), "targets": targets, **named_kwargs, "weights": weights, "sizes": sizes}
+    lists |= named_visits(visits, graph)
     count = _microbatches(lists, microbatches)
     for name, dicts in named_kwargs.items():
         for m, each in enumerate(dicts or ()):
@@ -142,8 +160,9 @@ def plan_step(
         raise ConfigError(f"reduce_gradients is {reduce_gradients!r}, must be True or False")
     if return_outputs is not None and type(return_outputs) is not bool:
         raise ConfigError(f"return_outputs is {return_outputs!r}, must be True, False or None")
-    by_stage = kwargs if isinstance(kwargs, Mapping) else None
-    shared_kwargs = None if isinstance(kwargs, Mapping) else kwargs
+    is_by_stage = isinstance(kwargs, Mapping) and not any(type(key) is str for key in kwargs)
+    by_stage: Any = kwargs if is_by_stage else None
+    shared_kwargs: Any = None if is_by_stage else kwargs
     gradient: Sequence[float] = gradient_weights(weights, count, "sum" if is_shared else reduction, grad_scale)
     if loss_scale is not None:
         grad_scale, gradient = grad_scale * loss_scale, tuple(factor * loss_scale for factor in gradient)
@@ -160,13 +179,16 @@ def plan_step(
         reduce_gradients,
         by_stage,
         refused,
+        () if graph is None else graph.skipped(visits, count),
     )
 
 
-def _named_kwargs(kwargs: Any, stages: int) -> dict[str, Any]:
+def _named_kwargs(kwargs: Any, stages: int, graph: ModelGraph | None) -> dict[str, Any]:
     """The lists in ``kwargs``, by the names that errors call them."""
     if not isinstance(kwargs, Mapping):
         return {"kwargs": kwargs}
+    if graph is not None and any(type(key) is str for key in kwargs):
+        return named_by_part("kwargs", kwargs, graph)
     for stage in kwargs:
         if type(stage) is not int or not 0 <= stage < stages:
             known = ", ".join(map(str, range(stages)))

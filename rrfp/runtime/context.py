@@ -10,6 +10,7 @@ from rrfp.compute.mailbox import Mailbox
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Task
 from rrfp.core.topology import Topology
+from rrfp.graphs.model_graph import ModelGraph
 from rrfp.runtime.activity import RankActivity
 from rrfp.runtime.departures import Departures
 from rrfp.runtime.observer import Observer, Unobserved
@@ -41,6 +42,7 @@ class RankContext:
         mailbox: tensors between tasks.
         recorder: the trace of the step.
         observer: watches the run.
+        model: of the model's parts, if it has any.
     """
 
     topology: Topology
@@ -54,6 +56,7 @@ class RankContext:
     mailbox: Mailbox
     recorder: Recorder
     observer: Observer
+    model: ModelGraph | None = None
 
     @classmethod
     def create(
@@ -64,6 +67,7 @@ class RankContext:
         lane: Lane,
         fail: Fail,
         observer: Observer | None = None,
+        model: ModelGraph | None = None,
     ) -> RankContext:
         """Make the parts that need nothing else."""
         activity = RankActivity(lane.now)
@@ -76,7 +80,8 @@ class RankContext:
             TaskSupervisor(fail),
             activity,
             Departures(activity),
-            Mailbox(graph, topology.stage),
+            Mailbox(graph, topology.stage, None if model is None else model.feeds),
             Recorder(topology.stage, lane.now),
             Unobserved() if observer is None else observer,
+            model,
         )

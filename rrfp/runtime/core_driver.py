@@ -22,6 +22,7 @@ from rrfp.core.order_log import Group
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Task
 from rrfp.core.usage import WaitCause
+from rrfp.core.visits import Visits
 from rrfp.errors import ProtocolError
 from rrfp.runtime.batching import Plan
 from rrfp.runtime.context import RankContext
@@ -126,10 +127,12 @@ class CoreDriver:
         self.outputs_complete.clear()
         self._outputs_left = len(self._last) * step.microbatches
         self.gradients.open(step, plan.reduce_gradients)
+        self._context.mailbox.open(Visits(step.microbatches, plan.skipped))
         with self.messenger.opening():
             if self._agreement is not None:
                 self._agreement.open_step(step)
-            self._on_event(ev.StepOpened(step.number, step.mode, step.microbatches, plan.sizes, size_correlation))
+            opened = (step.number, step.mode, step.microbatches, plan.sizes, size_correlation, plan.skipped)
+            self._on_event(ev.StepOpened(*opened))
         if self._previews is not None:
             self._previews.open_step(step.microbatches)
 

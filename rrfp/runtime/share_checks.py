@@ -44,3 +44,29 @@ def check_weights(have_weights: Sequence[bool | None], topology: Topology) -> No
                 f"weights is passed on {topology.name_of(other)} and not on {topology.name_of(rank)}, which computes "
                 "the losses: must be passed there"
             )
+
+
+def check_visits(skipped: Sequence[Sequence[Sequence[int]]], parts: Sequence[str], topology: Topology) -> None:
+    """A rank that skips a task which another one awaits would let that one wait for ever.
+
+    Args:
+        skipped: by rank and microbatch, the virtual stages that it skips.
+        parts: by virtual stage, its part.
+        topology: of any rank. Replicas have microbatches of their own.
+    """
+    first: dict[int, int] = {}
+    for rank, own in enumerate(skipped):
+        other = first.setdefault(topology.place_of(rank).replica, rank)
+        count = max(len(own), len(skipped[other]))
+        for m, (here, there) in enumerate(zip(_whole(own, count), _whole(skipped[other], count), strict=False)):
+            if here != there:
+                part = parts[min(set(here) ^ set(there))]
+                does, does_not = (rank, other) if min(set(here) ^ set(there)) in here else (other, rank)
+                raise ProtocolError(
+                    f"visits: microbatch {m} skips {part!r} on {topology.name_of(does)} and not on "
+                    f"{topology.name_of(does_not)}: must be the same on all ranks of a replica"
+                )
+
+
+def _whole(skipped: Sequence[Sequence[int]], count: int) -> Sequence[Sequence[int]]:
+    return skipped or [()] * count

@@ -26,6 +26,7 @@ from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Task
 from rrfp.core.topology import Topology
 from rrfp.errors import Origin, OverdueError, PipelineAborted, RrfpError
+from rrfp.graphs.model_graph import ModelGraph
 from rrfp.log import get_logger
 from rrfp.runtime.abort import AbortController, Failure, failure_of
 from rrfp.runtime.all_gather import TreeAllGather
@@ -69,6 +70,7 @@ class StageRunner:
         trace_steps: the newest training steps whose traces are kept.
         device: the lane's; None for a CPU.
         observer: watches the run.
+        model: of the model's parts, if it has any.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class StageRunner:
         trace_steps: int = 0,
         device: Device | None = None,
         observer: Observer | None = None,
+        model: ModelGraph | None = None,
     ) -> None:
         self.topology = topology = Topology(core.stage, core.graph.placement.stages) if topology is None else topology
         self.stage = core.stage
@@ -95,11 +98,10 @@ class StageRunner:
         self._core = core
         self._abort = AbortController(topology, transport, self._stop)
         self._device = device
-        self._context = context = RankContext.create(topology, core.graph, transport, lane, self.fail, observer)
+        self._context = context = RankContext.create(topology, core.graph, transport, lane, self.fail, observer, model)
         self._driver = driver = CoreDriver(context, core, program, coordination, depth, reduce, ties)
-        post = driver.messenger.post
-        self._all_gather = TreeAllGather(topology.rank, topology.world, post)
-        self._reporter = StepReporter(topology, core.graph, self._all_gather, context.activity, context.supervisor)
+        self._all_gather = TreeAllGather(topology.rank, topology.world, post := driver.messenger.post)
+        self._reporter = StepReporter(context, self._all_gather)
         progress = Progress(context, core, driver.executor, driver.messenger, driver.gradients.awaited, driver.dispute)
         self._health = HealthMonitor(context, progress, self._all_gather, post, stall_after, abort_after)
         self._history = TraceHistory(trace_steps)
@@ -115,8 +117,6 @@ class StageRunner:
             MessageKind.CLOSED: context.departures.on_message,
             MessageKind.ABORT: self._abort.on_message,
         }
-
-    # Life.
 
     async def start(self) -> None:
         """Connect to the peers, begin to serve, and wait until every rank does, so that any failure can reach all.

@@ -6,106 +6,43 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from rrfp.arbiter.loop import SettlingLoop
-from rrfp.compute.weighting import Reduction, combine_losses
+from rrfp.compute.weighting import combine_losses
 from rrfp.core import timeouts
-from rrfp.core.graph import Graph
 from rrfp.core.size_order import least
 from rrfp.core.tasks import Mode
-from rrfp.core.topology import Topology
 from rrfp.core.usage import Peaks
 from rrfp.errors import ProtocolError
 from rrfp.log import get_logger
 from rrfp.runtime import records
 from rrfp.runtime.abort import Failure
-from rrfp.runtime.activity import RankActivity
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.batching import Plan
+from rrfp.runtime.context import RankContext
 from rrfp.runtime.reports import PendingReports, ResourceMeter, StageReport, StepFigures
-from rrfp.runtime.share_checks import check_numbers, check_scales, check_weights
-from rrfp.runtime.supervisor import TaskSupervisor
+from rrfp.runtime.share_checks import check_numbers, check_scales, check_visits, check_weights
+from rrfp.runtime.shares import Losses, LossShare, VisitShare, WeightShare
 from rrfp.trace.breakdown import breakdown
 from rrfp.trace.spans import StepTrace
 
 logger = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class WeightShare:
-    """A rank's part of the weights of a step.
-
-    Attributes:
-        weight: the sum of the weights of its losses; 0 where it computes none.
-        reduces: whether it sums gradients over replicas.
-    """
-
-    weight: float
-    reduces: bool
-
-
-@dataclass(frozen=True, slots=True)
-class LossShare:
-    """A rank's part of the losses of a step; a rank that computes none shares that at once.
-
-    Attributes:
-        refused: calls on this rank whose arguments were refused, so far.
-        training_step: its number on this rank, which random numbers depend on.
-        losses: by microbatch, on the rank that computes them; empty elsewhere.
-        loss: their weighted combination there; None elsewhere.
-        weight: the sum of their weights there; 0 elsewhere.
-        loss_scale: the factor of this rank's GradScaler; None without one.
-        has_weights: see `check_weights`.
-    """
-
-    refused: int = 0
-    training_step: int = 0
-    losses: Mapping[int, float] = field(default_factory=dict)
-    loss: float | None = None
-    weight: float = 0.0
-    loss_scale: float | None = None
-    has_weights: bool | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Losses:
-    """The losses of a step.
-
-    Attributes:
-        loss: over all replicas; None where none was computed.
-        by_microbatch: of this rank's replica, in microbatch order.
-    """
-
-    loss: float | None
-    by_microbatch: tuple[float, ...]
-
-    @classmethod
-    def of(cls, shares: Sequence[LossShare], topology: Topology, reduction: Reduction) -> Losses:
-        """Combine the shares of all ranks, by rank, for the one at ``topology``."""
-        leaders = [replace(topology, stage=stage, member=0).rank for stage in range(topology.stages)]
-        losses = {m: loss for rank in leaders for m, loss in shares[rank].losses.items()}
-        return cls(_shared_loss(shares, topology, reduction), tuple(losses[m] for m in sorted(losses)))
-
-
 class StepReporter:
     """What one rank contributes to the all-gathers of a step, and what it makes of all ranks' answers.
 
-    ``supervisor`` runs the exchange of reports, which `RankActivity` counts as the end of the step.
+    `RankActivity` counts the exchange of reports as the end of the step.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        graph: Graph,
-        all_gather: TreeAllGather,
-        activity: RankActivity,
-        supervisor: TaskSupervisor,
-    ) -> None:
-        self._topology = topology
+    def __init__(self, context: RankContext, all_gather: TreeAllGather) -> None:
+        self._topology = topology = context.topology
+        self._model = context.model
         self._all_gather = all_gather
-        self._activity = activity
-        self._supervisor = supervisor
+        self._activity = context.activity
+        self._supervisor = context.supervisor
+        graph = context.graph
         self._refused: Sequence[int] = ()
         #: Whether this rank computes losses: it has to know the sum of all weights before its first backward.
         self.has_losses = any(not graph.successors[v] for v in graph.placement.virtual_stages(topology.stage))
@@ -158,6 +95,7 @@ class StepReporter:
     async def _share_losses(
         self, plan: Plan, read_losses: Callable[[], Awaitable[Mapping[int, float]]], losses: asyncio.Future[Losses]
     ) -> None:
+        await self._compare_visits(plan)
         has_weights = True if plan.weights is not None else None
         share = LossShare(plan.refused, plan.batch.training_step, loss_scale=plan.loss_scale, has_weights=has_weights)
         if not self.has_losses:
@@ -176,6 +114,15 @@ class StepReporter:
         check_weights([share.has_weights for share in shares], self._topology)
         self._compare_refused([share.refused for share in shares], plan)
         losses.set_result(Losses.of(shares, self._topology, plan.reduction))
+
+    async def _compare_visits(self, plan: Plan) -> None:
+        """Fail where ranks were given other visits, before one of them waits in vain for a task that another skips."""
+        if self._model is None or not self._model.optional:
+            return
+        own = VisitShare(tuple(tuple(sorted(skipped)) for skipped in plan.skipped))
+        answers = await self._all_gather.all_gather("visits", plan.step.number, records.pack(own))
+        shares = [records.unpack(VisitShare, data, "the visits of a step") for data in answers]
+        check_visits([share.skipped for share in shares], self._model.feeds.parts, self._topology)
 
     def report(
         self, plan: Plan, trace: StepTrace, peaks: Peaks, meter: ResourceMeter, size_correlation: float | None = None
@@ -272,15 +219,3 @@ async def _give_way(until: asyncio.Event) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(timeouts.GIVE_WAY_S):
             await until.wait()
-
-
-def _shared_loss(shares: Sequence[LossShare], topology: Topology, reduction: Reduction) -> float | None:
-    """The loss over all replicas, added in their order; nan where all weights of an evaluation are 0."""
-    leaders = (share for rank, share in enumerate(shares) if topology.place_of(rank).member == 0)
-    parts = [(share.loss, share.weight) for share in leaders if share.loss is not None]
-    if len(parts) < 2:
-        return parts[0][0] if parts else None
-    if reduction == "sum":
-        return sum(loss for loss, _ in parts)
-    total = sum(weight for _, weight in parts)
-    return sum(loss * weight for loss, weight in parts if weight) / total if total else math.nan

@@ -43,7 +43,7 @@ class StepRunner:
         self._driver = driver
         self._reporter = reporter
         self._history = history
-        self._meter = ResourceMeter(core.limit, core.graph.placement.chunks, context.transport)
+        self._meter = ResourceMeter(core.limit, core.graph.placement.chunks_of(core.stage), context.transport)
 
     async def run(self, plan: Plan) -> StepResult:
         """Run one step; its program has the batch. The reports of other ranks may be on their way afterwards."""

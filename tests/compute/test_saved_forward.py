@@ -16,7 +16,7 @@ from rrfp.errors import StageError
 def test_a_gradient_from_another_memory_is_moved_to_that_of_its_output(device: str) -> None:
     leaf = torch.ones(2, 3, device=device, requires_grad=True)
     gradient, unused = torch.ones(2, 3), torch.ones(1)
-    saved = SavedForward.of_outputs(Received((), (), training=True), (torch.ones(1), leaf * 2, None))
+    saved = SavedForward.of_outputs(Received((), (), training=True), Payload((torch.ones(1), leaf * 2, None)), [None])
     roots, gradients = saved.roots([Payload((unused, gradient, None))])
     assert [each.device.type for each in gradients] == [device]
     assert (gradients[0] is gradient) is (device == "cpu"), "nothing is copied without need"
@@ -32,6 +32,6 @@ def test_a_gradient_from_another_memory_is_moved_to_that_of_its_output(device: s
 def test_a_gradient_that_does_not_fit_its_output_is_refused(gradient: Tensor, what: str) -> None:
     """autograd itself would expand it, or drop its imaginary part."""
     leaf = torch.ones(2, 3, requires_grad=True)
-    saved = SavedForward.of_outputs(Received((), (), training=True), (leaf * 2,))
+    saved = SavedForward.of_outputs(Received((), (), training=True), Payload((leaf * 2,)), [None])
     with pytest.raises(StageError, match=f"a gradient of .*{what} arrived for an output of shape \\(2, 3\\) and"):
         saved.roots([Payload((gradient,))])

@@ -33,8 +33,8 @@ from rrfp.runtime.group_link import GROUP_KINDS, GroupLink
 from rrfp.runtime.handshake import Handshake
 from rrfp.runtime.processes import ProcessIdentity
 from rrfp.runtime.reports import StageReport
+from rrfp.runtime.shares import LossShare, WeightShare
 from rrfp.runtime.stall.status import RankStatus
-from rrfp.runtime.step_report import LossShare, WeightShare
 from rrfp.runtime.trace_saver import TraceOffer, TraceSize, _write
 from rrfp.testing.device_double.sharing import DoubleSharing
 from rrfp.trace.plain import to_plain

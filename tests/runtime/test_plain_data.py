@@ -21,7 +21,7 @@ from rrfp.runtime.abort import origin_of
 from rrfp.runtime.batching import plan_step
 from rrfp.runtime.records import pack, unpack
 from rrfp.runtime.reports import ResourceMeter, Resources, StageReport, StepFigures
-from rrfp.runtime.step_report import Losses, LossShare
+from rrfp.runtime.shares import Losses, LossShare
 from rrfp.trace.breakdown import Breakdown, breakdown
 from rrfp.trace.recorder import Recorder
 from rrfp.transports.base import TransportContext, TransportStatistics

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+from runtime.contexts import context_of
+
 from rrfp.core.graph import Graph
 from rrfp.core.mesh import Mesh
 from rrfp.core.tasks import Mode
 from rrfp.core.topology import Topology
 from rrfp.errors import ProtocolError
-from rrfp.runtime.activity import RankActivity
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.batching import Plan, plan_step
 from rrfp.runtime.step_report import StepReporter
-from rrfp.runtime.supervisor import TaskSupervisor
 
 MESH = Mesh((("pp", 1), ("dp", 2)))
 
@@ -27,16 +27,8 @@ async def share(plans: list[Plan]) -> list[BaseException | None]:
         return lambda peer, message: parts[peer].on_message(replace(message, sender=sender))
 
     parts += [TreeAllGather(rank, 2, poster(rank)) for rank in range(2)]  # type: ignore[arg-type]
-    reporters = [
-        StepReporter(
-            Topology.at(rank, MESH),
-            Graph.chain(1),
-            parts[rank],
-            RankActivity(lambda: 0.0),
-            TaskSupervisor(lambda error, task: None),
-        )
-        for rank in range(2)
-    ]
+    contexts = [context_of(Topology.at(rank, MESH), Graph.chain(1)) for rank in range(2)]
+    reporters = [StepReporter(context, part) for context, part in zip(contexts, parts, strict=True)]
     shares = (reporter.share_weights(plan) for reporter, plan in zip(reporters, plans, strict=True))
     return list(await asyncio.gather(*shares, return_exceptions=True))
 

@@ -1,0 +1,56 @@
+"""What each virtual stage is called with, and which part of an output each of its readers gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Feed(NamedTuple):
+    """One input of a virtual stage from another one.
+
+    Attributes:
+        source: the virtual stage whose output it is.
+        argument: the keyword argument; None: the arguments that the output spreads into, as in a chain.
+        key: of one value of the output, which is a dict; None: all of it.
+    """
+
+    source: int
+    argument: str | None = None
+    key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Feeds:
+    """The inputs of all virtual stages.
+
+    Attributes:
+        by_stage: those of each virtual stage. Empty for a pipeline without parts, where the outputs of predecessors
+            follow one another in graph order.
+        parts: the name of the part of each virtual stage; empty without parts.
+        heads: the virtual stages that begin a part, and are called with what the caller passes for it.
+    """
+
+    by_stage: tuple[tuple[Feed, ...], ...] = ()
+    parts: tuple[str, ...] = ()
+    heads: frozenset[int] = frozenset()
+    _keys: dict[tuple[int, int], tuple[str, ...] | None] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        keys: dict[tuple[int, int], tuple[str, ...] | None] = {}
+        for v, feeds in enumerate(self.by_stage):
+            for source in dict.fromkeys(feed.source for feed in feeds):
+                read = [feed.key for feed in feeds if feed.source == source]
+                if None not in read:
+                    keys[source, v] = tuple(dict.fromkeys(key for key in read if key is not None))
+        object.__setattr__(self, "_keys", keys)
+
+    def keys(self, source: int, readers: Iterable[int]) -> tuple[str, ...] | None:
+        """The values of the output of ``source`` that ``readers`` read together; None: all of it."""
+        wanted: dict[str, None] = {}
+        for reader in readers if self._keys else ():
+            if (keys := self._keys.get((source, reader))) is None:
+                return None
+            wanted.update(dict.fromkeys(keys))
+        return tuple(wanted) or None

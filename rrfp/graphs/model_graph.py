@@ -1,0 +1,170 @@
+"""What a declared graph means: its virtual stages and edges, and what each microbatch of a step skips."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rrfp.core.graph import Graph as TaskGraph
+from rrfp.core.placement import TablePlacement
+from rrfp.core.visits import Skipped
+from rrfp.errors import ConfigError
+from rrfp.graphs.declared import Graph, Part, PartKey, part_of
+from rrfp.graphs.feeds import Feed, Feeds
+
+
+@dataclass(frozen=True)
+class ModelGraph:
+    """A declared graph with its parts' modules numbered as virtual stages, in the order of declaration.
+
+    Attributes:
+        declared: what the user wrote.
+        tasks: the dependency graph of its virtual stages.
+        feeds: what each of them is called with.
+        numbers: the virtual stages of each part, by name.
+    """
+
+    declared: Graph
+    tasks: TaskGraph
+    feeds: Feeds
+    numbers: Mapping[str, range]
+    #: What reads each part, by name.
+    _readers: Mapping[str, frozenset[str]] = field(repr=False)
+
+    @classmethod
+    def of(cls, declared: object, *, split: bool = False) -> ModelGraph:
+        """Number and connect the virtual stages of ``declared``, ``split`` all of them or none.
+
+        Raises:
+            ConfigError: naming the part, if the graph is no `Graph` or has none, if not exactly one part is read by no
+                other, if that one is optional, if some stage below the highest has no part, or if a part that every
+                microbatch visits is read by none where an optional part is skipped.
+        """
+        if not isinstance(declared, Graph):
+            raise ConfigError(f"graph is of type {type(declared).__name__}, must be an rrfp.Graph")
+        parts = declared.parts.values()
+        if not parts:
+            raise ConfigError("graph has no parts, must have at least one: graph.part(name, stages=[...])")
+        readers = {each.name: frozenset(p.name for p in parts if each in p.sources) for each in parts}
+        _check_sink([each for each in parts if not readers[each.name]])
+        _check_stages(declared)
+        numbers: dict[str, range] = {}
+        for part in parts:
+            first = sum(map(len, numbers.values()))
+            numbers[part.name] = range(first, first + len(part.stages))
+        feeds = tuple(tuple(_feeds(part, i, numbers)) for part in parts for i in range(len(part.stages)))
+        edges = tuple((u, v) for v, own in enumerate(feeds) for u in dict.fromkeys(feed.source for feed in own))
+        placement = TablePlacement(tuple(stage for part in parts for stage in part.stages))
+        names = tuple(_name(part, i) for part in parts for i in range(len(part.stages)))
+        tasks = TaskGraph(placement, edges, (split,) * len(names), names)
+        heads = frozenset(own.start for own in numbers.values())
+        owners = tuple(part.name for part in parts for _ in part.stages)
+        graph = cls(declared, tasks, Feeds(feeds, owners, heads), numbers, readers)
+        graph._check_ways_round()
+        return graph
+
+    @property
+    def parts(self) -> Mapping[str, Part]:
+        """The parts by name."""
+        return self.declared.parts
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """The names of the parts that a microbatch may skip."""
+        return tuple(name for name, part in self.parts.items() if part.optional)
+
+    def parts_of(self, stage: int) -> dict[str, tuple[int, ...]]:
+        """The parts of ``stage`` by name, each with its virtual stages there."""
+        stage_of = self.tasks.stage_of
+        here = {name: tuple(v for v in own if stage_of[v] == stage) for name, own in self.numbers.items()}
+        return {name: own for name, own in here.items() if own}
+
+    def skipped(self, visits: object, microbatches: int) -> tuple[Skipped, ...]:
+        """The virtual stages that each microbatch skips, as `rrfp.core.events.StepOpened` has them.
+
+        Args:
+            visits: for each optional part that some microbatch skips, M booleans: which ones visit it.
+            microbatches: M.
+
+        Raises:
+            ConfigError: naming the field, if ``visits`` does not fit, or if a microbatch visits a part whose output
+                nothing reads, as it skips all readers.
+        """
+        if visits is None:
+            return ()
+        if not isinstance(visits, Mapping):
+            raise ConfigError(f"visits is of type {type(visits).__name__}, must be a dict of lists by part")
+        skips: list[set[str]] = [set() for _ in range(microbatches)]
+        for name, visited in visits.items():
+            for m, visit in enumerate(self._checked_visits(name, visited, microbatches)):
+                if not visit:
+                    skips[m].add(name)
+        for m, skipped in enumerate(skips):
+            if ends := self._dead_ends(skipped):
+                raise ConfigError(
+                    f"visits: microbatch {m} visits {ends[0]!r} and skips all parts that read it: must skip it too, "
+                    f"or visit one of: {', '.join(sorted(self._readers[ends[0]]))}"
+                )
+        return tuple(frozenset(v for name in skipped for v in self.numbers[name]) for skipped in skips)
+
+    def _checked_visits(self, name: object, visited: Any, microbatches: int) -> Sequence[bool]:
+        if name not in self.optional:
+            known = ", ".join(self.optional) or "none: no part is optional"
+            raise ConfigError(f"visits names {name!r}, must name optional parts: {known}")
+        values = visited.tolist() if hasattr(visited, "tolist") else visited  # often an array of numpy, or a tensor
+        is_list = isinstance(values, Sequence) and all(type(visit) is bool for visit in values)
+        if not is_list or len(values) != microbatches:
+            raise ConfigError(
+                f"visits[{name!r}] is {visited!r:.80}, must be a list of {microbatches} booleans, one for each "
+                "microbatch"
+            )
+        return [bool(visit) for visit in values]
+
+    def _dead_ends(self, skipped: set[str]) -> list[str]:
+        """The parts that a microbatch visits which skips ``skipped``, and that nothing it visits reads."""
+        return [
+            name for name, readers in self._readers.items() if readers and name not in skipped and readers <= skipped
+        ]
+
+    def _check_ways_round(self) -> None:
+        for optional in self.optional:
+            for name in self._dead_ends({optional}):
+                if not self.parts[name].optional:
+                    raise ConfigError(
+                        f"part {optional!r} is optional, and where it is skipped nothing reads part {name!r}: a later "
+                        f"part must read {name!r} too, or {name!r} must be optional"
+                    )
+
+
+def _check_sink(sinks: Sequence[Part]) -> None:
+    names = " and ".join(repr(part.name) for part in sinks)
+    if len(sinks) > 1:
+        raise ConfigError(
+            f"graph: no part reads {names}: exactly one part must be read by no other, that with the loss; a part that "
+            "reads several can add up their losses"
+        )
+    if sinks[0].optional:
+        raise ConfigError(f"part {names} computes the loss, since no part reads it: must not be optional")
+
+
+def _check_stages(declared: Graph) -> None:
+    used = {stage for part in declared.parts.values() for stage in part.stages}
+    if missing := sorted(set(range(max(used))) - used):
+        raise ConfigError(
+            f"graph: stage {missing[0]} has no part, must have one: stages are numbered from 0 to {max(used)}"
+        )
+
+
+def _feeds(part: Part, index: int, numbers: Mapping[str, range]) -> list[Feed]:
+    """The inputs of module ``index`` of ``part`` from other virtual stages."""
+    reads: dict[str, Part | PartKey] = {**({} if index else part.reads), **part.reads_all}
+    feeds = [Feed(numbers[part.name][index - 1])] if index else []
+    for argument, read in reads.items():
+        key = read.key if isinstance(read, PartKey) else None
+        feeds.append(Feed(numbers[part_of(read).name][-1], argument, key))
+    return feeds
+
+
+def _name(part: Part, index: int) -> str:
+    return part.name if len(part.stages) == 1 else f"{part.name}.{index}"
