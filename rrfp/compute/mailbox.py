@@ -102,12 +102,13 @@ class Mailbox:
     def pack(self, task: Task, peer: int) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
         """The tensors of ``task``'s output for the stage ``peer``, and their description."""
         stage_of = self._graph.placement.stage_of
+        skipped = self._visits.skipped_by(task.microbatch)
         if task.kind is Kind.F:
-            skipped = self._visits.skipped_by(task.microbatch)
             after = self._graph.successors[task.virtual_stage]
             payload = self._read(task, [w for w in after if stage_of(w) == peer and w not in skipped])
             return payload.tensors, {"structure": payload.structure}
-        payloads = {u: payload for u, payload in self._backward[task].items() if stage_of(u) == peer}
+        own = {u: payload for u, payload in self._backward[task].items() if stage_of(u) == peer}
+        payloads = {u: Payload() if u in skipped else payload for u, payload in own.items()}
         tensors = tuple(tensor for payload in payloads.values() for tensor in payload.tensors)
         return tensors, {"parts": [[u, len(payload.tensors)] for u, payload in payloads.items()]}
 

@@ -53,7 +53,7 @@ class Part:
         text = f"{self.name} on stages {', '.join(map(str, self.stages))}"
         for word, reads in (("reads", self.reads), ("reads_all", self.reads_all)):
             if reads:
-                text += f" {word} " + ", ".join(f"{name}={source}" for name, source in reads.items())
+                text += f" {word} " + ", ".join(f"{name}={_text(source)}" for name, source in reads.items())
         return text + (", optional" if self.optional else "")
 
     @property
@@ -78,6 +78,10 @@ class PartKey:
 
     def __str__(self) -> str:
         return f"{self.part.name}[{self.key!r}]"
+
+
+def _text(read: Part | PartKey) -> str:
+    return read.name if isinstance(read, Part) else str(read)
 
 
 def part_of(read: Part | PartKey) -> Part:

@@ -127,14 +127,15 @@ class CoreDriver:
         self.outputs_complete.clear()
         self._outputs_left = len(self._last) * step.microbatches
         self.gradients.open(step, plan.reduce_gradients)
-        self._context.mailbox.open(Visits(step.microbatches, plan.skipped))
+        visits = Visits(step.microbatches, plan.skipped)
+        self._context.mailbox.open(visits)
         with self.messenger.opening():
             if self._agreement is not None:
                 self._agreement.open_step(step)
             opened = (step.number, step.mode, step.microbatches, plan.sizes, size_correlation, plan.skipped)
             self._on_event(ev.StepOpened(*opened))
         if self._previews is not None:
-            self._previews.open_step(step.microbatches)
+            self._previews.open_step(visits)
 
     # Events to the core, its instructions to I/O.
 

@@ -9,6 +9,7 @@ from rrfp.compute.program import StageProgram
 from rrfp.core import events as ev
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Task
+from rrfp.core.visits import Visits
 from rrfp.errors import StageError
 
 
@@ -28,14 +29,16 @@ class Previews:
         self._apply = apply
         self._graph = core.graph
         self._own = frozenset(core.graph.placement.virtual_stages(core.stage))
+        self._visits = Visits(1)
         #: The forwards of this step that were previewed or enqueued.
         self._done: set[Task] = set()
 
-    def open_step(self, microbatches: int) -> None:
+    def open_step(self, visits: Visits) -> None:
         """The core has opened a step: the caller's inputs are here, and perhaps messages that were early."""
         self._done.clear()
+        self._visits = visits
         for v in self._own:
-            for m in range(microbatches):
+            for m in visits.visitors(v):
                 self._ask(Task(Kind.F, m, v))
 
     def after(self, event: ev.Event) -> None:
@@ -46,8 +49,9 @@ class Previews:
         if step is None or step.finished or (isinstance(event, ev.Arrived) and event.step != step.id):
             return
         for v in self._graph.successors[event.task.virtual_stage]:
-            if v in self._own:
-                self._ask(Task(Kind.F, event.task.microbatch, v))
+            forward = Task(Kind.F, event.task.microbatch, v)
+            if v in self._own and self._visits.exists(forward):
+                self._ask(forward)
 
     def before_enqueue(self, task: Task) -> None:
         """The lane is about to get ``task``."""

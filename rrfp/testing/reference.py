@@ -29,6 +29,8 @@ from rrfp.compute.weighting import combine_losses, gradient_weights
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Kind, Task
 from rrfp.errors import ConfigError
+from rrfp.graphs.declared import Graph as PartGraph
+from rrfp.testing.walks import ChainWalk, GraphWalk, Kwargs, Walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +49,19 @@ class ReferenceResult:
 
 
 def reference(
-    modules: Sequence[nn.Module],
-    inputs: Sequence[Any],
+    modules: Sequence[nn.Module] | Mapping[str, nn.Module | Sequence[nn.Module]],
+    inputs: Sequence[Any] | Mapping[str, Sequence[Any]],
     targets: Sequence[Any] | None = None,
     *,
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
-    kwargs: Sequence[Mapping[str, Any]] | None = None,
+    kwargs: Kwargs | Mapping[str, Kwargs] | None = None,
     weights: Sequence[float] | None = None,
     reduction: str = "mean",
     seed: int | None = 0,
     step: int = 0,
     grad_scale: float = 1.0,
+    graph: PartGraph | None = None,
+    visits: Mapping[str, Sequence[bool]] | None = None,
 ) -> ReferenceResult:
     """Run one step and add its gradients to the ``.grad`` of the modules' parameters.
 
@@ -68,18 +72,21 @@ def reference(
     ``forward`` or in ``loss_fn``.
 
     Args:
-        modules: one for each virtual stage, each reading the output of the one before (the chain).
+        modules: one for each virtual stage, each reading the output of the one before (the chain); with ``graph``, the
+            modules of each part, by name.
         inputs: arguments of the first module, a list by microbatch: a tensor or named tuple, a tuple (positional) or a
-            dict (keywords).
+            dict (keywords); with ``graph``, such a list for each part that has any.
         targets: second argument of ``loss_fn``, a list by microbatch.
         loss_fn: ``loss_fn(output, target)``, a scalar tensor.
-        kwargs: further keyword arguments for every module, a list by microbatch.
+        kwargs: further keyword arguments for every module, a list by microbatch; with ``graph``, also one by part.
         weights: as in :func:`gradient_weights`. A microbatch of weight 0 is not differentiated.
         reduction: as in :func:`gradient_weights`.
         seed: seed of the random forks; None draws from torch's generators as they are.
         step: the number of the training step, a pipeline's ``first_step`` (0) for its first. For an evaluation, that of
             the training step after it.
         grad_scale: as in :func:`gradient_weights`.
+        graph: of the model's parts.
+        visits: with ``graph``, which microbatches visit each optional part; by default all do.
 
     Returns:
         Losses and outputs; the gradients are in the parameters.
@@ -87,30 +94,33 @@ def reference(
     Raises:
         ConfigError: if lists differ in length, ``targets`` are missing, or the weights are not valid.
     """
-    factors = gradient_weights(weights, len(inputs), reduction, grad_scale)
-    _check_lengths(len(inputs), targets, kwargs, needs_targets=loss_fn is not None)
-    units = [*with_loss(dict(enumerate(modules)), Graph.chain(len(modules)), loss_fn).values()]
+    walk = _walk(modules, inputs, kwargs, graph, visits)
+    factors = gradient_weights(weights, walk.microbatches, reduction, grad_scale)
+    _check_lengths(walk.microbatches, targets, kwargs, needs_targets=loss_fn is not None)
+    last, plain = walk.last, dict(enumerate(walk.modules))
+    units = [*{**plain, **with_loss({last: plain[last]}, Graph.chain(last + 1), loss_fn)}.values()]
     forks = RandomForks(seed, frozenset().union(*map(devices_of, units)))
     copies = _Copies(units)
-    last = len(modules) - 1
     losses: list[float] = []
     outputs: list[Any] = []
 
-    def forward(m: int, v: int, module: nn.Module, value: Any) -> tuple[Any, Tensor | None]:
-        output = _call(module, copies.of(v, module), value, kwargs[m] if kwargs is not None else {})
+    def forward(m: int, v: int, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, Tensor | None]:
+        output = _call(walk.modules[v], copies.of(v, walk.modules[v]), args, named)
         if loss_fn is None or targets is None or v != last:
             return output, None
         return output, _loss(loss_fn, copies, last, (output, targets[m]))
 
-    for m, value in enumerate(inputs):
-        loss: Tensor | None = None
+    for m in range(walk.microbatches):
+        own_loss: list[Tensor] = []
+
+        def call(v: int, args: tuple[Any, ...], named: Mapping[str, Any], m: int = m, own: Any = own_loss) -> Any:
+            output, loss = forks.run(step, Task(Kind.F, m, v), forward, m, v, args, named)
+            own += [] if loss is None else [loss]
+            return output if v == last else _across_boundary(output)
+
         with torch.set_grad_enabled(torch.is_grad_enabled() and loss_fn is not None):
-            for v, module in enumerate(modules):
-                value, loss = forks.run(step, Task(Kind.F, m, v), forward, m, v, module, value)
-                if v != last:
-                    value = _across_boundary(value)
-        outputs.append(_detached(value))
-        if loss is not None:
+            outputs.append(_detached(walk.output(m, call)))
+        for loss in own_loss:
             losses.append(loss.item())
             forks.run(step, Task(Kind.B, m, last), _differentiate, loss, factors[m])
     copies.add_up()
@@ -119,23 +129,31 @@ def reference(
     )
 
 
+def _walk(modules: Any, inputs: Any, kwargs: Any, graph: PartGraph | None, visits: Any) -> Walk:
+    if graph is not None:
+        return GraphWalk(graph, modules, inputs, kwargs, visits)
+    if visits is not None:
+        raise ConfigError("visits is given, must be None without graph")
+    return ChainWalk(modules, inputs, kwargs)
+
+
 def _check_lengths(
-    count: int, targets: Sequence[Any] | None, kwargs: Sequence[Mapping[str, Any]] | None, *, needs_targets: bool
+    count: int, targets: Sequence[Any] | None, kwargs: Kwargs | Mapping[str, Kwargs] | None, *, needs_targets: bool
 ) -> None:
-    for field, values in (("targets", targets), ("kwargs", kwargs)):
+    lists: dict[str, Sequence[Any] | None] = {"targets": targets}
+    if isinstance(kwargs, Mapping):
+        lists |= {f"kwargs[{name!r}]": own for name, own in kwargs.items()}
+    else:
+        lists["kwargs"] = kwargs
+    for field, values in lists.items():
         if values is not None and len(values) != count:
             raise ConfigError(f"{field} has {len(values)} entries, must have {count}, one for each microbatch")
     if needs_targets and targets is None:
         raise ConfigError("targets is missing: loss_fn needs one for each microbatch")
 
 
-def _call(module: nn.Module, parameters: dict[str, Tensor], value: Any, kwargs: Mapping[str, Any]) -> Any:
+def _call(module: nn.Module, parameters: dict[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call ``module`` with ``parameters`` instead of its own."""
-    args: tuple[Any, ...] = ()
-    if isinstance(value, Mapping):
-        kwargs = {**value, **kwargs}
-    else:
-        args = value if isinstance(value, tuple) and not is_named(value) else (value,)
     if parameters:
         return functional_call(module, parameters, args, dict(kwargs))
     return module(*args, **kwargs)
