@@ -99,7 +99,9 @@ class Limit:
         return None if self.microbatches is None else self.microbatches * chunks
 
     @classmethod
-    def resolve(cls, spec: Limit | int | str | None, stage: int, stages: int, others: str = "") -> Limit:
+    def resolve(
+        cls, spec: Limit | int | str | None, stage: int, stages: int, others: str = "", *, distance: int | None = None
+    ) -> Limit:
         """The limit of ``stage`` that a caller's ``spec`` means.
 
         Args:
@@ -109,6 +111,7 @@ class Limit:
             stage: 0..stages-1.
             stages: N.
             others: ends the error, for a caller whose users may pass a Limit.
+            distance: the stage's `Graph.distance_to_sink`, which stands for N - stage in ``"1f1b"``; None: a chain's.
 
         Raises:
             ConfigError: for anything else; lists the choices.
@@ -118,7 +121,7 @@ class Limit:
         if spec is None:
             return cls()
         if spec == "1f1b":
-            return cls(stages - stage)
+            return cls(stages - stage if distance is None else distance)
         if spec == "n":
             return cls(stages)
         if spec == "2n":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from rrfp.core.placement import Layout, Placement, TablePlacement
 from rrfp.core.tasks import Kind, Mode, Task
@@ -156,3 +157,40 @@ class Graph:
         assert self.edges is not None
         pairs = [(self.stage_of[u], self.stage_of[v]) for u, v in self.edges]
         return sorted({b if a == stage else a for a, b in pairs if stage in (a, b)} - {stage})
+
+    def distance_to_sink(self, stage: int) -> int:
+        """How many stages first meet a microbatch between this one and the end: N - stage on a chain.
+
+        It is the longest path from the stage's first virtual stage to a sink, on which a virtual stage counts if it is
+        the first one of its stage. 1F1B holds as many microbatches, so that no stage behind runs dry.
+
+        Args:
+            stage: 0..N-1.
+
+        Returns:
+            At least 1: the stage counts as well.
+        """
+        return self._distances[self.placement.virtual_stages(stage)[0]]
+
+    @cached_property
+    def _distances(self) -> Sequence[int]:
+        """By virtual stage, what `distance_to_sink` counts from there on."""
+        distances = [0] * len(self.stage_of)
+        for v in reversed(range(len(distances))):
+            is_first = v == self.placement.virtual_stages(self.stage_of[v])[0]
+            distances[v] = is_first + max((distances[w] for w in self.successors[v]), default=0)
+        return distances
+
+    def dependants_here(self, virtual_stage: int) -> tuple[int, ...]:
+        """The virtual stages of the same stage that depend on ``virtual_stage``, directly or not, ascending.
+
+        Args:
+            virtual_stage: 0..V-1.
+        """
+        found, pending = set[int](), [virtual_stage]
+        while pending:
+            new = set(self.successors[pending.pop()]) - found
+            found |= new
+            pending += new
+        stage = self.stage_of[virtual_stage]
+        return tuple(v for v in self.placement.virtual_stages(stage) if v in found)

@@ -52,6 +52,13 @@ class View(Protocol):
         """
 
     @property
+    def skipped(self) -> tuple[frozenset[int], ...]:
+        """For each microbatch the virtual stages of the pipeline that it does not visit: it runs no task there.
+
+        Empty: each microbatch visits all.
+        """
+
+    @property
     def slots(self) -> int | None:
         """K * C, the most chunk tasks this stage may hold, or None if unlimited."""
 

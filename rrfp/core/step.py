@@ -99,6 +99,7 @@ class Step:
         mode, count = step_id.mode, step_id.microbatches
         virtual_stages = graph.placement.virtual_stages(stage)
         self.id = step_id
+        self.visits = visits
         self.states = TaskStates(graph, stage, visits, mode)
         self.admission = admission
         self._bytes = admission.bytes

@@ -56,6 +56,11 @@ class StageView:
         return self._step.size_correlation
 
     @property
+    def skipped(self) -> tuple[frozenset[int], ...]:
+        """By microbatch, the virtual stages that it does not visit."""
+        return self._step.visits.skipped
+
+    @property
     def slots(self) -> int | None:
         """K * C or None."""
         return self._step.admission.slots

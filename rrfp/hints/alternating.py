@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from rrfp.core.hint import Hint, View
-from rrfp.core.ready_set import ChunkOrder, ReadySet
+from rrfp.core.hint import View
+from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import B, F, Kind, Task, W
+from rrfp.hints.run_ahead import EncoderAware
 
 
-class Alternating(Hint):
-    """Backward and forward alternate in priority; weight tasks run if neither is ready.
+class Alternating(EncoderAware):
+    """Backward and forward alternate in priority; weight tasks run if neither is ready."""
 
-    Args:
-        chunk_order: the chunk whose forwards come first: ``"deeper"``, or ``"paper"`` for Algorithm 1's shallower
-            first.
-    """
-
-    def __init__(self, chunk_order: ChunkOrder = "deeper") -> None:
-        self.chunk_order: ChunkOrder = chunk_order
-
-    def _pick(self, ready: ReadySet, first: Kind, second: Kind) -> Task | None:
-        return ready.first(first, self.chunk_order) or ready.first(second, self.chunk_order) or ready.first(W)
+    def _pick(self, ready: ReadySet, view: View, first: Kind, second: Kind) -> Task | None:
+        return self.first(first, ready, view) or self.first(second, ready, view) or ready.first(W)
 
 
 class BackwardForward(Alternating):
@@ -28,18 +21,18 @@ class BackwardForward(Alternating):
     If no task of that kind is ready, the other kind runs. Only an enqueued task changes the priority, waiting does not.
     """
 
-    def choose(self, ready: ReadySet, view: View) -> Task | None:
-        """See `rrfp.core.hint.Hint.choose`."""
+    def prefer(self, ready: ReadySet, view: View) -> Task | None:
+        """See `rrfp.hints.run_ahead.EncoderAware.prefer`."""
         if view.last_kind is B:
-            return self._pick(ready, F, B)
-        return self._pick(ready, B, F)
+            return self._pick(ready, view, F, B)
+        return self._pick(ready, view, B, F)
 
 
 class ForwardBackward(Alternating):
     """FB: after a forward, backwards come first; otherwise, and at the start, forwards do."""
 
-    def choose(self, ready: ReadySet, view: View) -> Task | None:
-        """See `rrfp.core.hint.Hint.choose`."""
+    def prefer(self, ready: ReadySet, view: View) -> Task | None:
+        """See `rrfp.hints.run_ahead.EncoderAware.prefer`."""
         if view.last_kind is F:
-            return self._pick(ready, B, F)
-        return self._pick(ready, F, B)
+            return self._pick(ready, view, B, F)
+        return self._pick(ready, view, F, B)

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from rrfp.core.hint import Hint, View
-from rrfp.core.ready_set import ChunkOrder, ReadySet
+from rrfp.core.hint import View
+from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Kind, Task
+from rrfp.hints.run_ahead import EncoderAware
 
 
-class FixedPriority(Hint):
-    """Chooses the first kind of ``order`` that has a ready task.
-
-    Args:
-        chunk_order: the chunk whose forwards come first.
-    """
+class FixedPriority(EncoderAware):
+    """Chooses the first kind of ``order`` that has a ready task."""
 
     order: tuple[Kind, Kind, Kind]
 
-    def __init__(self, chunk_order: ChunkOrder = "deeper") -> None:
-        self.chunk_order: ChunkOrder = chunk_order
-
-    def choose(self, ready: ReadySet, view: View) -> Task | None:
-        """See `rrfp.core.hint.Hint.choose`."""
+    def prefer(self, ready: ReadySet, view: View) -> Task | None:
+        """See `rrfp.hints.run_ahead.EncoderAware.prefer`."""
         for kind in self.order:
-            if (task := ready.first(kind, self.chunk_order)) is not None:
+            if (task := self.first(kind, ready, view)) is not None:
                 return task
         return None
 

@@ -61,8 +61,9 @@ class Pyramids(Hint):
         return self.within.awaits(task, view)
 
     def open_step(self, view: View) -> None:
-        """Passed to the wrapped hint."""
+        """Passed to the wrapped hint, which may say anew whether it may wait."""
         self.within.open_step(view)
+        self.may_wait = self.within.may_wait
 
     def observe(self, event: Event) -> None:
         """Passed to the wrapped hint."""

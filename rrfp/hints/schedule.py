@@ -8,6 +8,7 @@ from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.schedule import Schedule
 from rrfp.core.tasks import Kind, Mode, Task
+from rrfp.core.visits import Visits
 from rrfp.errors import ConfigError
 
 #: Returns the schedule for the step of a view, with every task of that step, weight tasks included.
@@ -24,13 +25,18 @@ class ScheduleHint(Hint):
         self._is_monotone = True
 
     def open_step(self, view: View) -> None:
-        """Look up the order of the step; a ConfigError if the schedule lacks a task of this stage."""
+        """Look up the order of the step; a ConfigError if the schedule lacks a task of this stage.
+
+        Tasks of virtual stages that a microbatch skips drop out: the others keep their order, which still ends.
+        """
         schedule = self._source(view)
-        order = schedule.orders[view.stage]
-        self._order = order if view.mode is Mode.TRAIN else tuple(task for task in order if task.kind is Kind.F)
+        order, visits = schedule.orders[view.stage], Visits(view.microbatches, view.skipped)
+        if view.mode is not Mode.TRAIN:
+            order = tuple(task for task in order if task.kind is Kind.F)
+        self._order = tuple(filter(visits.exists, order)) if visits.are_partial else order
         self._position = {task: position for position, task in enumerate(self._order)}
         for task in view.graph.tasks(view.stage, view.microbatches, view.mode):
-            if task not in self._position:
+            if task not in self._position and visits.exists(task):
                 raise ConfigError(f"schedule {schedule.name} misses {task} on stage {view.stage}")
         self._is_monotone = _is_monotone(self._order)
 

@@ -33,12 +33,14 @@ from __future__ import annotations
 import math
 
 from rrfp.core.graph import Graph
-from rrfp.core.hint import Hint, View
+from rrfp.core.hint import View
 from rrfp.core.ready_set import ChunkOrder, ReadySet
 from rrfp.core.tasks import B, F, Task, W
+from rrfp.core.visits import Visits
+from rrfp.hints.run_ahead import EncoderAware
 
 
-class SlotAware(Hint):
+class SlotAware(EncoderAware):
     """Slot-aware: BFW that runs a weight task early if its slot is needed.
 
     Args:
@@ -49,12 +51,14 @@ class SlotAware(Hint):
     wants_split = True
 
     def __init__(self, chunk_order: ChunkOrder = "deeper", *, idles: bool = True) -> None:
-        self.chunk_order: ChunkOrder = chunk_order
+        super().__init__(chunk_order)
         self.idles = idles
         #: Forwards go first while fewer chunk tasks are in flight (forwards less backwards).
         self._depth = 0
         #: The smallest D at which the limit blocks forwards; None: unlimited.
         self._full: int | None = None
+        #: Whether D alone says whether the limit blocks forwards: not where branches join, or microbatches skip parts.
+        self._is_counted = True
         #: The fewest weight tasks that may wait on a full stage, as in ZB-H1.
         self._least_deferred = 0
         #: The number of forwards of the step: after the last one, no slot is needed.
@@ -67,17 +71,20 @@ class SlotAware(Hint):
 
     def open_step(self, view: View) -> None:
         """Compute the thresholds of this stage."""
-        stages, chunks = view.placement.stages, view.placement.chunks
-        here = view.placement.virtual_stages(view.stage)
-        self._depth = (stages - view.stage) * chunks
-        self._forwards = view.microbatches * chunks
+        super().open_step(view)
+        graph, here = view.graph, view.placement.virtual_stages(view.stage)
+        chunks, distance = len(here), graph.distance_to_sink(view.stage)
+        visits = Visits(view.microbatches, view.skipped)
+        self._depth = distance * chunks
+        self._forwards = sum(len(visits.visitors(v)) for v in here)
+        self._is_counted = graph.is_chain and not visits.are_partial
         # The staircase rule reserves the last C - 1 slots for deeper chunks.
-        self._full = None if view.slots is None else view.slots - (chunks - 1)
-        self._least_deferred = view.stage * chunks
-        self._split_chunks = tuple(chunk for chunk, v in enumerate(here) if view.graph.split[v])
-        self._receivers = _receivers(view.graph, here[0]) if chunks == 1 else 0
-        is_unsplit = chunks == 1 and not any(view.graph.split)
-        self._is_tight = self.idles and is_unsplit and view.slots == self._depth
+        self._full = None if view.slots is None or not self._is_counted else view.slots - (chunks - 1)
+        self._least_deferred = (view.placement.stages - distance) * chunks
+        self._split_chunks = tuple(chunk for chunk, v in enumerate(here) if graph.split[v])
+        self._receivers = _receivers(graph, here[0]) if chunks == 1 and not visits.are_partial else 0
+        has_one_source = chunks == 1 and len(graph.predecessors[here[0]]) <= 1
+        self._is_tight = self.idles and has_one_source and not any(graph.split) and view.slots == self._depth
 
     def announces(self, view: View) -> bool:
         """In 1F1B's memory, where rule 4 applies on the next stage as well."""
@@ -90,9 +97,9 @@ class SlotAware(Hint):
             return False
         return view.last_kind is B or started - view.num_enqueued(B) < self._depth
 
-    def choose(self, ready: ReadySet, view: View) -> Task | None:
-        """See `rrfp.core.hint.Hint.choose`."""
-        forward = ready.first(F, self.chunk_order)
+    def prefer(self, ready: ReadySet, view: View) -> Task | None:
+        """See `rrfp.hints.run_ahead.EncoderAware.prefer`."""
+        forward = self.first(F, ready, view)
         if forward is None:
             if self._wants_slots(ready, view) and (weight := ready.first(W)) is not None:
                 return weight
@@ -114,7 +121,7 @@ class SlotAware(Hint):
         """Whether the limit blocks forwards."""
         if self._full is not None and view.held >= self._full:
             return True
-        return view.most_bytes is not None and ready.holds_back_forwards
+        return (view.most_bytes is not None or not self._is_counted) and ready.holds_back_forwards
 
 
 def _slots(view: View) -> float:

@@ -190,7 +190,7 @@ class RankBuilder:
 
     async def _runner(self, rank: _Rank, rendezvous: Rendezvous) -> StageRunner:
         options, graph, topology = self._options, self._partition.graph, rank.topology
-        limit = self._method.limit(topology)
+        limit = self._method.limit(topology, graph)
         context = self._context(rank, rendezvous)
         terms = common_terms(options, self._method, self._partition, topology)
         group_terms: Terms = {

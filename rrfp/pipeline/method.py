@@ -34,15 +34,16 @@ class Method:
         """A fresh hint, or the strict schedule as one."""
         return create_hint(self._hint) if self.strict is None else create_strict(self.strict)
 
-    def limit(self, topology: Topology) -> Limit:
-        """The limit of one rank; a strict schedule needs none.
+    def limit(self, topology: Topology, graph: Graph) -> Limit:
+        """The limit of one rank of a pipeline over ``graph``; a strict schedule needs none.
 
         A limit on bytes with coordination "agreement" is a ConfigError: members that hold different amounts would never
         agree.
         """
         if self.strict is not None:
             return Limit()
-        limit = Limit.resolve(self._limit, topology.stage, topology.stages)
+        distance = graph.distance_to_sink(topology.stage)
+        limit = Limit.resolve(self._limit, topology.stage, topology.stages, distance=distance)
         if limit.bytes is not None and topology.members > 1 and self._coordination == "agreement":
             raise ConfigError(
                 f"limit: bytes is {limit.bytes}, must be None with coordination 'agreement': ranks of a group that "
@@ -60,9 +61,10 @@ class Method:
                     "split=True"
                 )
             needs.check(schedule, graph)
-        if self._limit == "1f1b" and graph.placement.chunks > 1:
+        most_chunks = max(map(graph.placement.chunks_of, range(graph.placement.stages)))
+        if self._limit == "1f1b" and most_chunks > 1:
             raise ConfigError(
-                f"limit is '1f1b' with {graph.placement.chunks} chunks a stage, must be 'n', '2n' (the default), a "
+                f"limit is '1f1b' with {most_chunks} chunks a stage, must be 'n', '2n' (the default), a "
                 "number or an rrfp.Limit: '1f1b' leaves the last stage one microbatch for all its chunks, which then "
                 "run one after the other"
             )

@@ -1,4 +1,4 @@
-"""The graphs that a schedule accepts: chunks, placement, split backward. It knows nothing of orders."""
+"""The graphs that a schedule accepts: chains, by chunks, placement and split backward. It knows nothing of orders."""
 
 from __future__ import annotations
 
@@ -27,6 +27,13 @@ class Needs:
     def check(self, name: str, graph: Graph) -> None:
         """Refuse a graph that the schedule ``name`` does not accept: a ConfigError names what does not fit."""
         placement = graph.placement
+        counts = {placement.chunks_of(stage) for stage in range(placement.stages)}
+        if not graph.is_chain or len(counts) > 1:
+            has = "branches" if not graph.is_chain else f"stages of {min(counts)} to {max(counts)} chunks"
+            raise ConfigError(
+                f"schedule {name} takes a chain with equally many chunks on each stage; the graph has {has}: choose "
+                "another hint, or a schedule file made for it"
+            )
         # (requirement, the graph's property, whether it fits)
         demands = []
         if self.chunks is not None:

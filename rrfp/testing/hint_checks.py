@@ -140,6 +140,7 @@ class _Wrapped(Hint):
 
     def open_step(self, view: View) -> None:
         self._inner.open_step(view)
+        self.may_wait = self._inner.may_wait
 
     def microbatch_order(self, view: View) -> Sequence[int] | None:
         return self._inner.microbatch_order(view)
