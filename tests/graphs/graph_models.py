@@ -27,7 +27,7 @@ class Block(nn.Module):
         self.linear = nn.Linear(width, WIDTH)
 
     def forward(self, x: Tensor | None = None, **read: Tensor | None) -> Tensor:
-        value = torch.zeros(1, WIDTH) if x is None else torch.tanh(self.linear(x))
+        value = torch.cos(self.linear.bias) if x is None else torch.tanh(self.linear(x))
         for number, name in enumerate(sorted(read)):
             if (tensor := read[name]) is not None:
                 value = value + torch.sin(tensor * (number + 1.1)) * self.linear.bias
