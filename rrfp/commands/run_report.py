@@ -28,8 +28,7 @@ def check_size(costs: CostTable) -> None:
     Raises:
         ConfigError: naming their number.
     """
-    tasks = costs.num_virtual_stages * costs.microbatches * (3 if costs.split else 2)
-    check_tasks(tasks, "take fewer stages or microbatches, or --trace FILE.json for Perfetto")
+    check_tasks(costs.num_tasks, "take fewer stages or microbatches, or --trace FILE.json for Perfetto")
 
 
 def write_pictures(
@@ -72,6 +71,8 @@ def show_groups(run: TensorParallelSimulation) -> None:
 def _size(costs: CostTable) -> str:
     """How large a step is, in a few words."""
     chunks = "" if costs.chunks == 1 else f" x {costs.chunks} chunks ({costs.placement})"
+    if costs.graph is not None:
+        chunks = f", a graph of {costs.num_virtual_stages} virtual stages"
     split = ", split backward" if costs.split else ""
     return f"{costs.stages} stages{chunks}, {costs.microbatches} microbatches{split}"
 
@@ -86,7 +87,7 @@ def _print_stages(simulation: Simulation) -> None:
             rows.append((f"... {costs.stages - 2 * END_ROWS} more", *[""] * 5))
             continue
         # Like the peak, in chunk tasks.
-        limit = "-" if simulation.limits is None else str(simulation.limits[stage] * costs.chunks)
+        limit = "-" if simulation.limits is None else str(simulation.limits[stage] * costs.chunks_of(stage))
         held, received = str(peaks[stage].held), str(peaks[stage].received)
         rows.append((str(stage), f"{busy[stage]:.{decimals}f}", _share(busy[stage], simulation), held, received, limit))
     sections = [len(rows) - 1] if costs.stages > 1 else []

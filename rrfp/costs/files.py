@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from rrfp.costs.atomic_files import write_atomically
+from rrfp.costs.graph_fields import GRAPH_FIELDS, graph_fields, read_graph
 from rrfp.costs.streams import Matrix
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError, Faults
 
-#: Name in the file -> attribute of the table, in the order of writing.
+#: Name in the file of a chain -> attribute of the table, in the order of writing.
 FIELDS = {
     "stages": "stages",
     "chunks": "chunks",
@@ -32,7 +33,7 @@ FIELDS = {
     "latency_B": "latency_backward",
     "bytes": "held",
 }
-_OPTIONAL = frozenset({"W", "bytes"})
+_OPTIONAL = frozenset({"W", "bytes", "skipped"})
 _MATRICES = ("F", "B", "W", "latency_F", "latency_B", "bytes")
 
 
@@ -100,7 +101,8 @@ def json_fault(error: ValueError) -> str:
 def from_json(text: str) -> CostTable:
     """The table of a cost file's text.
 
-    Every field is required except W and bytes; with one virtual stage the latencies are empty lists.
+    Every field is required except W and bytes, and of a graph skipped; with one virtual stage the latencies are empty
+    lists. A file with virtual_stages is of a graph.
 
     Raises:
         ConfigError: if the text is not JSON, or fields are missing, unknown, repeated or wrong; names all of these.
@@ -117,12 +119,14 @@ def from_json(text: str) -> CostTable:
         raise ConfigError(f"must be a JSON object with the fields {', '.join(FIELDS)}")
     if "traceEvents" in document:
         raise ConfigError("is a trace, must be a cost file: `rrfp costs` makes one of a trace")
-    missing = [name for name in FIELDS if name not in document and name not in _OPTIONAL]
+    is_graph = "virtual_stages" in document
+    known = (*GRAPH_FIELDS, *_MATRICES) if is_graph else tuple(FIELDS)
+    missing = [name for name in known if name not in document and name not in _OPTIONAL]
     with Faults() as faults:
         for name in document:
-            if name not in FIELDS:
+            if name not in known:
                 with faults.kept():
-                    raise ConfigError(f"field {reprlib.repr(name)} is unknown, must be one of {', '.join(FIELDS)}")
+                    raise ConfigError(f"field {reprlib.repr(name)} is unknown, must be one of {', '.join(known)}")
         if missing:
             with faults.kept():
                 subject, verb = ("field", "is") if len(missing) == 1 else ("fields", "are")
@@ -131,17 +135,24 @@ def from_json(text: str) -> CostTable:
             if name in document:
                 with faults.kept():
                     _check_numbers(name, document[name])
+    if is_graph:
+        matrices = {FIELDS[name]: document[name] for name in _MATRICES if name in document}
+        graph, microbatches, skipped = read_graph(document)
+        return CostTable.of_graph(graph, microbatches, skipped=skipped, **matrices)
     fields: dict[str, Any] = {field: document.get(name) for name, field in FIELDS.items()}
     return CostTable(**fields)
 
 
 def to_json(table: CostTable) -> str:
     """The cost file's text, one row a line, ending in a newline; `from_json` returns the same table, bitwise."""
-    lines = []
-    for name, field in FIELDS.items():
-        value = getattr(table, field)
-        if value is not None:
-            lines.append(f"{json.dumps(name)}: {_rows(value) if name in _MATRICES else json.dumps(value)}")
+    values = {name: getattr(table, field) for name, field in FIELDS.items()}
+    if table.graph is not None:
+        values = {**graph_fields(table), **{name: values[name] for name in _MATRICES}}
+    lines = [
+        f"{json.dumps(name)}: {_rows(value) if name in _MATRICES else json.dumps(value)}"
+        for name, value in values.items()
+        if value is not None
+    ]
     return "{" + ",\n ".join(lines) + "}\n"
 
 

@@ -56,20 +56,24 @@ def with_jitter(table: CostTable, level: str, *, seed: int = 0, step: int = 0) -
     if level not in JITTER_LEVELS:
         raise ConfigError(f"jitter is {level!r}, must be one of {', '.join(JITTER_LEVELS)}")
     whole_backward = table.to_unsplit().backward
-    of_stage = JITTER_LEVELS[level]
-    of_chunk = replace(of_stage, floor=of_stage.floor / table.chunks)
-    delays = _delays(table.forward, whole_backward, of_chunk, seed, step)
+    chunks = [table.chunks_of(table.stage_of(v)) for v in range(table.num_virtual_stages)]
+    floors = JITTER_LEVELS[level].floor / np.array(chunks, dtype=np.float64)
+    delays = _delays(table.forward, whole_backward, JITTER_LEVELS[level], floors, seed, step)
     return replace(table, forward=table.forward + delays[0], backward=table.backward + delays[1])
 
 
-def _delays(forward: Matrix, backward: Matrix, level: JitterLevel, seed: int, step: int) -> tuple[Matrix, Matrix]:
-    """Seconds by which each F and each B is lengthened, both V x M."""
+def _delays(
+    forward: Matrix, backward: Matrix, level: JitterLevel, floors: Matrix, seed: int, step: int
+) -> tuple[Matrix, Matrix]:
+    """Seconds by which each F and each B is lengthened, both V x M; ``floors`` has one for each virtual stage."""
     # The last two axes are (F, B) and (hit, size). Microbatches are drawn in order, so M does not change the numbers.
     draws = [generator(Stream.JITTER, seed, step, v).random((forward.shape[1], 2, 2)) for v in range(len(forward))]
     uniform = np.stack(draws)
     averages = _running_averages(np.stack([forward, backward], axis=2))
     hit = uniform[..., 0] < level.probability
-    delays = np.where(hit, level.scale * np.maximum(level.floor, averages) * (0.5 + uniform[..., 1]), 0.0)
+    delays = np.where(
+        hit, level.scale * np.maximum(floors[:, np.newaxis, np.newaxis], averages) * (0.5 + uniform[..., 1]), 0.0
+    )
     return delays[..., 0], delays[..., 1]
 
 

@@ -19,6 +19,8 @@ from rrfp.errors import ConfigError
 
 #: Rows are virtual stages (or the edges between them), columns microbatches.
 Matrix: TypeAlias = npt.NDArray[np.float64]
+#: Of the same shape: whether something is there.
+Bits: TypeAlias = npt.NDArray[np.bool_]
 
 #: Decimals of an exponential. `exp` may differ in its last bit between processors; after rounding it does not.
 _EXP_DECIMALS = 9
@@ -34,6 +36,7 @@ class Stream(enum.IntEnum):
     SPIKE_FORWARD = 4
     SPIKE_BACKWARD = 5
     RANK = 6
+    MULTIMODAL = 7
 
 
 def generator(stream: Stream, seed: int, *key: int) -> np.random.Generator:

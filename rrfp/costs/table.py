@@ -2,27 +2,35 @@
 
 `CostTable` is the cost file in memory (the names in brackets are the file's). It knows durations and the placement, and
 nothing of schedules, hints, limits or randomness. Every table is complete and valid: the constructor checks all fields.
+
+A table that is not of a chain has the graph itself, and a row of latencies for each of its edges.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import reprlib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
-from rrfp.core.placement import Layout, Placement
-from rrfp.costs.streams import Matrix, whole
+from rrfp.core.graph import Graph
+from rrfp.core.placement import Layout, Placement, TablePlacement
+from rrfp.core.visits import Skipped, Visits
+from rrfp.costs.graph_names import named
+from rrfp.costs.matrices import checked_matrix, read_only
+from rrfp.costs.streams import Bits, Matrix, whole
 from rrfp.errors import ConfigError
 
 PLACEMENTS: tuple[str, ...] = get_args(Layout)
-#: Matrices of a row for each virtual stage that a table may lack: name in the file -> attribute.
-_OPTIONAL = {"W": "weight", "bytes": "held"}
+#: The matrices: name in the file -> attribute.
+_MATRICES = {
+    **{"F": "forward", "B": "backward", "W": "weight", "bytes": "held"},
+    **{"latency_F": "latency_forward", "latency_B": "latency_backward"},
+}
+_OPTIONAL, _OF_EDGES = ("W", "bytes"), ("latency_F", "latency_B")
 
 #: numpy's sizes are numbers of 64 bits. The product of two counts fits into a line of an error.
 _MOST_COUNT = 2**63 - 1
@@ -32,20 +40,28 @@ _MOST_COUNT = 2**63 - 1
 class CostTable:
     """Durations and latencies of one step, in seconds; V = stages x chunks virtual stages, M microbatches.
 
-    A matrix may be any nested sequence of the right shape; it is copied, checked and made read-only.
+    A matrix may be any nested sequence of the right shape; it is copied, checked and made read-only. `of_graph` makes
+    the table of a graph that is no chain: there V are the graph's virtual stages, and E its edges.
 
     Attributes:
         stages: number of stages N >= 1 ("stages").
-        chunks: chunks a stage C >= 1 ("chunks").
-        placement: which stage holds which virtual stage: "looped" or "v" ("placement").
+        chunks: chunks a stage C >= 1 ("chunks"); of a graph, those of the stage with most.
+        placement: which stage holds which virtual stage: "looped" or "v" ("placement"); "table" of a graph.
         microbatches: number of microbatches M >= 1 ("microbatches").
         forward: V x M: forward durations ("F").
         backward: V x M: backward durations, of the input gradient only when `weight` is given ("B").
         weight: V x M: weight-gradient durations, or None if backward is not split ("W").
-        latency_forward: V-1 x M: row v is from the end of F on v to its arrival at v + 1 ("latency_F").
-        latency_backward: V-1 x M: row v is from the end of B on v + 1 to its arrival at v ("latency_B").
+        latency_forward: V-1 x M: row v is from the end of F on v to its arrival at v + 1 ("latency_F"). Of a graph, E x
+            M, in the order of its edges. An output that several virtual stages of one stage read travels there once,
+            and takes the longest of these times.
+        latency_backward: V-1 x M: row v is from the end of B on v + 1 to its arrival at v ("latency_B"); of a graph, E
+            x M in the same way.
         held: V x M: bytes that a microbatch holds on a virtual stage from the end of its F to the end of its last task
             ("bytes"), or None if the table has no sizes. Fractions are cut off.
+        graph: virtual stages with names, where they are and what each reads ("virtual_stages", "placement", "edges").
+            None: the chain on that placement.
+        skipped: for each microbatch the virtual stages that it does not visit ("skipped"); empty: each visits all. What
+            the table has for a skipped task or its messages is 0.
 
     Raises:
         ConfigError: if a size, shape or entry is wrong; the message names the field as the cost file does.
@@ -53,7 +69,7 @@ class CostTable:
 
     stages: int
     chunks: int
-    placement: Layout
+    placement: Layout | Literal["table"]
     microbatches: int
     forward: Matrix
     backward: Matrix
@@ -61,6 +77,8 @@ class CostTable:
     latency_forward: Matrix
     latency_backward: Matrix
     held: Matrix | None = None
+    graph: Graph | None = None
+    skipped: tuple[Skipped, ...] = ()
 
     def __post_init__(self) -> None:
         for field in ("stages", "chunks", "microbatches"):
@@ -68,20 +86,104 @@ class CostTable:
             if count > _MOST_COUNT:
                 raise ConfigError(f"{field} is a number of {count.bit_length()} bits, must be at most {_MOST_COUNT}")
             object.__setattr__(self, field, count)
-        if self.placement not in PLACEMENTS:
+        if self.graph is not None:
+            self._check_graph(self.graph)
+        elif self.placement not in PLACEMENTS:
             raise ConfigError(f"placement is {reprlib.repr(self.placement)}, must be one of {', '.join(PLACEMENTS)}")
-        nodes, edges = self.num_virtual_stages, self.num_virtual_stages - 1
-        shapes = [("F", "forward", nodes), ("B", "backward", nodes)]
-        shapes += [(name, field, nodes) for name, field in _OPTIONAL.items() if getattr(self, field) is not None]
-        shapes += [("latency_F", "latency_forward", edges), ("latency_B", "latency_backward", edges)]
-        for name, field, rows in shapes:
-            meaning = "stages x chunks" if rows == nodes else "one fewer than stages x chunks"
-            object.__setattr__(self, field, _matrix(name, getattr(self, field), rows, self.microbatches, meaning))
+        elif self.skipped:
+            raise ConfigError("skipped must be empty without graph: a chain has no way round a virtual stage")
+        nodes = "stages x chunks" if self.graph is None else "one a virtual stage"
+        edges = "one fewer than stages x chunks" if self.graph is None else "one an edge"
+        for name, field in _MATRICES.items():
+            if name in _OPTIONAL and getattr(self, field) is None:
+                continue
+            rows, meaning = (self.num_virtual_stages, nodes) if name not in _OF_EDGES else (self.num_edges, edges)
+            matrix = checked_matrix(name, getattr(self, field), rows, self.microbatches, meaning)
+            object.__setattr__(self, field, matrix)
+        if self.skipped:
+            self._clear_skipped()
+
+    @classmethod
+    def of_graph(
+        cls,
+        graph: Graph,
+        microbatches: int,
+        *,
+        skipped: tuple[Skipped, ...] = (),
+        **matrices: Any,
+    ) -> CostTable:
+        """The table of a graph, any chain with unequal stages or skip edges among them.
+
+        Args:
+            graph: of the virtual stages. Its ``split`` is not read: backward is split where there is ``weight``.
+            microbatches: M >= 1.
+            skipped: for each microbatch the virtual stages that it does not visit; empty: each visits all.
+            **matrices: the attributes of these names; ``weight`` and ``held`` may be absent.
+
+        Raises:
+            ConfigError: as the constructor's, or for two virtual stages of one name.
+        """
+        form = (graph.placement.stages, _most_chunks(graph), "table")
+        return cls(*form, microbatches, graph=graph, skipped=skipped, **{"weight": None, "held": None, **matrices})
+
+    def _check_graph(self, graph: Graph) -> None:
+        form = (("stages", graph.placement.stages), ("chunks", _most_chunks(graph)), ("placement", "table"))
+        for name, value in form:
+            if getattr(self, name) != value:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, must be {value!r} for this graph")
+        count = graph.placement.num_virtual_stages
+        object.__setattr__(self, "graph", replace(graph, split=(self.split,) * count, names=named(graph)))
+        object.__setattr__(self, "skipped", Visits(self.microbatches, tuple(self.skipped)).skipped)
+        if beyond := sorted(v for skipped in self.skipped for v in skipped if not 0 <= v < count):
+            raise ConfigError(f"skipped has virtual stage {beyond[0]}, must be 0..{count - 1}")
+
+    def _clear_skipped(self) -> None:
+        """What a table has for tasks that do not exist must not make it differ from an equal one."""
+        visited, used = self.visited(), self.used()
+        for field in ("forward", "backward", "weight", "held"):
+            if (rows := getattr(self, field)) is not None:
+                object.__setattr__(self, field, read_only(np.where(visited, rows, 0.0)))
+        for field in ("latency_forward", "latency_backward"):
+            object.__setattr__(self, field, read_only(np.where(used, getattr(self, field), 0.0)))
 
     @property
     def num_virtual_stages(self) -> int:
-        """V = stages x chunks."""
-        return self.stages * self.chunks
+        """V = stages x chunks, or the virtual stages of the graph."""
+        return self.stages * self.chunks if self.graph is None else self.graph.placement.num_virtual_stages
+
+    @property
+    def num_edges(self) -> int:
+        """The rows of latencies: V - 1, or the edges of the graph."""
+        return self.num_virtual_stages - 1 if self.graph is None else len(self.graph.edges or ())
+
+    @property
+    def num_tasks(self) -> int:
+        """Tasks of the step."""
+        visits = self.num_virtual_stages * self.microbatches - sum(map(len, self.skipped))
+        return visits * (3 if self.split else 2)
+
+    def to_graph(self) -> Graph:
+        """The graph of the virtual stages: of a chain too."""
+        if self.placement != "table":
+            return Graph.chain(self.stages, chunks=self.chunks, layout=self.placement, split=self.split)
+        assert self.graph is not None
+        return self.graph
+
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """The pairs of virtual stages that the rows of latencies are for."""
+        return self.to_graph().edges or ()
+
+    def visited(self) -> Bits:
+        """Whether each microbatch visits each virtual stage, V x M."""
+        visited = np.ones((self.num_virtual_stages, self.microbatches), dtype=bool)
+        for microbatch, skipped in enumerate(self.skipped):
+            visited[list(skipped), microbatch] = False
+        return visited
+
+    def used(self) -> Bits:
+        """Whether each edge is there for each microbatch, one row an edge: it visits both ends."""
+        visited, edges = self.visited(), self.edges()
+        return visited[[u for u, _ in edges]] & visited[[v for _, v in edges]]
 
     @property
     def split(self) -> bool:
@@ -94,7 +196,7 @@ class CostTable:
         Args:
             virtual_stage: 0..V-1.
         """
-        return Placement(self.stages, self.chunks, self.placement).stage_of(virtual_stage)
+        return self._where.stage_of(virtual_stage)
 
     def virtual_stages_of(self, stage: int) -> tuple[int, ...]:
         """The virtual stages that a stage holds, by chunk.
@@ -102,7 +204,22 @@ class CostTable:
         Args:
             stage: 0..N-1.
         """
-        return Placement(self.stages, self.chunks, self.placement).virtual_stages(stage)
+        return self._where.virtual_stages(stage)
+
+    def chunks_of(self, stage: int) -> int:
+        """The number of virtual stages of a stage.
+
+        Args:
+            stage: 0..N-1.
+        """
+        return self._where.chunks_of(stage)
+
+    @property
+    def _where(self) -> Placement | TablePlacement:
+        if self.placement != "table":
+            return Placement(self.stages, self.chunks, self.placement)
+        assert self.graph is not None
+        return self.graph.placement
 
     def duration(self, kind: str, virtual_stage: int, microbatch: int) -> float:
         """Seconds for which one task occupies its lane.
@@ -134,9 +251,9 @@ class CostTable:
         return 0 if self.held is None else int(self.held[virtual_stage, microbatch])
 
     def acting_latencies(self) -> tuple[Matrix, Matrix]:
-        """The effective forward and backward latencies, both V-1 x M: zero between two chunks of one stage."""
-        stages = [self.stage_of(v) for v in range(self.num_virtual_stages)]
-        crosses = np.array([here != there for here, there in itertools.pairwise(stages)], dtype=bool)
+        """The effective forward and backward latencies, a row an edge: zero between two chunks of one stage."""
+        where = self._where
+        crosses = np.array([where.stage_of(u) != where.stage_of(v) for u, v in self.edges()], dtype=bool)
         keep = crosses[:, np.newaxis]
         return np.where(keep, self.latency_forward, 0.0), np.where(keep, self.latency_backward, 0.0)
 
@@ -154,7 +271,9 @@ class CostTable:
 
     def digest(self) -> str:
         """16 hexadecimal digits that two tables share exactly when they are bitwise equal."""
-        header = [self.stages, self.chunks, self.placement, self.microbatches, self.split]
+        header: list[object] = [self.stages, self.chunks, self.placement, self.microbatches, self.split]
+        if self.graph is not None:
+            header += [self.graph.names, self.graph.stage_of, self.graph.edges, [*map(sorted, self.skipped)]]
         total = hashlib.sha256(json.dumps(header).encode())
         for rows in (self.forward, self.backward, self.weight, self.latency_forward, self.latency_backward):
             if rows is not None:
@@ -171,39 +290,10 @@ class CostTable:
 
     def __repr__(self) -> str:
         shape = f"stages={self.stages}, chunks={self.chunks}, placement={self.placement!r}"
+        if self.graph is not None:
+            shape = f"stages={self.stages}, virtual_stages={self.num_virtual_stages}, edges={self.num_edges}"
         return f"CostTable({shape}, microbatches={self.microbatches}, split={self.split}, digest={self.digest()})"
 
 
-def _length(value: object) -> int | None:
-    """The number of entries of a list, tuple or array; None for any other value."""
-    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-    is_array = isinstance(value, np.ndarray) and value.ndim > 0
-    return len(value) if is_list or is_array else None  # type: ignore[arg-type]
-
-
-def _matrix(name: str, rows: Matrix, num_rows: int, num_columns: int, meaning: str) -> Matrix:
-    """A checked, read-only float64 copy of `rows`."""
-    length = _length(rows)
-    if length is None:
-        raise ConfigError(f"{name} must be a list of {num_rows} rows ({meaning})")
-    if length != num_rows:
-        raise ConfigError(f"{name} has {length} rows, must have {num_rows} ({meaning})")
-    for index, row in enumerate(rows):
-        entries = _length(row)
-        if entries is None:
-            raise ConfigError(f"{name}[{index}] must be a list of {num_columns} numbers (one a microbatch)")
-        if entries != num_columns:
-            raise ConfigError(f"{name}[{index}] has {entries} entries, must have {num_columns} (one a microbatch)")
-    try:
-        matrix = np.array(rows, dtype=np.float64, order="C") if num_rows else np.empty((0, num_columns))
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"{name} must hold finite numbers >= 0 only ({error})") from None
-    if matrix.shape != (num_rows, num_columns):
-        raise ConfigError(f"{name} must hold numbers only, {num_rows} rows of {num_columns}")
-    wrong = ~(np.isfinite(matrix) & (matrix >= 0))
-    if wrong.any():
-        row, column = np.argwhere(wrong)[0]
-        raise ConfigError(f"{name}[{row}][{column}] is {matrix[row, column]}, must be a finite number >= 0")
-    matrix += 0.0  # -0.0 becomes 0.0: equal tables must have equal bytes
-    matrix.setflags(write=False)
-    return matrix
+def _most_chunks(graph: Graph) -> int:
+    return max(map(graph.placement.chunks_of, range(graph.placement.stages)))

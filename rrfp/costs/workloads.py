@@ -56,18 +56,18 @@ def mllm(stages: int, microbatches: int, random: np.random.Generator, /) -> Matr
     the output layer the last stage is 1.2x.
     """
     normal = random.standard_normal((microbatches, 2))
-    factors = np.tile(_lognormal(normal[:, 1], 0.25), (stages, 1))
-    factors[: max(1, stages // 4)] = _lognormal(normal[:, 0], 0.6) * VISION_FACTOR
+    factors = np.tile(lognormal(normal[:, 1], 0.25), (stages, 1))
+    factors[: max(1, stages // 4)] = lognormal(normal[:, 0], 0.6) * VISION_FACTOR
     return factors
 
 
 def modalities(stages: int, microbatches: int, random: np.random.Generator, /) -> Matrix:
     """`mllm` with an audio encoder behind the vision encoder, on as many stages: exp(0.6 z'' - 0.18), times 1.2."""
     normal = random.standard_normal((microbatches, 3))
-    factors = np.tile(_lognormal(normal[:, 2], 0.25), (stages, 1))
+    factors = np.tile(lognormal(normal[:, 2], 0.25), (stages, 1))
     share = max(1, stages // 4)
-    factors[share : 2 * share] = _lognormal(normal[:, 1], 0.6) * AUDIO_FACTOR
-    factors[:share] = _lognormal(normal[:, 0], 0.6) * VISION_FACTOR
+    factors[share : 2 * share] = lognormal(normal[:, 1], 0.6) * AUDIO_FACTOR
+    factors[:share] = lognormal(normal[:, 0], 0.6) * VISION_FACTOR
     return factors
 
 
@@ -83,8 +83,8 @@ def video(stages: int, microbatches: int, random: np.random.Generator, /) -> Mat
     for m, draw in enumerate(changes.tolist()):
         inside = draw < (goes_on if inside else begins)
         bursts[m] = IN_BURST if inside else BETWEEN_BURSTS
-    factors = np.tile(_lognormal(length, 0.25), (stages, 1))
-    factors[: max(1, stages // 4)] = _lognormal(vision, 0.3) * bursts * VISION_FACTOR
+    factors = np.tile(lognormal(length, 0.25), (stages, 1))
+    factors[: max(1, stages // 4)] = lognormal(vision, 0.3) * bursts * VISION_FACTOR
     return factors
 
 
@@ -104,12 +104,12 @@ def bimodal(stages: int, microbatches: int, random: np.random.Generator, /) -> M
 
 def moe(stages: int, microbatches: int, random: np.random.Generator, /) -> Matrix:
     """Mixture of experts: each stage and microbatch has its own factor exp(0.2 z - 0.02), as routing loads experts."""
-    return np.ascontiguousarray(_lognormal(random.standard_normal((microbatches, stages)), ROUTING_SIGMA).T)
+    return np.ascontiguousarray(lognormal(random.standard_normal((microbatches, stages)), ROUTING_SIGMA).T)
 
 
 def head(stages: int, microbatches: int, random: np.random.Generator, /) -> Matrix:
     """A heavy head: uniform stages, lengths exp(0.25 z - 0.03125), and with the output layer the last is 1.8x."""
-    return np.tile(_lognormal(random.standard_normal(microbatches), 0.25), (stages, 1))
+    return np.tile(lognormal(random.standard_normal(microbatches), 0.25), (stages, 1))
 
 
 def straggler(stages: int, microbatches: int, random: np.random.Generator, /) -> Matrix:
@@ -117,7 +117,7 @@ def straggler(stages: int, microbatches: int, random: np.random.Generator, /) ->
     return head(stages, microbatches, random)
 
 
-def _lognormal(normal: Matrix, sigma: float) -> Matrix:
+def lognormal(normal: Matrix, sigma: float) -> Matrix:
     """Factors of mean 1, clipped."""
     return np.clip(exp(sigma * normal - sigma * sigma / 2), SMALLEST_FACTOR, LARGEST_FACTOR)
 

@@ -55,8 +55,10 @@ def run_blocking(costs: CostTable) -> EngineResult:
         its last operation; a message is sent when its transfer starts; each stage holds what 1F1B holds.
 
     Raises:
-        ConfigError: if the costs have more than one chunk a stage.
+        ConfigError: if the costs have more than one chunk a stage, or are of a graph.
     """
+    if costs.graph is not None:
+        raise ConfigError("the costs are of a graph, must be of a chain with blocking sends")
     if costs.chunks != 1:
         raise ConfigError(f"chunks is {costs.chunks}, must be 1 with blocking sends")
     return _Run(costs).result()

@@ -4,11 +4,12 @@ It knows costs and memory limits, and nothing of how tasks are chosen. Every ter
 runtime can break: a task starts after its inputs have arrived, a stage runs one task at a time, D stays within the
 limit. Write p for a duration, l for a latency, V for the number of virtual stages.
 
-**Chain.** Microbatch m passes F(0) .. F(V-1), B(V-1) .. B(0), each start at or after the previous end plus the latency
-between them: 0 between chunks of one stage, and 0 from F(V-1) to B(V-1). When backward is split, W(v) follows B(v) and
-nothing follows W. So a task cannot start before its *head* r, the longest path that leads to it, and after its end at
-least its *tail* q, the longest path that follows it, must still pass. Chunks and placement only change which latencies
-are 0 and which stage a task occupies.
+**Paths.** Microbatch m passes F(0) .. F(V-1), B(V-1) .. B(0) of a chain, each start at or after the previous end plus
+the latency between them: 0 between chunks of one stage, and 0 from F(V-1) to B(V-1). In general F(v) starts after F(u)
+for every edge (u, v) of its own graph, B(u) after B(v), and B(v) after F(v). When backward is split, W(v) follows B(v)
+and nothing follows W. So a task cannot start before its *head* r, the longest path that leads to it, and after its end
+at least its *tail* q, the longest path that follows it, must still pass. Chunks and placement only change which
+latencies are 0 and which stage a task occupies.
 
 **One machine.** Take any set J of tasks of one stage. The stage works on J for sum p in all, cannot start before the
 smallest head in J, and after it ends the last of J at least the smallest tail in J follows:
@@ -47,7 +48,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rrfp.costs import CostTable
-from rrfp.costs.streams import Matrix, whole
+from rrfp.costs.streams import Bits, Matrix, whole
 from rrfp.errors import ConfigError
 
 
@@ -59,34 +60,92 @@ def lower_bound(costs: CostTable, limits: Sequence[int] | None) -> float:
 
     Args:
         costs: one step's costs.
-        limits: for each stage the most microbatches it may hold, K >= 1, so that D <= K * chunks; None = no limit.
+        limits: for each stage the most microbatches it may hold, K >= 1, so that D is at most K times its chunks; None:
+            no limit.
 
     Raises:
         ConfigError: `limits` has not one entry a stage, or an entry is no whole number >= 1.
     """
     if limits is not None and len(limits) != costs.stages:
         raise ConfigError(f"limits has {len(limits)} entries, must have {costs.stages} (one a stage)")
-    paths = _Paths.of(costs)
+    paths, visited = _Paths.of(costs), costs.visited()
     best = 0.0
     for stage in range(costs.stages):
-        here = paths.at(list(costs.virtual_stages_of(stage)))
+        here = paths.at(list(costs.virtual_stages_of(stage)), visited)
         best = max(best, _one_machine(here))
         if limits is not None:
-            slots = whole(f"limits[{stage}]", limits[stage], 1) * costs.chunks
+            slots = whole(f"limits[{stage}]", limits[stage], 1) * costs.chunks_of(stage)
             best = max(best, _memory(here, slots))
     return best
 
 
 @dataclass(frozen=True, slots=True)
+class _Edges:
+    """The edges of the step's graphs.
+
+    Attributes:
+        into: of each virtual stage, the (predecessor, row) pairs.
+        out_of: of each, the (successor, row) pairs.
+        forward: seconds from F to F along each row, with -inf for microbatches that do not have the edge.
+        backward: the same from B to B.
+    """
+
+    into: Sequence[list[tuple[int, int]]]
+    out_of: Sequence[list[tuple[int, int]]]
+    forward: Matrix
+    backward: Matrix
+
+    @staticmethod
+    def of(costs: CostTable) -> _Edges:
+        into: list[list[tuple[int, int]]] = [[] for _ in range(costs.num_virtual_stages)]
+        out_of: list[list[tuple[int, int]]] = [[] for _ in into]
+        for row, (u, v) in enumerate(costs.edges()):
+            into[v].append((u, row))
+            out_of[u].append((v, row))
+        used = costs.used()
+        forward, backward = (np.where(used, latency, -math.inf) for latency in costs.acting_latencies())
+        return _Edges(into, out_of, forward, backward)
+
+
+def _heads(costs: CostTable, edges: _Edges) -> tuple[Matrix, Matrix]:
+    """The longest paths that lead to every F and B."""
+    forward, backward = np.zeros_like(costs.forward), np.zeros_like(costs.forward)
+    for v in range(costs.num_virtual_stages):
+        for u, row in edges.into[v]:
+            np.maximum(forward[v], forward[u] + (costs.forward[u] + edges.forward[row]), out=forward[v])
+    for v in reversed(range(costs.num_virtual_stages)):
+        backward[v] = forward[v] + costs.forward[v]
+        for w, row in edges.out_of[v]:
+            np.maximum(backward[v], backward[w] + (costs.backward[w] + edges.backward[row]), out=backward[v])
+    return forward, backward
+
+
+def _tails(costs: CostTable, edges: _Edges) -> tuple[Matrix, Matrix]:
+    """The longest paths that follow every F and B."""
+    forward, backward = np.zeros_like(costs.forward), np.zeros_like(costs.forward)
+    for v in range(costs.num_virtual_stages):
+        if costs.weight is not None:
+            backward[v] = costs.weight[v]
+        for u, row in edges.into[v]:
+            np.maximum(backward[v], (edges.backward[row] + costs.backward[u]) + backward[u], out=backward[v])
+    for v in reversed(range(costs.num_virtual_stages)):
+        forward[v] = costs.backward[v] + backward[v]
+        for w, row in edges.out_of[v]:
+            np.maximum(forward[v], (edges.forward[row] + costs.forward[w]) + forward[w], out=forward[v])
+    return forward, backward
+
+
+@dataclass(frozen=True, slots=True)
 class _Tasks:
-    """The tasks of one kind: work, head and tail in seconds, each (virtual stages) x M."""
+    """The tasks of one kind: work, head and tail in seconds, each (virtual stages) x M, or only those that exist."""
 
     work: Matrix
     head: Matrix
     tail: Matrix
 
-    def at(self, virtual_stages: list[int]) -> _Tasks:
-        return _Tasks(self.work[virtual_stages], self.head[virtual_stages], self.tail[virtual_stages])
+    def at(self, virtual_stages: list[int], visited: Bits) -> _Tasks:
+        here = visited[virtual_stages]
+        return _Tasks(*(times[virtual_stages][here] for times in (self.work, self.head, self.tail)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,38 +159,27 @@ class _Paths:
     @staticmethod
     def of(costs: CostTable) -> _Paths:
         """Longest paths before and after every task of the step."""
-        count, last = costs.num_virtual_stages, 2 * costs.num_virtual_stages - 1
-        latency_forward, latency_backward = costs.acting_latencies()
-        # The chain F(0) .. F(V-1), B(V-1) .. B(0) as 2V rows, and the 2V-1 latencies between them.
-        work = np.concatenate([costs.forward, costs.backward[::-1]])
-        turn = np.zeros((1, costs.microbatches))
-        latency = np.concatenate([latency_forward, turn, latency_backward[::-1]])
-        head, tail = np.zeros_like(work), np.zeros_like(work)
-        np.cumsum(work[:-1] + latency, axis=0, out=head[1:])
-        if costs.weight is None:
-            np.cumsum((work[1:] + latency)[::-1], axis=0, out=tail[-2::-1])
-            weight = None
-        else:
-            for row in range(last, -1, -1):
-                if row < last:
-                    tail[row] = latency[row] + work[row + 1] + tail[row + 1]
-                if row >= count:
-                    np.maximum(tail[row], costs.weight[last - row], out=tail[row])
-            ready = (head + work)[: count - 1 : -1]
+        edges = _Edges.of(costs)
+        heads, tails = _heads(costs, edges), _tails(costs, edges)
+        weight = None
+        if costs.weight is not None:
+            ready = heads[1] + costs.backward
             weight = _Tasks(costs.weight, ready, np.zeros_like(ready))
-        forward = _Tasks(work[:count], head[:count], tail[:count])
-        backward = _Tasks(work[count:][::-1], head[count:][::-1], tail[count:][::-1])
-        return _Paths(forward, backward, weight)
+        forward = _Tasks(costs.forward, heads[0], tails[0])
+        return _Paths(forward, _Tasks(costs.backward, heads[1], tails[1]), weight)
 
-    def at(self, virtual_stages: list[int]) -> _Paths:
-        weight = None if self.weight is None else self.weight.at(virtual_stages)
-        return _Paths(self.forward.at(virtual_stages), self.backward.at(virtual_stages), weight)
+    def at(self, virtual_stages: list[int], visited: Bits) -> _Paths:
+        """Those of some virtual stages that microbatches visit."""
+        forward, backward = (kind.at(virtual_stages, visited) for kind in (self.forward, self.backward))
+        return _Paths(forward, backward, None if self.weight is None else self.weight.at(virtual_stages, visited))
 
 
 def _one_machine(tasks: _Paths) -> float:
     """The makespan of one stage's tasks by Jackson's preemptive rule, heads and tails included."""
     kinds = [kind for kind in (tasks.forward, tasks.backward, tasks.weight) if kind is not None]
     heads = np.concatenate([kind.head.ravel() for kind in kinds])
+    if not heads.size:  # every microbatch skips the stage
+        return 0.0
     order = np.argsort(heads, kind="stable")
     work = np.concatenate([kind.work.ravel() for kind in kinds])[order].tolist()
     tails = np.concatenate([kind.tail.ravel() for kind in kinds])[order].tolist()

@@ -20,12 +20,13 @@ from rrfp.core import events as ev
 from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint
-from rrfp.core.placement import Placement
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import B, F, Mode, StepId, Task, W
 from rrfp.core.topology import Topology
+from rrfp.core.visits import Visits
 from rrfp.core.waiting import describe, wait_line
+from rrfp.costs.message_times import message_times
 from rrfp.costs.streams import Matrix
 from rrfp.costs.table import CostTable
 from rrfp.errors import DeadlockError
@@ -34,9 +35,8 @@ from rrfp.sim.engine_record import EngineRecord, EngineResult
 
 
 def graph_of(costs: CostTable) -> Graph:
-    """The chain of virtual stages that a cost table describes."""
-    placement = Placement(costs.stages, costs.chunks, costs.placement)
-    return Graph(placement, split=(costs.split,) * placement.num_virtual_stages)
+    """The graph of virtual stages that a cost table describes."""
+    return costs.to_graph()
 
 
 def run(
@@ -102,12 +102,15 @@ class _Engine:
         self.shows_inputs = False
         self._cores = cores
         self._step = StepId(0, Mode.TRAIN, costs.microbatches)
-        self._stage_of = graph.stage_of
+        self._graph = graph
+        self._visits = Visits(costs.microbatches, costs.skipped)
         self._durations = {F: _rows(costs.forward), B: _rows(costs.backward)}
         if costs.weight is not None:
             self._durations[W] = _rows(costs.weight)
         self._held = None if costs.held is None else _rows(costs.held)
-        self._latency = {F: _rows(costs.latency_forward), B: _rows(costs.latency_backward)}
+        self._message_times = message_times(costs)
+        #: Outputs of forwards, and the stages on which they are; only where inputs show sizes.
+        self._here: set[tuple[Task, int]] = set()
         # (time, order of insertion, stage, event): the order makes the heap total, and ties first come, first served.
         self._heap: list[tuple[float, int, int, Happening]] = []
         self._pushed = count()
@@ -118,7 +121,8 @@ class _Engine:
 
     def run(self, sizes: tuple[float, ...] | None, size_correlation: float | None) -> EngineResult:
         step = self._step
-        opened = ev.StepOpened(step.number, step.mode, step.microbatches, sizes, size_correlation)
+        skipped = self._visits.skipped
+        opened = ev.StepOpened(step.number, step.mode, step.microbatches, sizes, size_correlation, skipped)
         for core in self._cores:
             core.apply(opened)
         self._preview_inputs_of_the_caller()
@@ -151,7 +155,8 @@ class _Engine:
         core = self._cores[stage]
         instructions = core.apply(event)
         if self.shows_inputs and isinstance(event, ev.Arrived | ev.Completed) and event.task.kind is F:
-            self._preview_readers(stage, event)
+            self._here.add((event.task, stage))
+            self._preview_readers(stage, event.task)
         for instruction in instructions:
             if type(instruction) is ev.Send:
                 self._send(stage, instruction, now)
@@ -159,21 +164,27 @@ class _Engine:
                 self._reduce(stage, instruction)
 
     def _preview_inputs_of_the_caller(self) -> None:
-        """The caller's inputs of the first virtual stage show their sizes at once."""
+        """The caller's inputs of the forwards that read nothing else show their sizes at once."""
         if self.shows_inputs:
-            for m in range(self._step.microbatches):
-                self._preview(Task(F, m, 0))
+            for v in range(len(self._graph.stage_of)):
+                for m in self._visits.visitors(v):
+                    self._preview(Task(F, m, v))
 
-    def _preview_readers(self, stage: int, event: ev.Arrived | ev.Completed) -> None:
-        """The output of a forward, which is here now, shows the size of the forward that reads it here, if any."""
-        reader = event.task.virtual_stage + 1
-        if reader < len(self._stage_of) and self._stage_of[reader] == stage:
-            self._preview(Task(F, event.task.microbatch, reader))
+    def _preview_readers(self, stage: int, task: Task) -> None:
+        """The output of a forward, which is here now, may be the last that shows the size of forwards that read it."""
+        for reader in self._graph.successors[task.virtual_stage]:
+            forward = Task(F, task.microbatch, reader)
+            if self._graph.stage_of[reader] == stage and self._visits.exists(forward):
+                self._preview(forward)
 
     def _preview(self, forward: Task) -> None:
-        assert self._held is not None
-        num_bytes = int(self._held[forward.virtual_stage][forward.microbatch])
-        self._cores[self._stage_of[forward.virtual_stage]].apply(ev.Previewed(forward, num_bytes))
+        """Tell the core how many bytes a forward will hold, once all that it reads is on its stage."""
+        inputs = filter(self._visits.exists, self._graph.inputs(forward))
+        stage = self._graph.stage_of[forward.virtual_stage]
+        if all((task, stage) in self._here for task in inputs):
+            assert self._held is not None
+            num_bytes = int(self._held[forward.virtual_stage][forward.microbatch])
+            self._cores[stage].apply(ev.Previewed(forward, num_bytes))
 
     def _bytes_after(self, task: Task) -> int:
         return 0 if self._held is None else int(self._held[task.virtual_stage][task.microbatch])
@@ -184,9 +195,8 @@ class _Engine:
     def _send(self, stage: int, send: ev.Send, now: float) -> None:
         task, peer = send.task, send.peer
         kind, m, virtual_stage = task
-        # Row v of a latency matrix is the edge between v and v + 1, whichever way it is travelled.
-        arrival = now + self._latency[kind][virtual_stage if kind is F else virtual_stage - 1][m]
-        self._record.sent(task, now, arrival)
+        arrival = now + self._message_times[kind][virtual_stage][peer][m]
+        self._record.sent(task, peer, now, arrival)
         heappush(self._heap, (arrival, next(self._pushed), peer, ev.Arrived(self._step, task, 0, send.consumed)))
         self._cores[stage].apply(ev.SendReleased(task, peer))
 

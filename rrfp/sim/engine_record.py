@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
-from rrfp.core.tasks import F, Task
+from rrfp.core.tasks import Task
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan, WaitSpan
 
@@ -58,6 +58,7 @@ class EngineRecord:
         self._starts: list[list[float]] = [[] for _ in range(stages)]
         self._ends: list[list[float]] = [[] for _ in range(stages)]
         self._sent: list[Task] = []
+        self._sent_to: list[int] = []
         self._sent_at: list[float] = []
         self._arrived_at: list[float] = []
         self._waiting: list[tuple[WaitCause, float] | None] = [None] * stages
@@ -69,9 +70,10 @@ class EngineRecord:
         self._starts[stage].append(start)
         self._ends[stage].append(end)
 
-    def sent(self, task: Task, sent_at: float, arrived_at: float) -> None:
-        """The output of ``task`` travels to the next virtual stage, or to the one before."""
+    def sent(self, task: Task, peer: int, sent_at: float, arrived_at: float) -> None:
+        """The output of ``task`` travels to stage ``peer``."""
         self._sent.append(task)
+        self._sent_to.append(peer)
         self._sent_at.append(sent_at)
         self._arrived_at.append(arrived_at)
 
@@ -93,11 +95,10 @@ class EngineRecord:
         columns = zip(self._ran, self._starts, self._ends, strict=True)
         spans = tuple(tuple(map(TaskSpan, repeat(stage), *here)) for stage, here in zip(stages, columns, strict=True))
         sources = [self._stage_of[task.virtual_stage] for task in self._sent]
-        targets = [self._stage_of[task.virtual_stage + (1 if task.kind is F else -1)] for task in self._sent]
         return EngineResult(
             makespan,
             spans,
             tuple(sorted(self._waits, key=lambda wait: (wait.start, wait.stage))),
-            tuple(map(MessageSpan, sources, targets, self._sent, self._sent_at, self._arrived_at)),
+            tuple(map(MessageSpan, sources, self._sent_to, self._sent, self._sent_at, self._arrived_at)),
             peaks,
         )

@@ -153,11 +153,12 @@ def planned_sizes(costs: CostTable) -> list[float]:
 
 def _strict(costs: CostTable, strict: ScheduleSpec, sends: Sends) -> Simulation:
     hints = [create_strict(strict) for _ in range(costs.stages)]
+    _check_fits_strict(costs, strict)
     graph = graph_of(costs)
     schedule = make_schedule(strict, graph, costs.microbatches)
     # The bound counts microbatches, as a limit does; peaks are in chunk tasks.
     peaks = (schedule.peak_held(stage, graph) for stage in range(costs.stages))
-    needed = [-(-peak // costs.chunks) for peak in peaks]
+    needed = [-(-peak // costs.chunks_of(stage)) for stage, peak in enumerate(peaks)]
     if sends == "blocking":
         if strict != BLOCKING_SCHEDULE:
             raise ConfigError(f"sends is 'blocking', must be eager with strict {strict}: only 1f1b has a blocking form")
@@ -167,6 +168,14 @@ def _strict(costs: CostTable, strict: ScheduleSpec, sends: Sends) -> Simulation:
     else:
         result = run(costs, hints, [Limit()] * costs.stages)
     return beside_bound(costs, result, None, needed)
+
+
+def _check_fits_strict(costs: CostTable, strict: ScheduleSpec) -> None:
+    """Refuse orders that know nothing of the graph."""
+    if costs.skipped:
+        raise ConfigError("strict needs microbatches that visit every virtual stage, and some skip one: take a hint")
+    if costs.graph is not None and isinstance(strict, str):
+        raise ConfigError(f"strict is {strict!r}, must be a schedule file on a graph: named schedules are for chains")
 
 
 def _same_bytes(
@@ -182,7 +191,7 @@ def _dispatched(costs: CostTable, hint: HintSpec, limits: Sequence[Limit], sizes
     result = run(costs, [create_hint(hint) for _ in limits], limits, sizes=sizes)
     if any(limit.bytes is not None for limit in limits):
         # The bound of what holds as many microbatches as this run did.
-        held = [-(-peaks.held // costs.chunks) for peaks in result.peaks]
+        held = [max(1, -(-peaks.held // costs.chunks_of(stage))) for stage, peaks in enumerate(result.peaks)]
         in_bytes = tuple(limit.bytes or 0 for limit in limits)
         return replace(beside_bound(costs, result, None, held), limits_in_bytes=in_bytes)
     counts = tuple(costs.microbatches if limit.microbatches is None else limit.microbatches for limit in limits)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rrfp.core.tasks import Kind
+from rrfp.costs.message_times import message_times
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError
 from rrfp.transports.base import Message, MessageKind, TransportContext
@@ -38,16 +38,15 @@ def table_latency(costs: CostTable) -> Latency:
     """The latencies of a cost table for outputs, zero for all other messages.
 
     Args:
-        costs: of a chain of virtual stages; row v is the edge between v and v + 1, in both directions.
+        costs: of the step; ranks are its stages.
     """
-    rows = {Kind.F: costs.latency_forward.tolist(), Kind.B: costs.latency_backward.tolist()}
+    times = message_times(costs)
 
     def latency(rank: int, peer: int, message: Message) -> float:
         if message.kind is not MessageKind.OUTPUT or message.task is None:
             return 0.0
         kind, m, v = message.task
-        seconds: float = rows[kind][v if kind is Kind.F else v - 1][m]
-        return seconds
+        return times[kind][v][peer][m]
 
     return latency
 

@@ -83,11 +83,13 @@ def simulate_tensor_parallel(
 
     Raises:
         ConfigError: unless exactly one of ``hint`` and ``strict`` is given, for an unknown name, for a limit or a
-            coordination beside ``strict``, for a limit on bytes.
+            coordination beside ``strict``, for a limit on bytes, for the costs of a graph.
         DeadlockError: if the run deadlocks, as agreement does with a hint that is not a pure function of the ready set.
     """
     if (hint is None) == (strict is None):
         raise ConfigError("exactly one of hint and strict is needed")
+    if costs.graph is not None:
+        raise ConfigError("tp must be None on a graph: groups of ranks are simulated on chains only")
     latencies = rank_latencies(costs, latency, tp, seed=seed)
     if hint is None:
         if limit is not None or coordination is not None:

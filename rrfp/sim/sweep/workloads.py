@@ -140,8 +140,7 @@ class CostFile:
     @property
     def num_tasks(self) -> int:
         """Tasks of a step, of all ranks."""
-        costs = self.costs()
-        return costs.num_virtual_stages * costs.microbatches * (3 if costs.split else 2) * (self.tp or 1)
+        return self.costs().num_tasks * (self.tp or 1)
 
     @property
     def rank_draws(self) -> Mapping[str, Any]:
