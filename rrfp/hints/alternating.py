@@ -12,7 +12,8 @@ class Alternating(EncoderAware):
     """Backward and forward alternate in priority; weight tasks run if neither is ready."""
 
     def _pick(self, ready: ReadySet, view: View, first: Kind, second: Kind) -> Task | None:
-        return self.first(first, ready, view) or self.first(second, ready, view) or ready.first(W)
+        task = self.first(first, ready, view) or self.first(second, ready, view)
+        return task or ready.first(W) or self.last_resort(ready, view)
 
 
 class BackwardForward(Alternating):
@@ -21,8 +22,8 @@ class BackwardForward(Alternating):
     If no task of that kind is ready, the other kind runs. Only an enqueued task changes the priority, waiting does not.
     """
 
-    def prefer(self, ready: ReadySet, view: View) -> Task | None:
-        """See `rrfp.hints.run_ahead.EncoderAware.prefer`."""
+    def choose(self, ready: ReadySet, view: View) -> Task | None:
+        """See `rrfp.core.hint.Hint.choose`."""
         if view.last_kind is B:
             return self._pick(ready, view, F, B)
         return self._pick(ready, view, B, F)
@@ -31,8 +32,8 @@ class BackwardForward(Alternating):
 class ForwardBackward(Alternating):
     """FB: after a forward, backwards come first; otherwise, and at the start, forwards do."""
 
-    def prefer(self, ready: ReadySet, view: View) -> Task | None:
-        """See `rrfp.hints.run_ahead.EncoderAware.prefer`."""
+    def choose(self, ready: ReadySet, view: View) -> Task | None:
+        """See `rrfp.core.hint.Hint.choose`."""
         if view.last_kind is F:
             return self._pick(ready, view, B, F)
         return self._pick(ready, view, F, B)

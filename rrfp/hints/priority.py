@@ -13,12 +13,12 @@ class FixedPriority(EncoderAware):
 
     order: tuple[Kind, Kind, Kind]
 
-    def prefer(self, ready: ReadySet, view: View) -> Task | None:
-        """See `rrfp.hints.run_ahead.EncoderAware.prefer`."""
+    def choose(self, ready: ReadySet, view: View) -> Task | None:
+        """See `rrfp.core.hint.Hint.choose`."""
         for kind in self.order:
             if (task := self.first(kind, ready, view)) is not None:
                 return task
-        return None
+        return self.last_resort(ready, view)
 
 
 class BackwardPriority(FixedPriority):

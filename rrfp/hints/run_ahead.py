@@ -71,8 +71,7 @@ class RunAhead:
     def first_forward(self, ready: ReadySet, view: View, chunk_order: ChunkOrder) -> Task | None:
         """What ``ready.first(F, chunk_order)`` says, of the chunks that no forward is held back on."""
         stage = self._stage
-        if stage is None:
-            return ready.first(F, chunk_order)
+        assert stage is not None, "nothing is limited in this step"
         most = self._most_ahead(stage, view)
         chunks = range(len(stage.virtual_stages))
         for chunk in chunks if chunk_order == "paper" else reversed(chunks):
@@ -85,8 +84,7 @@ class RunAhead:
     def last_resort(self, ready: ReadySet, view: View) -> Task | None:
         """Where only forwards that are held back are ready, the one that must not wait, if any."""
         stage = self._stage
-        if stage is None:
-            return None
+        assert stage is not None, "nothing is limited in this step"
         if stage.is_plain:
             for chunk, dependants in reversed(list(enumerate(stage.dependants))):
                 task = None if any(stage.num_held(view, d) for d in dependants) else ready.head(F, chunk)
@@ -165,8 +163,8 @@ class _Stage:
 class EncoderAware(Hint):
     """A hint that limits how far encoders run ahead.
 
-    Its subclasses implement `prefer` in place of ``choose``, and take forwards from `first`. ``may_wait`` holds
-    in steps in which a forward may be held back.
+    Its subclasses take ready tasks from `first`, and return `last_resort` where that has none. ``may_wait`` holds in
+    steps in which a forward may be held back.
 
     Args:
         chunk_order: the chunk whose forwards come first: ``"deeper"``, or ``"paper"`` for Algorithm 1's shallower
@@ -177,17 +175,15 @@ class EncoderAware(Hint):
         self.chunk_order: ChunkOrder = chunk_order
         self._run_ahead = RunAhead()
 
-    def prefer(self, ready: ReadySet, view: View) -> Task | None:
-        """The task to run next; None where all that is ready is held back."""
-        raise NotImplementedError
-
     def first(self, kind: Kind, ready: ReadySet, view: View) -> Task | None:
         """The ready task of ``kind`` of the highest priority that is not held back."""
-        return self._run_ahead.first_forward(ready, view, self.chunk_order) if kind is F else ready.first(kind)
+        if kind is F and self.may_wait:
+            return self._run_ahead.first_forward(ready, view, self.chunk_order)
+        return ready.first(kind, self.chunk_order)
 
-    def choose(self, ready: ReadySet, view: View) -> Task | None:
-        """See `rrfp.core.hint.Hint.choose`."""
-        return self.prefer(ready, view) or self._run_ahead.last_resort(ready, view)
+    def last_resort(self, ready: ReadySet, view: View) -> Task | None:
+        """Where all that is ready is held back, what must not wait, if any."""
+        return self._run_ahead.last_resort(ready, view) if self.may_wait else None
 
     def open_step(self, view: View) -> None:
         """See `rrfp.core.hint.Hint.open_step`."""
@@ -196,4 +192,5 @@ class EncoderAware(Hint):
 
     def observe(self, event: Event) -> None:
         """See `rrfp.core.hint.Hint.observe`."""
-        self._run_ahead.observe(event)
+        if self.may_wait:
+            self._run_ahead.observe(event)

@@ -97,15 +97,15 @@ class SlotAware(EncoderAware):
             return False
         return view.last_kind is B or started - view.num_enqueued(B) < self._depth
 
-    def prefer(self, ready: ReadySet, view: View) -> Task | None:
-        """See `rrfp.hints.run_ahead.EncoderAware.prefer`."""
+    def choose(self, ready: ReadySet, view: View) -> Task | None:
+        """See `rrfp.core.hint.Hint.choose`."""
         forward = self.first(F, ready, view)
         if forward is None:
             if self._wants_slots(ready, view) and (weight := ready.first(W)) is not None:
                 return weight
         elif view.last_kind is B or view.num_enqueued(F) - view.num_enqueued(B) < self._depth:
             return forward
-        return ready.first(B) or forward or ready.first(W)
+        return ready.first(B) or forward or ready.first(W) or self.last_resort(ready, view)
 
     def _wants_slots(self, ready: ReadySet, view: View) -> bool:
         """Whether a free slot is better than a backward: rules 1 and 2."""

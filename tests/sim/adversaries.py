@@ -11,6 +11,7 @@ from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Task
 from rrfp.hints.registry import create_hint
+from rrfp.hints.run_ahead import EncoderAware, RunAhead
 from rrfp.sim.faults.random_scenario import AnyReady
 
 
@@ -47,6 +48,19 @@ class Hesitant(AnyReady):
 
     def awaits(self, task: Task, view: View) -> bool:
         return True
+
+
+class HoldsBack(RunAhead):
+    """Lets no encoder run ahead unless it has to."""
+
+    def _most_ahead(self, stage: object, view: View) -> float:
+        return 0
+
+
+def holding_back(hint: EncoderAware) -> EncoderAware:
+    """``hint``, but it holds back every forward of an encoder chunk that it may."""
+    hint._run_ahead = HoldsBack()
+    return hint
 
 
 ADVERSARIES: Sequence[Callable[[random.Random], Hint]] = (

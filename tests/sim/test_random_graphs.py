@@ -7,13 +7,16 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from batches import batches
-from sim.adversaries import ADVERSARIES, random_limit
+from sim.adversaries import ADVERSARIES, holding_back, random_limit
 
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint, View
 from rrfp.core.placement import TablePlacement
 from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.hints.alternating import BackwardForward
+from rrfp.hints.priority import ForwardPriority
+from rrfp.hints.registry import create_hint
+from rrfp.hints.slot_aware import SlotAware
 from rrfp.sim.cluster.random_run import Delivery, RandomRun
 from rrfp.sim.explore.graph_cases import random_skips
 
@@ -32,7 +35,13 @@ class Shuffled(BackwardForward):
         return random.Random(self._seed).sample(range(view.microbatches), view.microbatches)
 
 
-HINTS: Sequence[Callable[[random.Random], Hint]] = (*ADVERSARIES, lambda rng: Shuffled(rng.randrange(2**32)))
+HINTS: Sequence[Callable[[random.Random], Hint]] = (
+    *ADVERSARIES,
+    lambda rng: Shuffled(rng.randrange(2**32)),
+    lambda rng: create_hint(rng.choice(["slot-aware", "slot-aware-pyramid", "bfw-pyramid"])),
+    lambda rng: holding_back(rng.choice([BackwardForward, ForwardPriority, SlotAware])()),
+    lambda rng: holding_back(Shuffled(rng.randrange(2**32))),
+)
 
 
 def random_graph(rng: random.Random) -> Graph:
