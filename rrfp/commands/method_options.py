@@ -32,7 +32,7 @@ _HINT = f"Dispatch by this hint: {HINT_FORMS}. Default of rrfp simulate without 
 _STRICT = "Run this schedule to the letter: a name that `rrfp hints` lists as one, or a file in torch's grammar."
 _LIMIT = (
     "Microbatches a stage may hold: a number, 1f1b (N - i on stage i), n or 2n; bytes:LIMIT: as many bytes as it holds "
-    "under that limit. Not with --strict; default 2n."
+    "under that limit; SIZE: bytes, such as 8MB. Not with --strict; default 2n."
 )
 _LIMITS = ("1f1b", "n", "2n", "bytes:1f1b", "bytes:n", "bytes:2n")
 _ADMISSION = "How chunks share the limit's slots. Not with --strict; default staircase."
@@ -83,7 +83,7 @@ Strict = Annotated[
 ]
 LimitText = Annotated[
     str | None,
-    option("limit", "[bytes:]K|1f1b|n|2n", _LIMIT, METHOD, check=_of_hint("limit"), values=lambda: _LIMITS),
+    option("limit", "[bytes:]K|1f1b|n|2n|SIZE", _LIMIT, METHOD, check=_of_hint("limit"), values=lambda: _LIMITS),
 ]
 Admission = Annotated[str | None, choice("admission", "staircase|paper", _ADMISSION, METHOD, _of_hint("admission"))]
 Sends = Annotated[str | None, choice("sends", "eager|blocking", _SENDS, METHOD, _of_strict("sends"))]

@@ -39,8 +39,8 @@ GRAPHS: tuple[str, ...] = get_args(GraphName)
 
 #: Mean seconds of the forward of each part, in the order of the chain.
 PARTS = {"vision": 0.020, "audio": 0.010, "lm": 0.050}
-#: Deviations of the logarithms of their factors: as of profile `modalities`.
-SIGMAS = {"vision": 0.6, "audio": 0.6, "lm": 0.25}
+#: Deviations of the logarithms of their factors, which have mean 1.
+SIGMAS = {"vision": 0.5, "audio": 0.5, "lm": 0.25}
 #: The share of microbatches that have an image, and a sound, where none is given.
 IMAGES, SOUNDS = 0.6, 0.4
 
@@ -150,7 +150,7 @@ def _chain(pieces: Sequence[_Piece], factors: dict[str, Matrix]) -> CostTable:
     for piece in pieces:
         rows[piece.stage] += piece.seconds * factors[piece.part]
     edges = np.zeros((stages - 1, rows.shape[1]))
-    return CostTable(stages, 1, "looped", rows.shape[1], rows, rows, rows, edges, edges, rows * _BYTES_A_SECOND)
+    return CostTable(stages, 1, "looped", rows.shape[1], rows, rows, rows, edges, edges, _held(rows))
 
 
 def _graph(pieces: Sequence[_Piece], factors: dict[str, Matrix], *, skip: bool) -> CostTable:
@@ -171,11 +171,13 @@ def _graph(pieces: Sequence[_Piece], factors: dict[str, Matrix], *, skip: bool) 
         weight=rows,
         latency_forward=latencies,
         latency_backward=latencies,
-        held=rows * _BYTES_A_SECOND,
+        held=_held(rows),
     )
 
 
-_BYTES_A_SECOND = PLAIN_BYTES / PLAIN_FORWARD
+def _held(forward: Matrix) -> Matrix:
+    """Bytes in proportion to the forward. What has nothing to do passes its input on, and holds no less than a byte."""
+    return np.maximum(1.0, forward * (PLAIN_BYTES / PLAIN_FORWARD))
 
 
 def _name(part: str, virtual_stages: Sequence[int], virtual_stage: int) -> str:

@@ -123,8 +123,8 @@ class CostTable:
         Raises:
             ConfigError: as the constructor's, or for two virtual stages of one name.
         """
-        form = (graph.placement.stages, _most_chunks(graph), "table")
-        return cls(*form, microbatches, graph=graph, skipped=skipped, **{"weight": None, "held": None, **matrices})
+        stages, chunks, rows = graph.placement.stages, _most_chunks(graph), {"weight": None, **matrices}
+        return cls(stages, chunks, "table", microbatches, graph=graph, skipped=skipped, **rows)
 
     def _check_graph(self, graph: Graph) -> None:
         form = (("stages", graph.placement.stages), ("chunks", _most_chunks(graph)), ("placement", "table"))

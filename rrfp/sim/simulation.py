@@ -19,12 +19,10 @@ from rrfp.schedules.registry import ScheduleSpec, make_schedule
 from rrfp.sim.bound import lower_bound
 from rrfp.sim.engine import graph_of, run
 from rrfp.sim.engine_record import EngineResult
+from rrfp.sim.limit_texts import SAME_BYTES, limit_of
 
 #: The limit of a simulated hint where none is given.
 DEFAULT_LIMIT = "2n"
-
-#: In front of a limit on microbatches: as many bytes on each stage as the hint holds there under that limit.
-SAME_BYTES = "bytes:"
 
 #: How a strict schedule sends: a message leaves while its lane goes on, or sender and receiver wait for each other.
 Sends = Literal["eager", "blocking"]
@@ -109,9 +107,9 @@ def simulate(
         hint: a hint's name, class or instance.
         strict: a schedule's name, or a schedule file's text; its stages wait for their next task.
         limit: with a hint, how many microbatches a stage may hold (default ``2n``), or, where the table has bytes, how
-            many bytes; ``bytes:K``, ``bytes:1f1b`` ... limit the bytes of each stage to the most that it holds under
-            that limit, so that both take the same memory. A strict schedule takes none, and its bound uses the memory
-            that the schedule itself needs.
+            many bytes: ``8MB`` on each stage; ``bytes:K``, ``bytes:1f1b`` ... limit the bytes of each stage to the most
+            that it holds under that limit, so that both take the same memory. A strict schedule takes none, and its
+            bound uses the memory that the schedule itself needs.
         admission: with a hint, how chunks share the limit's slots; None: the limit's own rule, ``staircase`` unless it
             says otherwise.
         sends: ``blocking`` makes strict 1f1b send as Megatron does, where sender and receiver wait for each other.
@@ -209,7 +207,7 @@ def resolve_limits(
         ConfigError: for a limit on bytes where the table has none.
     """
     spec = DEFAULT_LIMIT if spec is None else spec
-    limits = [Limit.resolve(spec, stage, costs.stages) for stage in range(costs.stages)]
+    limits = [limit_of(spec, stage, costs.stages) for stage in range(costs.stages)]
     if any(limit.bytes is not None for limit in limits):
         _check_has_bytes(costs)
     return limits if admission is None else [replace(limit, rule=admission) for limit in limits]

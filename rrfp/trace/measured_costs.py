@@ -145,6 +145,7 @@ def _table(steps: Sequence[TracedStep], middle: Middle, latency: str | None) -> 
     messages = 2 * sum(crosses) * microbatches
     if latency is None and messages and filled == messages:
         raise ConfigError(f"no time of a message is recorded: give latency, one of: {', '.join(LATENCY_MODELS)}")
+    there, back = _filled(forward, backward, crosses)
     table = CostTable(
         shape.stages,
         shape.chunks,
@@ -153,7 +154,8 @@ def _table(steps: Sequence[TracedStep], middle: Middle, latency: str | None) -> 
         _durations(steps, Kind.F, middle),
         _durations(steps, Kind.B, middle),
         _durations(steps, Kind.W, middle) if shape.split else None,
-        *_filled(forward, backward, crosses),
+        there,
+        back,
     )
     if latency is not None:
         return with_latency(table, latency), 0, 0

@@ -38,11 +38,11 @@ def test_a_misspelt_command_is_answered_with_the_right_one() -> None:
 
 SEVERAL = {
     "options of the sibling, a hint and a missing option": (
-        ("simulate", "--hint", "nope", "--profile", "nope", "--stages", "0"),
+        ("simulate", "--hint", "nope", "--chunks", "2", "--seeds", "0"),
         [
-            "No such option: --profile; it is an option of rrfp sweep",
-            "No such option: --stages; it is an option of rrfp sweep",
-            "Missing option '--costs'",
+            "No such option: --chunks; it is an option of rrfp sweep",
+            "No such option: --seeds; it is an option of rrfp sweep",
+            "exactly one of --costs FILE and --profile multimodal is needed",
             "hint is 'nope', must be one of: bf",
             " (see rrfp simulate --help)",
         ],

@@ -63,8 +63,10 @@ BAD = {
     "absent sizes": (("--hint", "bf", "--sizes", "no/such"), "sizes is 'no/such', must be planned or a file"),
     "two limits": (("--hint", "bf", "--limit", "n,2n"), "these are 2: lists go with rrfp sweep"),
     "two sends": (("--strict", "1f1b", "--sends", "eager,blocking"), "these are 2: lists go with rrfp sweep"),
-    "a profile": (("--profile", "llm", "--hint", "bf"), "it is an option of rrfp sweep (see"),
-    "stages": (("--hint", "bf", "--stages", "4"), "it is an option of rrfp sweep (see"),
+    "a profile of chains": (("--profile", "llm"), "profile is 'llm', must be multimodal; rrfp sweep has the profiles"),
+    "a profile too": (("--profile", "multimodal"), "exactly one of --costs FILE and --profile multimodal is needed"),
+    "stages": (("--hint", "bf", "--stages", "4"), "--stages goes with --profile multimodal"),
+    "chunks": (("--hint", "bf", "--chunks", "4"), "it is an option of rrfp sweep (see"),
     "seeds": (("--hint", "bf", "--seeds", "4"), "it is an option of rrfp sweep"),
     "csv": (("--hint", "bf", "--csv", "x.csv"), "it is an option of rrfp sweep"),
     "absent schedule": (("--strict", "no/such.csv"), "strict is 'no/such.csv': cannot be read (No such file"),
@@ -163,7 +165,7 @@ def test_wrong_sizes_are_named(costs: Path, tmp_path: Path, text: str, message: 
 def test_no_cost_file() -> None:
     result = rrfp("simulate", "--hint", "bf")
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert "Missing option '--costs'" in result.stderr
+    assert "exactly one of --costs FILE and --profile multimodal is needed" in result.stderr
 
 
 @pytest.mark.parametrize(

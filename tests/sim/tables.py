@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from rrfp.core.placement import Layout
+from rrfp.core.graph import Graph
+from rrfp.core.placement import Layout, TablePlacement
 from rrfp.costs import CostTable
 
 Rows = Sequence[Sequence[float]]
@@ -46,3 +47,60 @@ def tables(draw: st.DrawFn, *, most_chunks: int = 2) -> CostTable:
     weight = matrix(count) if is_split else None
     forward, backward, there, back = matrix(count), matrix(count), matrix(count - 1), matrix(count - 1)
     return CostTable(stages, chunks, placement, microbatches, forward, backward, weight, there, back)
+
+
+def graph_table(
+    stage_of: Sequence[int],
+    edges: Sequence[tuple[int, int]],
+    forward: Rows,
+    backward: Rows,
+    *,
+    latency: float | Rows = 0.0,
+    skipped: Sequence[set[int]] = (),
+) -> CostTable:
+    """Of a graph: a row a virtual stage, a column a microbatch; one latency, or rows for both ways."""
+    shape = (len(edges), len(forward[0]))
+    rows = (
+        np.full(shape, latency) if isinstance(latency, float | int) else np.array(latency, dtype=float).reshape(shape)
+    )
+    return CostTable.of_graph(
+        Graph(TablePlacement(tuple(stage_of)), tuple(edges)),
+        len(forward[0]),
+        forward=np.array(forward),
+        backward=np.array(backward),
+        latency_forward=rows,
+        latency_backward=rows,
+        skipped=tuple(map(frozenset, skipped)),
+    )
+
+
+@st.composite
+def graph_tables(draw: st.DrawFn, *, has_skips: bool = True) -> CostTable:
+    """Any edges between up to six virtual stages on up to three stages; full of ties and zeros, or arbitrary times."""
+    count, microbatches = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    pairs = [(u, v) for v in range(count) for u in range(v)]
+    edges = draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []
+    drawn = draw(st.lists(st.integers(0, 2), min_size=count, max_size=count))
+    numbers = {stage: number for number, stage in enumerate(dict.fromkeys(drawn))}
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    levels = draw(st.sampled_from([[0.0, 1.0], [1.0, 2.0, 4.0], None]))
+
+    def matrix(rows: int) -> np.ndarray:
+        shape = (rows, microbatches)
+        return random.exponential(1e-2, shape) if levels is None else random.choice(levels, shape)
+
+    share = draw(st.sampled_from([0.0, 0.3])) if has_skips else 0.0
+    skips = random.random((microbatches, count)) < share
+    skips[skips.all(axis=1)] = False  # one that visits nothing is no microbatch
+    sizes = {"weight": matrix(count)} if draw(st.booleans()) else {}
+    sizes |= {"held": random.choice([1.0, 2.0, 5.0], (count, microbatches))} if draw(st.booleans()) else {}
+    return CostTable.of_graph(
+        Graph(TablePlacement(tuple(numbers[stage] for stage in drawn)), tuple(edges)),
+        microbatches,
+        forward=matrix(count),
+        backward=matrix(count),
+        latency_forward=matrix(len(edges)),
+        latency_backward=matrix(len(edges)),
+        skipped=tuple(frozenset(np.flatnonzero(row).tolist()) for row in skips),
+        **sizes,
+    )

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from rrfp.core.admission import AdmissionRule, Limit
+from rrfp.core.admission import AdmissionRule
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict
@@ -18,7 +18,9 @@ from rrfp.schedules.csv import CsvSchedule
 from rrfp.schedules.registry import ScheduleSpec
 from rrfp.sim.cluster.coordination import COORDINATIONS, CoordinationName
 from rrfp.sim.cluster.simulation import TensorParallelSimulation, simulate_tensor_parallel
-from rrfp.sim.simulation import DEFAULT_LIMIT, SAME_BYTES, SENDS, Sends, Simulation, simulate
+from rrfp.sim.limit_texts import SAME_BYTES, counts_bytes, limit_of
+from rrfp.sim.simulation import DEFAULT_LIMIT, SENDS, Sends, Simulation, simulate
+from rrfp.sim.sweep.multimodal import MultimodalWorkload
 from rrfp.sim.sweep.workloads import CostFile, Workload
 
 #: How chunks may share a limit's slots.
@@ -32,8 +34,8 @@ class Method:
     Attributes:
         hint: a hint's name, class or instance.
         strict: a schedule's name, or a schedule file's text. Exactly one of the two is given.
-        limit: with a hint, the microbatches a stage may hold, see `rrfp.core.admission.Limit.resolve`; or the bytes
-            that it holds under such a limit, see `rrfp.sim.simulation.simulate`.
+        limit: with a hint, the microbatches a stage may hold, see `rrfp.core.admission.Limit.resolve`; or bytes, see
+            `rrfp.sim.simulation.simulate`.
         admission: with a hint, how chunks share the limit's slots.
         sends: of a strict schedule, see `rrfp.sim.simulation.simulate`.
         coordination: with a hint, how the ranks of a group agree on the same order; None: the default.
@@ -62,7 +64,7 @@ class Method:
             create_strict(self.strict)
         elif self.hint is not None:
             create_hint(self.hint)
-            Limit.resolve(str(self.limit).removeprefix(SAME_BYTES) if self.counts_bytes else self.limit, 0, 1)
+            limit_of(self.limit.removeprefix(SAME_BYTES) if isinstance(self.limit, str) else self.limit, 0, 1)
         if not self.name:
             chosen = self.hint if self.strict is None else self.strict
             is_text = isinstance(chosen, str | CsvSchedule)
@@ -72,7 +74,7 @@ class Method:
     @property
     def counts_bytes(self) -> bool:
         """Whether the limit is in bytes."""
-        return isinstance(self.limit, str) and self.limit.startswith(SAME_BYTES)
+        return counts_bytes(self.limit)
 
     @property
     def kind(self) -> str:
@@ -114,7 +116,7 @@ class Method:
 class Experiment:
     """One run: a method on a workload."""
 
-    workload: Workload | CostFile
+    workload: Workload | CostFile | MultimodalWorkload
     method: Method
 
     def simulate(self) -> Simulation | TensorParallelSimulation:
