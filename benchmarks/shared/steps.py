@@ -67,7 +67,7 @@ class Step:
             seconds,
             begin_s=min(span.start for span in spans[0]),
             end_s=seconds - max(span.end for stage in spans for span in stage),
-            others=_others(ranks),
+            others=others_of(ranks),
             cpu={group: sum(rank["cpu"][group] for rank in ranks) for group in GROUPS if group not in foreign},
             spans=spans,
             gradients=[rank["gradients"] for rank in ranks],
@@ -125,7 +125,7 @@ class Step:
         return f"{self.turn.method}, {self.turn.cell}, round {self.turn.number}"
 
 
-def _others(ranks: Sequence[Mapping[str, Any]]) -> float | None:
+def others_of(ranks: Sequence[Mapping[str, Any]]) -> float | None:
     """Cores that processes other than the ranks took between rank 0's readings."""
     first = ranks[0]
     if first["machine"] is None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.shared.clocks import Reading
-from benchmarks.shared.comparison import Comparison, Turn
+from benchmarks.shared.comparison import Comparison
 from benchmarks.shared.sleeping import Stages
 from benchmarks.shared.tables import scaled
 from rrfp.compute.lanes.precise_sleep import sleep_until
@@ -79,7 +79,7 @@ def timed(step: Step, sizes: Sequence[float] | None) -> dict[str, Any]:
     }
 
 
-def report(turn: Turn, own: dict[str, Any]) -> None:
+def report(turn: tuple[Any, ...], own: dict[str, Any]) -> None:
     """Tell the command how a step went."""
     parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(own, parts)

@@ -1,0 +1,102 @@
+"""The forms of the multimodal model that real processes run: each as a graph of RRFP with cost tables of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import NamedTuple, cast
+
+import rrfp
+from rrfp.costs.multimodal import PARTS, GraphName, multimodal_costs, multimodal_sizes
+from rrfp.costs.profiles import PLAIN_BYTES, PLAIN_FORWARD
+from rrfp.costs.table import CostTable
+
+CHAIN, BRANCH, SKIPPED, COLOCATED = "chain", "branch", "branch, skips", "co-located, skips"
+FORMS = (CHAIN, BRANCH, SKIPPED, COLOCATED)
+
+#: The limits on bytes, as multiples of what a microbatch of average size holds in all.
+LIMITS = {"N": 1, "2N": 2}
+
+
+class Turn(NamedTuple):
+    """One step; rounds count from 1, round 0 warms up."""
+
+    number: int
+    limit: str
+    form: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What one set of processes runs.
+
+    Attributes:
+        stages: N, one process each.
+        images: share of microbatches with an image.
+        sounds: share of microbatches with a sound.
+        microbatches: M.
+        rounds: measured steps of each form and limit; every round has microbatches of its own.
+        num_bytes: of every tensor between virtual stages.
+    """
+
+    stages: int
+    images: float
+    sounds: float
+    microbatches: int = 32
+    rounds: int = 20
+    num_bytes: int = 2 << 20
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self))
+
+    def turns(self) -> Iterator[Turn]:
+        """All steps in order: the forms alternate, and the first one changes from round to round."""
+        for number in range(self.rounds + 1):
+            first = number % len(FORMS)
+            for limit in LIMITS:
+                for form in (*FORMS[first:], *FORMS[:first]):
+                    yield Turn(number, limit, form)
+
+    def table(self, turn: Turn) -> CostTable:
+        """The durations and held bytes of a step."""
+        name = "colocated" if turn.form == COLOCATED else turn.form.partition(",")[0]
+        return multimodal_costs(
+            cast("GraphName", name),
+            self.stages,
+            self.microbatches,
+            images=self.images,
+            sounds=self.sounds,
+            skip=turn.form in (SKIPPED, COLOCATED),
+            step=turn.number,
+        )
+
+    def sizes(self, turn: Turn) -> tuple[float, ...]:
+        """How large the microbatches are."""
+        return multimodal_sizes(self.microbatches, images=self.images, sounds=self.sounds, step=turn.number)
+
+
+def most_bytes(limit: str) -> int:
+    """The limit on bytes of every rank: in all forms the same."""
+    return round(LIMITS[limit] * sum(PARTS.values()) * PLAIN_BYTES / PLAIN_FORWARD)
+
+
+def declared(table: CostTable) -> rrfp.Graph:
+    """The graph of a table's parts."""
+    tasks = table.to_graph()
+    places: dict[str, list[int]] = {}
+    for name, stage in zip(tasks.names, tasks.stage_of, strict=True):
+        places.setdefault(name.partition(".")[0], []).append(stage)
+    graph = rrfp.Graph()
+    encoders = {name: graph.part(name, stages=places[name], optional=True) for name in PARTS if name != "lm"}
+    graph.part("lm", stages=places["lm"], reads=encoders)
+    return graph
+
+
+def visits_of(table: CostTable) -> dict[str, list[bool]]:
+    """Which microbatches visit each encoder."""
+    names = table.to_graph().names
+    first = {name.partition(".")[0]: v for v, name in reversed(list(enumerate(names)))}
+    skipped = table.skipped or (frozenset(),) * table.microbatches
+    return {part: [v not in each for each in skipped] for part, v in first.items() if part != "lm"}
