@@ -8,13 +8,17 @@ import pytest
 from core_script import T
 from torch.distributed.pipelining.schedules import _Action
 
+from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
-from rrfp.core.placement import Placement
+from rrfp.core.placement import Placement, TablePlacement
 from rrfp.core.schedule import Schedule
+from rrfp.core.tasks import Mode
 from rrfp.costs import make_costs
 from rrfp.errors import ConfigError
+from rrfp.hints.registry import create_strict
 from rrfp.schedules.csv import CsvSchedule, from_csv, to_csv
 from rrfp.schedules.registry import make_schedule
+from rrfp.sim.cluster.random_run import RandomRun
 from rrfp.sim.cluster.simulation import simulate_tensor_parallel
 from rrfp.sim.simulation import simulate
 
@@ -158,3 +162,17 @@ def test_a_schedule_file_runs_as_the_schedule_that_was_written() -> None:
     assert simulate(costs, strict=CsvSchedule("mine.csv", text)) == simulate(costs, strict="zb-h1")
     grouped = simulate_tensor_parallel(costs, 2, strict=CsvSchedule("mine.csv", text)).result
     assert grouped == simulate_tensor_parallel(costs, 2, strict="zb-h1").result
+
+
+def test_a_schedule_file_for_a_graph_runs_strictly_without_what_microbatches_skip() -> None:
+    """0 and 1 feed 2; the second microbatch skips 1."""
+    branch = Graph(TablePlacement((0, 1, 2)), ((0, 2), (1, 2)))
+    text = "0F0,0F1,0B0,0B1\n1F1,1F0,1B1,1B0\n2F0,2B0,2F1,2B1"
+    hints = [create_strict(CsvSchedule("branch.csv", text)) for _ in range(3)]
+    network = RandomRun(branch, hints, [Limit()] * 3, skips=[(frozenset[int](), frozenset({1}))])
+    network.run([(Mode.TRAIN, 2)])
+    assert [" ".join(map(str, steps[0])) for steps in network.orders] == [
+        "F0@0 F1@0 B0@0 B1@0",
+        "F0@1 B0@1",
+        "F0@2 B0@2 F1@2 B1@2",
+    ]

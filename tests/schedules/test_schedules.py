@@ -6,7 +6,7 @@ import pytest
 from core_script import T
 
 from rrfp.core.graph import Graph
-from rrfp.core.placement import Placement
+from rrfp.core.placement import Placement, TablePlacement
 from rrfp.core.schedule import Schedule
 from rrfp.core.tasks import Mode
 from rrfp.errors import ConfigError
@@ -196,6 +196,18 @@ def test_an_unknown_schedule_is_refused_with_the_choices() -> None:
             "zb-v",
             Graph.chain(2, split=True),
             "zb-v takes 2 chunks a stage, v placement, split backward; the graph has 1 chunk a stage",
+        ),
+        (
+            "1f1b",
+            Graph(TablePlacement((0, 1, 2)), ((0, 2), (1, 2))),
+            "1f1b takes a chain with equally many chunks on each stage; the graph has branches: choose another hint, "
+            "or a schedule file made for it",
+        ),
+        (
+            "interleaved-1f1b",
+            Graph(TablePlacement((0, 1, 0))),
+            "interleaved-1f1b takes a chain with equally many chunks on each stage; the graph has stages of 1 to 2 "
+            "chunks: choose another hint, or a schedule file made for it",
         ),
     ],
 )
