@@ -187,10 +187,10 @@ class Graph:
         Args:
             virtual_stage: 0..V-1.
         """
-        found, pending = set[int](), [virtual_stage]
+        dependants, pending = set[int](), [virtual_stage]
         while pending:
-            new = set(self.successors[pending.pop()]) - found
-            found |= new
+            new = set(self.successors[pending.pop()]) - dependants
+            dependants |= new
             pending += new
         stage = self.stage_of[virtual_stage]
-        return tuple(v for v in self.placement.virtual_stages(stage) if v in found)
+        return tuple(v for v in self.placement.virtual_stages(stage) if v in dependants)
