@@ -22,7 +22,7 @@ _THREADS = {"main": (MAIN,), "loop": (LOOP,), "lane": (LANE,), "I/O": (ZMQ, GLOO
 
 def print_report(results: Results, aims: Sequence[CellAim]) -> None:
     """For people."""
-    console = Console(width=max(Console().width, 140))
+    console = Console(width=max(Console().width, 180))
     for cell, figures in results.items():
         console.print(times_table(cell, figures, PEERS), _cpu(cell, figures))
     for stages in dict.fromkeys(cell.stages for cell in results):

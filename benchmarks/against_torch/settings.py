@@ -11,16 +11,17 @@ from benchmarks.shared.tables import Form
 from rrfp.pipeline.options import Options
 
 
-def _rrfp(form: Form, *, has_sizes: bool = False, **options: Any) -> Method:
+def _rrfp(form: Form, *, has_sizes: bool = False, own_bytes: bool = False, **options: Any) -> Method:
     if form is not Form.WHOLE:
         options["split"] = True
     if form is Form.V:
         options["placement"] = "v"
-    return Method(Runtime.RRFP, form, cast("Options", options), has_sizes)
+    return Method(Runtime.RRFP, form, cast("Options", options), has_sizes, own_bytes)
 
 
 TORCH_1F1B, TORCH_ZBV, TORCH_GPIPE = "torch 1F1B", "torch ZBV", "torch GPipe"
 STRICT_1F1B, V_N = "strict 1f1b", "V, n"
+OWN_BYTES = "n by own bytes, sizes"
 
 #: All methods by name. Those without another remark are RRFP's, with the default hint and a split backward.
 METHODS: Mapping[str, Method] = {
@@ -34,6 +35,7 @@ METHODS: Mapping[str, Method] = {
     "1f1b, sizes": _rrfp(Form.SPLIT, limit="1f1b", has_sizes=True),
     "n, sizes": _rrfp(Form.SPLIT, limit="n", has_sizes=True),
     "2n, sizes": _rrfp(Form.SPLIT, limit="2n", has_sizes=True),
+    OWN_BYTES: _rrfp(Form.SPLIT, has_sizes=True, own_bytes=True),
     V_N: _rrfp(Form.V, limit="n"),
     TORCH_GPIPE: Method(Runtime.TORCH, Form.WHOLE),
     "strict gpipe": _rrfp(Form.WHOLE, strict="gpipe"),

@@ -28,6 +28,7 @@ def steps_of(settings: Settings, rank: int, stages: Stages, stack: ExitStack) ->
         if METHODS[name].runtime is Runtime.TORCH
         else _rrfp_step(name, settings, rank, stages, stack)
         for name in settings.methods
+        if not METHODS[name].own_bytes
     }
 
 

@@ -8,7 +8,8 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 
-from benchmarks.against_torch.settings import Settings
+from benchmarks.against_torch.own_bytes import OwnBytes
+from benchmarks.against_torch.settings import OWN_BYTES, Settings
 from benchmarks.against_torch.systems import steps_of
 from benchmarks.shared.comparison import NUM_BYTES
 from benchmarks.shared.sleeping import Stages
@@ -22,7 +23,10 @@ def main() -> None:
     with ExitStack() as stack:
         settings, rank = Settings.from_json(sys.argv[1]), dist.get_rank()
         stages = Stages(rank, settings.stages, NUM_BYTES)
-        run_turns(settings, stages, steps_of(settings, rank, stages, stack))
+        own_bytes = OwnBytes(settings, rank, stages)
+        stack.callback(own_bytes.close)
+        steps = {**steps_of(settings, rank, stages, stack), OWN_BYTES: own_bytes.step}
+        run_turns(settings, stages, steps, own_bytes.prepare)
     dist.barrier()
     dist.destroy_process_group()
 

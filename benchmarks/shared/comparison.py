@@ -34,12 +34,14 @@ class Method:
         form: of its table.
         options: of RRFP's pipeline.
         has_sizes: whether a step is given ``sizes``.
+        own_bytes: whether its limit is on bytes: on each stage those that its hint holds there within N microbatches.
     """
 
     runtime: Runtime
     form: Form
     options: Options = field(default_factory=lambda: Options())
     has_sizes: bool = False
+    own_bytes: bool = False
 
     def runs(self, profile: str) -> bool:
         """Whether it is measured: sizes that are all alike change nothing."""

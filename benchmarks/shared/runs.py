@@ -9,7 +9,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.shared.comparison import Comparison
+from benchmarks.shared.comparison import Comparison, Turn
 from benchmarks.shared.steps import Step
 from benchmarks.shared.workers import run_workers
 
@@ -20,13 +20,19 @@ def steps_measured(worker: Path, every: Sequence[S]) -> Iterator[tuple[S, list[S
     """Run ``worker``, which takes its settings as JSON, for each of ``every``.
 
     Raises:
-        SystemExit: if a worker failed.
+        SystemExit: if a worker failed or hangs; the message says which step was awaited.
     """
     with Progress(console=Console(stderr=True), transient=True, auto_refresh=False) as progress:
         done = progress.add_task("steps", total=sum(1 for settings in every for _ in settings.turns()))
         for settings in every:
-            steps = []
-            for line in run_workers(worker, settings.stages, settings.to_json()):
+            turns, steps = [*settings.turns(), None], list[Step]()
+
+            def awaited(turns: Sequence[Turn | None] = turns, steps: Sequence[Step] = steps) -> str:
+                turn = turns[len(steps)]
+                return "the ranks' end" if turn is None else f"{turn.method}, {turn.cell}, round {turn.number}"
+
+            progress.update(done, description=awaited(), refresh=True)
+            for line in run_workers(worker, settings.stages, settings.to_json(), awaited=awaited):
                 steps.append(Step.of(line, settings.METHODS))
-                progress.update(done, advance=1, refresh=True)
+                progress.update(done, advance=1, description=awaited(), refresh=True)
             yield settings, steps

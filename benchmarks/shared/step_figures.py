@@ -22,12 +22,14 @@ class Judged:
         bound: seconds that no order, memory or transport can beat on its table.
         reference_bound: the same on the table of reference, whatever its own form.
         overhead: over its own order.
+        held_bytes: of each stage, the most.
     """
 
     step: Step
     bound: float
     reference_bound: float
     overhead: Overhead
+    held_bytes: tuple[int, ...]
 
     @classmethod
     def of(cls, step: Step, settings: Comparison) -> Judged:
@@ -35,7 +37,7 @@ class Judged:
         table = settings.table(step.turn)
         step.check(table)
         bounds = lower_bound(table, None), lower_bound(settings.reference(step.turn), None)
-        return cls(step, *bounds, Overhead.of(step, table))
+        return cls(step, *bounds, Overhead.of(step, table), step.held_bytes(table))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class Figures:
         overhead: over its own order.
         cpu_s: processor time a task, of all ranks, by group of threads.
         held: the most microbatches of each stage.
+        held_bytes: the most bytes of each stage, as the tables have them; median.
         begin_s: from the call to the first task of stage 0.
         end_s: from the end of the last task until the last rank has returned.
     """
@@ -82,6 +85,7 @@ class Figures:
     overhead: Overhead
     cpu_s: Mapping[str, float]
     held: tuple[float, ...]
+    held_bytes: tuple[float, ...]
     begin_s: float
     end_s: float
 
@@ -111,6 +115,7 @@ class Figures:
             overhead=Overhead(middle(lambda each: each.overhead.total), middle(lambda each: each.overhead.in_sleeps)),
             cpu_s={group: middle(lambda each: each.step.cpu[group] / each.step.tasks) for group in groups},  # noqa: B023
             held=tuple(max(held) for held in zip(*(each.step.held for each in used), strict=True)),
+            held_bytes=tuple(median(held) for held in zip(*(each.held_bytes for each in used), strict=True)),
             begin_s=middle(lambda each: each.step.begin_s),
             end_s=middle(lambda each: each.step.end_s),
         )

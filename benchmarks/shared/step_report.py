@@ -16,6 +16,7 @@ from benchmarks.shared.steps import DISTURBED_CORES
 #: Marks figures of disturbed steps, where there are no others.
 MARK = "†"
 NOTHING = "-"
+MIB = 1 << 20
 
 
 def name_of(method: str, figures: Figures) -> str:
@@ -34,6 +35,7 @@ def times_table(cell: Cell, figures: Mapping[str, Figures], peers: Sequence[str]
         "over own",
         "in sleeps",
         "held (sum)",
+        "MiB (sum)",
         "start",
         "end ms",
     )
@@ -49,6 +51,7 @@ def times_table(cell: Cell, figures: Mapping[str, Figures], peers: Sequence[str]
             f"{one.overhead.total:.1%}",
             f"{one.overhead.in_sleeps:.1%}",
             f"{max(one.held):g} ({sum(one.held):g})",
+            f"{max(one.held_bytes) / MIB:,.0f} ({sum(one.held_bytes) / MIB:,.0f})",
             f"{one.begin_s * 1e3:.1f}",
             f"{one.end_s * 1e3:.1f}",
         )

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from benchmarks.shared.clocks import COPIER, GLOO, GROUPS, LANE, LOOP, ZMQ
@@ -100,6 +101,10 @@ class Step:
         trace = StepTrace(self.turn.number, 0.0, self.seconds, every, (), ())
         return tuple(peak_held(trace, stage) / self.method.form.chunks for stage in range(len(self.spans)))
 
+    def held_bytes(self, costs: CostTable) -> tuple[int, ...]:
+        """For each stage, the most bytes of ``costs`` that it held, from the end of F to the end of the last task."""
+        return tuple(_peak_bytes(spans, costs) for spans in self.spans)
+
     def check(self, costs: CostTable) -> None:
         """Refuse a step that has not done its work.
 
@@ -123,6 +128,18 @@ class Step:
     @property
     def _name(self) -> str:
         return f"{self.turn.method}, {self.turn.cell}, round {self.turn.number}"
+
+
+def _peak_bytes(spans: Sequence[TaskSpan], costs: CostTable) -> int:
+    ends: dict[tuple[int, int], float] = {}
+    changes = []
+    for span in spans:
+        key = span.task.microbatch, span.task.virtual_stage
+        ends[key] = max(span.end, ends.get(key, span.end))
+        if span.task.kind is Kind.F:
+            changes.append((span.end, costs.held_bytes(*key)))
+    changes += [(end, -costs.held_bytes(*key)) for key, end in ends.items()]
+    return max(accumulate(num_bytes for _, num_bytes in sorted(changes)), default=0)
 
 
 def others_of(ranks: Sequence[Mapping[str, Any]]) -> float | None:

@@ -7,9 +7,12 @@ from enum import StrEnum
 
 from rrfp.core.placement import Layout
 from rrfp.costs import CostTable, make_costs
+from rrfp.costs.profiles import PLAIN_BYTES
 
 #: Chunks of a stage that has several.
 CHUNKS = 2
+#: Bytes that a microbatch of size 1 holds on a plain stage of one chunk; on others in proportion to its planned time.
+HELD_BYTES = 16 << 20
 
 
 class Form(StrEnum):
@@ -40,8 +43,8 @@ class Form(StrEnum):
 def make_table(
     form: Form, profile: str, stages: int, microbatches: int, *, seed: int, step: int, jitter: str
 ) -> CostTable:
-    """The table of one step; those of one step and seed have the same microbatches in every form."""
-    return make_costs(
+    """The table of one step; those of one step and seed have the same microbatches and bytes in every form."""
+    table = make_costs(
         profile,
         stages,
         microbatches,
@@ -51,7 +54,9 @@ def make_table(
         seed=seed,
         step=step,
         jitter=jitter,
+        sized=True,
     )
+    return replace(table, held=None if table.held is None else table.held * (HELD_BYTES / PLAIN_BYTES))
 
 
 def scaled(table: CostTable, factor: float) -> CostTable:

@@ -36,16 +36,22 @@ _LEAD_S = 0.05
 _TRAIL_S = 0.05
 
 #: The durations of a step that warms up, over a measured one's.
-_WARM_UP = 0.1
+WARM_UP = 0.1
 
 
-def run_turns(settings: Comparison, stages: Stages, steps: Mapping[str, Step]) -> None:
-    """Run all methods to the end."""
+def run_turns(
+    settings: Comparison,
+    stages: Stages,
+    steps: Mapping[str, Step],
+    prepare: Callable[[Turn], None] = lambda turn: None,
+) -> None:
+    """Run all methods to the end; ``prepare`` is called before each step, outside its time."""
     for turn in settings.turns():
         table, modules = settings.table(turn), stages.of(settings.METHODS[turn.method].form)
+        prepare(turn)
         stages.log.open_step()
         for module in modules:
-            module.open_step(table if turn.number else scaled(table, _WARM_UP))
+            module.open_step(table if turn.number else scaled(table, WARM_UP))
         own = timed(steps[turn.method], settings.sizes(turn))
         own["spans"] = [(str(span.task), span.start, span.end) for span in stages.log.spans]
         own["gradients"] = [float(module.weight.grad) for module in modules if module.weight.grad is not None]

@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,30 @@ def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables}
 
 
-def run_workers(script: Path, count: int, *arguments: str, **variables: str) -> Iterator[Any]:
+#: Seconds without a report after which workers count as hung: their start takes less, and a step far less.
+PATIENCE_S = 180.0
+
+
+def run_workers(
+    script: Path,
+    count: int,
+    *arguments: str,
+    awaited: Callable[[], str] = lambda: "a report",
+    patience: float = PATIENCE_S,
+    **variables: str,
+) -> Iterator[Any]:
     """Run ``count`` workers, and yield their reports.
 
     Args:
         script: the worker's file.
         count: how many.
         arguments: of each, on its command line.
+        awaited: what the next report is about, for the error.
+        patience: seconds within which each report must come.
         variables: of the environment.
 
     Raises:
-        SystemExit: if a worker failed.
+        SystemExit: if a worker failed, or none reported for too long; the message says what was awaited.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     process = subprocess.Popen(
@@ -41,12 +55,38 @@ def run_workers(script: Path, count: int, *arguments: str, **variables: str) -> 
     )
     assert process.stdout is not None
     try:
-        for text in process.stdout:
-            if text.startswith("{"):
-                yield json.loads(text)
+        is_late = yield from _reports(process, process.stdout, patience)
+        if is_late:
+            raise SystemExit(f"no worker reported for {patience:g} s: waited for {awaited()}")
         if process.wait() != 0:
-            raise SystemExit(f"a worker ended with exit code {process.returncode}")
+            raise SystemExit(f"a worker ended with exit code {process.returncode}: waited for {awaited()}")
     finally:
         process.terminate()  # torchrun ends its workers
         process.wait()
         process.stdout.close()
+
+
+def _reports(process: subprocess.Popen[str], lines: Iterable[str], patience: float) -> Generator[Any, None, bool]:
+    """Yield the reports until the workers have ended, or are ended because one takes too long; returns whether."""
+    late = threading.Event()
+
+    def give_up() -> None:
+        late.set()
+        process.terminate()
+
+    def watch() -> threading.Timer:
+        timer = threading.Timer(patience, give_up)
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    timer = watch()
+    try:
+        for text in lines:
+            if text.startswith("{"):
+                timer.cancel()  # whoever reads the report may take their time
+                yield json.loads(text)
+                timer = watch()
+    finally:
+        timer.cancel()
+    return late.is_set()

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from benchmarks.against_torch.aims import CPU, END, OVER, TOLERATED, V_OVER_ZBV, CellAim, aims_of
+from benchmarks.against_torch.own_bytes import limits_of
 from benchmarks.against_torch.report import document_of, print_report
-from benchmarks.against_torch.settings import DEFAULT_METHODS, METHODS, TORCH_1F1B, TORCH_ZBV, Settings
+from benchmarks.against_torch.settings import DEFAULT_METHODS, METHODS, OWN_BYTES, TORCH_1F1B, TORCH_ZBV, Settings
 from benchmarks.shared.clocks import GLOO, GROUPS, LANE, LOOP, MAIN, REST, Reading, group_of
 from benchmarks.shared.comparison import Cell, Turn
 from benchmarks.shared.overhead import makespan
@@ -24,7 +25,7 @@ from benchmarks.shared.step_figures import Results, results_of
 from benchmarks.shared.steps import Step
 from benchmarks.shared.tables import Form, scaled
 from rrfp.core.admission import Limit
-from rrfp.hints.registry import create_strict
+from rrfp.hints.registry import DEFAULT_HINT, create_hint, create_strict
 from rrfp.sim.bound import lower_bound
 from rrfp.sim.engine import run
 
@@ -85,6 +86,33 @@ def test_a_step_as_fast_as_its_order_has_no_overhead_and_holds_what_its_schedule
         assert one.per_own_bound >= 1 - 1e-9
         assert one.held == {Form.WHOLE: (2, 1), Form.SPLIT: (2, 2), Form.V: (2, 2)}[METHODS[name].form]
     assert figures["bf, 2n"].per_bound == figures["bf, 2n"].per_own_bound
+
+
+@pytest.mark.parametrize(("method", "schedule"), [("n", "zb-h1"), ("V, n", "zb-v"), (TORCH_1F1B, "1f1b")])
+def test_bytes_that_a_step_held_are_those_that_the_engine_counts(method: str, schedule: str) -> None:
+    of = replace(settings(method), profiles=("mllm",))
+    turn = Turn(Cell(2, "mllm", "J3"), 1, method)
+    table = of.table(turn)
+
+    counted = run(table, [create_strict(schedule) for _ in range(2)], [Limit()] * 2)
+
+    held = Step.of(line(of, turn), METHODS).held_bytes(table)
+    assert held == tuple(peaks.num_bytes for peaks in counted.peaks)
+    assert min(held) > 0
+
+
+def test_own_bytes_limit_each_stage_to_what_the_hint_held_there_by_count() -> None:
+    of = replace(settings(OWN_BYTES), profiles=("mllm",), microbatches=16)
+    turn = Turn(Cell(2, "mllm", "J3"), 1, OWN_BYTES)
+    table, sizes = of.table(turn), of.sizes(turn)
+    counted = run(table, [create_hint(DEFAULT_HINT) for _ in range(2)], [Limit(2), Limit(2)], sizes=sizes)
+
+    limits = limits_of(table, sizes)
+
+    for limit, peaks in zip(limits, counted.peaks, strict=True):
+        assert limit.microbatches is None
+        assert limit.bytes is not None
+        assert 1 <= limit.bytes / peaks.num_bytes <= 1.002
 
 
 def test_late_returns_and_long_sleeps_are_told_apart() -> None:
@@ -254,7 +282,14 @@ def test_smoke_run_measures_every_default_method_under_every_jitter() -> None:
         (jitter, name) for jitter in ("J0", "J3") for name in DEFAULT_METHODS
     ]
     for one in figures:
-        most = {"strict 1f1b": [2, 1], "1f1b": [2, 1], TORCH_1F1B: [2, 1], "2n": [4, 4], "2n, sizes": [4, 4]}
+        most = {
+            "strict 1f1b": [2, 1],
+            "1f1b": [2, 1],
+            TORCH_1F1B: [2, 1],
+            "2n": [4, 4],
+            "2n, sizes": [4, 4],
+            OWN_BYTES: [4, 4],
+        }
         held = zip(one["held"], most.get(one["method"], [2, 2]), strict=True)
         assert all(own <= bound for own, bound in held), one
         assert one["per_own_bound"] >= 1
@@ -262,4 +297,4 @@ def test_smoke_run_measures_every_default_method_under_every_jitter() -> None:
         assert one["cpu_per_task"] == pytest.approx(sum(one["cpu_s"].values()))
         assert min(one["begin_s"], one["end_s"]) >= 0
         assert one["per_peer"][one["method"]]["value"] == 1 if one["method"] in one["per_peer"] else True
-    assert len(document["aims"]) + len(document["not_judged"]) == 2 * (9 * 4 + 1)
+    assert len(document["aims"]) + len(document["not_judged"]) == 2 * (10 * 4 + 1)
