@@ -5,18 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import rrfp
-from rrfp.costs.multimodal import PARTS, GraphName, multimodal_costs, multimodal_sizes
-from rrfp.costs.profiles import PLAIN_BYTES, PLAIN_FORWARD
+from benchmarks.graphs.runs import FORMS, LIMITS, MICROBATCHES
+from rrfp.costs.multimodal import PARTS, multimodal_costs, multimodal_sizes
 from rrfp.costs.table import CostTable
-
-CHAIN, BRANCH, SKIPPED, COLOCATED = "chain", "branch", "branch, skips", "co-located, skips"
-FORMS = (CHAIN, BRANCH, SKIPPED, COLOCATED)
-
-#: The limits on bytes, as multiples of what a microbatch of average size holds in all.
-LIMITS = {"N": 1, "2N": 2}
 
 
 class Turn(NamedTuple):
@@ -43,7 +37,7 @@ class Settings:
     stages: int
     images: float
     sounds: float
-    microbatches: int = 32
+    microbatches: int = MICROBATCHES
     rounds: int = 20
     num_bytes: int = 2 << 20
 
@@ -54,32 +48,20 @@ class Settings:
     def turns(self) -> Iterator[Turn]:
         """All steps in order: the forms alternate, and the first one changes from round to round."""
         for number in range(self.rounds + 1):
-            first = number % len(FORMS)
+            first, forms = number % len(FORMS), tuple(FORMS)
             for limit in LIMITS:
-                for form in (*FORMS[first:], *FORMS[:first]):
+                for form in (*forms[first:], *forms[:first]):
                     yield Turn(number, limit, form)
 
     def table(self, turn: Turn) -> CostTable:
         """The durations and held bytes of a step."""
-        name = "colocated" if turn.form == COLOCATED else turn.form.partition(",")[0]
-        return multimodal_costs(
-            cast("GraphName", name),
-            self.stages,
-            self.microbatches,
-            images=self.images,
-            sounds=self.sounds,
-            skip=turn.form in (SKIPPED, COLOCATED),
-            step=turn.number,
-        )
+        graph, skip = FORMS[turn.form]
+        shares = {"images": self.images, "sounds": self.sounds}
+        return multimodal_costs(graph, self.stages, self.microbatches, **shares, skip=skip, step=turn.number)
 
     def sizes(self, turn: Turn) -> tuple[float, ...]:
         """How large the microbatches are."""
         return multimodal_sizes(self.microbatches, images=self.images, sounds=self.sounds, step=turn.number)
-
-
-def most_bytes(limit: str) -> int:
-    """The limit on bytes of every rank: in all forms the same."""
-    return round(LIMITS[limit] * sum(PARTS.values()) * PLAIN_BYTES / PLAIN_FORWARD)
 
 
 def declared(table: CostTable) -> rrfp.Graph:

@@ -34,7 +34,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.graphs.forms import CHAIN, COLOCATED, FORMS, LIMITS, SKIPPED, Settings, Turn, most_bytes
+from benchmarks.graphs.figures import AIMED_SHARES
+from benchmarks.graphs.forms import Settings, Turn
+from benchmarks.graphs.runs import CHAIN, FORMS, LIMITS
 from benchmarks.shared.figures import table_of
 from benchmarks.shared.load import OtherLoad
 from benchmarks.shared.options import parser_of, report
@@ -46,10 +48,9 @@ from rrfp.hints.registry import DEFAULT_HINT, create_hint
 from rrfp.sim.engine import run
 
 #: The shares of microbatches with an image, and with a sound.
-SHARES = ((1.0, 1.0), (0.6, 0.4), (0.3, 0.2))
-#: The shares for which there are aims, and the aims: a form's share of the chain's time.
-AIMED_AT = (0.6, 0.4)
-AIMS = {SKIPPED: 0.92, COLOCATED: 0.80}
+SHARES = ((1.0, 1.0), AIMED_SHARES, (0.3, 0.2))
+#: The aims for `AIMED_SHARES`: a form's share of the chain's time.
+AIMS = {"branch, skipped": 0.92, "co-located, skipped": 0.80}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Step:
         """Read a line of rank 0."""
         turn, ranks = Turn(*line["turn"]), line["ranks"]
         seconds = max(rank["returned"] for rank in ranks) - ranks[0]["started"]
-        held = max(ranks[0]["peak_bytes"]) / most_bytes(turn.limit)
+        held = max(ranks[0]["peak_bytes"]) / LIMITS[turn.limit]
         return cls(turn, seconds, others_of(ranks), held)
 
     @property
@@ -130,7 +131,7 @@ def simulated_s(settings: Settings, turn: Turn) -> float:
     """The makespan of the engine on the same table, where messages take no time."""
     table = settings.table(turn)
     hints = [create_hint(DEFAULT_HINT) for _ in range(settings.stages)]
-    limits = [Limit(bytes=most_bytes(turn.limit))] * settings.stages
+    limits = [Limit(bytes=LIMITS[turn.limit])] * settings.stages
     return run(table, hints, limits, sizes=settings.sizes(turn)).makespan
 
 
@@ -181,7 +182,7 @@ def aims(results: Sequence[tuple[Settings, Figures]]) -> Iterator[str]:
     """Whether each aim is met."""
     for settings, figures in results:
         for (limit, form), one in figures.items():
-            if form in AIMS and (settings.images, settings.sounds) == AIMED_AT:
+            if form in AIMS and (settings.images, settings.sounds) == AIMED_SHARES:
                 verdict = "met" if one.ratio <= AIMS[form] else "missed"
                 yield f"PP {settings.stages}, {limit}, {form}: {one.ratio:.3f}, aim {AIMS[form]:.2f}: {verdict}"
 
@@ -200,7 +201,7 @@ def main() -> None:
         for shares in SHARES
     ]
     if arguments.quick:
-        every = [Settings(2, *AIMED_AT, microbatches=4, rounds=2)]
+        every = [Settings(2, *AIMED_SHARES, microbatches=4, rounds=2)]
     results = [(settings, figures_of(settings, steps)) for settings, steps in measured(every)]
     document = {
         "results": [

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 import rrfp
-from benchmarks.graphs.forms import CHAIN, Settings, Turn, declared, most_bytes, visits_of
+from benchmarks.graphs.forms import Settings, Turn, declared, visits_of
+from benchmarks.graphs.runs import CHAIN, LIMITS
 from benchmarks.shared.turns import SILENT, report, timed
 from rrfp.compute.emulated import EmulatedStage, table_durations
 from rrfp.costs.table import CostTable
@@ -37,7 +38,7 @@ class Form:
         tasks = table.to_graph() if graph is None else ModelGraph.of(graph).tasks
         assert tasks.names == table.to_graph().names
         self._program = EmulatedStage(tasks, table_durations(table), settings.num_bytes, held=self._held)
-        options: Options = {**SILENT, "limit": rrfp.Limit(bytes=most_bytes(turn.limit))}
+        options: Options = {**SILENT, "limit": rrfp.Limit(bytes=LIMITS[turn.limit])}
         self._pipe = stack.enter_context(rrfp.Pipeline(self._program, graph=graph, **options).blocking())
         self._has_graph = graph is not None
         #: By stage, the most that the last step held.

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.shared.clocks import Reading
-from benchmarks.shared.comparison import Comparison
+from benchmarks.shared.comparison import Comparison, Turn
 from benchmarks.shared.sleeping import Stages
 from benchmarks.shared.tables import scaled
 from rrfp.compute.lanes.precise_sleep import sleep_until
