@@ -26,6 +26,7 @@ from rrfp.costs import CostTable
 from rrfp.hints.registry import DEFAULT_HINT, create_hint
 from rrfp.pipeline.api import Pipeline
 from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.options import Options
 from rrfp.sim.engine import run
 
 #: Bytes are whole numbers, so that proportions are a byte off; a limit would be missed by that byte.
@@ -92,7 +93,8 @@ class OwnBytes:
             dict(zip(placement.virtual_stages(self._rank), [module], strict=True)), graph, loss_fn=loss_fn
         )
         limit = limits_of(costs, self._settings.sizes(turn))[self._rank]
-        pipe = Pipeline(program, topology=Topology.from_env(), limit=limit, **SILENT, **self._method.options)
+        options: Options = {**SILENT, **self._method.options, "limit": limit}
+        pipe = Pipeline(program, topology=Topology.from_env(), **options)
         self._pipe = self._open.enter_context(pipe.blocking())
         before = turn._replace(number=0)
         program.costs = self._settings.table(before)

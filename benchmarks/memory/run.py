@@ -119,7 +119,9 @@ def main() -> None:
     lines, load = [], OtherLoad()
     with Progress(console=Console(stderr=True), transient=True) as progress:
         steps = progress.add_task("steps", total=len(settings.methods) * settings.rounds * settings.stages)
-        for line in run_workers(Path(__file__).with_name("worker.py"), settings.stages, settings.to_json(), **MALLOC):
+        for line in run_workers(
+            Path(__file__).with_name("worker.py"), settings.stages, settings.to_json(), variables=MALLOC
+        ):
             lines.append(line)
             progress.advance(steps)
     figures = figures_of(settings, lines)

@@ -13,6 +13,9 @@ from benchmarks.shared.comparison import Comparison, Turn
 from benchmarks.shared.steps import Step
 from benchmarks.shared.workers import run_workers
 
+#: Seconds without a report after which workers count as hung: their start takes less, and a step far less.
+_PATIENCE_S = 180.0
+
 S = TypeVar("S", bound=Comparison)
 
 
@@ -32,7 +35,8 @@ def steps_measured(worker: Path, every: Sequence[S]) -> Iterator[tuple[S, list[S
                 return "the ranks' end" if turn is None else f"{turn.method}, {turn.cell}, round {turn.number}"
 
             progress.update(done, description=awaited(), refresh=True)
-            for line in run_workers(worker, settings.stages, settings.to_json(), awaited=awaited):
+            plain = settings.to_json()
+            for line in run_workers(worker, settings.stages, plain, awaited=awaited, patience=_PATIENCE_S):
                 steps.append(Step.of(line, settings.METHODS))
                 progress.update(done, advance=1, description=awaited(), refresh=True)
             yield settings, steps

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 #: Where the package `benchmarks` lies.
@@ -21,17 +22,13 @@ def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables}
 
 
-#: Seconds without a report after which workers count as hung: their start takes less, and a step far less.
-PATIENCE_S = 180.0
-
-
 def run_workers(
     script: Path,
     count: int,
     *arguments: str,
     awaited: Callable[[], str] = lambda: "a report",
-    patience: float = PATIENCE_S,
-    **variables: str,
+    patience: float = threading.TIMEOUT_MAX,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Any]:
     """Run ``count`` workers, and yield their reports.
 
@@ -40,7 +37,7 @@ def run_workers(
         count: how many.
         arguments: of each, on its command line.
         awaited: what the next report is about, for the error.
-        patience: seconds within which each report must come.
+        patience: seconds within which each report must come; by default any number.
         variables: of the environment.
 
     Raises:
