@@ -56,8 +56,8 @@ class Settings:
     def table(self, turn: Turn) -> CostTable:
         """The durations and held bytes of a step."""
         graph, skip = FORMS[turn.form]
-        shares = {"images": self.images, "sounds": self.sounds}
-        return multimodal_costs(graph, self.stages, self.microbatches, **shares, skip=skip, step=turn.number)
+        sizes = (self.stages, self.microbatches)
+        return multimodal_costs(graph, *sizes, images=self.images, sounds=self.sounds, skip=skip, step=turn.number)
 
     def sizes(self, turn: Turn) -> tuple[float, ...]:
         """How large the microbatches are."""
