@@ -79,8 +79,8 @@ class Payload:
         """
         known = list(self.structure[1]) if self.structure and self.structure[0] == "{" else []
         if missing := [key for key in keys if key not in known]:
-            found = f"a dict with the keys {', '.join(map(repr, known)) or '(none)'}" if known else "no dict"
-            raise StageError(f"output is {found}, must be a dict with the key {missing[0]!r}, which another part reads")
+            kind = f"a dict with the keys {', '.join(map(repr, known))}" if known else "no dict"
+            raise StageError(f"output is {kind}, must be a dict with the key {missing[0]!r}, which another part reads")
         indices: list[int] = []
         items = [_renumbered(self.structure[2 + known.index(key)], indices) for key in keys]
         return Payload(tuple([self.tensors[i] for i in indices]), ["{", [*keys], *items]), tuple(indices)

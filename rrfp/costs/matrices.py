@@ -1,4 +1,4 @@
-"""Matrices of a cost table: checked copies that nobody can change."""
+"""Matrices of a cost table: checked copies, read-only."""
 
 from __future__ import annotations
 
@@ -55,6 +55,6 @@ def checked_matrix(name: str, rows: Matrix, num_rows: int, num_columns: int, mea
 
 
 def read_only(matrix: Matrix) -> Matrix:
-    """``matrix`` itself, which nobody can change from now on."""
+    """``matrix`` itself, read-only from now on."""
     matrix.setflags(write=False)
     return matrix

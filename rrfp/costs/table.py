@@ -118,7 +118,7 @@ class CostTable:
             graph: of the virtual stages. Its ``split`` is not read: backward is split where there is ``weight``.
             microbatches: M >= 1.
             skipped: for each microbatch the virtual stages that it does not visit; empty: each visits all.
-            **matrices: the attributes of these names; ``weight`` and ``held`` may be absent.
+            matrices: the attributes of these names; ``weight`` and ``held`` may be absent.
 
         Raises:
             ConfigError: as the constructor's, or for two virtual stages of one name.

@@ -47,7 +47,7 @@ def check_weights(have_weights: Sequence[bool | None], topology: Topology) -> No
 
 
 def check_visits(skipped: Sequence[Sequence[Sequence[int]]], parts: Sequence[str], topology: Topology) -> None:
-    """A rank that skips a task which another one awaits would let that one wait for ever.
+    """A rank would wait in vain for a task that another one skips.
 
     Args:
         skipped: by rank and microbatch, the virtual stages that it skips.

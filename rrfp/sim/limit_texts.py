@@ -15,20 +15,21 @@ _SIZE = re.compile(rf"(\d+)({'|'.join(_UNITS)})")
 _OTHERS = ", or a size such as 8MB"
 
 
-def limit_of(spec: Limit | int | str | None, stage: int, stages: int) -> Limit:
+def limit_of(spec: Limit | int | str | None, stage: int, stages: int, distance: int | None = None) -> Limit:
     """The limit of ``stage`` that a caller's ``spec`` means: as `Limit.resolve`, or a size such as ``8MB``.
 
     Args:
         spec: without `SAME_BYTES`; a size is a whole number of B, kB, MB or GB (powers of 1000).
         stage: 0..stages-1.
         stages: N.
+        distance: as in `Limit.resolve`.
 
     Raises:
         ConfigError: for anything else.
     """
     size = _SIZE.fullmatch(spec) if isinstance(spec, str) else None
     if size is None:
-        return Limit.resolve(spec, stage, stages, _OTHERS if isinstance(spec, str) else "")
+        return Limit.resolve(spec, stage, stages, _OTHERS if isinstance(spec, str) else "", distance=distance)
     return Limit(bytes=int(size[1]) * _UNITS[size[2]])
 
 

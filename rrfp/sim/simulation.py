@@ -207,7 +207,8 @@ def resolve_limits(
         ConfigError: for a limit on bytes where the table has none.
     """
     spec = DEFAULT_LIMIT if spec is None else spec
-    limits = [limit_of(spec, stage, costs.stages) for stage in range(costs.stages)]
+    graph, stages = graph_of(costs), costs.stages
+    limits = [limit_of(spec, stage, stages, graph.distance_to_sink(stage)) for stage in range(stages)]
     if any(limit.bytes is not None for limit in limits):
         _check_has_bytes(costs)
     return limits if admission is None else [replace(limit, rule=admission) for limit in limits]
