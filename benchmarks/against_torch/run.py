@@ -18,7 +18,8 @@ or a V can be below 1. / own bound: over that of the method's own table. / torch
 over own: the step's time over that of its own order in the engine, with the table's durations and messages that take no
 time, minus 1; "in sleeps" is the part that the engine explains if tasks are as long as they really were.
 held: microbatches on the worst stage, and the sum over all stages; MiB: the same in bytes, as the table has them.
-"n by own bytes": each stage may hold the bytes that "n, sizes" holds there in the engine. start: from the call to the first task of stage 0.
+"n by own bytes": each stage may hold the bytes that "n, sizes" holds there in the engine.
+start: from the call to the first task of stage 0.
 end: from the end of the last task until the last rank has returned.
 CPU: of all processes, a task (F, B, W), by thread; without the threads of the other runtime, and with what goes on for
 50 ms after the step.
