@@ -1,6 +1,6 @@
 """What each hint holds at each memory limit, beside schedules run to the letter. Takes about two and a half minutes.
 
-    python benchmarks/memory/run.py [--rounds N] [--quick] [--json]
+    python benchmarks/memory/run.py [--rounds N] [--ragged] [--quick] [--json]
 
 Four processes under torchrun train the same modules over shm, one method after the other. A stage has two parts; for
 each microbatch a part keeps an activation of 8 MiB and its input of 2 MiB, and 2 MiB travel between stages. Tasks are
@@ -8,6 +8,8 @@ stretched to a cost table (mllm, jitter J2), as an accelerator would leave the C
 
 limit: 1, 1f1b (N - i on stage i), n, 2n microbatches, or bytes: as many on every stage as strict 1F1B holds on its
 fullest. A schedule run to the letter has none.
+--ragged: microbatches have rows in proportion to their sizes in mllm, the same in the mean, and hints are told the
+sizes; with one more limit, "n's bytes": on each stage what the same hint held there within n microbatches.
 / 1f1b: time of a step over that of strict 1F1B on the same table; the median where there are several rounds.
 held: the most microbatches of each stage (zb-v: halves of them, as a stage has two chunks).
 held MiB: the most bytes of each stage, as the runtime counts them; docs/memory.md says what counts.
@@ -112,10 +114,11 @@ def main() -> None:
     """Measure and print."""
     parser = parser_of("Peak memory of every hint at every limit.", quick="a smoke run: its times mean nothing")
     parser.add_argument("--rounds", type=int, default=Settings().rounds, help="measured steps a method, at least 1")
+    parser.add_argument("--ragged", action="store_true", help="microbatches of different sizes")
     arguments = parsed(parser, "rounds")
-    settings = Settings(rounds=arguments.rounds)
+    settings = Settings(rounds=arguments.rounds, ragged=arguments.ragged)
     if arguments.quick:
-        settings = Settings(stages=2, microbatches=4, rows=4096, rounds=1, hints=("bf", "bfw"))
+        settings = Settings(stages=2, microbatches=4, rows=4096, rounds=1, hints=("bf", "bfw"), ragged=arguments.ragged)
     lines, load = [], OtherLoad()
     with Progress(console=Console(stderr=True), transient=True) as progress:
         steps = progress.add_task("steps", total=len(settings.methods) * settings.rounds * settings.stages)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from rrfp.core.admission import Limit
-from rrfp.costs import CostTable, make_costs
+from rrfp.costs import CostTable, make_costs, microbatch_sizes
 
 PROFILE, JITTER = "mllm", "J2"
 #: How many times slower than the table's a task is: real compute on a few cores needs that long.
@@ -25,6 +25,8 @@ BASELINE = "1f1b"
 HINTS = {"bf": False, "b-priority": False, "f-priority": False, "bfw": True, "slot-aware-pyramid": True}
 #: ``bytes``: what strict 1F1B holds on its fullest stage.
 LIMITS = ("1", "1f1b", "n", "2n", "bytes")
+#: What the same hint held on the same stage within N microbatches; measured with ragged microbatches.
+OWN_BYTES = "n's bytes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Method:
 
     Attributes:
         name: a hint's or a schedule's.
-        limit: one of `LIMITS`; empty for a schedule run to the letter.
+        limit: one of `LIMITS`, or `OWN_BYTES`; empty for a schedule run to the letter.
         split: whether backward is split.
         chunks: of a stage; with two the placement is V.
     """
@@ -48,12 +50,12 @@ class Method:
         """Where chunks are."""
         return "looped" if self.chunks == 1 else "v"
 
-    def options(self, baseline_bytes: int) -> dict[str, Any]:
-        """Of the pipeline."""
+    def options(self, most_bytes: int) -> dict[str, Any]:
+        """Of the pipeline; ``most_bytes``: its limit, if that is one on bytes."""
         shared = {"split": self.split, "chunks": self.chunks, "placement": self.placement}
         if not self.limit:
             return {"strict": self.name, **shared}
-        limit = Limit(bytes=baseline_bytes) if self.limit == "bytes" else self.limit
+        limit = Limit(bytes=most_bytes) if self.limit in ("bytes", OWN_BYTES) else self.limit
         return {"hint": self.name, "limit": limit, **shared}
 
 
@@ -71,6 +73,7 @@ class Settings:
         rounds: measured steps a method.
         hints: those that are measured.
         seed: of the cost tables.
+        ragged: whether microbatches have rows in proportion to their sizes, and hints are told these.
     """
 
     stages: int = 4
@@ -79,6 +82,7 @@ class Settings:
     rounds: int = 1
     hints: Sequence[str] = tuple(HINTS)
     seed: int = 0
+    ragged: bool = False
 
     @property
     def activation_bytes(self) -> int:
@@ -88,7 +92,19 @@ class Settings:
     @property
     def methods(self) -> list[Method]:
         """All, the baseline first."""
-        return [*STRICT, *(Method(hint, limit, HINTS[hint]) for hint in self.hints for limit in LIMITS)]
+        limits = (*LIMITS, OWN_BYTES) if self.ragged else LIMITS
+        return [*STRICT, *(Method(hint, limit, HINTS[hint]) for hint in self.hints for limit in limits)]
+
+    def sizes(self, step: int) -> tuple[float, ...] | None:
+        """Of the microbatches of ``step``; None where they are equal."""
+        if not self.ragged:
+            return None
+        return microbatch_sizes(PROFILE, self.stages, self.microbatches, seed=self.seed, step=step)
+
+    def rows_of(self, step: int) -> list[int]:
+        """Of each microbatch of ``step``: `rows` in the mean."""
+        sizes = self.sizes(step) or (1.0,) * self.microbatches
+        return [max(1, round(self.rows * size * len(sizes) / sum(sizes))) for size in sizes]
 
     def costs(self, step: int, method: Method) -> CostTable:
         """What the tasks of ``step`` take at least, before they are slowed down; the same for every method."""

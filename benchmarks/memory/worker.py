@@ -9,12 +9,13 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.memory.settings import NARROW, PARTS, SLOWER, STRICT, WIDE, Method, Settings
+from benchmarks.memory.settings import BASELINE, NARROW, OWN_BYTES, PARTS, SLOWER, WIDE, Method, Settings
 from rrfp.compute.emulated import Durations, PacedStage, table_durations
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.core.graph import Graph
@@ -67,10 +68,8 @@ class Worker:
         self._settings = settings
         self._place = Topology.from_env()
         torch.manual_seed(settings.seed)
-        self._inputs = [torch.randn(settings.rows, NARROW) for _ in range(settings.microbatches)]
-        self._targets = [torch.zeros(settings.rows, NARROW)] * settings.microbatches
-        #: What the baseline held on its fullest stage.
-        self._baseline_bytes = 0
+        #: What each method held by stage, by its name and limit.
+        self._held_bytes: dict[tuple[str, str], Sequence[int]] = {}
 
     def run(self, method: Method) -> None:
         """All steps of one method, in a pipeline of its own. The first is neither paced nor measured."""
@@ -82,20 +81,26 @@ class Worker:
         }
         program = TorchStage(modules, graph, loss_fn=nn.functional.mse_loss)
         paced = PacedStage(program, lambda task: 0.0)
-        with Pipeline(paced, topology=place, **method.options(self._baseline_bytes)).blocking() as pipe:
+        with Pipeline(paced, topology=place, **method.options(self._most_bytes(method))).blocking() as pipe:
             for number in range(1 + settings.rounds):
+                table = max(0, number - 1)  # the step before the measured ones has the first one's microbatches
+                rows = [torch.randn(count, NARROW) for count in settings.rows_of(table)]
+                targets = [torch.zeros_like(each) for each in rows] if self._has_losses(graph) else None
+                inputs = rows if place.stage == 0 else None
+                del rows
                 process = Process()
-                result = pipe.step(
-                    self._inputs if place.stage == 0 else None,
-                    self._targets if self._has_losses(graph) else None,
-                    microbatches=settings.microbatches,
-                )
+                result = pipe.step(inputs, targets, microbatches=settings.microbatches, sizes=settings.sizes(table))
                 if number:
                     self._say(method, number, result, process.grown(), paced.overrun_share)
                 paced.durations = _slowed(table_durations(settings.costs(number, method)))
                 paced.reset_overrun()
-        if method == STRICT[0]:
-            self._baseline_bytes = max(result.peak_bytes)
+        self._held_bytes[method.name, method.limit] = result.peak_bytes
+
+    def _most_bytes(self, method: Method) -> int:
+        """The limit on this rank's bytes, where ``method`` has one: of the last step of another method."""
+        if method.limit == OWN_BYTES:
+            return self._held_bytes[method.name, "n"][self._place.stage]
+        return max(self._held_bytes.get((BASELINE, ""), (1,)))
 
     def _has_losses(self, graph: Graph) -> bool:
         return any(not graph.successors[v] for v in graph.placement.virtual_stages(self._place.stage))
