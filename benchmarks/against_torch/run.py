@@ -1,4 +1,4 @@
-"""RRFP beside torch.distributed.pipelining on the same emulated stages. Takes about six minutes, all of it about 17.
+"""RRFP beside torch.distributed.pipelining on the same emulated stages. Takes over six minutes.
 
     python benchmarks/against_torch/run.py [--stages 4 8] [--profile llm mllm] [--jitter J0 J3] [--rounds N]
         [--methods NAME ...] [--all] [--quick] [--json [FILE]]
