@@ -23,11 +23,13 @@ from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Mode
 from rrfp.core.topology import Topology
 from rrfp.core.usage import WaitCause
+from rrfp.core.visits import Skipped
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError, PipelineAborted, RrfpError
 from rrfp.pipeline.handle import PipelineHandle
 from rrfp.pipeline.local_ranks import LocalRanks
 from rrfp.pipeline.options import complete
+from rrfp.runtime.batching import Plan
 from rrfp.runtime.control_tree import peers
 from rrfp.runtime.result import StepResult
 from rrfp.runtime.stage_runner import StageRunner
@@ -118,6 +120,16 @@ def run_ranks(job: Coroutine[Any, Any, T]) -> T:
         raise
 
 
+class _Ranks(LocalRanks):
+    """Ranks whose steps skip what the table says: a graph without parts has no ``visits`` to say it with."""
+
+    skipped: tuple[Skipped, ...] = ()
+
+    def plan(self, number: int, training_step: int, mode: Mode, **arguments: Any) -> Plan:
+        """As a caller's step with these visits would be planned."""
+        return replace(super().plan(number, training_step, mode, **arguments), skipped=self.skipped)
+
+
 class _Shell:
     """All ranks of one pipeline.
 
@@ -157,7 +169,9 @@ class _Shell:
     ) -> tuple[EngineResult, ...]:
         """Run steps, and leave."""
         results = []
-        async with PipelineHandle(LocalRanks(self._programs, complete({}), self._build), "caller", "rrfp") as pipe:
+        ranks = _Ranks(self._programs, complete({}), self._build, virtual_stages=self._costs.num_virtual_stages)
+        ranks.skipped = self._costs.skipped
+        async with PipelineHandle(ranks, "caller", "rrfp") as pipe:
             for mode, sizes in zip(modes, sizes_of_steps, strict=True):
                 call = pipe.step if mode is Mode.TRAIN else pipe.evaluate
                 results.append(
@@ -201,14 +215,14 @@ def _as_simulated(result: StepResult, graph: Graph) -> EngineResult:
         tuple(replace(s, start=s.start - origin, end=s.end - origin) for s in trace.tasks if s.stage == stage)
         for stage in range(graph.placement.stages)
     )
-    makespan = max(stage[-1].end for stage in spans)
+    makespan = max((stage[-1].end for stage in spans if stage), default=0.0)
     waits = [replace(w, start=w.start - origin, end=w.end - origin) for w in trace.waits]
     # A rank's own trace ends with its last task; to the engine it is drained until the last task of all.
     waits = [wait for wait in waits if wait.cause is not WaitCause.DRAINED]
     waits += [
-        WaitSpan(stage, WaitCause.DRAINED, own[-1].end, makespan)
-        for stage, own in enumerate(spans)
-        if own[-1].end < makespan
+        WaitSpan(stage, WaitCause.DRAINED, end, makespan)
+        for stage, end in enumerate(own[-1].end if own else 0.0 for own in spans)
+        if end < makespan
     ]
     messages = []
     for message in trace.messages:
