@@ -174,7 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     models = {"encoder-decoder": encoder_decoder, "unet": unet}
     parser.add_argument("--model", default="encoder-decoder", choices=list(models))
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
