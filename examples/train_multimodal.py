@@ -194,8 +194,10 @@ class Batch:
         """Those of ``pipe.step``; without ``senses``, as if no microbatch had a picture or a sound."""
         texts = [text[:, :-1] for text in self.texts]
         pictures, sounds = (own if senses else [None] * len(texts) for own in (self.pictures, self.sounds))
-        lengths = [text.numel() for text in texts]
-        common = {"targets": self.targets, "weights": lengths, "sizes": lengths}
+        # What a microbatch's time grows with: words, patches and frames.
+        units = [(text, 1) for text in texts], [(own, PATCH**2) for own in pictures], [(own, FRAME) for own in sounds]
+        sizes = [sum(own.numel() // unit for own, unit in each if own is not None) for each in zip(*units, strict=True)]
+        common = {"targets": self.targets, "weights": [text.numel() for text in texts], "sizes": sizes}
         if form == "chain":
             return {**common, "inputs": list(zip(texts, pictures, sounds, strict=True))}
         inputs = {"vision": pictures, "audio": sounds, "lm": texts}
@@ -281,6 +283,7 @@ def main() -> None:
         score, without = (pipe.evaluate(**batch.arguments(args.graph, senses=senses)) for senses in (True, False))
         if is_first:
             print(f"held-out loss {score.loss:.6f}, without pictures and sounds {without.loss:.6f}")
+        if is_first and times:
             print(f"{args.graph}: median step {statistics.median(times):.0f} ms")
 
 

@@ -27,6 +27,11 @@ def test_each_command_prints_what_the_page_shows(shell: ForkedShell | Installed,
         assert printed == [line.removeprefix("    ") for line in shown.splitlines()], command
 
 
+def test_the_simulator_runs_the_pages_command(shell: ForkedShell | Installed, tmp_path: Path) -> None:
+    (command,) = re.findall(r"^    (rrfp .+)$", PAGE, re.MULTILINE)
+    assert "8 stages, a graph of 8 virtual stages" in shell.printed(command, tmp_path)
+
+
 def test_every_link_leads_to_a_page() -> None:
     for target in re.findall(r"\]\((?!http)([^)#]+)", PAGE):
         assert (ROOT / "docs" / target).exists(), target
