@@ -16,8 +16,10 @@ from rrfp.core.admission import Limit
 from rrfp.core.events import Event
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint, View
+from rrfp.core.placement import TablePlacement
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Mode, Task
+from rrfp.core.visits import Skipped
 from rrfp.errors import ConfigError, HintError
 from rrfp.sim.cluster.random_run import Delivery, RandomRun
 
@@ -40,6 +42,7 @@ class Case:
         limit: the limit of every stage, in any form that `Limit.resolve` takes.
         depth: the most tasks of a stage that are enqueued and not completed.
         takes_offers: a task may begin on an answer that did not know the last events.
+        skips: for each step and microbatch the virtual stages that it skips; empty: none does.
     """
 
     name: str
@@ -48,8 +51,15 @@ class Case:
     limit: int | str | None = None
     depth: int = 1
     takes_offers: bool = False
+    skips: tuple[tuple[Skipped, ...], ...] = ()
 
 
+def _encoders(*stages: int) -> Graph:
+    """Two encoders, of a virtual stage each on the first of ``stages``, and a model of two that reads both."""
+    return Graph(TablePlacement(stages), ((0, 2), (1, 2), (2, 3)))
+
+
+_BOTH, _NO_SOUND, _NEITHER = frozenset[int](), frozenset({1}), frozenset({0, 1})
 _TRAIN, _FORWARD = Mode.TRAIN, Mode.FORWARD
 CASES = (
     Case("training", Graph.chain(3), ((_TRAIN, 4),)),
@@ -63,6 +73,14 @@ CASES = (
     Case("forward only", Graph.chain(3), ((_FORWARD, 4),), limit=2),
     Case("two tasks in flight", Graph.chain(3), ((_TRAIN, 4),), limit=3, depth=2),
     Case("offered tasks", Graph.chain(3, split=True), ((_TRAIN, 5),), limit=3, takes_offers=True),
+    Case("two branches", _encoders(0, 1, 2, 2), ((_TRAIN, 4),), limit=1),
+    Case(
+        "optional parts on the stages of their reader",
+        _encoders(0, 1, 0, 1),
+        ((_TRAIN, 4), (_FORWARD, 2)),
+        limit=1,
+        skips=((_BOTH, _NEITHER, _NO_SOUND, _BOTH), (_NO_SOUND, _NEITHER)),
+    ),
     Case("train, evaluate, train", Graph.chain(2), ((_TRAIN, 3), (_FORWARD, 2), (_TRAIN, 4))),
 )
 
@@ -188,12 +206,20 @@ class _AskedAtEachEvent(_Wrapped):
 def _orders(factory: HintFactory, case: Case, seed: int, delivery: Delivery = "any") -> list[list[list[Task]]]:
     """The tasks that ran, by stage and step; empty if the hint refuses the pipeline."""
     stages = case.graph.placement.stages
-    limits = [Limit.resolve(case.limit, stage, stages) for stage in range(stages)]
+    distances = map(case.graph.distance_to_sink, range(stages))
+    limits = [Limit.resolve(case.limit, stage, stages, distance=own) for stage, own in enumerate(distances)]
     hints = [factory() for _ in range(stages)]
     if any(hint.may_wait for hint in hints):
         limits = [Limit()] * stages  # a hint that waits for one task must never find it kept out by memory
     network = RandomRun(
-        case.graph, hints, limits, seed=seed, depth=case.depth, delivery=delivery, takes_offers=case.takes_offers
+        case.graph,
+        hints,
+        limits,
+        seed=seed,
+        depth=case.depth,
+        delivery=delivery,
+        takes_offers=case.takes_offers,
+        skips=case.skips,
     )
     try:
         network.run(case.steps)
