@@ -102,7 +102,7 @@ class _Shell:
         self._patience = patience(scenario)
         self._links = Links(scenario.faults, self._latency, checks=checks, late_after=2 * self._patience)
         self._outcome = ShellRun()
-        self._references = [Reference(scenario.graph, step) for step in scenario.steps]
+        self._references = [Reference(scenario.graph, step, visits=scenario.visits_of(step)) for step in scenario.steps]
 
     async def run(self) -> ShellRun:
         met = LocalRendezvous()
@@ -137,6 +137,7 @@ class _Shell:
             for step in scenario.steps:
                 sizes = None if scenario.sizes is None else scenario.sizes[: step.microbatches]
                 plan = plan_step(step.number, step.mode, "mean", microbatches=step.microbatches, sizes=sizes)
+                plan = replace(plan, skipped=scenario.visits_of(step).skipped)
                 program.open(plan.step, plan.batch)
                 self._links.step_opened(stage, step.number)
                 results.append(await runner.step(plan))
@@ -153,7 +154,8 @@ class _Shell:
 
     def _check(self, stage: int, step: StepId, program: HashStage) -> None:
         graph, reference = self._scenario.graph, self._references[step.number]
-        expected = {task: reference.values[task] for task in graph.tasks(stage, step.microbatches, step.mode)}
+        tasks = filter(self._scenario.visits_of(step).exists, graph.tasks(stage, step.microbatches, step.mode))
+        expected = {task: reference.values[task] for task in tasks}
         if program.values != expected:
             self._outcome.problems.append(f"stage {stage} computed wrong values in {step}")
         for v in graph.placement.virtual_stages(stage):
@@ -163,7 +165,7 @@ class _Shell:
     def _check_peaks(self, stage: int, step: StepId, result: StepResult) -> None:
         graph, limit = self._scenario.graph, self._scenario.limits[stage]
         if limit.microbatches is not None:
-            chunks = graph.placement.chunks
+            chunks = graph.placement.chunks_of(stage)
             may_pass = limit.rule == "paper" and chunks > 1 and step.mode is Mode.TRAIN
             most = limit.microbatches * chunks + may_pass * chunks
             if result.peaks[stage].held > most:

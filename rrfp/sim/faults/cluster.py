@@ -8,13 +8,14 @@ other core receives `Aborted`, as it does from the shell, and must stop at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 
 from rrfp.arbiter.group_messages import GroupMessage
 from rrfp.core import events as ev
 from rrfp.core.order_log import Group
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Mode, Task
+from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.errors import ConfigError
 from rrfp.sim.cluster.cluster import Packet
 from rrfp.sim.cluster.event_queue import EventQueue
@@ -72,11 +73,14 @@ class FaultCluster(TimedCluster[FaultNode]):
             sizes=scenario.sizes,
         )
         self.failures = Failures(self.nodes, self.queue, scenario.control_latency, len(scenario.steps), self._report)
-        self._reference = cache(partial(Reference, scenario.graph))
+        self._reference = cache(lambda step, salt: Reference(scenario.graph, step, salt, scenario.visits_of(step)))
         #: By step, virtual stage, stage and member: the gradients of the replicas that have come to their sum.
         self._gradients: dict[tuple[int, ...], list[tuple[FaultNode, int]]] = {}
-        #: How the event that a core receives next breaks the contract, if it does.
-        self._breach: Breach | None = None
+        self._breach: Breach | None = None  # how the event that a core receives next breaks the contract, if it does
+
+    def opened(self, step: StepId) -> ev.StepOpened:
+        """See `Cluster.opened`."""
+        return replace(super().opened(step), skipped=self._scenario.visits_of(step).skipped)
 
     def _node(self, rank: Rank, make_core: CoreFactory) -> FaultNode:
         scenario, parallelism = self._scenario, self._parallelism

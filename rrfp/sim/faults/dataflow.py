@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from rrfp.core.graph import Graph
 from rrfp.core.tasks import Kind, Mode, StepId, Task
+from rrfp.core.visits import Visits
 
 _CODES = {Kind.F: 1, Kind.B: 2, Kind.W: 3}
 
@@ -34,9 +35,13 @@ def adds_to_gradient(graph: Graph, task: Task) -> bool:
 
 
 class Reference:
-    """The value of every task of a step, straight from the graph; ``salt`` as of `value_of`."""
+    """The value of every task of a step, straight from the graph; ``salt`` as of `value_of`.
 
-    def __init__(self, graph: Graph, step: StepId, salt: int = 0) -> None:
+    ``visits`` says what its microbatches visit, by default everything.
+    """
+
+    def __init__(self, graph: Graph, step: StepId, salt: int = 0, visits: Visits | None = None) -> None:
+        exists = (Visits(step.microbatches) if visits is None else visits).exists
         #: By task.
         self.values: dict[Task, int] = {}
         #: By virtual stage: the sum over its microbatches.
@@ -50,7 +55,10 @@ class Reference:
         for kind, v in order:
             for m in range(step.microbatches):
                 task = Task(kind, m, v)
-                values[task] = value_of(step.number, task, tuple([values[i] for i in graph.inputs(task)]), salt)
+                if not exists(task):
+                    continue
+                read = tuple([values[source] for source in graph.inputs(task) if exists(source)])
+                values[task] = value_of(step.number, task, read, salt)
                 if adds_to_gradient(graph, task):
                     self.gradients[v] += values[task]
 
@@ -68,14 +76,16 @@ class StageValues:
         #: Arrived for the step that is not open yet.
         self._early: list[tuple[Task, int]] = []
         self._gradients: dict[int, int] = {}
+        self._visits = Visits(0)
 
     @property
     def gradients(self) -> Mapping[int, int]:
         """By virtual stage: the sum so far."""
         return self._gradients
 
-    def open_step(self) -> None:
+    def open_step(self, visits: Visits) -> None:
         """The next step began: nothing of the last one is left, and what came early counts."""
+        self._visits = visits
         self._outputs = dict(self._early)
         self._early = []
         self._kept = {}
@@ -105,7 +115,7 @@ class StageValues:
             MissingInputError: naming the input that is not here.
         """
         read = []
-        for source in self._graph.inputs(task):
+        for source in filter(self._visits.exists, self._graph.inputs(task)):
             held = self._kept if source.virtual_stage == task.virtual_stage else self._outputs
             if source not in held:
                 raise MissingInputError(f"{task} ran without {source}")

@@ -25,8 +25,9 @@ class FaultChecker(RankChecker):
         graph, limit, parallelism = scenario.graph, scenario.limits[rank.stage], scenario.parallelism
         # One forward of each chunk may start on any size: the first, whose size is unknown, and one while nothing is
         # held from its chunk on. In a forced order so may the lowest microbatch of each.
-        extra = graph.placement.chunks * max(parallelism.bytes_held) * (2 if scenario.in_order else 1)
-        super().__init__(rank, graph, limit, None if limit.bytes is None else limit.bytes + extra)
+        extra = graph.placement.chunks_of(rank.stage) * max(parallelism.bytes_held) * (2 if scenario.in_order else 1)
+        most_bytes = None if limit.bytes is None else limit.bytes + extra
+        super().__init__(rank, graph, limit, most_bytes, scenario.visits_of)
         self.objections: list[str] = []
 
     def object_to(self, what: str) -> None:
@@ -62,6 +63,7 @@ class FaultNode(Node):
         super().__init__(rank, core, FaultChecker(rank, scenario))
         self.messages = MessageChecker(is_numbered=scenario.parallelism.is_numbered)
         self.values = StageValues(scenario.graph, rank.salt)
+        self._visits_of = scenario.visits_of
         self.running = 0
         self.sums: dict[int, int] = {}
         self.aborts: list[Origin] = []
@@ -69,5 +71,5 @@ class FaultNode(Node):
     def open_step(self, step: StepId) -> None:
         """Its next step begins, on nothing."""
         super().open_step(step)
-        self.values.open_step()
+        self.values.open_step(self._visits_of(step))
         self.sums = {}

@@ -43,6 +43,15 @@ class RandomFaults:
         pairs = [(u, v) for u, v in graph.edges or () if where(u) != where(v)]
         #: Edges between stages: both virtual stages, and where they are.
         self._edges = [(u, v, where(u), where(v)) for u, v in pairs]
+        visits = scenario.visits_of(self._steps[0])
+        #: What is sent where microbatches skip something: a microbatch and an edge of its own graph.
+        self._sent = [
+            (m, edge)
+            for edge in self._edges
+            for m in range(visits.microbatches)
+            if visits.skipped_by(m).isdisjoint(edge[:2])
+        ]
+        self._skips = visits.are_partial
 
     def draw(self) -> tuple[Fault, ...]:
         """The faults."""
@@ -62,7 +71,7 @@ class RandomFaults:
 
     def _fault(self) -> Fault:
         rng = self._rng
-        if not self._edges and not self._parallelism.members > 1:
+        if not self._sent and not self._parallelism.members > 1:
             return Pause(rng.choice(self._ranks), self._instant(), self._instant())
         makers: list[Callable[[], Fault]] = [self._spike, self._pause, self._death, self._duplicate, self._delay]
         makers += [lambda: Lose(self._message())] * 2 + [lambda: Swap(self._message())]
@@ -99,8 +108,12 @@ class RandomFaults:
         if self._is_in_group():
             return self._group_message()
         rng, step = self._rng, self._rng.choice(self._steps)
-        u, v, below, above = rng.choice(self._edges)
-        microbatch, backwards = rng.randrange(step.microbatches), rng.random() < 0.5
+        if self._skips:
+            microbatch, (u, v, below, above) = rng.choice(self._sent)
+        else:
+            u, v, below, above = rng.choice(self._edges)
+            microbatch = rng.randrange(step.microbatches)
+        backwards = rng.random() < 0.5
         lower, upper = self._counterparts(below, above)
         if not backwards:
             return MessageId(step.number, Task(Kind.F, microbatch, u), lower, upper)

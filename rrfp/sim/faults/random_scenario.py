@@ -14,18 +14,22 @@ from dataclasses import replace
 from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint, View
-from rrfp.core.placement import Placement
+from rrfp.core.placement import Placement, TablePlacement
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict, hint_names
 from rrfp.schedules.registry import make_schedule, schedule_names
+from rrfp.sim.explore.graph_cases import random_skips
 from rrfp.sim.faults.random_faults import RandomFaults
 from rrfp.sim.faults.scenario import Parallelism, Rows, Scenario
 
 _RANDOM = "random"
 _STRICT = "strict "
+
+#: The share of seeds whose graph is any, and no chain; there each stage has one rank. Drawn apart from all else.
+_BRANCHES = 0.2
 
 #: Hints whose choice is a function of the ready set and of what ran: the only ones that must come to an agreement.
 _AGREEABLE = ("bf", "fb", "b-priority", "f-priority", "bfw")
@@ -48,12 +52,17 @@ def make_scenario(seed: int, hint: HintSpec | None = None, *, alone: bool = Fals
     Args:
         seed: any whole number.
         hint: use this hint instead of the one that the seed picks.
-        alone: each stage has one rank, whatever the seed says, and no limit is in bytes.
+        alone: each stage has one rank, whatever the seed says, and no limit is in bytes. So it is where the graph is no
+            chain.
     """
-    shape = random.Random(seed)
-    graph = _graph(shape)
+    shape, branches = random.Random(seed), random.Random(f"{seed} branches")
+    graph, has_branches = _graph(shape), branches.random() < _BRANCHES
+    if has_branches:
+        graph = _branches(branches)
     stages, count = graph.placement.stages, graph.placement.num_virtual_stages
     steps = _steps(shape)
+    skipped = random_skips(count, steps[0].microbatches, branches) if branches.random() < has_branches / 2 else ()
+    steps = steps[:1] if any(skipped) else steps
     most = max(step.microbatches for step in steps)
     durations, latencies = _durations(shape, count, most), _latencies(shape, count, most)
     control_latency = shape.choice([0.0, 0.1, 1.0]) * shape.random()
@@ -66,6 +75,7 @@ def make_scenario(seed: int, hint: HintSpec | None = None, *, alone: bool = Fals
         method, make_hint = hint if isinstance(hint, str) else "the given hint", lambda stage: create_hint(hint)
     limits, in_order = _gates(shape, graph, most, may_wait=make_hint(0).may_wait)
     together = random.Random(f"{seed} crew")
+    alone = alone or has_branches
     parallelism = Parallelism() if alone else _parallelism(together, stages, most, may_agree=method in _AGREEABLE)
     if any(parallelism.bytes_held) and limits[0].rule != "paper" and not make_hint(0).may_wait:
         room = max(parallelism.bytes_held) * graph.placement.chunks * together.choice([1, 1, 2, most])
@@ -89,6 +99,7 @@ def make_scenario(seed: int, hint: HintSpec | None = None, *, alone: bool = Fals
         faults=(),
         parallelism=parallelism,
         takes_offers=_takes_offers(seed, depth, parallelism, limits),
+        skipped=skipped,
     )
     return replace(scenario, faults=RandomFaults(random.Random(f"{seed} faults"), scenario).draw())
 
@@ -109,6 +120,17 @@ def _graph(rng: random.Random) -> Graph:
         edges.append((u, rng.randrange(u + 2, count)))
     share = rng.choice([0.0, 1.0, 0.5])
     return Graph(placement, tuple(edges), tuple([rng.random() < share for _ in range(count)]))
+
+
+def _branches(rng: random.Random) -> Graph:
+    """Up to six virtual stages with any edges, on up to four stages, each split or not."""
+    count, density = rng.randint(2, 6), rng.choice([0.3, 0.5, 0.8])
+    edges = tuple([(u, v) for v in range(count) for u in range(v) if rng.random() < density])
+    drawn = [rng.randrange(4) for _ in range(count)]
+    numbers = {stage: number for number, stage in enumerate(dict.fromkeys(drawn))}
+    share = rng.choice([0.0, 1.0, 0.5])
+    split = tuple([rng.random() < share for _ in range(count)])
+    return Graph(TablePlacement(tuple([numbers[stage] for stage in drawn])), edges, split)
 
 
 def _steps(rng: random.Random) -> tuple[StepId, ...]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from rrfp.core.admission import Limit
 from rrfp.core.events import Arrived
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint
+from rrfp.core.placement import Placement, TablePlacement
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.tasks import Kind, StepId
+from rrfp.core.visits import Skipped, Visits
 from rrfp.sim.cluster.coordination import CoordinationName
 from rrfp.sim.cluster.ranks import Rank, ranks_of
 from rrfp.sim.faults.faults import Fault
@@ -94,6 +96,8 @@ class Scenario:
         faults: what goes wrong.
         parallelism: the ranks of a stage, and how they work together; one by default.
         takes_offers: lanes take offered tasks: see `rrfp.arbiter.offers`.
+        skipped: by microbatch the virtual stages that it skips, in every step; empty: none does. There is one step
+            then: ranks that have nothing in common in a step may be any number of steps apart.
     """
 
     seed: int
@@ -113,22 +117,34 @@ class Scenario:
     faults: tuple[Fault, ...]
     parallelism: Parallelism = Parallelism()
     takes_offers: bool = False
+    skipped: tuple[Skipped, ...] = ()
+
+    def visits_of(self, step: StepId) -> Visits:
+        """What the microbatches of ``step`` visit."""
+        return Visits(step.microbatches, self.skipped[: step.microbatches])
+
+    def _pipeline(self) -> Iterator[str]:
+        graph, placement = self.graph, self.graph.placement
+        if isinstance(placement, Placement):
+            chunks = "" if placement.chunks == 1 else f" x {placement.chunks} chunks ({placement.layout})"
+        else:
+            chunks = f" with virtual stages {' | '.join(_on_each_stage(placement))}"
+        yield f"{placement.stages} stage(s){chunks}"
+        yield f"{sum(graph.split)} of {placement.num_virtual_stages} virtual stages split"
+        edges = [f"{u}->{v}" for u, v in graph.edges or () if v != u + 1 or not graph.is_chain]
+        if edges:
+            yield f"{'skip edges' if graph.is_chain else 'edges'} {' '.join(edges)}"
+        for m, skipped in enumerate(self.skipped):
+            if skipped:
+                yield f"microbatch {m} skips {' '.join(map(str, sorted(skipped)))}"
 
     def describe(self) -> list[str]:
         """The run in lines of text: the pipeline, how it is scheduled, its steps, and a line a fault."""
-        placement, split = self.graph.placement, sum(self.graph.split)
-        chunks = "" if placement.chunks == 1 else f" x {placement.chunks} chunks ({placement.layout})"
-        skips = [f"{u}->{v}" for u, v in self.graph.edges or () if v != u + 1]
-        parts = [
-            f"{placement.stages} stage(s){chunks}",
-            f"{split} of {placement.num_virtual_stages} virtual stages split",
-            *([f"skip edges {' '.join(skips)}"] if skips else []),
-        ]
         forced = " ".join(f"{kind}@{v}" for kind, v in sorted(self.in_order))
         limits = " ".join("-" if limit.microbatches is None else str(limit.microbatches) for limit in self.limits)
         parallelism = self.parallelism.describe()
         return [
-            f"pipeline: {', '.join(parts)}",
+            f"pipeline: {', '.join(self._pipeline())}",
             *([f"ranks: {'; '.join(parallelism)}"] if parallelism else []),
             f"schedule: {self.method}, limits by stage: {limits} ({self._rule}), depth {self.depth}"
             f"{', tasks are offered' if self.takes_offers else ''}",
@@ -152,3 +168,9 @@ class Scenario:
     def _rule(self) -> str:
         first = self.limits[0]
         return first.rule if first.bytes is None else f"{first.rule}, {first.bytes} bytes"
+
+
+def _on_each_stage(placement: TablePlacement) -> Iterator[str]:
+    """The virtual stages of each stage."""
+    for stage in range(placement.stages):
+        yield " ".join(map(str, placement.virtual_stages(stage)))
