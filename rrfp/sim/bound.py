@@ -107,9 +107,9 @@ class _Edges:
         return _Edges(into, out_of, forward, backward)
 
 
-def _heads(costs: CostTable, edges: _Edges) -> tuple[Matrix, Matrix]:
-    """The longest paths that lead to every F and B."""
-    forward, backward = np.zeros_like(costs.forward), np.zeros_like(costs.forward)
+def _heads(costs: CostTable, edges: _Edges, begin: Matrix) -> tuple[Matrix, Matrix]:
+    """The longest paths that lead to every F and B, where no F starts before ``begin``."""
+    forward, backward = begin.copy(), np.zeros_like(begin)
     for v in range(costs.num_virtual_stages):
         for u, row in edges.into[v]:
             np.maximum(forward[v], forward[u] + (costs.forward[u] + edges.forward[row]), out=forward[v])
@@ -118,6 +118,19 @@ def _heads(costs: CostTable, edges: _Edges) -> tuple[Matrix, Matrix]:
         for w, row in edges.out_of[v]:
             np.maximum(backward[v], backward[w] + (costs.backward[w] + edges.backward[row]), out=backward[v])
     return forward, backward
+
+
+def _residencies(costs: CostTable, edges: _Edges) -> Matrix:
+    """The longest path from the start of every F to the end of its B.
+
+    On a chain it is the difference of their heads. In general a path that leads to B may pass by F.
+    """
+    longest = np.zeros_like(costs.forward)
+    for v in range(costs.num_virtual_stages):
+        begin = np.full_like(costs.forward, -math.inf)
+        begin[v] = 0.0
+        longest[v] = _heads(costs, edges, begin)[1][v] + costs.backward[v]
+    return longest
 
 
 def _tails(costs: CostTable, edges: _Edges) -> tuple[Matrix, Matrix]:
@@ -155,23 +168,30 @@ class _Paths:
     forward: _Tasks
     backward: _Tasks
     weight: _Tasks | None
+    #: From the start of each F to the end of its B, and to that of its W where it is split.
+    residencies: tuple[Matrix, ...] = ()
 
     @staticmethod
     def of(costs: CostTable) -> _Paths:
         """Longest paths before and after every task of the step."""
         edges = _Edges.of(costs)
-        heads, tails = _heads(costs, edges), _tails(costs, edges)
-        weight = None
-        if costs.weight is not None:
-            ready = heads[1] + costs.backward
-            weight = _Tasks(costs.weight, ready, np.zeros_like(ready))
+        heads, tails = _heads(costs, edges, np.zeros_like(costs.forward)), _tails(costs, edges)
+        ready = heads[1] + costs.backward
+        to_backward = _residencies(costs, edges) if costs.graph is not None else ready - heads[0]
         forward = _Tasks(costs.forward, heads[0], tails[0])
-        return _Paths(forward, _Tasks(costs.backward, heads[1], tails[1]), weight)
+        backward = _Tasks(costs.backward, heads[1], tails[1])
+        if costs.weight is None:
+            return _Paths(forward, backward, None, (to_backward,))
+        to_weight = to_backward + costs.weight if costs.graph is not None else ready + costs.weight - heads[0]
+        weight = _Tasks(costs.weight, ready, np.zeros_like(ready))
+        return _Paths(forward, backward, weight, (to_backward, to_weight))
 
     def at(self, virtual_stages: list[int], visited: Bits) -> _Paths:
         """Those of some virtual stages that microbatches visit."""
         forward, backward = (kind.at(virtual_stages, visited) for kind in (self.forward, self.backward))
-        return _Paths(forward, backward, None if self.weight is None else self.weight.at(virtual_stages, visited))
+        weight = None if self.weight is None else self.weight.at(virtual_stages, visited)
+        here = visited[virtual_stages]
+        return _Paths(forward, backward, weight, tuple(rows[virtual_stages][here] for rows in self.residencies))
 
 
 def _one_machine(tasks: _Paths) -> float:
@@ -209,10 +229,9 @@ def _memory(tasks: _Paths, slots: int) -> float:
         return 0.0
     earliest = _sum_of_smallest(tasks.forward.head, tasks.forward.work, slots)
     bounds = []
-    for last in (tasks.backward, tasks.weight):
-        if last is not None:
-            residency = (last.head + last.work - tasks.forward.head).sum()
-            bounds.append((earliest + residency + _sum_of_smallest(last.tail, last.work, slots)) / slots)
+    kinds = [last for last in (tasks.backward, tasks.weight) if last is not None]
+    for last, residencies in zip(kinds, tasks.residencies, strict=True):
+        bounds.append((earliest + residencies.sum() + _sum_of_smallest(last.tail, last.work, slots)) / slots)
     return float(max(bounds))
 
 

@@ -123,6 +123,14 @@ def test_the_bound_is_no_less_than_any_longest_path_and_no_more_than_any_run(cos
     assert bound <= bf(costs).makespan * (1 + 1e-12)
 
 
+def test_a_microbatch_holds_a_slot_from_its_own_forward_on_not_from_that_of_another_branch() -> None:
+    # 0, which takes 10, and 1 lead to 2. On stage 1 both microbatches may use one slot after the other: from F@1 on, F@2,
+    # B@2 and B@1 are 4 s. That F@2 waits for F@0 is no reason to start F@1 early.
+    costs = graph_table([0, 1, 2], [(0, 2), (1, 2)], [[10, 10], [1, 1], [1, 1]], [[1, 1], [1, 1], [1, 1]])
+    makespan = bf(costs, [Limit(2), Limit(1), Limit(2)]).makespan
+    assert lower_bound(costs, [2, 1, 2]) == lower_bound(costs, None) == makespan
+
+
 @examples(100)
 @given(graph_tables(), st.integers(1, 3), st.sampled_from(["bf", "fb", "b-priority"]))
 def test_the_bound_holds_within_limits_and_peaks_stay_within_them(costs: CostTable, most: int, hint: str) -> None:
