@@ -162,7 +162,7 @@ class Origin:
 
     Attributes:
         stage: stage index of the rank that failed.
-        task: the task it was running, in its text form, or None.
+        task: the task it was running, in its text form, or None; with a graph followed by the part: ``F3@2 (audio)``.
         cause: the exception as one line, ``TypeName: message``.
         rank: the rank, where a stage has several; None where the stage identifies it.
     """

@@ -158,6 +158,14 @@ class Graph:
         pairs = [(self.stage_of[u], self.stage_of[v]) for u, v in self.edges]
         return sorted({b if a == stage else a for a, b in pairs if stage in (a, b)} - {stage})
 
+    def text_of(self, task: Task) -> str:
+        """``task`` for people: with the name of its virtual stage where it has one, such as ``F3@2 (audio)``.
+
+        Args:
+            task: any task of the graph.
+        """
+        return f"{task} ({self.names[task.virtual_stage]})" if self.names else str(task)
+
     def distance_to_sink(self, stage: int) -> int:
         """How many stages first meet a microbatch between this one and the end: N - stage on a chain.
 

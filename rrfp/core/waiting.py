@@ -69,18 +69,15 @@ def describe(
     """
     tasks = (entry for entry in waiting(core, most) if dispute is None or entry.task != dispute[0])
     return [
-        *([] if dispute is None else [f"{dispute[0]} ({dispute[1]})"]),
+        *([] if dispute is None else [f"{core.graph.text_of(dispute[0])} ({dispute[1]})"]),
         *(describe_task(core, topology, entry) for entry in tasks),
-        *(
-            f"the credit for {output} (owed by {' and '.join(_owner(topology, stage) for stage in stages)})"
-            for output, stages in unconsumed(core, most)
-        ),
+        *(_describe_credit(core, topology, output, stages) for output, stages in unconsumed(core, most)),
     ]
 
 
 def describe_task(core: StageCore, topology: Topology, entry: Waiting) -> str:
     """A task of `waiting`, and why it does not run; see `describe`."""
-    return f"{entry.task} ({_reason(core, topology, entry)})"
+    return f"{core.graph.text_of(entry.task)} ({_reason(core, topology, entry)})"
 
 
 def wait_line(name: str, texts: Iterable[str], separator: str = "; ") -> str:
@@ -129,7 +126,8 @@ def _reason(core: StageCore, topology: Topology, entry: Waiting) -> str:
             return f"not reported by {' and '.join(late)}"
         case WaitCause.MEMORY:
             bytes_of = (
-                f"{topology.name_of(topology.group[member])} has not reported the bytes of {forward}"
+                f"{topology.name_of(topology.group[member])} has not reported the bytes of "
+                f"{core.graph.text_of(forward)}"
                 for member, forward in entry.unmeasured
             )
             return ", ".join(("blocked by the memory limit", *bytes_of))
@@ -138,10 +136,15 @@ def _reason(core: StageCore, topology: Topology, entry: Waiting) -> str:
     return f"ready, but hint {type(core.hint).__name__} does not choose it"
 
 
+def _describe_credit(core: StageCore, topology: Topology, output: Task, stages: Iterable[int]) -> str:
+    owners = " and ".join(_owner(topology, stage) for stage in stages)
+    return f"the credit for {core.graph.text_of(output)} (owed by {owners})"
+
+
 def _debt(core: StageCore, topology: Topology, task: Task, producer: Task) -> str:
     if (producer.kind, producer.virtual_stage) == (task.kind, task.virtual_stage):
-        return f"{producer} comes first: forced order"
-    return f"{producer} owed by {_owner(topology, core.graph.stage_of[producer.virtual_stage])}"
+        return f"{core.graph.text_of(producer)} comes first: forced order"
+    return f"{core.graph.text_of(producer)} owed by {_owner(topology, core.graph.stage_of[producer.virtual_stage])}"
 
 
 def _owner(topology: Topology, stage: int) -> str:

@@ -49,28 +49,36 @@ class Failure:
         return error
 
 
-def failure_of(error: BaseException, topology: Topology, task: Task | None = None) -> Failure:
+def failure_of(error: BaseException, topology: Topology, task: str | None = None) -> Failure:
     """What ``error``, seen at ``topology`` while it ran ``task``, means for the pipeline."""
     if isinstance(error, PipelineAborted):
         return Failure(error.origin, error.__cause__)
     if isinstance(error, PeerLostError):
         # It began elsewhere: the frames in which this rank noticed it would bury the line that names the peer.
         return Failure(_origin(topology, error.peer, None, f"{type(error).__name__}: {error.reason}"))
-    return Failure(_origin(topology, topology.rank, None if task is None else str(task), _describe(error)), error)
+    return Failure(_origin(topology, topology.rank, task, _describe(error)), error)
 
 
 class AbortController:
     """Ends one rank when any rank fails. All methods are called on the rank's loop.
 
-    ``stop`` ends everything here, without waiting for the lane; it is called once, with the failure.
+    ``stop`` ends everything here, without waiting for the lane; it is called once, with the failure. ``text_of`` makes
+    the text of a task.
     """
 
-    def __init__(self, topology: Topology, transport: Transport, stop: Callable[[Failure], None]) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        transport: Transport,
+        stop: Callable[[Failure], None],
+        text_of: Callable[[Task], str] = str,
+    ) -> None:
         #: Why the rank ended; None while it lives.
         self.failure: Failure | None = None
         self._topology = topology
         self._transport = transport
         self._stop = stop
+        self._text_of = text_of
         #: What the caller waits for: the start, a step, or an all-gather between steps.
         self._current: asyncio.Task[Any] | None = None
         self._broadcast: asyncio.Task[None] | None = None
@@ -126,7 +134,7 @@ class AbortController:
 
     def fail(self, error: BaseException, task: Task | None = None) -> None:
         """End the pipeline on every rank because of ``error`` on this one. Only the first failure counts."""
-        self.abort(failure_of(error, self._topology, task))
+        self.abort(failure_of(error, self._topology, None if task is None else self._text_of(task)))
 
     def on_message(self, message: Message) -> None:
         """An ABORT arrived: a failure on another rank."""

@@ -96,7 +96,7 @@ class StageRunner:
         self.stage = core.stage
         self.program = program
         self._core = core
-        self._abort = AbortController(topology, transport, self._stop)
+        self._abort = AbortController(topology, transport, self._stop, core.graph.text_of)
         self._device = device
         self._context = context = RankContext.create(topology, core.graph, transport, lane, self.fail, observer, model)
         self._driver = driver = CoreDriver(context, core, program, coordination, depth, reduce, ties)

@@ -8,6 +8,7 @@ from rrfp.core.events import ChunkReduced, Completed, Ordered, ReadyReported
 from rrfp.core.graph import Graph
 from rrfp.core.mesh import Mesh
 from rrfp.core.order_log import Group
+from rrfp.core.placement import TablePlacement
 from rrfp.core.tasks import Kind, Mode, StepId
 from rrfp.core.topology import Topology
 from rrfp.core.usage import WaitCause
@@ -84,6 +85,25 @@ def test_what_was_not_enqueued_waits_for_its_absent_inputs_lowest_microbatch_fir
         "F1@1 (ready, but hint BackwardForward does not choose it)",
         "B1@1 (F1@1 owed by stage 1, B1@2 owed by stage 2)",
     ]
+
+
+def test_virtual_stages_that_have_names_are_named() -> None:
+    graph = Graph(TablePlacement((0, 1, 2)), ((0, 2), (1, 2)), names=("vision", "audio", "lm"))
+    script = Script(graph, stage=2, skipped=[[], [0]])
+    script.arrived("F0@0")
+    assert lines(script) == [
+        "F0@2 (lm) (F0@1 (audio) owed by stage 1)",
+        "B0@2 (lm) (F0@2 (lm) owed by stage 2)",
+        "F1@2 (lm) (F1@1 (audio) owed by stage 1)",
+        "B1@2 (lm) (F1@2 (lm) owed by stage 2)",
+    ]
+
+
+def test_a_credit_is_of_a_named_virtual_stage() -> None:
+    graph = Graph(TablePlacement((0, 1)), ((0, 1),), names=("vision", "lm"))
+    script = Script(graph, mode=Mode.FORWARD, microbatches=1)
+    script.ran("F0@0")
+    assert lines(script, stages=2) == ["the credit for F0@0 (vision) (owed by stage 1)"]
 
 
 def test_a_forced_order_waits_for_the_microbatch_before() -> None:

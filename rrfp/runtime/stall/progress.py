@@ -50,7 +50,7 @@ class Progress:
     def running(self) -> str | None:
         """The task, or extra call, that the rank is busy with."""
         task = self.running_task()
-        return self._executor.extra if task is None else str(task)
+        return self._executor.extra if task is None else self._core.graph.text_of(task)
 
     def running_task(self) -> Task | None:
         """The task that the lane is busy with."""
