@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,14 +12,18 @@ from torch.optim import Optimizer
 from rrfp.errors import ConfigError
 from rrfp.integrations.splitting.stages import Split, SplitStage
 
-#: A rank's part of the model: a module or several; a stage of `rrfp.split`, or all of them; or modules by their names
-#: in the whole model, ``{"layers.4": block}``, where "" adds nothing to a module's own names.
-Modules = nn.Module | Sequence[nn.Module] | SplitStage | Split | Mapping[str, nn.Module]
+#: Modules by their names in the whole model, ``{"layers.4": block}``, where "" adds nothing to a module's own names.
+#: Modules of a list have one name, and tell themselves apart by their own names.
+ByName = Mapping[str, nn.Module | Sequence[nn.Module]]
+
+#: A rank's part of the model: a module or several; a stage of `rrfp.split`, or all of them; or modules by name, as a
+#: stage of a graph has them by part; or a list of these, for all stages.
+Modules = nn.Module | Sequence[nn.Module | ByName] | SplitStage | Split | ByName
 
 #: What steps the rank's parameters.
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
-_ALLOWED = "a module, a list of them, a stage of rrfp.split, or a dict {name in the whole model: module}"
+_ALLOWED = "a module, a list of them, a stage of rrfp.split, or a dict {name in the whole model, or part: module}"
 
 
 def named_modules(modules: Modules) -> list[tuple[str, nn.Module]]:
@@ -28,18 +32,26 @@ def named_modules(modules: Modules) -> list[tuple[str, nn.Module]]:
     Raises:
         ConfigError: if ``modules`` are something else.
     """
-    if isinstance(modules, Mapping):
-        named = [(f"{name}." if name else "", module) for name, module in modules.items()]
-    elif isinstance(modules, SplitStage):
-        named = [("", module) for module in modules.chunks]
+    each: Iterable[Any]
+    if isinstance(modules, SplitStage):
+        each = modules.chunks
     elif isinstance(modules, Split):
-        named = [("", module) for stage in modules for module in stage.chunks]
+        each = [module for stage in modules for module in stage.chunks]
     else:
-        named = [("", module) for module in ([modules] if isinstance(modules, nn.Module) else modules)]
+        each = [modules] if isinstance(modules, nn.Module | Mapping) else modules
+    named: list[tuple[str, nn.Module]] = []
+    for one in each:
+        named += _by_name(one) if isinstance(one, Mapping) else [("", one)]
     for _, module in named:
         if not isinstance(module, nn.Module):
             raise ConfigError(f"modules has a {type(module).__name__}, must be {_ALLOWED}")
     return named
+
+
+def _by_name(modules: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, own in modules.items():
+        prefix = f"{name}." if name else ""
+        yield from ((prefix, module) for module in (own if isinstance(own, list | tuple) else [own]))
 
 
 def model_entries(modules: Modules) -> dict[str, Any]:
@@ -61,7 +73,8 @@ def collision(name: str, places: str) -> ConfigError:
     """The error for a name with several values."""
     return ConfigError(
         f"modules: {places} have the name {name!r} for different values, must have the whole model's names: pass "
-        "modules={'layers.4': block, ...}, with the name of each module in the whole model"
+        "modules={'layers.4': block, ...}, with the name of each module in the whole model, which in a part of a graph "
+        "may be 'vision.layers.4'"
     )
 
 

@@ -84,7 +84,9 @@ def save(
 
     Args:
         folder: of all checkpoints of the run, on a file system that all ranks see; this one gets a folder in it.
-        modules: of this rank: a module, a list, a stage of `rrfp.split`, or ``{name in the whole model: module}``.
+        modules: of this rank: a module, a list, a stage of `rrfp.split`, or a dict
+            ``{name in the whole model: module}``; with a graph the same ``{part: module}`` that the pipeline got, where
+            the modules of one part must have different names of their own.
         optimizer: of this rank, or a list; its state is saved by parameter name.
         arguments: ``pipe``, ``step``, ``extra``, ``keep``: see `SaveArguments`.
 
