@@ -40,8 +40,8 @@ def named_modules(modules: Modules) -> list[tuple[str, nn.Module]]:
     else:
         each = [modules] if isinstance(modules, nn.Module | Mapping) else modules
     named: list[tuple[str, nn.Module]] = []
-    for one in each:
-        named += _by_name(one) if isinstance(one, Mapping) else [("", one)]
+    for given in each:
+        named += _by_name(given) if isinstance(given, Mapping) else [("", given)]
     for _, module in named:
         if not isinstance(module, nn.Module):
             raise ConfigError(f"modules has a {type(module).__name__}, must be {_ALLOWED}")
