@@ -14,6 +14,7 @@ from rrfp.errors import ConfigError
 from rrfp.tables import Column, print_table, terminal
 
 if TYPE_CHECKING:
+    from rrfp.costs.streams import Matrix
     from rrfp.trace.chrome_reader import TracedRun
     from rrfp.trace.measured_costs import Choice, MeasuredCosts
 
@@ -99,23 +100,29 @@ def _show(measured: MeasuredCosts, out: Path | None, latency: str | None) -> Non
     if out is None:
         console.print("--out FILE writes the cost file", soft_wrap=True)
     else:
-        console.print(
-            f"{out} written: rrfp sweep --costs {out} --hint bf --limit 1f1b,n,2n --strict 1f1b", soft_wrap=True
-        )
+        others = "--limit n,2n" if table.graph is not None else "--limit 1f1b,n,2n --strict 1f1b"
+        console.print(f"{out} written: rrfp sweep --costs {out} --hint bf {others}", soft_wrap=True)
 
 
 def _print_table(measured: MeasuredCosts) -> None:
     """A row for each virtual stage."""
     costs = measured.table
     numbers = range(costs.num_virtual_stages)
-    where = [str(v) if costs.chunks == 1 else f"{v} (stage {costs.stage_of(v)})" for v in numbers]
+    is_plain = costs.chunks == 1 and costs.graph is None
+    names = map(str, numbers) if costs.graph is None else costs.graph.names
+    where = [name if is_plain else f"{name} (stage {costs.stage_of(v)})" for v, name in enumerate(names)]
+    visited = costs.visited()
     kinds = {"F": costs.forward, "B": costs.backward} | ({} if costs.weight is None else {"W": costs.weight})
     columns = []
     for kind, rows in kinds.items():
-        times = [rows[v] * 1e3 for v in numbers]
-        columns.append(Column(kind, [f"{row.mean():.2f}" for row in times]))
-        columns.append(Column("least - most", [f"{row.min():.2f} - {row.max():.2f}" for row in times]))
-    print_table([Column("stage" if costs.chunks == 1 else "virtual stage", where, "left")], columns)
+        times = [rows[v][visited[v]] * 1e3 for v in numbers]
+        columns.append(Column(kind, [f"{row.mean():.2f}" if len(row) else "-" for row in times]))
+        columns.append(Column("least - most", [_range(row) for row in times]))
+    print_table([Column("stage" if is_plain else "virtual stage", where, "left")], columns)
+
+
+def _range(times: Matrix) -> str:
+    return f"{times.min():.2f} - {times.max():.2f}" if len(times) else "-"
 
 
 def _messages(measured: MeasuredCosts, latency: str | None) -> str:

@@ -91,7 +91,9 @@ def _draw(runs: Sequence[tuple[Path, TracedRun]], wanted: Sequence[int] | None, 
     if empty:
         raise ConfigError(f"{empty[0]} has no task, so it has no timeline")
     check_tasks(sum(len(step.tasks) for _, step in rows), "choose fewer steps with --step N")
-    plot_timelines(rows, path, window)
+    graphs = {run.graph and run.graph.names for _, run in runs}
+    names = graphs.pop() if len(graphs) == 1 else None  # runs of different models have chunks in common, and no parts
+    plot_timelines(rows, path, window, names or ())
 
 
 def _document(report: RunReport, wanted: Sequence[int] | None) -> dict[str, Any]:

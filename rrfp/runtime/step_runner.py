@@ -18,6 +18,7 @@ from rrfp.runtime.reports import ResourceMeter
 from rrfp.runtime.result import StepResult
 from rrfp.runtime.step_report import StepReporter
 from rrfp.trace.history import TraceHistory
+from rrfp.trace.spans import skips
 
 
 class StepRunner:
@@ -60,6 +61,8 @@ class StepRunner:
         # Before this rank reports: the others may then begin the next step, and send its tensors.
         context.mailbox.clear()
         trace = context.recorder.close(step.number, self._core.peaks)
+        if plan.skipped:
+            trace = replace(trace, skipped=skips(plan.skipped))
         if step.mode is Mode.TRAIN:
             self._history.add(replace(trace, step=plan.batch.training_step))
         losses = await reporter.losses()

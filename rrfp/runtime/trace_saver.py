@@ -15,6 +15,7 @@ from typing import Any, Literal, Self, TypeVar
 
 import msgpack
 
+from rrfp.core.graph import Graph
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError, ProtocolError
 from rrfp.runtime import records
@@ -110,6 +111,7 @@ class TraceSaver:
         now: the clock of the traces.
         most_bytes: the largest message that this rank's transport takes.
         clock: identifies this rank's clock; by default that of its host.
+        graph: of the pipeline, for the names of its virtual stages.
     """
 
     def __init__(
@@ -121,12 +123,14 @@ class TraceSaver:
         now: Callable[[], float],
         most_bytes: int,
         clock: str | None = None,
+        graph: Graph | None = None,
     ) -> None:
         self._topology = topology
         self._all_gather = all_gather
         self._history = history
         self._executor = executor
         self._now = now
+        self._graph = graph if graph is not None and graph.names else None
         self._most_bytes = most_bytes
         self._clock = own_clock() if clock is None else clock
         #: Rounds of all calls so far, the same on all ranks.
@@ -162,7 +166,9 @@ class TraceSaver:
         if self._topology.rank == 0:
             owners = [(offer.clock, offer.host) for offer in offers]
             clocks = host_clocks(owners, [size.offset for size in sizes])
-            write = partial(_write, request.path, {rank: pieces[rank] for rank in savers}, clocks, self._topology)
+            write = partial(
+                _write, request.path, {rank: pieces[rank] for rank in savers}, clocks, self._topology, self._graph
+            )
             failure = await self._executor.run_extra("the writing of the trace", write)
         return (await self._reduce(failure.encode(), lambda failures: failures[0])).decode()
 
@@ -225,7 +231,9 @@ def _pack(traces: Sequence[StepTrace]) -> bytes:
     return b"".join(msgpack.packb(to_plain(trace)) for trace in traces)
 
 
-def _write(path: str, packed: dict[int, bytes], clocks: Sequence[HostClock], topology: Topology) -> str:
+def _write(
+    path: str, packed: dict[int, bytes], clocks: Sequence[HostClock], topology: Topology, graph: Graph | None
+) -> str:
     """Write the file; returns the reason if that is not possible. On a thread that may wait for the disk."""
     offsets = {rank: clock.offset.seconds for clock in clocks for rank in clock.ranks}
     by_replica: dict[int, list[int]] = {}
@@ -241,7 +249,8 @@ def _write(path: str, packed: dict[int, bytes], clocks: Sequence[HostClock], top
     origin = min(steps.first.start for _, steps in runs)
     stages = range(topology.stages)
     try:
-        write_runs(path, [ChromeRun(name, stages, steps, origin) for name, steps in runs], {"clocks": _plain(clocks)})
+        chrome = [ChromeRun(name, stages, steps, origin, graph) for name, steps in runs]
+        write_runs(path, chrome, {"clocks": _plain(clocks)})
     except ConfigError as error:
         return f"save_trace on rank 0: {error}"
     return ""

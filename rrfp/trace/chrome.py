@@ -5,6 +5,8 @@ arrows between the slice of the task that made them and the slice of the task th
 end to whatever slice is open on the thread at that moment, so both ends are put strictly inside their slices, and a
 message whose reader is not in the trace, or took no time, has no arrow. The arrow's beginning has the message's real
 time of arrival among its arguments. A counter track for each stage shows the chunk tasks that it held.
+
+The run of a graph of parts has that graph beside its name, each task has its part, and each step what it skipped.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rrfp.core.graph import Graph
 from rrfp.core.tasks import Kind, Task
 from rrfp.costs.atomic_files import write_atomically
 from rrfp.trace.breakdown import CAUSE_LABELS, idle_waits
+from rrfp.trace.graph_data import GRAPH, SKIPPED, graph_to_plain, skipped_to_plain
 from rrfp.trace.held import Level, held_levels
 from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan
 
@@ -38,19 +42,22 @@ HELD = "chunk tasks"
 _INSIDE = 1e-6
 
 
-def write_chrome(path: str | os.PathLike[str], traces: Sequence[StepTrace], *, name: str = "pipeline") -> None:
+def write_chrome(
+    path: str | os.PathLike[str], traces: Sequence[StepTrace], *, name: str = "pipeline", graph: Graph | None = None
+) -> None:
     """Write the steps of one run to a file, replacing its content.
 
     Args:
         path: the file; its folder must exist.
         traces: merged traces, in the order of the steps.
         name: the run's name in the viewer.
+        graph: of the run, if its virtual stages have names.
 
     Raises:
         ConfigError: if the file cannot be written; its old content stays then.
     """
     stages = _stages(traces)
-    write_runs(path, [ChromeRun(name, stages, traces, traces[0].start if traces else 0.0)])
+    write_runs(path, [ChromeRun(name, stages, traces, traces[0].start if traces else 0.0, graph)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +69,14 @@ class ChromeRun:
         stages: those that have a thread.
         traces: merged traces, in the order of the steps; read once, one step ahead of the file.
         origin: the time that is 0 in the file; runs with one clock share it.
+        graph: whose virtual stages have names; None: a chain.
     """
 
     name: str
     stages: Sequence[int]
     traces: Iterable[StepTrace]
     origin: float
+    graph: Graph | None = None
 
 
 def write_runs(
@@ -115,13 +124,13 @@ def _stages(traces: Iterable[StepTrace]) -> list[int]:
 
 
 def _run_events(run: ChromeRun, pid: int) -> Iterator[Event]:
-    yield from _names(run.name, pid, run.stages)
+    yield from _names(run, pid)
     arrow, origin = 0, run.origin
     for trace, following in _with_next(run.traces):
         same_clock = following is not None and following.start > trace.start
         # One rank may begin the next step a little before another has returned from this one.
         until = trace.end if following is None or not same_clock else min(trace.end, following.start)
-        yield from _Step(trace, until, origin, pid).events(run.stages, arrow)
+        yield from _Step(trace, until, origin, pid, run.graph).events(run.stages, arrow)
         arrow += len(trace.messages)
         if following is not None and not same_clock:
             origin += following.start - trace.end
@@ -137,13 +146,14 @@ def _with_next(traces: Iterable[StepTrace]) -> Iterator[tuple[StepTrace, StepTra
         current = following
 
 
-def _names(name: str, pid: int, stages: Iterable[int]) -> Iterator[Event]:
+def _names(run: ChromeRun, pid: int) -> Iterator[Event]:
     def metadata(event: str, tid: int, **args: object) -> Event:
         return {"ph": "M", "pid": pid, "tid": tid, "name": event, "args": args}
 
-    yield metadata("process_name", STEPS_THREAD, name=name)
+    graph = {} if run.graph is None else {GRAPH: graph_to_plain(run.graph)}
+    yield metadata("process_name", STEPS_THREAD, name=run.name, **graph)
     yield metadata("process_sort_index", STEPS_THREAD, sort_index=pid)
-    for tid, thread in [(STEPS_THREAD, "steps"), *((_thread(stage), f"stage {stage}") for stage in stages)]:
+    for tid, thread in [(STEPS_THREAD, "steps"), *((_thread(stage), f"stage {stage}") for stage in run.stages)]:
         yield metadata("thread_name", tid, name=thread)
         yield metadata("thread_sort_index", tid, sort_index=tid)
 
@@ -155,8 +165,9 @@ def _thread(stage: int) -> int:
 class _Step:
     """The events of one step."""
 
-    def __init__(self, trace: StepTrace, until: float, origin: float, pid: int) -> None:
+    def __init__(self, trace: StepTrace, until: float, origin: float, pid: int, graph: Graph | None) -> None:
         self._trace = trace
+        self._graph = graph
         self._until = until
         self._origin = origin
         self._pid = pid
@@ -172,6 +183,8 @@ class _Step:
         args: dict[str, object] = {"step": trace.step}
         if trace.peaks:
             args["peaks"] = {str(entry.stage): asdict(entry.peaks) for entry in trace.peaks}
+        if self._graph is not None and trace.skipped:
+            args[SKIPPED] = skipped_to_plain(trace.skipped, self._graph)
         yield self._slice("step", f"step {trace.step}", STEPS_THREAD, trace.start, self._until, args)
         for span in trace.tasks:
             yield self._task(span)
@@ -197,7 +210,8 @@ class _Step:
         }
         if span.launched is not None:
             args[LAUNCHED] = self._microseconds(span.launched)
-        return self._slice("computation", str(span.task), _thread(span.stage), span.start, span.end, args)
+        name = str(span.task) if self._graph is None else self._graph.text_of(span.task)
+        return self._slice("computation", name, _thread(span.stage), span.start, span.end, args)
 
     def _slice(self, cat: str, name: str, tid: int, start: float, end: float, args: dict[str, object]) -> Event:
         ts = self._microseconds(start)
@@ -244,8 +258,11 @@ class _Step:
 
         It has the kind and microbatch of the sender; with several chunks the earlier ones ran before the sender.
         """
-        kind, microbatch, _ = message.task
+        kind, microbatch, v = message.task
         candidates = self._by_microbatch.get((message.target, kind, microbatch), [])
+        if self._graph is not None:
+            readers = (self._graph.successors if kind is Kind.F else self._graph.predecessors)[v]
+            candidates = [span for span in candidates if span.task.virtual_stage in readers]
         return next((span for span in candidates if span.end >= sender.end and span is not sender), None)
 
     def _microseconds(self, time: float) -> float:

@@ -12,6 +12,7 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rrfp.core.graph import Graph
 from rrfp.core.tasks import Task
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.costs.files import json_fault
@@ -19,6 +20,7 @@ from rrfp.errors import ConfigError
 from rrfp.trace.breakdown import CAUSE_LABELS
 from rrfp.trace.chrome import LAUNCHED, STEPS_THREAD
 from rrfp.trace.chrome_messages import is_message, read_clock_error, read_message
+from rrfp.trace.graph_data import GRAPH, SKIPPED, graph_from_plain, skipped_from_plain
 from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
 
 _CAUSES = {f"wait: {label}": cause for cause, label in CAUSE_LABELS.items()}
@@ -35,12 +37,14 @@ class TracedRun:
         num_stages: its stages.
         steps: its steps in order; times are seconds from the first one's start.
         clock_error: the most seconds by which times of two ranks may be apart that were the same; 0 on one host.
+        graph: of its virtual stages, if they have names; None: a chain.
     """
 
     name: str
     num_stages: int
     steps: tuple[StepTrace, ...]
     clock_error: float = 0.0
+    graph: Graph | None = None
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -105,6 +109,9 @@ class _Reader:
         self._peaks: dict[int, tuple[StagePeaks, ...]] = {}
         #: Step -> the first event of one of its stages.
         self._mentioned: dict[int, int] = {}
+        self._graph: Graph | None = None
+        #: Step -> what its slice says of skipped virtual stages, and the number of its event.
+        self._skipped: dict[int, tuple[Any, int]] = {}
 
     def read(self, events: Sequence[tuple[int, dict[str, Any]]]) -> TracedRun:
         for index, event in events:
@@ -116,7 +123,10 @@ class _Reader:
             if step not in self._steps:
                 raise ConfigError(f"traceEvents[{index}]: args.step is {step}, and that step has no slice of its own")
         stages = {span.stage for spans in (self._tasks, self._waits) for step in spans.values() for span in step}
-        return TracedRun(self._name, 1 + max(stages, default=-1), tuple(self._trace(step) for step in self._steps))
+        count = 1 + max(stages, default=-1)
+        if self._graph is not None:
+            count = max(count, self._graph.placement.stages)
+        return TracedRun(self._name, count, tuple(self._trace(step) for step in self._steps), graph=self._graph)
 
     def _read_event(self, index: int, event: dict[str, Any]) -> None:
         if is_message(event):
@@ -128,6 +138,7 @@ class _Reader:
             raise ValueError(_fault("args", event, "an object"))
         if event["ph"] == "M":
             self._name = _text("name", args, "args.")
+            self._graph = graph_from_plain(args[GRAPH]) if GRAPH in args else None
             return
         step = _whole("step", args, "args.")
         ts, dur = _number("ts", event), _number("dur", event)
@@ -139,6 +150,7 @@ class _Reader:
             raise ValueError(f"ts + dur is {ts + dur}, must be finite")
         if event["cat"] == "step":
             self._read_step(step, start, end, args)
+            self._skipped[step] = args.get(SKIPPED, {}), index
         else:
             self._mentioned.setdefault(step, index)
             self._read_slice(step, start, end, event)
@@ -157,14 +169,20 @@ class _Reader:
         if event["cat"] == "computation":
             args = event["args"]
             launched = _number(LAUNCHED, args) / 1e6 if LAUNCHED in args else None
-            self._tasks[step].append(TaskSpan(stage, Task.parse(name), start, end, launched))
+            self._tasks[step].append(TaskSpan(stage, Task.parse(name.partition(" ")[0]), start, end, launched))
         else:
             self._waits[step].append(WaitSpan(stage, _cause(name), start, end))
 
     def _trace(self, step: int) -> StepTrace:
         start, end = self._steps[step]
         tasks, waits = _by_start(self._tasks[step]), _by_start(self._waits[step])
-        return StepTrace(step, start, end, tasks, waits, tuple(self._messages[step]), peaks=self._peaks[step])
+        plain, index = self._skipped[step]
+        try:
+            skipped = skipped_from_plain(plain, self._graph)
+        except ValueError as error:
+            raise ConfigError(f"traceEvents[{index}]: {error}") from None
+        messages = tuple(self._messages[step])
+        return StepTrace(step, start, end, tasks, waits, messages, peaks=self._peaks[step], skipped=skipped)
 
 
 def _fault(name: str, data: dict[str, Any], must_be: str, prefix: str = "") -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,16 +27,20 @@ _ENTRY, _CHARACTER, _LABEL = 0.5, 0.068, 1.6
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What a picture shows: kinds by chunk, the causes of idle times, and whether a visible part is blank."""
+    """What a picture shows: kinds by chunk, the causes of idle times, and whether a visible part is blank.
+
+    Of graphs, ``parts`` are the names of the parts, which stand for the chunks.
+    """
 
     tints: Collection[Tint]
     causes: Collection[WaitCause]
     has_blank: bool
+    parts: Sequence[str] = ()
 
 
 def legend_lines(drawn: Drawn, width: float) -> int:
     """Lines that the legend needs beside the axis' label, in a picture that is ``width`` inches wide."""
-    labels = [*_kinds(drawn.tints).values(), *map(_cause_label, drawn.causes), *[OTHER_LABEL] * drawn.has_blank]
+    labels = [*_kinds(drawn).values(), *map(_cause_label, drawn.causes), *[OTHER_LABEL] * drawn.has_blank]
     return max(1, math.ceil(sum(_ENTRY + _CHARACTER * len(label) for label in labels) / (width - _LABEL)))
 
 
@@ -49,7 +53,7 @@ def draw_legend(figure: Figure, drawn: Drawn, chunks: int, corner: tuple[float, 
     from matplotlib.patches import Patch
 
     entries: list[tuple[Any, str]] = []
-    for kind, label in _kinds(drawn.tints).items():
+    for kind, label in _kinds(drawn).items():
         colours = [kind_colour(kind, chunk, chunks) for chunk in _chunks(drawn.tints, kind)]
         entries.append((tuple(Patch(facecolor=colour) for colour in colours), label))
     for cause in [cause for cause in WaitCause if cause in drawn.causes]:
@@ -79,12 +83,16 @@ def draw_legend(figure: Figure, drawn: Drawn, chunks: int, corner: tuple[float, 
     )
 
 
-def _kinds(tints: Collection[Tint]) -> dict[Kind, str]:
-    """The label of every kind that is drawn; with the numbers of its chunks where any kind has several."""
+def _kinds(drawn: Drawn) -> dict[Kind, str]:
+    """The label of every kind that is drawn; with the numbers of its chunks where any kind has several, or its parts."""
+    tints = drawn.tints
     several = len({chunk for _, chunk in tints}) > 1
     labels = {}
     for kind in [kind for kind in Kind if _chunks(tints, kind)]:
         numbers = _chunks(tints, kind)
+        if drawn.parts:
+            labels[kind] = f"{KIND_LABELS[kind]}: {', '.join(drawn.parts[number] for number in numbers)}"
+            continue
         chunks = ", ".join(map(str, numbers)) if len(numbers) < 4 else f"{numbers[0]} to {numbers[-1]}"
         labels[kind] = f"{KIND_LABELS[kind]}, chunk {chunks}" if several else KIND_LABELS[kind]
     return labels

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
-from rrfp.core.placement import Placement
+from rrfp.core.graph import Graph
 from rrfp.core.tasks import Kind, Task
+from rrfp.core.visits import Visits
 from rrfp.costs.latency import LATENCY_MODELS, with_latency
-from rrfp.costs.streams import Matrix
+from rrfp.costs.streams import Bits, Matrix
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError
 from rrfp.trace.chrome_reader import TracedRun
@@ -89,6 +90,11 @@ def measured_costs(
     steps = [each for _, each in named if each.microbatches == microbatches]
     left_out.update(f"of {each.microbatches} microbatches" for _, each in named if each.microbatches != microbatches)
     chosen = steps
+    if step in ("median", "mean") and len({each.skipped for each in steps}) > 1:
+        raise ConfigError(
+            f"step is {step!r}, and microbatches skip other parts in one step than in another: must be 'typical' or "
+            "the number of a step"
+        )
     if step == "typical":
         chosen = [sorted(steps, key=lambda each: each.seconds)[(len(steps) - 1) // 2]]
     table, measured, filled = _table(chosen, np.mean if step == "mean" else np.median, latency)
@@ -118,7 +124,7 @@ def _chosen(
     for trace in chosen:
         where = f"{name}, step {trace.step}"
         try:
-            checked.append((where, traced_step(trace, run.num_stages)))
+            checked.append((where, traced_step(trace, run.num_stages, run.graph)))
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
     return checked
@@ -136,36 +142,57 @@ def _nothing_left(runs: Sequence[tuple[str, TracedRun]], skip_first: int, step: 
 
 def _table(steps: Sequence[TracedStep], middle: Middle, latency: str | None) -> tuple[CostTable, int, int]:
     """The table, and how many of its latencies are measured and filled in."""
-    shape, microbatches = steps[0].shape, steps[0].microbatches
-    placement = Placement(shape.stages, shape.chunks, shape.placement)
-    edges = range(shape.stages * shape.chunks - 1)
-    crosses = [placement.stage_of(v) != placement.stage_of(v + 1) for v in edges]
-    forward, backward = _latencies(steps, Kind.F, middle), _latencies(steps, Kind.B, middle)
-    filled = int(np.isnan(forward[crosses]).sum() + np.isnan(backward[crosses]).sum())
-    messages = 2 * sum(crosses) * microbatches
+    shape, microbatches, skipped = steps[0].shape, steps[0].microbatches, steps[0].skipped
+    graph, visits = shape.to_graph(), Visits(microbatches, skipped)
+    forward, backward = _latencies(steps, graph, Kind.F, middle), _latencies(steps, graph, Kind.B, middle)
+    sent = [_sent(graph, visits, kind) for kind in (Kind.F, Kind.B)]
+    filled = sum(int(np.isnan(rows[mask]).sum()) for rows, mask in zip((forward, backward), sent, strict=True))
+    messages = int(sum(mask.sum() for mask in sent))
     if latency is None and messages and filled == messages:
         raise ConfigError(f"no time of a message is recorded: give latency, one of: {', '.join(LATENCY_MODELS)}")
-    there, back = _filled(forward, backward, crosses)
-    table = CostTable(
-        shape.stages,
-        shape.chunks,
-        shape.placement,
-        microbatches,
-        _durations(steps, Kind.F, middle),
-        _durations(steps, Kind.B, middle),
-        _durations(steps, Kind.W, middle) if shape.split else None,
-        there,
-        back,
-    )
+    there, back = _filled(forward, backward, _crosses(graph))
+    matrices: dict[str, Any] = {
+        "forward": _durations(steps, graph, Kind.F, middle),
+        "backward": _durations(steps, graph, Kind.B, middle),
+        "weight": _durations(steps, graph, Kind.W, middle) if shape.split else None,
+        "latency_forward": there,
+        "latency_backward": back,
+    }
+    if shape.graph is not None:
+        table = CostTable.of_graph(shape.graph, microbatches, skipped=skipped, **matrices)
+    else:
+        table = CostTable(shape.stages, shape.chunks, shape.placement, microbatches, **matrices)
     if latency is not None:
         return with_latency(table, latency), 0, 0
     return table, messages - filled, filled
 
 
-def _durations(steps: Sequence[TracedStep], kind: Kind, middle: Middle) -> Matrix:
+def _edges(graph: Graph) -> tuple[tuple[int, int], ...]:
+    return graph.edges or ()
+
+
+def _crosses(graph: Graph) -> list[bool]:
+    """Whether each edge leads to another stage."""
+    return [graph.stage_of[u] != graph.stage_of[v] for u, v in _edges(graph)]
+
+
+def _sent(graph: Graph, visits: Visits, kind: Kind) -> Bits:
+    """By edge and microbatch, whether there is a message: one for all edges from a virtual stage to one other stage."""
+    sent = np.zeros((len(_edges(graph)), visits.microbatches), dtype=bool)
+    known: set[tuple[int, int, int]] = set()
+    for e, m in np.ndindex(sent.shape):
+        u, v = _edges(graph)[e]
+        message = (m, u, graph.stage_of[v]) if kind is Kind.F else (m, v, graph.stage_of[u])
+        exists = not {u, v} & visits.skipped_by(m) and graph.stage_of[u] != graph.stage_of[v]
+        if exists and message not in known:
+            known.add(message)
+            sent[e, m] = True
+    return sent
+
+
+def _durations(steps: Sequence[TracedStep], graph: Graph, kind: Kind, middle: Middle) -> Matrix:
     """By virtual stage and microbatch; 0 where a virtual stage has no such tasks."""
-    shape = steps[0].shape
-    rows = np.zeros((shape.stages * shape.chunks, steps[0].microbatches))
+    rows = np.zeros((len(graph.stage_of), steps[0].microbatches))
     for v, m in np.ndindex(rows.shape):
         task = Task(kind, m, v)
         spans = [step.tasks[task] for step in steps if task in step.tasks]
@@ -173,14 +200,15 @@ def _durations(steps: Sequence[TracedStep], kind: Kind, middle: Middle) -> Matri
     return rows
 
 
-def _latencies(steps: Sequence[TracedStep], kind: Kind, middle: Middle) -> Matrix:
+def _latencies(steps: Sequence[TracedStep], graph: Graph, kind: Kind, middle: Middle) -> Matrix:
     """By edge and microbatch; nan where none is known."""
-    shape = steps[0].shape
-    rows = np.full((shape.stages * shape.chunks - 1, steps[0].microbatches), np.nan)
-    for v, m in np.ndindex(rows.shape):
-        task = Task(kind, m, v if kind is Kind.F else v + 1)
-        known = [step.latencies[task] for step in steps if task in step.latencies]
-        rows[v, m] = middle(known) if known else np.nan
+    rows = np.full((len(_edges(graph)), steps[0].microbatches), np.nan)
+    for e, m in np.ndindex(rows.shape):
+        u, v = _edges(graph)[e]
+        source, target = (u, v) if kind is Kind.F else (v, u)
+        message = (Task(kind, m, source), graph.stage_of[target])
+        known = [step.latencies[message] for step in steps if message in step.latencies]
+        rows[e, m] = middle(known) if known else np.nan
     return rows
 
 

@@ -30,6 +30,7 @@ def to_plain(trace: StepTrace) -> dict[str, Any]:
         ],
         "dropped": trace.dropped,
         "peaks": [[entry.stage, *astuple(entry.peaks)] for entry in trace.peaks],
+        "skipped": [[*skip] for skip in trace.skipped],
     }
 
 
@@ -59,6 +60,7 @@ def from_plain(data: Any) -> StepTrace:
         ),
         dropped=_whole(data["dropped"]),
         peaks=tuple(StagePeaks(_whole(stage), Peaks(*map(_whole, peaks))) for stage, *peaks in data["peaks"]),
+        skipped=tuple((_whole(microbatch), _whole(v)) for microbatch, v in data["skipped"]),
     )
 
 

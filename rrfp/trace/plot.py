@@ -30,7 +30,12 @@ def require_matplotlib(picture: str = "a timeline") -> None:
         raise ConfigError(f"{picture} needs matplotlib: pip install 'rrfp[plot]'")
 
 
-def plot_timelines(rows: Sequence[tuple[str, StepTrace]], path: str | os.PathLike[str], window: Window = WHOLE) -> None:
+def plot_timelines(
+    rows: Sequence[tuple[str, StepTrace]],
+    path: str | os.PathLike[str],
+    window: Window = WHOLE,
+    names: Sequence[str] = (),
+) -> None:
     """Draw runs below each other and write a PNG, SVG or PDF, replacing an old file; see `draw_timelines`.
 
     Raises:
@@ -38,10 +43,10 @@ def plot_timelines(rows: Sequence[tuple[str, StepTrace]], path: str | os.PathLik
             the file cannot be written.
         ValueError: if there is no run, or one without tasks.
     """
-    save_picture(path, lambda: draw_timelines(rows, window))
+    save_picture(path, lambda: draw_timelines(rows, window, names))
 
 
-def draw_timelines(rows: Sequence[tuple[str, StepTrace]], window: Window = WHOLE) -> Figure:
+def draw_timelines(rows: Sequence[tuple[str, StepTrace]], window: Window = WHOLE, names: Sequence[str] = ()) -> Figure:
     """Draw runs below each other on one time axis, 0 being the start of each run's step.
 
     Where most boxes are too thin for the numbers of their microbatches, none has one, and a panel below each run shows
@@ -50,6 +55,7 @@ def draw_timelines(rows: Sequence[tuple[str, StepTrace]], window: Window = WHOLE
     Args:
         rows: title and merged trace of every run, at least one; a title is followed by the run's makespan.
         window: the part of the steps to show.
+        names: of the virtual stages of all runs, such as ``vision.0``; their parts have colours of their own then.
 
     Returns:
         A figure with its own canvas, unknown to pyplot.
@@ -65,6 +71,6 @@ def draw_timelines(rows: Sequence[tuple[str, StepTrace]], window: Window = WHOLE
 
     from rrfp.trace.timeline import Timelines
 
-    figure = Timelines.of(rows, window).draw()
+    figure = Timelines.of(rows, window, names).draw()
     FigureCanvasAgg(figure)  # becomes the figure's canvas
     return figure

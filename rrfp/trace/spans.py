@@ -6,7 +6,7 @@ Times are seconds on one clock for all ranks of a host (the lanes' clock), or vi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from rrfp.core.record import record
@@ -56,6 +56,9 @@ class MessageSpan:
     num_bytes: int = 0
 
 
+#: A microbatch, and a virtual stage that it skips.
+Skip = tuple[int, int]
+
 Span = TaskSpan | WaitSpan | MessageSpan
 
 
@@ -80,6 +83,7 @@ class StepTrace:
         messages: messages between stages.
         dropped: spans lost because the ring was full.
         peaks: the most that each stage held, by stage; merged, the most of any rank. Empty where unknown.
+        skipped: of a graph, the (microbatch, virtual stage) pairs that have no tasks, ascending.
     """
 
     step: int
@@ -90,6 +94,7 @@ class StepTrace:
     messages: tuple[MessageSpan, ...] = ()
     dropped: int = 0
     peaks: tuple[StagePeaks, ...] = ()
+    skipped: tuple[Skip, ...] = ()
 
     @property
     def num_spans(self) -> int:
@@ -143,7 +148,13 @@ def merge(traces: Iterable[StepTrace]) -> StepTrace:
         messages=_join(m for p in parts for m in p.messages),
         dropped=sum(part.dropped for part in parts),
         peaks=_worst(peak for part in parts for peak in part.peaks),
+        skipped=parts[0].skipped,
     )
+
+
+def skips(skipped: Sequence[Collection[int]]) -> tuple[Skip, ...]:
+    """``skipped``, by microbatch, as `StepTrace` has it."""
+    return tuple((microbatch, v) for microbatch, own in enumerate(skipped) for v in sorted(own))
 
 
 def shifted(trace: StepTrace, seconds: float) -> StepTrace:

@@ -84,7 +84,8 @@ class Timelines:
         start, end: seconds after each step's start between which it is shown.
         width: inches of the time axis.
         is_dense: whether the boxes have no numbers.
-        chunks: chunk of each virtual stage on its stage, and how many there are at most.
+        chunks: chunk of each virtual stage on its stage, and how many there are at most; of graphs, its part.
+        parts: the names of the parts of graphs.
     """
 
     runs: list[Run]
@@ -95,10 +96,11 @@ class Timelines:
     is_dense: bool
     chunk_of: dict[tuple[int, int], int]
     chunks: int
+    parts: Sequence[str] = ()
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[str, StepTrace]], window: Window) -> Timelines:
-        """Decide the form.
+    def of(cls, rows: Sequence[tuple[str, StepTrace]], window: Window, names: Sequence[str] = ()) -> Timelines:
+        """Decide the form. ``names`` are those of virtual stages, if they have any.
 
         Raises:
             ConfigError: if no step reaches into the window.
@@ -115,7 +117,10 @@ class Timelines:
         width = _width(shown, end - start)
         numbered = sum(_room(box, width / (end - start)) is not None for box in shown)
         is_dense = len(shown) > FEW_BOXES and numbered < NUMBERED * len(shown)
-        return cls(runs, window, start, end, width, is_dense, chunk_of, max(map(len, held.values())))
+        chunks, parts = max(map(len, held.values())), list(dict.fromkeys(map(_part, names)))
+        if parts:
+            chunk_of = {(stage, v): parts.index(_part(names[v])) for stage, v in chunk_of}
+        return cls(runs, window, start, end, width, is_dense, chunk_of, len(parts) or chunks, parts)
 
     def draw(self) -> Figure:
         """The figure, without a canvas."""
@@ -161,7 +166,8 @@ class Timelines:
         for run in self.runs:
             tints |= {(b.task.kind, self._chunk(b)) for b in run.trace.tasks if self._shows(b, run)}
             causes |= {wait.cause for wait in run.waits if self._shows(wait, run)}
-        return Drawn(tints, causes, any(self._is_blank(run, stage) for run in self.runs for stage in run.stages))
+        is_blank = any(self._is_blank(run, stage) for run in self.runs for stage in run.stages)
+        return Drawn(tints, causes, is_blank, self.parts)
 
     def _is_blank(self, run: Run, stage: int) -> bool:
         """Whether the runtime's own time is a visible part of what the picture shows of a stage."""
@@ -257,6 +263,11 @@ class Timelines:
         axes.xaxis.set_major_formatter(lambda seconds, _: f"{seconds * scale:g}")
         axes.grid(axis="x", color="#d5d9e0", linewidth=0.5)
         axes.set_axisbelow(True)
+
+
+def _part(name: str) -> str:
+    """The part of a virtual stage: ``vision`` of ``vision.0``."""
+    return name.partition(".")[0]
 
 
 def _add_boxes(axes: Axes, shapes: Any, colours: Any, edge: Any, **style: Any) -> None:
