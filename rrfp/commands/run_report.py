@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,14 +40,18 @@ def write_pictures(
     Raises:
         ConfigError: if a file cannot be written, or the window begins after the step's end.
     """
+    graph = simulation.costs.graph
     if timeline is not None:
         from rrfp.trace.plot import plot_timelines
 
-        plot_timelines([(title, simulation.result.trace())], timeline, window)
+        names = () if graph is None else graph.names
+        plot_timelines([(title, simulation.result.trace())], timeline, window, names)
     if trace is not None:
         from rrfp.trace.chrome import write_chrome
+        from rrfp.trace.spans import skips
 
-        write_chrome(trace, [simulation.result.trace()], name=title)
+        step = replace(simulation.result.trace(), skipped=skips(simulation.costs.skipped))
+        write_chrome(trace, [step], name=title, graph=graph)
 
 
 def show_run(title: str, simulation: Simulation) -> None:

@@ -232,7 +232,7 @@ def _pack(traces: Sequence[StepTrace]) -> bytes:
 
 
 def _write(
-    path: str, packed: dict[int, bytes], clocks: Sequence[HostClock], topology: Topology, graph: Graph | None
+    path: str, packed: dict[int, bytes], clocks: Sequence[HostClock], topology: Topology, graph: Graph | None = None
 ) -> str:
     """Write the file; returns the reason if that is not possible. On a thread that may wait for the disk."""
     offsets = {rank: clock.offset.seconds for clock in clocks for rank in clock.ranks}

@@ -126,7 +126,15 @@ class _Reader:
         count = 1 + max(stages, default=-1)
         if self._graph is not None:
             count = max(count, self._graph.placement.stages)
+            self._check_placed(len(self._graph.stage_of))
         return TracedRun(self._name, count, tuple(self._trace(step) for step in self._steps), graph=self._graph)
+
+    def _check_placed(self, count: int) -> None:
+        """Refuse a task on a virtual stage that the graph does not have."""
+        for spans in self._tasks.values():
+            for span in spans:
+                if span.task.virtual_stage >= count:
+                    raise ConfigError(f"{span.task} ran, must be on a virtual stage of the graph, 0..{count - 1}")
 
     def _read_event(self, index: int, event: dict[str, Any]) -> None:
         if is_message(event):

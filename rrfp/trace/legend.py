@@ -38,6 +38,11 @@ class Drawn:
     parts: Sequence[str] = ()
 
 
+def part_of(name: str) -> str:
+    """The part that a virtual stage's name begins with: ``vision`` of ``vision.0``."""
+    return name.partition(".")[0]
+
+
 def legend_lines(drawn: Drawn, width: float) -> int:
     """Lines that the legend needs beside the axis' label, in a picture that is ``width`` inches wide."""
     labels = [*_kinds(drawn).values(), *map(_cause_label, drawn.causes), *[OTHER_LABEL] * drawn.has_blank]
@@ -84,7 +89,7 @@ def draw_legend(figure: Figure, drawn: Drawn, chunks: int, corner: tuple[float, 
 
 
 def _kinds(drawn: Drawn) -> dict[Kind, str]:
-    """The label of every kind that is drawn; with the numbers of its chunks where any kind has several, or its parts."""
+    """The label of every kind that is drawn, with its parts, or the numbers of its chunks where a kind has several."""
     tints = drawn.tints
     several = len({chunk for _, chunk in tints}) > 1
     labels = {}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rrfp.core.tasks import Kind
 from rrfp.core.usage import WaitCause
 from rrfp.trace.breakdown import blank_seconds, idle_waits
-from rrfp.trace.legend import Drawn, draw_legend, legend_lines
+from rrfp.trace.legend import Drawn, draw_legend, legend_lines, part_of
 from rrfp.trace.looks import (
     DARK,
     DPI,
@@ -117,9 +117,9 @@ class Timelines:
         width = _width(shown, end - start)
         numbered = sum(_room(box, width / (end - start)) is not None for box in shown)
         is_dense = len(shown) > FEW_BOXES and numbered < NUMBERED * len(shown)
-        chunks, parts = max(map(len, held.values())), list(dict.fromkeys(map(_part, names)))
+        chunks, parts = max(map(len, held.values())), list(dict.fromkeys(map(part_of, names)))
         if parts:
-            chunk_of = {(stage, v): parts.index(_part(names[v])) for stage, v in chunk_of}
+            chunk_of = {(stage, v): parts.index(part_of(names[v])) for stage, v in chunk_of}
         return cls(runs, window, start, end, width, is_dense, chunk_of, len(parts) or chunks, parts)
 
     def draw(self) -> Figure:
@@ -263,11 +263,6 @@ class Timelines:
         axes.xaxis.set_major_formatter(lambda seconds, _: f"{seconds * scale:g}")
         axes.grid(axis="x", color="#d5d9e0", linewidth=0.5)
         axes.set_axisbelow(True)
-
-
-def _part(name: str) -> str:
-    """The part of a virtual stage: ``vision`` of ``vision.0``."""
-    return name.partition(".")[0]
 
 
 def _add_boxes(axes: Axes, shapes: Any, colours: Any, edge: Any, **style: Any) -> None:

@@ -170,7 +170,8 @@ def test_a_timeline_shows_the_step_of_median_length_or_those_of_step(
     picture = tmp_path / "step.png"
     drawn: list[tuple[list[str], Window]] = []
 
-    def record(rows: Sequence[tuple[str, StepTrace]], file: Path, window: Window) -> None:
+    def record(rows: Sequence[tuple[str, StepTrace]], file: Path, window: Window, names: Sequence[str]) -> None:
+        assert not names
         drawn.append(([title for title, _ in rows], window))
         assert file == picture
 
