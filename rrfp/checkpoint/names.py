@@ -40,8 +40,8 @@ def named_modules(modules: Modules) -> list[tuple[str, nn.Module]]:
     else:
         each = [modules] if isinstance(modules, nn.Module | Mapping) else modules
     named: list[tuple[str, nn.Module]] = []
-    for given in each:
-        named += _by_name(given) if isinstance(given, Mapping) else [("", given)]
+    for item in each:
+        named += _by_name(item) if isinstance(item, Mapping) else [("", item)]
     for _, module in named:
         if not isinstance(module, nn.Module):
             raise ConfigError(f"modules has a {type(module).__name__}, must be {_ALLOWED}")
