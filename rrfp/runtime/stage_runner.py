@@ -106,10 +106,7 @@ class StageRunner:
         self._health = HealthMonitor(context, progress, self._all_gather, post, stall_after, abort_after)
         self._history = TraceHistory(trace_steps)
         self._steps = StepRunner(context, core, program, driver, self._reporter, self._history)
-        most_bytes = transport.context.max_message_bytes
-        self._saver = TraceSaver(
-            topology, self._all_gather, self._history, driver.executor, lane.now, most_bytes, graph=core.graph
-        )
+        self._saver = TraceSaver(context, self._all_gather, self._history, driver.executor)
         #: The part that takes each kind of message.
         self._handlers: Mapping[MessageKind, Handler] = {
             **driver.handlers,

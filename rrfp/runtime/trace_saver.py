@@ -21,6 +21,7 @@ from rrfp.errors import ConfigError, ProtocolError
 from rrfp.runtime import records
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.clock_offsets import ClockOffset, HostClock, host_clocks, measure_offset, own_clock
+from rrfp.runtime.context import RankContext
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.runtime.processes import ProcessIdentity
 from rrfp.trace.chrome import ChromeRun, write_runs
@@ -104,35 +105,23 @@ class TraceSaver:
     """Saves the traces of one job; every rank has one.
 
     Args:
-        topology: where the rank is.
+        context: of the rank.
         all_gather: of all ranks.
         history: the traces of this rank.
         executor: for work that would keep the loop.
-        now: the clock of the traces.
-        most_bytes: the largest message that this rank's transport takes.
-        clock: identifies this rank's clock; by default that of its host.
-        graph: of the pipeline, for the names of its virtual stages.
     """
 
     def __init__(
-        self,
-        topology: Topology,
-        all_gather: TreeAllGather,
-        history: TraceHistory,
-        executor: LaneExecutor,
-        now: Callable[[], float],
-        most_bytes: int,
-        clock: str | None = None,
-        graph: Graph | None = None,
+        self, context: RankContext, all_gather: TreeAllGather, history: TraceHistory, executor: LaneExecutor
     ) -> None:
-        self._topology = topology
+        self._topology = context.topology
         self._all_gather = all_gather
         self._history = history
         self._executor = executor
-        self._now = now
-        self._graph = graph if graph is not None and graph.names else None
-        self._most_bytes = most_bytes
-        self._clock = own_clock() if clock is None else clock
+        self._now = context.lane.now
+        self._graph = context.graph if context.graph.names else None
+        self._most_bytes = context.transport.context.max_message_bytes
+        self._clock = own_clock()
         #: Rounds of all calls so far, the same on all ranks.
         self._rounds = 0
 
