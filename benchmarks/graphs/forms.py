@@ -12,6 +12,9 @@ from benchmarks.graphs.runs import FORMS, LIMITS, MICROBATCHES
 from rrfp.costs.multimodal import PARTS, multimodal_costs, multimodal_sizes
 from rrfp.costs.table import CostTable
 
+#: Bytes held, and limits, over those of the tables: outputs on their way count too, and must be small beside them.
+SCALE = 64
+
 
 class Turn(NamedTuple):
     """One step; rounds count from 1, round 0 warms up."""

@@ -36,7 +36,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.graphs.figures import AIMED_SHARES
-from benchmarks.graphs.forms import Settings, Turn
+from benchmarks.graphs.forms import SCALE, Settings, Turn
 from benchmarks.graphs.runs import CHAIN, FORMS, LIMITS
 from benchmarks.shared.figures import table_of
 from benchmarks.shared.load import OtherLoad
@@ -75,7 +75,7 @@ class Step:
         """Read a line of rank 0."""
         turn, ranks = Turn(*line["turn"]), line["ranks"]
         seconds = max(rank["returned"] for rank in ranks) - ranks[0]["started"]
-        held = max(ranks[0]["peak_bytes"]) / LIMITS[turn.limit]
+        held = max(ranks[0]["peak_bytes"]) / (SCALE * LIMITS[turn.limit])
         return cls(turn, seconds, others_of(ranks), held)
 
     @property

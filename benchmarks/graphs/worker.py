@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
 
 import rrfp
-from benchmarks.graphs.forms import Settings, Turn, declared, visits_of
+from benchmarks.graphs.forms import SCALE, Settings, Turn, declared, visits_of
 from benchmarks.graphs.runs import CHAIN, LIMITS
 from benchmarks.shared.turns import SILENT, report, timed
 from rrfp.compute.emulated import EmulatedStage, table_durations
+from rrfp.compute.payload import Payload
+from rrfp.core.tasks import Task
 from rrfp.costs.table import CostTable
 from rrfp.graphs.model_graph import ModelGraph
 from rrfp.pipeline.options import Options
 
 #: The durations of a step that warms up, over a measured one's.
 _WARM_UP = 0.1
+
+
+class SizedStage(EmulatedStage):
+    """Emulated stages whose forwards show what they will hold, as inputs of other shapes do."""
+
+    def signature(self, task: Task, inputs: tuple[Payload, ...]) -> Hashable:
+        """See `StageProgram.signature`."""
+        return self.input_bytes(task, inputs)
 
 
 class Form:
@@ -37,8 +47,8 @@ class Form:
         graph = None if turn.form == CHAIN else declared(table)
         tasks = table.to_graph() if graph is None else ModelGraph.of(graph).tasks
         assert tasks.names == table.to_graph().names
-        self._program = EmulatedStage(tasks, table_durations(table), settings.num_bytes, held=self._held)
-        options: Options = {**SILENT, "limit": rrfp.Limit(bytes=LIMITS[turn.limit])}
+        self._program = SizedStage(tasks, table_durations(table), settings.num_bytes, held=self._held)
+        options: Options = {**SILENT, "limit": rrfp.Limit(bytes=SCALE * LIMITS[turn.limit])}
         self._pipe = stack.enter_context(rrfp.Pipeline(self._program, graph=graph, **options).blocking())
         self._has_graph = graph is not None
         #: By stage, the most that the last step held.
@@ -46,7 +56,7 @@ class Form:
 
     def _held(self, microbatch: int, virtual_stage: int) -> int:
         held = self._table.held
-        return 0 if held is None else int(held[virtual_stage, microbatch])
+        return 0 if held is None else SCALE * int(held[virtual_stage, microbatch])
 
     def step_on(self, table: CostTable, pace: float) -> Callable[[Sequence[float] | None], Callable[[], object]]:
         """What runs a step on ``table``, whose durations count ``pace`` times."""
