@@ -164,7 +164,7 @@ async def test_nothing_is_left_afterwards() -> None:
             )
             assert address in abstract_sockets()
             await pass_on(pair, data(torch.zeros(1 << 20)))
-            sending = asyncio.create_task(pair.left.send(1, data(torch.zeros(40 << 20))))
+            sending = asyncio.create_task(pair.left.send(1, data(torch.zeros(10 << 20))))
             await asyncio.sleep(0)
             if how == "close":
                 sending.cancel()
