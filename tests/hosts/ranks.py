@@ -7,6 +7,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ PORT = 29500
 
 #: The state of a listening socket in /proc.
 _LISTEN = "0A"
+
+#: Ends a rank's process.
+_LEAVE = "leave"
 
 Program = Callable[[int, BlockingPipeline, Connection], Any]
 
@@ -66,6 +70,12 @@ class Ranks(Children):
             said = self.hear(rank)
             assert said == "stepping", said
 
+    def join(self, since: float, within_s: float = 15.0) -> None:
+        """Let the processes go, once each has said its end, and wait until they have ended."""
+        for connection in self.connections:
+            connection.send(_LEAVE)
+        super().join(since, within_s)
+
     def steps_of(self, rank: int) -> int:
         """How many steps ``rank`` has completed by now."""
         self.connections[rank].send("how many?")
@@ -95,6 +105,9 @@ def _run(
             return program(rank, pipe, connection)
 
     connection.send(End.of(train))
+    with suppress(EOFError):  # the first host's process has the store, which another rank may still read
+        while connection.recv() != _LEAVE:
+            pass
     connection.close()
 
 
