@@ -41,7 +41,7 @@ class Arguments:
         return cls(tuple(args), kwargs)
 
 
-def check_batch(batch: Batch, step: StepId, *, sources: Collection[str | None], last: bool, has_loss: bool) -> None:
+def check_batch(batch: Batch, step: StepId, *, sources: Collection[str | None], ends: Mapping[str, bool]) -> None:
     """Refuse a batch that lacks data for a rank's step, with a ConfigError that names the field.
 
     Args:
@@ -49,20 +49,12 @@ def check_batch(batch: Batch, step: StepId, *, sources: Collection[str | None], 
         step: the step.
         sources: the names of the rank's parts that read nothing but their ``inputs``; None for the first virtual stage
             of a pipeline without parts.
-        last: whether the rank has a virtual stage that reads ``targets``.
-        has_loss: whether there is a ``loss_fn``.
+        ends: the rank's parts that read ``targets``, each with whether it has a ``loss_fn``; "" for the last virtual
+            stage of a model with one loss.
     """
     training = step.mode is Mode.TRAIN
-    if last and not has_loss and (training or batch.targets is not None):
-        reason = "a training step needs it" if training else "targets are given, but nothing to compare them with"
-        raise ConfigError(f"loss_fn is missing on the last virtual stage: {reason}")
-    first = None in sources
-    for part in sources:
-        if part is not None and (not isinstance(batch.inputs, Mapping) or part not in batch.inputs):
-            raise ConfigError(
-                f"inputs[{part!r}] is missing, must be a list of {step.microbatches} on the rank of the part's first "
-                "module, one for each microbatch"
-            )
+    _check_parts(batch, step, sources, ends)
+    first, last = None in sources, bool(ends)
     for field, used, needed, where in (
         ("inputs", first, first, "first"),
         ("targets", last, last and training, "last"),
@@ -79,6 +71,21 @@ def check_batch(batch: Batch, step: StepId, *, sources: Collection[str | None], 
                 wanted += f" on the rank of the {where} virtual stage"
             misplaced = "; the labels are in the inputs" if field == "targets" and _with_labels(batch.inputs) else ""
             raise ConfigError(f"{field} {problem}, must be {wanted}, one for each microbatch{misplaced}")
+
+
+def _check_parts(batch: Batch, step: StepId, sources: Collection[str | None], ends: Mapping[str, bool]) -> None:
+    """What the first and last virtual stages of each part need."""
+    training, missing = step.mode is Mode.TRAIN, f"is missing, must be a list of {step.microbatches} on the rank of the"
+    for end, has_loss in ends.items():
+        if not has_loss and (training or batch.targets is not None):
+            where = f"for part {end!r}" if end else "on the last virtual stage"
+            reason = "a training step needs it" if training else "targets are given, but nothing to compare them with"
+            raise ConfigError(f"loss_fn is missing {where}: {reason}")
+        if end and training and (not isinstance(batch.targets, Mapping) or end not in batch.targets):
+            raise ConfigError(f"targets[{end!r}] {missing} part's last module, one for each microbatch")
+    for part in sources:
+        if part is not None and (not isinstance(batch.inputs, Mapping) or part not in batch.inputs):
+            raise ConfigError(f"inputs[{part!r}] {missing} part's first module, one for each microbatch")
 
 
 def _with_labels(inputs: Sequence[Any] | Mapping[str, Sequence[Any]] | None) -> bool:

@@ -7,7 +7,7 @@ these cases when they occur, so they are refused by name before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -29,13 +29,13 @@ _PROBLEM = (
 )
 
 
-def check_no_cuda_graphs(modules: Mapping[int, nn.Module], loss_fn: Any = None) -> None:
-    """Refuse modules, by virtual stage, and a loss that would run as CUDA graphs on a device.
+def check_no_cuda_graphs(modules: Mapping[int, nn.Module], losses: Iterable[Any] = ()) -> None:
+    """Refuse modules, by virtual stage, and losses that would run as CUDA graphs on a device.
 
     Raises:
         ConfigError: naming the first submodule that would.
     """
-    if _uses_graphs(loss_fn):
+    if any(map(_uses_graphs, losses)):
         raise ConfigError(f"loss_fn is {_PROBLEM}")
     for v, module in sorted(modules.items()):
         for name, submodule in module.named_modules():

@@ -186,6 +186,10 @@ class PacedStage(StageProgram):
         """See :meth:`StageProgram.losses`."""
         return self._program.losses()
 
+    def losses_by_part(self) -> Mapping[str, Mapping[int, float]]:
+        """See :meth:`StageProgram.losses_by_part`."""
+        return self._program.losses_by_part()
+
     def outputs(self) -> Mapping[int, Any]:
         """See :meth:`StageProgram.outputs`."""
         return self._program.outputs()

@@ -1,19 +1,21 @@
-"""A loss with parameters: the last virtual stage differentiates it together with its module.
+"""The losses of a rank, and a loss with parameters, which its virtual stage differentiates together with its module.
 
 All code that needs a virtual stage's parameters, buffers or submodules must see both, and gets them from here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from rrfp.core.graph import Graph
 
 #: The prefix of the names of the loss's parameters and buffers.
 LOSS = "loss_fn"
+
+LossFunction = Callable[[Any, Any], Tensor]
 
 
 class WithLoss(nn.Module):
@@ -41,14 +43,24 @@ class WithLoss(nn.Module):
         yield from self.loss.named_modules(memo, ".".join(filter(None, (prefix, self._prefix))), remove_duplicate)
 
 
-def with_loss(modules: Mapping[int, nn.Module], graph: Graph, loss_fn: Any) -> dict[int, nn.Module]:
-    """The modules that each virtual stage differentiates; the last one's includes a ``loss_fn`` that is a module.
+def losses_by_stage(
+    loss_fn: LossFunction | Mapping[int, LossFunction] | None, graph: Graph
+) -> Mapping[int, LossFunction]:
+    """The loss of each virtual stage that computes one: those that nothing reads, where ``loss_fn`` is one function."""
+    if loss_fn is None or isinstance(loss_fn, Mapping):
+        return loss_fn or {}
+    return {v: loss_fn for v, readers in enumerate(graph.successors) if not readers}
 
-    The parameters of any other ``loss_fn``, also of a function that uses modules, stay unknown to the pipeline.
+
+def with_loss(modules: Mapping[int, nn.Module], losses: Mapping[int, LossFunction]) -> dict[int, nn.Module]:
+    """The modules that each virtual stage differentiates: with its loss, where that is a module.
+
+    The parameters of any other loss, also of a function that uses modules, stay unknown to the pipeline.
     """
-    if not isinstance(loss_fn, nn.Module):
-        return dict(modules)
-    return {v: module if graph.successors[v] else WithLoss(module, loss_fn) for v, module in modules.items()}
+    return {
+        v: WithLoss(module, loss) if isinstance(loss := losses.get(v), nn.Module) else module
+        for v, module in modules.items()
+    }
 
 
 def class_name(module: nn.Module) -> str:

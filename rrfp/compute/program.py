@@ -18,7 +18,7 @@ class Batch:
     Attributes:
         inputs: arguments of the first virtual stage: a tensor or a named tuple, a tuple (positional) or a dict
             (keywords). Where the model has parts, lists by part, for the first module of each.
-        targets: second argument of ``loss_fn`` on the last virtual stage.
+        targets: second argument of ``loss_fn`` on the last virtual stage; lists by part where several have losses.
         kwargs: further keyword arguments for every module of this rank, or lists by part.
         gradient_weights: for each microbatch the factor on its loss in backward (weight over normaliser, times
             ``grad_scale``); known before the first backward.
@@ -28,7 +28,7 @@ class Batch:
     """
 
     inputs: Sequence[Any] | Mapping[str, Sequence[Any]] | None = None
-    targets: Sequence[Any] | None = None
+    targets: Sequence[Any] | Mapping[str, Sequence[Any]] | None = None
     kwargs: Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Mapping[str, Any]]] | None = None
     gradient_weights: Sequence[float] = field(default=())
     return_outputs: bool | None = None
@@ -155,9 +155,17 @@ class StageProgram(ABC):
         """
         return {}
 
+    def losses_by_part(self) -> Mapping[str, Mapping[int, float]]:
+        """The losses by part of a graph, where several parts have losses. Called instead of `losses`.
+
+        Returns:
+            By default those of `losses`, under ``""``.
+        """
+        return {"": self.losses()}
+
     def outputs(self) -> Mapping[int, Any]:
         """Detached outputs of the last virtual stage, by microbatch, in a forward-only step that returns them.
 
-        Called after the last task.
+        Where several parts have losses, each is a dict by part. Called after the last task.
         """
         return {}

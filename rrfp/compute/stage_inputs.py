@@ -55,10 +55,12 @@ class StageInputs:
                 named[argument] = value if key is None or value is None else value[key]
         return Arguments.spread([*spread, *own, named])
 
-    def target(self, m: int, v: int) -> Any:
-        """The target; None unless ``v`` is a last virtual stage and the caller gave targets."""
+    def targets(self, v: int) -> Sequence[Any] | None:
+        """The targets by microbatch; None unless ``v`` is a last virtual stage for which the caller gave any."""
         targets = self._batch.targets
-        return None if targets is None or self._graph.successors[v] else targets[m]
+        if targets is None or self._graph.successors[v]:
+            return None
+        return targets.get(self._feeds.parts[v]) if isinstance(targets, Mapping) else targets
 
     def num_bytes(self, m: int, v: int, received: Sequence[Payload]) -> int:
         """Of received tensors and of the caller's, as dense ones."""

@@ -7,7 +7,7 @@ one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from rrfp.compute.caller_context import CallerModes
 from rrfp.compute.calling import check_batch, check_loss, check_placement, requires_grad
 from rrfp.compute.gradients.adopted import AdoptedGradients
 from rrfp.compute.gradients.shared import SharedGradients
-from rrfp.compute.loss_module import with_loss
+from rrfp.compute.loss_module import LossFunction, losses_by_stage, with_loss
 from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch, StageProgram
 from rrfp.compute.received import ReadOnly, Received
@@ -36,8 +36,6 @@ from rrfp.core.graph import Graph
 from rrfp.core.readiness import ForcedOrder
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.graphs.feeds import Feeds
-
-LossFunction = Callable[[Any, Any], Tensor]
 
 
 class TorchStage(StageProgram):
@@ -59,7 +57,8 @@ class TorchStage(StageProgram):
         modules: by virtual stage; exactly those that one stage of ``graph`` holds.
         graph: the virtual stages and their edges.
         loss_fn: ``loss_fn(output, target)``, a scalar floating tensor: the mean over the microbatch. Needed on the last
-            virtual stage in training. If it is a module, its parameters are treated as parameters of that stage.
+            virtual stage in training. If it is a module, its parameters are treated as parameters of that stage. Where
+            several parts have losses, one for the last virtual stage of each.
         seed: seed of the random forks, the same on all ranks. None: draw from torch's generators without forking.
         unsplittable: how to run a split virtual stage whose module differentiates only as a whole: ``"whole"`` runs the
             whole backward in B and nothing in W, ``"refuse"`` raises a StageError that names the module.
@@ -80,7 +79,7 @@ class TorchStage(StageProgram):
         modules: Mapping[int, nn.Module],
         graph: Graph,
         *,
-        loss_fn: LossFunction | None = None,
+        loss_fn: LossFunction | Mapping[int, LossFunction] | None = None,
         seed: int | None = 0,
         unsplittable: Unsplittable = "whole",
         in_order: Collection[ForcedOrder] = (),
@@ -92,10 +91,10 @@ class TorchStage(StageProgram):
         check_placement(modules, graph)
         self._modules = dict(modules)
         #: By virtual stage, a module with all its parameters, buffers and submodules, those of the loss included.
-        self._units = with_loss(modules, graph, loss_fn)
+        self._losses = losses_by_stage(loss_fn, graph)
+        self._units = with_loss(modules, self._losses)
         self._shared = SharedGradients({}) if shared is None else shared
         self._graph = graph
-        self._loss_fn = loss_fn
         self._seed = seed
         self._devices = frozenset(devices)
         self._grouped = grouped
@@ -109,7 +108,8 @@ class TorchStage(StageProgram):
         #: Whose inputs are the caller's alone: the first virtual stage, or parts by name.
         sources = [v for v in self._modules if not graph.predecessors[v]]
         self._sources = [self._feeds.parts[v] if self._feeds.parts else None for v in sources]
-        self._is_last = any(not graph.successors[v] for v in self._modules)
+        #: The last virtual stages, each with the part that it has a loss of its own for; "" where there is one loss.
+        self._ends = {v: self._feeds.loss_of(v) for v in self._modules if not graph.successors[v]}
         self._step: StepId | None = None
         self._clear()
 
@@ -120,8 +120,8 @@ class TorchStage(StageProgram):
             ConfigError: if the batch lacks data that this rank needs, a list has not M entries, or a training step has
                 no ``loss_fn`` or is called under ``no_grad``.
         """
-        has_loss = self._loss_fn is not None
-        check_batch(batch, step, sources=self._sources, last=self._is_last, has_loss=has_loss)
+        ends = {part: v in self._losses for v, part in self._ends.items()}
+        check_batch(batch, step, sources=self._sources, ends=ends)
         modes = CallerModes.capture(step.mode)
         # On a device's lane that device is current, whichever is in the caller's thread.
         self._modes = replace(modes, cuda_device=None) if self._devices else modes
@@ -211,6 +211,10 @@ class TorchStage(StageProgram):
         """See :meth:`StageProgram.losses`. Waits for the device, so it must not be called between tasks."""
         return self._results.losses()
 
+    def losses_by_part(self) -> Mapping[str, Mapping[int, float]]:
+        """See :meth:`StageProgram.losses_by_part`. Waits like `losses`."""
+        return self._results.losses_by_part()
+
     def outputs(self) -> Mapping[int, Any]:
         """See :meth:`StageProgram.outputs`; by default kept in a forward-only step without targets or ``loss_fn``."""
         return self._results.outputs()
@@ -220,7 +224,7 @@ class TorchStage(StageProgram):
         self._saved: dict[tuple[int, int], SavedForward] = {}
         self._held: dict[tuple[int, int], int] = {}
         self._held_outputs: dict[tuple[int, int], int] = {}
-        self._results = StepResults()
+        self._results = StepResults(self._ends.values())
         #: The work that B left to W, and the addresses of payloads in which no `.grad` may lie.
         self._pending: dict[tuple[int, int], tuple[PendingWeights, frozenset[int]]] = {}
         self._adopted: dict[int, AdoptedGradients] = {}
@@ -255,7 +259,7 @@ class TorchStage(StageProgram):
         _, m, v = task
         training = self._modes.mode is Mode.TRAIN
         if not self._graph.successors[v]:
-            self._results.keep(m, output, loss, self._batch, self._modes.mode)
+            self._results.keep(m, output, loss, self._batch, self._modes.mode, self._ends[v])
             if training:
                 self._saved[m, v] = self._saved_loss(m, received, output, loss)
             return Payload()
@@ -284,14 +288,14 @@ class TorchStage(StageProgram):
 
     def _loss(self, output: Any, task: Task) -> Tensor | None:
         _, m, v = task
-        if self._graph.successors[v] or self._loss_fn is None or self._batch.targets is None:
+        if (loss_fn := self._losses.get(v)) is None or (targets := self._inputs.targets(v)) is None:
             return None
-        loss = self._loss_fn(output, self._batch.targets[m])
+        loss = loss_fn(output, targets[m])
         if isinstance(loss, Tensor):
             loss = full_tensor(loss)
         learns = requires_grad(output) or any(parameter.requires_grad for parameter in self._units[v].parameters())
         return check_loss(loss, m, differentiable=self._modes.mode is Mode.TRAIN and learns)
 
     def _signature(self, m: int, v: int, arguments: Any) -> Hashable:
-        target = self._inputs.target(m, v)
+        target = None if (targets := self._inputs.targets(v)) is None else targets[m]
         return describe(arguments), describe(target), self._modules[v].training, self._modes.autocast

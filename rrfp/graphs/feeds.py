@@ -30,11 +30,13 @@ class Feeds:
             follow one another in graph order.
         parts: the name of the part of each virtual stage; empty without parts.
         heads: the virtual stages that begin a part, and are called with what the caller passes for it.
+        losses: the parts that no other reads, if there are several: each has a loss of its own.
     """
 
     by_stage: tuple[tuple[Feed, ...], ...] = ()
     parts: tuple[str, ...] = ()
     heads: frozenset[int] = frozenset()
+    losses: tuple[str, ...] = ()
     _keys: dict[tuple[int, int], tuple[str, ...] | None] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -45,6 +47,10 @@ class Feeds:
                 if None not in read:
                     keys[source, v] = tuple(dict.fromkeys(key for key in read if key is not None))
         object.__setattr__(self, "_keys", keys)
+
+    def loss_of(self, virtual_stage: int) -> str:
+        """The part whose loss a last virtual stage computes; "" where the model has one loss."""
+        return self.parts[virtual_stage] if self.losses else ""
 
     def keys(self, source: int, readers: Iterable[int]) -> tuple[str, ...] | None:
         """The values of the output of ``source`` that ``readers`` read together; None: all of it."""

@@ -37,9 +37,9 @@ class ModelGraph:
         """Number and connect the virtual stages of ``declared``, ``split`` all of them or none.
 
         Raises:
-            ConfigError: naming the part, if the graph is no `Graph` or has none, if not exactly one part is read by no
-                other, if that one is optional, if some stage below the highest has no part, or if a part that every
-                microbatch visits is read by none where an optional part is skipped.
+            ConfigError: naming the part, if the graph is no `Graph` or has none, if the only part that no other reads
+                is optional, if some stage below the highest has no part, or if a part that every microbatch visits is
+                read by none where an optional part is skipped.
         """
         if not isinstance(declared, Graph):
             raise ConfigError(f"graph is of type {type(declared).__name__}, must be an rrfp.Graph")
@@ -47,7 +47,9 @@ class ModelGraph:
         if not parts:
             raise ConfigError("graph has no parts, must have at least one: graph.part(name, stages=[...])")
         readers = {each.name: frozenset(p.name for p in parts if each in p.sources) for each in parts}
-        _check_sink([each for each in parts if not readers[each.name]])
+        sinks = [each for each in parts if not readers[each.name]]
+        if len(sinks) == 1 and sinks[0].optional:
+            raise ConfigError(f"part {sinks[0].name!r} computes the loss, since no part reads it: must not be optional")
         _check_stages(declared)
         numbers: dict[str, range] = {}
         for part in parts:
@@ -60,7 +62,8 @@ class ModelGraph:
         tasks = TaskGraph(placement, edges, (split,) * len(names), names)
         heads = frozenset(own.start for own in numbers.values())
         owners = tuple(part.name for part in parts for _ in part.stages)
-        graph = cls(declared, tasks, Feeds(feeds, owners, heads), numbers, readers)
+        losses = tuple(each.name for each in sinks) if len(sinks) > 1 else ()
+        graph = cls(declared, tasks, Feeds(feeds, owners, heads, losses), numbers, readers)
         graph._check_ways_round()
         return graph
 
@@ -73,6 +76,11 @@ class ModelGraph:
     def optional(self) -> tuple[str, ...]:
         """The names of the parts that a microbatch may skip."""
         return tuple(name for name, part in self.parts.items() if part.optional)
+
+    @property
+    def sinks(self) -> tuple[str, ...]:
+        """The names of the parts that no other reads: those with a loss."""
+        return tuple(name for name, readers in self._readers.items() if not readers)
 
     def parts_of(self, stage: int) -> dict[str, tuple[int, ...]]:
         """The parts of ``stage`` by name, each with its virtual stages there."""
@@ -89,7 +97,7 @@ class ModelGraph:
 
         Raises:
             ConfigError: naming the field, if ``visits`` does not fit, or if a microbatch visits a part whose output
-                nothing reads, as it skips all readers.
+                nothing reads, as it skips all readers, or none that has a loss.
         """
         if visits is None:
             return ()
@@ -105,6 +113,10 @@ class ModelGraph:
                 raise ConfigError(
                     f"visits: microbatch {m} visits {ends[0]!r} and skips all parts that read it: must skip it too, "
                     f"or visit one of: {', '.join(sorted(self._readers[ends[0]]))}"
+                )
+            if skipped.issuperset(self.sinks):
+                raise ConfigError(
+                    f"visits: microbatch {m} skips all parts with a loss: must visit one of: {', '.join(self.sinks)}"
                 )
         return tuple(frozenset(v for name in skipped for v in self.numbers[name]) for skipped in skips)
 
@@ -135,17 +147,6 @@ class ModelGraph:
                         f"part {optional!r} is optional, and where it is skipped nothing reads part {name!r}: a later "
                         f"part must read {name!r} too, or {name!r} must be optional"
                     )
-
-
-def _check_sink(sinks: Sequence[Part]) -> None:
-    names = " and ".join(repr(part.name) for part in sinks)
-    if len(sinks) > 1:
-        raise ConfigError(
-            f"graph: no part reads {names}: exactly one part must be read by no other, that with the loss; a part that "
-            "reads several can add up their losses"
-        )
-    if sinks[0].optional:
-        raise ConfigError(f"part {names} computes the loss, since no part reads it: must not be optional")
 
 
 def _check_stages(declared: Graph) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, Unpack
 
@@ -13,7 +13,7 @@ from rrfp.core.tasks import Mode
 from rrfp.pipeline.between_steps import Scaler
 from rrfp.pipeline.callers import BlockingCaller
 from rrfp.pipeline.session import Session
-from rrfp.runtime.batching import EvaluateArguments, Inputs, StepArguments
+from rrfp.runtime.batching import EvaluateArguments, Inputs, StepArguments, Targets
 from rrfp.runtime.result import StepResult
 from rrfp.runtime.statistics import RankStatistics
 
@@ -53,7 +53,7 @@ class BlockingPipeline:
     def step(
         self,
         inputs: Inputs | None = None,
-        targets: Sequence[Any] | None = None,
+        targets: Targets | None = None,
         **arguments: Unpack[StepArguments],
     ) -> StepResult:
         """As `rrfp.Pipeline.step`."""
@@ -62,7 +62,7 @@ class BlockingPipeline:
     def evaluate(
         self,
         inputs: Inputs | None = None,
-        targets: Sequence[Any] | None = None,
+        targets: Targets | None = None,
         **arguments: Unpack[EvaluateArguments],
     ) -> StepResult:
         """As `rrfp.Pipeline.evaluate`."""

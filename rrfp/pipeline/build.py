@@ -115,7 +115,7 @@ class RankBuilder:
         )
         devices = [choose_device(own, options["device"]) for own in by_rank]
         for own, device in zip(by_rank, devices, strict=True):
-            check_on_device(own, options["loss_fn"], device)
+            check_on_device(own, partition.losses, device)
         self._ranks = [
             _Rank(
                 topology,
@@ -140,7 +140,7 @@ class RankBuilder:
         return TorchStage(
             partition.chunks(part, topology.stage),
             partition.graph,
-            loss_fn=self._options["loss_fn"],
+            loss_fn=partition.losses,
             seed=replica_seed(self._options["seed"], topology.replica),
             unsplittable=self._options["unsplittable"],
             in_order=partition.in_order(partition.modules(part, topology.stage)),

@@ -63,14 +63,14 @@ def choose_device(modules: Mapping[int, nn.Module], option: Device | torch.devic
     return chosen
 
 
-def check_on_device(modules: Mapping[int, nn.Module], loss_fn: Any, device: Device | None) -> None:
-    """Refuse modules, or a loss, that cannot run on ``device``.
+def check_on_device(modules: Mapping[int, nn.Module], losses: Mapping[int, Any], device: Device | None) -> None:
+    """Refuse modules, or losses, that cannot run on ``device``.
 
     Raises:
         ConfigError: naming it.
     """
     if device is not None and device.kind == "cuda":
-        check_no_cuda_graphs(modules, loss_fn)
+        check_no_cuda_graphs(modules, losses.values())
 
 
 def new_lane(device: Device | None, name: str, nice: int = 0) -> Lane:

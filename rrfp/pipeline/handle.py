@@ -8,7 +8,7 @@ the caller's; the blocking API waits for the same future.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, Unpack
 
@@ -22,7 +22,7 @@ from rrfp.pipeline.callers import AsyncCaller, BlockingCaller
 from rrfp.pipeline.local_ranks import LocalRanks
 from rrfp.pipeline.loop_thread import LoopChoice
 from rrfp.pipeline.session import Session
-from rrfp.runtime.batching import EvaluateArguments, Inputs, StepArguments
+from rrfp.runtime.batching import EvaluateArguments, Inputs, StepArguments, Targets
 from rrfp.runtime.result import StepResult
 from rrfp.runtime.statistics import RankStatistics
 
@@ -68,7 +68,7 @@ class PipelineHandle:
     async def step(
         self,
         inputs: Inputs | None = None,
-        targets: Sequence[Any] | None = None,
+        targets: Targets | None = None,
         **arguments: Unpack[StepArguments],
     ) -> StepResult:
         """Train on one batch: adds gradients to ``.grad``; the optimizer's step is the caller's.
@@ -82,7 +82,8 @@ class PipelineHandle:
             inputs: for the first virtual stage: a tensor or named tuple (one argument), a tuple (positional arguments)
                 or a dict (keywords) each. Where the pipeline has a graph, a dict of such lists by part, for the first
                 module of each part that is called with any.
-            targets: second argument of ``loss_fn`` on the last virtual stage.
+            targets: second argument of ``loss_fn`` on the last virtual stage; where several parts of the graph have
+                losses, a dict of such lists by part.
             arguments: ``kwargs``: further keyword arguments: a list for every module of this process, or a dict with a
                 list for each stage that has any, ``{stage: [{...}, ...]}``, of which every rank takes its own stage's,
                 or with a graph one for each part.
@@ -108,7 +109,7 @@ class PipelineHandle:
     async def evaluate(
         self,
         inputs: Inputs | None = None,
-        targets: Sequence[Any] | None = None,
+        targets: Targets | None = None,
         **arguments: Unpack[EvaluateArguments],
     ) -> StepResult:
         """Run a batch forward only, without gradients.
@@ -117,10 +118,11 @@ class PipelineHandle:
 
         Args:
             inputs: as in `step`.
-            targets: as in `step`; without them there are no losses.
+            targets: as in `step`; without them there are no losses, and no loss of a part that the dict lacks.
             arguments: ``kwargs``, ``weights``, ``sizes``, ``microbatches`` and ``visits`` as in `step`.
                 ``return_outputs``: whether the result's ``outputs`` hold the outputs of the last virtual stage,
-                detached, on its rank: True, False, or None for True where no loss is computed.
+                detached, on its rank: True, False, or None for True where no loss is computed. Where several parts
+                have losses, each output is a dict by part.
 
         Returns:
             The result, on every rank.

@@ -92,6 +92,11 @@ def _function(call: str) -> Option:
     return Option(None, f"callable: {call}", lambda value: value is None or callable(value))
 
 
+def _is_loss(value: Any) -> bool:
+    losses = value.values() if isinstance(value, Mapping) else [value]
+    return value is None or all(map(callable, losses))
+
+
 def _are_callbacks(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(each, Callback) for each in value)
 
@@ -130,9 +135,13 @@ class Options(TypedDict, total=False):
     ]
     """Microbatches that a stage may hold: a number, ``"1f1b"``, ``"n"``, ``"2n"`` (the default) or a `rrfp.Limit`."""
 
-    loss_fn: Annotated[Callable[[Any, Any], Any] | None, _function("loss_fn(output, target)")]
+    loss_fn: Annotated[
+        Callable[[Any, Any], Any] | Mapping[str, Callable[[Any, Any], Any]] | None,
+        Option(None, "callable: loss_fn(output, target), or with several losses a dict of such by part", _is_loss),
+    ]
     """``loss_fn(output, target)``, the mean over a microbatch. If it is a module, its parameters belong to the last
-    virtual stage; the other ranks do not use theirs."""
+    virtual stage; the other ranks do not use theirs. Where no part of the graph reads several of its parts, a dict with
+    a loss for each of these; a microbatch's loss is the sum."""
 
     reduction: Annotated[Reduction, _one_of("mean", Reduction).common()]
     """How microbatches' losses combine: ``"mean"`` (weighted) or ``"sum"``."""

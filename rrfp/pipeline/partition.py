@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rrfp.compute.buffers import writes_buffers_in_forward
-from rrfp.compute.loss_module import class_name, with_loss
+from rrfp.compute.loss_module import LossFunction, class_name, losses_by_stage, with_loss
 from rrfp.compute.program import StageProgram
 from rrfp.core.graph import Graph
 from rrfp.core.readiness import ForcedOrder
@@ -34,13 +34,13 @@ class Partition:
     Attributes:
         graph: virtual stages, their placement, and which of them are split.
         deterministic: whether gradients are added in microbatch order.
-        loss_fn: the loss; if it is a module, it belongs to the last virtual stage.
+        losses: the loss of each virtual stage that computes one; if it is a module, it belongs to that stage.
         model: of the model's parts, if it has any.
     """
 
     graph: Graph
     deterministic: bool = False
-    loss_fn: Callable[[Any, Any], Any] | None = None
+    losses: Mapping[int, LossFunction] = field(default_factory=dict)
     model: ModelGraph | None = None
 
     @classmethod
@@ -62,7 +62,9 @@ class Partition:
             )
         chunks = chunks or max(counts, default=1)
         chain = Graph.chain(stages, chunks=chunks, layout=options["placement"], split=options["split"])
-        return cls(chain, options["deterministic"], options["loss_fn"])
+        if isinstance(loss_fn := options["loss_fn"], Mapping):
+            raise ConfigError("loss_fn is a dict, must be a function: without graph there are no parts")
+        return cls(chain, options["deterministic"], losses_by_stage(loss_fn, chain))
 
     @classmethod
     def _of_graph(cls, options: Options, stages: int, graph: PartGraph) -> Partition:
@@ -73,7 +75,7 @@ class Partition:
         model = ModelGraph.of(graph, split=options["split"])
         if (placed := model.tasks.placement.stages) != stages:
             raise ConfigError(f"graph has {placed} stages, must have {stages}, as the pipeline has")
-        return cls(model.tasks, options["deterministic"], options["loss_fn"], model)
+        return cls(model.tasks, options["deterministic"], _losses(options["loss_fn"], model), model)
 
     @property
     def feeds(self) -> Feeds:
@@ -85,7 +87,7 @@ class Partition:
 
         Errors as in `chunks`.
         """
-        return with_loss(self.chunks(part, stage), self.graph, self.loss_fn)
+        return with_loss(self.chunks(part, stage), self.losses)
 
     def chunks(self, part: StagePart, stage: int) -> dict[int, nn.Module]:
         """The modules of ``stage`` by virtual stage; none for a program, which has its own.
@@ -158,6 +160,26 @@ def chunks_of(part: object, name: str = "module") -> tuple[nn.Module, ...]:
     if not chunks:
         raise ConfigError(f"{name} is an empty {type(part).__name__}, must be {_ALLOWED}")
     return chunks
+
+
+def _losses(loss_fn: object, model: ModelGraph) -> Mapping[int, LossFunction]:
+    """The losses by virtual stage; a ConfigError where they are not those of the parts that no other reads."""
+    sinks, names = model.sinks, " and ".join(map(repr, model.sinks))
+    if not isinstance(loss_fn, Mapping):
+        if loss_fn is not None and len(sinks) > 1:
+            raise ConfigError(
+                f"graph: no part reads {names}, and loss_fn is one function: must be a dict with a function for each "
+                "of them; or another part must read all but one"
+            )
+        return losses_by_stage(cast("LossFunction | None", loss_fn), model.tasks)
+    if len(sinks) == 1:
+        raise ConfigError(f"loss_fn is a dict, must be a function: only part {names} has a loss, as no part reads it")
+    if loss_fn.keys() != set(sinks):
+        raise ConfigError(
+            f"loss_fn names {', '.join(map(repr, loss_fn)) or 'no part'}, must have a function for each part that no "
+            f"other reads: {names}"
+        )
+    return {model.numbers[name][-1]: loss for name, loss in loss_fn.items()}
 
 
 def _of_parts(modules: object, parts: Mapping[str, Sequence[int]], stage: int) -> dict[int, nn.Module]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from rrfp.pipeline.calls import Call, CallGate
 from rrfp.pipeline.local_ranks import LocalRanks
 from rrfp.pipeline.loop_thread import LoopThread
 from rrfp.pipeline.state import PipelineState
-from rrfp.runtime.batching import EvaluateArguments, Inputs, StepArguments
+from rrfp.runtime.batching import EvaluateArguments, Inputs, StepArguments, Targets
 from rrfp.runtime.result import StepResult
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class Session:
         self,
         mode: Mode,
         inputs: Inputs | None,
-        targets: Sequence[Any] | None,
+        targets: Targets | None,
         arguments: StepArguments | EvaluateArguments,
     ) -> Call[StepResult]:
         """Begin a step.

@@ -16,7 +16,7 @@ from rrfp.core.tasks import Mode, StepId
 from rrfp.core.visits import Skipped
 from rrfp.errors import ConfigError
 from rrfp.graphs.model_graph import ModelGraph
-from rrfp.runtime.part_arguments import named_by_part, named_inputs, named_visits
+from rrfp.runtime.part_arguments import named_by_part, named_inputs, named_targets, named_visits
 
 #: Keyword arguments by microbatch: for all modules of this process, or a list for each stage, or part, that has any.
 Kwargs = (
@@ -25,6 +25,9 @@ Kwargs = (
 
 #: Inputs by microbatch; by part where the model has parts.
 Inputs = Sequence[Any] | Mapping[str, Sequence[Any]]
+
+#: Targets by microbatch; by part where several parts have losses.
+Targets = Sequence[Any] | Mapping[str, Sequence[Any]]
 
 #: For each optional part that some microbatch skips: which microbatches visit it.
 VisitArgument = Mapping[str, Sequence[bool]]
@@ -114,7 +117,7 @@ def plan_step(
     mode: Mode,
     reduction: Reduction,
     inputs: Inputs | None = None,
-    targets: Sequence[Any] | None = None,
+    targets: Targets | None = None,
     kwargs: Kwargs | None = None,
     weights: Sequence[float] | None = None,
     sizes: Sequence[float] | None = None,
@@ -149,8 +152,8 @@ def plan_step(
             a weight or size is impossible.
     """
     named_kwargs = _named_kwargs(kwargs, stages, graph)
-    lists = {**named_inputs(inputs, graph), "targets": targets, **named_kwargs, "weights": weights, "sizes": sizes}
-    lists |= named_visits(visits, graph)
+    lists = named_inputs(inputs, graph) | named_targets(targets, graph) | named_kwargs
+    lists |= {"weights": weights, "sizes": sizes, **named_visits(visits, graph)}
     count = _microbatches(lists, microbatches)
     for name, dicts in named_kwargs.items():
         for m, each in enumerate(dicts or ()):

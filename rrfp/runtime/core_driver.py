@@ -125,9 +125,11 @@ class CoreDriver:
         step = plan.step
         self.finished.clear()
         self.outputs_complete.clear()
-        self._outputs_left = len(self._last) * step.microbatches
         self.gradients.open(step, plan.reduce_gradients)
         visits = Visits(step.microbatches, plan.skipped)
+        self._outputs_left = sum(v not in visits.skipped_by(m) for v in self._last for m in range(step.microbatches))
+        if not self._outputs_left:
+            self.outputs_complete.set()
         self._context.mailbox.open(visits)
         with self.messenger.opening():
             if self._agreement is not None:

@@ -21,6 +21,21 @@ def named_inputs(inputs: Any, graph: ModelGraph | None) -> dict[str, Any]:
     return named_by_part("inputs", inputs, graph)
 
 
+def named_targets(targets: Any, graph: ModelGraph | None) -> dict[str, Any]:
+    """The lists in ``targets``, by the names that errors call them; a ConfigError where parts do not fit."""
+    if graph is None or targets is None or not graph.feeds.losses:
+        return {"targets": targets}
+    if not isinstance(targets, Mapping):
+        raise ConfigError(
+            f"targets is of type {type(targets).__name__}, must be a dict with a list for each part with a loss, of: "
+            f"{', '.join(graph.sinks)}"
+        )
+    for name in targets:
+        if name not in graph.sinks:
+            raise ConfigError(f"targets names {name!r}, must name parts with a loss: {', '.join(graph.sinks)}")
+    return {f"targets[{name!r}]": each for name, each in targets.items()}
+
+
 def named_visits(visits: Any, graph: ModelGraph | None) -> dict[str, Any]:
     """The lists in ``visits``, which `ModelGraph.skipped` checks; a ConfigError for a model without parts."""
     if visits is None:

@@ -42,14 +42,18 @@ class StepResult(_Reported):
         microbatches: M, on this rank's replica.
         loss: the weighted loss of the step, over all replicas and without microbatches of weight 0; None where no loss
             was computed.
-        losses: the loss of every microbatch, in microbatch order.
+        losses: the loss of every microbatch, in microbatch order; where several parts of a graph have losses, the sum
+            over those that the microbatch visits.
+        part_losses: where several parts have losses, the loss of the step by part; a microbatch that skips a part adds
+            0 to its mean. Their sum is ``loss``. Empty elsewhere.
         seconds: the longest time that any rank took, from its own call on: where ranks call at different times, as
             between two pipelines in turns, it includes the wait for the last to call.
         breakdown: for each stage, where the time of its group's leader went; each sums to ``seconds``.
         peaks: for each stage, the most that any rank of its group held.
         trace: the spans of this rank (with `rrfp.local`: of all).
         outputs: of an evaluation, on the rank of the last virtual stage: outputs by microbatch, where
-            ``return_outputs`` asks for them, by default where there is no loss.
+            ``return_outputs`` asks for them, by default where there is no loss. Where several parts have losses, each
+            is a dict with the outputs of this rank's parts.
     """
 
     step: int
@@ -62,6 +66,7 @@ class StepResult(_Reported):
     peaks: tuple[Peaks, ...]
     trace: StepTrace = field(repr=False)
     outputs: Mapping[int, Any] = field(default_factory=dict, repr=False)
+    part_losses: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def awaiting(cls, reports: PendingReports, **known: Any) -> Self:
@@ -109,7 +114,9 @@ class StepResult(_Reported):
         results = (self, *others)
         known = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _REPORTED}
         known["trace"] = merge(result.trace for result in results)
-        known["outputs"] = {m: output for result in results for m, output in result.outputs.items()}
+        known["outputs"] = outputs = dict(self.outputs)
+        for m, output in ((m, output) for other in others for m, output in other.outputs.items()):
+            outputs[m] = {**outputs[m], **output} if m in outputs else output  # each has the parts of its rank
         return StepResult.awaiting(self._reports, **known)
 
     def __repr__(self) -> str:

@@ -46,6 +46,24 @@ def check_weights(have_weights: Sequence[bool | None], topology: Topology) -> No
             )
 
 
+def check_equal_weights(weights: Sequence[Sequence[float]], topology: Topology) -> None:
+    """Losses of several parts are added by microbatch, so a microbatch has one weight.
+
+    Args:
+        weights: by rank, of its microbatches; empty on a rank that computes no losses.
+        topology: of any rank. Replicas have microbatches of their own.
+    """
+    first: dict[int, int] = {}
+    for rank, own in enumerate(weights):
+        if not own or own == weights[other := first.setdefault(topology.place_of(rank).replica, rank)]:
+            continue
+        m = next(m for m, (here, there) in enumerate(zip(own, weights[other], strict=True)) if here != there)
+        raise ProtocolError(
+            f"weights[{m}] is {weights[other][m]:g} on {topology.name_of(other)} and {own[m]:g} on "
+            f"{topology.name_of(rank)}: must be the same on all ranks of a replica that compute losses"
+        )
+
+
 def check_visits(skipped: Sequence[Sequence[Sequence[int]]], parts: Sequence[str], topology: Topology) -> None:
     """A rank would wait in vain for a task that another one skips.
 

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 from rrfp.arbiter.loop import SettlingLoop
-from rrfp.compute.weighting import combine_losses
 from rrfp.core import timeouts
 from rrfp.core.size_order import least
 from rrfp.core.tasks import Mode
@@ -22,12 +21,16 @@ from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.batching import Plan
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.reports import PendingReports, ResourceMeter, StageReport, StepFigures
-from rrfp.runtime.share_checks import check_numbers, check_scales, check_visits, check_weights
-from rrfp.runtime.shares import Losses, LossShare, VisitShare, WeightShare
+from rrfp.runtime.share_checks import check_equal_weights, check_numbers, check_scales, check_visits, check_weights
+from rrfp.runtime.shares import Losses, LossShare, VisitShare, WeightShare, part_losses
 from rrfp.trace.breakdown import breakdown
 from rrfp.trace.spans import StepTrace
 
 logger = get_logger(__name__)
+
+
+#: Waits for the losses that this rank computes in a step, by part and microbatch.
+ReadLosses = Callable[[], Awaitable[Mapping[str, Mapping[int, float]]]]
 
 
 class StepReporter:
@@ -42,10 +45,14 @@ class StepReporter:
         self._all_gather = all_gather
         self._activity = context.activity
         self._supervisor = context.supervisor
-        graph = context.graph
         self._refused: Sequence[int] = ()
+        stages = [context.graph.stage_of[v] for v, readers in enumerate(context.graph.successors) if not readers]
         #: Whether this rank computes losses: it has to know the sum of all weights before its first backward.
-        self.has_losses = any(not graph.successors[v] for v in graph.placement.virtual_stages(topology.stage))
+        self.has_losses = topology.stage in stages
+        #: Whether it adds the weights of its replica to that sum: one of those with losses does.
+        self._gives_weights = topology.stage == min(stages) and topology.member == 0
+        #: The parts with losses of their own.
+        self._parts = () if context.model is None else context.model.feeds.losses
         #: Of the newest training step whose sizes say anything, the same on every rank; see `StepOpened`.
         self.size_correlation: float | None = None
         self._warned = False
@@ -63,8 +70,7 @@ class StepReporter:
             ConfigError: if the sum is 0, where a mean is asked for.
             ProtocolError: if another rank does not reduce as this one does.
         """
-        gives = self.has_losses and self._topology.member == 0
-        own = WeightShare(plan.total_weight if gives else 0.0, plan.reduce_gradients)
+        own = WeightShare(plan.total_weight if self._gives_weights else 0.0, plan.reduce_gradients)
         gathered = await self._all_gather.all_gather("weights", plan.step.number, records.pack(own))
         shares = [records.unpack(WeightShare, data, "the weight of a replica") for data in gathered]
         self._check_reduces([share.reduces for share in shares], plan)
@@ -79,7 +85,7 @@ class StepReporter:
                 f"reduce_gradients is True on {does} and False on {does_not} in {plan.step}: must be the same on all"
             )
 
-    def open(self, plan: Plan, read_losses: Callable[[], Awaitable[Mapping[int, float]]]) -> None:
+    def open(self, plan: Plan, read_losses: ReadLosses) -> None:
         """The step has begun. ``read_losses`` waits for this rank's losses, on a rank that computes any.
 
         A rank that computes none shares that at once, and so keeps no other rank waiting.
@@ -92,28 +98,34 @@ class StepReporter:
         assert self._losses is not None, "the step is not open"
         return await self._losses
 
-    async def _share_losses(
-        self, plan: Plan, read_losses: Callable[[], Awaitable[Mapping[int, float]]], losses: asyncio.Future[Losses]
-    ) -> None:
+    async def _share_losses(self, plan: Plan, read_losses: ReadLosses, losses: asyncio.Future[Losses]) -> None:
         await self._compare_visits(plan)
         has_weights = True if plan.weights is not None else None
         share = LossShare(plan.refused, plan.batch.training_step, loss_scale=plan.loss_scale, has_weights=has_weights)
         if not self.has_losses:
             await _give_way(asyncio.Event())  # to the first task
-        elif own := await read_losses():
-            self._check_finite(plan, own)
-            weight, ordered = plan.total_weight, [own[m] for m in sorted(own)]
-            # A replica all of whose weights are 0 adds nothing to the others' mean.
-            is_part = weight or self._topology.replicas == 1
-            loss = combine_losses(ordered, plan.weights, plan.reduction) if is_part else 0.0
-            share = replace(share, losses=own, loss=loss, weight=weight, has_weights=bool(has_weights))
+        else:
+            share = self._with_losses(share, plan, await read_losses())
         answers = await self._all_gather.all_gather("losses", plan.step.number, records.pack(share))
         shares = [records.unpack(LossShare, data, "the losses of a step") for data in answers]
         check_numbers([share.training_step for share in shares], self._topology)
         check_scales([share.loss_scale for share in shares], self._topology)
         check_weights([share.has_weights for share in shares], self._topology)
+        check_equal_weights([share.weights for share in shares], self._topology)
         self._compare_refused([share.refused for share in shares], plan)
-        losses.set_result(Losses.of(shares, self._topology, plan.reduction))
+        losses.set_result(Losses.of(shares, self._topology, plan.step.microbatches, plan.reduction, self._parts))
+
+    def _with_losses(self, share: LossShare, plan: Plan, losses: Mapping[str, Mapping[int, float]]) -> LossShare:
+        """``share`` with the losses that this rank computed, if there are any."""
+        self._check_finite(plan, losses)
+        weight = plan.total_weight
+        # A replica all of whose weights are 0 adds nothing to the others' mean.
+        is_part = bool(weight) or self._topology.replicas == 1
+        parts = part_losses(losses, plan.step.microbatches, plan.weights, plan.reduction, is_part=is_part)
+        if not parts:
+            return share
+        weights = plan.weights or () if self._parts else ()
+        return replace(share, parts=parts, weight=weight, has_weights=plan.weights is not None, weights=weights)
 
     async def _compare_visits(self, plan: Plan) -> None:
         """Fail where ranks were given other visits, before one of them waits in vain for a task that another skips."""
@@ -194,17 +206,18 @@ class StepReporter:
                 min(refused),
             )
 
-    def _check_finite(self, plan: Plan, losses: Mapping[int, float]) -> None:
+    def _check_finite(self, plan: Plan, losses: Mapping[str, Mapping[int, float]]) -> None:
         """Log the first loss that counts and is no finite number, once; members of a group have the same losses."""
         if self._warned or self._topology.member != 0:
             return
-        for m, loss in sorted(losses.items()):
+        for part, m, loss in ((part, m, loss) for part, own in losses.items() for m, loss in sorted(own.items())):
             if not math.isfinite(loss) and (plan.weights is None or plan.weights[m]):
                 self._warned = True
                 logger.warning(
-                    "%s: the loss of microbatch %d is %s in %s; later losses are not checked",
+                    "%s: the loss of microbatch %d%s is %s in %s; later losses are not checked",
                     self._topology.name,
                     m,
+                    f" of part {part!r}" if part else "",
                     loss,
                     plan.name,
                     stage=self._topology.stage,

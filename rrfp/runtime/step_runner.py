@@ -73,6 +73,7 @@ class StepRunner:
             microbatches=step.microbatches,
             loss=losses.loss,
             losses=losses.by_microbatch,
+            part_losses=losses.by_part,
             trace=trace,
             outputs=self._program.outputs(),
         )
@@ -87,11 +88,11 @@ class StepRunner:
         else:
             self._context.supervisor.spawn(sharing)
 
-    async def _read_losses(self) -> Mapping[int, float]:
-        """This rank's losses, once they are computed."""
+    async def _read_losses(self) -> Mapping[str, Mapping[int, float]]:
+        """This rank's losses by part, once they are computed."""
         driver = self._driver
         # Where a device computes them reading waits for it, and must not keep the lane from issuing tasks. In virtual
         # time nothing may come between two tasks that the simulator does not know.
         is_last = self._context.lane.device is not None or isinstance(asyncio.get_running_loop(), SettlingLoop)
         await (driver.finished if is_last else driver.outputs_complete).wait()
-        return await driver.executor.run_extra("the losses of the step", self._program.losses)
+        return await driver.executor.run_extra("the losses of the step", self._program.losses_by_part)

@@ -11,9 +11,9 @@ itself would add both modules' shares microbatch by microbatch, which differs in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from rrfp.compute.caller_context import autocast_device_types
-from rrfp.compute.loss_module import with_loss
+from rrfp.compute.loss_module import LossFunction, with_loss
 from rrfp.compute.named_tuples import is_named, with_items
 from rrfp.compute.payload import canonical
 from rrfp.compute.rng import RandomForks, devices_of
 from rrfp.compute.weighting import combine_losses, gradient_weights
-from rrfp.core.graph import Graph
 from rrfp.core.tasks import Kind, Task
 from rrfp.errors import ConfigError
 from rrfp.graphs.declared import Graph as PartGraph
@@ -40,20 +39,22 @@ class ReferenceResult:
     Attributes:
         losses: the loss of each microbatch, in order; empty without ``loss_fn``.
         loss: the step's loss, or None without ``loss_fn``.
-        outputs: the last module's output for each microbatch, detached.
+        outputs: the last module's output for each microbatch, detached; by part, where there are several losses.
+        part_losses: the step's loss by part, where there are several.
     """
 
     losses: tuple[float, ...]
     loss: float | None
     outputs: tuple[Any, ...]
+    part_losses: Mapping[str, float] = field(default_factory=dict)
 
 
 def reference(
     modules: Sequence[nn.Module] | Mapping[str, nn.Module | Sequence[nn.Module]],
     inputs: Sequence[Any] | Mapping[str, Sequence[Any]],
-    targets: Sequence[Any] | None = None,
+    targets: Sequence[Any] | Mapping[str, Sequence[Any]] | None = None,
     *,
-    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    loss_fn: LossFunction | Mapping[str, LossFunction] | None = None,
     kwargs: Kwargs | Mapping[str, Kwargs] | None = None,
     weights: Sequence[float] | None = None,
     reduction: str = "mean",
@@ -76,8 +77,9 @@ def reference(
             modules of each part, by name.
         inputs: arguments of the first module, a list by microbatch: a tensor or named tuple, a tuple (positional) or a
             dict (keywords); with ``graph``, such a list for each part that has any.
-        targets: second argument of ``loss_fn``, a list by microbatch.
-        loss_fn: ``loss_fn(output, target)``, a scalar tensor.
+        targets: second argument of ``loss_fn``, a list by microbatch; with several losses, one by part.
+        loss_fn: ``loss_fn(output, target)``, a scalar tensor; with several losses, one for each part that no other
+            reads.
         kwargs: further keyword arguments for every module, a list by microbatch; with ``graph``, also one by part.
         weights: as in :func:`gradient_weights`. A microbatch of weight 0 is not differentiated.
         reduction: as in :func:`gradient_weights`.
@@ -96,37 +98,63 @@ def reference(
     """
     walk = _walk(modules, inputs, kwargs, graph, visits)
     factors = gradient_weights(weights, walk.microbatches, reduction, grad_scale)
-    _check_lengths(walk.microbatches, targets, kwargs, needs_targets=loss_fn is not None)
-    last, plain = walk.last, dict(enumerate(walk.modules))
-    units = [*{**plain, **with_loss({last: plain[last]}, Graph.chain(last + 1), loss_fn)}.values()]
+    answers = _by_end("targets", targets, walk)
+    losses = _by_end("loss_fn", loss_fn, walk)
+    _check_lengths(walk, answers, kwargs, needs_targets=loss_fn is not None)
+    units = [*with_loss(dict(enumerate(walk.modules)), losses).values()]
     forks = RandomForks(seed, frozenset().union(*map(devices_of, units)))
     copies = _Copies(units)
-    losses: list[float] = []
+    values: dict[int, list[float]] = {v: [] for v in losses}
     outputs: list[Any] = []
 
     def forward(m: int, v: int, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, Tensor | None]:
         output = _call(walk.modules[v], copies.of(v, walk.modules[v]), args, named)
-        if loss_fn is None or targets is None or v != last:
-            return output, None
-        return output, _loss(loss_fn, copies, last, (output, targets[m]))
+        return output, _loss(losses[v], copies, v, (output, answers[v][m])) if v in losses else None
 
     for m in range(walk.microbatches):
-        own_loss: list[Tensor] = []
+        own: dict[int, Tensor] = {}
 
-        def call(v: int, args: tuple[Any, ...], named: Mapping[str, Any], m: int = m, own: Any = own_loss) -> Any:
+        def call(v: int, args: tuple[Any, ...], named: Mapping[str, Any], m: int = m, own: Any = own) -> Any:
             output, loss = forks.run(step, Task(Kind.F, m, v), forward, m, v, args, named)
-            own += [] if loss is None else [loss]
-            return output if v == last else _across_boundary(output)
+            if loss is not None:
+                own[v] = loss
+            return output if v in walk.ends else _across_boundary(output)
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and loss_fn is not None):
             outputs.append(_detached(walk.output(m, call)))
-        for loss in own_loss:
-            losses.append(loss.item())
-            forks.run(step, Task(Kind.B, m, last), _differentiate, loss, factors[m])
+        for v, each in values.items():
+            each.append(own[v].item() if v in own else 0.0)
+        if own:
+            forks.run(step, Task(Kind.B, m, max(own)), _differentiate, own.values(), factors[m])
     copies.add_up()
-    return ReferenceResult(
-        tuple(losses), combine_losses(losses, weights, reduction) if losses else None, tuple(outputs)
-    )
+    return _result(walk, values, outputs, weights, reduction)
+
+
+def _result(
+    walk: Walk, values: Mapping[int, list[float]], outputs: list[Any], weights: Sequence[float] | None, reduction: str
+) -> ReferenceResult:
+    by_part = {walk.ends[v]: combine_losses(each, weights, reduction) for v, each in sorted(values.items())}
+    by_microbatch = zip(*(values[v] for v in sorted(values)), strict=True)
+    loss = _sum(by_part.values()) if by_part else None
+    part_losses = by_part if len(walk.ends) > 1 else {}
+    return ReferenceResult(tuple(map(_sum, by_microbatch)), loss, tuple(outputs), part_losses)
+
+
+def _by_end(field: str, by_part: Any, walk: Walk) -> dict[int, Any]:
+    """The list or loss of each virtual stage with a loss; a ConfigError where there are several and parts differ."""
+    if by_part is None:
+        return {}
+    if len(walk.ends) == 1:
+        return dict.fromkeys(walk.ends, by_part)
+    if not isinstance(by_part, Mapping) or by_part.keys() != set(walk.ends.values()):
+        raise ConfigError(f"{field} must be a dict with the parts {', '.join(walk.ends.values())}")
+    return {v: by_part[part] for v, part in walk.ends.items()}
+
+
+def _sum(values: Iterable[float]) -> float:
+    """One value as it is, to the last bit."""
+    first, *further = values
+    return sum(further, first)
 
 
 def _walk(modules: Any, inputs: Any, kwargs: Any, graph: PartGraph | None, visits: Any) -> Walk:
@@ -138,17 +166,20 @@ def _walk(modules: Any, inputs: Any, kwargs: Any, graph: PartGraph | None, visit
 
 
 def _check_lengths(
-    count: int, targets: Sequence[Any] | None, kwargs: Kwargs | Mapping[str, Kwargs] | None, *, needs_targets: bool
+    walk: Walk, targets: Mapping[int, Any], kwargs: Kwargs | Mapping[str, Kwargs] | None, *, needs_targets: bool
 ) -> None:
-    lists: dict[str, Sequence[Any] | None] = {"targets": targets}
+    count = walk.microbatches
+    lists: dict[str, Sequence[Any] | None] = {
+        f"targets[{part!r}]" if part else "targets": targets.get(v) for v, part in walk.ends.items()
+    }
     if isinstance(kwargs, Mapping):
         lists |= {f"kwargs[{name!r}]": own for name, own in kwargs.items()}
     else:
         lists["kwargs"] = kwargs
-    for field, values in lists.items():
+    for name, values in lists.items():
         if values is not None and len(values) != count:
-            raise ConfigError(f"{field} has {len(values)} entries, must have {count}, one for each microbatch")
-    if needs_targets and targets is None:
+            raise ConfigError(f"{name} has {len(values)} entries, must have {count}, one for each microbatch")
+    if needs_targets and not targets:
         raise ConfigError("targets is missing: loss_fn needs one for each microbatch")
 
 
@@ -159,8 +190,8 @@ def _call(module: nn.Module, parameters: dict[str, Tensor], args: tuple[Any, ...
     return module(*args, **kwargs)
 
 
-def _loss(loss_fn: Callable[[Any, Any], Tensor], copies: _Copies, last: int, args: tuple[Any, Any]) -> Tensor:
-    if isinstance(loss_fn, nn.Module) and (parameters := copies.of(last, loss_fn)):
+def _loss(loss_fn: LossFunction, copies: _Copies, end: int, args: tuple[Any, Any]) -> Tensor:
+    if isinstance(loss_fn, nn.Module) and (parameters := copies.of(end, loss_fn)):
         loss: Tensor = functional_call(loss_fn, parameters, args)
         return loss
     return loss_fn(*args)
@@ -195,13 +226,14 @@ class _Copies:
                 parameter.grad = copy.grad if parameter.grad is None else parameter.grad.add_(copy.grad)
 
 
-def _differentiate(loss: Tensor, factor: float) -> None:
-    if not (factor and torch.is_grad_enabled() and loss.requires_grad):
+def _differentiate(losses: Collection[Tensor], factor: float) -> None:
+    roots = [loss * factor for loss in losses if loss.requires_grad]
+    if not (factor and torch.is_grad_enabled() and roots):
         return
     with ExitStack() as stack:
         for device_type in autocast_device_types():
             stack.enter_context(torch.autocast(device_type, enabled=False))
-        (loss * factor).backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(roots)
 
 
 class _Boundary(torch.autograd.Function):

@@ -26,23 +26,27 @@ class Walk(ABC):
     Attributes:
         modules: by virtual stage.
         microbatches: M.
-        last: the virtual stage whose output goes into the loss.
+        ends: the virtual stages whose outputs go into losses, each with its part; "" where there is one loss.
     """
 
     modules: Sequence[nn.Module]
     microbatches: int
-    last: int
+    ends: Mapping[int, str]
 
     @abstractmethod
     def output(self, microbatch: int, call: Call) -> Any:
-        """Call all modules that ``microbatch`` visits; returns the output of the last one."""
+        """Call all modules that ``microbatch`` visits.
+
+        Returns:
+            The output of the last one; by part, where there are several losses.
+        """
 
 
 class ChainWalk(Walk):
     """Each module reads the output of the one before."""
 
     def __init__(self, modules: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Kwargs | None) -> None:
-        self.modules, self.microbatches, self.last = modules, len(inputs), len(modules) - 1
+        self.modules, self.microbatches, self.ends = modules, len(inputs), {len(modules) - 1: ""}
         self._inputs = inputs
         self._kwargs = kwargs
 
@@ -79,13 +83,13 @@ class GraphWalk(Walk):
         if len(lengths) != 1:
             raise ConfigError("inputs must have a list for each part that has any, all with one entry a microbatch")
         self.microbatches = lengths.pop()
-        ModelGraph.of(graph).skipped(visits, self.microbatches)
+        model = ModelGraph.of(graph)
+        model.skipped(visits, self.microbatches)
         self.modules = [module for name in graph.parts for module in by_part[name]]
         self._graph, self._inputs, self._kwargs = graph, inputs, kwargs
         self._visits = {} if visits is None else visits
-        read = {source for part in graph.parts.values() for source in part.sources}
-        ends = [len(part.stages) for part in graph.parts.values()]
-        self.last = next(sum(ends[: i + 1]) - 1 for i, p in enumerate(graph.parts.values()) if p not in read)
+        several = len(model.sinks) > 1
+        self.ends = {model.numbers[name][-1]: name if several else "" for name in model.sinks}
 
     def output(self, microbatch: int, call: Call) -> Any:
         """See `Walk.output`."""
@@ -101,7 +105,9 @@ class GraphWalk(Walk):
                     named = {name: _value(read, outputs) for name, read in reads.items()}
                     outputs[part] = values[v] = call(v, args, {**kwargs, **further, **named})
                 v += 1
-        return values[self.last]
+        if "" in self.ends.values():
+            return values[next(iter(self.ends))]
+        return {part: values[end] for end, part in self.ends.items() if end in values}
 
     def _is_visited(self, part: Part, microbatch: int) -> bool:
         return part.name not in self._visits or bool(self._visits[part.name][microbatch])

@@ -18,7 +18,7 @@ COMMANDS = re.findall(r"^    \$ (.+)\n((?:    .+\n)+)", PAGE, re.MULTILINE)
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_each_command_prints_what_the_page_shows(shell: ForkedShell | Installed, tmp_path: Path) -> None:
-    assert len(FILES) == PAGE.count("```python") == 5
+    assert len(FILES) == PAGE.count("```python") == 6
     assert [command.split()[-1] for command, _ in COMMANDS] == [name for name in FILES if name != "model.py"]
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)

@@ -58,7 +58,8 @@ class Model:
         graph: the graph.
         modules: by part.
         inputs: by part.
-        targets: by microbatch.
+        targets: by microbatch; by part where several have losses.
+        loss_fn: by part where several have losses.
         visits: of its optional parts.
         fewest: the smallest limit on microbatches that admits each one.
     """
@@ -67,7 +68,8 @@ class Model:
     modules: Modules
     inputs: Mapping[str, Sequence[Any]]
     visits: Mapping[str, Sequence[bool]] | None = None
-    targets: Sequence[Tensor] = field(default_factory=lambda: tensors(WIDTH))
+    targets: Any = field(default_factory=lambda: tensors(WIDTH))
+    loss_fn: Any = loss_fn
 
     @property
     def stages(self) -> int:
@@ -87,7 +89,7 @@ class Model:
 
     def copied(self) -> Model:
         """The same with copies of the modules."""
-        return Model(self.graph, copy.deepcopy(self.modules), self.inputs, self.visits, self.targets)
+        return Model(self.graph, copy.deepcopy(self.modules), self.inputs, self.visits, self.targets, self.loss_fn)
 
     def gradients(self) -> dict[str, Tensor | None]:
         """By the name of the parameter."""
@@ -170,8 +172,28 @@ def chained_encoders() -> Model:
     return Model(graph, modules, {name: tensors(WIDTH) for name in ("root", "tower")}, visits)
 
 
+def several_losses() -> Model:
+    """Three parts with losses of their own, on every stage one; two of them are skipped by some microbatches."""
+    graph = rrfp.Graph()
+    encoder = graph.part("encoder", stages=[0])
+    lm = graph.part("lm", stages=[1, 2], reads={"image": encoder})
+    graph.part("tags", stages=[0], reads={"x": encoder}, optional=True)
+    graph.part("caption", stages=[1], reads={"x": lm, "image": encoder})
+    graph.part("order", stages=[2], reads={"x": lm}, optional=True)
+    modules: Modules = {name: blocks(len(part.stages)) for name, part in graph.parts.items()}
+    visits = {"tags": [True, False, True, False], "order": [False, False, True, True]}
+    losses = {
+        "tags": loss_fn,
+        "caption": nn.SmoothL1Loss(),
+        "order": lambda output, target: loss_fn(output, target) * 3,
+    }
+    targets = {name: tensors(WIDTH) for name in losses}
+    return Model(graph, modules, {name: tensors(WIDTH) for name in ("encoder", "lm")}, visits, targets, losses)
+
+
 MODELS: Mapping[str, Callable[[], Model]] = {
-    each.__name__: each for each in (two_sources, diamond, encoder_decoder, unet, colocated, chained_encoders)
+    each.__name__: each
+    for each in (two_sources, diamond, encoder_decoder, unet, colocated, chained_encoders, several_losses)
 }
 
 

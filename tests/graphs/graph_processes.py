@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from graphs.graph_models import Model, loss_fn, model
+from graphs.graph_models import Model, model
 from runtime.children import Children, End
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
@@ -55,7 +55,7 @@ def _run(
             graph=own.graph,
             topology=rrfp.Topology(stage, own.stages),
             rendezvous=StoreRendezvous(FileStore(store, own.stages), run_id="test"),
-            loss_fn=loss_fn,
+            loss_fn=own.loss_fn,
             stack_timer=False,
             **options,
         )
@@ -81,6 +81,12 @@ def with_other_visits(stage: int, own: Model, pipe: BlockingPipeline, connection
         name = next(iter(visits))
         visits[name] = [True] * len(visits[name])
     pipe.step(own.inputs, own.targets, visits=visits)
+
+
+def with_other_weights(stage: int, own: Model, pipe: BlockingPipeline, connection: Connection) -> Any:
+    """The last stage is given another weight than the others for one microbatch."""
+    weights = [1.0, 2.0, 3.0, 4.0 if stage < own.stages - 1 else 5.0]
+    pipe.step(own.inputs, own.targets, visits=own.visits, weights=weights)
 
 
 def steps_for_ever(stage: int, own: Model, pipe: BlockingPipeline, connection: Connection) -> Any:

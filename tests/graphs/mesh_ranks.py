@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from graphs.graph_models import Model, loss_fn, model
+from graphs.graph_models import Model, model
 from runtime.children import Children, End
 from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
@@ -60,8 +60,10 @@ class Job:
         for step in zip(*self.visits, strict=True):
             together = {name: [visit for visits in step for visit in visits[name]] for name in step[0]}
             inputs = {name: [*own] * len(step) for name, own in alone.inputs.items()}
-            targets = [*alone.targets] * len(step)
-            reference(alone.modules, inputs, targets, loss_fn=loss_fn, graph=alone.graph, visits=together)
+            targets: Any = [*alone.targets] * len(step)
+            if isinstance(alone.targets, Mapping):
+                targets = {name: [*own] * len(step) for name, own in alone.targets.items()}
+            reference(alone.modules, inputs, targets, loss_fn=alone.loss_fn, graph=alone.graph, visits=together)
         for parameters in ties.values():
             grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
             for parameter in parameters:
@@ -107,7 +109,7 @@ def _run(
             graph=own.graph,
             topology=topology,
             rendezvous=StoreRendezvous(FileStore(f"{folder}/store", job.mesh.size), run_id="test"),
-            loss_fn=loss_fn,
+            loss_fn=own.loss_fn,
             stack_timer=False,
             ties=ties,
             **options,

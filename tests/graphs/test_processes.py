@@ -9,18 +9,25 @@ from typing import Any
 import pytest
 import torch
 from fork_server import fork_server  # noqa: F401 - a fixture
-from graphs.graph_models import MODELS, loss_fn, model
-from graphs.graph_processes import GraphRanks, declared_elsewhere, one_step, steps_for_ever, with_other_visits
+from graphs.graph_models import MODELS, model
+from graphs.graph_processes import (
+    GraphRanks,
+    declared_elsewhere,
+    one_step,
+    steps_for_ever,
+    with_other_visits,
+    with_other_weights,
+)
 
 from rrfp.testing.reference import reference
 
-QUICK = ["two_sources", "unet"]
+QUICK = ["two_sources", "unet", "several_losses"]
 
 
 def expected(name: str) -> tuple[float | None, dict[str, Any]]:
     alone = model(name)
     result = reference(
-        alone.modules, alone.inputs, alone.targets, loss_fn=loss_fn, graph=alone.graph, visits=alone.visits
+        alone.modules, alone.inputs, alone.targets, loss_fn=alone.loss_fn, graph=alone.graph, visits=alone.visits
     )
     return result.loss, {key: grad.numpy() for key, grad in alone.gradients().items() if grad is not None}
 
@@ -63,6 +70,16 @@ def test_ranks_with_other_visits_are_named_on_all(tmp_path: Path) -> None:
         ends = [ranks.end(stage) for stage in range(ranks.stages)]
         assert {end.error for end in ends} == {"PipelineAborted"}
         assert all("visits: microbatch 1 skips 'vision' on stage 0 and not on stage 4" in end.text for end in ends)
+    finally:
+        ranks.kill()
+
+
+def test_ranks_that_compute_losses_with_other_weights_are_named_on_all(tmp_path: Path) -> None:
+    ranks = GraphRanks(tmp_path, "several_losses", with_other_weights)
+    try:
+        ends = [ranks.end(stage) for stage in range(ranks.stages)]
+        assert {end.error for end in ends} == {"PipelineAborted"}
+        assert all("weights[3] is 4 on stage 0 and 5 on stage 2: must be the same" in end.text for end in ends)
     finally:
         ranks.kill()
 

@@ -56,6 +56,11 @@ def test_a_part_that_one_replica_visits_has_the_sum_on_both(tmp_path: Path, opti
     check(Job("colocated", REPLICAS, BY_REPLICA), tmp_path, **options)
 
 
+def test_a_loss_that_one_replica_skips_counts_with_the_weights_of_both(tmp_path: Path) -> None:
+    visits = [[{"tags": ALL, "order": [False, True, False, True]}], [{"tags": NONE, "order": ALL}]]
+    check(Job("several_losses", Mesh((("pp", 3), ("dp", 2))), visits), tmp_path)
+
+
 def test_a_tied_copy_whose_part_is_skipped_has_the_sum(tmp_path: Path) -> None:
     """First by both replicas, in the second step by one: the total of the first step counts once."""
     check(Job("colocated", REPLICAS, BY_REPLICA, is_tied=True), tmp_path, limit=1)

@@ -21,7 +21,7 @@ from rrfp.runtime.abort import origin_of
 from rrfp.runtime.batching import plan_step
 from rrfp.runtime.records import pack, unpack
 from rrfp.runtime.reports import ResourceMeter, Resources, StageReport, StepFigures
-from rrfp.runtime.shares import Losses, LossShare
+from rrfp.runtime.shares import Losses, LossShare, PartLosses
 from rrfp.trace.breakdown import Breakdown, breakdown
 from rrfp.trace.recorder import Recorder
 from rrfp.transports.base import TransportContext, TransportStatistics
@@ -51,9 +51,16 @@ def test_a_report_travels(report: StageReport) -> None:
     st.builds(
         LossShare,
         refused=st.integers(0, 9),
-        losses=st.dictionaries(st.integers(0, 9), st.floats(allow_nan=False)),
-        loss=st.none() | st.floats(allow_nan=False),
+        parts=st.dictionaries(
+            st.text(max_size=3),
+            st.builds(
+                PartLosses,
+                by_microbatch=st.dictionaries(st.integers(0, 9), st.floats(allow_nan=False)),
+                loss=st.floats(allow_nan=False),
+            ),
+        ),
         weight=seconds,
+        weights=st.lists(seconds).map(tuple),
     )
 )
 def test_losses_travel(share: LossShare) -> None:
@@ -61,7 +68,7 @@ def test_losses_travel(share: LossShare) -> None:
 
 
 REPORT = pack(StageReport(1, 2.0, Breakdown(2.0, 1.0), Peaks(1, 2, 3)))
-SHARE = pack(LossShare(0, 0, {0: 0.5}, 0.5, 1.0))
+SHARE = pack(LossShare(0, 0, {"": PartLosses({0: 0.5}, 0.5)}, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +80,7 @@ SHARE = pack(LossShare(0, 0, {0: 0.5}, 0.5, 1.0))
         (StageReport, msgpack.packb({})),
         (StageReport, msgpack.packb({**msgpack.unpackb(REPORT), "peaks": 5})),
         (StageReport, msgpack.packb({**msgpack.unpackb(REPORT), "resources": 5})),
-        (LossShare, msgpack.packb({**msgpack.unpackb(SHARE), "losses": [[[1], 2.0]]})),
+        (LossShare, msgpack.packb({**msgpack.unpackb(SHARE), "parts": [["", [[1], 2.0]]]})),
         (LossShare, msgpack.packb({**msgpack.unpackb(SHARE), "extra": 1})),
     ],
 )
@@ -136,10 +143,25 @@ def test_losses_are_those_of_the_own_replica_and_the_loss_that_of_all() -> None:
     mesh = Mesh((("pp", 2), ("dp", 2)))
     shares = [LossShare() for _ in range(4)]
     for replica, (loss, weight) in enumerate([(3.0, 1.0), (5.0, 3.0)]):
-        shares[mesh.rank(Place(1, replica, 0))] = LossShare(0, 0, {1: loss, 0: 2.0}, loss, weight)
-    own = [Losses.of(shares, Topology.at(mesh.rank(Place(0, replica, 0)), mesh), "mean") for replica in range(2)]
+        shares[mesh.rank(Place(1, replica, 0))] = LossShare(0, 0, {"": PartLosses({1: loss, 0: 2.0}, loss)}, weight)
+    own = [Losses.of(shares, Topology.at(mesh.rank(Place(0, replica, 0)), mesh), 2, "mean") for replica in range(2)]
     assert own == [Losses(4.5, (2.0, 3.0)), Losses(4.5, (2.0, 5.0))]
-    assert Losses.of(shares, Topology.at(0, mesh), "sum").loss == 8.0
+    assert Losses.of(shares, Topology.at(0, mesh), 2, "sum").loss == 8.0
+
+
+def test_losses_of_several_parts_are_added_and_a_replica_that_skips_one_counts_in_its_mean() -> None:
+    mesh, parts = Mesh((("pp", 2), ("dp", 2))), ("first", "second")
+    shares = [LossShare() for _ in range(4)]
+    shares[mesh.rank(Place(0, 0, 0))] = LossShare(parts={"first": PartLosses({0: 4.0}, 2.0)}, weight=1.0)
+    for replica, weight in ((0, 1.0), (1, 3.0)):
+        shares[mesh.rank(Place(1, replica, 0))] = LossShare(
+            parts={"second": PartLosses({0: 5.0, 1: 7.0}, 6.0)}, weight=weight
+        )
+    first, second = (
+        Losses.of(shares, Topology.at(mesh.rank(Place(0, replica, 0)), mesh), 2, "mean", parts) for replica in (0, 1)
+    )
+    assert first == Losses(6.5, (9.0, 7.0), {"first": 0.5, "second": 6.0})
+    assert second == Losses(6.5, (5.0, 7.0), {"first": 0.5, "second": 6.0})
 
 
 def test_a_plan_knows_m_from_any_list() -> None:
