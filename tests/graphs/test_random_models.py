@@ -27,17 +27,17 @@ def in_float64() -> Iterator[None]:
 
 
 def random_graph(rng: random.Random) -> rrfp.Graph:
-    """Up to five parts of up to three modules on up to four stages; the last part reads all that none other does."""
+    """Up to five parts of up to three modules on up to four stages; mostly the last reads all that none other does."""
     stages = rng.randint(1, 4)
     graph = rrfp.Graph()
-    count = rng.randint(1, 5)
+    count, several_losses = rng.randint(1, 5), rng.random() < 0.3
     left = list(range(stages))
     rng.shuffle(left)
     for number in range(count):
         is_last = number == count - 1
         before = list(graph.parts.values())
         sources = [part for part in before if rng.random() < 0.4]
-        if is_last:
+        if is_last and not several_losses:
             read = {source for part in before for source in part.sources}
             sources = [part for part in before if part not in read or part in sources]
         places = [left.pop() if left else rng.randrange(stages) for _ in range(rng.randint(1, 3))]
@@ -45,7 +45,7 @@ def random_graph(rng: random.Random) -> rrfp.Graph:
             places += left
         reads = {f"r{i}": part for i, part in enumerate(sources) if rng.random() < 0.7}
         reads_all = {f"r{i}": part for i, part in enumerate(sources) if f"r{i}" not in reads}
-        optional = not is_last and rng.random() < 0.5
+        optional = (several_losses or not is_last) and rng.random() < 0.5
         graph.part(f"p{number}", stages=places, reads=reads, reads_all=reads_all, optional=optional)
     return graph
 
@@ -68,7 +68,7 @@ def random_model(seed: int) -> tuple[Model, dict[str, Any]] | None:
     rng = random.Random(seed)
     graph, count = random_graph(rng), rng.randint(1, 6)
     try:
-        ModelGraph.of(graph)
+        sinks = ModelGraph.of(graph).sinks
     except ConfigError:
         return None
     torch.manual_seed(seed)
@@ -83,7 +83,11 @@ def random_model(seed: int) -> tuple[Model, dict[str, Any]] | None:
         "split": rng.random() < 0.5,
         "deterministic": rng.random() < 0.5,
     }
-    return Model(graph, modules, inputs, random_visits(rng, graph, count), tensors(WIDTH, rows)), options
+    targets: Any = {name: tensors(WIDTH, rows) for name in sinks}
+    losses: Any = dict.fromkeys(sinks, loss_fn)
+    if len(sinks) == 1:
+        targets, losses = targets[sinks[0]], loss_fn
+    return Model(graph, modules, inputs, random_visits(rng, graph, count), targets, losses), options
 
 
 def check(seed: int) -> bool:
@@ -94,9 +98,9 @@ def check(seed: int) -> bool:
     own, options = drawn
     alone = own.copied()
     wanted = reference(
-        alone.modules, alone.inputs, alone.targets, loss_fn=loss_fn, graph=alone.graph, visits=alone.visits
+        alone.modules, alone.inputs, alone.targets, loss_fn=alone.loss_fn, graph=alone.graph, visits=alone.visits
     )
-    with rrfp.local(own.by_stage(), graph=own.graph, loss_fn=loss_fn, **options).blocking() as pipe:
+    with rrfp.local(own.by_stage(), graph=own.graph, loss_fn=own.loss_fn, **options).blocking() as pipe:
         result = pipe.step(own.inputs, own.targets, visits=own.visits)
     assert result.losses == wanted.losses, (seed, str(own.graph), options)
     others = alone.gradients()
