@@ -139,8 +139,10 @@ class ByteLimit:
 
     def complete(self, kind: Kind, owner: Owner, held: int, output: int, member: int = 0) -> None:
         """A task of ``owner`` completed on ``member``; called before the ledger has what it left."""
-        chunk = owner[0]
-        self._seen.saw(chunk, held + output, self._preview_of(owner))
+        chunk, preview = owner[0], self._preview_of(owner)
+        if kind is F:
+            self._seen.judge(chunk, held + output, preview)
+        self._seen.saw(chunk, held + output, preview)
         if kind is F:
             self._forwarded(owner, held + output)
         elif kind is B and self.is_in_work(owner):

@@ -7,13 +7,16 @@ chunk, over this step and the `REMEMBERED_STEPS` before it:
   raised what its forward had left, in bytes and in proportion. (After a split backward a microbatch keeps inputs and
   output gradients of its layers, which may be more than its activations were.)
 - for each signature of a forward the most that such a microbatch held;
-- for each number that is known of a forward before it runs (`Preview`) the largest number, and the most bytes for one
-  unit of it.
+- for each number that is known of a forward before it runs (`Preview`) how bytes go with it: the least concave curve
+  (`rrfp.core.envelope`) that no microbatch seen was above, and by how much its expectations were wrong.
 
-So the microbatch's own bytes are expected: those of its signature where an earlier forward had it; else, in proportion
-to its numbers, the most that no microbatch seen was above, but not more than the largest one held unless a number is
-larger than all that were seen. Of several numbers the one that expects least counts, for each by itself covers all that
-were seen. Where nothing is known of the microbatch the largest is expected.
+So the microbatch's own bytes are expected: those of its signature where an earlier forward had it; else what the curve
+of one of its numbers says. For each curve covers all that were seen, the number counts whose expectations were best;
+where they were equally good, the one that expects more. Where nothing is known of the microbatch the largest is
+expected.
+
+How good an expectation is, forwards alone show: what is left after a later task is less, and says nothing of the
+number. A measure on all tasks at once, such as the spread of bytes for one unit, cannot tell that from scatter.
 """
 
 from __future__ import annotations
@@ -25,11 +28,14 @@ from dataclasses import dataclass, replace
 from itertools import dropwhile
 from typing import Self
 
+from rrfp.core.envelope import ConcaveEnvelope
 from rrfp.core.measured import Largest
 
 #: Steps after which a size no longer counts. Forgetting sooner would pass the limit whenever some small batches come
 #: before a large one; remembering longer leaves room unused for longer after one.
 REMEMBERED_STEPS = 8
+#: Expectations end here; sizes of any magnitude may make them infinite.
+_NO_MACHINE_HAS = 2.0**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,28 +58,28 @@ class Preview:
         return self.size, self.input_bytes
 
 
-@dataclass(slots=True)
 class _Scale:
     """How the bytes of a chunk go with one of the numbers of `Preview`."""
 
-    #: The largest number seen; the most and the least bytes for one unit.
-    largest: float = 0.0
-    most: float = 0.0
-    least: float = math.inf
+    def __init__(self) -> None:
+        self.curve = ConcaveEnvelope()
+        self._errors, self._count = 0.0, 0
 
-    def cover(self, largest: float, most: float, least: float) -> None:
-        self.largest = max(self.largest, largest)
-        self.most = max(self.most, most)
-        self.least = min(self.least, least)
+    def cover(self, other: _Scale) -> None:
+        """Remember what ``other`` does too."""
+        self.curve.cover(other.curve)
+        self._errors += other._errors
+        self._count += other._count
+
+    def judge(self, error: float) -> None:
+        """An expectation was wrong by ``error``."""
+        self._errors += error
+        self._count += 1
 
     @property
-    def spread(self) -> float:
-        """1 where the bytes are in proportion to the number, and more the less it decides them."""
-        return self.most / self.least if self.least else math.inf
-
-    def expect(self, number: float, held: int) -> float:
-        """No less than any microbatch seen would have held at ``number``; ``held`` is the most of any."""
-        return min(self.most * number, held * max(1.0, number / self.largest))
+    def error(self) -> float:
+        """By how much expectations were wrong, mean; what is not a percent apart is equal."""
+        return round(self._errors / self._count, 2) if self._count else 0.0
 
 
 class _Step:
@@ -91,7 +97,7 @@ class _Step:
             own.cover(seen.held, seen.growth, seen.growth_share)
         for own_scales, scales in zip(self.scales, other.scales, strict=True):
             for scale, seen_scale in zip(own_scales, scales, strict=True):
-                scale.cover(seen_scale.largest, seen_scale.most, seen_scale.least)
+                scale.cover(seen_scale)
 
 
 class SeenSizes:
@@ -123,11 +129,20 @@ class SeenSizes:
             shown = max(self._held_by(chunk, preview.signature))
             if shown:
                 return shown
-        largest = self._all.largest[chunk].held
         scales = zip(preview.numbers, self._all.scales[chunk], strict=True)
         # Of nothing nothing is expected to grow; and a number that was never seen says nothing.
-        known = [(scale.spread, -scale.expect(number, largest)) for number, scale in scales if number and scale.most]
-        return math.ceil(-min(known)[1]) if known else largest
+        known = [(scale.error, -scale.curve.at(number)) for number, scale in scales if number and scale.curve]
+        return math.ceil(min(-min(known)[1], _NO_MACHINE_HAS)) if known else self._all.largest[chunk].held
+
+    def judge(self, chunk: int, num_bytes: int, preview: Preview) -> None:
+        """A forward on ``chunk`` has left so much, which `saw` has not been told: how well was that expected?"""
+        for number, of_step, of_all in zip(
+            preview.numbers, self._steps[-1].scales[chunk], self._all.scales[chunk], strict=True
+        ):
+            if number and of_all.curve:
+                error = _error(of_all.curve.at(number), num_bytes)
+                of_step.judge(error)
+                of_all.judge(error)
 
     def saw(self, chunk: int, num_bytes: int, preview: Preview = Preview()) -> None:
         """A microbatch held so much on ``chunk`` after a task; ``preview``: what was known of it before."""
@@ -135,7 +150,7 @@ class SeenSizes:
             step.largest[chunk].cover(held=num_bytes)
             for number, scale in zip(preview.numbers, step.scales[chunk], strict=True):
                 if number:
-                    scale.cover(number, num_bytes / number, num_bytes / number)
+                    scale.curve.add(number, num_bytes)
         key = (chunk, preview.signature)
         of_signature = self._steps[-1].of_signature
         if key in of_signature:
@@ -176,3 +191,8 @@ class SeenSizes:
             step = _Step(self._num_chunks)
             step.largest = [replace(own[number]) for own in padded]
             self._steps.append(step)
+
+
+def _error(expected: float, actual: float) -> float:
+    """By how much an expectation is wrong, 0 to 1: one that is wrong beyond measure must not decide for ever."""
+    return abs(expected - actual) / max(expected, actual, 1.0)

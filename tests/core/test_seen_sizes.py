@@ -13,7 +13,7 @@ from rrfp.core import events as ev
 from rrfp.core.admission import Limit
 from rrfp.core.events import ChunkReduced
 from rrfp.core.graph import Graph
-from rrfp.core.seen_sizes import REMEMBERED_STEPS, Preview, SeenSizes
+from rrfp.core.seen_sizes import REMEMBERED_STEPS, SeenSizes
 from rrfp.core.tasks import Kind, Mode, StepId
 
 ONE, SPLIT = Graph.chain(1), Graph.chain(1, split=True)
@@ -118,53 +118,21 @@ def test_steps_are_forgotten_one_by_one() -> None:
     assert (seen.expected[0].growth, seen.expected[0].growth_share) == (5, 0.5)
 
 
-# What a microbatch is expected to hold.
+# Each microbatch is expected to hold its own bytes.
 
 
-def test_where_nothing_is_known_of_a_microbatch_the_largest_is_expected() -> None:
-    seen = SeenSizes(2)
-    assert seen.expect(0, Preview()) == 0
-    seen.saw(0, 40)
-    seen.saw(0, 10, Preview(size=1))
-    assert seen.expect(0, Preview()) == 40
-    assert seen.expect(1, Preview()) == 0, "of another chunk nothing was seen"
-
-
-def test_a_microbatch_is_expected_to_hold_its_own_bytes_in_proportion_to_its_size() -> None:
-    seen = SeenSizes(1)
-    for size, held in ((4.0, 40), (1.0, 12)):
-        seen.saw(0, held, Preview(size=size))
-    assert [seen.expect(0, Preview(size=size)) for size in (1.0, 2.0, 3.0)] == [12, 24, 36]
-    assert seen.expect(0, Preview(size=4.0)) == 40, "no more than the largest, up to the largest size"
-    assert seen.expect(0, Preview(size=8.0)) == 80, "beyond it in proportion"
-    assert seen.expect(0, Preview(size=0.0)) == 40, "a size of 0 says nothing"
-
-
-def test_of_two_numbers_the_one_counts_that_decides_the_bytes() -> None:
-    seen = SeenSizes(1)
-    for size, inputs, held in ((1.0, 10, 100), (1.0, 40, 400), (2.0, 20, 200)):
-        seen.saw(0, held, Preview(size, inputs))
-    assert seen.expect(0, Preview(1.0, 5)) == 50
-    assert seen.expect(0, Preview(1.0)) == 400
-
-
-def test_as_long_as_two_numbers_fit_equally_the_more_cautious_one_counts() -> None:
-    seen = SeenSizes(1)
-    seen.saw(0, 100, Preview(size=10.0, input_bytes=100))
-    assert seen.expect(0, Preview(size=1.0, input_bytes=50)) == 50
-    assert seen.expect(0, Preview(size=9.0, input_bytes=50)) == 90
-
-
-def test_what_its_signature_showed_is_expected_whatever_its_numbers_are() -> None:
-    seen = SeenSizes(1)
-    seen.saw_signature(0, "image", 70)
-    seen.saw(0, 90, Preview(signature="image"))
-    seen.saw(0, 10, Preview(1.0, 1, "text"))
-    for _ in range(REMEMBERED_STEPS):
-        assert seen.expect(0, Preview(1.0, 1, "image")) == 90
-        seen.open_step()
-    assert seen.expect(0, Preview(1.0, 1, "image")) == 10 + 80
-    assert seen.open_step().expect(0, Preview(1.0, 1, "image")) == 0
+def test_what_a_later_task_leaves_says_nothing_of_a_number() -> None:
+    """Backwards free what forwards held, in proportion to nothing."""
+    script = Script(ONE, microbatches=0, limit=Limit(bytes=100))
+    script.told(ev.StepOpened(0, Mode.TRAIN, 4, (9.0, 9.0, 9.0, 9.0)))
+    for m, size in enumerate((60, 20, 60, 30)):
+        script.told(ev.Previewed(T(f"F{m}@0"), size))
+    script.ran("F0@0", held=60)
+    script.ran("B0@0")
+    script.ran("F1@0", held=20)
+    script.ran("B1@0")
+    script.ran("F2@0", held=60)
+    assert "F3@0" in script.ready, "60 + 30"
 
 
 def test_a_forward_starts_where_its_own_bytes_fit() -> None:

@@ -7,10 +7,16 @@ from statistics import fmean
 
 import numpy as np
 import pytest
+from sim.shell.runs import run_shell_steps
 
 from rrfp.core.admission import Limit
+from rrfp.core.hint import Hint
+from rrfp.core.tasks import Mode
 from rrfp.costs import CostTable, make_costs, microbatch_sizes
+from rrfp.costs.multimodal import GraphName, multimodal_costs, multimodal_sizes
 from rrfp.errors import ConfigError
+from rrfp.hints.registry import create_hint
+from rrfp.sim.engine import run
 from rrfp.sim.simulation import Simulation, simulate
 from rrfp.sim.sweep.experiment import Experiment as Run
 from rrfp.sim.sweep.experiment import Method
@@ -90,3 +96,23 @@ def test_a_limit_on_bytes_is_checked_as_the_limit_in_it() -> None:
     workload = Workload(profile="llm", stages=2, microbatches=2, tp=2)
     with pytest.raises(ConfigError, match="limit is 'bytes:n', must count microbatches with tp"):
         Run(workload, Method(hint="bf", limit="bytes:n")).simulate()
+
+
+@pytest.mark.parametrize("graph", ["chain", "branch"])
+@pytest.mark.parametrize("seed", [1, 3])
+def test_steps_with_messages_and_a_history_take_as_long_as_simulated(graph: GraphName, seed: int) -> None:
+    """Each forward leaves an output of the same size beside what it holds, in proportion to nothing.
+
+    On the first stages microbatches without an image hold nothing else.
+    """
+    costs, sizes = multimodal_costs(graph, 4, 16, skip=False, seed=seed), multimodal_sizes(16, seed=seed)
+    limits = [Limit(bytes=8_000_000)] * 4
+
+    def hints() -> list[Hint]:
+        return [create_hint("bf") for _ in limits]
+
+    simulated = run(costs, hints(), limits, sizes=sizes).makespan
+    steps = run_shell_steps(costs, hints(), limits, [Mode.TRAIN] * 3, sizes=sizes, output_bytes=50_000)
+    assert steps[0].makespan < 1.1 * simulated
+    assert all(step.makespan < 1.05 * simulated for step in steps[1:])
+    assert all(peaks.num_bytes <= 8_000_000 for step in steps for peaks in step.peaks)

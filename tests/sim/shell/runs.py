@@ -93,19 +93,20 @@ def run_shell_steps(
     in_order: Collection[ForcedOrder] = (),
     stall_after: float | None = None,
     takes_offers: bool = False,
+    output_bytes: int = 0,
 ) -> tuple[EngineResult, ...]:
     """Run several steps of one pipeline; arguments and errors as in `run_shell`.
 
     Args:
         modes: of each step, training or forward only. All take the same table.
         sizes_of_steps: instead of ``sizes``, those of each step.
+        output_bytes: of every message, beside what the table says that microbatches hold.
 
     Returns:
         One result a step. Times of a later step count from its beginning, so they are differences and rounded as such.
     """
-    shell = _Shell(
-        costs, hints, limits, in_order, patience(costs) if stall_after is None else stall_after, takes_offers
-    )
+    stall_after = patience(costs) if stall_after is None else stall_after
+    shell = _Shell(costs, hints, limits, in_order, stall_after, takes_offers, output_bytes)
     return run_ranks(shell.run(modes, [sizes] * len(modes) if sizes_of_steps is None else sizes_of_steps))
 
 
@@ -140,6 +141,7 @@ class _Shell:
         in_order: (kind, virtual stage) pairs that run in microbatch order.
         stall_after: seconds.
         takes_offers: whether lanes take offered tasks.
+        output_bytes: of every message.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class _Shell:
         in_order: Collection[ForcedOrder],
         stall_after: float,
         takes_offers: bool,
+        output_bytes: int,
     ) -> None:
         self._costs = costs
         self._graph = graph_of(costs)
@@ -162,7 +165,9 @@ class _Shell:
         self._lanes = [TimerLane(takes_offers=takes_offers) for _ in self._cores]
         durations = table_durations(costs)
         held = None if costs.held is None else costs.held_bytes
-        self._programs = [EmulatedStage(self._graph, durations, spend=lane.spend, held=held) for lane in self._lanes]
+        self._programs = [
+            EmulatedStage(self._graph, durations, output_bytes, spend=lane.spend, held=held) for lane in self._lanes
+        ]
 
     async def run(
         self, modes: Sequence[Mode], sizes_of_steps: Sequence[Sequence[float] | None]
