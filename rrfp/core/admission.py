@@ -267,7 +267,7 @@ class Admission:
         Its ``output`` is in the ledger apart, while a task or a send uses it.
         """
         if self._byte_limit is not None:
-            self._byte_limit.complete(kind, owner, held, output)
+            self._byte_limit.complete(kind, owner, 0 if is_last else held, output)
         if is_last:
             self.free(owner)
         else:

@@ -15,8 +15,10 @@ of one of its numbers says. For each curve covers all that were seen, the number
 where they were equally good, the one that expects more. Where nothing is known of the microbatch the largest is
 expected.
 
-How good an expectation is, forwards alone show: what is left after a later task is less, and says nothing of the
-number. A measure on all tasks at once, such as the spread of bytes for one unit, cannot tell that from scatter.
+Only forwards show how good an expectation is: what later tasks leave is less, often nothing, whatever the number was.
+
+Rejected: to take the number with the least spread of bytes for one unit. Bytes of which a part is the same for all, such
+as an output, spread widely where the number is small, although the number decides the rest.
 """
 
 from __future__ import annotations
@@ -135,7 +137,7 @@ class SeenSizes:
         return math.ceil(min(-min(known)[1], _NO_MACHINE_HAS)) if known else self._all.largest[chunk].held
 
     def judge(self, chunk: int, num_bytes: int, preview: Preview) -> None:
-        """A forward on ``chunk`` has left so much, which `saw` has not been told: how well was that expected?"""
+        """Compare what a forward on ``chunk`` has left with what was expected of it. Called before `saw`."""
         for number, of_step, of_all in zip(
             preview.numbers, self._steps[-1].scales[chunk], self._all.scales[chunk], strict=True
         ):
@@ -194,5 +196,5 @@ class SeenSizes:
 
 
 def _error(expected: float, actual: float) -> float:
-    """By how much an expectation is wrong, 0 to 1: one that is wrong beyond measure must not decide for ever."""
+    """By how much an expectation is wrong, 0 to 1: one that is wrong beyond measure must not outweigh all others."""
     return abs(expected - actual) / max(expected, actual, 1.0)

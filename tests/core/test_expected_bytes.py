@@ -54,7 +54,7 @@ def test_of_two_numbers_the_one_counts_that_decides_the_bytes() -> None:
     assert seen.expect(0, Preview(1.0)) == 400
 
 
-def test_one_wrong_expectation_does_not_decide_for_ever() -> None:
+def test_one_wrong_expectation_does_not_outweigh_all_others() -> None:
     """Here the first microbatch has hardly any inputs and sends an output; from it much is expected of the second."""
     seen = SeenSizes(1)
     for size, inputs in ((3.0, 1), (1.0, 1000), (2.0, 400), (1.0, 800), (3.0, 200)):

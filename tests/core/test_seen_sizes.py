@@ -57,6 +57,17 @@ def test_what_a_backward_will_add_is_kept_free_for_every_microbatch_before_its_b
     assert script.core.peaks.num_bytes == 100
 
 
+def test_a_last_task_adds_nothing_to_what_it_frees() -> None:
+    """Whatever its program says that is held afterwards, beside the gradient on its way out."""
+    script = Script(Graph.chain(2), stage=1, microbatches=3, limit=Limit(bytes=100))
+    script.arrived("F0@0", "F1@0", "F2@0")
+    forward(script, "F0@1", held=40)
+    script.told(ev.Enqueued(T("B0@1")), ev.Completed(T("B0@1"), held=40, output=30))
+    script.released(0, "B0@1")
+    forward(script, "F1@1", held=40)
+    assert "F2@1" in script.ready, "40 + 40"
+
+
 def test_growth_is_expected_in_bytes_or_in_proportion_whichever_is_less() -> None:
     script = Script(SPLIT, microbatches=5, limit=Limit(bytes=250))
     script.ran("F0@0", held=100)
