@@ -9,8 +9,9 @@ average size holds on all ranks together, 2N twice that. Forms and limits altern
 microbatches, the same for all forms. M is 32.
 
 / chain: a form's time over the chain's under the same limit in the same round, mean ± its 95% interval over the rounds.
-simulated: the same ratio in the engine, on the same tables without latency. held: the most bytes of any rank, over the
-limit.
+simulated: the same ratio in the engine, on the same tables without latency, each step a first one. ms: of a step, and
+in brackets simulated. CPU s: processor time that a step takes of all ranks together, with the 50 ms before and behind
+it. held: the most bytes of any rank, over the limit.
 
 Only rounds in which both steps were undisturbed count: other processes took at most 0.3 cores; †: there was none, and
 all count. Below the tables are the
@@ -63,12 +64,14 @@ class Step:
         seconds: from the call on all ranks until the last one has returned.
         others: cores that other processes took meanwhile; None where it is not known.
         held: the most bytes of any rank over the limit.
+        processor_s: processor time of all ranks.
     """
 
     turn: Turn
     seconds: float
     others: float | None
     held: float
+    processor_s: float
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> Step:
@@ -76,7 +79,7 @@ class Step:
         turn, ranks = Turn(*line["turn"]), line["ranks"]
         seconds = max(rank["returned"] for rank in ranks) - ranks[0]["started"]
         held = max(ranks[0]["peak_bytes"]) / (SCALE * LIMITS[turn.limit])
-        return cls(turn, seconds, others_of(ranks), held)
+        return cls(turn, seconds, others_of(ranks), held, sum(sum(rank["cpu"].values()) for rank in ranks))
 
     @property
     def is_disturbed(self) -> bool:
@@ -93,6 +96,8 @@ class Figure:
         interval: half of the 95% interval of the ratio.
         simulated: the mean ratio in the engine.
         milliseconds: of a step, mean.
+        simulated_ms: the same in the engine.
+        processor_s: processor time of a step, of all ranks, mean.
         held: the most bytes of any rank over the limit.
         used: rounds that count.
         rounds: all.
@@ -103,6 +108,8 @@ class Figure:
     interval: float
     simulated: float
     milliseconds: float
+    simulated_ms: float
+    processor_s: float
     held: float
     used: int
     rounds: int
@@ -116,11 +123,14 @@ def figure_of(steps: Sequence[Step], chain: Sequence[Step], settings: Settings) 
     quiet = [pair for pair in pairs if not any(step.is_disturbed for step in pair)]
     used = quiet or pairs
     ratios = [step.seconds / other.seconds for step, other in used]
+    simulated = [(simulated_s(settings, step.turn), simulated_s(settings, other.turn)) for step, other in used]
     return Figure(
         mean(ratios),
         1.96 * stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else math.nan,
-        mean(simulated_s(settings, step.turn) / simulated_s(settings, other.turn) for step, other in used),
+        mean(own / chains for own, chains in simulated),
         mean(step.seconds for step, _ in used) * 1e3,
+        mean(own for own, _ in simulated) * 1e3,
+        mean(step.processor_s for step, _ in used),
         max(step.held for step in steps),
         len(used),
         len(pairs),
@@ -164,7 +174,7 @@ def figures_of(settings: Settings, steps: Sequence[Step]) -> Figures:
 def table_for(settings: Settings, figures: Figures) -> Table:
     """A row a form and limit."""
     title = f"PP {settings.stages}, images {settings.images:g}, sounds {settings.sounds:g}"
-    table = table_of(title, "limit, form", "/ chain", "simulated", "ms", "held", "rounds")
+    table = table_of(title, "limit, form", "/ chain", "simulated", "ms", "CPU s", "held", "rounds")
     for limit in LIMITS:
         for form in FORMS:
             one = figures[limit, form]
@@ -172,7 +182,8 @@ def table_for(settings: Settings, figures: Figures) -> Table:
                 f"{limit}, {form}" + (f" {MARK}" if one.is_disturbed else ""),
                 f"{one.ratio:.3f} ± {one.interval:.3f}",
                 f"{one.simulated:.3f}",
-                f"{one.milliseconds:,.0f}",
+                f"{one.milliseconds:,.0f} ({one.simulated_ms:,.0f})",
+                f"{one.processor_s:.2f}",
                 f"{one.held:.2f}",
                 f"{one.used}/{one.rounds}",
             )

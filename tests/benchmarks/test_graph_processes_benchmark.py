@@ -37,7 +37,7 @@ def test_every_form_meets_every_limit_in_every_round_and_each_comes_first() -> N
 
 
 def step(number: int, form: str, seconds: float, others: float = 0.0) -> Step:
-    return Step(Turn(number, "N", form), seconds, others, held=0.5)
+    return Step(Turn(number, "N", form), seconds, others, held=0.5, processor_s=2 * seconds)
 
 
 def test_a_round_counts_only_where_both_steps_were_undisturbed() -> None:
@@ -46,6 +46,7 @@ def test_a_round_counts_only_where_both_steps_were_undisturbed() -> None:
     figure = figure_of(other, chain, SETTINGS)
     assert figure.ratio == pytest.approx((1 / 2 + 3 / 4) / 2)
     assert (figure.used, figure.rounds, figure.is_disturbed) == (2, 3, False)
+    assert (figure.milliseconds, figure.processor_s) == (2000.0, 4.0)
     busy = figure_of([step(2, "branch", 9.0)], chain, SETTINGS)
     assert (busy.ratio, busy.is_disturbed) == (4.5, True)
 
