@@ -1,8 +1,8 @@
 """The least concave curve, through zero and never falling, that none of some points lies above.
 
 A limit on bytes expects of a microbatch what this curve says at a number that is known of it. Bytes in proportion to
-the number lie on the curve; so do bytes of which a part is the same for all, such as an output, from the smallest number
-seen on.
+the number lie on the curve; so do bytes of which a part is the same for all, such as an output, from the smallest
+number seen on.
 
 Rejected: the steepest proportion of any point, capped by the highest point. One point with a number near zero, such as
 that of a microbatch that passes an encoder without an image and still sends an output, then puts all others at the cap.

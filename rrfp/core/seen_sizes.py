@@ -17,8 +17,8 @@ expected.
 
 Only forwards show how good an expectation is: what later tasks leave is less, often nothing, whatever the number was.
 
-Rejected: to take the number with the least spread of bytes for one unit. Bytes of which a part is the same for all, such
-as an output, spread widely where the number is small, although the number decides the rest.
+Rejected: to take the number with the least spread of bytes for one unit. Bytes of which a part is the same for all,
+such as an output, spread widely where the number is small, although the number decides the rest.
 """
 
 from __future__ import annotations
