@@ -247,9 +247,9 @@ class PipelineHandle:
         """Go on from a state: the next training step has the number ``state["step"]``.
 
         Call it on every rank with the state of the same step, before the pipeline is entered or between steps. Where
-        hint, limit, strict, deterministic or the number of virtual stages differ, the run goes on and a warning names
-        both values and the consequence. Measured values are taken for virtual stages of this process that the state
-        has, if their number is the same.
+        hint, limit, strict, deterministic or the number of virtual stages differ, or on a graph their names, the run
+        goes on and a warning names both values and the consequence. Measured values are taken for virtual stages of
+        this process that the state has: on a graph by name, else if their number is the same.
 
         Args:
             state: from `state_dict`, of any rank.

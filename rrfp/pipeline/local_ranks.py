@@ -6,7 +6,6 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from typing import Any, Literal
 
 from rrfp.compute.devices.base import Device
@@ -99,7 +98,8 @@ class LocalRanks:
         measured = [each for runner in self._runners for each in runner.measured()]
         if not self._runners and self._loaded is not None:
             measured = list(self._loaded.measured)
-        return PipelineState.of(self._options, self._topologies[0], self._virtual_stages, step, measured)
+        names = () if self._model is None else self._model.tasks.names
+        return PipelineState.of(self._options, self._topologies[0], self._virtual_stages, step, measured, names)
 
     def load(self, state: PipelineState) -> None:
         """Go on from ``state``, between two calls. Called on the caller's thread.
@@ -112,7 +112,7 @@ class LocalRanks:
         if chosen not in (0, state.step):
             raise ConfigError(f"first_step is {chosen}, must be {state.step}, the state's step, or not passed")
         state.check_fits(own)
-        self._loaded = state if state.virtual_stages == own.virtual_stages else replace(state, measured=())
+        self._loaded = state.for_pipeline(own)
         if not self._runners:  # the ranks compare it when they enter
             self._options["first_step"] = state.step
         self._restore()

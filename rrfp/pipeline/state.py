@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rrfp.core.measured import Measured
@@ -29,6 +29,9 @@ _CONSEQUENCES = {
     "strict": "the order of tasks changes, and without deterministic=True the last bits of gradients",
     "deterministic": "the order in which gradients are added changes, and with it their last bits",
     "virtual_stages": "dropout draws other numbers than before, and measured sizes and durations are not used",
+    "names": (
+        "dropout draws other numbers than before, and measured sizes and durations are used where the name is the same"
+    ),
 }
 
 
@@ -48,6 +51,7 @@ class PipelineState:
         stage: of the rank; with all stages in one process, 0.
         replica: of the rank.
         measured: on the virtual stages of this process.
+        names: of the virtual stages; empty for a chain, and in states saved before they had names.
     """
 
     version: int
@@ -61,10 +65,17 @@ class PipelineState:
     stage: int
     replica: int
     measured: tuple[Measured, ...]
+    names: tuple[str, ...] = ()
 
     @classmethod
     def of(
-        cls, options: Options, topology: Topology, virtual_stages: int, step: int, measured: Sequence[Measured]
+        cls,
+        options: Options,
+        topology: Topology,
+        virtual_stages: int,
+        step: int,
+        measured: Sequence[Measured],
+        names: Sequence[str] = (),
     ) -> PipelineState:
         """The state of a pipeline with ``options`` after ``step`` training steps."""
         method = Method(options)
@@ -80,6 +91,7 @@ class PipelineState:
             topology.stage,
             topology.replica,
             tuple(measured),
+            tuple(names),
         )
 
     @classmethod
@@ -96,12 +108,14 @@ class PipelineState:
                 f"state: version is {reprlib.repr(plain['version'])}, must be {VERSION}, the one that this RRFP reads"
             )
         try:
-            state = records.from_plain(cls, dict(plain), "state")
+            state = records.from_plain(cls, {"names": [], **plain}, "state")
         except ProtocolError as error:
             raise ConfigError(str(error)) from None
         for field, least, value in state._numbers():
             if not least <= value < math.inf:
                 raise ConfigError(f"state: {field} is {value}, must be at least {least} and finite")
+        if state.names and len(set(state.names)) != state.virtual_stages:
+            raise ConfigError(f"state: names is {state.names!r:.80}, must be {state.virtual_stages} different texts")
         for each in state.measured:
             for spent in each.durations:
                 if spent.kind not in list(Kind):
@@ -134,9 +148,29 @@ class PipelineState:
             raise ConfigError(
                 f"seed is {own.seed}, must be {self.seed}, as in the state: random numbers of tasks depend on it"
             )
+        unknown = "virtual_stages" if self.names and own.names else "names"
         for field, consequence in _CONSEQUENCES.items():
-            before, now = getattr(self, field), getattr(own, field)
-            if before != now:
+            before, now = _text(getattr(self, field)), _text(getattr(own, field))
+            if before != now and field != unknown:
                 logger.warning(
                     "the state was saved with %s %s, this pipeline has %s: %s", field, before, now, consequence
                 )
+
+    def for_pipeline(self, own: PipelineState) -> PipelineState:
+        """What the pipeline whose state is ``own`` takes from this one: measured values of virtual stages it has.
+
+        They are matched by name where both have names, else by number if both have as many.
+        """
+        if not (self.names and own.names):
+            return self if self.virtual_stages == own.virtual_stages else replace(self, measured=())
+        numbers = {name: v for v, name in enumerate(own.names)}
+        moved = (
+            replace(each, virtual_stage=numbers[name])
+            for each in self.measured
+            if each.virtual_stage < len(self.names) and (name := self.names[each.virtual_stage]) in numbers
+        )
+        return replace(self, measured=tuple(moved))
+
+
+def _text(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)

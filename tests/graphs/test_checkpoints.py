@@ -107,6 +107,78 @@ def test_measured_durations_go_on_with_the_state_of_a_graph() -> None:
     assert other.state_dict() == state
 
 
+def branch(names: Sequence[str], lm_stages: Sequence[int] = (1,)) -> Any:
+    """A pipeline of two encoders, declared in the order of ``names``, and a language model; not entered."""
+    graph = rrfp.Graph()
+    encoders = {name: graph.part(name, stages=[0], optional=True) for name in names}
+    graph.part("lm", stages=lm_stages, reads=encoders)
+    torch.manual_seed(0)
+    modules = [{name: Block() for name in names}, {"lm": [Block() for _ in lm_stages]}]
+    return rrfp.local(modules, graph=graph, loss_fn=loss_fn)
+
+
+def counted(state: Any) -> dict[str, int]:
+    """The forwards that were measured, by the name of the virtual stage."""
+    return {
+        state["names"][each["virtual_stage"]]: spent["count"]
+        for each in state["measured"]
+        for spent in each["durations"]
+        if spent["kind"] == "F"
+    }
+
+
+def branch_state() -> Any:
+    """After a step in which vision ran once, audio three times."""
+    visits = {"vision": [True, False, False, False], "audio": [False, True, True, True]}
+    batch = {name: tensors(WIDTH) for name in ("vision", "audio", "lm")}
+    with branch(["vision", "audio"]).blocking() as pipe:
+        pipe.step(batch, batch["lm"], visits=visits)
+        return pipe.state_dict()
+
+
+def test_measured_values_follow_the_names_of_parts_declared_in_another_order(caplog: pytest.LogCaptureFixture) -> None:
+    state = branch_state()
+    assert state["names"] == ["vision", "audio", "lm"]
+    assert counted(state) == {"vision": 1, "audio": 3, "lm": 4}
+    other = branch(["audio", "vision"])
+    other.load_state_dict(state)
+    assert caplog.messages == [
+        "the state was saved with names vision, audio, lm, this pipeline has audio, vision, lm: dropout draws other "
+        "numbers than before, and measured sizes and durations are used where the name is the same"
+    ]
+    assert counted(other.state_dict()) == counted(state)
+    batch = {name: tensors(WIDTH) for name in ("vision", "audio", "lm")}
+    with other.blocking() as pipe:
+        pipe.step(batch, batch["lm"], visits={"vision": [False] * MICROBATCHES})
+        assert counted(pipe.state_dict()) == {"vision": 1, "audio": 7, "lm": 8}
+
+
+def test_a_graph_cut_otherwise_keeps_what_was_measured_on_parts_with_the_same_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    other = branch(["vision", "audio"], lm_stages=[1, 1])
+    other.load_state_dict(branch_state())
+    (warning,) = caplog.messages
+    assert "names vision, audio, lm, this pipeline has vision, audio, lm.0, lm.1: dropout" in warning
+    assert counted(other.state_dict()) == {"vision": 1, "audio": 3}
+
+
+def test_a_state_saved_without_names_is_matched_by_number(caplog: pytest.LogCaptureFixture) -> None:
+    state = branch_state()
+    del state["names"]
+    other = branch(["audio", "vision"])
+    other.load_state_dict(state)
+    assert counted(other.state_dict()) == {"audio": 1, "vision": 3, "lm": 4}
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("names", [["vision", "lm"], ["lm", "lm", "lm"]])
+def test_names_that_do_not_fit_the_state_are_refused(names: list[str]) -> None:
+    other = branch(["vision", "audio"])
+    with pytest.raises(ConfigError, match="state: names is .*, must be 3 different texts"):
+        other.load_state_dict({**branch_state(), "names": names})
+
+
 def test_modules_of_a_part_with_the_same_names_of_their_own_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"have the name 'vision\.linear\.weight' .* may be 'vision\.layers\.4'"):
         checkpoint.save(tmp_path, [{"vision": [Block(), Block()]}], step=1)
