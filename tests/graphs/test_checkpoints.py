@@ -113,7 +113,7 @@ def branch(names: Sequence[str], lm_stages: Sequence[int] = (1,)) -> Any:
     encoders = {name: graph.part(name, stages=[0], optional=True) for name in names}
     graph.part("lm", stages=lm_stages, reads=encoders)
     torch.manual_seed(0)
-    modules = [{name: Block() for name in names}, {"lm": [Block() for _ in lm_stages]}]
+    modules: list[Any] = [{name: Block() for name in names}, {"lm": [Block() for _ in lm_stages]}]
     return rrfp.local(modules, graph=graph, loss_fn=loss_fn)
 
 
@@ -175,7 +175,7 @@ def test_a_state_saved_without_names_is_matched_by_number(caplog: pytest.LogCapt
 @pytest.mark.parametrize("names", [["vision", "lm"], ["lm", "lm", "lm"]])
 def test_names_that_do_not_fit_the_state_are_refused(names: list[str]) -> None:
     other = branch(["vision", "audio"])
-    with pytest.raises(ConfigError, match="state: names is .*, must be 3 different texts"):
+    with pytest.raises(ConfigError, match=r"state: names is .*, must be 3 different texts"):
         other.load_state_dict({**branch_state(), "names": names})
 
 
