@@ -185,7 +185,7 @@ def warn_of_serial_chunks(experiments: Iterable[Experiment]) -> None:
     """Say on stderr that limit 1f1b makes chunks of a stage run one after the other, where one of these does that."""
     if any(experiment.method.limit == "1f1b" and experiment.workload.chunks > 1 for experiment in experiments):
         typer.echo(
-            "warning: with several chunks --limit 1f1b leaves the last stage one microbatch for all of them: they run "
-            "one after the other; n holds what 1F1B holds on its first stage (rrfp.Pipeline refuses 1f1b here)",
+            "warning: with several chunks --limit 1f1b leaves them few microbatches, those of the last stage one: they "
+            "run one after the other; n holds what 1F1B holds on its first stage (rrfp.Pipeline refuses 1f1b here)",
             err=True,
         )

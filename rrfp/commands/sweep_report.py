@@ -43,22 +43,22 @@ def _plain(skip: Skip) -> dict[str, Any]:
 
 def _print_groups(rows: Sequence[Row], groups: Sequence[Group]) -> None:
     """A row a group; an empty line between workloads."""
-    from rrfp.sim.sweep.summary import WORKLOAD_COLUMNS, label, varied
+    from rrfp.sim.sweep.summary import changing, label, shown
 
-    changing = varied(rows, WORKLOAD_COLUMNS)
+    columns = changing(rows)
     over = {label(group.baseline[0]) for group in groups if group.baseline}
     figures = _figures(groups, has_speed_ups=bool(over))
     lines: list[tuple[str, ...]] = []
     before = None
     for group in groups:
-        here = ["-" if (value := group.workload[column]) is None else str(value) for column in changing]
+        here = [shown(column, group.workload[column]) for column in columns]
         if before is not None and here != before:
-            lines.append(("",) * (len(changing) + 1 + len(figures)))
-        shown = [""] * len(here) if here == before else here
-        lines.append((*shown, group.label, *(figure(group) for figure in figures.values())))
+            lines.append(("",) * (len(columns) + 1 + len(figures)))
+        fresh = [""] * len(here) if here == before else here
+        lines.append((*fresh, group.label, *(figure(group) for figure in figures.values())))
         before = here
     cells = list(zip(*lines, strict=True))
-    names = [Column(head, each, "left") for head, each in zip((*changing, "method"), cells, strict=False)]
+    names = [Column(head, each, "left") for head, each in zip((*columns, "method"), cells, strict=False)]
     print_table(names, [Column(head, each) for head, each in zip(figures, cells[len(names) :], strict=True)])
     if over:
         by_seed = ", seed by seed" if any(len(group.rows) > 1 for group in groups) else ""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rrfp.errors import ConfigError
 from rrfp.sim.sweep.rows import Row
-from rrfp.sim.sweep.summary import WORKLOAD_COLUMNS, Group, Spread, in_common, label, named, summarise, varied
+from rrfp.sim.sweep.summary import Group, Spread, changing, in_common, label, named, summarise
 from rrfp.trace.looks import DARK, DPI, MUTED, TEXT_SIZE, TITLE_SIZE
 from rrfp.trace.picture_file import save_picture
 from rrfp.trace.plot import require_matplotlib
@@ -121,9 +121,9 @@ class _Picture:
         groups = summarise(rows)
         methods = {name: index for index, name in enumerate(dict.fromkeys(group.label for group in groups))}
         check_size(len(methods), len({tuple(group.workload.values()) for group in groups}))
-        changing = varied(rows, WORKLOAD_COLUMNS)
-        across = next((column for column in ACROSS if column in changing), ACROSS[0])
-        others = [column for column in changing if column != across]
+        columns = changing(rows)
+        across = next((column for column in ACROSS if column in columns), ACROSS[0])
+        others = [column for column in columns if column != across]
         panels: dict[tuple[Any, ...], _Panel] = {}
         for group in groups:
             key = tuple(group.workload[column] for column in others)

@@ -128,18 +128,32 @@ def varied(rows: Sequence[Row], columns: Iterable[str]) -> list[str]:
     return [column for column in columns if len({getattr(row, column) for row in rows}) > 1]
 
 
+def changing(rows: Sequence[Row]) -> list[str]:
+    """The columns in which workloads differ. Not chunks beside a graph, whose stages need not have equally many."""
+    return [column for column in varied(rows, WORKLOAD_COLUMNS) if column != "chunks" or not _have_graph(rows)]
+
+
+def shown(column: str, value: Any) -> str:
+    """A workload's value in a table."""
+    if column == "placement" and value == "table":
+        return "a graph"
+    return "-" if value is None else str(value)
+
+
 def named(column: str, value: Any) -> str:
     """A workload's value with its name, "stages 8"; words that speak for themselves stand alone."""
     if column == "split":
         return "split backward" if value else "whole backward"
-    return str(value) if column in ("costs", "profile", "placement", "jitter") else f"{column} {value}"
+    return shown(column, value) if column in ("costs", "profile", "placement", "jitter") else f"{column} {value}"
 
 
 def in_common(rows: Sequence[Row]) -> str:
     """What the workloads of all rows share, in one line."""
     first = rows[0]
     alike = set(WORKLOAD_COLUMNS).difference(varied(rows, WORKLOAD_COLUMNS))
-    if {row.chunks for row in rows} == {1}:
+    if _have_graph(rows):
+        alike -= {"chunks"}
+    elif {row.chunks for row in rows} == {1}:
         alike -= {"chunks", "placement"}
     values = {column: getattr(first, column) for column in WORKLOAD_COLUMNS if column in alike}
     fixed = ", ".join(named(column, value) for column, value in values.items() if value is not None)
@@ -147,6 +161,10 @@ def in_common(rows: Sequence[Row]) -> str:
     if len(seeds) > 1:
         return f"{fixed}; {len(seeds)} seeds: mean, least and most"
     return fixed if first.seed is None else f"{fixed}, seed {first.seed}"
+
+
+def _have_graph(rows: Sequence[Row]) -> bool:
+    return any(row.placement == "table" for row in rows)
 
 
 def _values(row: Row, columns: Iterable[str]) -> dict[str, Any]:
