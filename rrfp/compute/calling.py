@@ -56,10 +56,10 @@ def check_batch(batch: Batch, step: StepId, *, sources: Collection[str | None], 
     _check_parts(batch, step, sources, ends)
     first, last = None in sources, bool(ends)
     for field, used, needed, where in (
-        ("inputs", first, first, "first"),
-        ("targets", last, last and training, "last"),
+        ("inputs", first, first, "of the first virtual stage"),
+        ("targets", last, last and training, "that computes the loss"),
         ("kwargs", True, False, None),
-        ("gradient_weights", last and training, True, "last"),
+        ("gradient_weights", last and training, True, "that computes the loss"),
     ):
         values = getattr(batch, field)
         if isinstance(values, Mapping):  # of lists by part, which were checked before
@@ -68,7 +68,7 @@ def check_batch(batch: Batch, step: StepId, *, sources: Collection[str | None], 
             problem = "is missing" if values is None else f"has length {len(values)}"
             wanted = f"a list of {step.microbatches}"
             if values is None:
-                wanted += f" on the rank of the {where} virtual stage"
+                wanted += f" on the rank {where}"
             misplaced = "; the labels are in the inputs" if field == "targets" and _with_labels(batch.inputs) else ""
             raise ConfigError(f"{field} {problem}, must be {wanted}, one for each microbatch{misplaced}")
 
@@ -78,7 +78,7 @@ def _check_parts(batch: Batch, step: StepId, sources: Collection[str | None], en
     training, missing = step.mode is Mode.TRAIN, f"is missing, must be a list of {step.microbatches} on the rank of the"
     for end, has_loss in ends.items():
         if not has_loss and (training or batch.targets is not None):
-            where = f"for part {end!r}" if end else "on the last virtual stage"
+            where = f"for part {end!r}" if end else "on the rank that computes the loss"
             reason = "a training step needs it" if training else "targets are given, but nothing to compare them with"
             raise ConfigError(f"loss_fn is missing {where}: {reason}")
         if end and training and (not isinstance(batch.targets, Mapping) or end not in batch.targets):

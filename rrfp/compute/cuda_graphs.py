@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from rrfp.errors import ConfigError
+from rrfp.graphs.names import TextOf, numbered
 
 # Names of torch that are not documented. Where a version of torch lacks one, nothing is found by it.
 _CONFIG_OF = "get_compiler_config"
@@ -29,7 +30,9 @@ _PROBLEM = (
 )
 
 
-def check_no_cuda_graphs(modules: Mapping[int, nn.Module], losses: Iterable[Any] = ()) -> None:
+def check_no_cuda_graphs(
+    modules: Mapping[int, nn.Module], losses: Iterable[Any] = (), text_of: TextOf = numbered
+) -> None:
     """Refuse modules, by virtual stage, and losses that would run as CUDA graphs on a device.
 
     Raises:
@@ -41,7 +44,7 @@ def check_no_cuda_graphs(modules: Mapping[int, nn.Module], losses: Iterable[Any]
         for name, submodule in module.named_modules():
             if any(map(_uses_graphs, _compiled(submodule))):
                 where = f"in its submodule {name!r}" if name else "as a whole"
-                raise ConfigError(f"the module of virtual stage {v}, {where}, is {_PROBLEM}")
+                raise ConfigError(f"the module of {text_of(v)}, {where}, is {_PROBLEM}")
 
 
 def _compiled(module: nn.Module) -> Iterator[Any]:

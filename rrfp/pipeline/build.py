@@ -103,19 +103,23 @@ class RankBuilder:
         self._method.check(partition.graph)
         by_rank = [partition.modules(part, topology.stage) for topology, part in zip(topologies, parts, strict=True)]
         modules = {v: module for own in by_rank for v, module in own.items()}
-        check_initialised(modules)
+        check_initialised(modules, partition.text_of)
         partition.check_shared(modules)
-        check_wrappers(modules)
+        check_wrappers(modules, partition.text_of)
         if torch_ranks is not None:
-            check_sharded(modules, topologies[0], torch_ranks)
+            check_sharded(modules, topologies[0], torch_ranks, partition.text_of)
             warn_of_unreduced(modules, topologies[0], torch_ranks)
-        self._ties = ProcessTies(ties, by_rank)
+        self._ties = ProcessTies(ties, by_rank, partition.text_of)
         self._holder = GradientHolder(
-            modules, None if torch_ranks is None else topologies[0], torch_ranks, self._ties.repeated
+            modules,
+            None if torch_ranks is None else topologies[0],
+            torch_ranks,
+            self._ties.repeated,
+            partition.text_of,
         )
-        devices = [choose_device(own, options["device"]) for own in by_rank]
+        devices = [choose_device(own, options["device"], partition.text_of) for own in by_rank]
         for own, device in zip(by_rank, devices, strict=True):
-            check_on_device(own, partition.losses, device)
+            check_on_device(own, partition.losses, device, partition.text_of)
         self._ranks = [
             _Rank(
                 topology,
@@ -156,11 +160,16 @@ class RankBuilder:
         if topology.replicas == 1 or not modules:
             return None
         check_replicas(topology, torch_ranks)
-        check_not_sparse(modules, "gradients are summed over replicas as dense ones")
+        check_not_sparse(modules, "gradients are summed over replicas as dense ones", self._partition.text_of)
         make_group = partial(replica_group, topology, torch_ranks)
-        deterministic = self._options["deterministic"]
-        lane = new_lane(device, "rrfp-gradients")
-        return GradientReducer(modules, make_group, lane, replica=topology.replica, deterministic=deterministic)
+        return GradientReducer(
+            modules,
+            make_group,
+            new_lane(device, "rrfp-gradients"),
+            replica=topology.replica,
+            deterministic=self._options["deterministic"],
+            text_of=self._partition.text_of,
+        )
 
     def ranks(self) -> LocalRanks:
         """The ranks, not started."""
@@ -198,7 +207,7 @@ class RankBuilder:
             "limit": str(limit),
             "depth": options["depth"],
         }
-        handshake = Handshake(terms, topology, context, group_terms, rank.ties.terms)
+        handshake = Handshake(terms, topology, context, group_terms, rank.ties.terms, self._partition.text_of)
         await handshake.shake()
         if rank.reducer is not None:
             await _join(rank.reducer, options["connect_timeout"])

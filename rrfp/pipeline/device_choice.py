@@ -16,6 +16,7 @@ from rrfp.compute.lanes.base import Lane
 from rrfp.compute.lanes.stream import StreamLane
 from rrfp.compute.lanes.thread import ThreadLane
 from rrfp.errors import ConfigError
+from rrfp.graphs.names import TextOf, numbered
 from rrfp.log import get_logger
 
 logger = get_logger(__name__)
@@ -24,7 +25,9 @@ logger = get_logger(__name__)
 _TYPES = "cpu, cuda"
 
 
-def choose_device(modules: Mapping[int, nn.Module], option: Device | torch.device | str | None) -> Device | None:
+def choose_device(
+    modules: Mapping[int, nn.Module], option: Device | torch.device | str | None, text_of: TextOf = numbered
+) -> Device | None:
     """The device on which ``modules``, by virtual stage, compute; None for the CPU.
 
     Parameters and buffers on the CPU go with any device: some may stay there, or be moved in each forward.
@@ -33,9 +36,9 @@ def choose_device(modules: Mapping[int, nn.Module], option: Device | torch.devic
         ConfigError: if the modules lie on several devices, on another one than ``option``, or on one of a type that
             RRFP does not drive; or if there is no such device.
     """
-    named = {device: name for device, name in _devices(modules).items() if device.type != "cpu"}
+    named = {device: name for device, name in _devices(modules, text_of).items() if device.type != "cpu"}
     if isinstance(option, Device):
-        for name, tensor in _tensors(modules):
+        for name, tensor in _tensors(modules, text_of):
             if tensor.device.type != "cpu" and not option.holds(tensor):
                 raise ConfigError(f"device is {option.name!r}, but {name} is on {tensor.device}; move it")
         return option
@@ -63,14 +66,16 @@ def choose_device(modules: Mapping[int, nn.Module], option: Device | torch.devic
     return chosen
 
 
-def check_on_device(modules: Mapping[int, nn.Module], losses: Mapping[int, Any], device: Device | None) -> None:
+def check_on_device(
+    modules: Mapping[int, nn.Module], losses: Mapping[int, Any], device: Device | None, text_of: TextOf = numbered
+) -> None:
     """Refuse modules, or losses, that cannot run on ``device``.
 
     Raises:
         ConfigError: naming it.
     """
     if device is not None and device.kind == "cuda":
-        check_no_cuda_graphs(modules, losses.values())
+        check_no_cuda_graphs(modules, losses.values(), text_of)
 
 
 def new_lane(device: Device | None, name: str, nice: int = 0) -> Lane:
@@ -117,17 +122,17 @@ def _cuda_device(index: int) -> CudaDevice:
     return CudaDevice(index)
 
 
-def _devices(modules: Mapping[int, nn.Module]) -> dict[torch.device, str]:
+def _devices(modules: Mapping[int, nn.Module], text_of: TextOf) -> dict[torch.device, str]:
     """The devices of all parameters and buffers, each with the name of one that lies there."""
     named: dict[torch.device, str] = {}
-    for name, tensor in _tensors(modules):
+    for name, tensor in _tensors(modules, text_of):
         named.setdefault(tensor.device, name)
     return named
 
 
-def _tensors(modules: Mapping[int, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(modules: Mapping[int, nn.Module], text_of: TextOf) -> Iterator[tuple[str, torch.Tensor]]:
     for v, module in sorted(modules.items()):
         for name, parameter in module.named_parameters():
-            yield f"parameter {name!r} of virtual stage {v}", parameter
+            yield f"parameter {name!r} of {text_of(v)}", parameter
         for name, buffer in module.named_buffers():
-            yield f"buffer {name!r} of virtual stage {v}", buffer
+            yield f"buffer {name!r} of {text_of(v)}", buffer

@@ -19,6 +19,7 @@ from rrfp.errors import ConfigError
 from rrfp.graphs.declared import Graph as PartGraph
 from rrfp.graphs.feeds import Feeds
 from rrfp.graphs.model_graph import ModelGraph
+from rrfp.graphs.names import TextOf, named
 from rrfp.pipeline.options import Options
 
 _ALLOWED = "an nn.Module, a list of them (one for each chunk), or an rrfp.StageProgram"
@@ -82,6 +83,11 @@ class Partition:
         """What each virtual stage is called with."""
         return Feeds() if self.model is None else self.model.feeds
 
+    @property
+    def text_of(self) -> TextOf:
+        """What errors call a virtual stage."""
+        return named(self.graph.names)
+
     def modules(self, part: StagePart, stage: int) -> dict[int, nn.Module]:
         """The modules of ``stage`` by virtual stage, with a loss that is a module (`with_loss`).
 
@@ -117,8 +123,8 @@ class Partition:
             for name, buffer in module.named_buffers() if writes_buffers_in_forward(module) else ():
                 if (other := owners.setdefault(id(buffer), v)) != v:
                     raise ConfigError(
-                        f"deterministic is True, but virtual stages {other} and {v} share {name!r}: must be False, or "
-                        "each virtual stage must have its own"
+                        f"deterministic is True, but {self.text_of(other)} and {self.text_of(v)} share {name!r}: must "
+                        "be False, or each must have its own"
                     )
 
     def check_program(self, program: StageProgram) -> None:
@@ -217,12 +223,12 @@ def check_modules(modules: object) -> None:
         raise ConfigError("modules is empty, must hold one module a stage")
 
 
-def check_initialised(modules: Mapping[int, nn.Module]) -> None:
+def check_initialised(modules: Mapping[int, nn.Module], text_of: TextOf) -> None:
     """Raise a ConfigError for a parameter or buffer of a lazy module, which torch creates at the first forward."""
     for v, module in sorted(modules.items()):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if is_lazy(tensor):
                 raise ConfigError(
-                    f"{name!r} of {class_name(module)} on virtual stage {v} is lazy, must have a shape: run one "
+                    f"{name!r} of {class_name(module)} on {text_of(v)} is lazy, must have a shape: run one "
                     "forward of the module before the pipeline and the optimizer are made"
                 )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rrfp.compute.gradients.norm import check_norm, clip, combined_norm, local_norm
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError
+from rrfp.graphs.names import TextOf, numbered
 from rrfp.runtime import records
 
 
@@ -26,12 +27,14 @@ class GradientHolder:
         topology: where this rank is; None where the process has all stages.
         ranks: the layout's ranks in ``torch.distributed``; by default with the same numbers.
         skip: parameters that count on another rank.
+        text_of: names virtual stages in errors.
     """
 
     modules: Mapping[int, nn.Module]
     topology: Topology | None = None
     ranks: Sequence[int] | None = None
     skip: Collection[Tensor] = ()
+    text_of: TextOf = numbered
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,12 @@ class Clipping:
         self._holder = holder
         self._terms = (float(max_norm), float(norm_type))
         self._own = local_norm(
-            holder.modules, norm_type, topology=holder.topology, ranks=holder.ranks, skip=holder.skip
+            holder.modules,
+            norm_type,
+            topology=holder.topology,
+            ranks=holder.ranks,
+            skip=holder.skip,
+            text_of=holder.text_of,
         )
 
     def share(self) -> bytes:

@@ -11,6 +11,7 @@ from rrfp.compute.gradients.tied import TiedGradients
 from rrfp.compute.program import StageProgram
 from rrfp.core.tasks import StepId
 from rrfp.errors import ProtocolError
+from rrfp.graphs.names import named
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.runtime.tied_reduction import Send, TiedReduction
@@ -33,6 +34,7 @@ class GradientFinalizer:
         ties: TiedGradients | None,
     ) -> None:
         self._virtual_stages = context.graph.placement.virtual_stages(context.topology.stage)
+        self._text_of = named(context.graph.names)
         self._program = program
         self._executor = executor
         self._reduce = reduce
@@ -69,7 +71,7 @@ class GradientFinalizer:
 
         Ties that have another copy on this rank may wait for that one.
         """
-        name = f"the gradients of virtual stage {virtual_stage}"
+        name = f"the gradients of {self._text_of(virtual_stage)}"
         await self._executor.run_extra(name, partial(self._program.finish, virtual_stage))
         self._final[virtual_stage].set()
         if self._reduce is not None and self._reduces:
@@ -91,4 +93,4 @@ class GradientFinalizer:
             await self._final[guest].wait()
         if guests:
             gather = partial(self._shared.gather, virtual_stage)
-            await self._executor.run_extra(f"the shared gradients of virtual stage {virtual_stage}", gather)
+            await self._executor.run_extra(f"the shared gradients of {self._text_of(virtual_stage)}", gather)

@@ -20,6 +20,7 @@ from rrfp.compute.gradients.tie_copies import CopyTerms, Tie
 from rrfp.core import timeouts
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError, ProtocolError, RrfpError, TransportError
+from rrfp.graphs.names import TextOf, numbered
 from rrfp.runtime import records
 from rrfp.runtime.tie_terms import agree as agree_on_ties
 from rrfp.transports.base import TransportContext
@@ -37,7 +38,7 @@ class Handshake:
     """Compares the terms of all ranks.
 
     Only the ranks of one group must have ``group_terms`` in common. ``topology`` is this rank's as it sees it;
-    ``copies`` are its copies of tied parameters.
+    ``copies`` are its copies of tied parameters; ``text_of`` names virtual stages in errors.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Handshake:
         context: TransportContext,
         group_terms: Terms | None = None,
         copies: Sequence[CopyTerms] = (),
+        text_of: TextOf = numbered,
     ) -> None:
         #: The ties of the job, once all ranks agree.
         self.ties: tuple[Tie, ...] = ()
@@ -55,6 +57,7 @@ class Handshake:
         self._topology = topology
         self._context = context
         self._copies = copies
+        self._text_of = text_of
 
     async def shake(self) -> None:
         """Wait for all ranks, and compare. The outcome is the same on every rank.
@@ -95,7 +98,7 @@ class Handshake:
                 leader = self._leader_of(rank)
                 own = leaders.setdefault(leader, group_terms)
                 self._compare(leader, own, rank, group_terms, "the ranks of a group")
-            return {"ties": records.to_plain(agree_on_ties(copies, self._topology))}
+            return {"ties": records.to_plain(agree_on_ties(copies, self._topology, self._text_of))}
         except RrfpError as error:
             return {"error": type(error).__name__, "text": str(error)}
 

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from rrfp.compute.gradients.tie_copies import CopyTerms, Tie
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError
+from rrfp.graphs.names import TextOf, numbered
 
 #: The copies of one tie: rank and terms, by virtual stage.
 _Copies = dict[int, tuple[int, CopyTerms]]
 
 
-def agree(terms: Mapping[int, Sequence[CopyTerms]], topology: Topology) -> tuple[Tie, ...]:
+def agree(terms: Mapping[int, Sequence[CopyTerms]], topology: Topology, text_of: TextOf = numbered) -> tuple[Tie, ...]:
     """The ties of a job, the first virtual stages' first.
 
     A tie is between ranks of one replica that have the same place in their groups, and the same in all of these.
@@ -20,6 +21,7 @@ def agree(terms: Mapping[int, Sequence[CopyTerms]], topology: Topology) -> tuple
     Args:
         terms: of the copies of each rank.
         topology: of this rank, for the places and names of all.
+        text_of: names virtual stages in errors.
 
     Raises:
         ConfigError: if a copy is alone, or copies differ in kind, in whether they learn or in their values, or replicas
@@ -34,28 +36,28 @@ def agree(terms: Mapping[int, Sequence[CopyTerms]], topology: Topology) -> tuple
     agreed: dict[str, Tie] = {}
     for name in dict.fromkeys(name for ties in pipelines.values() for name in ties):
         of_all = [dict(sorted(ties.get(name, {}).items())) for ties in pipelines.values()]
-        _check_same(name, of_all)
+        _check_same(name, of_all, text_of)
         for copies_by_stage in of_all:
-            _check_copies(name, copies_by_stage, topology)
+            _check_copies(name, copies_by_stage, topology, text_of)
         is_shared = any(copy.is_guest for _, copy in of_all[0].values())
         agreed[name] = Tie(name, tuple(of_all[0]), is_shared)
     return tuple(sorted(agreed.values(), key=lambda tie: (tie.virtual_stages, tie.name)))
 
 
-def _check_same(name: str, of_all: Sequence[_Copies]) -> None:
+def _check_same(name: str, of_all: Sequence[_Copies], text_of: TextOf) -> None:
     for copies in of_all[1:]:
         if list(copies) != list(of_all[0]):
             raise ConfigError(
-                f"tie {name!r} is on the virtual stages {_listed(of_all[0])} of one replica or group member and on "
-                f"{_listed(copies)} of another: must be the same in all"
+                f"tie {name!r} is on {_listed(of_all[0], text_of)} of one replica or group member and on "
+                f"{_listed(copies, text_of)} of another: must be the same in all"
             )
 
 
-def _check_copies(name: str, copies: _Copies, topology: Topology) -> None:
+def _check_copies(name: str, copies: _Copies, topology: Topology, text_of: TextOf) -> None:
     (v, (rank, first)), *others = copies.items()
     if not others:
         raise ConfigError(
-            f"tie {name!r} is on virtual stage {v} ({topology.name_of(rank)}) alone, must be on two at least: every "
+            f"tie {name!r} is on {text_of(v)} ({topology.name_of(rank)}) alone, must be on two at least: every "
             "rank with a copy passes it by the same name"
         )
     for _, (other, copy) in others:
@@ -72,5 +74,5 @@ def _check_copies(name: str, copies: _Copies, topology: Topology) -> None:
             )
 
 
-def _listed(copies: _Copies) -> str:
-    return ", ".join(map(str, copies)) or "none"
+def _listed(copies: _Copies, text_of: TextOf) -> str:
+    return ", ".join(map(text_of, copies)) or "none"

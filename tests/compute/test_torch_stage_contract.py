@@ -37,7 +37,7 @@ from rrfp.testing.reference import reference
         ),
         (
             Batch(rows(), None, None, (1.0, 1.0)),
-            "targets is missing, must be a list of 2 on the rank of the last virtual stage, one for each microbatch",
+            "targets is missing, must be a list of 2 on the rank that computes the loss, one for each microbatch",
         ),
         (Batch(rows(), rows(1), None, (1.0, 1.0)), "targets has length 1, must be a list of 2"),
         (Batch(rows(), rows(), [{}], (1.0, 1.0)), "kwargs has length 1, must be a list of 2"),
@@ -61,7 +61,7 @@ def test_lists_that_a_rank_does_not_use_may_be_absent() -> None:
 @pytest.mark.parametrize("step", [TRAIN_2, FORWARD_2])
 def test_targets_without_a_loss_function_are_refused(step: StepId) -> None:
     programs, _ = build([nn.Linear(4, 4)], None)
-    with pytest.raises(ConfigError, match="loss_fn is missing on the last virtual stage"):
+    with pytest.raises(ConfigError, match="loss_fn is missing on the rank that computes the loss"):
         programs[0].open(step, Batch(rows(), rows(), None, (1.0, 1.0)))
 
 

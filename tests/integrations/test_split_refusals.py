@@ -200,7 +200,7 @@ def test_inputs_that_no_part_takes(inputs: dict[str, Any], message: str) -> None
 def test_labels_that_are_left_in_the_inputs() -> None:
     batch = draw(2)
     inputs = [{**each, "labels": labels} for each, labels in zip(batch.inputs, batch.labels, strict=True)]
-    wanted = "targets is missing, must be a list of 2 on the rank of the last virtual stage, one for each microbatch; "
+    wanted = "targets is missing, must be a list of 2 on the rank that computes the loss, one for each microbatch; "
     with rrfp.split(build("llama"), 2).local().blocking() as pipe:
         with pytest.raises(rrfp.ConfigError) as refused:
             pipe.step(inputs)

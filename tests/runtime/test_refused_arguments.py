@@ -20,7 +20,7 @@ BAD_STEPS: list[tuple[dict[str, Any], str]] = [
     ({"microbatches": 3}, "microbatches: 3"),
     ({"microbatches": 2.5}, "microbatches is 2.5"),
     ({"targets": [1]}, "targets: 1"),
-    ({"targets": None}, "targets is missing, must be a list of 2 on the rank of the last virtual stage"),
+    ({"targets": None}, "targets is missing, must be a list of 2 on the rank that computes the loss"),
     ({"weights": [1.0]}, "weights: 1"),
     ({"kwargs": [{}, None]}, "kwargs[1] is of type NoneType, must be a dict"),
     ({"weights": [0.0, 0.0]}, "weights sum to 0"),

@@ -58,8 +58,11 @@ def test_nothing_told_is_no_tie() -> None:
 @pytest.mark.parametrize(
     ("second", "text"),
     [
-        ({}, "on the virtual stages 0, 1 of one replica or group member and on none of another"),
-        ({2: [copy("a", 0)]}, "on the virtual stages 0, 1 of one replica or group member and on 0 of another"),
+        ({}, "on virtual stage 0, virtual stage 1 of one replica or group member and on none of another"),
+        (
+            {2: [copy("a", 0)]},
+            "on virtual stage 0, virtual stage 1 of one replica or group member and on virtual stage 0 of another",
+        ),
     ],
 )
 def test_replicas_that_tie_other_stages_are_refused(second: dict[int, list[CopyTerms]], text: str) -> None:

@@ -219,7 +219,7 @@ def test_a_copy_that_is_frozen_alone_in_midst_of_training_is_an_error_that_names
         with pytest.raises(rrfp.PipelineAborted) as caught:
             pipe.step(*words(3))
     assert caught.value.origin.cause == (
-        "StageError: tie 'embedding' is frozen on the virtual stages 2 only, must be on all or none"
+        "StageError: tie 'embedding' is frozen on virtual stage 2 only, must be on all or none"
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from rrfp.errors import ConfigError
+from rrfp.graphs.names import TextOf, numbered
 
 
 def needs_whole_backward(module: nn.Module) -> str | None:
@@ -19,13 +20,13 @@ def needs_whole_backward(module: nn.Module) -> str | None:
     return None
 
 
-def check_wrappers(modules: Mapping[int, nn.Module]) -> None:
+def check_wrappers(modules: Mapping[int, nn.Module], text_of: TextOf = numbered) -> None:
     """Refuse modules that reduce once for each forward and backward: a step has many of both, in any order."""
     for v, module in sorted(modules.items()):
         for path, part in module.named_modules():
             if (wrapper := _wrapper(part)) is not None:
                 name, remedy = wrapper
-                where = f"the submodule {path!r} of virtual stage {v}" if path else f"the module of virtual stage {v}"
+                where = f"the submodule {path!r} of {text_of(v)}" if path else f"the module of {text_of(v)}"
                 raise ConfigError(
                     f"{where} is in {name}, which reduces once for each forward and backward and gives wrong gradients "
                     f"with several microbatches: must be without it; {remedy}"

@@ -24,6 +24,7 @@ from rrfp.compute.gradients.layout import as_dtensor, check_dense, local_part
 from rrfp.compute.gradients.reducer import named_parameters
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError
+from rrfp.graphs.names import TextOf, numbered
 
 
 def check_norm(max_norm: float, norm_type: float) -> None:
@@ -46,6 +47,7 @@ def local_norm(
     topology: Topology | None = None,
     ranks: Sequence[int] | None = None,
     skip: Collection[Tensor] = (),
+    text_of: TextOf = numbered,
 ) -> float:
     """The norm of the gradients that this rank counts.
 
@@ -58,6 +60,7 @@ def local_norm(
         topology: where this rank is; by default it counts all its gradients.
         ranks: for each rank of the topology its number in ``torch.distributed``; by default the same number.
         skip: parameters that another rank counts, such as those that two stages share.
+        text_of: names virtual stages in errors.
 
     Raises:
         StageError: naming the parameter, if a gradient is neither dense nor of the layout ``torch.sparse_coo``.
@@ -66,7 +69,7 @@ def local_norm(
     topology = Topology(0, 1) if topology is None else topology
     ranks = range(topology.world) if ranks is None else ranks
     norms: list[float] = []
-    for name, parameter in parameters_once(modules):
+    for name, parameter in parameters_once(modules, text_of):
         if parameter.grad is None:
             continue
         if parameter.grad.layout is not torch.sparse_coo:
@@ -105,11 +108,11 @@ def clip(modules: Mapping[int, nn.Module], max_norm: float, norm: float) -> None
             (part._values() if part.is_sparse else part).mul_(factor)
 
 
-def parameters_once(modules: Mapping[int, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+def parameters_once(modules: Mapping[int, nn.Module], text_of: TextOf = numbered) -> Iterator[tuple[str, nn.Parameter]]:
     """Every parameter once, with its display name."""
     seen: set[int] = set()
     for v, module in sorted(modules.items()):
-        for name, parameter in named_parameters(v, module):
+        for name, parameter in named_parameters(text_of(v), module):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield name, parameter

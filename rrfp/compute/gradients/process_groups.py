@@ -17,6 +17,7 @@ from rrfp.compute.gradients.reducer import named_parameters
 from rrfp.core.mesh import PIPELINE, REPLICATED, Place
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError
+from rrfp.graphs.names import TextOf, numbered
 from rrfp.log import get_logger
 
 if TYPE_CHECKING:
@@ -63,7 +64,9 @@ def check_replicas(topology: Topology, ranks: Sequence[int]) -> None:
         )
 
 
-def check_sharded(modules: Mapping[int, nn.Module], topology: Topology, ranks: Sequence[int]) -> None:
+def check_sharded(
+    modules: Mapping[int, nn.Module], topology: Topology, ranks: Sequence[int], text_of: TextOf = numbered
+) -> None:
     """Refuse DTensor parameters over ranks that do not run their tasks in one order.
 
     Their collectives run inside tasks, so all ranks of their mesh must be in this rank's group. The ConfigError names
@@ -71,7 +74,7 @@ def check_sharded(modules: Mapping[int, nn.Module], topology: Topology, ranks: S
     """
     group = {ranks[rank] for rank in topology.group}
     for v, module in sorted(modules.items()):
-        for name, parameter in named_parameters(v, module):
+        for name, parameter in named_parameters(text_of(v), module):
             if (sharded := as_dtensor(parameter)) is None:
                 continue
             members = sharded.device_mesh.mesh.flatten().tolist()

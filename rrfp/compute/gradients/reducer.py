@@ -39,6 +39,7 @@ from rrfp.compute.gradients.layout import (
 from rrfp.compute.lanes.base import Lane
 from rrfp.core import timeouts
 from rrfp.errors import StageError
+from rrfp.graphs.names import TextOf, numbered
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -60,6 +61,7 @@ class GradientReducer:
             complete, and not only issued, when its call is. Not started.
         replica: the replica that this rank belongs to.
         deterministic: add in the order of replicas, so that the bits of the result do not depend on the backend.
+        text_of: names virtual stages in errors.
     """
 
     def __init__(
@@ -70,7 +72,9 @@ class GradientReducer:
         *,
         replica: int,
         deterministic: bool = False,
+        text_of: TextOf = numbered,
     ) -> None:
+        self._text_of = text_of
         self._modules = dict(sorted(modules.items(), reverse=True))
         self._make_group = make_group
         self._group: ProcessGroup | None = None
@@ -102,7 +106,7 @@ class GradientReducer:
         else:
             self._totals.clear()
         if reduces:
-            self._shares = shares(self._modules)
+            self._shares = shares(self._modules, self._text_of)
             self._turns = {v: asyncio.Event() for v in self._shares}
             self._next_turn()
             self._lane.fence()
@@ -209,22 +213,22 @@ class GradientReducer:
         return next((parameter.device for parameter in named), torch.device("cpu"))
 
 
-def shares(modules: Mapping[int, nn.Module]) -> dict[int, _Named]:
+def shares(modules: Mapping[int, nn.Module], text_of: TextOf = numbered) -> dict[int, _Named]:
     """The parameters that each chunk sums, the deepest chunk first; a shared parameter with the last of its chunks."""
     by_chunk: dict[int, _Named] = {}
     seen: set[int] = set()
     for v, module in sorted(modules.items()):
         by_chunk[v] = [
-            (name, parameter) for name, parameter in named_parameters(v, module) if id(parameter) not in seen
+            (name, parameter) for name, parameter in named_parameters(text_of(v), module) if id(parameter) not in seen
         ]
         seen.update(id(parameter) for _, parameter in by_chunk[v])
     return dict(sorted(by_chunk.items(), reverse=True))
 
 
-def named_parameters(virtual_stage: int, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Each parameter of ``module`` once, with its display name."""
+def named_parameters(where: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Each parameter of ``module`` once, with its display name; ``where`` is the text for its virtual stage."""
     for name, parameter in module.named_parameters():
-        yield f"parameter {name!r} of virtual stage {virtual_stage}", parameter
+        yield f"parameter {name!r} of {where}", parameter
 
 
 def _describe(name: str, parameter: nn.Parameter) -> str:

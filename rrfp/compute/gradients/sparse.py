@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor, nn
 
 from rrfp.errors import ConfigError
+from rrfp.graphs.names import TextOf, numbered
 
 
 def sparse_tables(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -16,25 +17,27 @@ def sparse_tables(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield path, part.weight
 
 
-def check_not_sparse(modules: Mapping[int, nn.Module], because: str) -> None:
+def check_not_sparse(modules: Mapping[int, nn.Module], because: str, text_of: TextOf = numbered) -> None:
     """Refuse tables with sparse gradients with a ConfigError that names the first one and the reason ``because``."""
     for v, module in sorted(modules.items()):
         for path, _ in sparse_tables(module):
-            raise ConfigError(f"{_describe(path, v)} has sparse=True, must be sparse=False: {because}")
+            raise ConfigError(f"{_describe(path, text_of(v))} has sparse=True, must be sparse=False: {because}")
 
 
-def check_ties_not_sparse(modules: Mapping[int, nn.Module], tied: Mapping[str, list[Tensor]]) -> None:
+def check_ties_not_sparse(
+    modules: Mapping[int, nn.Module], tied: Mapping[str, list[Tensor]], text_of: TextOf = numbered
+) -> None:
     """Refuse tied tables with sparse gradients with a ConfigError that names the first one and its tie."""
     names = {id(parameter): name for name, parameters in tied.items() for parameter in parameters}
     for v, module in sorted(modules.items()):
         for path, weight in sparse_tables(module):
             if (name := names.get(id(weight))) is not None:
                 raise ConfigError(
-                    f"{_describe(path, v)} has sparse=True, must be sparse=False: its weight is in the tie {name!r}, "
-                    "whose copies add dense gradients"
+                    f"{_describe(path, text_of(v))} has sparse=True, must be sparse=False: its weight is in the tie "
+                    f"{name!r}, whose copies add dense gradients"
                 )
 
 
-def _describe(path: str, virtual_stage: int) -> str:
+def _describe(path: str, where: str) -> str:
     what = f"the submodule {path!r}" if path else "the module"
-    return f"{what} of virtual stage {virtual_stage}"
+    return f"{what} of {where}"

@@ -18,6 +18,7 @@ from rrfp.compute.gradients.layout import as_dtensor, local_part
 from rrfp.compute.gradients.shared import SharedGradients
 from rrfp.compute.gradients.sparse import check_ties_not_sparse
 from rrfp.errors import ConfigError
+from rrfp.graphs.names import TextOf, numbered
 
 #: By the name of the tie: this rank's copy, or its copies if several of its chunks have one.
 Ties = Mapping[str, Tensor | Sequence[Tensor]]
@@ -91,7 +92,10 @@ class Tie:
 
 
 def find_copies(
-    ties: Ties | Sequence[Ties] | None, modules: Sequence[Mapping[int, nn.Module]], shared: SharedGradients
+    ties: Ties | Sequence[Ties] | None,
+    modules: Sequence[Mapping[int, nn.Module]],
+    shared: SharedGradients,
+    text_of: TextOf = numbered,
 ) -> list[TiedCopy]:
     """All copies on the ranks of this process, sorted by tie and virtual stage.
 
@@ -99,11 +103,12 @@ def find_copies(
         ties: by name the parameters of all ranks of this process, or such a mapping for each rank.
         modules: of each rank by virtual stage.
         shared: the parameters that virtual stages of the process share; they are tied even if ``ties`` lacks them.
+        text_of: names virtual stages in errors.
 
     Raises:
         ConfigError: if ``ties`` has another type, names a parameter twice, or one that the modules do not have.
     """
-    copies = list(_named_copies(_by_name(ties, modules), modules, shared))
+    copies = list(_named_copies(_by_name(ties, modules), modules, shared, text_of))
     named = {id(copy.parameter) for copy in copies}
     for parameter, stages in shared.holders:
         if id(parameter) not in named:
@@ -112,7 +117,7 @@ def find_copies(
     tied: dict[str, list[Tensor]] = {}
     for copy in copies:
         tied.setdefault(copy.tie, []).append(copy.parameter)
-    check_ties_not_sparse(_merged(modules), tied)
+    check_ties_not_sparse(_merged(modules), tied, text_of)
     return sorted(copies, key=lambda copy: (copy.tie, copy.virtual_stage))
 
 
@@ -158,7 +163,10 @@ def _checked(ties: Any, modules: Mapping[int, nn.Module]) -> Iterator[tuple[str,
 
 
 def _named_copies(
-    by_name: Mapping[str, Sequence[nn.Parameter]], modules: Sequence[Mapping[int, nn.Module]], shared: SharedGradients
+    by_name: Mapping[str, Sequence[nn.Parameter]],
+    modules: Sequence[Mapping[int, nn.Module]],
+    shared: SharedGradients,
+    text_of: TextOf,
 ) -> Iterator[TiedCopy]:
     tie_of: dict[int, str] = {}
     for name, parameters in by_name.items():
@@ -168,7 +176,7 @@ def _named_copies(
                 raise ConfigError(f"ties[{name!r}] is the parameter of ties[{other!r}] too, must be in one tie")
             for v in _holders(parameter, modules):
                 if v in by_stage:
-                    raise ConfigError(f"ties[{name!r}] has two parameters of virtual stage {v}, must have one")
+                    raise ConfigError(f"ties[{name!r}] has two parameters of {text_of(v)}, must have one")
                 by_stage[v] = parameter
         for v, parameter in sorted(by_stage.items()):
             yield TiedCopy(name, v, parameter, not shared.is_home(parameter, v))

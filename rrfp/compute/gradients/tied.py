@@ -21,6 +21,7 @@ from rrfp.compute.gradients.layout import ABSENT, empty_totals, encode, local_pa
 from rrfp.compute.gradients.shared import SharedGradients
 from rrfp.compute.gradients.tie_copies import CopyTerms, Tie, TiedCopy, Ties, find_copies
 from rrfp.errors import StageError
+from rrfp.graphs.names import TextOf, numbered
 
 #: The most bytes of a piece: large enough for speed, small enough that other messages do not wait long behind it.
 PIECE_BYTES = 4 << 20
@@ -48,11 +49,17 @@ class TiedGradients:
         copies: of this rank.
         shared: the parameters that virtual stages of the process share.
         repeated: receives, once all ranks agree, the parameters whose gradients repeat those of a lower virtual stage.
+        text_of: names virtual stages in errors.
     """
 
     def __init__(
-        self, copies: Sequence[TiedCopy], shared: SharedGradients, repeated: list[nn.Parameter] | None = None
+        self,
+        copies: Sequence[TiedCopy],
+        shared: SharedGradients,
+        repeated: list[nn.Parameter] | None = None,
+        text_of: TextOf = numbered,
     ) -> None:
+        self._text_of = text_of
         self.shared = shared
         self._piece_bytes = PIECE_BYTES
         #: The descriptions that ranks compare; filled by `read`.
@@ -91,7 +98,10 @@ class TiedGradients:
         """The gradient of a copy, cut into pieces that may share its memory: it must not change while they are read."""
         copy = self._copies[tie, virtual_stage]
         with self.shared.swapped_in(virtual_stage):
-            gradient, layout = copy.parameter.grad, encode(copy.parameter, _describe(copy))
+            gradient, layout = (
+                copy.parameter.grad,
+                encode(copy.parameter, f"tie {tie!r} on {self._text_of(virtual_stage)}"),
+            )
         if gradient is None or layout == ABSENT:
             return Pieces(ABSENT, copy.parameter.requires_grad)
         flat = local_part(gradient).contiguous().view(-1)
@@ -108,7 +118,7 @@ class TiedGradients:
         stages = self._ties[tie].virtual_stages
         local = [v for v in stages if v not in others]
         terms = {v: others[v] if v in others else self.pieces(tie, v) for v in stages}
-        layout = _common_layout(tie, terms)
+        layout = _common_layout(tie, terms, self._text_of)
         if layout == ABSENT:
             return Pieces(ABSENT, all(term.learns for term in terms.values()))
         first, *rest = (term.tensors for term in terms.values() if term.layout != ABSENT)
@@ -165,21 +175,28 @@ class ProcessTies:
         repeated: see `TiedGradients`; of all ranks of the process.
     """
 
-    def __init__(self, ties: Ties | Sequence[Ties] | None, modules: Sequence[Mapping[int, nn.Module]]) -> None:
+    def __init__(
+        self,
+        ties: Ties | Sequence[Ties] | None,
+        modules: Sequence[Mapping[int, nn.Module]],
+        text_of: TextOf = numbered,
+    ) -> None:
         self.shared = SharedGradients({v: module for by_stage in modules for v, module in by_stage.items()})
         self.repeated: list[nn.Parameter] = []
-        copies = find_copies(ties, modules, self.shared)
+        copies = find_copies(ties, modules, self.shared, text_of)
         self.ranks = [
-            TiedGradients([copy for copy in copies if copy.virtual_stage in by_stage], self.shared, self.repeated)
+            TiedGradients(
+                [copy for copy in copies if copy.virtual_stage in by_stage], self.shared, self.repeated, text_of
+            )
             for by_stage in modules
         ]
 
 
-def _common_layout(tie: str, terms: Mapping[int, Pieces]) -> int:
+def _common_layout(tie: str, terms: Mapping[int, Pieces], text_of: TextOf) -> int:
     """The layout of the gradients that are not absent; a StageError if several, or if only some copies require grad."""
     if len({term.learns for term in terms.values()}) > 1:
-        frozen = ", ".join(str(v) for v, term in terms.items() if not term.learns)
-        raise StageError(f"tie {tie!r} is frozen on the virtual stages {frozen} only, must be on all or none")
+        frozen = ", ".join(text_of(v) for v, term in terms.items() if not term.learns)
+        raise StageError(f"tie {tie!r} is frozen on {frozen} only, must be on all or none")
     layouts = {(term.layout, sum(map(len, term.tensors))) for term in terms.values() if term.layout != ABSENT}
     if len(layouts) > 1:
         raise StageError(f"tie {tie!r} has gradients of different dtypes or placements on its virtual stages")
@@ -198,7 +215,3 @@ def _add(flat: Tensor, pieces: Iterable[Tensor]) -> None:
     for piece in pieces:
         flat[start : start + len(piece)].add_(piece.to(flat.device))
         start += len(piece)
-
-
-def _describe(copy: TiedCopy) -> str:
-    return f"tie {copy.tie!r} on virtual stage {copy.virtual_stage}"
