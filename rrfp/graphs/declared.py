@@ -50,7 +50,8 @@ class Part:
 
     def __str__(self) -> str:
         """Such as ``lm on stages 3, 4 reads image=vision, optional``."""
-        text = f"{self.name} on stages {', '.join(map(str, self.stages))}"
+        several = "s" if len(self.stages) > 1 else ""
+        text = f"{self.name} on stage{several} {', '.join(map(str, self.stages))}"
         for word, reads in (("reads", self.reads), ("reads_all", self.reads_all)):
             if reads:
                 text += f" {word} " + ", ".join(f"{name}={_text(source)}" for name, source in reads.items())

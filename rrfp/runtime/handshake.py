@@ -12,6 +12,7 @@ import asyncio
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import msgpack
@@ -159,10 +160,22 @@ class Handshake:
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = 200
 
+#: Between the entries of a value that is a list in words, such as the parts of a graph.
+_SEPARATOR = "; "
+
 
 def differences(name: str, ours: Terms, other: str, theirs: Terms) -> str:
     """The fields in which the ranks ``name`` and ``other`` differ, in one line; empty if there are none."""
     fields = [field for field in dict.fromkeys((*ours, *theirs)) if ours.get(field) != theirs.get(field)]
-    return "; ".join(
-        f"{f} is {_SHOWN.repr(ours.get(f))} on {name} and {_SHOWN.repr(theirs.get(f))} on {other}" for f in fields
-    )
+    shown = {field: _apart(ours.get(field), theirs.get(field)) for field in fields}
+    return "; ".join(f"{field} is {own} on {name} and {their} on {other}" for field, (own, their) in shown.items())
+
+
+def _apart(ours: object, theirs: object) -> tuple[str, str]:
+    """Two different values as they are shown: of long lists in words only the first entries that differ."""
+    shown = _SHOWN.repr(ours), _SHOWN.repr(theirs)
+    if not isinstance(ours, str) or not isinstance(theirs, str) or shown == (repr(ours), repr(theirs)):
+        return shown
+    pairs = zip_longest(ours.split(_SEPARATOR), theirs.split(_SEPARATOR), fillvalue="")
+    own, their = next(pair for pair in pairs if pair[0] != pair[1])
+    return _SHOWN.repr(own), _SHOWN.repr(their)

@@ -93,7 +93,7 @@ def test_a_graph_prints_what_was_declared() -> None:
     assert str(graph) == "no parts"
     down = graph.part("down", stages=[0, 1], optional=True)
     graph.part("up", stages=[2], reads={"x": down}, reads_all={"skip": down["skip"]})
-    assert str(graph) == "down on stages 0, 1, optional; up on stages 2 reads x=down reads_all skip=down['skip']"
+    assert str(graph) == "down on stages 0, 1, optional; up on stage 2 reads x=down reads_all skip=down['skip']"
 
 
 MODULES: list[tuple[list[Any], str]] = [

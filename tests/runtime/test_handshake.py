@@ -112,6 +112,19 @@ def test_every_field_that_differs_is_in_one_line() -> None:
     assert differences("stage 0", SAME, "stage 7", same) == ""
 
 
+def test_of_long_lists_the_first_entries_that_differ_are_shown() -> None:
+    """Cut in the middle, both would look the same."""
+    parts = [f"layer{n} on stage {n} reads x=layer{n - 1}" for n in range(20)]
+    other = [*parts[:9], "layer9 on stage 9 reads y=layer8", *parts[10:]]
+    texts: list[Terms] = [{"graph": "; ".join(each)} for each in (parts, other, parts[:15])]
+    assert differences("stage 0", texts[0], "stage 1", texts[1]) == (
+        "graph is 'layer9 on stage 9 reads x=layer8' on stage 0 and 'layer9 on stage 9 reads y=layer8' on stage 1"
+    )
+    assert differences("stage 0", texts[0], "stage 1", texts[2]) == (
+        "graph is 'layer15 on stage 15 reads x=layer14' on stage 0 and '' on stage 1"
+    )
+
+
 async def test_the_ranks_of_a_group_have_terms_of_their_own_in_common() -> None:
     """Two groups of two: the second member of the second group differs from its leader, the groups may differ."""
     mesh = Mesh((("pp", 2), ("tp", 2)))
