@@ -16,7 +16,7 @@ from rrfp.core.tasks import Mode, StepId
 from rrfp.core.visits import Skipped
 from rrfp.errors import ConfigError
 from rrfp.graphs.model_graph import ModelGraph
-from rrfp.runtime.part_arguments import named_by_part, named_inputs, named_targets, named_visits
+from rrfp.runtime.part_arguments import named_by_part, named_inputs, named_targets, named_visits, with_unvisited
 
 #: Keyword arguments by microbatch: for all modules of this process, or a list for each stage, or part, that has any.
 Kwargs = (
@@ -170,6 +170,10 @@ def plan_step(
     if loss_scale is not None:
         grad_scale, gradient = grad_scale * loss_scale, tuple(factor * loss_scale for factor in gradient)
     factors = list(gradient) if is_shared else gradient
+    skipped = () if graph is None else graph.skipped(visits, count)
+    if graph is not None:
+        inputs = with_unvisited({} if inputs is None else inputs, skipped, graph)
+        targets = with_unvisited(targets, skipped, graph)
     batch = Batch(inputs, targets, shared_kwargs, factors, return_outputs, training_step)
     return Plan(
         StepId(number, mode, count),
@@ -182,7 +186,7 @@ def plan_step(
         reduce_gradients,
         by_stage,
         refused,
-        () if graph is None else graph.skipped(visits, count),
+        skipped,
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rrfp.core.visits import Skipped
 from rrfp.errors import ConfigError
 from rrfp.graphs.model_graph import ModelGraph
 
@@ -46,6 +47,17 @@ def named_visits(visits: Any, graph: ModelGraph | None) -> dict[str, Any]:
         raise ConfigError(f"visits is of type {type(visits).__name__}, must be a dict with a list for each part")
     lists = {name: each.tolist() if hasattr(each, "tolist") else each for name, each in visits.items()}
     return {f"visits[{name!r}]": each for name, each in lists.items()}
+
+
+def with_unvisited(values: Any, skipped: Sequence[Skipped], graph: ModelGraph) -> Any:
+    """``values``, with a list of placeholders for each part that no microbatch visits, if they are lists by part.
+
+    So a step without any image needs no ``inputs["vision"]``.
+    """
+    if not skipped or not isinstance(values, Mapping):
+        return values
+    unvisited = frozenset.intersection(*skipped)
+    return {name: (None,) * len(skipped) for name, own in graph.numbers.items() if own.start in unvisited} | {**values}
 
 
 def named_by_part(field: str, values: Mapping[Any, Any], graph: ModelGraph) -> dict[str, Any]:

@@ -78,6 +78,14 @@ def test_inputs_of_skipped_microbatches_are_not_read(own: Model, pipe: Any) -> N
     assert pipe.evaluate(**batch(own, inputs=inputs), visits=own.visits).losses == wanted
 
 
+def test_a_part_that_no_microbatch_visits_needs_no_inputs(own: Model, pipe: Any) -> None:
+    visits = {**(own.visits or {}), "vision": [False] * MICROBATCHES}
+    wanted = pipe.evaluate(**batch(own), visits=visits).losses
+    inputs = {name: values for name, values in own.inputs.items() if name != "vision"}
+    assert pipe.evaluate(**batch(own, inputs=inputs), visits=visits).losses == wanted
+    assert pipe.step(**batch(own, inputs=inputs), visits=visits).losses == wanted
+
+
 def test_visits_need_a_graph() -> None:
     with rrfp.local([nn.Linear(2, 2)], loss_fn=loss_fn).blocking() as pipe:
         x = [torch.randn(1, 2)]
