@@ -14,16 +14,22 @@ language stage). One pyramid over a long step would put all microbatches that ar
 the other stages would idle. Over 4 N microbatches such differences average out, and neighbours are similar enough.
 Where an earlier step has shown that the sizes order the times of every stage, there are no such differences, and one
 pyramid over the whole step is better.
+
+Why none where bytes are limited and branches join? The in-order banker (`rrfp.core.banker`) keeps room for the
+microbatches of the lowest numbers first, and a pyramid starts others. And branches differ in what a size means to them,
+so unless sizes were seen to order all stages, the caller's order is better, and holds less.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rrfp.core.branches import plain_stages
 from rrfp.core.events import Event
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Task
+from rrfp.core.visits import Visits
 from rrfp.hints.slot_aware import SlotAware
 from rrfp.hints.split import BackwardForwardWeight
 
@@ -75,8 +81,17 @@ class Pyramids(Hint):
         if sizes is None or min(sizes) == max(sizes):
             return self.within.microbatch_order(view)
         measured = view.size_correlation
-        is_one = measured is not None and measured > ORDERS_ALL
-        return pyramids(sizes, len(sizes) if is_one else LENGTH_PER_STAGE * view.placement.stages)
+        if measured is not None and measured > ORDERS_ALL:
+            return pyramids(sizes, len(sizes))
+        if view.most_bytes is not None and _has_joins(view):
+            return self.within.microbatch_order(view)
+        return pyramids(sizes, LENGTH_PER_STAGE * view.placement.stages)
+
+
+def _has_joins(view: View) -> bool:
+    """Whether branches of the graph join, as the microbatches of the step visit it."""
+    visits = Visits(view.microbatches, view.skipped)
+    return len(plain_stages(view.graph, visits.patterns)) < view.placement.stages
 
 
 def pyramids(sizes: Sequence[float], length: int) -> list[int]:

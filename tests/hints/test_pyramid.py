@@ -11,6 +11,7 @@ from rrfp.core import events as ev
 from rrfp.core.admission import Limit
 from rrfp.core.graph import Graph
 from rrfp.core.hint import Hint, View
+from rrfp.core.placement import TablePlacement
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.costs import make_costs
@@ -93,6 +94,33 @@ def test_where_sizes_were_seen_to_order_every_stage_it_is_as_long_as_the_step(me
     script.told(ev.StepOpened(0, Mode.TRAIN, 64, sizes, measured))
     order = script.core.hint.microbatch_order(script.core.view)
     assert order == pyramids(sizes, 64 if is_one else 8)
+
+
+#: 0 and 1 lead to 2; 0 leads to 1, and 1 may be skipped; each on a stage of its own.
+JOINED = Graph(TablePlacement((0, 1, 2)), ((0, 2), (1, 2)))
+PASSED_BY = Graph(TablePlacement((0, 1, 2)), ((0, 1), (0, 2), (1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("graph", "limit", "measured", "is_ordered"),
+    [
+        (JOINED, Limit(bytes=100), None, False),
+        (JOINED, Limit(3, bytes=100), 0.95, False),
+        (JOINED, Limit(bytes=100), 0.96, True),
+        (JOINED, Limit(3), None, True),
+        (JOINED, None, None, True),
+        (PASSED_BY, Limit(bytes=100), None, True),
+        (Graph.chain(3), Limit(bytes=100), None, True),
+    ],
+)
+def test_above_joins_bytes_keep_the_order_of_the_caller(
+    graph: Graph, limit: Limit | None, measured: float | None, is_ordered: bool
+) -> None:
+    """All stages agree: also the last one, which no branch joins below."""
+    for stage in range(3):
+        script = Script(graph, stage, microbatches=0, hint=slot_aware_pyramid(), limit=limit)
+        script.told(ev.StepOpened(0, Mode.TRAIN, 6, (3.0, 1.0, 4.0, 1.0, 5.0, 9.0), measured))
+        assert (script.core.hint.microbatch_order(script.core.view) is not None) == is_ordered
 
 
 def test_where_an_order_is_forced_microbatches_keep_their_own() -> None:
