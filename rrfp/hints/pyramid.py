@@ -16,8 +16,7 @@ Where an earlier step has shown that the sizes order the times of every stage, t
 pyramid over the whole step is better.
 
 Why none where bytes are limited and branches join? The in-order banker (`rrfp.core.banker`) keeps room for the
-microbatches of the lowest numbers first, and a pyramid starts others. And branches differ in what a size means to them,
-so unless sizes were seen to order all stages, the caller's order is better, and holds less.
+microbatches of the lowest numbers first, and a pyramid starts others: the room stays empty.
 """
 
 from __future__ import annotations
@@ -80,12 +79,11 @@ class Pyramids(Hint):
         sizes = view.sizes
         if sizes is None or min(sizes) == max(sizes):
             return self.within.microbatch_order(view)
-        measured = view.size_correlation
-        if measured is not None and measured > ORDERS_ALL:
-            return pyramids(sizes, len(sizes))
         if view.most_bytes is not None and _has_joins(view):
             return self.within.microbatch_order(view)
-        return pyramids(sizes, LENGTH_PER_STAGE * view.placement.stages)
+        measured = view.size_correlation
+        is_one = measured is not None and measured > ORDERS_ALL
+        return pyramids(sizes, len(sizes) if is_one else LENGTH_PER_STAGE * view.placement.stages)
 
 
 def _has_joins(view: View) -> bool:

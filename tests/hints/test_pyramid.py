@@ -105,8 +105,7 @@ PASSED_BY = Graph(TablePlacement((0, 1, 2)), ((0, 1), (0, 2), (1, 2)))
     ("graph", "limit", "measured", "is_ordered"),
     [
         (JOINED, Limit(bytes=100), None, False),
-        (JOINED, Limit(3, bytes=100), 0.95, False),
-        (JOINED, Limit(bytes=100), 0.96, True),
+        (JOINED, Limit(3, bytes=100), 1.0, False),
         (JOINED, Limit(3), None, True),
         (JOINED, None, None, True),
         (PASSED_BY, Limit(bytes=100), None, True),
