@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import rrfp
 from benchmarks.graphs.runs import FORMS, LIMITS, MICROBATCHES
+from benchmarks.shared.tables import scaled
 from rrfp.costs.multimodal import PARTS, multimodal_costs, multimodal_sizes
 from rrfp.costs.table import CostTable
 
@@ -35,6 +36,7 @@ class Settings:
         microbatches: M.
         rounds: measured steps of each form and limit; every round has microbatches of its own.
         num_bytes: of every tensor between virtual stages.
+        pace: the factor on all durations. The longer tasks are, the less does the time of messages and decisions count.
     """
 
     stages: int
@@ -43,6 +45,7 @@ class Settings:
     microbatches: int = MICROBATCHES
     rounds: int = 20
     num_bytes: int = 2 << 20
+    pace: float = 1.0
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -60,7 +63,8 @@ class Settings:
         """The durations and held bytes of a step."""
         graph, skip = FORMS[turn.form]
         sizes = (self.stages, self.microbatches)
-        return multimodal_costs(graph, *sizes, images=self.images, sounds=self.sounds, skip=skip, step=turn.number)
+        table = multimodal_costs(graph, *sizes, images=self.images, sounds=self.sounds, skip=skip, step=turn.number)
+        return scaled(table, self.pace)
 
     def sizes(self, turn: Turn) -> tuple[float, ...]:
         """How large the microbatches are."""

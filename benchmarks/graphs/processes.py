@@ -1,6 +1,6 @@
 """The multimodal model as a chain, a branch and co-located, in real processes. Takes about 75 minutes.
 
-    python benchmarks/graphs/processes.py [--stages 4 8] [--rounds 20] [--aimed] [--quick] [--json [FILE]]
+    python benchmarks/graphs/processes.py [--stages 4 8] [--rounds 20] [--pace X] [--aimed] [--quick] [--json [FILE]]
 
 One process a stage, under torchrun, runs emulated stages over the default transport: each task sleeps as long as the
 cost table says (profile multimodal, no jitter, no emulated latency), and every output has 2 MiB. All forms have the
@@ -17,7 +17,8 @@ Only rounds in which both steps were undisturbed count: other processes took at 
 all count. Below the tables are the
 aims for 0.6 of all microbatches with an image and 0.4 with a sound, and whether they are met.
 
-`--aimed` measures those shares alone, in a third of the time. `--quick` only shows that everything runs: its figures
+`--pace 3` makes all tasks three times as long; messages and decisions take the time that they take. `--aimed` measures
+those shares alone, in a third of the time. `--quick` only shows that everything runs: its figures
 mean nothing.
 """
 
@@ -204,12 +205,13 @@ def main() -> None:
     parser = parser_of("Graphs in real processes.", json_file=True)
     parser.add_argument("--stages", nargs="+", type=int, default=[4, 8], help="numbers of stages, at least 2")
     parser.add_argument("--rounds", type=int, default=20, help="measured rounds, at least 1")
+    parser.add_argument("--pace", type=float, default=1.0, help="the factor on all durations, more than 0")
     parser.add_argument("--aimed", action="store_true", help="only the shares of microbatches that the aims are for")
     arguments = parser.parse_args()
     _check(parser, arguments)
     load = OtherLoad()
     every = [
-        Settings(stages, *shares, rounds=arguments.rounds)
+        Settings(stages, *shares, rounds=arguments.rounds, pace=arguments.pace)
         for stages in dict.fromkeys(arguments.stages)
         for shares in ((AIMED_SHARES,) if arguments.aimed else SHARES)
     ]
@@ -241,6 +243,8 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
         parser.error(f"--stages is {min(arguments.stages)}, must be at least 2")
     if arguments.rounds < 1:
         parser.error(f"--rounds is {arguments.rounds}, must be at least 1")
+    if not 0 < arguments.pace < math.inf:
+        parser.error(f"--pace is {arguments.pace}, must be a number more than 0")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.graphs.forms import Settings, Turn, declared, visits_of
@@ -27,6 +29,15 @@ def test_a_form_runs_the_graph_of_its_table(form: str) -> None:
     assert model.tasks.placement == wanted.placement
     assert sorted(model.tasks.edges or ()) == sorted(wanted.edges or ())
     assert model.skipped(visits_of(table), table.microbatches) == (table.skipped or (frozenset(),) * 6)
+
+
+def test_the_pace_stretches_tasks_and_no_bytes() -> None:
+    turn = Turn(1, "N", "co-located, skipped")
+    table, slow = SETTINGS.table(turn), replace(SETTINGS, pace=3.0).table(turn)
+    assert np.array_equal(slow.forward, 3 * table.forward)
+    assert np.array_equal(slow.backward, 3 * table.backward)
+    assert table.held is not None and slow.held is not None
+    assert np.array_equal(slow.held, table.held)
 
 
 def test_every_form_meets_every_limit_in_every_round_and_each_comes_first() -> None:
