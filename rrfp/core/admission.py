@@ -3,7 +3,7 @@
 A forward takes a slot when it is enqueued; the microbatch's last task on that virtual stage (B, or W where backward is
 split) releases it when it is enqueued: a lane runs its tasks in order, so whatever is enqueued behind it starts when it
 has completed. Forward only, the slot is free when every successor has consumed the output. D counts taken slots, in
-chunk tasks; there are K * C. Backwards and weight tasks free memory: only the paper's rule ever blocks them.
+chunk tasks; there are K * C. Backwards and weight tasks free memory: only the paper's rule ever blocks both.
 
 - **Staircase** (C chunks): the forward of local chunk c may start iff D < K*C - (C-1-c). The deepest chunk can always
   use the last slot, so the chain that frees memory never starves. With C = 1 it is plainly D < K.
@@ -15,10 +15,10 @@ chunk tasks; there are K * C. Backwards and weight tasks free memory: only the p
   has not been forwarded on its chunk.
 - **Bytes**: a forward of chunk c starts only while the bytes held fit together with those that it is expected to hold,
   with room for one forward of each deeper chunk (and, under the reserve rule, for a whole lowest microbatch), and with
-  what backwards are expected to add. `rrfp.core.byte_limit` says how much is expected; that can be wrong, so one
-  forward is always admitted when no chunk from c on holds anything (under the reserve rule: the lowest one, when they
-  hold later ones only). While a forward runs whose size no earlier one has shown, none starts behind it, however deep
-  the lane is.
+  what backwards are expected to add: a split one may hold more than its forward did, and may have to let weight tasks
+  go first. `rrfp.core.byte_limit` says how much is expected; that can be wrong, so one forward is always admitted when
+  no chunk from c on holds anything (under the reserve rule: the lowest one, when they hold later ones only). While a
+  forward runs whose size no earlier one has shown, none starts behind it, however deep the lane is.
 - **Graphs that are no chains**: the staircase is wrong above joins, and the reserve rule anywhere; there the in-order
   banker applies (`rrfp.core.banker`). `rrfp.core.memory_rule` chooses for each stage.
 - **Groups**: the leader decides for all, so its byte rule counts the rank that holds the most. A follower starts a
@@ -33,9 +33,6 @@ Rejected, each with a deadlock that `rrfp check admission --rule` prints (`rrfp.
   stays outside.
 - One reserved slot instead of C: enough for one chunk, and not for more, since the lowest microbatch needs a slot on
   each of its chunks before its first backward frees one.
-
-Nor does the byte limit block backwards, although a split one may hold more than its forward did (inputs and output
-gradients, for W): backwards are all that frees memory, so forwards leave room for their growth instead.
 
 docs/memory-rules.md proves that nothing starves and how large D gets, and says what was model-checked.
 """
@@ -148,8 +145,8 @@ class Admission:
     __slots__ = (
         "_below",
         "_below_later",
-        "_byte_limit",
         "_chunks",
+        "byte_limit",
         "bytes",
         "drains_in_order",
         "held",
@@ -192,12 +189,13 @@ class Admission:
         self.roomy_below = math.inf if self.slots is None else min(*self._below, *self._below_later)
         #: The bytes of microbatches in work, after the last completed task of each, and of outputs still in use.
         self.bytes = HeldBytes(1 + followers)
-        self._byte_limit: ByteLimit | None = None
+        #: What decides where bytes are limited.
+        self.byte_limit: ByteLimit | None = None
         #: The limit on bytes, or None: unlimited.
         self.most_bytes = limit.bytes
         if limit.bytes is not None:
             self.roomy_below = 0
-            self._byte_limit = self._byte_rule(
+            self.byte_limit = self._byte_rule(
                 limit.bytes, self.bytes, seen, visitors, reserve=reserve, members=1 + followers, sizes=sizes
             )
         #: D: chunk tasks that hold a slot.
@@ -228,7 +226,7 @@ class Admission:
 
     def _has_bytes(self, chunk: int, microbatch: int, *, is_lowest: bool) -> bool:
         """Whether the forward may start as far as bytes are concerned; see `allows`."""
-        limit = self._byte_limit
+        limit = self.byte_limit
         if limit is None:
             return True
         if limit.is_measuring:
@@ -238,12 +236,12 @@ class Admission:
     @property
     def measured(self) -> frozenset[Owner]:
         """Forwards that run, on some rank, and whose size no other forward may start before."""
-        return frozenset() if self._byte_limit is None else self._byte_limit.measured
+        return frozenset() if self.byte_limit is None else self.byte_limit.measured
 
     def preview(self, owner: Owner, input_bytes: int | None, signature: Hashable) -> None:
         """The forward of ``owner`` is known better before it starts; see `rrfp.core.events.Previewed`."""
-        if self._byte_limit is not None:
-            self._byte_limit.preview(owner, input_bytes, signature)
+        if self.byte_limit is not None:
+            self.byte_limit.preview(owner, input_bytes, signature)
 
     def acquire(self, chunk: int, microbatch: int) -> None:
         """The forward of ``microbatch`` on ``chunk`` was enqueued: it takes a slot."""
@@ -252,8 +250,8 @@ class Admission:
             self.peak_held = self.held
         if self.drains_in_order:
             self.is_draining = self.slots is not None and self.held >= self.slots
-        if self._byte_limit is not None:
-            self._byte_limit.start((chunk, microbatch))
+        if self.byte_limit is not None:
+            self.byte_limit.start((chunk, microbatch))
 
     def release_slot(self, microbatch: int) -> None:
         """The slot of ``microbatch`` on one chunk is free for what the lane runs next."""
@@ -266,8 +264,8 @@ class Admission:
 
         Its ``output`` is in the ledger apart, while a task or a send uses it.
         """
-        if self._byte_limit is not None:
-            self._byte_limit.complete(kind, owner, 0 if is_last else held, output)
+        if self.byte_limit is not None:
+            self.byte_limit.complete(kind, owner, 0 if is_last else held, output)
         if is_last:
             self.free(owner)
         else:
@@ -275,7 +273,7 @@ class Admission:
 
     def complete_elsewhere(self, member: int, chunk: int, event: HeldReported) -> None:
         """A task completed on follower ``member``: what stays there counts as well, where bytes are limited."""
-        limit, task = self._byte_limit, event.task
+        limit, task = self.byte_limit, event.task
         if limit is None:
             return
         owner = (chunk, task.microbatch)
@@ -287,5 +285,5 @@ class Admission:
     def free(self, owner: Owner) -> None:
         """``owner`` holds no bytes any more. Its slot is released apart, when its last task is enqueued."""
         self.bytes.drop(owner)
-        if self._byte_limit is not None:
-            self._byte_limit.free(owner)
+        if self.byte_limit is not None:
+            self.byte_limit.free(owner)

@@ -55,7 +55,12 @@ class BankerBytes(ByteLimit):
     def fits(self, chunk: int, microbatch: int, *, is_lowest: bool) -> bool:
         """Whether every open microbatch below has room for the rest of its forwards, beside this one."""
         in_flight = sum(map(self._expected_in_flight, self._unreported))
-        taken = self._held.worst + in_flight + self._growth_to_come() + self._expected((chunk, microbatch))
+        taken = (
+            self._held.worst
+            + in_flight
+            + self._growth_to_come((chunk, microbatch))
+            + self._expected((chunk, microbatch))
+        )
         for below in range(self._lowest_open, microbatch):
             if self._is_open(below):
                 if taken + self._rest_of(below) > self._most:

@@ -13,6 +13,16 @@ Why deeper chunks count what they hold. Let H be what a chunk holds and R the la
 forward keeps the sum over the chunks of max(H, R) within the limit. A forward that must start on chunk c, since nothing
 is held from c on, needs at most R on each chunk from c on, and that much is free.
 
+**Weight tasks before backwards.** A split backward may leave more than its forward did: inputs and output gradients,
+for W. Room for what all backwards to come add would be much room, and most of it in vain, since W frees a microbatch
+whole. So room is kept for the largest addition alone, and a backward that does not fit is held back while a weight task
+is ready here, which makes room. Weight tasks wait for nothing but their own backward, so whatever the hint, a stage
+with a backward to run has something to run; and once no weight task is left, what was kept free is enough for any
+backward.
+
+Room for all backwards is kept where weight tasks may have to wait, or a hint may wait for a certain task: under a
+forced order, in a group, and with a hint that may wait.
+
 On the leader of a group a forward is in flight until all ranks have reported what it left behind: until then it counts
 with what is expected.
 """
@@ -61,6 +71,11 @@ class ByteLimit:
         #: Owners between forward and backward on this rank.
         self._before_backward: set[Owner] = set()
         self._to_come = [_LargestToCome(sizes, microbatches) for microbatches in visitors]
+        #: Whether a backward is held back while it does not fit and a weight task is ready.
+        self.defers_backwards = False
+        #: What tasks in flight add to, and what they free; followed only if backwards are held back.
+        self._growing: set[Owner] = set()
+        self._shrinking: set[Owner] = set()
 
     def preview(self, owner: Owner, input_bytes: int | None, signature: Hashable) -> None:
         """The forward of ``owner``, which has not started, is known better; see `rrfp.core.events.Previewed`."""
@@ -73,7 +88,21 @@ class ByteLimit:
         needed += sum(max(0, self._room(deeper) - self._held_on(deeper)) for deeper in chunks[chunk + 1 :])
         if not is_lowest:
             needed += sum(map(self._room, chunks))
-        return self._held.worst + self._growth_to_come() + needed <= self._most
+        return self._held.worst + self._growth_to_come((chunk, microbatch)) + needed <= self._most
+
+    def fits_backward(self, owner: Owner) -> bool:
+        """Whether what the backward of ``owner`` adds fits, once the tasks in flight have completed."""
+        growth = self._growth_of(owner)
+        if not growth:
+            return True
+        in_flight = sum(map(self._expected_in_flight, self._unreported)) + sum(map(self._growth_of, self._growing))
+        freed = sum(map(self._held.worst_of, self._shrinking))
+        return self._held.worst - freed + in_flight + growth <= self._most
+
+    def start_backward(self, owner: Owner, *, is_last: bool) -> None:
+        """A backward or weight task of ``owner`` was enqueued, the last one of them or not."""
+        if self.defers_backwards:
+            (self._shrinking if is_last else self._growing).add(owner)
 
     def _size(self, owner: Owner) -> float | None:
         return None if self._sizes is None else self._sizes[owner[1]]
@@ -114,14 +143,33 @@ class ByteLimit:
         """Those forwards."""
         return frozenset(self._measured)
 
-    def _growth_to_come(self) -> int:
-        """What backwards are expected to add, for each chunk by the lesser of the two ways to expect it."""
+    def _growth_to_come(self, starting: Owner) -> int:
+        """What backwards are expected to add, where the forward of ``starting`` starts; see the module's docstring."""
+        if not self.defers_backwards:
+            return self._growth_of_all()
+        forwarded = {starting, *self._unreported, *self._before_backward} - self._growing
+        to_come = [self._growth(chunk, self._room(chunk)) for chunk in range(starting[0] + 1, len(self._holders))]
+        return sum(map(self._growth_of, self._growing)) + max([*to_come, *map(self._growth_of, forwarded)])
+
+    def _growth_of_all(self) -> int:
+        """Of all microbatches before their backward, for each chunk by the lesser of the two ways to expect it."""
         total = 0
         for chunk, largest in enumerate(self._seen.expected):
             if largest.growth:
                 held = [self._held.worst_of(owner) for owner in self._before_backward if owner[0] == chunk]
                 total += min(len(held) * largest.growth, int(sum(held) * largest.growth_share))
         return total
+
+    def _growth_of(self, owner: Owner) -> int:
+        """What the backward of ``owner`` is expected to add."""
+        if not self._seen.expected[owner[0]].growth:
+            return 0
+        held = self._held.worst_of(owner) if owner in self._before_backward else self._expected(owner)
+        return self._growth(owner[0], held)
+
+    def _growth(self, chunk: int, held: int) -> int:
+        largest = self._seen.expected[chunk]
+        return min(largest.growth, int(held * largest.growth_share))
 
     def must_go_on(self, chunk: int, microbatch: int) -> bool:
         """Whether no memory held here will be freed before this forward has run."""
@@ -142,13 +190,17 @@ class ByteLimit:
         chunk, preview = owner[0], self._preview_of(owner)
         if kind is F:
             self._seen.judge(chunk, held + output, preview)
-        self._seen.saw(chunk, held + output, preview)
+        if kind is F or not self.defers_backwards:  # or what backwards add is expected apart
+            self._seen.saw(chunk, held + output, preview)
         if kind is F:
             self._forwarded(owner, held + output)
         elif kind is B and self.is_in_work(owner):
             self._seen.saw_growth(chunk, self._held.of(owner, member), held + output)
-        if member == 0:
-            (self._before_backward.add if kind is F else self._before_backward.discard)(owner)
+        if member == 0 and kind is F:
+            self._before_backward.add(owner)
+        elif member == 0:
+            self._before_backward.discard(owner)
+            self._growing.discard(owner)
 
     def is_in_work(self, owner: Owner) -> bool:
         """Whether the microbatch is in work on this rank: not done, and nothing freed."""
@@ -167,6 +219,8 @@ class ByteLimit:
         chunk, microbatch = owner
         self._holders[chunk].discard(microbatch)
         self._before_backward.discard(owner)
+        self._growing.discard(owner)
+        self._shrinking.discard(owner)
         if owner in self._unreported:
             self._leave_flight(owner)
         self._previews.pop(owner, None)

@@ -61,7 +61,8 @@ class ReadySet:
         self._deeper_first = tuple(reversed(range(len(virtual_stages))))
         self._admission = admission
         self._drain_order = drain_order
-        #: Kinds that are never blocked: backwards and weight tasks, unless a full stage drains in order.
+        #: Kinds that are never blocked: backwards and weight tasks, unless a full stage drains in order, or a limit on
+        #: bytes lets weight tasks go first.
         self._free_kinds = frozenset[Kind]() if admission.drains_in_order else frozenset({B, W})
         #: By microbatch, its position in the order of their priority.
         self._position_of: Sequence[int] = range(visits.microbatches)
@@ -103,6 +104,8 @@ class ReadySet:
             due = self._due()
             is_here = due is not None and due.kind is head.kind and due.virtual_stage == head.virtual_stage
             return due if is_here and due in self else None
+        if head.kind is not F:
+            return None
         # Where the rule prefers lower microbatches the lowest may start while one of higher priority is blocked.
         if self._admission.reserve:
             lowest = Task(F, self._next_forward[chunk], head.virtual_stage)
@@ -182,6 +185,12 @@ class ReadySet:
             for queue in queues:
                 queue[:] = sorted((self._position_of[task.microbatch], task) for _, task in queue)
 
+    def defer_backwards(self) -> None:
+        """Under a limit on bytes, hold back what does not fit while a weight task is ready. For the core only."""
+        if (limit := self._admission.byte_limit) is not None:
+            limit.defers_backwards = True
+            self._free_kinds = frozenset({W})
+
     def add(self, state: TaskState, microbatch: int) -> None:
         """All inputs of the task are present. For the core only."""
         insort(state.queue, (self._position_of[microbatch], Task(state.kind, microbatch, state.virtual_stage)))
@@ -233,9 +242,16 @@ class ReadySet:
         admission = self._admission
         if admission.is_draining:
             return task == self._due()
-        if task.kind is not F or admission.held < admission.roomy_below:
+        if task.kind is not F:
+            return task.kind in self._free_kinds or self._lets_back(task.microbatch, chunk)
+        if admission.held < admission.roomy_below:
             return True
         return admission.allows(chunk, task.microbatch, self._next_forward[chunk])
+
+    def _lets_back(self, microbatch: int, chunk: int) -> bool:
+        """Whether a backward need not let weight tasks go first."""
+        limit = self._admission.byte_limit
+        return limit is None or not any(self._queues[W]) or limit.fits_backward((chunk, microbatch))
 
     def _due(self) -> Task | None:
         """What a full stage runs next."""

@@ -285,6 +285,9 @@ class StageCore:
         if not self.group.follows:
             self.hint.open_step(view)
             self._order_microbatches(step, view)
+            # Else weight tasks may wait for others, or the hint for a backward, and neither would ever run.
+            if self.group.size == 1 and not is_forced and not self.hint.may_wait:
+                step.ready.defer_backwards()
             self._open_pauses(step, view)
         # Only now: in a step that its hint refused nothing is decided.
         self._step, self._view, self._next_step = step, view, self._next_step + 1

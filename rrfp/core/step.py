@@ -218,6 +218,8 @@ class Step:
         self.in_flight.append(task)
         if kind is F:
             self.admission.acquire(state.chunk, m)
+        elif (limit := self.admission.byte_limit) is not None:
+            limit.start_backward((state.chunk, m), is_last=state.frees_memory)
         if state.frees_memory and self._is_training:
             self.admission.release_slot(m)
         self.outputs.start_reading(state, m)

@@ -36,7 +36,8 @@ def test_the_pace_stretches_tasks_and_no_bytes() -> None:
     table, slow = SETTINGS.table(turn), replace(SETTINGS, pace=3.0).table(turn)
     assert np.array_equal(slow.forward, 3 * table.forward)
     assert np.array_equal(slow.backward, 3 * table.backward)
-    assert table.held is not None and slow.held is not None
+    assert table.held is not None
+    assert slow.held is not None
     assert np.array_equal(slow.held, table.held)
 
 

@@ -13,10 +13,20 @@ from rrfp.core import events as ev
 from rrfp.core.admission import Limit
 from rrfp.core.events import ChunkReduced
 from rrfp.core.graph import Graph
+from rrfp.core.hint import View
 from rrfp.core.seen_sizes import REMEMBERED_STEPS, SeenSizes
 from rrfp.core.tasks import Kind, Mode, StepId
+from rrfp.hints.alternating import BackwardForward
 
 ONE, SPLIT = Graph.chain(1), Graph.chain(1, split=True)
+
+
+class Patient(BackwardForward):
+    """May wait, so that no backward is held back for weight tasks."""
+
+    def open_step(self, view: View) -> None:
+        super().open_step(view)
+        self.may_wait = True
 
 
 def forward(script: Script, task: str, held: int, output: int = 0) -> None:
@@ -43,8 +53,8 @@ def test_an_output_on_its_way_is_part_of_what_a_forward_is_expected_to_leave() -
     assert script.ready == ""  # 60 + 50
 
 
-def test_what_a_backward_will_add_is_kept_free_for_every_microbatch_before_its_backward() -> None:
-    script = Script(SPLIT, microbatches=5, limit=Limit(bytes=100))
+def test_with_a_hint_that_may_wait_what_every_backward_will_add_is_kept_free() -> None:
+    script = Script(SPLIT, microbatches=5, limit=Limit(bytes=100), hint=Patient())
     script.ran("F0@0", held=10)
     script.ran("B0@0", held=25)
     script.ran("W0@0")
@@ -69,7 +79,7 @@ def test_a_last_task_adds_nothing_to_what_it_frees() -> None:
 
 
 def test_growth_is_expected_in_bytes_or_in_proportion_whichever_is_less() -> None:
-    script = Script(SPLIT, microbatches=5, limit=Limit(bytes=250))
+    script = Script(SPLIT, microbatches=5, limit=Limit(bytes=250), hint=Patient())
     script.ran("F0@0", held=100)
     script.ran("B0@0", held=200)
     script.ran("W0@0")

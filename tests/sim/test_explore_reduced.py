@@ -80,6 +80,19 @@ def test_byte_limits() -> None:
             assert what_matters(reduced) == what_matters(whole)
 
 
+@pytest.mark.parametrize("growth", [1, 3])
+def test_backwards_that_grow(growth: int) -> None:
+    """Only weight tasks stay possible until they are made."""
+    for num_bytes in (2, 3, 5):
+        graph = Graph.chain(2, split=True)
+        oracles: Oracles = {}
+        reduced, whole = (
+            explore(graph, 3, Limit(bytes=num_bytes), sizes=(1, 2, 3), growth=growth, reduce=reduce, oracles=oracles)
+            for reduce in (True, False)
+        )
+        assert what_matters(reduced) == what_matters(whole)
+
+
 def test_a_graph_of_two_sources_which_the_staircase_does_not_cover() -> None:
     """Two sources that feed one sink, K = 1: they may take different microbatches, and the sink waits for ever."""
     graph = Graph(Placement(3), edges=((0, 2), (1, 2)))

@@ -149,6 +149,27 @@ def test_byte_limits_beside_a_limit_on_microbatches(
             assert not found.deadlocks, (num_bytes, sizes, found)
 
 
+@pytest.mark.parametrize("growth", [1, 3])
+@pytest.mark.parametrize("in_order", [None, Kind.W])
+@pytest.mark.parametrize("chunks", [1, pytest.param(2, marks=many_states)])
+def test_byte_limits_under_which_weight_tasks_go_first(chunks: int, in_order: Kind | None, growth: int) -> None:
+    """Split backwards add to what is held, and are held back while they do not fit."""
+    graph = Graph.chain(2, chunks=chunks, layout="v", split=True)
+    forced = [(in_order, v) for v in range(2 * chunks)] if in_order else []
+    for num_bytes in (1, 3, 5, 8):
+        for estimates in (None, (1, 2, 4)):
+            found = explore(
+                graph,
+                3,
+                Limit(None, num_bytes),
+                in_order=forced,
+                sizes=(1, 2, 4),
+                estimates=estimates,
+                growth=growth,
+            )
+            assert not found.deadlocks, (num_bytes, estimates, found)
+
+
 @pytest.mark.parametrize("in_order", [None, Kind.B])
 @pytest.mark.parametrize("chunks", [1, pytest.param(2, marks=many_states)])
 @pytest.mark.parametrize("estimates", [(1, 2, 4), (0, 0, 0), (9, 1, 0), (1, 1, 7)])

@@ -75,6 +75,7 @@ def explore(
     sizes: Sequence[int] | None = None,
     estimates: Sequence[int] | None = None,
     skipped: Sequence[Skipped] = (),
+    growth: int = 0,
     reduce: bool = True,
     oracles: Oracles | None = None,
 ) -> Exploration:
@@ -91,6 +92,7 @@ def explore(
         sizes: bytes that a chunk task of each microbatch holds, for byte limits; one each by default.
         estimates: for each microbatch, the number that is known of its forwards beforehand; None: nothing is known.
         skipped: for each microbatch the virtual stages that it does not visit; empty: each one visits all.
+        growth: bytes that a split backward adds, until its weight task has run.
         reduce: leave out orders that cannot matter; see the module's docstring. False visits every reachable state.
         oracles: what stages have answered in earlier explorations; added to.
     """
@@ -101,7 +103,7 @@ def explore(
     known = None if estimates is None else tuple(estimates)
     step = StepId(0, mode, microbatches)
     problems = [
-        StageProblem(graph, step, stage, limit, frozenset(in_order), admission, held, known, tuple(skipped))
+        StageProblem(graph, step, stage, limit, frozenset(in_order), admission, held, known, tuple(skipped), growth)
         for stage, limit in zip(range(stages), resolved, strict=True)
     ]
     return _Explorer(problems, {} if oracles is None else oracles).run(

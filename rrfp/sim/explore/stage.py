@@ -43,6 +43,7 @@ class StageProblem:
         sizes: bytes that a chunk task of each microbatch holds.
         estimates: for each microbatch, the number that is known of its forwards beforehand.
         skipped: for each microbatch the virtual stages that it does not visit; empty: each one visits all.
+        growth: bytes that a split backward adds, until its weight task has run.
     """
 
     graph: Graph
@@ -54,6 +55,7 @@ class StageProblem:
     sizes: tuple[int, ...]
     estimates: tuple[int, ...] | None = None
     skipped: tuple[Skipped, ...] = ()
+    growth: int = 0
 
     def __post_init__(self) -> None:
         stage_of, here = self.graph.stage_of, self.stage
@@ -166,7 +168,8 @@ class StageOracle:
                 task = Task(kind, microbatch, virtual_stage)
                 if ran & bit and bit in self._own:
                     core.apply(Enqueued(task))
-                    core.apply(Completed(task, held=size))
+                    added = problem.growth if kind is Kind.B and problem.graph.split[virtual_stage] else 0
+                    core.apply(Completed(task, held=size + added))
                 elif ran & bit and self._readers[bit] & visited:
                     core.apply(Arrived(step, task))
             for producer, peer, readers in self._credits:
@@ -212,7 +215,9 @@ class StageOracle:
             is_full = view.slots is not None and view.held >= view.slots
             is_never_full = view.slots is None or view.held + left < view.slots
             return moves[0] if moves and (is_full or is_never_full) else None
-        return next((move for move in moves if self._own[move[1]][0] is not Kind.F), None)
+        # A backward that grows may not fit behind another one.
+        stay = (Kind.W,) if self._problem.growth else (Kind.B, Kind.W)
+        return next((move for move in moves if self._own[move[1]][0] in stay), None)
 
     def _find_readers(self) -> dict[int, int]:
         """The outputs of other stages that this one reads, each with the tasks here that do."""
