@@ -10,9 +10,13 @@ from dataclasses import dataclass
 import pytest
 from batches import batches, long
 
+from rrfp.core.admission import Limit
+from rrfp.core.graph import Graph
+from rrfp.core.placement import TablePlacement
 from rrfp.core.tasks import Kind, Mode
 from rrfp.sim.explore.cases import explored
 from rrfp.sim.explore.graph_cases import GraphCase, everywhere, graphs_of, random_skips, slots_of, tables_of
+from rrfp.sim.explore.search import explore
 
 Edges = tuple[tuple[int, int], ...]
 
@@ -70,6 +74,15 @@ def test_all_slots_are_used(rule: str) -> None:
     for slots in slots_of((0, 0, 0), 2):
         case = GraphCase((0, 0, 0), TWO_SOURCES, 2, slots, rule=rule)
         assert case.explore().peak_held == slots
+
+
+@pytest.mark.parametrize("table", [(0, 1, 0), long((0, 1, 2)), long((0, 0, 1)), long((0, 1, 1)), long((0, 0, 0))])
+def test_bytes_where_split_backwards_let_weight_tasks_go_first(table: tuple[int, ...]) -> None:
+    for edges in graphs_of(3):
+        graph = Graph(TablePlacement(table), edges, (True,) * 3)
+        for num_bytes in (1, 3, 4, 6):
+            found = explore(graph, 2, Limit(bytes=num_bytes), sizes=(1, 2), growth=2)
+            assert not found.deadlocks, (edges, num_bytes, found)
 
 
 #: What was explored, for docs/memory-rules.md: `pytest --log-cli-level=INFO` shows it.
