@@ -56,7 +56,7 @@ class Doubles:
     made: int = 0
     _has_lane: bool = False
 
-    def choose(self, modules: Any, option: Any) -> Device | None:
+    def choose(self, modules: Any, option: Any, *_: Any) -> Device | None:
         """In place of `choose_device`."""
         if self._has_lane or isinstance(option, Device):
             return option if isinstance(option, Device) else None

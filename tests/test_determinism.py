@@ -198,7 +198,9 @@ def test_statistics_that_two_virtual_stages_share_are_refused_by_name(layout: An
     """Microbatches are in order within each of them, and not between the two."""
     modules = model(4)
     modules[1] = modules[3] = nn.Sequential(modules[1], Normed())
-    message = r"virtual stages 1 and 3 share '1.norm.running_mean': must be False, or each virtual stage must have its"
+    message = (
+        r"virtual stage 1 and virtual stage 3 share '1.norm.running_mean': must be False, or each must have its own"
+    )
     with pytest.raises(ConfigError, match=message):
         rrfp.local(parts(modules, layout), placement=layout, deterministic=True)
     rrfp.local(parts(modules, layout), placement=layout)

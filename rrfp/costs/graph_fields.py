@@ -64,9 +64,7 @@ def read_graph(document: Mapping[str, Any]) -> tuple[Graph, int, tuple[Skipped, 
         raise ConfigError(f"placement has no virtual stage on stage {missing[0]}, must have one on each of {stages}")
     edges = _edges(_list("edges", document["edges"], f"of 'NAME{ARROW}NAME'"), names)
     graph = Graph(TablePlacement(tuple(placement)), edges, names=names)
-    skipped = _skipped(document.get("skipped", {}), names, microbatches)
-    _check_read(graph, skipped)
-    return graph, microbatches, skipped
+    return graph, microbatches, _skipped(document.get("skipped", {}), names, microbatches)
 
 
 def _list(field: str, value: object, what: str) -> list[Any]:
@@ -113,15 +111,3 @@ def _skipped(value: object, names: Sequence[str], microbatches: int) -> tuple[Sk
 def _listed(names: Sequence[str]) -> str:
     """The names, those in the middle left out where there are many."""
     return ", ".join(names) if len(names) <= 12 else ", ".join((*names[:6], "...", *names[-3:]))
-
-
-def _check_read(graph: Graph, skipped: Sequence[Skipped]) -> None:
-    """Refuse a microbatch that visits a virtual stage and skips all that read it: its loss would not depend on it."""
-    names = graph.names
-    for m, skips in enumerate(skipped):
-        for v, readers in enumerate(graph.successors):
-            if readers and v not in skips and skips.issuperset(readers):
-                raise ConfigError(
-                    f"skipped: microbatch {m} visits {names[v]!r} and skips all that read it: must skip it too, or "
-                    f"visit one of {_listed([names[w] for w in readers])}"
-                )

@@ -79,15 +79,6 @@ def test_a_file_returns_the_same_table(costs: CostTable) -> None:
         ({"skipped": {"image": [1]}}, "skipped names 'image', must be one of vision, audio, lm.0, lm.1"),
         ({"skipped": {"vision": [2]}}, "skipped['vision'] has 2, must be a microbatch, 0..1"),
         ({"skipped": [[0]]}, "skipped is [[0]], must be an object: NAME -> list of microbatches"),
-        (
-            {"skipped": {"lm.0": [0]}},
-            "skipped: microbatch 0 visits 'audio' and skips all that read it: must skip it too, or visit one of lm.0",
-        ),
-        (
-            {"skipped": {"lm.0": [1], "audio": [1], "lm.1": [1], "vision": [0]}},
-            "skipped: microbatch 1 visits 'vision' and skips all that read it: must skip it too, or visit one of "
-            "lm.0, lm.1",
-        ),
         ({"F": [[1, 0]]}, "F has 1 rows, must have 4 (one a virtual stage)"),
         ({"latency_F": [[1, 0]]}, "latency_F has 1 rows, must have 4 (one an edge)"),
         (
