@@ -147,7 +147,14 @@ def test_without_faults_every_task_starts_when_the_engine_starts_it(first: int) 
         scenario = without_faults(made)
         hints = [made.make_hint(stage) for stage in range(graph.placement.stages)]
         try:
-            expected = run(as_table(scenario), hints, made.limits, sizes=made.sizes, in_order=made.in_order)
+            expected = run(
+                as_table(scenario),
+                hints,
+                made.limits,
+                sizes=made.sizes,
+                in_order=made.in_order,
+                takes_offers=scenario.takes_offers,
+            )
         except ValueError:
             continue  # a schedule that does not fit the longer step
         cluster = NotesStarts(scenario)
