@@ -18,10 +18,11 @@ for W. Room for what all backwards to come add would be much room, and most of i
 whole. So room is kept for the largest addition alone, and a backward that does not fit is held back while a weight task
 is ready here, which makes room. Weight tasks wait for nothing but their own backward, so whatever the hint, a stage
 with a backward to run has something to run; and once no weight task is left, what was kept free is enough for any
-backward.
+backward. W does not free what the backward sends, which takes the place of what the microbatch held; where it is larger
+than that, room for the difference is kept for every microbatch, since a slow peer may leave all of them unsent.
 
-Room for all backwards is kept where weight tasks may have to wait, or a hint may wait for a certain task: under a
-forced order, in a group, and with a hint that may wait.
+Room for all backwards is kept where no chunk is split, where weight tasks may have to wait, or a hint may wait for a
+certain task: under a forced order, in a group, and with a hint that may wait.
 
 On the leader of a group a forward is in flight until all ranks have reported what it left behind: until then it counts
 with what is expected.
@@ -147,9 +148,11 @@ class ByteLimit:
         """What backwards are expected to add, where the forward of ``starting`` starts; see the module's docstring."""
         if not self.defers_backwards:
             return self._growth_of_all()
-        forwarded = {starting, *self._unreported, *self._before_backward} - self._growing
+        forwarded = {starting, *self._unreported, *self._before_backward}
+        left_over = sum(self._seen.left_over(chunk) for chunk, _ in forwarded)
         to_come = [self._growth(chunk, self._room(chunk)) for chunk in range(starting[0] + 1, len(self._holders))]
-        return sum(map(self._growth_of, self._growing)) + max([*to_come, *map(self._growth_of, forwarded)])
+        largest = max([*to_come, *map(self._growth_of, forwarded - self._growing)], default=0)
+        return left_over + sum(map(self._growth_of, self._growing)) + largest
 
     def _growth_of_all(self) -> int:
         """Of all microbatches before their backward, for each chunk by the lesser of the two ways to expect it."""
@@ -195,7 +198,7 @@ class ByteLimit:
         if kind is F:
             self._forwarded(owner, held + output)
         elif kind is B and self.is_in_work(owner):
-            self._seen.saw_growth(chunk, self._held.of(owner, member), held + output)
+            self._seen.saw_growth(chunk, self._held.of(owner, member), held + output, output)
         if member == 0 and kind is F:
             self._before_backward.add(owner)
         elif member == 0:

@@ -90,11 +90,14 @@ class _Step:
     def __init__(self, num_chunks: int) -> None:
         self.largest = [Largest() for _ in range(num_chunks)]
         self.scales = [[_Scale() for _ in Preview().numbers] for _ in range(num_chunks)]
+        #: By chunk, by how much what a backward sends is larger than what its microbatch held.
+        self.left_over = [0] * num_chunks
         #: By chunk and signature of a forward; see `SeenSizes.saw_signature`.
         self.of_signature: dict[tuple[int, Hashable], int] = {}
 
     def cover(self, other: _Step) -> None:
         """Be at least as large, signatures aside."""
+        self.left_over = list(map(max, self.left_over, other.left_over))
         for own, seen in zip(self.largest, other.largest, strict=True):
             own.cover(seen.held, seen.growth, seen.growth_share)
         for own_scales, scales in zip(self.scales, other.scales, strict=True):
@@ -116,6 +119,10 @@ class SeenSizes:
     def expected(self) -> list[Largest]:
         """By chunk, the largest figures."""
         return self._all.largest
+
+    def left_over(self, chunk: int) -> int:
+        """The most by which what a backward on ``chunk`` sent was larger than what its microbatch held."""
+        return self._all.left_over[chunk]
 
     def open_step(self) -> Self:
         """A step begins; the oldest one is forgotten. Returns itself."""
@@ -170,11 +177,12 @@ class SeenSizes:
     def _held_by(self, chunk: int, signature: Hashable) -> Iterator[int]:
         return (step.of_signature.get((chunk, signature), 0) for step in self._steps)
 
-    def saw_growth(self, chunk: int, before: int, after: int) -> None:
-        """A backward on ``chunk`` made ``after`` bytes of ``before``."""
+    def saw_growth(self, chunk: int, before: int, after: int, output: int = 0) -> None:
+        """A backward on ``chunk`` made ``after`` bytes of ``before``, the ``output`` that it sends among them."""
         if after > before:
             for step in (self._steps[-1], self._all):
                 step.largest[chunk].cover(growth=after - before, growth_share=(after - before) / max(before, 1))
+                step.left_over[chunk] = max(step.left_over[chunk], output - before)
 
     def of(self, chunk: int) -> tuple[Largest, ...]:
         """The largest sizes on ``chunk`` of each step that is remembered, oldest first, from the first with any."""

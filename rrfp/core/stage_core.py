@@ -285,12 +285,16 @@ class StageCore:
         if not self.group.follows:
             self.hint.open_step(view)
             self._order_microbatches(step, view)
-            # Else weight tasks may wait for others, or the hint for a backward, and neither would ever run.
-            if self.group.size == 1 and not is_forced and not self.hint.may_wait:
-                step.ready.defer_backwards()
+            self._let_weights_first(step)
             self._open_pauses(step, view)
         # Only now: in a step that its hint refused nothing is decided.
         self._step, self._view, self._next_step = step, view, self._next_step + 1
+
+    def _let_weights_first(self, step: Step) -> None:
+        is_split = any(self.graph.split[v] for v in self.graph.placement.virtual_stages(self.stage))
+        # Else weight tasks may wait for others, or the hint for a backward, and neither would ever run.
+        if is_split and self.group.size == 1 and not self._in_order and not self.hint.may_wait:
+            step.ready.defer_backwards()
 
     def _limit_in(self, mode: Mode) -> Limit:
         """What bounds a step of ``mode`` on this rank."""

@@ -51,6 +51,29 @@ def test_a_backward_that_does_not_fit_waits_for_a_weight_task() -> None:
     assert script.ready == "W2@0 W3@0 W4@0"
 
 
+@pytest.mark.parametrize(("output", "ready"), [(10, "F4@1 B2@1 B3@1"), (14, "B2@1 B3@1")])
+def test_room_is_kept_for_all_that_backwards_send_beyond_what_they_free(output: int, ready: str) -> None:
+    """A slow peer may leave all of it unsent, and no weight task frees it."""
+    script = Script(Graph.chain(2, split=True), stage=1, microbatches=5, limit=Limit(bytes=55))
+    script.arrived(*(f"F{m}@0" for m in range(5)))
+    script.ran("F0@1", held=10)
+    backward = Task(Kind.B, 0, 1)
+    script.told(ev.Enqueued(backward), ev.Completed(backward, held=25 - output, output=output))
+    script.ran("W0@1")
+    script.released(0, "B0@1")
+    script.ran("F1@1", "F2@1", "F3@1", held=10)
+    script.ran("B1@1", "W1@1")
+    assert script.ready == ready  # 20 + 10 + 15; and 4 for each of three
+
+
+def test_without_split_chunks_no_backward_is_deferred() -> None:
+    script = Script(Graph.chain(1), microbatches=3, limit=Limit(bytes=20))
+    assert script.core.step is not None
+    limit = script.core.step.admission.byte_limit
+    assert limit is not None
+    assert not limit.defers_backwards
+
+
 def test_without_a_weight_task_to_run_a_backward_always_may() -> None:
     script = shown(3, 12)
     script.ran("F1@0", held=10)
