@@ -64,22 +64,20 @@ def test_processes_compute_what_one_does_bitwise(tmp_path: Path, name: str, tran
         ranks.kill()
 
 
-def test_ranks_with_other_visits_are_named_on_all(tmp_path: Path) -> None:
-    ranks = GraphRanks(tmp_path, "two_sources", with_other_visits, hint="bf")
+@pytest.mark.parametrize(
+    ("name", "body", "message"),
+    [
+        ("two_sources", with_other_visits, "visits: microbatch 1 skips 'vision' on stage 0 and not on stage 4"),
+        ("several_losses", with_other_weights, "weights[3] is 4 on stage 0 and 5 on stage 2: must be the same"),
+    ],
+    ids=["visits", "weights where losses are computed"],
+)
+def test_ranks_with_other_arguments_are_named_on_all(tmp_path: Path, name: str, body: Any, message: str) -> None:
+    ranks = GraphRanks(tmp_path, name, body, hint="bf")
     try:
         ends = [ranks.end(stage) for stage in range(ranks.stages)]
         assert {end.error for end in ends} == {"PipelineAborted"}
-        assert all("visits: microbatch 1 skips 'vision' on stage 0 and not on stage 4" in end.text for end in ends)
-    finally:
-        ranks.kill()
-
-
-def test_ranks_that_compute_losses_with_other_weights_are_named_on_all(tmp_path: Path) -> None:
-    ranks = GraphRanks(tmp_path, "several_losses", with_other_weights)
-    try:
-        ends = [ranks.end(stage) for stage in range(ranks.stages)]
-        assert {end.error for end in ends} == {"PipelineAborted"}
-        assert all("weights[3] is 4 on stage 0 and 5 on stage 2: must be the same" in end.text for end in ends)
+        assert all(message in end.text for end in ends)
     finally:
         ranks.kill()
 
