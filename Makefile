@@ -59,8 +59,11 @@ fmt: $(READY)
 	$(BIN)/ruff check --fix-only $(CODE)
 	$(BIN)/ruff format $(CODE)
 
+# They take long, and measure no speed.
+OF_HOURS := benchmarks/soak/run.py benchmarks/suspend/run.py
+
 bench: $(READY)
-	@set -e; for file in benchmarks/*/run.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
+	@set -e; for file in $(filter-out $(OF_HOURS),$(wildcard benchmarks/*/run.py)); do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
 
 # The GPU targets use $(PYTHON) with its own torch and without .venv. They need no network: gpu-wheels, which does, is
 # run before on another machine, and out/gpu-wheels is carried to the one with the GPU.

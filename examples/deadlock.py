@@ -31,7 +31,7 @@ def main() -> None:
     microbatches = [torch.randn(2, 4) for _ in range(2)]
     pipeline = rrfp.local(stages, hint=Stubborn, limit=1, loss_fn=nn.functional.mse_loss, stall_after=1.0)
     try:
-        with pipeline.blocking() as pipe:
+        with pipeline as pipe:
             pipe.step(microbatches, microbatches)
     except rrfp.PipelineAborted as aborted:
         print(aborted)

@@ -80,7 +80,7 @@ def main() -> None:
     stage = split[topology.stage] if topology else None
     pipeline = stage.pipeline(topology) if stage else split.local()
     optimizer = torch.optim.AdamW((stage or model).parameters(), lr=1e-5 if args.model else 1e-2)
-    with pipeline.blocking() as pipe:
+    with pipeline as pipe:
         for step in range(args.steps):
             inputs, labels, weights = batch(encode, texts[step * 32 : step * 32 + 32])
             result = pipe.step(inputs, labels, weights=weights, sizes=weights)

@@ -181,7 +181,7 @@ def main() -> None:
     model, generator = models[args.model](), torch.Generator().manual_seed(1)
     modules = nn.ModuleList(module for stage in model.modules for module in stage.values())
     optimizer = torch.optim.Adam(modules.parameters(), lr=model.lr)
-    with rrfp.local(model.modules, graph=model.graph, loss_fn=model.loss_fn).blocking() as pipe:
+    with rrfp.local(model.modules, graph=model.graph, loss_fn=model.loss_fn) as pipe:
         for step in range(1, args.steps + 1):
             batch = [model.draw(generator) for _ in range(MICROBATCHES)]
             inputs, targets = [own for own, _ in batch], [target for _, target in batch]

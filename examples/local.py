@@ -31,7 +31,7 @@ def main() -> None:
     inputs = [torch.randn(size, 16, dtype=torch.float64) for size in sizes]
     targets = [torch.randint(4, (size,)) for size in sizes]
 
-    with rrfp.local(stages, hint="bf", limit="1f1b", loss_fn=nn.functional.cross_entropy).blocking() as pipe:
+    with rrfp.local(stages, hint="bf", limit="1f1b", loss_fn=nn.functional.cross_entropy) as pipe:
         for step in range(5):
             optimizer.zero_grad()
             result = pipe.step(inputs, targets, weights=sizes)

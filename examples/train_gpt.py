@@ -177,7 +177,7 @@ def main() -> None:
     if loaded is not None and topology.rank == 0:
         print(f"resumed after step {loaded.step} from {loaded.path}", flush=True)
     saving = None
-    with pipeline.blocking() as pipe:
+    with pipeline as pipe:
         pipe.scale(scaler)
         for step in range(1 if loaded is None else loaded.step + 1, args.steps + 1):
             started = time.perf_counter()

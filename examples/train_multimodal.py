@@ -269,7 +269,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(args.seed)
     is_first = topology is None or topology.rank == 0
     times: list[float] = []
-    with pipeline.blocking() as pipe:
+    with pipeline as pipe:
         for step in range(1, args.steps + 1):
             batch = Batch.drawn(args.microbatches, args.microbatch_size, generator)
             started = time.perf_counter()

@@ -31,7 +31,7 @@ def train(name: str, ranks: list[list[nn.Module]], placement: Literal["looped", 
     batches = torch.randn(2, MICROBATCHES, 5, WIDTH, generator=torch.Generator().manual_seed(1)).double()
     inputs, targets = (list(batch) for batch in batches)
     loss_fn = nn.functional.mse_loss
-    with rrfp.local(ranks, placement=placement, limit="n", split=True, loss_fn=loss_fn).blocking() as pipe:
+    with rrfp.local(ranks, placement=placement, limit="n", split=True, loss_fn=loss_fn) as pipe:
         for _ in range(3):
             result = pipe.step(inputs, targets)
             optimizer.step()

@@ -10,14 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 # For type checkers, which do not run __getattr__: `as` marks a public name.
 if TYPE_CHECKING:
+    from rrfp import callbacks as callbacks
+    from rrfp import checkpoint as checkpoint
+    from rrfp import hints as hints
+    from rrfp import transports as transports
     from rrfp.compute.caller_context import CallerModes as CallerModes
     from rrfp.compute.gradients.adopted import AdoptedGradients as AdoptedGradients
     from rrfp.compute.lanes.base import Execution as Execution
     from rrfp.compute.lanes.base import Lane as Lane
-    from rrfp.compute.lanes.offers import OfferSlot as OfferSlot
+    from rrfp.compute.lanes.base import OfferSlot as OfferSlot
     from rrfp.compute.payload import Payload as Payload
     from rrfp.compute.program import Batch as Batch
     from rrfp.compute.program import StageProgram as StageProgram
+    from rrfp.compute.split.backward import SplitBackward as SplitBackward
     from rrfp.core.admission import Limit as Limit
     from rrfp.core.hint import Hint as Hint
     from rrfp.core.hint import View as View
@@ -31,8 +36,8 @@ if TYPE_CHECKING:
     from rrfp.errors import PipelineAborted as PipelineAborted
     from rrfp.errors import RrfpError as RrfpError
     from rrfp.graphs.declared import Graph as Graph
-    from rrfp.integrations.splitting.merging import merge_state_dict as merge_state_dict
     from rrfp.integrations.splitting.split import split as split
+    from rrfp.integrations.splitting.stages import merge_state_dict as merge_state_dict
     from rrfp.pipeline.api import Pipeline as Pipeline
     from rrfp.pipeline.api import local as local
     from rrfp.runtime.result import StepResult as StepResult
@@ -45,10 +50,10 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "rrfp.compute.caller_context": ("CallerModes",),
     "rrfp.compute.gradients.adopted": ("AdoptedGradients",),
-    "rrfp.compute.lanes.base": ("Execution", "Lane"),
-    "rrfp.compute.lanes.offers": ("OfferSlot",),
+    "rrfp.compute.lanes.base": ("Execution", "Lane", "OfferSlot"),
     "rrfp.compute.payload": ("Payload",),
     "rrfp.compute.program": ("Batch", "StageProgram"),
+    "rrfp.compute.split.backward": ("SplitBackward",),
     "rrfp.core.admission": ("Limit",),
     "rrfp.core.hint": ("Hint", "View"),
     "rrfp.core.ready_set": ("ReadySet",),
@@ -56,7 +61,7 @@ _PUBLIC = {
     "rrfp.core.topology": ("Topology",),
     "rrfp.errors": ("ConfigError", "PipelineAborted", "RrfpError"),
     "rrfp.graphs.declared": ("Graph",),
-    "rrfp.integrations.splitting.merging": ("merge_state_dict",),
+    "rrfp.integrations.splitting.stages": ("merge_state_dict",),
     "rrfp.integrations.splitting.split": ("split",),
     "rrfp.pipeline.api": ("local", "Pipeline"),
     "rrfp.runtime.result": ("StepResult",),
@@ -65,12 +70,17 @@ _PUBLIC = {
     "rrfp.version": ("__version__",),
 }
 
+#: Public packages, which are attributes without an import of their own.
+_PACKAGES = ("callbacks", "checkpoint", "hints", "transports")
+
 _HOMES = {name: home for home, names in _PUBLIC.items() for name in names}
 
-__all__ = sorted(_HOMES)
+__all__ = sorted([*_HOMES, *_PACKAGES])
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"rrfp.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'rrfp' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

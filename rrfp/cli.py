@@ -1,4 +1,4 @@
-"""The console script ``rrfp``: all commands, and one line for every error.
+"""The console script ``rrfp``: all commands, and a line for every error.
 
 Exit codes: 0 done, 1 failed, 2 bad usage or bad input, 3 the simulated run deadlocks, 130 interrupted. A command's
 module is imported for ``rrfp --help`` as well, so those modules import numpy, torch and the like when they run.
@@ -14,7 +14,7 @@ import typer
 
 import rrfp
 from rrfp.commands.check import check
-from rrfp.commands.command_line import Command, Group, UsageError, usage_text
+from rrfp.commands.command_line import Command, CommandGroup, UsageError, usage_text
 from rrfp.commands.costs import costs
 from rrfp.commands.demo import demo
 from rrfp.commands.doctor import doctor
@@ -28,9 +28,12 @@ from rrfp.errors import ConfigError, DeadlockError, RrfpError
 
 FAILED, USAGE, DEADLOCK, INTERRUPTED = 1, 2, 3, 130
 
+#: The groups of commands in the help.
+FIRST, MY_JOB, WHAT_IF, EXTEND = "First look", "My job", "What if", "Extend"
 
-class Commands(Group):
-    """The commands. An `RrfpError` becomes one line on stderr and an exit code."""
+
+class Commands(CommandGroup):
+    """The commands. An `RrfpError` becomes a line on stderr, several independent ones a line each, and an exit code."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run the command line and exit."""
@@ -41,7 +44,7 @@ class Commands(Group):
         except UsageError as error:
             _fail(usage_text(error), USAGE)
         except ConfigError as error:
-            _fail(_one_line(error), USAGE)
+            _fail("\nrrfp: ".join(map(_one_line, error.faults or (error,))), USAGE)
         except DeadlockError as error:
             _fail(str(error), DEADLOCK)
         except RrfpError as error:
@@ -56,7 +59,7 @@ class Commands(Group):
         sys.exit(result if isinstance(result, int) else 0)
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: Exception | str) -> str:
     return " ".join(str(error).split())
 
 
@@ -88,17 +91,17 @@ def _rrfp(
     """Pipeline-parallel training in which a schedule is a hint, never a command."""
 
 
-app.command(cls=Command)(demo)
-app.command(cls=SimulateCommand)(simulate)
-app.command(cls=SweepCommand)(sweep)
-app.command(cls=Command)(trace)
-app.command(cls=Command)(top)
-app.command(cls=Command)(costs)
-app.command(cls=Command)(hints)
-app.command(cls=Command)(transports)
-app.add_typer(check, name="check")
-app.command(cls=Command)(secret)
-app.command(cls=Command)(doctor)
+app.command(cls=Command, rich_help_panel=FIRST)(demo)
+app.command(cls=Command, rich_help_panel=MY_JOB)(trace)
+app.command(cls=Command, rich_help_panel=MY_JOB)(top)
+app.command(cls=Command, rich_help_panel=MY_JOB)(costs)
+app.command(cls=Command, rich_help_panel=MY_JOB)(doctor)
+app.command(cls=Command, rich_help_panel=MY_JOB)(secret)
+app.command(cls=SimulateCommand, rich_help_panel=WHAT_IF)(simulate)
+app.command(cls=SweepCommand, rich_help_panel=WHAT_IF)(sweep)
+app.command(cls=Command, rich_help_panel=EXTEND)(hints)
+app.command(cls=Command, rich_help_panel=EXTEND)(transports)
+app.add_typer(check, name="check", rich_help_panel=EXTEND)
 
 
 def main() -> None:

@@ -10,7 +10,8 @@ Every error survives pickling, because launchers carry exceptions between proces
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -45,7 +46,25 @@ class RrfpError(Exception):
 
 
 class ConfigError(RrfpError, ValueError):
-    """A value of the caller does not exist or does not fit; names the field and the allowed values."""
+    """A value of the caller does not exist or does not fit; names the field and the allowed values.
+
+    Attributes:
+        faults: the texts of several independent errors that this one joins; empty where there is one.
+    """
+
+    faults: tuple[str, ...] = ()
+
+    @classmethod
+    def joining(cls, faults: Iterable[str]) -> ConfigError:
+        """One error for several.
+
+        Args:
+            faults: their texts, at least one.
+        """
+        texts = tuple(dict.fromkeys(faults))
+        error = cls("; ".join(texts))
+        error.faults = texts if len(texts) > 1 else ()
+        return error
 
 
 class Faults:
@@ -77,7 +96,16 @@ class Faults:
             return
         if len(self._errors) == 1:
             raise self._errors[0]
-        raise ConfigError("; ".join(dict.fromkeys(map(str, self._errors)))) from self._errors[0]
+        texts = (text for error in self._errors for text in error.faults or (str(error),))
+        raise ConfigError.joining(texts) from self._errors[0]
+
+
+def misspelt(name: str, known: Iterable[str]) -> str:
+    """An unknown ``name`` for an error, with the known one that is most like it, if any is."""
+    by_lower = {each.lower(): each for each in known}
+    # Nearer than difflib asks by default, by which 'dualpipe' would mean 'gpipe'.
+    nearest = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=0.7)
+    return repr(name) + "".join(f" (did you mean {by_lower[each]!r}?)" for each in nearest)
 
 
 class LocalError(RrfpError):

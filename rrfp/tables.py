@@ -21,15 +21,11 @@ GAP = 2
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of a table.
+    """One column of a table."""
 
-    Attributes:
-        head: its head; the words stand below each other where the head would make the column wider than its cells.
-        cells: one text for each row.
-        justify: where a cell stands.
-    """
-
+    #: Its head; the words stand below each other where the head would make the column wider than its cells.
     head: str
+    #: One text for each row.
     cells: Sequence[str]
     justify: Literal["left", "right"] = "right"
 

@@ -6,10 +6,10 @@ from collections.abc import Collection, Sequence
 
 from rrfp.core import events as ev
 from rrfp.core.admission import Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
+from rrfp.core.group_step import GroupMembership
 from rrfp.core.hint import Hint
-from rrfp.core.order_log import Group
-from rrfp.core.readiness import ForcedOrder
+from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.hints.alternating import BackwardForward
@@ -32,14 +32,14 @@ class Script:
 
     def __init__(
         self,
-        graph: Graph,
+        graph: TaskGraph,
         stage: int = 0,
         microbatches: int = 2,
         mode: Mode = Mode.TRAIN,
         *,
         hint: Hint | None = None,
         limit: Limit | int | None = None,
-        group: Group | None = None,
+        group: GroupMembership | None = None,
         in_order: tuple[ForcedOrder, ...] = (),
         skipped: Sequence[Collection[int]] = (),
     ) -> None:

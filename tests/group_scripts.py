@@ -11,19 +11,19 @@ from rrfp.core.events import (
     Ordered,
     ReadyReported,
 )
-from rrfp.core.graph import Graph
-from rrfp.core.order_log import Group
+from rrfp.core.graph import TaskGraph
+from rrfp.core.group_step import GroupMembership
 from rrfp.errors import ProtocolError
 
-CHAIN = Graph.chain(2)
+CHAIN = TaskGraph.chain(2)
 
 
-def leader(stage: int = 1, size: int = 2, graph: Graph = CHAIN) -> Script:
-    return Script(graph, stage, group=Group(0, size))
+def leader(stage: int = 1, size: int = 2, graph: TaskGraph = CHAIN) -> Script:
+    return Script(graph, stage, group=GroupMembership(0, size))
 
 
-def follower(stage: int = 1, graph: Graph = CHAIN) -> Script:
-    return Script(graph, stage, group=Group(1, 2))
+def follower(stage: int = 1, graph: TaskGraph = CHAIN) -> Script:
+    return Script(graph, stage, group=GroupMembership(1, 2))
 
 
 def reported(script: Script, task: str, rank: int = 1) -> list[object]:

@@ -24,8 +24,6 @@ from deterministic_runs import (
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.compute.payload import Payload
-from rrfp.compute.received import Received
 from rrfp.compute.split import backward as split_backward
 from rrfp.compute.split.backward import SplitBackward
 from rrfp.errors import ConfigError, PipelineAborted
@@ -44,9 +42,7 @@ def test_layers_of_these_sizes_are_deferred_here() -> None:
     """Or the tests below would form every gradient in B."""
     x = torch.randn(3, WIDTH, requires_grad=True)
     output = Block()(x)
-    pending = SplitBackward(nn.Identity(), 0).run(
-        [output], [torch.ones_like(output)], Received((Payload((x,), ["t", 0]),), (0,), training=True)
-    )
+    pending = SplitBackward(nn.Identity(), 0).run([output], [torch.ones_like(output)], [x])
     assert pending is not None
     assert len(pending.deferred) >= 2
 

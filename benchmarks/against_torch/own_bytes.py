@@ -19,7 +19,7 @@ from benchmarks.shared.turns import SILENT, WARM_UP
 from rrfp.compute.payload import Payload
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.core.admission import Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Task
 from rrfp.core.topology import Topology
 from rrfp.costs import CostTable
@@ -88,7 +88,7 @@ class OwnBytes:
         self.close()
         costs, form = self._settings.table(turn), self._method.form
         (module,), placement = self._stages.of(form), self._stages.placement(form)
-        graph = Graph.chain(self._settings.stages, split=form.is_split)
+        graph = TaskGraph.chain(self._settings.stages, split=form.is_split)
         program = OwnBytesStage(
             dict(zip(placement.virtual_stages(self._rank), [module], strict=True)), graph, loss_fn=loss_fn
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rrfp.core import events as ev
 from rrfp.core.admission import Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.costs import make_costs
@@ -39,7 +39,7 @@ class _Feeder:
     """A core with a constant number of ready tasks, half forwards and half backwards."""
 
     def __init__(self, hint: str, ready: int, decisions: int) -> None:
-        self.core = StageCore(Graph.chain(_STAGES), _STAGE, create_hint(hint), Limit())
+        self.core = StageCore(TaskGraph.chain(_STAGES), _STAGE, create_hint(hint), Limit())
         self._step = StepId(0, Mode.TRAIN, ready + 2 * decisions + 2)
         self._next_forward = 0
         self._forwarded: deque[int] = deque()  # microbatches whose B may arrive

@@ -16,7 +16,7 @@ from typing import Unpack
 
 import torch
 
-from rrfp.compute.lanes.precise_sleep import sleep_until
+from rrfp.compute.emulated import sleep_until
 from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch, StageProgram
 from rrfp.core import events as ev
@@ -145,9 +145,8 @@ class Rank:
             return rendezvous()
 
         async def start() -> StageRunner:
-            builder = RankBuilder(
-                complete({"limit": 1 << 20, **options}), [Topology(stage, _STAGES)], [program], run_id, meet
-            )
+            settings = complete({"limit": 1 << 20, **options})
+            builder = RankBuilder(settings, [Topology(stage, _STAGES)], [program], run_id, meet, passed=options)
             (runner,) = await builder.runners()
             await runner.start()
             return runner

@@ -14,6 +14,9 @@ comparison: one `call_soon_threadsafe` from another thread; a message on a Unix 
 reads and hands to the loop in that way; half a round trip over plain blocking zmq sockets. Aims "above" a bare row
 compare the medians of a round, and take the median over the rounds.
 
+outputs: time of a task of a stage that computes next to nothing, with and without the watch over outputs that are
+written after they were returned; in turns, on one thread.
+
 engine: simulated tasks a second through the real cores (mllm profile, J2, bf, limit 2n; the best run).
 
 Columns p50, p90 and p99 are quantiles. `--quick` only shows that everything runs: its figures mean nothing.
@@ -30,6 +33,7 @@ from rich.console import Console
 from benchmarks.dispatch import arrivals
 from benchmarks.dispatch.arrivals import Samples
 from benchmarks.dispatch.decisions import EngineSpeed, time_decisions, time_engine
+from benchmarks.dispatch.outputs import CASES, WatchCost, time_watch
 from benchmarks.shared.figures import Aim, Spread, aims_table, table_of, us
 from benchmarks.shared.load import OtherLoad
 from benchmarks.shared.options import parsed, parser_of
@@ -40,6 +44,8 @@ ENGINE_STAGES = (4, 64)
 
 #: Microseconds, at most: until an arrival is filed, p99, the lane busy.
 MOST_FILED_US = 1000
+#: Microseconds that watching outputs may add to a task.
+MOST_WATCHING_US = 20
 #: Microseconds that a task may start after a bare message would have arrived: row, bare row, aim.
 MOST_ABOVE_US = (
     (arrivals.SAME_LOOP, arrivals.BARE_HOP, 60),
@@ -58,12 +64,23 @@ class Size:
     busy_messages: int = 250
     engine_microbatches: int = 256
     engine_repeats: int = 3
+    watched_rounds: int = 20
+    watched_microbatches: int = 200
 
 
-QUICK = Size(decisions=20, rounds=1, messages=10, busy_messages=10, engine_microbatches=8, engine_repeats=1)
+QUICK = Size(
+    decisions=20,
+    rounds=1,
+    messages=10,
+    busy_messages=10,
+    engine_microbatches=8,
+    engine_repeats=1,
+    watched_rounds=1,
+    watched_microbatches=5,
+)
 
 
-def aims_of(samples: Samples, engine: Sequence[EngineSpeed]) -> list[Aim]:
+def aims_of(samples: Samples, engine: Sequence[EngineSpeed], watching: Sequence[WatchCost]) -> list[Aim]:
     """For RRFP's default transports; zmq is a further row."""
     spreads = arrivals.spreads_of(samples)
     aims = [
@@ -74,6 +91,7 @@ def aims_of(samples: Samples, engine: Sequence[EngineSpeed]) -> list[Aim]:
         Aim(f"{row}, above {bare}, p50", arrivals.above(samples, row, bare) * 1e6, limit, unit="us")
         for row, bare, limit in MOST_ABOVE_US
     ]
+    aims += [Aim(f"watch, {w.case}", w.extra * 1e6, MOST_WATCHING_US, unit="us") for w in watching]
     aims += [Aim(f"engine, PP {e.stages}", e.tasks_per_s, 50_000, "at least", "tasks/s") for e in engine]
     return aims
 
@@ -88,24 +106,27 @@ def main() -> None:
     samples = arrivals.measure(size.rounds, size.messages, size.busy_messages)
     decisions = {(h, n): Spread.of(time_decisions(h, n, size.decisions)) for h in HINTS for n in READY}
     engine = [time_engine(stages, size.engine_microbatches, size.engine_repeats) for stages in ENGINE_STAGES]
-    spreads, aims = arrivals.spreads_of(samples), aims_of(samples, engine)
+    watching = [time_watch(case, size.watched_rounds, size.watched_microbatches) for case in CASES]
+    spreads, aims = arrivals.spreads_of(samples), aims_of(samples, engine, watching)
     if arguments.json:
         plain = {
             "decisions": [{"hint": h, "ready": n, **asdict(spread)} for (h, n), spread in decisions.items()],
             "arrivals": {name: asdict(spread) for name, spread in spreads.items()},
+            "outputs": [asdict(cost) for cost in watching],
             "engine": [asdict(speed) for speed in engine],
             "aims": [aim.to_json() for aim in aims],
             "other_load": load.share(),
         }
         print(json.dumps(plain))
         return
-    print_tables(decisions, spreads, engine, aims)
+    print_tables(decisions, spreads, watching, engine, aims)
     print(load.sentence())
 
 
 def print_tables(
     decisions: Mapping[tuple[str, int], Spread],
     spreads: Mapping[str, Spread],
+    watching: Sequence[WatchCost],
     engine: Sequence[EngineSpeed],
     aims: Sequence[Aim],
 ) -> None:
@@ -119,6 +140,10 @@ def print_tables(
     table = table_of("us from an arrival's sending, or that the lane was idle", "", "p50", "p90", "p99", "samples")
     for name, spread in spreads.items():
         table.add_row(name, us(spread.p50), us(spread.p90), us(spread.p99), str(spread.samples))
+    console.print(table)
+    table = table_of("us a task", "a stage's", "without the watch", "more with it")
+    for cost in watching:
+        table.add_row(str(cost.case), us(cost.without), us(cost.extra))
     console.print(table)
     table = table_of("engine", "stages x microbatches", "tasks/s")
     for speed in engine:

@@ -29,7 +29,7 @@ from benchmarks.shared.figures import table_of
 from benchmarks.shared.load import OtherLoad
 from benchmarks.shared.options import parsed, parser_of
 from rrfp.core.admission import Limit
-from rrfp.core.readiness import ForcedOrder
+from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.tasks import Kind
 from rrfp.costs import JITTER_LEVELS, PROFILES, make_costs, microbatch_sizes
 from rrfp.costs.table import CostTable

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import rrfp
-from rrfp.commands.gpus import gpu_report
+from rrfp.commands.doctor import gpu_report
 from rrfp.compute.devices.base import Device
 from rrfp.compute.devices.cuda import CudaDevice
 from rrfp.testing.device_double import DoubleDevice

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from benchmarks.memory.settings import BASELINE, NARROW, OWN_BYTES, PARTS, SLOWER, WIDE, Method, Settings
 from rrfp.compute.emulated import Durations, PacedStage, table_durations
 from rrfp.compute.torch_stage import TorchStage
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.topology import Topology
 from rrfp.pipeline.api import Pipeline
 from rrfp.runtime.result import StepResult
@@ -74,7 +74,7 @@ class Worker:
     def run(self, method: Method) -> None:
         """All steps of one method, in a pipeline of its own. The first is neither paced nor measured."""
         settings, place = self._settings, self._place
-        graph = Graph.chain(settings.stages, chunks=method.chunks, layout=method.placement, split=method.split)
+        graph = TaskGraph.chain(settings.stages, chunks=method.chunks, layout=method.placement, split=method.split)
         parts = PARTS // method.chunks
         modules: dict[int, nn.Module] = {
             v: nn.Sequential(*[Part() for _ in range(parts)]) for v in graph.placement.virtual_stages(place.stage)
@@ -102,7 +102,7 @@ class Worker:
             return self._held_bytes[method.name, "n"][self._place.stage]
         return max(self._held_bytes.get((BASELINE, ""), (1,)))
 
-    def _has_losses(self, graph: Graph) -> bool:
+    def _has_losses(self, graph: TaskGraph) -> bool:
         return any(not graph.successors[v] for v in graph.placement.virtual_stages(self._place.stage))
 
     def _say(self, method: Method, number: int, result: StepResult, grown: int, overrun: float) -> None:

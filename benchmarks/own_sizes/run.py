@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
 
@@ -30,12 +30,12 @@ from rich.table import Table
 
 from benchmarks.shared.options import parsed, parser_of
 from rrfp.core.admission import Limit
-from rrfp.core.size_order import followed, least
 from rrfp.costs import JITTER_LEVELS, CostTable, make_costs, microbatch_sizes
 from rrfp.hints.pyramid import ORDERS_ALL
 from rrfp.hints.registry import DEFAULT_HINT, create_hint
 from rrfp.sim.engine import run
 from rrfp.sim.engine_record import EngineResult
+from rrfp.sim.simulation import shown_correlation
 
 FIRST_SEED = 1000
 COUNTS = ("1f1b", "n")
@@ -132,9 +132,7 @@ def gain(result: EngineResult, base: EngineResult) -> float:
 
 def shown_by(costs: CostTable, sizes: Sequence[float]) -> float | None:
     """The least correlation of sizes with the times of a stage, as its tasks measure them."""
-    backward = costs.backward + (0.0 if costs.weight is None else costs.weight)
-    rows = zip(costs.forward.tolist(), backward.tolist(), strict=True)
-    return least([followed(sizes, *halves) for halves in rows])
+    return shown_correlation(replace(costs, sizes=tuple(sizes)))
 
 
 def _over(result: EngineResult, limits: Sequence[Limit]) -> float:

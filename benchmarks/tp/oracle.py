@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rrfp.core import events as ev
 from rrfp.core.admission import Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.hints.registry import create_hint
@@ -41,7 +41,7 @@ class GroupStep:
         return sum(self.gaps) / self.seconds
 
 
-def measure(graph: Graph, stage: int, limit: Limit, microbatches: int, traces: Sequence[StepTrace]) -> GroupStep:
+def measure(graph: TaskGraph, stage: int, limit: Limit, microbatches: int, traces: Sequence[StepTrace]) -> GroupStep:
     """Replay a step.
 
     Args:

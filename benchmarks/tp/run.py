@@ -37,7 +37,7 @@ from benchmarks.shared.options import parsed, parser_of
 from benchmarks.shared.workers import run_workers
 from benchmarks.tp.oracle import GroupStep, measure
 from benchmarks.tp.settings import METHODS, Settings
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.trace.plain import from_plain
 
 #: The most that a leader's coordination may take of a step, by TP.
@@ -65,7 +65,7 @@ def groups_of(settings: Settings, line: Line) -> list[GroupStep]:
         SystemExit: if two ranks of a group ran different orders, which must never happen.
     """
     traces = [from_plain(trace) for trace in line["traces"]]
-    graph = Graph.chain(settings.stages)
+    graph = TaskGraph.chain(settings.stages)
     steps = [
         measure(graph, stage, settings.limit(), settings.microbatches, traces[stage * settings.tp :][: settings.tp])
         for stage in range(settings.stages)

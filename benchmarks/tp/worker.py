@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from benchmarks.tp.settings import METHODS, Settings
 from rrfp.compute.emulated import EmulatedStage
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Task
 from rrfp.core.topology import Topology
 from rrfp.pipeline.api import Pipeline
@@ -34,7 +34,7 @@ _GROUP_KINDS = frozenset(
 class GroupedStage(EmulatedStage):
     """Tasks that begin with a collective over the group."""
 
-    def __init__(self, graph: Graph, settings: Settings, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, graph: TaskGraph, settings: Settings, group: dist.ProcessGroup | None) -> None:
         super().__init__(graph, self._seconds, num_bytes=1024)
         self._settings = settings
         self._group = group
@@ -84,7 +84,7 @@ def group_of(place: Topology) -> dist.ProcessGroup | None:
 def run(settings: Settings, stack: ExitStack) -> None:
     """Run all methods to the end."""
     place = Topology.from_env(dims={"pp": settings.stages, "tp": settings.tp})
-    program = GroupedStage(Graph.chain(settings.stages), settings, group_of(place))
+    program = GroupedStage(TaskGraph.chain(settings.stages), settings, group_of(place))
     transports: dict[str, DelayedZmq] = {}
     pipes = {}
     for name, (coordination, depth) in METHODS.items():

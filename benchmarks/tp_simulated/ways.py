@@ -15,7 +15,7 @@ from rrfp.costs.table import CostTable
 from rrfp.hints.registry import create_hint, create_strict
 from rrfp.sim.cluster.coordination import Agreement, Coordination, Leader
 from rrfp.sim.cluster.result import TensorParallelResult
-from rrfp.sim.cluster.tensor_parallel import run_tensor_parallel
+from rrfp.sim.cluster.simulation import run_tensor_parallel
 from rrfp.sim.engine import run
 
 PROFILE, STAGES, LATENCY = "mllm", 8, "spike"

@@ -15,7 +15,7 @@ from benchmarks.trace_to_costs.settings import METHODS, WIDTH, Method, Settings
 from rrfp.compute.emulated import PacedStage, table_durations
 from rrfp.compute.program import StageProgram
 from rrfp.compute.torch_stage import TorchStage
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.topology import Topology
 from rrfp.pipeline.api import Pipeline
 
@@ -53,7 +53,7 @@ class Worker:
     def run(self, method: Method, *, saves: bool) -> None:
         """All steps of one method, in a pipeline of its own."""
         settings, stage = self._settings, self._place.stage
-        graph = Graph.chain(settings.stages)
+        graph = TaskGraph.chain(settings.stages)
         program: StageProgram = TorchStage({stage: self._blocks}, graph, loss_fn=nn.functional.mse_loss)
         paced = PacedStage(program, table_durations(settings.costs(0)))
         if settings.workload == "paced":

@@ -19,8 +19,7 @@ from torch import Tensor
 from benchmarks.transports.settings import DATAGRAM_BYTES
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import RrfpError
-from rrfp.transports.base import Channel, Message, MessageKind, Plain, Transport
-from rrfp.transports.direct import DeliversMessages, SendsAtOnce
+from rrfp.transports.base import Channel, DeliversMessages, Message, MessageKind, Plain, SendsAtOnce, Transport
 
 _ROW = 1024  # of float32: 4 KiB
 _STEP = StepId(0, Mode.TRAIN, 8)

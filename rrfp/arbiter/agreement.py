@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 
 from rrfp.arbiter.arbiter import Arbiter
 from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind, SendToMember
-from rrfp.core.order_log import Group
+from rrfp.core.group_step import GroupMembership
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import StepId, Task
 from rrfp.core.usage import WaitCause
@@ -29,12 +29,7 @@ def outcome_of(proposals: Iterable[Task | None]) -> Task | None:
 
 
 class AgreementArbiter(Arbiter):
-    """Dispatches the tasks of one rank when its group agrees on them; see `Arbiter`.
-
-    Attributes:
-        rounds: rounds that this rank took part in.
-        failed: rounds among them without agreement.
-    """
+    """Dispatches the tasks of one rank when its group agrees on them; see `Arbiter`."""
 
     def __init__(
         self,
@@ -43,7 +38,7 @@ class AgreementArbiter(Arbiter):
         dispatch: Callable[[Task], None],
         waiting: Callable[[WaitCause], None],
         *,
-        group: Group,
+        group: GroupMembership,
         send: SendToMember,
     ) -> None:
         super().__init__(core, depth, dispatch, waiting)

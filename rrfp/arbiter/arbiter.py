@@ -24,10 +24,6 @@ class Arbiter:
         waiting: called with the cause each time the lane is left with nothing to do.
         offers: to a lane that begins its next task by itself.
         pauses: times the waits that the core may prefer to a backward; None: there are none.
-
-    Attributes:
-        is_due: whether something happened since it decided last.
-        on_kick: called whenever something happened.
     """
 
     def __init__(

@@ -22,18 +22,14 @@ class GroupMessageKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GroupMessage:
-    """One message inside a group.
-
-    Attributes:
-        kind: its meaning.
-        step: the sender's step.
-        task: the task that it is about.
-        numbers: see `GroupMessageKind`.
-    """
+    """One message inside a group."""
 
     kind: GroupMessageKind
+    #: The sender's step.
     step: StepId
+    #: The task that it is about.
     task: Task | None = None
+    #: See `GroupMessageKind`.
     numbers: tuple[int, ...] = ()
 
 

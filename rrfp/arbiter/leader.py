@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind, SendToMember
 from rrfp.core import events as ev
-from rrfp.core.order_log import Group
+from rrfp.core.group_step import GroupMembership
 from rrfp.core.tasks import StepId
 from rrfp.errors import ProtocolError
 
@@ -24,7 +24,12 @@ class LeaderProtocol:
     """
 
     def __init__(
-        self, group: Group, send: SendToMember, apply: Callable[[ev.Event], None], *, reports_bytes: bool = False
+        self,
+        group: GroupMembership,
+        send: SendToMember,
+        apply: Callable[[ev.Event], None],
+        *,
+        reports_bytes: bool = False,
     ) -> None:
         self._group = group
         self._send = send

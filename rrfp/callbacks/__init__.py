@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from rrfp.callbacks.base import Callback
-from rrfp.callbacks.csv import Csv
 from rrfp.callbacks.events import Aborted, Event, RunBegun, RunEnded, StageFigures, Stall, StepBegun, StepEnded
-from rrfp.callbacks.figures import metric_names, metrics
-from rrfp.callbacks.json_lines import JsonLines
+from rrfp.callbacks.metrics import metric_names, metrics
 from rrfp.callbacks.progress import Progress
+from rrfp.callbacks.rows import Csv, JsonLines
 from rrfp.callbacks.tensorboard import TensorBoard
 
 __all__ = [

@@ -77,7 +77,7 @@ class StepEnded:
         step: the number of the training step; of an evaluation, that of the training step after it.
         microbatches: M, on this rank's replica.
         sizes: the sizes of the microbatches that the call passed on this rank; None where it passed none.
-        replicas: copies of the pipeline, each with microbatches of its own.
+        replicas: copies of the pipeline, each with microbatches of its own; those of a dim in ``reduce`` count too.
         loss: over all replicas; None where no loss was computed.
         seconds: the longest time that any rank took, from its own call on.
         stages: one entry for each stage, in order.
@@ -92,6 +92,11 @@ class StepEnded:
     loss: float | None
     seconds: float
     stages: tuple[StageFigures, ...]
+
+    @property
+    def completed(self) -> int:
+        """Training steps completed with it, earlier runs included: the number of a checkpoint that is saved then."""
+        return self.step + (self.mode is Mode.TRAIN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rrfp.callbacks.base import Callback
 from rrfp.callbacks.events import Aborted, RunBegun, RunEnded, StageFigures, Stall, StepEnded
-from rrfp.callbacks.figures import Tokens, checked_tokens, metrics
+from rrfp.callbacks.metrics import Tokens, checked_tokens, metrics
 from rrfp.errors import ConfigError
 from rrfp.tables import Column, fitted
 from rrfp.trace.breakdown import Breakdown
@@ -81,6 +81,7 @@ class Progress(Callback):
             self._times.append(event.time)
             self._live = Live(console=console, auto_refresh=False)
             self._live.start()
+            console.show_cursor(True)  # a rank that is killed could not show it again
             self._show()
 
     def step_ended(self, event: StepEnded) -> None:
@@ -108,14 +109,17 @@ class Progress(Callback):
     def run_ended(self, event: RunEnded) -> None:
         """See `Callback`."""
         if self._live is not None:
-            self._show()
-            self._live.stop()
+            self._live.update(self._view(self._live.console.width))
+            self._live.stop()  # draws it, and ends its last line
             self._live = None
 
     def _show(self) -> None:
+        """Draw everything, and leave the cursor on a line of its own: other processes print to the terminal as well."""
         if self._live is not None:
+            from rich.console import Group
+
             self._shown_at = time.monotonic()
-            self._live.update(self._view(self._live.console.width), refresh=True)
+            self._live.update(Group(self._view(self._live.console.width), ""), refresh=True)
 
     def _view(self, width: int) -> Group:
         """Everything that is shown, ``width`` characters wide."""
@@ -131,7 +135,7 @@ class Progress(Callback):
         from rich.table import Table
         from rich.text import Text
 
-        done = event.step + 1
+        done = event.completed
         figures = [f"step {done}" if self._steps is None else f"step {done}/{self._steps}"]
         if event.loss is not None:
             figures.append(f"loss {event.loss:.4g}")

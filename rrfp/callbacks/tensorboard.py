@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 from rrfp.callbacks.base import Callback
 from rrfp.callbacks.events import Aborted, RunBegun, RunEnded, StepEnded
-from rrfp.callbacks.figures import STEP_NAMES, Tokens, checked_tokens, metrics
+from rrfp.callbacks.metrics import STEP_NAMES, Tokens, checked_tokens, metrics
 from rrfp.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 #: What a scalar is not: it says which step it is.
-_KEYS = ("time", "mode", "step", "microbatches")
+_KEYS = ("time", "mode", "step", "completed", "microbatches")
 
 
 class TensorBoard(Callback):
     """Writes the figures of `rrfp.callbacks.metrics` as scalars; on rank 0 only. Needs the extra ``tensorboard``.
 
     Those of a training step are ``train/loss``, ``train/seconds``, ``train/tokens_per_second`` and, for each stage,
-    ``blocked_input/stage0`` and so on; of an evaluation ``evaluation/loss`` and its seconds and tokens. Steps that a
-    resumed run runs again replace those of the run before.
+    ``blocked_input/stage0`` and so on; of an evaluation ``evaluation/loss`` and its seconds and tokens. They lie at
+    `StepEnded.completed`. Steps that a resumed run runs again replace those of the run before.
 
     Args:
         folder: of the event files, on rank 0's host; it is made where it does not exist.
@@ -48,7 +48,7 @@ class TensorBoard(Callback):
         if event.topology.rank == 0:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(self._folder, purge_step=event.step or None)
+            self._writer = SummaryWriter(self._folder, purge_step=event.step + 1 if event.step else None)
 
     def step_ended(self, event: StepEnded) -> None:
         """See `Callback`."""
@@ -81,4 +81,4 @@ class TensorBoard(Callback):
         ]
         # One record for all: `add_scalar` would write one for each, and take ten times as long.
         writer: Any = self._writer.file_writer
-        writer.add_summary(Summary(value=values), event.step, walltime=event.time)
+        writer.add_summary(Summary(value=values), event.completed, walltime=event.time)

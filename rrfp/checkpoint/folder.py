@@ -20,6 +20,8 @@ from rrfp.log import get_logger
 logger = get_logger(__name__)
 
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
+#: The end of the name of one that is being deleted.
+_GONE = ".deleted"
 
 
 class Checkpoint(NamedTuple):
@@ -55,11 +57,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def new_path(folder: Path, step: int) -> Path:
-    """Make the folder of a new checkpoint. On rank 0.
-
-    Raises:
-        ConfigError: if another job has saved into ``folder`` since this one began to.
-    """
+    """Make the folder of a new checkpoint. On rank 0."""
     number, newest = _last(folder)
     if (number, newest) > _newest.get(folder.resolve(), (number, newest)):
         raise ConfigError(
@@ -84,11 +82,18 @@ def older(path: Path) -> Path | None:
 
 
 def discard(path: Path) -> None:
-    """Delete a checkpoint, complete or not; a warning says if it cannot be. On rank 0."""
+    """Delete a checkpoint, complete or not, of a link the link alone; a warning says if it cannot be. On rank 0."""
     try:
-        # First, so that a kill in the middle leaves nothing that looks complete.
-        (path / ".metadata").unlink(missing_ok=True)
-        shutil.rmtree(path)
+        if path.is_symlink():
+            path.unlink()
+            return
+        if not path.is_dir():
+            raise NotADirectoryError("it is no folder")
+        gone = path
+        if not path.name.endswith(_GONE):
+            # First, and at once: a kill in the middle leaves nothing that looks complete. Also refuses a mount point.
+            gone = path.rename(path.with_name(path.name + _GONE))
+        shutil.rmtree(gone)
     except OSError as error:
         logger.warning("checkpoint %s is not wanted any more, and cannot be deleted: %s", path, error)
 
@@ -99,17 +104,18 @@ def prune(folder: Path, keep: int | None) -> None:
         return
     checkpoints = _checkpoints(folder)
     kept = [each for each in checkpoints if each.is_complete][-keep:]
+    targets = {each.path.resolve() for each in kept}  # one may be a link to another
     for each in checkpoints:
-        if kept and each.number <= kept[-1].number and each not in kept:
+        is_target = not each.path.is_symlink() and each.path.resolve() in targets
+        if kept and each.number <= kept[-1].number and each not in kept and not is_target:
             discard(each.path)
+    for path in sorted(folder.iterdir()):
+        if path.name.endswith(_GONE) and _NAME.fullmatch(path.name.removesuffix(_GONE)):
+            discard(path)
 
 
 def check_keep(keep: Any) -> None:
-    """Refuse a ``keep`` that is neither None nor a whole number from 1 on.
-
-    Raises:
-        ConfigError: naming the field.
-    """
+    """Refuse a ``keep`` that is neither None nor a whole number from 1 on."""
     if keep is not None and (type(keep) is not int or keep < 1):
         raise ConfigError(f"keep is {keep!r}, must be an integer >= 1, or None for all")
 

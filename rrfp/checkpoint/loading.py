@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader as dcp
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from rrfp.checkpoint.files import METADATA, Contents
 from rrfp.checkpoint.folder import latest, note_newest, older
 from rrfp.checkpoint.names import (
     Modules,
@@ -29,11 +29,15 @@ from rrfp.checkpoint.names import (
     optimizers_of,
     parameter_names,
 )
-from rrfp.checkpoint.rank_state import Pipe, Place, entry_for, unpack
+from rrfp.checkpoint.plain import NotPlainError
+from rrfp.checkpoint.rank_state import Pipe, Place, entry_for, replicas_of, saved_places, unpack
 from rrfp.checkpoint.ranks import Ranks, failures
 from rrfp.errors import ConfigError, RrfpError
+from rrfp.log import get_logger
 
-_MODEL, _STATE, _GROUPS = "model.", "optimizer.state.", "optimizer.param_groups."
+logger = get_logger(__name__)
+
+_MODEL, _STATE, _GROUPS, _REPLICAS = "model.", "optimizer.state.", "optimizer.param_groups.", "replicas."
 
 #: The entries of a checkpoint.
 Saved = Mapping[str, TensorStorageMetadata | BytesStorageMetadata]
@@ -61,11 +65,14 @@ def load(
     *,
     pipe: Pipe | None = None,
     path: str | os.PathLike[str] | None = None,
+    trust_pickles: bool = False,
 ) -> Loaded | None:
     """Load the newest complete checkpoint on every rank, on any layout of stages, chunks and replicas.
 
     Parameters, buffers and optimizer state are found by their names in the whole model. Torch's generators of a rank go
-    on where they were, if the layout is the same.
+    on where they were, if the layout is the same; buffers that differ between replicas, such as running statistics, if
+    the number of replicas is the same, and otherwise from those of replica 0. Without ``trust_pickles`` nothing in the
+    files is executed.
 
     Args:
         folder: of the checkpoints of the run.
@@ -74,6 +81,8 @@ def load(
         pipe: gets the pipeline's state: see `rrfp.Pipeline.load_state_dict`. Best before it is entered.
         path: the folder of one checkpoint, such as an older one, instead of the newest: also one that
             ``torch.distributed.checkpoint`` wrote from ``{"model": ..., "optimizer": ...}``.
+        trust_pickles: load objects of any class, too, which an older version of RRFP, or another program, has saved.
+            That runs whatever code the files name: only for what you trust, like torch's ``weights_only=False``.
 
     Returns:
         The step and this rank's ``extra``; None if there is no complete checkpoint.
@@ -81,29 +90,49 @@ def load(
     Raises:
         ConfigError: on all ranks, if the checkpoint lacks a name or has another shape for it, the optimizer is of
             another class, or the pipeline refuses its state.
-        RrfpError: if a rank cannot read its part; names the rank, the reason and the checkpoint before.
+        RrfpError: if a file is damaged, holds what is no plain data, or cannot be read; names the file, the rank, the
+            reason and the checkpoint before.
     """
     ranks = Ranks.of_process()
     note_newest(Path(folder))
     chosen = latest(folder) if path is None else Path(path)
     if chosen is None:
         return None
-    world = len(ranks.gather(None))
     text = f"checkpoint {chosen} cannot be read"
     with _unreadable(chosen), ranks.together(text):
-        saved = _read_names(chosen)
-    with ranks.together(text):
-        entries = _wanted(saved, modules, optimizer)
+        contents = _open(chosen, trust_pickles, ranks.rank)
+        saved: Saved = contents.metadata.state_dict_metadata
         position = Place.of(None if pipe is None else pipe.state_dict(), ranks.rank)
-        name, is_same_place = entry_for(position, saved, world)
+    places, saved_by = ranks.gather(position), saved_places(saved)
+    replica = position.replica if replicas_of(places) == replicas_of(saved_by) else None
+    with ranks.together(text):
+        entries = _wanted(saved, modules, optimizer, replica)
+        name, is_same_place = entry_for(position, saved_by, len(places))
         if name is not None:
             entries[name] = _room(saved[name])
+    if replica is None and ranks.rank == 0:
+        _tell_of_replicas(saved, replicas_of(saved_by), replicas_of(places))
+    # Each file once, by one of the ranks.
+    files = sorted(set[str]().union(*ranks.gather(contents.files(entries))))
+    with _unreadable(chosen), ranks.together(text):
+        contents.check(files[ranks.rank :: len(places)])
     with _unreadable(chosen), failures(text, ranks):
-        reader = FileSystemReader(chosen)
-        dcp.load(entries, storage_reader=reader, process_group=ranks.group, no_dist=ranks.group is None)
+        dcp.load(
+            entries,
+            storage_reader=contents.reader(),
+            planner=contents.planner(),
+            process_group=ranks.group,
+            no_dist=ranks.group is None,
+        )
+    extra = None
+    with _unreadable(chosen), ranks.together(text):
+        if name is not None:
+            try:
+                extra = unpack(entries[name], restore=is_same_place, trust_pickles=trust_pickles)
+            except NotPlainError as error:
+                raise NotPlainError(f"{', '.join(contents.files([name]))} {error}") from error
     with ranks.together(f"checkpoint {chosen} cannot be loaded"):
-        extra = None if name is None else unpack(entries[name], restore=is_same_place)
-        _apply(entries, modules, optimizer, pipe)
+        _apply(entries, modules, optimizer, pipe, replica)
     return Loaded(entries.get("step", 0), extra, chosen)
 
 
@@ -120,22 +149,22 @@ def _unreadable(chosen: Path) -> Iterator[None]:
         raise RrfpError(f"{error}; pass path={str(before)!r}, or delete this one, to go on from there") from error
 
 
-def _read_names(path: Path) -> Saved:
-    if not (path / ".metadata").is_file():
-        raise ConfigError(f"path is {str(path)!r}, must be the folder of a complete checkpoint: it has no .metadata")
-    saved: Saved = FileSystemReader(path).read_metadata().state_dict_metadata
-    return saved
+def _open(path: Path, trust_pickles: bool, rank: int) -> Contents:
+    if not (path / METADATA).is_file():
+        raise ConfigError(f"path is {str(path)!r}, must be the folder of a complete checkpoint: it has no {METADATA}")
+    contents = Contents.of(path, trust_pickles=trust_pickles)
+    if contents.sums is None and rank == 0:
+        logger.warning("checkpoint %s was written without digests: damage to its files may not be noticed", path)
+    return contents
 
 
-def _wanted(saved: Saved, modules: Modules, optimizer: Optimizers) -> dict[str, Any]:
-    """The entries that this rank loads, with room for the tensors.
-
-    Raises:
-        ConfigError: if the checkpoint lacks one, or has it in another shape.
-    """
+def _wanted(saved: Saved, modules: Modules, optimizer: Optimizers, replica: int | None) -> dict[str, Any]:
+    """The entries that this rank loads, with memory for their tensors; ``replica``'s own where it has some."""
     entries: dict[str, Any] = {}
     for name, value in model_entries(modules).items():
-        key = f"model.{name}"
+        key = f"{_MODEL}{name}"
+        if (own := f"{_REPLICAS}{replica}.{key}") in saved:
+            key = own
         if key not in saved:
             raise ConfigError(f"the checkpoint lacks {name!r}, must have every name of modules: {_near(key, saved)}")
         shape = getattr(saved[key], "size", None)
@@ -155,6 +184,13 @@ def _wanted(saved: Saved, modules: Modules, optimizer: Optimizers) -> dict[str, 
             entries |= {key: _room(saved[key], parameter) for key in by_parameter[name]}
     entries |= {key: None for key in saved if key == "step" or key.startswith("pipeline.")}
     return entries
+
+
+def _tell_of_replicas(saved: Saved, theirs: int, ours: int) -> None:
+    names = sorted({key.split(".", 2)[2].removeprefix(_MODEL) for key in saved if key.startswith(_REPLICAS)})
+    if names:
+        text = "%d buffer(s) differ between the %d replicas of the checkpoint; the %d of this run take replica 0's: %s"
+        logger.warning(text, len(names), theirs, ours, ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""))
 
 
 def _check_class(optimizer: Optimizer, keys: list[str]) -> None:
@@ -194,8 +230,12 @@ def _room(saved: TensorStorageMetadata | BytesStorageMetadata, like: Tensor | No
     return torch.empty(saved.size, dtype=dtype)
 
 
-def _apply(entries: Mapping[str, Any], modules: Modules, optimizer: Optimizers, pipe: Pipe | None) -> None:
-    model = {key.removeprefix(_MODEL): value for key, value in entries.items() if key.startswith(_MODEL)}
+def _apply(
+    entries: Mapping[str, Any], modules: Modules, optimizer: Optimizers, pipe: Pipe | None, replica: int | None
+) -> None:
+    prefix = f"{_REPLICAS}{replica}."
+    by_name = {key.removeprefix(prefix): value for key, value in entries.items()}
+    model = {name.removeprefix(_MODEL): value for name, value in by_name.items() if name.startswith(_MODEL)}
     load_model(modules, model)
     names, by_parameter = parameter_names(modules), _by_parameter(entries)
     for each in optimizers_of(optimizer):

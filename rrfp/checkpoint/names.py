@@ -27,11 +27,7 @@ _ALLOWED = "a module, a list of them, a stage of rrfp.split, or a dict {name in 
 
 
 def named_modules(modules: Modules) -> list[tuple[str, nn.Module]]:
-    """The prefix of its names and the module, for each module of this process.
-
-    Raises:
-        ConfigError: if ``modules`` are something else.
-    """
+    """The prefix of its names and the module, for each module of this process."""
     each: Iterable[Any]
     if isinstance(modules, SplitStage):
         each = modules.chunks
@@ -55,11 +51,7 @@ def _by_name(modules: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def model_entries(modules: Modules) -> dict[str, Any]:
-    """The entries of ``state_dict`` of all modules, under the whole model's names.
-
-    Raises:
-        ConfigError: if two modules have the same name for different values.
-    """
+    """The entries of ``state_dict`` of all modules, under the whole model's names."""
     entries: dict[str, Any] = {}
     for prefix, module in named_modules(modules):
         for name, value in module.state_dict(prefix=prefix).items():
@@ -67,6 +59,12 @@ def model_entries(modules: Modules) -> dict[str, Any]:
                 raise collision(name, "two modules of this process")
             entries.setdefault(name, value)
     return entries
+
+
+def state_names(modules: Modules) -> set[str]:
+    """The names of `model_entries` that are no parameter's: those of buffers and extra state."""
+    parameters = {name for names in parameter_names(modules).values() for name in names}
+    return set(model_entries(modules)) - parameters
 
 
 def collision(name: str, places: str) -> ConfigError:
@@ -86,17 +84,18 @@ def load_model(modules: Modules, entries: Mapping[str, Any]) -> None:
 
 
 def optimizers_of(optimizers: Optimizers) -> list[Optimizer]:
-    """As a list.
-
-    Raises:
-        ConfigError: if one is something else.
-    """
+    """As a list."""
     if optimizers is None:
         return []
     each: list[Any] = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
     for optimizer in each:
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(f"optimizer is a {type(optimizer).__name__}, must be a torch.optim.Optimizer or a list")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                "optimizer is LBFGS, whose state is of all its parameters at once, must be one with state by "
+                "parameter: pass None, and on the same layout its state_dict() in extra"
+            )
     return each
 
 
@@ -112,11 +111,7 @@ def parameter_names(modules: Modules) -> dict[int, list[str]]:
 
 
 def optimizer_entries(modules: Modules, optimizers: Optimizers) -> dict[str, Any]:
-    """State and hyperparameters by parameter, in the flattened form of ``torch.distributed.checkpoint.state_dict``.
-
-    Raises:
-        ConfigError: if a parameter of an optimizer is in no module.
-    """
+    """State and hyperparameters by parameter, in the flattened form of ``torch.distributed.checkpoint.state_dict``."""
     names, entries = parameter_names(modules), {}
     for optimizer in optimizers_of(optimizers):
         for group, parameter in grouped(optimizer):

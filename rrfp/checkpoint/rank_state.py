@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from rrfp.checkpoint import plain
 from rrfp.log import get_logger
 
 logger = get_logger(__name__)
@@ -45,12 +46,21 @@ class Place(NamedTuple):
         return f"ranks.{self.replica}.{self.stage}.{self.rank}"
 
 
-def entry_for(position: Place, names: Iterable[str], world: int) -> tuple[str | None, bool]:
+def saved_places(names: Iterable[str]) -> list[Place]:
+    """Of the ranks that saved, by the names of the entries."""
+    return sorted(Place(*map(int, match.groups())) for name in names if (match := _ENTRY.fullmatch(name)))
+
+
+def replicas_of(places: Iterable[Place]) -> int:
+    """How many replicas there are."""
+    return len({each.replica for each in places})
+
+
+def entry_for(position: Place, saved: list[Place], world: int) -> tuple[str | None, bool]:
     """The entry that a rank at ``place``, of ``world``, loads, and whether it is of the very same place.
 
     On another layout that is the entry of its replica's first rank; None if the checkpoint has no such replica.
     """
-    saved = sorted(Place(*map(int, match.groups())) for name in names if (match := _ENTRY.fullmatch(name)))
     if position in saved and len(saved) == world:
         return position.entry, True
     replicas = [each for each in saved if each.replica == position.replica]
@@ -72,9 +82,9 @@ def pack(extra: Any) -> Tensor:
     return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
 
 
-def unpack(packed: Tensor, *, restore: bool) -> Any:
+def unpack(packed: Tensor, *, restore: bool, trust_pickles: bool) -> Any:
     """The caller's ``extra``; ``restore`` says whether the generators go on from the saved state."""
-    state = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=False)
+    state = plain.read(io.BytesIO(packed.numpy().tobytes()), trust_pickles=trust_pickles)
     if restore:
         torch.set_rng_state(state["cpu"])
         if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():

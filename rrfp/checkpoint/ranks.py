@@ -18,24 +18,16 @@ from rrfp.errors import ConfigError, RrfpError
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """See the module's docstring.
+    """See the module's docstring."""
 
-    Attributes:
-        group: of all ranks; None in a job of one process.
-        rank: this one's.
-    """
-
+    #: Of all ranks; None in a job of one process.
     group: dist.ProcessGroup | None = None
+    #: This one's.
     rank: int = 0
 
     @classmethod
     def of_process(cls) -> Ranks:
-        """The ranks of this job, once the save that is under way is complete; the first call makes the group.
-
-        Raises:
-            ConfigError: if there are several ranks and ``torch.distributed`` is not initialised.
-            RrfpError: if that save failed.
-        """
+        """The ranks of this job, once the save that is under way is complete; the first call makes the group."""
         while under_way:
             under_way.pop().result()
         if not dist.is_initialized():
@@ -72,12 +64,7 @@ class Ranks:
 
     @contextmanager
     def together(self, text: str) -> Iterator[None]:
-        """Raise on all ranks what the block raises on the first of them: no rank waits for one that refused or failed.
-
-        Raises:
-            ConfigError: with the text of an error of RRFP.
-            RrfpError: for another error; begins with ``text`` and names the rank.
-        """
+        """Raise on all ranks what the block raises on the first, so that no rank waits for one that failed."""
         problem: tuple[type[RrfpError], str] | None = None
         cause: Exception | None = None
         try:
@@ -100,16 +87,7 @@ def failure_text(text: str, rank: int, error: BaseException) -> str:
 
 @contextmanager
 def failures(text: str, ranks: Ranks, failed: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Turn DCP's exception, which is no Exception, into one that begins with ``text`` and names a rank's failure.
-
-    Args:
-        text: see above.
-        ranks: that read or write.
-        failed: called before, where all ranks have ended.
-
-    Raises:
-        RrfpError: the same on all ranks, unless one of them has ended, too.
-    """
+    """Turn DCP's exception, which is no Exception, into one that begins with ``text`` and names a rank's failure."""
     try:
         yield
     except CheckpointException as error:

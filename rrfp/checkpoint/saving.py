@@ -11,17 +11,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver as dcp
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
+from rrfp.checkpoint import plain
+from rrfp.checkpoint.files import SUMS_ENTRY, EntriesPlanner, Writer
 from rrfp.checkpoint.folder import check_keep, discard, new_path, prune
-from rrfp.checkpoint.names import Modules, Optimizers, collision, model_entries, optimizer_entries
-from rrfp.checkpoint.rank_state import Pipe, Place, pack
+from rrfp.checkpoint.names import (
+    Modules,
+    Optimizers,
+    collision,
+    model_entries,
+    optimizer_entries,
+    state_names,
+)
+from rrfp.checkpoint.rank_state import Pipe, Place, pack, replicas_of
 from rrfp.checkpoint.ranks import Ranks, failures, under_way
-from rrfp.errors import ConfigError
+from rrfp.errors import ConfigError, misspelt
 
 
 class SaveArguments(TypedDict, total=False):
@@ -34,8 +43,8 @@ class SaveArguments(TypedDict, total=False):
     """Without a pipeline: training steps completed."""
 
     extra: Any
-    """What this rank needs besides: the state of its sampler, data loader, scheduler. Ranks of a replica that read the
-    same data pass the same; on another layout a rank gets that of its replica's first rank."""
+    """What this rank needs besides: the state of its sampler, data loader, scheduler, in tensors and plain data. Ranks
+    of a replica that read the same data pass the same; on another layout a rank gets that of its replica's first."""
 
     keep: int | None
     """How many complete checkpoints stay in the folder; None for all. Older ones are deleted when this is complete."""
@@ -94,15 +103,21 @@ def save(
         The checkpoint's own folder; it is complete.
 
     Raises:
-        ConfigError: on all ranks, if an argument does not fit, two stages have one name for different values, or
-            another job saves into the folder.
+        ConfigError: on all ranks, if an argument does not fit, ``extra`` or the optimizer's state has something that
+            only running code could load, two stages have one name for different values, or another job saves into the
+            folder.
         RrfpError: if a rank cannot write its part, also in an asynchronous save before; names the rank and the reason.
     """
     # Written here, and not in a thread, so that Ctrl-C ends it.
     entries, path, ranks, keep = _prepare(folder, modules, optimizer, arguments)
-    writer = FileSystemWriter(path)
     with _writing(path, ranks):
-        dcp.save(entries, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
+        dcp.save(
+            entries,
+            storage_writer=Writer(path),
+            planner=EntriesPlanner(),
+            process_group=ranks.group,
+            no_dist=ranks.group is None,
+        )
     if ranks.rank == 0:
         prune(path.parent, keep)
     return path
@@ -133,7 +148,11 @@ def async_save(
     """
     entries, path, ranks, keep = _prepare(folder, modules, optimizer, arguments)
     written: Future[Any] = dcp.async_save(  # type: ignore[assignment]  # with this stager, a plain future
-        entries, storage_writer=FileSystemWriter(path), process_group=ranks.group, no_dist=ranks.group is None
+        entries,
+        storage_writer=Writer(path),
+        planner=EntriesPlanner(),
+        process_group=ranks.group,
+        no_dist=ranks.group is None,
     )
     complete: Future[None] = Future()
 
@@ -162,9 +181,11 @@ def _prepare(
         _check_known(arguments)
         entries, position = _entries(modules, optimizer, arguments, ranks)
     names = {name for name in entries if name.startswith("model.")}
-    gathered = ranks.gather((position.stage, entries["step"], names))
+    gathered = ranks.gather((position, entries["step"], names))
     _check_steps([step for _, step, _ in gathered])
     _check_names(entries, position.stage, gathered, ranks)
+    if replicas_of(each for each, _, _ in gathered) > 1:
+        _tell_replicas_apart(entries, {f"model.{name}" for name in state_names(modules)}, position.replica, ranks)
     path = None
     with ranks.together(f"checkpoint in {folder} cannot be written"):
         if ranks.rank == 0:
@@ -188,7 +209,7 @@ def _check_known(arguments: Mapping[str, Any]) -> None:
     known = SaveArguments.__annotations__
     for name in arguments:
         if name not in known:
-            raise ConfigError(f"unknown argument {name!r}, must be one of: {', '.join(known)}")
+            raise ConfigError(f"unknown argument {misspelt(name, known)}, must be one of: {', '.join(known)}")
 
 
 def _entries(
@@ -204,7 +225,12 @@ def _entries(
     position = Place.of(state, ranks.rank)
     entries = {f"model.{name}": value for name, value in model_entries(modules).items()}
     entries |= {f"optimizer.{name}": value for name, value in optimizer_entries(modules, optimizer).items()}
+    plain.check(arguments.get("extra"), "extra" if ranks.group is None else f"rank {ranks.rank}'s extra")
+    for name, value in entries.items():
+        if not isinstance(value, Tensor):
+            plain.check(value, name)
     entries["step"] = step if state is None else state["step"]
+    entries[SUMS_ENTRY] = "sha256"
     if state is not None:
         for each in state.pop("measured"):
             entries[f"pipeline.measured.{each['virtual_stage']}"] = json.dumps(each)
@@ -220,17 +246,13 @@ def _check_steps(steps: list[int]) -> None:
 
 
 def _check_names(
-    entries: Mapping[str, Any], stage: int, gathered: list[tuple[int, int, set[str]]], ranks: Ranks
+    entries: Mapping[str, Any], stage: int, gathered: list[tuple[Place, int, set[str]]], ranks: Ranks
 ) -> None:
-    """Refuse a name that several stages have for different values; copies of a tied parameter are equal.
-
-    Raises:
-        ConfigError: naming the first one, on all ranks.
-    """
+    """Refuse a name that several stages have for different values; copies of a tied parameter are equal."""
     stages: dict[str, set[int]] = {}
     for other, _, names in gathered:
         for name in names:
-            stages.setdefault(name, set()).add(other)
+            stages.setdefault(name, set()).add(other.stage)
     shared = sorted(name for name, on in stages.items() if len(on) > 1)
     if not shared:
         return
@@ -245,11 +267,41 @@ def _check_names(
             raise collision(name.removeprefix("model."), f"stages {first} and {second}")
 
 
+def _tell_replicas_apart(entries: dict[str, Any], names: set[str], replica: int, ranks: Ranks) -> None:
+    """Give buffers that differ between replicas, such as running statistics, an entry for each replica.
+
+    Those of the first replica keep the model's names, for other layouts and for other programs.
+    """
+    digests: dict[str, dict[int, set[str]]] = {}
+    for other, own in ranks.gather((replica, {name: _digest(entries[name]) for name in names})):
+        for name, digest in own.items():
+            digests.setdefault(name, {}).setdefault(other, set()).add(digest)
+    for name in names:
+        if len(set(map(frozenset, digests[name].values()))) > 1 and replica != min(digests[name]):
+            entries[f"replicas.{replica}.{name}"] = entries.pop(name)
+
+
 def _digest(value: Any) -> str:
     """Of a tensor's bytes; a rank's shard counts for itself."""
-    if not isinstance(value, Tensor):
-        return repr(value)
-    local = value.to_local() if isinstance(value, DTensor) else value
-    # As bytes, because numpy does not know every dtype.
-    raw = local.detach().cpu().contiguous().flatten().view(torch.uint8) if local.numel() else local
-    return hashlib.sha256(raw.numpy().tobytes()).hexdigest()
+    digest = hashlib.sha256()
+    _add(value, digest)
+    return digest.hexdigest()
+
+
+def _add(value: Any, digest: hashlib._Hash) -> None:
+    if isinstance(value, Tensor):
+        local = value.to_local() if isinstance(value, DTensor) else value
+        # As bytes, because numpy does not know every dtype.
+        raw = local.detach().cpu().contiguous().flatten().view(torch.uint8) if local.numel() else local
+        digest.update(raw.numpy().data)
+    elif isinstance(value, np.ndarray):
+        digest.update(value.tobytes())
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            digest.update(repr(key).encode())
+            _add(each, digest)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            _add(each, digest)
+    else:
+        digest.update(repr(value).encode())

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
 import rrfp
 from rrfp.commands.check_admission import admission
 from rrfp.commands.check_faults import faults
-from rrfp.commands.command_line import Command, Group, completed
+from rrfp.commands.command_line import Command, CommandGroup, completed
 from rrfp.commands.known_names import known_hints, known_lanes, known_transports
 from rrfp.commands.output import Json, first_line, print_json
-from rrfp.testing.skipped import NotOfferedError, SkippedError
+from rrfp.errors import ConfigError, misspelt
+from rrfp.testing.checks import NotOfferedError, SkippedError
 
-check = typer.Typer(cls=Group, help="Check that a plugin keeps its contract; exit code 1 if it does not.")
+_Contract = TypeVar("_Contract", bound=Callable[..., object])
+
+check = typer.Typer(cls=CommandGroup, help="Check that a plugin keeps its contract; exit code 1 if it does not.")
 check.command(cls=Command)(faults)
 check.command(cls=Command)(admission)
 
@@ -31,6 +35,12 @@ _STANDARD = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"
 
 #: Libraries that rrfp itself calls: for an error raised in one, its caller is named.
 _USED = frozenset({"torch", "numpy", "zmq", "msgpack", "uvloop"})
+
+Only = Annotated[
+    list[str] | None,
+    typer.Option("--only", metavar="CHECK", help="Run this check only; may be given several times."),
+]
+First = Annotated[bool, typer.Option("-x", help="Stop at the first check that fails.")]
 
 _MARKS = {"ok": "ok  ", "skipped": "skip", "failed": "FAIL"}
 
@@ -42,66 +52,84 @@ def _name(values: Callable[[], Iterable[str]], *, kinds: str = "A registered nam
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one check.
+    """The result of one check."""
 
-    Attributes:
-        name: the check's name.
-        outcome: whether the contract holds; "skipped" where the check did not look.
-        message: the promise that holds, the part that a skipped check lacks, or the breach of the contract.
-    """
-
+    #: The check's name.
     name: str
+    #: Whether the contract holds; "skipped" where the check did not look.
     outcome: Literal["ok", "skipped", "failed"]
+    #: The promise that holds, the part that a skipped check lacks, or the breach of the contract.
     message: str
 
 
 @check.command(cls=Command)
-def hint(name: Annotated[str, _name(known_hints)], json: Json = False) -> None:
+def hint(name: Annotated[str, _name(known_hints)], only: Only = None, first: First = False, json: Json = False) -> None:
     """Run the checks for hints: only ready tasks are chosen, every run ends, same history, same choice."""
-    from rrfp.hints.named import named_or_loaded_hint
-    from rrfp.hints.registry import create_hint
+    from rrfp.hints.registry import create_hint, named_or_loaded_hint
     from rrfp.testing.hint_checks import ALL_CHECKS
 
     spec = named_or_loaded_hint(name)
     make_hint = partial(create_hint, spec)
-    outcomes = (_outcome(contract, partial(contract, make_hint)) for contract in ALL_CHECKS)
-    _report("hint", name, outcomes, json=json)
+    outcomes = (_outcome(contract, partial(contract, make_hint)) for contract in _chosen(ALL_CHECKS, only))
+    _report("hint", name, outcomes, first=first, json=json)
 
 
 @check.command(cls=Command)
-def transport(name: Annotated[str, _name(known_transports)], json: Json = False) -> None:
-    """Run the checks for transports, over two of them in this process."""
+def transport(
+    name: Annotated[str, _name(known_transports)], only: Only = None, first: First = False, json: Json = False
+) -> None:
+    """Run the checks for transports, over two of them in this process.
+
+    They may use tcp: with the secret of the environment, and tensors in plain text, or without a secret insecurely.
+    """
     import asyncio
 
     from rrfp.commands.pair import started_pair
-    from rrfp.core.naming import named_or_loaded
-    from rrfp.testing.transport_checks import ALL_CHECKS, Check
+    from rrfp.core.registry import named_or_loaded
+    from rrfp.testing.transport_checks import ALL_CHECKS, Check, PairOptions
     from rrfp.transports.registry import TRANSPORTS
+    from rrfp.transports.secret import Secret
 
+    contracts = _chosen(ALL_CHECKS, only)
     spec = named_or_loaded("transport", name)
     if isinstance(spec, str):
         TRANSPORTS.load(spec)  # an unknown name is bad usage, not a failed check
-    make_pair = partial(started_pair, spec)
+    secret = Secret.from_environment(os.environ)
+    make_pair = partial(started_pair, spec, secret=secret, allow_insecure=secret is None)
+
+    async def start() -> None:
+        async with make_pair(PairOptions()):
+            pass
+
+    try:  # what is refused is said once, not by every check
+        asyncio.run(start())
+    except ConfigError:
+        raise
+    except Exception:  # what else goes wrong is for the checks to find
+        pass
 
     def run(contract: Check) -> None:
         asyncio.run(contract(make_pair))
 
-    outcomes = (_outcome(contract, partial(run, contract)) for contract in ALL_CHECKS)
-    _report("transport", name, outcomes, json=json)
+    outcomes = (_outcome(contract, partial(run, contract)) for contract in contracts)
+    _report("transport", name, outcomes, first=first, json=json)
 
 
 @check.command(cls=Command)
 def lane(
     name: Annotated[str, _name(known_lanes, kinds="thread, timer, double, cuda; or the option lane=")],
+    only: Only = None,
+    first: First = False,
     json: Json = False,
 ) -> None:
     """Run the checks for lanes: order, completion, order with the caller's work, memory, late errors."""
     import asyncio
 
-    from rrfp.core.naming import named_or_loaded
+    from rrfp.core.registry import named_or_loaded
     from rrfp.testing.lane_checks import ALL_CHECKS, Check, MakeLane, made_by
     from rrfp.testing.lane_checks.makers import lanes_named
 
+    contracts = _chosen(ALL_CHECKS, only)
     spec = named_or_loaded("lane", name)
     makers = lanes_named(spec) if isinstance(spec, str) else {"": made_by(spec)}
 
@@ -111,15 +139,28 @@ def lane(
     outcomes = (
         replace(outcome, name=f"{outcome.name}{suffix}")
         for suffix, make_lane in makers.items()
-        for contract in ALL_CHECKS
+        for contract in contracts
         if (outcome := _outcome(contract, partial(run, contract, make_lane))) is not None
     )
-    _report("lane", name, outcomes, json=json)
+    _report("lane", name, outcomes, first=first, json=json)
+
+
+def _chosen(contracts: Sequence[_Contract], only: Sequence[str] | None) -> Sequence[_Contract]:
+    """Those that are named, in the order of the suite; all by default. A ConfigError lists the names."""
+    by_name = {_name_of(contract): contract for contract in contracts}
+    if unknown := [name for name in only or () if name not in by_name]:
+        wrong = ", ".join(misspelt(name, by_name) for name in unknown)
+        raise ConfigError(f"--only is {wrong}, must be one of: {', '.join(by_name)}")
+    return [contract for name, contract in by_name.items() if not only or name in only]
+
+
+def _name_of(contract: Callable[..., object]) -> str:
+    return contract.__name__.removeprefix("check_")
 
 
 def _outcome(contract: Callable[..., object], run: Callable[[], object]) -> Outcome | None:
     """None where the check is about an option that the plugin does not offer."""
-    name = contract.__name__.removeprefix("check_")
+    name = _name_of(contract)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about some dtypes that the checks send
@@ -146,13 +187,15 @@ def _location(error: Exception) -> str:
     return ""
 
 
-def _report(kind: str, name: str, outcomes: Iterable[Outcome | None], *, json: bool) -> None:
-    """A line for each check as soon as it has run, then a summary."""
+def _report(kind: str, name: str, outcomes: Iterable[Outcome | None], *, first: bool, json: bool) -> None:
+    """A line for each check as soon as it has run, until the ``first`` that fails if that is asked; then a summary."""
     done: list[Outcome] = []
     for outcome in filter(None, outcomes):
         done.append(outcome)
         if not json:
             typer.echo(f"{_MARKS[outcome.outcome]} {outcome.name}: {outcome.message}")
+        if first and outcome.outcome == "failed":
+            break
     counts = Counter(outcome.outcome for outcome in done)
     failed = counts["failed"]
     if json:

@@ -17,7 +17,7 @@ from rrfp.errors import ConfigError, RrfpError
 from rrfp.tables import Column, print_table
 
 if TYPE_CHECKING:
-    from rrfp.sim.explore.cases import Case, Explored
+    from rrfp.sim.explore.cases import ChainCase, Explored
 
 #: Up to so many stages the default forces an order, too.
 _FEW_STAGES = 2
@@ -128,12 +128,8 @@ def admission(
         raise RrfpError(f"{len(bad)} of {len(done)} cases fail, the first with the shortest way there: {_worst(bad)}")
 
 
-def _check_sizes(cases: Iterable[Case]) -> None:
-    """Refuse cases that would not end.
-
-    Raises:
-        ConfigError: naming the first.
-    """
+def _check_sizes(cases: Iterable[ChainCase]) -> None:
+    """Refuse cases that would not end."""
     for case in cases:
         if (forwards := case.stages * case.chunks * case.microbatches) > MOST_FORWARDS:
             sizes = f"stages {case.stages}, chunks {case.chunks}, microbatches {case.microbatches}"
@@ -144,7 +140,7 @@ def _check_sizes(cases: Iterable[Case]) -> None:
 
 
 @contextmanager
-def _shown(cases: list[Case], *, quiet: bool) -> Iterator[Iterable[Case]]:
+def _shown(cases: list[ChainCase], *, quiet: bool) -> Iterator[Iterable[ChainCase]]:
     """The cases, with a bar on a terminal that names the one that is explored."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -154,7 +150,7 @@ def _shown(cases: list[Case], *, quiet: bool) -> Iterator[Iterable[Case]]:
     with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as bar:
         task = bar.add_task("", total=len(cases))
 
-        def named() -> Iterator[Case]:
+        def named() -> Iterator[ChainCase]:
             for case in cases:
                 bar.update(task, description=str(case))
                 yield case
@@ -163,7 +159,7 @@ def _shown(cases: list[Case], *, quiet: bool) -> Iterator[Iterable[Case]]:
         yield named()
 
 
-def _worst(bad: list[Explored[Case]]) -> str:
+def _worst(bad: list[Explored[ChainCase]]) -> str:
     """The deadlock with the shortest trace, or else the first bound that was exceeded."""
     stuck = [result for result in bad if result.exploration.deadlocks]
     if not stuck:
@@ -172,7 +168,7 @@ def _worst(bad: list[Explored[Case]]) -> str:
     return f"{first.case}: " + "; ".join(line.strip() for line in str(first.exploration.deadlocks[0]).splitlines())
 
 
-def _document(result: Explored[Case]) -> dict[str, Any]:
+def _document(result: Explored[ChainCase]) -> dict[str, Any]:
     search = result.exploration
     return {
         "case": str(result.case),
@@ -189,9 +185,9 @@ def _document(result: Explored[Case]) -> dict[str, Any]:
     }
 
 
-def _print_cases(done: list[Explored[Case]]) -> None:
+def _print_cases(done: list[Explored[ChainCase]]) -> None:
     """A row for each rule, C, kind of step and forced kind; the peaks are the largest of its cases and stages."""
-    groups: dict[tuple[str, ...], list[Explored[Case]]] = {}
+    groups: dict[tuple[str, ...], list[Explored[ChainCase]]] = {}
     for result in done:
         case = result.case
         step = "forward" if case.mode is Mode.FORWARD else case.backward

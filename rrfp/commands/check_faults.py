@@ -32,7 +32,7 @@ def faults(
     json: Json = False,
 ) -> None:
     """Simulate faults: each run must end well or with one error that names its cause; exit code 1 if one does not."""
-    from rrfp.hints.named import named_or_loaded_hint
+    from rrfp.hints.registry import named_or_loaded_hint
 
     with Faults() as wrong:
         with wrong.kept():

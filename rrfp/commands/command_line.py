@@ -1,4 +1,4 @@
-"""The shape of a command line: an error names all of its faults, and a group without a command prints its help."""
+"""The shape of a command line: all of its faults are named, and a group without a command prints its help."""
 
 from __future__ import annotations
 
@@ -26,21 +26,10 @@ class Command(TyperCommand):
         return _flags_without_value(super().get_params(ctx))
 
     def check_together(self, named: Collection[str]) -> None:
-        """Refuse options that do not go together.
-
-        Args:
-            named: the names of the options on the line.
-
-        Raises:
-            ConfigError: naming them.
-        """
+        """Refuse options that do not go together."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the line.
-
-        Raises:
-            ConfigError: naming all faults.
-        """
+        """Read the line."""
         line = list(args)
         try:
             rest: list[str] = super().parse_args(ctx, args)
@@ -48,9 +37,10 @@ class Command(TyperCommand):
                 self.check_together(self.make_parser(ctx).parse_args(args=list(line))[0])
         except (UsageError, ConfigError):
             errors = list(self._errors(ctx, line))
-            texts = dict.fromkeys(map(_text, errors))
-            help_option = f" (see {ctx.command_path} --help)" if any(isinstance(e, UsageError) for e in errors) else ""
-            raise ConfigError("; ".join(texts) + help_option) from None
+            texts = [text for error in errors for text in getattr(error, "faults", ()) or (_text(error),)]
+            if any(isinstance(error, UsageError) for error in errors):
+                texts[-1] += f" (see {ctx.command_path} --help)"
+            raise ConfigError.joining(texts) from None
         return rest
 
     def _errors(self, context: Any, line: list[str]) -> Iterator[Exception]:
@@ -81,7 +71,7 @@ class Command(TyperCommand):
             yield error
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """Several commands. Without one of them it prints its help."""
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -117,6 +107,8 @@ def _text(error: Exception) -> str:
     fault: Any = error
     message, _, suggestion = " ".join(fault.format_message().split()).partition(". Did you mean ")
     message = message.removesuffix(".")
+    if nearest := getattr(error, "possibilities", None):  # the most similar one first
+        message = f"{fault.message} (did you mean {nearest[0]}?)"
     context = getattr(error, "ctx", None)
     if context is None:
         return message
@@ -214,11 +206,7 @@ def completed(values: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]
 
 
 def listed(name: str, text: str) -> list[str]:
-    """The values between commas.
-
-    Raises:
-        ConfigError: for a value that occurs twice: its row in the sweep would count double.
-    """
+    """The values between commas."""
     values = [value.strip() for value in text.split(",")]
     for value in values:
         if values.count(value) > 1:

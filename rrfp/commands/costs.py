@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -15,6 +16,7 @@ from rrfp.tables import Column, print_table, terminal
 
 if TYPE_CHECKING:
     from rrfp.costs.streams import Matrix
+    from rrfp.costs.table import CostTable
     from rrfp.trace.chrome_reader import TracedRun
     from rrfp.trace.measured_costs import Choice, MeasuredCosts
 
@@ -97,11 +99,39 @@ def _show(measured: MeasuredCosts, out: Path | None, latency: str | None) -> Non
     _print_table(measured)
     console.print("milliseconds a microbatch: mean, and least - most")
     console.print(_messages(measured, latency), soft_wrap=True)
+    console.print(_sizes(measured), soft_wrap=True)
     if out is None:
         console.print("--out FILE writes the cost file", soft_wrap=True)
     else:
-        others = "--limit n,2n" if table.graph is not None else "--limit 1f1b,n,2n --strict 1f1b"
-        console.print(f"{out} written: rrfp sweep --costs {out} --hint bf {others}", soft_wrap=True)
+        console.print(f"{out} written: rrfp sweep --costs {shlex.quote(str(out))} {_methods(table)}", soft_wrap=True)
+
+
+def _methods(table: CostTable) -> str:
+    """The options of `rrfp sweep` that compare the default hint at several limits with a fixed order that fits."""
+    from rrfp.hints.registry import DEFAULT_HINT
+
+    options = f"--hint {DEFAULT_HINT} --limit"
+    if table.graph is not None:
+        return f"{options} n,2n"
+    if table.chunks == 1:
+        return f"{options} 1f1b,n,2n --strict 1f1b"
+    if table.placement == "looped":
+        return f"{options} n,2n --strict interleaved-1f1b"
+    return f"{options} n,2n" + (" --strict zb-v" if table.chunks == 2 and table.split else "")
+
+
+def _sizes(measured: MeasuredCosts) -> str:
+    """Whether the file has sizes of microbatches, and what that means."""
+    from rrfp.hints.registry import DEFAULT_HINT
+
+    if measured.table.sizes is not None:
+        return "sizes of microbatches: as step(sizes=...) had them; hints that read sizes get these"
+    if measured.step is None and measured.has_sizes:
+        return "sizes of microbatches: left out, as they differ between the steps"
+    return (
+        f"sizes of microbatches: none recorded; where all ranks pass sizes= to step(), {DEFAULT_HINT} orders "
+        "microbatches by them"
+    )
 
 
 def _print_table(measured: MeasuredCosts) -> None:

@@ -13,7 +13,7 @@ from rrfp.commands.method_options import WORKLOAD, Texts, choice
 from rrfp.errors import ConfigError, Faults
 
 if TYPE_CHECKING:
-    from rrfp.sim.sweep.multimodal import MultimodalWorkload
+    from rrfp.sim.sweep.workloads import MultimodalWorkload
 
 _PROFILE = (
     "Instead of a cost file: multimodal, a model whose parts form a graph. rrfp sweep has the profiles of chains."
@@ -28,14 +28,9 @@ _OF_PROFILE = ("graph", "stages", "microbatches", "images", "sounds", "skip", "s
 
 
 def check_source(named: Collection[str]) -> None:
-    """Refuse a cost file beside the options of a profile, and neither of the two.
+    """Refuse a cost file beside the options of a profile, and neither of the two."""
+    from rrfp.sim.sweep.experiment import RECORD_SPLIT
 
-    Args:
-        named: the names of the options on the line.
-
-    Raises:
-        ConfigError: naming them.
-    """
     with Faults() as faults:
         if ("costs" in named) == ("profile" in named):
             with faults.kept():
@@ -43,7 +38,8 @@ def check_source(named: Collection[str]) -> None:
         for name in _OF_PROFILE:
             if name in named and "profile" not in named:
                 with faults.kept():
-                    raise ConfigError(f"--{name.replace('_', '-')} goes with --profile multimodal")
+                    how = f"; for --costs {RECORD_SPLIT}" if name == "split" else ""
+                    raise ConfigError(f"--{name.replace('_', '-')} goes with --profile multimodal{how}")
         for name in ("sizes", "tp"):
             if name in named and "costs" not in named:
                 with faults.kept():
@@ -51,14 +47,7 @@ def check_source(named: Collection[str]) -> None:
 
 
 def workload_of(texts: Texts) -> MultimodalWorkload:
-    """The workload of the options; None stands for one that is not given.
-
-    Args:
-        texts: values of `_OF_PROFILE`, each right by itself.
-
-    Raises:
-        ConfigError: for a value that does not go with another.
-    """
+    """The workload of the options; None stands for one that is not given."""
     if texts["graph"] == "chain" and texts["skip"]:
         raise ConfigError("skip goes with graph branch or colocated: a chain has no way round an encoder")
     return _multimodal(**texts)
@@ -100,7 +89,7 @@ def _share(name: str, what: str, default: float) -> Any:
 
 def _multimodal(**values: Any) -> MultimodalWorkload:
     """The workload of the options that are given."""
-    from rrfp.sim.sweep.multimodal import MultimodalWorkload
+    from rrfp.sim.sweep.workloads import MultimodalWorkload
 
     return MultimodalWorkload(**{name: value for name, value in values.items() if value is not None})
 

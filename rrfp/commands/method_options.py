@@ -19,9 +19,9 @@ from rrfp.errors import ConfigError, Faults
 
 if TYPE_CHECKING:
     from rrfp.schedules.registry import ScheduleSpec
-    from rrfp.sim.sweep.experiment import Experiment, Method
+    from rrfp.sim.sweep.experiment import Experiment, SimulatedMethod
 
-METHOD, WORKLOAD, OUTPUT = "Method", "Workload", "Output"
+METHOD, WORKLOAD, OUTPUT = "SimulatedMethod", "Workload", "Output"
 
 #: The accepted files of pictures.
 PICTURE = "FILE.png|svg|pdf"
@@ -37,18 +37,17 @@ _LIMIT = (
 _LIMITS = ("1f1b", "n", "2n", "bytes:1f1b", "bytes:n", "bytes:2n")
 _ADMISSION = "How chunks share the limit's slots. Not with --strict; default staircase."
 _SENDS = "blocking: 1f1b sends as Megatron does, sender and receiver wait for each other. With --strict only."
-_SIZES = "Sizes of microbatches for hints: a JSON list of M numbers, or planned, the file's own sums of times."
+_SIZES = (
+    "Sizes of microbatches for hints: a JSON list of M numbers, or planned, the file's own sums of times. Default: the "
+    "cost file's, if it has any."
+)
 _COORDINATION = "How the ranks of a group agree on the same order. With --tp, not with --strict; default leader."
 TP_HELP = "Ranks of a tensor-parallel group: each stage is T ranks, whose messages take times of their own."
 
 
 def check_hint(text: str) -> None:
-    """Refuse a text that makes no hint.
-
-    Raises:
-        ConfigError: naming it.
-    """
-    from rrfp.hints.named import named_or_loaded_hint
+    """Refuse a text that makes no hint."""
+    from rrfp.hints.registry import named_or_loaded_hint
 
     named_or_loaded_hint(text)
 
@@ -59,9 +58,9 @@ def _check_strict(text: str) -> None:
 
 def _check_method(**values: Any) -> None:
     """Refuse a value of a method that is wrong by itself."""
-    from rrfp.sim.sweep.experiment import Method
+    from rrfp.sim.sweep.experiment import SimulatedMethod
 
-    Method(**values)
+    SimulatedMethod(**values)
 
 
 def _of_hint(name: str) -> Callable[[str], None]:
@@ -121,18 +120,15 @@ class MethodCommand(Command):
                     raise ConfigError("--coordination goes with --tp; one rank agrees with itself")
 
 
-def methods_of(texts: Texts) -> list[Method]:
+def methods_of(texts: Texts) -> list[SimulatedMethod]:
     """Every hint with every limit, admission rule and coordination, then every strict schedule with all sends.
 
     Args:
         texts: values of hint, strict, limit, admission, sends and coordination, each right by itself.
-
-    Raises:
-        ConfigError: for a value that does not go with another.
     """
-    from rrfp.hints.named import named_or_loaded_hint
+    from rrfp.hints.registry import named_or_loaded_hint
     from rrfp.sim.simulation import DEFAULT_LIMIT
-    from rrfp.sim.sweep.experiment import Method
+    from rrfp.sim.sweep.experiment import SimulatedMethod
 
     def values(name: str, default: str = "") -> list[Any]:
         return listed(name, texts[name] or default)
@@ -142,23 +138,19 @@ def methods_of(texts: Texts) -> list[Method]:
     for name in [] if texts["hint"] is None else values("hint"):
         hint = named_or_loaded_hint(name)
         methods += [
-            Method(hint=hint, name=name, limit=limit, admission=rule, coordination=way)
+            SimulatedMethod(hint=hint, name=name, limit=limit, admission=rule, coordination=way)
             for limit, rule, way in product(
                 values("limit", DEFAULT_LIMIT), values("admission", "staircase"), coordinations
             )
         ]
     for name in [] if texts["strict"] is None else values("strict"):
         schedule = _named_or_read_schedule(name)
-        methods += [Method(strict=schedule, sends=how) for how in values("sends", "eager")]
+        methods += [SimulatedMethod(strict=schedule, sends=how) for how in values("sends", "eager")]
     return methods
 
 
-def one_method(texts: Texts) -> Method:
-    """The only method that the options name; with neither hint nor schedule the default hint.
-
-    Raises:
-        ConfigError: as `methods_of`, and if there are several.
-    """
+def one_method(texts: Texts) -> SimulatedMethod:
+    """The only method that the options name; with neither hint nor schedule the default hint."""
     from rrfp.hints.registry import DEFAULT_HINT
 
     methods = methods_of(texts if texts["strict"] is not None else {**texts, "hint": texts["hint"] or DEFAULT_HINT})
@@ -179,6 +171,19 @@ def _named_or_read_schedule(text: str) -> ScheduleSpec:
         raise ConfigError(f"strict is {text!r}: cannot be read ({error.strerror or error})") from None
     except UnicodeDecodeError:
         raise ConfigError(f"strict is {text!r}: is not CSV (not UTF-8 text)") from None
+
+
+def without_sizes(experiments: Iterable[Experiment]) -> str:
+    """A sentence on what hints lack that want sizes of microbatches, as the cost files of ``experiments`` have none."""
+    from rrfp.sim.sweep.workloads import CostFile
+
+    files = dict.fromkeys(each.workload.costs_file for each in experiments if isinstance(each.workload, CostFile))
+    hints = dict.fromkeys(each.method.name for each in experiments)
+    names, verb = (next(iter(files)), "has") if len(files) == 1 else (f"{len(files)} cost files", "have")
+    return (
+        f"{names} {verb} no sizes of microbatches (step(sizes=...) in the job): without them "
+        f"{' and '.join(hints)} {'keeps' if len(hints) == 1 else 'keep'} the caller's order"
+    )
 
 
 def warn_of_serial_chunks(experiments: Iterable[Experiment]) -> None:

@@ -22,11 +22,7 @@ def print_json(document: Mapping[str, Any] | Sequence[Any]) -> None:
 
 
 def check_output(path: Path, *inputs: str | Path) -> None:
-    """Refuse a file that cannot be written, or that is one of ``inputs``, before anything runs.
-
-    Raises:
-        ConfigError: naming the file.
-    """
+    """Refuse a file that cannot be written, or that is one of ``inputs``, before anything runs."""
     if path.resolve() in {Path(file).resolve() for file in inputs}:
         raise ConfigError(f"{path}: is read by this command, must be another file to be written")
     if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
@@ -34,15 +30,7 @@ def check_output(path: Path, *inputs: str | Path) -> None:
 
 
 def check_picture(path: Path, picture: str) -> None:
-    """Refuse a picture that could not be written, before anything runs.
-
-    Args:
-        path: of its file.
-        picture: the kind, for the error.
-
-    Raises:
-        ConfigError: without matplotlib, for a suffix that is no format, or a folder that cannot be written to.
-    """
+    """Refuse a picture that could not be written, before anything runs."""
     from rrfp.trace.picture_file import picture_format
     from rrfp.trace.plot import require_matplotlib
 

@@ -10,16 +10,18 @@ from rrfp.testing.transport_checks import Pair, PairOptions
 from rrfp.transports.base import TransportContext
 from rrfp.transports.registry import TransportSpec, create_transport
 from rrfp.transports.rendezvous import LocalRendezvous
+from rrfp.transports.secret import Secret
 
 RUN_ID = "checks"
 
 
 @asynccontextmanager
-async def started_pair(spec: TransportSpec, options: PairOptions) -> AsyncIterator[Pair]:
+async def started_pair(
+    spec: TransportSpec, options: PairOptions, secret: Secret | None = None, *, allow_insecure: bool = False
+) -> AsyncIterator[Pair]:
     """A started pair, or three transports with ``options.ranks`` 3; all are aborted in the end.
 
-    Raises:
-        ConfigError: for an unknown name, or something that does not make a Transport.
+    With a ``secret`` tensors may travel in plain text, within this process.
     """
     rendezvous, ranks = LocalRendezvous(), range(options.ranks)
     transports = [
@@ -33,6 +35,9 @@ async def started_pair(spec: TransportSpec, options: PairOptions) -> AsyncIterat
                 queue_bytes=options.queue_bytes,
                 max_message_bytes=options.max_message_bytes,
                 connect_timeout_s=10.0,
+                allow_insecure=allow_insecure,
+                secret=secret,
+                plain_data=secret is not None,
             ),
         )
         for rank in ranks

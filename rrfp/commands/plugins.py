@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from types import FrameType
 from typing import Any
 
 from rrfp.commands.output import Json, first_line, print_json
-from rrfp.core.registry import Registry
+from rrfp.core.registry import Registry, name_of
 from rrfp.tables import terminal
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A name and its plugin.
+    """A name and its plugin."""
 
-    Attributes:
-        name: the name.
-        origin: ``built in``, ``schedule``, or ``plugin`` and the distribution that declares it.
-        description: the first line of its docstring, or why it cannot be loaded.
-    """
-
+    #: The name.
     name: str
+    #: ``built in``, ``schedule``, or ``plugin`` and the distribution that declares it.
     origin: str
+    #: The first line of its docstring, its full name where it has none, or why it cannot be loaded.
     description: str
 
 
@@ -48,11 +48,36 @@ def transports(json: Json = False) -> None:
 
 
 def _known(registry: Registry[Any], name: str) -> Known:
-    try:
-        description = first_line(registry.load(name).__doc__)
-    except Exception as error:  # a plugin's import may raise anything, and must not hide the others
-        description = f"cannot be loaded ({type(error).__name__}: {error})"
+    with _interrupts() as interrupts:
+        try:
+            plugin = registry.load(name)
+            description = first_line(plugin.__doc__) or f"{name_of(plugin)}, which has no docstring"
+        except BaseException as error:  # a plugin's import may raise anything, and must not hide the others
+            if interrupts:
+                raise
+            first = error.__cause__ if isinstance(error.__cause__, SystemExit) else error
+            description = f"cannot be loaded ({type(first).__name__}: {first})"
     return Known(name, registry.origin(name), description)
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Gets an entry for each Ctrl-C of the user, which goes on to raise KeyboardInterrupt: plugins may do so too."""
+    seen: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGINT, on_signal)
+    except ValueError:  # not the main thread, which gets the signal
+        yield seen
+        return
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _show(known: Iterable[Known], *, json: bool) -> None:

@@ -17,29 +17,21 @@ if TYPE_CHECKING:
     from rrfp.costs.table import CostTable
     from rrfp.sim.cluster.simulation import TensorParallelSimulation
     from rrfp.sim.simulation import Simulation
-    from rrfp.trace.window import Window
+    from rrfp.trace.window import TimeWindow
 
 #: A table of more stages than the first shows only as many of the outermost ones, at each end, as the second.
 MOST_ROWS, END_ROWS = 32, 8
 
 
 def check_size(costs: CostTable) -> None:
-    """Refuse the timeline of a step with more tasks than it can show, before the step is run.
-
-    Raises:
-        ConfigError: naming their number.
-    """
+    """Refuse the timeline of a step with more tasks than it can show, before the step is run."""
     check_tasks(costs.num_tasks, "take fewer stages or microbatches, or --trace FILE.json for Perfetto")
 
 
 def write_pictures(
-    title: str, simulation: Simulation, timeline: Path | None, window: Window, trace: Path | None
+    title: str, simulation: Simulation, timeline: Path | None, window: TimeWindow, trace: Path | None
 ) -> None:
-    """Draw the timeline and write the trace, where they are wanted.
-
-    Raises:
-        ConfigError: if a file cannot be written, or the window begins after the step's end.
-    """
+    """Draw the timeline and write the trace, where they are wanted."""
     graph = simulation.costs.graph
     if timeline is not None:
         from rrfp.trace.plot import plot_timelines
@@ -50,7 +42,8 @@ def write_pictures(
         from rrfp.trace.chrome import write_chrome
         from rrfp.trace.spans import skips
 
-        step = replace(simulation.result.trace(), skipped=skips(simulation.costs.skipped))
+        costs = simulation.costs
+        step = replace(simulation.result.trace(), skipped=skips(costs.skipped), sizes=costs.sizes)
         write_chrome(trace, [step], name=title, graph=graph)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import typer
+
 from rrfp.commands import graph_options
 from rrfp.commands import method_options as options
 from rrfp.commands.command_line import option
@@ -77,6 +79,7 @@ def simulate(
     from rrfp.costs import write_costs
     from rrfp.sim.simulation import Simulation
     from rrfp.sim.sweep.experiment import Experiment
+    from rrfp.sim.sweep.workloads import with_sizes
 
     texts: options.Texts = {"hint": hint, "strict": strict, "limit": limit, "admission": admission}
     texts = {**texts, "sends": sends, "coordination": coordination}
@@ -98,7 +101,7 @@ def simulate(
     experiment = Experiment(workload, method)
     options.warn_of_serial_chunks([experiment])
     if save_costs is not None:
-        write_costs(save_costs, workload.costs())
+        write_costs(save_costs, with_sizes(workload))
     run = experiment.simulate()
     title = f"{method.name} (strict)" if method.kind == "strict" else method.name
     simulation = run if isinstance(run, Simulation) else run.simulation
@@ -109,6 +112,13 @@ def simulate(
     show_run(title, simulation)
     if not isinstance(run, Simulation):
         show_groups(run)
+    if (sized := experiment.with_planned_sizes()) is not None:
+        sized_run = sized.simulate()
+        best = sized_run if isinstance(sized_run, Simulation) else sized_run.simulation
+        typer.echo(
+            f"{options.without_sizes([experiment])}; --sizes planned, by the file's times: makespan "
+            f"{best.makespan:.6g} s, ratio {best.ratio:.4f}"
+        )
 
 
 def _cost_file(costs: str, sizes: str | None, tp: int | None) -> CostFile:

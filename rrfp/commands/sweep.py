@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,14 +16,122 @@ from rrfp.commands import method_options as options
 from rrfp.commands.command_line import listed, option
 from rrfp.commands.known_names import known_jitter, known_latencies, known_profiles
 from rrfp.commands.method_options import OUTPUT, PICTURE, WORKLOAD, MethodCommand, choice
-from rrfp.commands.output import Json, check_picture
+from rrfp.commands.output import Json, check_picture, print_json
 from rrfp.errors import ConfigError, Faults
+from rrfp.tables import Column, print_table, terminal
 
 if TYPE_CHECKING:
     from rrfp.sim.sweep.experiment import Experiment
-    from rrfp.sim.sweep.rows import Row
+    from rrfp.sim.sweep.rows import SweepRow
     from rrfp.sim.sweep.runs import Skip, SweepResult
+    from rrfp.sim.sweep.summary import MethodSummary, Spread
     from rrfp.sim.sweep.workloads import CostFile, Workload
+
+
+#: Lines on limits that gain nothing; a sweep of many workloads may have hundreds.
+MOST_REASONS = 6
+
+
+def show_sweep(result: SweepResult, *, json: bool, notes: Sequence[str] = ()) -> None:
+    """Print all runs and their summary as JSON, or the summary as a table, with ``notes`` as lines below it."""
+    from rrfp.sim.sweep.summary import in_common, summarise
+
+    groups = summarise(result.rows)
+    if json:
+        document = {"runs": list(map(asdict, result.rows)), "summary": [group.to_json() for group in groups]}
+        print_json({**document, "skipped": list(map(_plain, result.skipped))})
+        return
+    console = terminal()
+    console.print(in_common(result.rows), soft_wrap=True)
+    _print_groups(result.rows, groups)
+    for note in (*notes, *_useless_limits(result.rows, groups)):
+        console.print(note, soft_wrap=True)
+    methods = Counter(
+        (skip.experiment.method.name, skip.experiment.method.kind, skip.reason) for skip in result.skipped
+    )
+    for (name, kind, reason), count in methods.items():
+        runs = "1 run" if count == 1 else f"{count} runs"
+        console.print(f"skipped {runs} of {name} ({kind}): {reason}", soft_wrap=True)
+
+
+def _plain(skip: Skip) -> dict[str, Any]:
+    method = skip.experiment.method
+    return {**asdict(skip.experiment.workload), "method": method.name, "kind": method.kind, "reason": skip.reason}
+
+
+def _print_groups(rows: Sequence[SweepRow], groups: Sequence[MethodSummary]) -> None:
+    """A row a group; an empty line between workloads."""
+    from rrfp.sim.sweep.summary import changing, label, shown
+
+    columns = changing(rows)
+    over = {label(group.baseline[0]) for group in groups if group.baseline}
+    figures = _figures(groups, has_speed_ups=bool(over))
+    lines: list[tuple[str, ...]] = []
+    before = None
+    for group in groups:
+        here = [shown(column, group.workload[column]) for column in columns]
+        if before is not None and here != before:
+            lines.append(("",) * (len(columns) + 1 + len(figures)))
+        fresh = [""] * len(here) if here == before else here
+        lines.append((*fresh, group.label, *(figure(group) for figure in figures.values())))
+        before = here
+    cells = list(zip(*lines, strict=True))
+    names = [Column(head, each, "left") for head, each in zip((*columns, "method"), cells, strict=False)]
+    print_table(names, [Column(head, each) for head, each in zip(figures, cells[len(names) :], strict=True)])
+    if over:
+        by_seed = ", seed by seed" if any(len(group.rows) > 1 for group in groups) else ""
+        terminal().print(f"speed-up over {' or '.join(sorted(over))}{by_seed}", soft_wrap=True)
+
+
+def _useless_limits(rows: Sequence[SweepRow], groups: Sequence[MethodSummary]) -> list[str]:
+    """A line for each limit that gains nothing over a smaller one of the same hint, with the reason."""
+    from rrfp.sim.sweep.summary import changing, label, named, useless_limits, why_useless
+
+    columns, lines = changing(rows), list[str]()
+    for smaller, larger in useless_limits(groups):
+        where = ", ".join(named(column, smaller.workload[column]) for column in columns)
+        what = f"{label(larger.rows[0])}{f' ({where})' if where else ''} gains nothing over {smaller.rows[0].limit}"
+        lines.append(f"{what}: {why_useless(smaller, larger)}")
+    more = len(lines) - MOST_REASONS
+    return lines if more <= 0 else [*lines[:MOST_REASONS], f"{more} more limits gain nothing over smaller ones"]
+
+
+def _figures(groups: Sequence[MethodSummary], *, has_speed_ups: bool) -> dict[str, Callable[[MethodSummary], str]]:
+    """The columns that hold figures: the head, and the text of a group's cell."""
+    figures: dict[str, Callable[[MethodSummary], str]] = {
+        "makespan (s)": lambda g: _mean(g.spread("makespan"), "#.4g", ".2g")
+    }
+    if any(len(group.rows) > 1 for group in groups):
+        figures["least - most"] = lambda group: _range(group.spread("makespan"), "#.4g")
+    figures["/ bound"] = lambda group: f"{group.spread('ratio').mean:.3f}"
+    figures["peak held"] = _held
+    if has_speed_ups:
+        figures["speed-up"] = lambda g: "-" if g.speed_up is None else _mean(g.speed_up, ".3f", ".3f")
+    if any(group.has_groups for group in groups):
+        figures["coordination"] = _of_groups("coordination_share", ".2%")
+        figures["failed rounds a task"] = _of_groups("failed_rounds_per_task", ".3g")
+        figures["messages a task"] = _of_groups("messages_per_task", ".3g")
+    return figures
+
+
+def _held(group: MethodSummary) -> str:
+    peak = group.spread("peak_max")
+    return f"{peak.max:.0f}" if peak.min == peak.max else _range(peak, ".0f")
+
+
+def _of_groups(column: str, form: str) -> Callable[[MethodSummary], str]:
+    return lambda group: _mean(group.spread(column), form, form) if group.has_groups else "-"
+
+
+def _range(spread: Spread, form: str) -> str:
+    return f"{spread.min:{form}} - {spread.max:{form}}"
+
+
+def _mean(spread: Spread, mean: str, std: str) -> str:
+    """The mean, and the standard deviation where there are several seeds, each in its format."""
+    text = f"{spread.mean:{mean}}"
+    return text if spread.std is None else f"{text} ±{spread.std:{std}}"
+
 
 _COSTS = "Cost files (JSON), instead of a profile; may be given several times."
 _PROFILE = "A named, seeded workload: llm, mllm, modalities, video, zipf, bimodal, moe, straggler or head."
@@ -59,6 +169,8 @@ class SweepCommand(MethodCommand):
 
 def _check_source(named: Collection[str]) -> None:
     """Refuse cost files beside the options of a profile, and neither of the two."""
+    from rrfp.sim.sweep.experiment import RECORD_SPLIT
+
     if ("costs" in named) == ("profile" in named):
         raise ConfigError(
             f"exactly one of --costs FILE and --profile NAME is needed (profiles: {', '.join(known_profiles())})"
@@ -69,8 +181,8 @@ def _check_source(named: Collection[str]) -> None:
         for name in _OF_PROFILE:
             if "costs" in named and name in named:
                 with faults.kept():
-                    option = name.replace("_", "-")
-                    raise ConfigError(f"--{option} goes with --profile; a cost file is one workload by itself")
+                    option, how = name.replace("_", "-"), f"; for a split one {RECORD_SPLIT}" if name == "split" else ""
+                    raise ConfigError(f"--{option} goes with --profile; a cost file is one workload by itself{how}")
 
 
 def _of_workload(name: str) -> Callable[[str], None]:
@@ -134,9 +246,10 @@ def sweep(
     Options of workload and method take several values with commas between them (--stages 4,8,16 --hint bf,fb
     --strict 1f1b --seeds 5): all combinations run.
     """
-    from rrfp.commands.sweep_report import show_sweep
+    from rrfp.commands.sweep import show_sweep
     from rrfp.sim.sweep.experiment import Experiment
     from rrfp.sim.sweep.plot import plot_sweep
+    from rrfp.sim.sweep.workloads import PLANNED
 
     texts: options.Texts = {"hint": hint, "strict": strict, "limit": limit, "admission": admission, "sends": sends}
     texts = {**texts, "coordination": coordination, "tp": tp, "sizes": sizes}
@@ -155,10 +268,18 @@ def sweep(
     options.warn_of_serial_chunks(experiments)
     if save_costs is not None:
         _save_costs(save_costs, experiments)
-    result = _run(experiments, jobs=jobs, csv=csv)
+    # The added rows are for readers: programs get what they ask for.
+    pairs = [(each, None if json else each.with_planned_sizes()) for each in experiments]
+    lacking = [each for each, planned in pairs if planned is not None]
+
+    def is_asked(row: SweepRow) -> bool:
+        return not lacking or row.sizes != PLANNED
+
+    both = [each for pair in pairs for each in pair if each is not None]
+    result = _run(both, len(experiments), jobs=jobs, csv=csv, is_asked=is_asked)
     if plot is not None:
-        plot_sweep(result.rows, plot)
-    show_sweep(result, json=json)
+        plot_sweep([row for row in result.rows if is_asked(row)], plot)
+    show_sweep(result, json=json, notes=[options.without_sizes(lacking)] if lacking else [])
 
 
 def _profiles(texts: options.Texts, ranks: Sequence[Any]) -> list[Workload]:
@@ -196,13 +317,9 @@ def _number(text: str) -> int | str:
 
 
 def _save_costs(folder: Path, experiments: Sequence[Experiment]) -> None:
-    """Write a cost file for each profile's workload, named by its values, into a folder that need not exist yet.
-
-    Raises:
-        ConfigError: if one cannot be written.
-    """
+    """Write a cost file for each profile's workload, named by its values, into a folder that need not exist yet."""
     from rrfp.costs import write_costs
-    from rrfp.sim.sweep.workloads import Workload
+    from rrfp.sim.sweep.workloads import Workload, with_sizes
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -212,16 +329,11 @@ def _save_costs(folder: Path, experiments: Sequence[Experiment]) -> None:
     counts_bytes = any(experiment.method.counts_bytes for experiment in experiments)
     for workload in dict.fromkeys(experiment.workload for experiment in experiments):
         if isinstance(workload, Workload):
-            costs = workload.sized_costs() if counts_bytes else workload.costs()
-            write_costs(folder / f"{workload.short_name}.json", costs)
+            write_costs(folder / f"{workload.short_name}.json", with_sizes(workload, sized=counts_bytes))
 
 
 def _check_plot(path: Path, experiments: Sequence[Experiment]) -> None:
-    """Refuse a picture that could not be drawn, before anything runs.
-
-    Raises:
-        ConfigError: if there is nothing to draw with, too much to draw, or no folder to write to.
-    """
+    """Refuse a picture that could not be drawn, before anything runs."""
     from rrfp.sim.sweep.plot import check_size
 
     methods = {experiment.method for experiment in experiments}
@@ -233,20 +345,22 @@ def _check_plot(path: Path, experiments: Sequence[Experiment]) -> None:
             check_size(len(methods), len(workloads))
 
 
-def _run(experiments: Sequence[Experiment], *, jobs: int | None, csv: Path | None) -> SweepResult:
-    """Run all with a progress bar on the terminal, and write each row as soon as it is known.
-
-    Raises:
-        ConfigError: if no method fits, or the file cannot be written.
-        DeadlockError, HintError: see `rrfp.sim.sweep.runs.sweep`.
-    """
-    from rrfp.sim.sweep.rows import Row, RowFile
+def _run(
+    experiments: Sequence[Experiment],
+    num_asked: int,
+    *,
+    jobs: int | None,
+    csv: Path | None,
+    is_asked: Callable[[SweepRow], bool],
+) -> SweepResult:
+    """Run all with a progress bar on the terminal, and write each row that is asked for as soon as it is known."""
+    from rrfp.sim.sweep.rows import SweepFile, SweepRow
     from rrfp.sim.sweep.runs import sweep as run_sweep
 
-    with nullcontext() if csv is None else RowFile(csv) as file, _progress_bar(len(experiments)) as advance:
+    with nullcontext() if csv is None else SweepFile(csv) as file, _progress_bar(len(experiments)) as advance:
 
-        def on_outcome(outcome: Row | Skip) -> None:
-            if file is not None and isinstance(outcome, Row):
+        def on_outcome(outcome: SweepRow | Skip) -> None:
+            if file is not None and isinstance(outcome, SweepRow) and is_asked(outcome):
                 file.add(outcome)
             advance()
 
@@ -254,7 +368,7 @@ def _run(experiments: Sequence[Experiment], *, jobs: int | None, csv: Path | Non
             result = run_sweep(experiments, jobs=jobs, progress=on_outcome)
         except KeyboardInterrupt:
             if file is not None:
-                typer.echo(f"{csv} has the first {file.rows} of {len(experiments)} runs", err=True)
+                typer.echo(f"{csv} has the first {file.rows} of {num_asked} runs", err=True)
             raise
     if not result.rows:
         raise ConfigError(result.skipped[0].reason)

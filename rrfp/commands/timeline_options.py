@@ -11,7 +11,7 @@ from rrfp.commands.output import check_picture
 from rrfp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rrfp.trace.window import Window
+    from rrfp.trace.window import TimeWindow
 
 #: Tasks that a timeline can hold: beyond it takes minutes to draw and is too small to read.
 MOST_BOXES = 20_000
@@ -28,32 +28,19 @@ _TO = "Draw the timeline up to this time of the step, in milliseconds."
 To = Annotated[float | None, typer.Option("--to", metavar="MS", help=_TO, rich_help_panel=_PANEL)]
 
 
-def checked_window(path: Path | None, start_ms: float | None, end_ms: float | None) -> Window:
-    """The window of a timeline, refused before the work whose result it shows.
-
-    Raises:
-        ConfigError: if the picture could not be written, a time makes no sense, or there is no
-            timeline to which it belongs.
-    """
-    from rrfp.trace.window import Window
+def checked_window(path: Path | None, start_ms: float | None, end_ms: float | None) -> TimeWindow:
+    """The window of a timeline, refused before the work whose result it shows."""
+    from rrfp.trace.window import TimeWindow
 
     for name, value in (("from", start_ms), ("to", end_ms)):
         if path is None and value is not None:
             raise ConfigError(f"--{name} goes with --timeline FILE")
     if path is not None:
         check_picture(path, "a timeline")
-    return Window.of_milliseconds(start_ms, end_ms)
+    return TimeWindow.of_milliseconds(start_ms, end_ms)
 
 
 def check_tasks(tasks: int, instead: str) -> None:
-    """Refuse a timeline of too many tasks.
-
-    Args:
-        tasks: how many it would show.
-        instead: what to do.
-
-    Raises:
-        ConfigError: naming both figures.
-    """
+    """Refuse a timeline of too many tasks."""
     if tasks > MOST_BOXES:
         raise ConfigError(f"a timeline shows at most {MOST_BOXES} tasks, this step has {tasks}: {instead}")

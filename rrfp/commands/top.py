@@ -15,13 +15,13 @@ from rrfp.commands.output import Json, print_json
 from rrfp.errors import ConfigError, RrfpError
 
 if TYPE_CHECKING:
-    from rrfp.commands.top_rows import Row
-    from rrfp.runtime.stall.answers import Survey
+    from rrfp.commands.top_rows import TopRow
+    from rrfp.runtime.stall.status import Survey
     from rrfp.runtime.status_socket.job import Job
     from rrfp.runtime.status_socket.report import JobReport
 
     #: Shows a job at one moment.
-    Show = Callable[[JobReport, list[Row]], None]
+    Show = Callable[[JobReport, list[TopRow]], None]
 
 #: A job is asked no more often.
 LEAST_INTERVAL_S = 0.1
@@ -61,11 +61,7 @@ def top(
 
 
 def _watch(job: Job, show: Show, interval: float | None) -> str:
-    """Show the job until it ends, or once without ``interval``; returns how it ended.
-
-    Raises:
-        RrfpError: if it was aborted, or no process of it answers the first look.
-    """
+    """Show the job until it ends, or once without ``interval``; returns how it ended."""
     from rrfp.commands.top_rows import rows
     from rrfp.runtime.status_socket.job import JobEnded, SilentJobError
 
@@ -114,5 +110,5 @@ def _display(*, json: bool, is_live: bool) -> Iterator[Show]:
         yield lambda report, table: live.update(table_of(report, table, console.width), refresh=True)
 
 
-def _print_json(report: JobReport, table: list[Row]) -> None:
+def _print_json(report: JobReport, table: list[TopRow]) -> None:
     print_json({"pid": report.pid, "pipeline": report.pipeline, "at": time.time(), "ranks": [*map(asdict, table)]})

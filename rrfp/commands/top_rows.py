@@ -5,82 +5,77 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rrfp.runtime.stall.answers import RankAnswer, Survey
-from rrfp.runtime.stall.status import RankStatus
+from rrfp.runtime.stall.status import RankAnswer, RankStatus, Survey
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One rank. What is not known, or does not apply, is None or empty.
+class TopRow:
+    """One rank. What is not known, or does not apply, is None or empty."""
 
-    Attributes:
-        rank: which.
-        stage: its stage.
-        name: its display name.
-        state: ``running``, ``starting`` (a task), ``waiting``, ``ending`` (the step), ``between steps``, or why it gave
-            no answer.
-        seconds: how long it has been running or waiting.
-        step: the number of its step, or of its last one: training steps before it.
-        mode: of the step that it is in: ``train`` or ``forward``.
-        running: the task, or other work, on its lane.
-        cause: why its lane is idle inside a step: ``input``, ``memory``, ``order``, ``choice`` or ``drained``.
-        waits_for: the first of ``awaits``, or the call of all ranks that it is in.
-        awaits: tasks that have not started, each with the reason, the lowest microbatch first.
-        enqueued: tasks of the step that were started.
-        tasks: all of them.
-        held: microbatches in work, in chunk tasks.
-        limit: of ``held``.
-        held_bytes: the memory of these.
-        limit_bytes: of ``held_bytes``.
-        ready: tasks that may start now.
-        received: outputs of other stages that have arrived and whose task has not started.
-        received_bytes: their bytes.
-        tasks_per_s: since the last row.
-        steps_per_s: since the last row.
-        process: its host and process id.
-        stack: the Python stack of its lane, where it has been running something for `stall_after` seconds.
-    """
-
+    #: Which.
     rank: int
     stage: int
     name: str
+    #: ``running``, ``starting`` (a task), ``waiting``, ``ending`` (the step), ``between steps``, or why it gave no
+    #: answer.
     state: str
+    #: How long it has been running or waiting.
     seconds: float | None = None
+    #: The number of its step, or of its last one: training steps before it.
     step: int | None = None
+    #: Of the step that it is in: ``train`` or ``forward``.
     mode: str | None = None
+    #: The task, or other work, on its lane.
     running: str | None = None
+    #: Why its lane is idle inside a step: ``input``, ``memory``, ``order``, ``choice`` or ``drained``.
     cause: str | None = None
+    #: The first of ``awaits``, or the call of all ranks that it is in.
     waits_for: str = ""
+    #: Tasks that have not started, each with the reason, the lowest microbatch first.
     awaits: tuple[str, ...] = ()
+    #: Tasks of the step that were started.
     enqueued: int | None = None
+    #: All of them.
     tasks: int | None = None
+    #: Microbatches in work, in chunk tasks.
     held: int | None = None
+    #: The limit on ``held``.
     limit: int | None = None
+    #: The memory of these.
     held_bytes: int | None = None
+    #: The limit on ``held_bytes``.
     limit_bytes: int | None = None
+    #: Tasks that may start now.
     ready: int | None = None
+    #: Outputs of other stages that have arrived and whose task has not started.
     received: int | None = None
+    #: Their bytes.
     received_bytes: int | None = None
+    #: Since the last row.
     tasks_per_s: float | None = None
+    #: Since the last row.
     steps_per_s: float | None = None
     process: str = ""
+    #: The Python stack of its lane, where it has been running something for `stall_after` seconds.
     stack: str = ""
 
 
-def rows(survey: Survey, before: Survey | None) -> list[Row]:
+def rows(survey: Survey, before: Survey | None) -> list[TopRow]:
     """A row for each rank; rates count from ``before``."""
-    earlier: Sequence[RankAnswer | None] = [None] * len(survey.answers) if before is None else before.answers
+    earlier: Sequence[RankAnswer | None] = () if before is None else before.answers
+    if len(earlier) != len(survey.answers):
+        earlier = [None] * len(survey.answers)
     return [_row(now, then) for now, then in zip(survey.answers, earlier, strict=True)]
 
 
-def _row(answer: RankAnswer, earlier: RankAnswer | None) -> Row:
+def _row(answer: RankAnswer, earlier: RankAnswer | None) -> TopRow:
     status, then = answer.status, None if earlier is None else earlier.status
     if status is None:
-        return Row(answer.rank, answer.stage, answer.name, answer.absent)
+        return TopRow(answer.rank, answer.stage, answer.name, answer.absent)
     state, seconds, waits_for = _doing(status)
     now = status.current
     holding = None if now is None else now.holding
-    return Row(
+    return TopRow(
         answer.rank,
         answer.stage,
         answer.name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from rrfp.commands.top_rows import Row
+from rrfp.commands.top_rows import TopRow
 from rrfp.runtime.status_socket.report import JobReport
 from rrfp.tables import Column, fitted
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _MOST_CHARACTERS = 48
 
 
-def headline(report: JobReport, table: Sequence[Row]) -> str:
+def headline(report: JobReport, table: Sequence[TopRow]) -> str:
     """The job, its step, and the rate of the rank that was asked."""
     survey = report.survey
     row = None if survey is None else table[survey.asker]
@@ -25,7 +25,7 @@ def headline(report: JobReport, table: Sequence[Row]) -> str:
     return f"{report.pipeline}; process {report.pid}{step}{rate}"
 
 
-def table_of(report: JobReport, table: Sequence[Row], width: int) -> Group:
+def table_of(report: JobReport, table: Sequence[TopRow], width: int) -> Group:
     """The headline and a line for each rank, ``width`` characters wide."""
     from rich.console import Group
     from rich.text import Text
@@ -47,11 +47,11 @@ def table_of(report: JobReport, table: Sequence[Row], width: int) -> Group:
     return Group(head, *fitted(keys, columns, width))
 
 
-def _column(head: str, table: Sequence[Row], cell: Callable[[Row], str], *, is_text: bool = False) -> Column:
+def _column(head: str, table: Sequence[TopRow], cell: Callable[[TopRow], str], *, is_text: bool = False) -> Column:
     return Column(head, [cell(row) for row in table], "left" if is_text else "right")
 
 
-def _one_rank_a_stage(table: Sequence[Row]) -> bool:
+def _one_rank_a_stage(table: Sequence[TopRow]) -> bool:
     return all(row.name == f"stage {row.stage}" for row in table)
 
 
@@ -59,13 +59,13 @@ def _short(name: str) -> str:
     return name.removeprefix("stage ")
 
 
-def _step(row: Row) -> str:
+def _step(row: TopRow) -> str:
     if row.step is None:
         return ""
     return f"{row.step} (eval)" if row.mode == "forward" else str(row.step)
 
 
-def _waits_for(row: Row) -> str:
+def _waits_for(row: TopRow) -> str:
     text = f"{row.cause}: {row.waits_for}" if row.cause == "memory" else row.waits_for
     return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…"
 

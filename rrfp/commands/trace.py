@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from rrfp.trace.chrome_reader import TracedRun
-    from rrfp.trace.report import RunReport, StageReport
-    from rrfp.trace.window import Window
+    from rrfp.trace.report import RunReport, TracedStage
+    from rrfp.trace.window import TimeWindow
 
 #: What `--step` has for every step.
 ALL = "all"
@@ -73,7 +73,7 @@ def _wanted(texts: Sequence[str] | None) -> list[int] | None:
     return numbers
 
 
-def _draw(runs: Sequence[tuple[Path, TracedRun]], wanted: Sequence[int] | None, path: Path, window: Window) -> None:
+def _draw(runs: Sequence[tuple[Path, TracedRun]], wanted: Sequence[int] | None, path: Path, window: TimeWindow) -> None:
     """Draw the wanted steps of every run, or its step of median length."""
     from rrfp.trace.plot import plot_timelines
 
@@ -119,7 +119,7 @@ def _document(report: RunReport, wanted: Sequence[int] | None) -> dict[str, Any]
 
 
 def _show(console: Console, report: RunReport, wanted: Sequence[int] | None) -> None:
-    from rrfp.trace.table import duration
+    from rrfp.trace.report import duration
 
     first, *others = map(str, report.files)
     files = f"{first} and {len(others)} more (ranks of one run)" if others else first
@@ -136,12 +136,11 @@ def _show(console: Console, report: RunReport, wanted: Sequence[int] | None) -> 
         _show_table(console, step.stages)
 
 
-def _show_table(console: Console, stages: Sequence[StageReport]) -> None:
+def _show_table(console: Console, stages: Sequence[TracedStage]) -> None:
     """The table; with its peaks in a second one where the terminal is too narrow."""
     from rich.measure import Measurement
 
-    from rrfp.trace.report import bytes_by_stage
-    from rrfp.trace.table import breakdown_table, peaks_table
+    from rrfp.trace.report import breakdown_table, bytes_by_stage, peaks_table
 
     parts, numbers = [stage.part for stage in stages], [stage.stage for stage in stages]
     held, peak_bytes = [stage.peak_held for stage in stages], bytes_by_stage(stages)

@@ -26,14 +26,11 @@ _MAX_SIGNATURES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Bytes that a forward keeps.
+    """Bytes that a forward keeps."""
 
-    Attributes:
-        held: all bytes, each storage counted once.
-        of_output: the part of them that is output of the forward.
-    """
-
+    #: All bytes, each storage counted once.
     held: int
+    #: The part of them that is output of the forward.
     of_output: int
 
 
@@ -111,14 +108,7 @@ def storage_pointer(tensor: Tensor) -> int | None:
 
 
 class Storages:
-    """Sums storages, each once.
-
-    Args:
-        excluded: addresses of storages that do not count.
-
-    Attributes:
-        num_bytes: the bytes of all counted storages.
-    """
+    """Sums storages, each once."""
 
     def __init__(self, excluded: Iterable[int | None] = ()) -> None:
         self._seen = set(excluded)

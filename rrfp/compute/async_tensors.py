@@ -12,13 +12,13 @@ from typing import Any
 from torch import Tensor, nn
 
 #: The types of ordinary tensors, checked first because nearly all tensors have them.
-_PLAIN = (Tensor, nn.Parameter)
+PLAIN = (Tensor, nn.Parameter)
 
 
 def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors that own the memory of ``tensor``: itself, or its components; of a DTensor this rank's shard."""
     # torch's protocol for tensor subclasses: the attributes that hold the components, and a context that is not needed.
-    if type(tensor) in _PLAIN or not hasattr(tensor, "__tensor_flatten__"):
+    if type(tensor) in PLAIN or not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
     names, _ = tensor.__tensor_flatten__()
@@ -29,7 +29,12 @@ def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a DTensor, also a replicated one."""
-    return type(tensor) not in _PLAIN and hasattr(tensor, "full_tensor")
+    return type(tensor) not in PLAIN and hasattr(tensor, "full_tensor")
+
+
+def is_pending(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is the result of an asynchronous collective, which `wait_async` completes."""
+    return type(tensor) not in PLAIN and hasattr(tensor, "trigger_wait")
 
 
 def wait_async(tensor: Tensor) -> Tensor:
@@ -38,9 +43,10 @@ def wait_async(tensor: Tensor) -> Tensor:
     Why not wait at the first read? Later readers, such as a transport, do not know that the tensor is pending. So it
     is waited for in the task that began the collective.
     """
-    if type(tensor) in _PLAIN or not hasattr(tensor, "trigger_wait"):
+    if not is_pending(tensor):
         return tensor
-    completed: Tensor = tensor.trigger_wait()
+    pending: Any = tensor
+    completed: Tensor = pending.trigger_wait()
     return completed
 
 

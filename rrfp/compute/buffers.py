@@ -1,14 +1,16 @@
 """Watches state that tasks write, such as running statistics, which would make results depend on the order of tasks.
 
-Forwards of modules that are known to write buffers run in microbatch order (`rrfp.pipeline.partition`). Any other
-detected write is refused: of a buffer in a forward without an order, of a buffer in backward, which has no fixed order
-among the forwards, and of a parameter anywhere. docs/determinism.md lists the writes that cannot be detected.
+By default a warning names a buffer that a forward out of microbatch order writes. With ``deterministic=True`` forwards
+of modules that are known to write buffers run in microbatch order (`rrfp.pipeline.partition`). Any other detected write
+is refused: of a buffer in a forward without an order, of a buffer in backward, which has no fixed order among the
+forwards, and of a parameter anywhere. docs/determinism.md lists the writes that cannot be detected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import is_
 from typing import NamedTuple
 
 import torch
@@ -16,10 +18,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
+from rrfp.compute.activations import storage_pointer
 from rrfp.compute.async_tensors import inner_tensors
 from rrfp.compute.gradients.layout import checksum
 from rrfp.compute.loss_module import class_name
-from rrfp.core.readiness import ForcedOrder
+from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import StageError
 from rrfp.log import get_logger
@@ -35,15 +38,80 @@ def writes_buffers_in_forward(module: nn.Module) -> bool:
     return any(isinstance(part, _NormBase) and part.track_running_stats for part in module.modules())
 
 
+class BufferMemory:
+    """The buffers of a module, and their memory, in which no output is sent: a later forward may write it."""
+
+    def __init__(self, unit: nn.Module) -> None:
+        self.unit = unit
+        #: The submodules that have buffers.
+        self._parts: list[nn.Module] = []
+        self._buffers: list[Tensor] = []
+        self._addresses: frozenset[int | None] = frozenset()
+
+    def open(self) -> None:
+        """Begin a step: the module may have changed since the last."""
+        self._parts = [part for part in self.unit.modules() if part._buffers]
+        self._buffers, self._addresses = [], frozenset()
+
+    def needs_copy(self, tensor: Tensor) -> bool:
+        """See `Payload.sent`: whether ``tensor`` shares memory with a buffer, or is an inference tensor."""
+        if tensor.is_inference():
+            return True
+        if not self._parts:
+            return False
+        # Why compare objects? A forward may have replaced a buffer, and asking all for their memory takes longer.
+        buffers = [buffer for part in self._parts for buffer in part._buffers.values() if buffer is not None]
+        if len(buffers) != len(self._buffers) or not all(map(is_, buffers, self._buffers)):
+            self._buffers = buffers
+            inner = (part for buffer in buffers for part in inner_tensors(buffer))
+            self._addresses = frozenset(map(storage_pointer, inner)) - {None}
+        return storage_pointer(tensor) in self._addresses
+
+    def versions(self) -> list[tuple[_Key, Tensor, int]]:
+        """Every buffer with torch's count of its writes."""
+        return [
+            ((part, name), tensor, _version(tensor))
+            for part in self._parts
+            for name, tensor in part._buffers.items()
+            if tensor is not None
+        ]
+
+
+class CarriedState:
+    """Warns, once, of a buffer that a forward out of microbatch order writes. The ranks of a process share it."""
+
+    def __init__(self) -> None:
+        self._has_warned = False
+
+    @contextmanager
+    def watching(self, task: Task, buffers: BufferMemory) -> Iterator[None]:
+        """Watch the forward ``task``, which runs within, after the forward of a later microbatch."""
+        before = [] if self._has_warned else buffers.versions()
+        yield
+        for (part, name), tensor, version in before:
+            now = part._buffers.get(name)
+            is_written = _version(tensor) != version or (now is not tensor and (now is None or not _equal(now, tensor)))
+            if is_written and not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "%s on virtual stage %d wrote its buffer %s (of %s) in %s, after that of a later microbatch: state "
+                    "that a module carries from one microbatch to the next is not that of one process where "
+                    "forwards run out of order, as with sizes=. Let no result depend on the order, pass no sizes, or "
+                    "deterministic=True, which runs batch norms in order and refuses other written buffers",
+                    class_name(buffers.unit),
+                    task.virtual_stage,
+                    _name_in(buffers.unit, (part, name)),
+                    type(part).__name__,
+                    task,
+                )
+
+
 class _Seen(NamedTuple):
-    """A parameter or buffer after the last task.
+    """A parameter or buffer after the last task."""
 
-    Attributes:
-        tensor: the object.
-        version: torch's count of its writes.
-    """
-
+    #: The object.
     tensor: Tensor
+    #: Torch's count of its writes.
     version: int
 
     @property
@@ -80,6 +148,7 @@ class StateWatch:
         self._is_open = step.microbatches > 1
         # FSDP replaces parameters by their shards inside tasks, which is no write.
         self._with_parameters = not any(_exchanges_parameters(part) for part in self._unit.modules())
+        self._made_anew = [(part, name) for part in self._unit.modules() for name in _made_anew(part)]
         self._seen = self._look()
         self._case = (step.mode, bytes(part.training for part in self._unit.modules()))
         #: The number of forwards so far, if all ran in microbatch order; else None.
@@ -87,11 +156,7 @@ class StateWatch:
 
     @contextmanager
     def watching(self, task: Task) -> Iterator[None]:
-        """Watch the writes of ``task``, which runs within.
-
-        Raises:
-            StageError: naming the written state and the remedy; not if the task itself raises.
-        """
+        """Watch the writes of ``task``, which runs within."""
         if not self._is_open:
             yield
             return
@@ -111,7 +176,7 @@ class StateWatch:
         return task.kind is Kind.F and self._ordered and not seen.is_parameter
 
     def _look(self) -> dict[_Key, _Seen]:
-        """All parameters and buffers now."""
+        """All parameters and buffers now that can carry something from task to task."""
         # Why not named_parameters and named_buffers? This runs after every task, and torch's iterators take several
         # times as long as reading the dicts.
         seen: dict[_Key, _Seen] = {}
@@ -127,11 +192,9 @@ class StateWatch:
                 for name, tensor in list(tensors.items()):  # a module may be shared with another lane
                     if tensor is not None:
                         seen[part, name] = _Seen(tensor, _version(tensor))
+        for key in self._made_anew:
+            seen.pop(key, None)
         return seen
-
-    def _name_of(self, key: _Key) -> str:
-        prefix = next((name for name, part in self._unit.named_modules() if part is key[0]), "")
-        return repr(".".join(filter(None, (prefix, key[1]))))
 
     def _compare(self, task: Task, uncounted: set[_Key]) -> None:
         now = self._look()
@@ -164,8 +227,8 @@ class StateWatch:
         else:
             remedy = "a constant must be made before the first step, as large as it will be needed"
         return (
-            f"{self._name} {verb} its {what} {self._name_of(key)} (of {type(key[0]).__name__}) in {where}, so its "
-            f"result depends on the order of microbatches: deterministic=True cannot run it; {remedy}"
+            f"{self._name} {verb} its {what} {_name_in(self._unit, key)} (of {type(key[0]).__name__}) in {where}, so "
+            f"its result depends on the order of microbatches: deterministic=True cannot run it; {remedy}"
         )
 
     def _note_order(self, task: Task) -> None:
@@ -175,7 +238,7 @@ class StateWatch:
     def _warn_of(self, created: set[_Key], task: Task) -> None:
         if self._in_order is not None and task.kind is Kind.F:  # one process would have made the same buffer
             return
-        for name in sorted(map(self._name_of, created)):
+        for name in sorted(_name_in(self._unit, key) for key in created):
             logger.warning(
                 "%s made its buffer %s in %s, out of microbatch order: deterministic=True takes it for a constant; if "
                 "it depends on the microbatch, make it before the first step",
@@ -203,9 +266,24 @@ class StateWatches:
         return nullcontext() if watch is None else watch.watching(task)
 
 
+def _made_anew(part: nn.Module) -> list[str]:
+    """The buffers that every forward makes of its input alone before it reads them.
+
+    In transformers that are the frequencies of LongRoPE, which has one set for short sequences and one for long ones.
+    """
+    kinds = vars(part).get("rope_type")
+    named = {f"{layers}_": kind for layers, kind in kinds.items()} if isinstance(kinds, Mapping) else {"": kinds}
+    return [f"{prefix}inv_freq" for prefix, kind in named.items() if kind == "longrope"]
+
+
 def _exchanges_parameters(part: nn.Module) -> bool:
     """Whether ``fully_shard`` was applied to the module."""
     return hasattr(part, "set_requires_gradient_sync")
+
+
+def _name_in(unit: nn.Module, key: _Key) -> str:
+    prefix = next((name for name, part in unit.named_modules() if part is key[0]), "")
+    return repr(".".join(filter(None, (prefix, key[1]))))
 
 
 def _version(tensor: Tensor) -> int:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from rrfp.compute.activations import tensors_in
 from rrfp.compute.named_tuples import is_named, with_items
 from rrfp.compute.program import Batch
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Mode, StepId
 from rrfp.errors import ConfigError, StageError
 
@@ -116,21 +117,25 @@ def requires_grad(value: Any) -> bool:
     return any(map(requires_grad, items))
 
 
-def detached(value: Any) -> Any:
-    """``value`` with all tensors in its tuples, lists and dicts detached; itself if none requires grad."""
+def detached(value: Any, needs_copy: Callable[[Tensor], bool]) -> Any:
+    """``value`` with all tensors in its tuples, lists and dicts detached, and cloned where ``needs_copy`` says so.
+
+    Itself if none is to be.
+    """
     if isinstance(value, Tensor):
-        return value.detach() if value.requires_grad else value
-    if not requires_grad(value):
+        value = value.detach() if value.requires_grad else value
+        return value.clone() if needs_copy(value) else value
+    if not requires_grad(value) and not any(map(needs_copy, tensors_in(value))):
         return value
     if isinstance(value, Mapping):
-        return {key: detached(item) for key, item in value.items()}
-    items = [detached(item) for item in value]
+        return {key: detached(item, needs_copy) for key, item in value.items()}
+    items = [detached(item, needs_copy) for item in value]
     if is_named(value):
         return with_items(value, items)
     return tuple(items) if isinstance(value, tuple) else items
 
 
-def check_placement(modules: Mapping[int, nn.Module], graph: Graph) -> None:
+def check_placement(modules: Mapping[int, nn.Module], graph: TaskGraph) -> None:
     """Refuse modules that are not those of one stage with a ConfigError that names the allowed virtual stages."""
     stages = [graph.placement.virtual_stages(stage) for stage in range(graph.placement.stages)]
     if tuple(sorted(modules)) not in stages:

@@ -6,18 +6,47 @@ measure the runtime and not the machine. On a `rrfp.compute.lanes.timer` the tim
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import sys
+import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
 
 import torch
 
-from rrfp.compute.lanes.precise_sleep import sleep_until
 from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch, StageProgram
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.costs import CostTable
+
+#: Seconds before the deadline at which the sleep ends; about the time in which a thread wakes up.
+_MARGIN_S = 50e-6
+
+_PR_SET_TIMERSLACK = 29
+
+_this_thread = threading.local()
+
+
+def sleep_until(deadline: float) -> None:
+    """Return as soon as possible after ``deadline``, a time of ``time.monotonic()``; at once if it has passed."""
+    if not getattr(_this_thread, "has_low_slack", False):
+        _lower_timer_slack()
+        _this_thread.has_low_slack = True
+    remaining = deadline - time.monotonic()
+    if remaining > _MARGIN_S:
+        time.sleep(remaining - _MARGIN_S)
+    while time.monotonic() < deadline:
+        time.sleep(0)  # releases the GIL and the core, for which the event loop may be waiting
+
+
+def _lower_timer_slack() -> None:
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
+
 
 T = TypeVar("T")
 
@@ -56,14 +85,11 @@ class EmulatedStage(StageProgram):
         num_bytes: size of every output and input gradient.
         spend: spends the time of a task; for a `TimerLane` its ``spend``.
         held: the bytes that a microbatch is said to hold on a virtual stage in a training step; None: none.
-
-    Attributes:
-        durations: may be replaced between two steps.
     """
 
     def __init__(
         self,
-        graph: Graph,
+        graph: TaskGraph,
         durations: Durations,
         num_bytes: int = 0,
         spend: Spend = sleep,
@@ -120,15 +146,6 @@ class PacedStage(StageProgram):
     """Runs another program, and stretches every task to the duration of a table.
 
     A task that takes longer overruns; a small overrun share means that the emulation is faithful.
-
-    Args:
-        program: the program.
-        durations: the least duration of each task.
-
-    Attributes:
-        durations: may be replaced between two steps.
-        planned_s: sum of the durations of all tasks so far, in seconds.
-        overrun_s: sum of the times by which tasks took longer, in seconds.
     """
 
     def __init__(self, program: StageProgram, durations: Durations) -> None:
@@ -165,6 +182,10 @@ class PacedStage(StageProgram):
     def finish(self, virtual_stage: int) -> None:
         """See :meth:`StageProgram.finish`."""
         self._program.finish(virtual_stage)
+
+    def name_of(self, virtual_stage: int) -> str:
+        """See :meth:`StageProgram.name_of`."""
+        return self._program.name_of(virtual_stage)
 
     def held_bytes(self, microbatch: int, virtual_stage: int) -> int:
         """See :meth:`StageProgram.held_bytes`."""

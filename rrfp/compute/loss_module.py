@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 
 #: The prefix of the names of the loss's parameters and buffers.
 LOSS = "loss_fn"
@@ -44,7 +44,7 @@ class WithLoss(nn.Module):
 
 
 def losses_by_stage(
-    loss_fn: LossFunction | Mapping[int, LossFunction] | None, graph: Graph
+    loss_fn: LossFunction | Mapping[int, LossFunction] | None, graph: TaskGraph
 ) -> Mapping[int, LossFunction]:
     """The loss of each virtual stage that computes one: those that nothing reads, where ``loss_fn`` is one function."""
     if loss_fn is None or isinstance(loss_fn, Mapping):

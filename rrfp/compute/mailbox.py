@@ -13,8 +13,9 @@ from torch import Tensor
 
 from rrfp.compute.payload import ABSENT, Payload
 from rrfp.compute.program import StageProgram
-from rrfp.core.graph import Graph
-from rrfp.core.tasks import Kind, Task
+from rrfp.compute.received import Returned
+from rrfp.core.graph import TaskGraph
+from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.core.visits import Visits
 from rrfp.errors import ProtocolError, StageError
 from rrfp.graphs.feeds import Feeds
@@ -27,7 +28,8 @@ class Mailbox:
     microbatch skips is `ABSENT` to its readers.
     """
 
-    def __init__(self, graph: Graph, stage: int, feeds: Feeds | None = None) -> None:
+    def __init__(self, graph: TaskGraph, stage: int, feeds: Feeds | None = None) -> None:
+        self.returned = Returned()
         self._graph = graph
         self._stage = stage
         self._feeds = Feeds() if feeds is None else feeds
@@ -35,9 +37,10 @@ class Mailbox:
         self._forward: dict[Task, Payload] = {}
         self._backward: dict[Task, dict[int, Payload]] = {}
 
-    def open(self, visits: Visits) -> None:
+    def open(self, visits: Visits, mode: Mode) -> None:
         """Begin a step, whose first outputs may be here already."""
         self._visits = visits
+        self.returned.open(mode)
 
     def put_forward(self, task: Task, output: Payload) -> None:
         """Keep the output of an F."""
@@ -90,7 +93,8 @@ class Mailbox:
         return sum(payload.num_bytes for payload in self._backward.get(task, {}).values())
 
     def drop(self, task: Task) -> None:
-        """Forget the output of ``task``."""
+        """Forget the output of ``task``, which has been sent and read."""
+        self.returned.drop(task)
         self._forward.pop(task, None)
         self._backward.pop(task, None)
 
@@ -138,19 +142,27 @@ class Mailbox:
 
 
 def run_task(program: StageProgram, mailbox: Mailbox, task: Task) -> None:
-    """Run ``task`` on its inputs in ``mailbox``, and keep its output there. Called on the lane's thread."""
+    """Run ``task`` on its inputs in ``mailbox``, and keep its output there. Called on the lane's thread.
+
+    Raises a StageError if it wrote into the output of an earlier task, beside what the program raises.
+    """
+    returned = mailbox.returned
+    returned.begin(task)
     if task.kind is Kind.F:
         output: Any = program.forward(task, mailbox.inputs(task))
         if not isinstance(output, Payload):
             raise StageError(f"{_method(program, 'forward')} returned a {type(output).__name__}, must return a Payload")
+        returned.end(task, (output,), program.name_of)
         mailbox.put_forward(task, output)
     elif task.kind is Kind.B:
         grads: Any = program.backward(task, mailbox.inputs(task))
         if not isinstance(grads, tuple) or not all(isinstance(payload, Payload) for payload in grads):
             raise StageError(f"{_method(program, 'backward')} must return a tuple of Payloads")
+        returned.end(task, grads, program.name_of)
         mailbox.put_backward(task, grads)
     else:
         program.weight(task)
+        returned.end(task, (), program.name_of)
 
 
 def bytes_after(program: StageProgram, mailbox: Mailbox, task: Task) -> tuple[int, int]:

@@ -44,11 +44,7 @@ def not_promised(types: Iterable[str]) -> list[str]:
 
 
 def check_torch(types: Collection[str]) -> None:
-    """Refuse this thread's settings if two runs on the device ``types`` differ, and log the clauses of `not_promised`.
-
-    Raises:
-        ConfigError: naming the settings that CUDA needs.
-    """
+    """Refuse this thread's settings if two runs on the device ``types`` differ; log the rest of `not_promised`."""
     if "cuda" in types and (missing := missing_on_cuda(CudaSettings.here())):
         raise ConfigError(
             f"deterministic=True on CUDA needs {', and '.join(missing)}; set them before the first kernel"
@@ -59,16 +55,13 @@ def check_torch(types: Collection[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CudaSettings:
-    """What decides whether CUDA kernels give the same bits in each run.
+    """What decides whether CUDA kernels give the same bits in each run."""
 
-    Attributes:
-        is_strict: whether torch refuses operators without a deterministic implementation.
-        measures: whether cuDNN picks algorithms by a measurement.
-        workspace: the variable CUBLAS_WORKSPACE_CONFIG.
-    """
-
+    #: Whether torch refuses operators without a deterministic implementation.
     is_strict: bool
+    #: Whether cuDNN picks algorithms by a measurement.
     measures: bool
+    #: The variable CUBLAS_WORKSPACE_CONFIG.
     workspace: str | None
 
     @classmethod

@@ -7,14 +7,14 @@ tuple, list and dict, such as the outputs of transformers, arrive as plain tuple
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from rrfp.compute.async_tensors import is_sharded, wait_async
+from rrfp.compute.async_tensors import PLAIN, is_pending, is_sharded, wait_async
 from rrfp.compute.named_tuples import is_named, name_of, rebuilt
 from rrfp.errors import ProtocolError, StageError
 
@@ -44,8 +44,8 @@ class Payload:
             value: a tensor, None, bool, int, float or str, or a nesting of these in tuples, lists and dicts.
 
         Raises:
-            StageError: if a leaf has another type, is a DTensor or not dense, if a dict key is no string, or if other
-                ranks cannot find the class of a named tuple by its name.
+            StageError: if a leaf has another type, is not dense or of a class derived from Tensor (DTensor among them),
+                if a dict key is no string, or if other ranks cannot find the class of a named tuple by its name.
         """
         leaves: list[Tensor | None] = []
         structure = _describe(value, leaves, "output")
@@ -64,9 +64,14 @@ class Payload:
             count = len(self.tensors)
             raise ProtocolError(f"the nesting of {count} tensors that arrived cannot be read: {error!r:.80}") from error
 
-    def sent(self) -> Payload:
-        """As it is sent: the same memory without a history; a tensor requires grad if its gradient is wanted back."""
-        return Payload(tuple(map(_sent, self.tensors)), self.structure)
+    def sent(self, needs_copy: Callable[[Tensor], bool] = Tensor.is_inference) -> Payload:
+        """As it is sent: the same memory without a history; a tensor requires grad if its gradient is wanted back.
+
+        Args:
+            needs_copy: whether later tasks may write into a tensor, or their writes would go unnoticed, as those into
+                an inference tensor.
+        """
+        return Payload(tuple([_sent(tensor, needs_copy) for tensor in self.tensors]), self.structure)
 
     def pick(self, keys: Sequence[str]) -> tuple[Payload, tuple[int, ...]]:
         """Single values of a dict: a payload of a dict with ``keys`` alone, and the indices of its tensors in this one.
@@ -95,8 +100,13 @@ class Payload:
 ABSENT: Final = Payload((), ("v", None))
 
 
-def _sent(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else canonical(tensor.detach()).requires_grad_(tensor.requires_grad)
+def _sent(tensor: Tensor | None, needs_copy: Callable[[Tensor], bool]) -> Tensor | None:
+    if tensor is None:
+        return None
+    sent = canonical(tensor.detach())
+    if needs_copy(sent):
+        sent = sent.clone()
+    return sent.requires_grad_(tensor.requires_grad)
 
 
 def canonical(tensor: Tensor) -> Tensor:
@@ -124,6 +134,13 @@ def _describe(value: Any, leaves: list[Tensor | None], path: str) -> list[Any]:
                 "the same member of the next stage's group, or its full_tensor()"
             )
         _check_dense(value, path)
+        if type(value) not in PLAIN and not is_pending(value):
+            kind = f"{type(value).__module__}.{type(value).__qualname__}"
+            raise StageError(
+                f"{path} is a {kind}, a class derived from torch.Tensor; between stages travel ordinary tensors, since "
+                f"another rank would get no more than the values: return {path}.as_subclass(torch.Tensor), or the "
+                "tensors that it is made of, and build it again where it is used"
+            )
         leaves.append(value)
         return ["t", len(leaves) - 1]
     if value is None or isinstance(value, bool | int | float | str):

@@ -98,6 +98,17 @@ class StageProgram(ABC):
             virtual_stage: the virtual stage.
         """
 
+    def name_of(self, virtual_stage: int) -> str:
+        """What errors call the computation of a virtual stage. Called on the lane's thread.
+
+        Args:
+            virtual_stage: one of this rank's.
+
+        Returns:
+            By default the class of the program.
+        """
+        return type(self).__name__
+
     def held_bytes(self, microbatch: int, virtual_stage: int) -> int:
         """Bytes kept for a microbatch between its tasks. Called on any thread.
 

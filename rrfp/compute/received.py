@@ -1,19 +1,24 @@
-"""Tensors from other virtual stages: read-only by contract, and the check of that contract.
+"""Tensors between virtual stages: read-only by contract, and the check of that contract.
 
 A stage must not write into a received tensor: its memory may still be read by others, and the sender may hold the same
-tensor. Every write through torch increases the version of a tensor, and versions are compared here.
+tensor. Nor may it write into a tensor that it returned, which may still be sent or read. Every write through torch
+increases the version of a tensor, and versions are compared here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rrfp.compute.async_tensors import PLAIN
 from rrfp.compute.payload import Payload, Structure, canonical
+from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.errors import StageError
 
 #: How torch's own error about a write into a leaf that requires grad ends.
@@ -66,14 +71,97 @@ class ReadOnly:
         )
 
 
-class Received:
-    """The forward inputs of one task: new leaves on the received memory, each with a gradient of its own.
+#: A payload that was returned: its nesting, and what counts the writes into each of its tensors.
+_Watched = tuple[Structure, list[Tensor | None]]
 
-    Args:
-        payloads: one for each predecessor.
-        predecessors: their virtual stages.
-        training: whether a leaf requires grad if the sent tensor did.
-    """
+
+class Returned:
+    """The outputs of a rank's tasks; detects tasks that write into an output which an earlier one returned."""
+
+    # A message is copied on the loop, while the lane may already run the next task. torch counts a write after it has
+    # made it, so a look at the version after the copy would miss a write under way. Hence the lane looks, at the end of
+    # each task: a write comes either after the copy, or is counted before the task that made it ends. That task fails,
+    # so no rank finishes the step with what left in between.
+
+    def __init__(self) -> None:
+        self._mode = Mode.TRAIN
+        self._by_task: dict[Task, list[_Watched]] = {}
+        #: All counters, and what they counted when their tensors were returned, by identity: a look takes 50 ns each.
+        self._counters: dict[int, Tensor] = {}
+        self._versions: dict[int, int] = {}
+        #: Outputs that no one reads any more. The loop appends to it, all else is done on the lane's thread.
+        self._dropped: deque[Task] = deque()
+
+    def open(self, mode: Mode) -> None:
+        """Begin a step, between tasks."""
+        self._mode = mode
+        self._dropped.clear()
+        for known in (self._by_task, self._counters, self._versions):
+            known.clear()
+
+    def begin(self, task: Task) -> None:
+        """A task begins. In a backward all readers have read the output of its forward."""
+        if task.kind is Kind.B:
+            self._forget(task._replace(kind=Kind.F))
+
+    def end(self, task: Task, payloads: Sequence[Payload], name_of: Callable[[int], str]) -> None:
+        """A task has run and returns ``payloads``; raise a StageError if it wrote into those of an earlier one.
+
+        ``name_of`` tells what the computation of a virtual stage is called.
+        """
+        if list(map(_VERSION, self._counters.values())) != list(self._versions.values()):
+            raise StageError(self._refusal(task, name_of))
+        while self._dropped:  # only now: the task may have begun before the output was copied for the last time
+            self._forget(self._dropped.popleft())
+        watched = [
+            (payload.structure, [None if tensor is None else write_counter(tensor) for tensor in payload.tensors])
+            for payload in payloads
+        ]
+        for _, counters in watched:
+            for counter in counters:
+                if counter is not None:
+                    self._counters[key := id(counter)] = counter
+                    self._versions[key] = counter._version
+        if watched:
+            self._by_task[task] = watched
+
+    def drop(self, task: Task) -> None:
+        """The output of ``task`` has been read. Called on the loop."""
+        # Of a training step the outputs of forwards are kept until `begin`: readers on this rank save them for their
+        # backwards, and a module that writes into them is found whatever the timing.
+        if task.kind is Kind.B or self._mode is not Mode.TRAIN:
+            self._dropped.append(task)
+
+    def _forget(self, task: Task) -> None:
+        for _, counters in self._by_task.pop(task, ()):
+            for counter in counters:
+                if counter is not None:
+                    del self._counters[key := id(counter)], self._versions[key]
+
+    def _refusal(self, task: Task, name_of: Callable[[int], str]) -> str:
+        returned, structure, index = next(
+            (returned, structure, index)
+            for returned, watched in self._by_task.items()
+            for structure, counters in watched
+            for index, counter in enumerate(counters)
+            if counter is not None and counter._version != self._versions[id(counter)]
+        )
+        writer, owner = (f"{name_of(v)} on virtual stage {v}" for v in (task.virtual_stage, returned.virtual_stage))
+        tensor = _path(structure, index)
+        if returned.kind is Kind.B:
+            tensor = f"{tensor} of the input gradients"
+        if writer == owner:
+            owner, remedy = "it", "return a clone (x.clone())"
+        else:
+            remedy = "return a clone there, or write into a clone (x = x.clone())"
+        return (
+            f"{writer} wrote in {task} into {tensor} that {owner} had returned in {returned}, and that may still be "
+            f"sent or read: {remedy}"
+        )
+
+
+class Received:
+    """The forward inputs of one task: new leaves on the received memory, each with a gradient of its own."""
 
     __slots__ = ("_watch", "payloads")
 
@@ -118,6 +206,24 @@ class Received:
             f"{type(module).__name__} on virtual stage {virtual_stage} wrote in place into a received tensor{where}; "
             f"{_REMEDY}"
         )
+
+
+_VERSION = attrgetter("_version")
+
+#: Replaces the memory of counters.
+_NO_MEMORY = torch.empty(0, device="cpu")
+
+
+def write_counter(tensor: Tensor) -> Tensor | None:
+    """A tensor without memory that has the version of ``tensor``, now and later; None where torch counts no writes."""
+    if type(tensor) not in PLAIN or tensor.is_inference():
+        return None
+    counter = tensor.detach()  # it shares the version, and keeps it with other data
+    try:
+        counter.data = _NO_MEMORY if tensor.is_cpu else tensor.new_empty(0)
+    except RuntimeError:  # sparse, nested or quantized
+        return None
+    return counter
 
 
 def _leaf(tensor: Tensor | None, training: bool) -> Tensor | None:

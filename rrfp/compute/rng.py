@@ -60,14 +60,12 @@ class RandomForks:
     """Forks of torch's global generators, one for each task.
 
     Python's and numpy's generators are left alone.
-
-    Attributes:
-        seed: the run's seed; None disables forking and its lock.
-        devices: CUDA devices whose generators are forked along with the CPU's. One without an index is the current one
-            of the thread that forks.
     """
 
+    #: The run's seed; None disables forking and its lock.
     seed: int | None
+    #: CUDA devices whose generators are forked along with the CPU's. One without an index is the current one of the
+    #: thread that forks.
     devices: frozenset[torch.device] = frozenset()
 
     def run(self, step: int, task: Task, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -27,16 +27,13 @@ _entering = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class ThreadModes:
-    """The modes and hooks that are active on a thread, innermost last.
+    """The modes and hooks that are active on a thread, innermost last."""
 
-    Attributes:
-        functions: torch-function modes, without the default device.
-        dispatch: dispatch modes, such as those that count operations.
-        hooks: the innermost default hooks for saved tensors; torch calls no others.
-    """
-
+    #: Torch-function modes, without the default device.
     functions: tuple[Any, ...]
+    #: Dispatch modes, such as those that count operations.
     dispatch: tuple[Any, ...]
+    #: The innermost default hooks for saved tensors; torch calls no others.
     hooks: Hooks | None
 
     @classmethod
@@ -93,24 +90,21 @@ def out_of_reach() -> str | None:
 
 
 class _Private(NamedTuple):
-    """Private functions of torch.
+    """Private functions of torch."""
 
-    Attributes:
-        functions: the calling thread's torch-function modes.
-        push_function: enters a torch-function mode.
-        pop_function: leaves the last one.
-        dispatch: the calling thread's dispatch modes.
-        push_dispatch: enters a dispatch mode.
-        pop_dispatch: leaves the last one of a kind; None is the kind of user modes.
-        hooks: the innermost default hooks; its argument is for compilers.
-    """
-
+    #: The calling thread's torch-function modes.
     functions: Callable[[], Sequence[Any]]
+    #: Enters a torch-function mode.
     push_function: Callable[[Any], object]
+    #: Leaves the last one.
     pop_function: Callable[[], object]
+    #: The calling thread's dispatch modes.
     dispatch: Callable[[], Sequence[Any]]
+    #: Enters a dispatch mode.
     push_dispatch: Callable[[Any], object]
+    #: Leaves the last one of a kind; None is the kind of user modes.
     pop_dispatch: Callable[[Any], object]
+    #: The innermost default hooks; its argument is for compilers.
     hooks: Callable[[bool], Hooks | None]
 
 

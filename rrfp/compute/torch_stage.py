@@ -7,35 +7,226 @@ one process.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rrfp.compute import engine
 from rrfp.compute.activations import ActivationMeter, describe, tensors_in
-from rrfp.compute.async_tensors import full_tensor
-from rrfp.compute.buffers import StateWatches
+from rrfp.compute.async_tensors import full_tensor, wait_async
+from rrfp.compute.buffers import BufferMemory, CarriedState, StateWatches
 from rrfp.compute.caller_context import CallerModes
-from rrfp.compute.calling import check_batch, check_loss, check_placement, requires_grad
+from rrfp.compute.calling import Arguments, check_batch, check_loss, check_placement, detached, requires_grad
+from rrfp.compute.engine import Root
 from rrfp.compute.gradients.adopted import AdoptedGradients
 from rrfp.compute.gradients.shared import SharedGradients
-from rrfp.compute.loss_module import LossFunction, losses_by_stage, with_loss
-from rrfp.compute.payload import Payload
+from rrfp.compute.loss_module import LossFunction, class_name, losses_by_stage, with_loss
+from rrfp.compute.payload import ABSENT, Payload
 from rrfp.compute.program import Batch, StageProgram
-from rrfp.compute.received import ReadOnly, Received
+from rrfp.compute.received import ReadOnly, Received, write_counter
 from rrfp.compute.rng import RandomForks, devices_of
-from rrfp.compute.saved_forward import SavedForward
 from rrfp.compute.split.backward import SplitBackward, Unsplittable
 from rrfp.compute.split.pending_weights import PendingWeights
-from rrfp.compute.stage_inputs import StageInputs
-from rrfp.compute.step_results import StepResults
-from rrfp.core.graph import Graph
-from rrfp.core.readiness import ForcedOrder
+from rrfp.core.graph import TaskGraph
+from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.tasks import Kind, Mode, StepId, Task
+from rrfp.errors import StageError
 from rrfp.graphs.feeds import Feeds
+
+
+class _Output(NamedTuple):
+    """A sent tensor, without its memory."""
+
+    edge: GradientEdge
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def gradient(self, received: Tensor) -> Tensor:
+        """The received gradient where autograd wants it; it may come from a stage that computes on another device."""
+        if received.shape != self.shape or received.is_complex() != self.dtype.is_complex:
+            raise StageError(
+                f"a gradient of shape {tuple(received.shape)} and {received.dtype} arrived for an output of shape "
+                f"{tuple(self.shape)} and {self.dtype}"
+            )
+        return received if received.device == self.device else received.to(self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedForward:
+    """One microbatch on one virtual stage, between F and B."""
+
+    #: The input leaves, which collect the input gradients.
+    received: Received
+    #: The sent tensors, None for one that does not require grad. Empty on the last virtual stage.
+    outputs: tuple[_Output | None, ...] = ()
+    #: The loss with its graph, on the last virtual stage; None if its weight is 0.
+    loss: Tensor | None = None
+    #: The factor on the loss in backward.
+    loss_weight: float = 0.0
+    #: Outputs of the last virtual stage whose loss has weight 0 and whose backward runs all the same.
+    unweighted: tuple[Tensor, ...] = ()
+    #: By successor, the indices of the sent tensors that it reads; None: all of them.
+    picked: tuple[tuple[int, ...] | None, ...] = ()
+
+    @classmethod
+    def of_outputs(cls, received: Received, output: Payload, read: Sequence[tuple[str, ...] | None]) -> SavedForward:
+        """For a virtual stage that sends ``output``, of which each successor reads the keys ``read``, None for all."""
+        # Why not keep the tensors? An edge refers to the graph alone, so an output is freed once it is sent, unless
+        # autograd itself saved it.
+        saved = [
+            _Output(get_gradient_edge(t), t.shape, t.dtype, t.device) if t is not None and t.requires_grad else None
+            for t in output.tensors
+        ]
+        picked = tuple([None if keys is None else output.pick(keys)[1] for keys in read])
+        return cls(received, tuple(saved), picked=picked)
+
+    def roots(self, grads: Sequence[Payload]) -> tuple[list[Root], list[Tensor]]:
+        """Where backward enters the graph, and the gradient for each entry; a root may occur several times.
+
+        Several gradients of one output are those of the later readers first. Autograd adds them in this order, as it
+        does where one process calls the readers in the order of virtual stages.
+
+        Args:
+            grads: the received gradients of the outputs, one payload for each successor.
+        """
+        if self.loss is not None:
+            if not self.loss.requires_grad:
+                return [], []
+            return [self.loss], [torch.full_like(self.loss, self.loss_weight)]
+        roots: list[Root] = [*self.unweighted]
+        gradients = [torch.zeros_like(output) for output in self.unweighted]
+        for payload, indices in zip(reversed(grads), reversed(self.picked), strict=True):
+            if payload is ABSENT:
+                continue
+            sent = self.outputs if indices is None else [self.outputs[i] for i in indices]
+            if len(payload.tensors) != len(sent):
+                raise StageError(
+                    f"{len(payload.tensors)} gradients arrived, must be one for each tensor sent: {len(sent)}"
+                )
+            for output, gradient in zip(sent, payload.tensors, strict=True):
+                if output is not None and gradient is not None:
+                    roots.append(output.edge)
+                    gradients.append(output.gradient(gradient))
+        return roots, gradients
+
+
+class StageInputs:
+    """The batch of a step, by microbatch and virtual stage.
+
+    Args:
+        batch: of the step.
+        graph: says which virtual stages read from others, and which end the pipeline.
+        feeds: how each of them reads.
+    """
+
+    def __init__(self, batch: Batch, graph: TaskGraph, feeds: Feeds) -> None:
+        self._batch = batch
+        self._graph = graph
+        self._feeds = feeds
+
+    def of_caller(self, m: int, v: int) -> tuple[Any, ...]:
+        """The caller's input and its keyword arguments; each is missing where there is none."""
+        batch, graph, parts = self._batch, self._graph, self._feeds.parts
+        inputs: Any = batch.inputs
+        kwargs: Any = batch.kwargs
+        if parts:
+            inputs = inputs.get(parts[v]) if isinstance(inputs, Mapping) and v in self._feeds.heads else None
+            kwargs = kwargs.get(parts[v]) if isinstance(kwargs, Mapping) else kwargs
+        elif graph.predecessors[v]:
+            inputs = None
+        return tuple([own[m] for own in (inputs, kwargs) if own is not None])
+
+    def arguments(self, m: int, v: int, received: Sequence[Any]) -> Arguments:
+        """Those of the module's call; ``received`` came from the predecessors of ``v``."""
+        own = self.of_caller(m, v)
+        if not (feeds := self._feeds.by_stage):
+            return Arguments.spread([*received, *own])
+        values = dict(zip(self._graph.predecessors[v], received, strict=True))
+        spread: list[Any] = []
+        named: dict[str, Any] = {}
+        for source, argument, key in feeds[v]:
+            value = values[source]
+            if argument is None:
+                spread.append(value)
+            else:
+                named[argument] = value if key is None or value is None else value[key]
+        return Arguments.spread([*spread, *own, named])
+
+    def targets(self, v: int) -> Sequence[Any] | None:
+        """The targets by microbatch; None unless ``v`` is a last virtual stage for which the caller gave any."""
+        targets = self._batch.targets
+        if targets is None or self._graph.successors[v]:
+            return None
+        return targets.get(self._feeds.parts[v]) if isinstance(targets, Mapping) else targets
+
+    def num_bytes(self, m: int, v: int, received: Sequence[Payload]) -> int:
+        """Of received tensors and of the caller's, as dense ones."""
+        own = sum(each.numel() * each.element_size() for each in tensors_in(self.of_caller(m, v)))
+        return own + sum(each.num_bytes for each in received)
+
+
+class StepResults:
+    """By part and microbatch, without history; in the order of microbatches.
+
+    Args:
+        makers: who makes them, for messages, by part: those parts whose last modules lie on this rank and nothing
+            reads; "" for the last virtual stage of a model whose loss is that of one part.
+        needs_copy: by part, see `Payload.sent`.
+    """
+
+    def __init__(self, makers: Mapping[str, str], needs_copy: Mapping[str, Callable[[Tensor], bool]]) -> None:
+        self._makers = makers
+        self._needs_copy = needs_copy
+        self._losses: dict[str, dict[int, Tensor]] = {part: {} for part in makers}
+        self._outputs: dict[str, dict[int, Any]] = {part: {} for part in makers}
+        #: By what it is, the counter of each kept tensor, and its count then.
+        self._versions: list[tuple[str, Tensor, int]] = []
+
+    def keep(self, microbatch: int, output: Any, loss: Tensor | None, batch: Batch, mode: Mode, part: str = "") -> None:
+        """Keep the loss, if there is one, and in an evaluation the output, if ``batch`` wants it."""
+        returns = batch.return_outputs
+        if mode is not Mode.TRAIN and (loss is None if returns is None else returns):
+            self._outputs[part][microbatch] = kept = detached(output, self._needs_copy[part])
+            for tensor in tensors_in(kept):
+                self._watch(f"output of microbatch {microbatch}", wait_async(tensor), part)
+        if loss is not None:  # it is not read, since that would wait for the device
+            self._losses[part][microbatch] = kept = wait_async(detached(loss, self._needs_copy[part]))
+            self._watch(f"loss of microbatch {microbatch}", kept, part)
+
+    def _watch(self, what: str, kept: Tensor, part: str) -> None:
+        if (counter := write_counter(kept)) is not None:
+            self._versions.append((f"{self._makers[part]} wrote into the {what}", counter, counter._version))
+
+    def _check_unwritten(self) -> None:
+        for writer, counter, version in self._versions:
+            if counter._version != version:
+                raise StageError(f"{writer} after it had returned it: return a clone (x.clone())")
+
+    def losses(self) -> dict[int, float]:
+        """The losses kept, added over the parts; otherwise as `losses_by_part`."""
+        total: dict[int, float] = {}
+        for own in self.losses_by_part().values():
+            for m, loss in own.items():
+                total[m] = total[m] + loss if m in total else loss
+        return dict(sorted(total.items()))
+
+    def losses_by_part(self) -> dict[str, dict[int, float]]:
+        """The losses kept; waits for the device."""
+        self._check_unwritten()
+        return {part: {m: float(losses[m]) for m in sorted(losses)} for part, losses in self._losses.items()}
+
+    def outputs(self) -> dict[int, Any]:
+        """The outputs kept; of each microbatch a dict by part, where losses are by part."""
+        if "" in self._outputs:
+            return dict(sorted(self._outputs[""].items()))
+        microbatches = sorted({m for own in self._outputs.values() for m in own})
+        return {m: {part: own[m] for part, own in self._outputs.items() if m in own} for m in microbatches}
 
 
 class TorchStage(StageProgram):
@@ -68,16 +259,16 @@ class TorchStage(StageProgram):
         shared: separates the gradients of parameters that several virtual stages of the process share.
         grouped: whether ranks with other data join in collectives inside tasks, so that every backward has to run. A
             loss of weight 0 is never differentiated; its backward then enters at the outputs, with zeros.
+        joined_losses: whether losses may have such collectives too, so that one of weight 0 is differentiated with the
+            factor 0.
         feeds: what each virtual stage is called with, where the model has parts; see `rrfp.Graph`.
-
-    Raises:
-        ConfigError: if ``modules`` are not those of one stage.
+        carried: warns where forwards out of microbatch order write buffers.
     """
 
     def __init__(
         self,
         modules: Mapping[int, nn.Module],
-        graph: Graph,
+        graph: TaskGraph,
         *,
         loss_fn: LossFunction | Mapping[int, LossFunction] | None = None,
         seed: int | None = 0,
@@ -86,7 +277,9 @@ class TorchStage(StageProgram):
         devices: Collection[torch.device] = (),
         shared: SharedGradients | None = None,
         grouped: bool = False,
+        joined_losses: bool = False,
         feeds: Feeds | None = None,
+        carried: CarriedState | None = None,
     ) -> None:
         check_placement(modules, graph)
         self._modules = dict(modules)
@@ -98,12 +291,15 @@ class TorchStage(StageProgram):
         self._seed = seed
         self._devices = frozenset(devices)
         self._grouped = grouped
+        self._joined_losses = joined_losses
         self._meters = {v: ActivationMeter(unit) for v, unit in self._units.items()}
         forced = frozenset(in_order)
         # Ws that run in order fix the order of additions to `.grad`; a whole backward in B would add out of that order.
         unsplittable = "refuse" if any(kind is Kind.W for kind, _ in forced) else unsplittable
         self._split = {v: SplitBackward(unit, v, unsplittable) for v, unit in self._units.items() if graph.split[v]}
         self._state = StateWatches(self._units, forced)
+        self._buffers = {v: BufferMemory(unit) for v, unit in self._units.items()}
+        self._carried = None if forced else carried or CarriedState()
         self._feeds = Feeds() if feeds is None else feeds
         #: Whose inputs are the caller's alone: the first virtual stage, or parts by name.
         sources = [v for v in self._modules if not graph.predecessors[v]]
@@ -114,12 +310,7 @@ class TorchStage(StageProgram):
         self._clear()
 
     def open(self, step: StepId, batch: Batch) -> None:
-        """Begin a step, in the modes of the calling thread. See :meth:`StageProgram.open`.
-
-        Raises:
-            ConfigError: if the batch lacks data that this rank needs, a list has not M entries, or a training step has
-                no ``loss_fn`` or is called under ``no_grad``.
-        """
+        """Begin a step, in the modes of the calling thread. See :meth:`StageProgram.open`."""
         ends = {part: v in self._losses for v, part in self._ends.items()}
         check_batch(batch, step, sources=self._sources, ends=ends)
         modes = CallerModes.capture(step.mode)
@@ -131,26 +322,18 @@ class TorchStage(StageProgram):
         for v, unit in self._units.items():
             with self._shared.swapped_in(v):
                 self._adopted[v] = AdoptedGradients(unit)
+            self._buffers[v].open()
         self._state.open(step)
 
     def forward(self, task: Task, inputs: tuple[Payload, ...]) -> Payload:
-        """See :meth:`StageProgram.forward`.
-
-        Raises:
-            StageError: if the module wrote into a received tensor or returned a value that a payload cannot carry, or
-                if the loss is no scalar.
-        """
+        """See :meth:`StageProgram.forward`."""
         assert self._step is not None
         step = self._batch.training_step
-        with self._state.watching(task):
+        with self._watching(task):
             return self._forks.run(step, task, self._modes.forward, self._forward, task, inputs)
 
     def backward(self, task: Task, grads: tuple[Payload, ...]) -> tuple[Payload, ...]:
-        """See :meth:`StageProgram.backward`. Does nothing if nothing requires grad.
-
-        Raises:
-            StageError: if a received tensor was written to since the forward, or a received gradient now.
-        """
+        """See :meth:`StageProgram.backward`. Does nothing if nothing requires grad."""
         assert self._step is not None
         _, m, v = task
         saved = self._saved.pop((m, v))
@@ -183,6 +366,10 @@ class TorchStage(StageProgram):
             self._modes.backward(pending.add_to_gradients)
             self._adopted[v].copy_out_of(memory)
         self._held.pop((m, v), None)
+
+    def name_of(self, virtual_stage: int) -> str:
+        """See :meth:`StageProgram.name_of`: the class of the module."""
+        return class_name(self._units[virtual_stage])
 
     def held_bytes(self, microbatch: int, virtual_stage: int) -> int:
         """Bytes of received inputs and of tensors that autograd saved; parameters and buffers do not count.
@@ -219,12 +406,26 @@ class TorchStage(StageProgram):
         """See :meth:`StageProgram.outputs`; by default kept in a forward-only step without targets or ``loss_fn``."""
         return self._results.outputs()
 
+    def _watching(self, task: Task) -> AbstractContextManager[None]:
+        """Watch the state that a forward writes."""
+        _, m, v = task
+        if m > self._highest.get(v, -1):
+            self._highest[v] = m
+        elif self._carried is not None and self._modes.mode is Mode.TRAIN:
+            return self._carried.watching(task, self._buffers[v])
+        return self._state.watching(task)
+
     def _clear(self) -> None:
+        #: By virtual stage, the highest microbatch whose forward has begun.
+        self._highest: dict[int, int] = {}
         #: By microbatch and virtual stage, as are the bytes and the pending weights.
         self._saved: dict[tuple[int, int], SavedForward] = {}
         self._held: dict[tuple[int, int], int] = {}
         self._held_outputs: dict[tuple[int, int], int] = {}
-        self._results = StepResults(self._ends.values())
+        self._results = StepResults(
+            {part: f"{self.name_of(v)} on virtual stage {v}" for v, part in self._ends.items()},
+            {part: self._buffers[v].needs_copy for v, part in self._ends.items()},
+        )
         #: The work that B left to W, and the addresses of payloads in which no `.grad` may lie.
         self._pending: dict[tuple[int, int], tuple[PendingWeights, frozenset[int]]] = {}
         self._adopted: dict[int, AdoptedGradients] = {}
@@ -263,14 +464,18 @@ class TorchStage(StageProgram):
             if training:
                 self._saved[m, v] = self._saved_loss(m, received, output, loss)
             return Payload()
-        packed = Payload.pack(output)
+        try:
+            packed = Payload.pack(output)
+        except StageError as error:
+            raise StageError(f"{self.name_of(v)} on virtual stage {v}: {error}") from None
         if training:
             read = [self._feeds.keys(v, (w,)) for w in self._graph.successors[v]]
             self._saved[m, v] = SavedForward.of_outputs(received, packed, read)
-        return packed.sent()
+        return packed.sent(self._buffers[v].needs_copy)
 
     def _saved_loss(self, m: int, received: Received, output: Any, loss: Tensor | None) -> SavedForward:
-        if factor := self._batch.gradient_weights[m]:
+        factor = self._batch.gradient_weights[m]
+        if factor or self._joined_losses:
             return SavedForward(received, loss=loss, loss_weight=factor)
         # Why not differentiate with the factor 0? The loss of an empty microbatch may be nan, and 0 * nan is nan. The
         # backward may have to run all the same, for the other ranks of its collectives.
@@ -281,7 +486,7 @@ class TorchStage(StageProgram):
         """Run B; returns the work left to W, None if the whole backward ran."""
         roots, gradients = saved.roots(grads)
         if v in self._split:
-            return self._split[v].run(roots, gradients, saved.received)
+            return self._split[v].run(roots, gradients, saved.received.tensors())
         if roots:  # autograd adds the gradients of a root that occurs twice
             engine.backward(roots, gradients)
         return None

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType, TracebackType
+from weakref import WeakSet
+
+from rrfp.errors import RrfpError
 
 #: The most frames of one stack, and characters of one text, that are reported: the innermost ones, which say most.
 MOST_FRAMES = 40
@@ -15,6 +20,13 @@ MOST_CHARACTERS = 8192
 
 #: With the separator at its end: a plugin's package may have a name that begins like this one's.
 _PACKAGE = str(Path(__file__).parents[1] / "_").removesuffix("_")
+
+#: The folders of Python's own modules, and the names of those in which distributions are installed.
+_STANDARD = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"])
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+
+#: Errors whose text has been logged.
+_logged: WeakSet[RrfpError] = WeakSet()
 
 
 def stack_of(thread: int | None) -> str:
@@ -45,12 +57,42 @@ def trim(error: BaseException) -> None:
 
 
 def place_of(error: BaseException) -> str:
-    """The file, line and function that raised ``error``, in one line; empty if unknown or in this package."""
+    """The innermost file, line and function of the caller's own code when ``error`` was raised, in one line.
+
+    Empty if none of that took part, or if this package raised it. A library in which it was raised is named too.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or frames[-1].filename.startswith(_PACKAGE):
         return ""
+    own = next((frame for frame in reversed(frames) if not _is_library(frame.filename)), None)
+    if own is None:
+        return ""
+    line = f"{own.filename}:{own.lineno}, in {own.name}" + (f": {own.line}" if own.line else "")
     last = frames[-1]
-    return f"{last.filename}:{last.lineno}, in {last.name}" + (f": {last.line}" if last.line else "")
+    return line if own is last else f"{line} (in {last.name} of {Path(last.filename).name}:{last.lineno})"
+
+
+def _is_library(filename: str) -> bool:
+    """Whether a file belongs to Python, to an installed distribution or to this package."""
+    return filename.startswith(("<", _PACKAGE, *_STANDARD)) or not _INSTALLED.isdisjoint(Path(filename).parts)
+
+
+def print_no_traceback(error: RrfpError) -> None:
+    """Print nothing should ``error`` end the program: its text has been logged already. The exit code stays 1.
+
+    No effect in a program that logs no errors.
+    """
+    if not logging.getLogger("rrfp").isEnabledFor(logging.ERROR):
+        return
+    if not _logged:
+        before = sys.excepthook
+
+        def print_others(kind: type[BaseException], value: BaseException, frames: TracebackType | None) -> None:
+            if not (isinstance(value, RrfpError) and value in _logged):
+                before(kind, value, frames)
+
+        sys.excepthook = print_others
+    _logged.add(error)
 
 
 def _without_package(whole: TracebackType | None) -> TracebackType | None:

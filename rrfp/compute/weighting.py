@@ -28,12 +28,6 @@ def gradient_weights(
         microbatches: M.
         reduction: ``"mean"`` divides by the sum of the weights, ``"sum"`` does not.
         grad_scale: a further factor on every gradient; it does not change the reported loss.
-
-    Returns:
-        M factors.
-
-    Raises:
-        ConfigError: if an argument is not as above, or all weights are 0 for ``"mean"``.
     """
     normaliser = _normaliser(checked := _checked(weights, microbatches), reduction)
     try:

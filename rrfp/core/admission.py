@@ -25,7 +25,7 @@ chunk tasks; there are K * C. Backwards and weight tasks free memory: only the p
   forward that was ordered once a slot is free on itself, so that D keeps its bound on every rank. The slots that the
   leader saw free become so there too: by tasks that are in the log before it, and by successors that run those.
 
-Rejected, each with a deadlock that `rrfp check admission --rule` prints (`rrfp.sim.explore.wrong_rules`):
+Rejected, each with a deadlock that `rrfp check admission --rule` prints (`rrfp.sim.explore.cases`):
 
 - D < K*C for every forward, and only backwards from there on. It is what the paper says for one chunk; with two, the
   shallow chunk takes all slots and the deep one, whose backward would free them, gets none.
@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
@@ -53,6 +54,9 @@ from rrfp.core.tasks import Kind
 from rrfp.errors import ConfigError
 
 LIMIT_PRESETS = ("1f1b", "n", "2n")
+
+_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+_SIZE = re.compile(rf"([0-9]+)({'|'.join(_UNITS)})")
 
 #: How chunks of a stage share its slots; see the module's docstring.
 AdmissionRule = Literal["staircase", "paper"]
@@ -79,7 +83,9 @@ class Limit:
     def __post_init__(self) -> None:
         for field, value in (("microbatches", self.microbatches), ("bytes", self.bytes)):
             if value is not None and (isinstance(value, bool) or not hasattr(value, "__index__")):
-                raise ConfigError(f"limit: {field} is {value!r}, must be a whole number >= 1")
+                size = bytes_of(value)
+                text = "" if size is None else f", such as {size}; limit={value!r} takes the text"
+                raise ConfigError(f"limit: {field} is {value!r}, must be a whole number >= 1{text}")
             if value is not None and value < 1:
                 raise ConfigError(f"limit: {field} is {value}, must be at least 1")
         if self.rule not in get_args(AdmissionRule):
@@ -103,8 +109,8 @@ class Limit:
 
         Args:
             spec: a Limit; K as a number or its text; ``"1f1b"`` (K = N - stage: what 1F1B holds); ``"n"`` (K = N: what
-                its fullest stage holds); ``"2n"`` (K = 2 N);
-                None for unlimited.
+                its fullest stage holds); ``"2n"`` (K = 2 N); bytes as a text, a whole number of B, kB, MB or GB (powers
+                of 1000) such as ``"8GB"``; None for unlimited.
             stage: 0..stages-1.
             stages: N.
             others: ends the error, for a caller whose users may pass a Limit.
@@ -123,15 +129,24 @@ class Limit:
             return cls(stages)
         if spec == "2n":
             return cls(2 * stages)
+        if (size := bytes_of(spec)) is not None:
+            return cls(bytes=size)
         try:
             if isinstance(spec, bool):
                 raise TypeError
             microbatches = int(spec) if isinstance(spec, str) else operator.index(spec)
         except (TypeError, ValueError):
             raise ConfigError(
-                f"limit is {spec!r}, must be a number of microbatches or one of: {', '.join(LIMIT_PRESETS)}{others}"
+                f"limit is {spec!r}, must be a number of microbatches or one of: {', '.join(LIMIT_PRESETS)}, or a size "
+                f"such as 8GB{others}"
             ) from None
         return cls(microbatches)
+
+
+def bytes_of(spec: object) -> int | None:
+    """The bytes of a text such as ``8GB``; None for anything else."""
+    size = _SIZE.fullmatch(spec) if isinstance(spec, str) else None
+    return None if size is None else int(size[1]) * _UNITS[size[2]]
 
 
 class Admission:
@@ -160,7 +175,6 @@ class Admission:
 
     #: Whether, of the forwards that are present, the one of the lowest microbatch may start if any may.
     is_by_number: ClassVar[bool] = False
-    #: How it limits bytes.
     _byte_rule: ClassVar[type[ByteLimit]] = ByteLimit
 
     def __init__(

@@ -14,14 +14,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.visits import Skipped
 
 #: A set of virtual stages: bit v stands for v.
 _Bits = int
 
 
-def plain_stages(graph: Graph, patterns: frozenset[Skipped]) -> frozenset[int]:
+def plain_stages(graph: TaskGraph, patterns: frozenset[Skipped]) -> frozenset[int]:
     """The stages that are plain in a step.
 
     Args:
@@ -34,7 +34,7 @@ def plain_stages(graph: Graph, patterns: frozenset[Skipped]) -> frozenset[int]:
 
 
 @functools.lru_cache(maxsize=64)
-def _plain_stages(graph: Graph, patterns: frozenset[Skipped]) -> frozenset[int]:
+def _plain_stages(graph: TaskGraph, patterns: frozenset[Skipped]) -> frozenset[int]:
     stage_of, stages = graph.stage_of, range(graph.placement.stages)
     plain = set(stages)
     downstream: list[set[int]] = [set() for _ in stages]
@@ -50,7 +50,7 @@ def _plain_stages(graph: Graph, patterns: frozenset[Skipped]) -> frozenset[int]:
     return frozenset(plain)
 
 
-def _ancestors(graph: Graph, skipped: Skipped) -> Sequence[_Bits]:
+def _ancestors(graph: TaskGraph, skipped: Skipped) -> Sequence[_Bits]:
     """By virtual stage, all that it depends on in the graph of a microbatch that skips ``skipped``."""
     ancestors: list[_Bits] = []
     for v, predecessors in enumerate(graph.predecessors):

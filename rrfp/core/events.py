@@ -120,7 +120,7 @@ class Consumed:
 
 @record
 class Announced:
-    """The forward ``task`` has begun on another stage, and its output comes here. Only advice: see `rrfp.core.pauses`.
+    """The forward ``task`` has begun on another stage, and its output comes here. Only advice: see `rrfp.core.step`.
 
     Attributes:
         step: the sender's step.
@@ -215,7 +215,7 @@ class Run:
 
 @record
 class Pause:
-    """Enqueue nothing yet. Only ``decide`` gives this, where a hint prefers to wait; see `rrfp.core.pauses`.
+    """Enqueue nothing yet. Only ``decide`` gives this, where a hint prefers to wait; see `rrfp.core.step`.
 
     The shell reports `PauseBegun` and times the wait, or `PauseEnded` at once. The wait ends when another task is
     decided, as by the arrival of what it awaits, or by `PauseEnded` after ``longest``.

@@ -16,7 +16,7 @@ from rrfp.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Graph:
+class TaskGraph:
     """Tasks and their inputs for one model split into virtual stages.
 
     Attributes:
@@ -69,7 +69,7 @@ class Graph:
         object.__setattr__(self, "is_chain", all(v - 1 in before[v] for v in range(1, count)))
 
     @classmethod
-    def chain(cls, stages: int, *, chunks: int = 1, layout: Layout = "looped", split: bool = False) -> Graph:
+    def chain(cls, stages: int, *, chunks: int = 1, layout: Layout = "looped", split: bool = False) -> TaskGraph:
         """The usual pipeline: virtual stage v feeds v + 1, all virtual stages split or none.
 
         Args:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rrfp.core.events import Event
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Placement, TablePlacement
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Kind, Mode, Task
@@ -25,7 +25,7 @@ class View(Protocol):
         """This stage, 0..N-1."""
 
     @property
-    def graph(self) -> Graph:
+    def graph(self) -> TaskGraph:
         """The dependency graph: which virtual stages feed which, and whose backward is split into B and W."""
 
     @property
@@ -110,10 +110,12 @@ class Hint(Protocol):
         may_wait: True lets ``choose`` return None although tasks are ready. Only strict baselines want that.
         wants_split: the hint prioritizes weight tasks, so it is at its best with ``split=True``. Without, it works by
             its other rules.
+        wants_sizes: the hint reads ``view.sizes``, so it is at its best where the caller of ``step`` passes ``sizes``.
     """
 
     may_wait: bool = False
     wants_split: bool = False
+    wants_sizes: bool = False
 
     def choose(self, ready: ReadySet, view: View) -> Task | None:
         """The task to run next.
@@ -155,7 +157,7 @@ class Hint(Protocol):
         """Whether the stage is to idle a moment for an announced forward rather than begin the backward ``task``.
 
         Asked only where an announced forward is on its way here, and while the one wait before a backward is not over.
-        The core bounds the wait: `rrfp.core.pauses`.
+        The core bounds the wait: `rrfp.core.step`.
 
         Args:
             task: the answer of `choose`.

@@ -16,11 +16,11 @@ from __future__ import annotations
 from rrfp.core.admission import Admission, Limit
 from rrfp.core.banker import Banker
 from rrfp.core.branches import plain_stages
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.visits import Visits
 
 
-def rule_of(graph: Graph, stage: int, limit: Limit, visits: Visits, *, is_forced: bool) -> type[Admission]:
+def rule_of(graph: TaskGraph, stage: int, limit: Limit, visits: Visits, *, is_forced: bool) -> type[Admission]:
     """The rule of ``stage`` in one step.
 
     Args:
@@ -38,6 +38,6 @@ def rule_of(graph: Graph, stage: int, limit: Limit, visits: Visits, *, is_forced
     return Admission if not is_forced and stage in plain_stages(graph, visits.patterns) else Banker
 
 
-def _has_even_chunks(graph: Graph) -> bool:
+def _has_even_chunks(graph: TaskGraph) -> bool:
     placement = graph.placement
     return len({placement.chunks_of(stage) for stage in range(placement.stages)}) == 1

@@ -5,6 +5,10 @@ exchanges data in the middle of a forward or backward) together make a *group*: 
 the same order, or their collectives would not match. What is left makes *replicas*: copies of the pipeline that compute
 on other data and meet only when gradients are reduced. Collectives over several dimensions chain ranks together, so a
 group is the connected component over all coordinated dimensions; in a mesh that is their product.
+
+Over a coordinated ``dp`` dimension the modules sum gradients themselves, as ``fully_shard`` does, or they are summed
+once a step, as over replicas: then the dimension is in ``reduce`` too. A rank's *summand* is its index among all ranks
+over which its gradients are summed once a step.
 """
 
 from __future__ import annotations
@@ -24,35 +28,26 @@ IN_TASK = ("tp", "cp", "ep", "sp")
 REPLICATED = "dp"
 
 
-class Place(NamedTuple):
-    """Where a rank is.
-
-    Attributes:
-        stage: its stage.
-        replica: which copy of the pipeline it belongs to.
-        member: which rank of its group it is; 0 leads.
-    """
+class MeshPosition(NamedTuple):
+    """Where a rank is."""
 
     stage: int
+    #: Which copy of the pipeline it belongs to.
     replica: int
+    #: Which rank of its group it is; 0 leads.
     member: int
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """See the module's docstring.
+    """See the module's docstring."""
 
-    Attributes:
-        dims: name and size of each dimension, the slowest first: a rank is the row-major index of its coordinates.
-        coordinate: the coordinated dimensions; of those with a known name the mesh need not have all.
-
-    Raises:
-        ConfigError: for a size below 1, a name twice, no ``pp``, or a dimension that needs coordination and lacks it;
-            the message says what would be right.
-    """
-
+    #: Name and size of each dimension, the slowest first: a rank is the row-major index of its coordinates.
     dims: tuple[tuple[str, int], ...]
+    #: The coordinated dimensions; of those with a known name the mesh need not have all.
     coordinate: tuple[str, ...] = ("tp",)
+    #: The coordinated ``dp`` dimensions over which gradients are summed once a step.
+    reduce: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.dims]
@@ -64,6 +59,15 @@ class Mesh:
         for name in self.coordinate:
             if name not in names and name not in IN_TASK and not name.startswith(REPLICATED):
                 raise ConfigError(f"coordinate has {name!r}, must be dims of the mesh: {', '.join(names)}")
+        for name in self.reduce:
+            wanted = (*self.coordinate, name)
+            if not name.startswith(REPLICATED):
+                raise ConfigError(f"reduce has {name!r}, must be dims of the mesh that begin with {REPLICATED!r}")
+            if name not in self.coordinate:
+                raise ConfigError(
+                    f"reduce has {name!r}, which is not coordinated, so gradients are summed over it in any case: "
+                    f"leave it out, or if collectives over it run inside a task, coordinate must be {wanted!r}"
+                )
         check_sizes(self.dims)
         for name, size in self.dims:
             if size > 1 and name not in self.coordinate:
@@ -108,6 +112,11 @@ class Mesh:
         return tuple(name for name, _ in self.dims if name != PIPELINE and name not in self.coordinate)
 
     @property
+    def summands(self) -> int:
+        """Over how many ranks a gradient is summed once a step."""
+        return math.prod(self._size(name) for name in self._summed)
+
+    @property
     def coordinates_replicas(self) -> bool:
         """Whether ranks of a group have data of their own, as under FSDP in every microbatch."""
         return any(size > 1 and name.startswith(REPLICATED) for name, size in self.dims if name in self.coordinate)
@@ -119,12 +128,28 @@ class Mesh:
             rank, at[name] = divmod(rank, size)
         return at
 
-    def place_of(self, rank: int) -> Place:
+    def place_of(self, rank: int) -> MeshPosition:
         """The stage, replica and member of ``rank``."""
         at = self.coordinates(rank)
-        return Place(at[PIPELINE], self._index(at, self.replicated), self._index(at, self._coordinated))
+        return MeshPosition(at[PIPELINE], self._index(at, self.replicated), self._index(at, self._coordinated))
 
-    def rank(self, where: Place) -> int:
+    def summand_of(self, rank: int) -> int:
+        """The index of ``rank`` among its `counterparts`."""
+        return self._index(self.coordinates(rank), self._summed)
+
+    def counterparts(self, rank: int) -> list[int]:
+        """The ranks over which the gradients of ``rank`` are summed once a step, itself included."""
+        at, summed = self.coordinates(rank), self._summed
+        rest = {name: index for name, index in at.items() if name not in summed}
+        alike = (other for other in range(self.size) if rest.items() <= self.coordinates(other).items())
+        return sorted(alike, key=self.summand_of)
+
+    def is_first(self, rank: int) -> bool:
+        """Whether ``rank`` is the first of the ranks of its stage that compute on the same microbatches."""
+        at = self.coordinates(rank)
+        return not any(at[name] for name in self._coordinated if name not in self.reduce)
+
+    def rank(self, where: MeshPosition) -> int:
         """The rank at ``where``."""
         at = {PIPELINE: where.stage}
         for index, names in ((where.replica, self.replicated), (where.member, self._coordinated)):
@@ -139,6 +164,10 @@ class Mesh:
         at = self.coordinates(rank)
         others = "".join(f", {name} {at[name]}" for name, size in self.dims if name != PIPELINE and size > 1)
         return f"stage {at[PIPELINE]}{others} (rank {rank})"
+
+    @property
+    def _summed(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.dims if name in (*self.replicated, *self.reduce))
 
     @property
     def _coordinated(self) -> tuple[str, ...]:

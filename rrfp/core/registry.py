@@ -6,11 +6,16 @@ and an editable install would keep the modules of the day it was made.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Generic, TypeVar, cast
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Generic, TypeVar, cast
 
-from rrfp.errors import ConfigError
+from rrfp.errors import ConfigError, misspelt
 
 T = TypeVar("T")
 
@@ -32,12 +37,19 @@ class Registry(Generic[T]):
         return tuple(self._points())
 
     def load(self, name: str) -> T:
-        """Import the plugin ``name``; an unknown name is a ConfigError. Raises whatever the plugin's module raises."""
+        """Import the plugin ``name``; an unknown name is a ConfigError. Raises whatever the plugin's module raises.
+
+        A module that raises SystemExit is a ConfigError: the program would end without a word.
+        """
         # Why not always look at all? That reads the metadata of every installed distribution.
         point = self._built_in.get(name) or self._points().get(name)
         if point is None:
-            raise ConfigError(f"{self._field} is {name!r}, must be one of: {', '.join(self.names())}")
-        return cast("T", point.load())
+            names = self.names()
+            raise ConfigError(f"{self._field} is {misspelt(name, names)}, must be one of: {', '.join(names)}")
+        try:
+            return cast("T", point.load())
+        except SystemExit as error:
+            raise ConfigError(f"{self._field} is {name!r}: cannot be loaded (SystemExit: {error})") from error
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and (name in self._built_in or name in self._points())
@@ -52,3 +64,49 @@ class Registry(Generic[T]):
     def _points(self) -> dict[str, EntryPoint]:
         declared = {point.name: point for point in entry_points(group=self._group)}
         return {**self._built_in, **{name: declared[name] for name in sorted(declared) if name not in self._built_in}}
+
+
+def where_defined(cls: type) -> str:
+    """The name of a class, and the file of its module where it has one."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return cls.__name__ if file is None else f"{cls.__name__} ({file})"
+
+
+def name_of(plugged_in: object) -> str:
+    """The full name of a class or function; of any other object, of its class."""
+    named = plugged_in if hasattr(plugged_in, "__qualname__") else type(plugged_in)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def named_or_loaded(field: str, text: str) -> Any:
+    """``text`` itself where it is a name; with a colon, the object that it names."""
+    home, colon, attribute = text.rpartition(":")
+    if not colon and text.endswith(".py"):
+        raise ConfigError(f"{field} is {text!r}, must be a name, module:attribute or file.py:attribute")
+    if not colon:
+        return text
+    try:
+        module = _from_file(Path(home)) if home.endswith(".py") else _from_path(home)
+    except (Exception, SystemExit) as error:  # the user's module may raise anything, or be a script that exits
+        raise ConfigError(f"{field} is {text!r}: cannot import {home!r} ({type(error).__name__}: {error})") from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        raise ConfigError(f"{field} is {text!r}: {home!r} has no attribute {attribute!r}") from None
+
+
+def _from_path(name: str) -> ModuleType:
+    # A console script's path begins with the script's own folder; `python -m` would have the working directory there.
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    return importlib.import_module(name)
+
+
+def _from_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None, "a name that ends in .py has a loader"
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module

@@ -5,27 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A total order of tasks for each stage.
-
-    Attributes:
-        name: its name in reports.
-        orders: for each stage, its tasks in the order in which they run.
-    """
+    """A total order of tasks for each stage."""
 
     name: str
+    #: For each stage, its tasks in the order in which they run.
     orders: tuple[tuple[Task, ...], ...]
 
     def __str__(self) -> str:
         return "\n".join(f"stage {i}: {' '.join(map(str, order))}" for i, order in enumerate(self.orders))
 
-    def with_weights(self, graph: Graph) -> Schedule:
+    def with_weights(self, graph: TaskGraph) -> Schedule:
         """The same order for a graph with split virtual stages: a missing W runs right after its B."""
         if not any(graph.split):
             return self
@@ -35,7 +31,7 @@ class Schedule:
         """The forwards alone, in the same order."""
         return Schedule(self.name, tuple(tuple(t for t in order if t.kind is Kind.F) for order in self.orders))
 
-    def peak_held(self, stage: int, graph: Graph) -> int:
+    def peak_held(self, stage: int, graph: TaskGraph) -> int:
         """The largest D of ``stage``, in chunk tasks, when it runs exactly this order."""
         frees = {v: graph.last_kind(v, Mode.TRAIN) for v in graph.placement.virtual_stages(stage)}
         held = peak = 0
@@ -47,7 +43,7 @@ class Schedule:
                 held -= 1
         return peak
 
-    def validate(self, graph: Graph, microbatches: int, mode: Mode = Mode.TRAIN) -> Schedule:
+    def validate(self, graph: TaskGraph, microbatches: int, mode: Mode = Mode.TRAIN) -> Schedule:
         """Refuse orders that deadlock, or lack, repeat or misplace a task of a training step, with a ConfigError.
 
         It names the stage and the entry at fault. Takes time linear in the number of tasks. Returns this schedule.
@@ -81,7 +77,7 @@ class Schedule:
                 f"schedule {self.name}: stage {stage} misses {count} task(s), the first is {first_missing}"
             )
 
-    def _dry_run(self, graph: Graph, done: _Rows) -> None:
+    def _dry_run(self, graph: TaskGraph, done: _Rows) -> None:
         """Run the orders as far as they go, without time."""
         needs = {
             (kind, v): [(source.kind, source.virtual_stage) for source in graph.inputs(Task(kind, 0, v))]
@@ -116,11 +112,11 @@ class Schedule:
 _Rows = Mapping[tuple[Kind, int], bytearray]
 
 
-def _rows(graph: Graph, virtual_stages: Iterable[int], microbatches: int, mode: Mode) -> _Rows:
+def _rows(graph: TaskGraph, virtual_stages: Iterable[int], microbatches: int, mode: Mode) -> _Rows:
     return {(kind, v): bytearray(microbatches) for v in virtual_stages for kind in graph.kinds(v, mode)}
 
 
-def _with_weights(order: tuple[Task, ...], graph: Graph) -> Iterable[Task]:
+def _with_weights(order: tuple[Task, ...], graph: TaskGraph) -> Iterable[Task]:
     present = {task for task in order if task.kind is Kind.W}
     for task in order:
         yield task

@@ -1,4 +1,4 @@
-"""What microbatches of a stage were seen to hold: what a limit on bytes expects of those to come.
+"""Observed sizes of microbatches, from which a limit on bytes predicts those of later ones.
 
 Sizes differ between microbatches and between steps, and are known only once a task has run. What is remembered of each
 chunk, over this step and the `REMEMBERED_STEPS` before it:
@@ -8,7 +8,7 @@ chunk, over this step and the `REMEMBERED_STEPS` before it:
   output gradients of its layers, which may be more than its activations were.)
 - for each signature of a forward the most that such a microbatch held;
 - for each number that is known of a forward before it runs (`Preview`) how bytes go with it: the least concave curve
-  (`rrfp.core.envelope`) that no microbatch seen was above, and by how much its expectations were wrong.
+  (`ConcaveEnvelope`) that no microbatch seen was above, and by how much its expectations were wrong.
 
 So the microbatch's own bytes are expected: those of its signature where an earlier forward had it; else what the curve
 of one of its numbers says. For each curve covers all that were seen, the number counts whose expectations were best;
@@ -24,14 +24,82 @@ such as an output, spread widely where the number is small, although the number 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import dropwhile
 from typing import Self
 
-from rrfp.core.envelope import ConcaveEnvelope
 from rrfp.core.measured import Largest
+
+Point = tuple[float, float]
+
+
+class ConcaveEnvelope:
+    """The smallest concave, non-decreasing upper envelope through zero of some points.
+
+    Numbers of points are more than 0, and their bytes are not negative. Bytes in proportion to the number lie on the
+    curve; so do bytes of which a part is the same for all, such as an output, from the smallest number seen on.
+
+    Rejected: the steepest proportion of any point, capped by the highest point. One point with a number near zero, such
+    as that of a microbatch that passes an encoder without an image and still sends an output, then puts all others at
+    the cap.
+    """
+
+    __slots__ = ("_corners", "_largest")
+
+    def __init__(self) -> None:
+        #: Where the curve bends, by rising number and bytes; after the last one it is level.
+        self._corners: list[Point] = [(0.0, 0.0)]
+        self._largest = 0.0
+
+    def __bool__(self) -> bool:
+        """Whether there is a point with any bytes."""
+        return len(self._corners) > 1
+
+    def add(self, number: float, num_bytes: float) -> None:
+        """No longer lie below a point. Takes little more than a search among the corners."""
+        self._largest = max(self._largest, number)
+        if num_bytes <= self._at(number):
+            return
+        corners, point = self._corners, (number, num_bytes)
+        begin = end = bisect_left(corners, (number,))
+        while end < len(corners) and _slope(point, corners[end]) <= self._slope_after(end):
+            end += 1
+        while begin > 1 and _slope(corners[begin - 2], corners[begin - 1]) <= _slope(corners[begin - 1], point):
+            begin -= 1
+        corners[begin:end] = [point]
+
+    def cover(self, other: ConcaveEnvelope) -> None:
+        """Nowhere lie below ``other``, up to its largest number."""
+        for number, num_bytes in other._corners[1:]:
+            self.add(number, num_bytes)
+        self._largest = max(self._largest, other._largest)
+
+    def at(self, number: float) -> float:
+        """The curve, and beyond the largest number of any point its height there in proportion."""
+        return self._at(number) * max(1.0, number / self._largest) if self._largest else 0.0
+
+    def _at(self, number: float) -> float:
+        corners = self._corners
+        after = bisect_left(corners, (number,))
+        if after == len(corners):
+            return corners[-1][1]
+        (left, low), (right, high) = corners[max(0, after - 1)], corners[after]
+        return min(high, low + (number - left) * _slope((left, low), (right, high)))
+
+    def _slope_after(self, corner: int) -> float:
+        """Of the curve behind one of its corners."""
+        corners = self._corners
+        return _slope(corners[corner], corners[corner + 1]) if corner + 1 < len(corners) else 0.0
+
+
+def _slope(left: Point, right: Point) -> float:
+    """Of the line between two points, of which the second is lower where they have one number."""
+    run = right[0] - left[0]
+    return (right[1] - left[1]) / run if run else -math.inf
+
 
 #: Steps after which a size no longer counts. Forgetting sooner would pass the limit whenever some small batches come
 #: before a large one; remembering longer leaves room unused for longer after one.
@@ -42,16 +110,13 @@ _NO_MACHINE_HAS = 2.0**63
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """What is known of a microbatch on a chunk before its forward runs.
+    """What is known of a microbatch on a chunk before its forward runs."""
 
-    Attributes:
-        size: of the microbatch, as the caller gives it, in any unit; None: not given.
-        input_bytes: of the forward's inputs; None: not known.
-        signature: see `rrfp.core.events.Previewed`.
-    """
-
+    #: Of the microbatch, as the caller gives it, in any unit; None: not given.
     size: float | None = None
+    #: Of the forward's inputs; None: not known.
     input_bytes: int | None = None
+    #: See `rrfp.core.events.Previewed`.
     signature: Hashable = None
 
     @property
@@ -106,7 +171,7 @@ class _Step:
 
 
 class SeenSizes:
-    """See the module's docstring. One for each mode, as forward only a microbatch holds much less."""
+    """The sizes seen in one mode; a forward-only microbatch holds much less."""
 
     def __init__(self, num_chunks: int) -> None:
         self._num_chunks = num_chunks

@@ -16,16 +16,7 @@ LEAST_RELIABILITY = 0.5
 
 
 def followed(sizes: Sequence[float], forward: Sequence[float], backward: Sequence[float]) -> float | None:
-    """How closely the times of a stage follow the sizes of microbatches, scatter aside.
-
-    Args:
-        sizes: of each microbatch.
-        forward: seconds of its forwards on the stage.
-        backward: seconds of its other tasks there.
-
-    Returns:
-        -1 to 1, as `correlation`.
-    """
+    """How closely the times of a stage follow the sizes of microbatches, scatter aside."""
     seconds = [sum(halves) for halves in zip(forward, backward, strict=True)]
     measured = correlation(sizes, seconds)
     halves = correlation(forward, backward)

@@ -20,23 +20,118 @@ from typing import Any
 
 from rrfp.core import events as ev
 from rrfp.core.admission import Admission, Limit
-from rrfp.core.durations import MeanDurations
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
+from rrfp.core.group_step import GroupMembership
 from rrfp.core.hint import Hint
-from rrfp.core.measured import Measured
+from rrfp.core.measured import MeanDurations, Measured
 from rrfp.core.memory_rule import rule_of
-from rrfp.core.order_log import Group
-from rrfp.core.readiness import ForcedOrder
-from rrfp.core.ready_set import ReadySet
+from rrfp.core.placement import Placement, TablePlacement
+from rrfp.core.ready_set import ForcedOrder, ReadySet
 from rrfp.core.seen_sizes import SeenSizes
-from rrfp.core.senders import misplaced, sender_of
 from rrfp.core.size_order import followed
 from rrfp.core.step import HANDLERS, Instructions, Step
-from rrfp.core.tasks import B, Mode, StepId, Task
+from rrfp.core.tasks import B, Kind, Mode, StepId, Task
 from rrfp.core.usage import Holding, Peaks, WaitCause
-from rrfp.core.view import StageView
 from rrfp.core.visits import Visits
-from rrfp.errors import ConfigError, HintError, ProtocolError
+from rrfp.errors import ConfigError, HintError, ProtocolError, Sender
+
+
+class StageView:
+    """Implements `rrfp.core.hint.View` over a step."""
+
+    __slots__ = ("_durations", "_graph", "_stage", "_step")
+
+    def __init__(self, graph: TaskGraph, stage: int, step: Step, durations: MeanDurations) -> None:
+        self._graph = graph
+        self._stage = stage
+        self._step = step
+        self._durations = durations
+
+    @property
+    def stage(self) -> int:
+        """This stage."""
+        return self._stage
+
+    @property
+    def graph(self) -> TaskGraph:
+        """The dependency graph."""
+        return self._graph
+
+    @property
+    def placement(self) -> Placement | TablePlacement:
+        """Where virtual stages live."""
+        return self._graph.placement
+
+    @property
+    def mode(self) -> Mode:
+        """Training or forward only."""
+        return self._step.id.mode
+
+    @property
+    def microbatches(self) -> int:
+        """M."""
+        return self._step.id.microbatches
+
+    @property
+    def sizes(self) -> tuple[float, ...] | None:
+        """How large each microbatch is, where the caller says so."""
+        return self._step.sizes
+
+    @property
+    def size_correlation(self) -> float | None:
+        """The least correlation of sizes with the times of any stage, as last measured."""
+        return self._step.size_correlation
+
+    @property
+    def skipped(self) -> tuple[frozenset[int], ...]:
+        """By microbatch, the virtual stages that it does not visit."""
+        return self._step.visits.skipped
+
+    @property
+    def slots(self) -> int | None:
+        """K * C or None."""
+        return self._step.admission.slots
+
+    @property
+    def held(self) -> int:
+        """D."""
+        return self._step.admission.held
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes held."""
+        return self._step.admission.bytes.own
+
+    @property
+    def most_bytes(self) -> int | None:
+        """The limit on bytes or None."""
+        return self._step.admission.most_bytes
+
+    @property
+    def last_kind(self) -> Kind | None:
+        """The kind enqueued last."""
+        return self._step.last_kind
+
+    @property
+    def consumed_downstream(self) -> int | None:
+        """Forward outputs that successors have started to use."""
+        reported = self._step.consumed_by
+        return sum(reported.values()) if reported else None
+
+    def num_enqueued(self, kind: Kind, chunk: int | None = None) -> int:
+        """Tasks of ``kind`` enqueued in this step."""
+        counts = self._step.enqueued[kind]
+        return sum(counts) if chunk is None else counts[chunk]
+
+    @property
+    def num_enqueued_total(self) -> int:
+        """Tasks enqueued in this step."""
+        return self._step.num_enqueued
+
+    def mean_seconds(self, kind: Kind, chunk: int) -> float | None:
+        """Mean measured duration, seconds."""
+        return self._durations.mean(kind, chunk)
+
 
 #: What a peer may send one step ahead, and no more: ranks exchange reports at the end of a step, so a peer may have
 #: opened the next one while this rank's caller has not. A `Consumed` cannot be: it answers an output of its own step.
@@ -62,12 +157,12 @@ class StageCore:
 
     def __init__(
         self,
-        graph: Graph,
+        graph: TaskGraph,
         stage: int,
         hint: Hint,
         limit: Limit | None = None,
         *,
-        group: Group | None = None,
+        group: GroupMembership | None = None,
         in_order: Collection[ForcedOrder] = (),
         admission: type[Admission] | None = None,
     ) -> None:
@@ -75,7 +170,7 @@ class StageCore:
         self.stage = stage
         self.hint = hint
         self.limit = limit if limit is not None else Limit()
-        self.group = group if group is not None else Group()
+        self.group = group if group is not None else GroupMembership()
         self._in_order = frozenset(in_order)
         self._admission = admission
         #: For a limit on bytes: by mode, since forward only a microbatch holds much less.
@@ -90,19 +185,11 @@ class StageCore:
         self._is_aborted = False
 
     def apply(self, event: ev.Event) -> Instructions:
-        """Take in ``event``; returns what the shell has to do about it, in order.
-
-        Raises:
-            ProtocolError: if the event contradicts the state.
-        """
+        """Take in ``event``; returns what the shell has to do about it, in order."""
         return () if self._is_aborted else _TAKE_IN[type(event)](self, event)
 
     def decide(self) -> ev.Run | ev.Pause | None:
-        """The task to enqueue next, or the wait before it that the hint prefers, or None if there is no task now.
-
-        Raises:
-            HintError: if the hint's answer is not ready, or None without the right to wait.
-        """
+        """The task to enqueue next, or the wait before it that the hint prefers, or None if there is no task now."""
         step = self._step
         if step is None or self._is_aborted:
             return None
@@ -337,3 +424,35 @@ _TAKE_IN: dict[type, Callable[[StageCore, Any], Instructions]] = {
     ev.ChunkReduced: StageCore._on_own,
     ev.Aborted: StageCore._on_aborted,
 }
+
+
+#: What comes from other ranks.
+FromRank = ev.Arrived | ev.Consumed | ev.ReadyReported | ev.Ordered | ev.HeldReported
+
+
+def sender_of(event: FromRank, graph: TaskGraph) -> Sender:
+    """The stage, or the member of this rank's group, that ``event`` comes from."""
+    if isinstance(event, ev.Arrived):
+        return "stage", graph.placement.stage_of(event.task.virtual_stage)
+    if isinstance(event, ev.Consumed):
+        return "stage", event.peer
+    return "member", 0 if isinstance(event, ev.Ordered) else event.member
+
+
+def misplaced(event: FromRank, graph: TaskGraph, stage: int, step: Step | None) -> ProtocolError:
+    """What is wrong with an event that does not belong to ``step``, the last one that ``stage`` opened."""
+    sent, sender = event.step, _described(sender_of(event, graph))
+    if step is not None and sent.number == step.id.number and not step.finished:
+        where = f"{sender} is in {sent}, stage {stage} in {step.id}"
+        return ProtocolError(f"stages disagree on the step: {where}; all ranks must make the same calls in order")
+    here = "before its first step"
+    if step is not None:
+        here = f"in step {step.id.number}" + (" (ended)" if step.finished else "")
+    return ProtocolError(f"{event.task} from {sender}, a message of {sent}, reached stage {stage} {here}")
+
+
+def _described(sender: Sender) -> str:
+    kind, index = sender
+    if kind == "stage":
+        return f"stage {index}"
+    return f"member {index} of the group" if index else "the group's leader"

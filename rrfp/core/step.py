@@ -54,43 +54,143 @@ would walk over all of them).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from rrfp.core import events as ev
 from rrfp.core.admission import Admission
-from rrfp.core.drain_order import DrainOrder
-from rrfp.core.durations import MeanDurations
-from rrfp.core.graph import Graph
-from rrfp.core.group_step import GroupStep
+from rrfp.core.graph import TaskGraph
+from rrfp.core.group_step import GroupMembership, GroupStep
 from rrfp.core.held_bytes import Owner
-from rrfp.core.order_log import Group
-from rrfp.core.outputs import Outputs
-from rrfp.core.pauses import Pauses
-from rrfp.core.readiness import ForcedOrder, Readiness
-from rrfp.core.ready_set import ReadySet
-from rrfp.core.sequences import Sequences
-from rrfp.core.task_state import RefCounts, TaskState, TaskStates
-from rrfp.core.tasks import F, Kind, Mode, StepId, Task
+from rrfp.core.measured import MeanDurations
+from rrfp.core.ready_set import DrainOrder, ForcedOrder, Readiness, ReadySet
+from rrfp.core.task_state import Outputs, RefCounts, TaskState, TaskStates
+from rrfp.core.tasks import B, F, Kind, Mode, StepId, Task
 from rrfp.core.usage import Holding, Peaks, WaitCause
 from rrfp.core.visits import Visits
 from rrfp.errors import ProtocolError
+
+
+class Sequences:
+    """Sequence numbers of the outputs on their way to a stage: notices a lost, repeated or late one."""
+
+    __slots__ = ("_due", "_stage", "_step_id")
+
+    def __init__(self, stage: int, step_id: StepId) -> None:
+        self._stage = stage
+        self._step_id = step_id
+        self._due: dict[tuple[int, Kind], int] = {}
+
+    def check(self, task: Task, sender: int, sequence: int) -> None:
+        """The output of ``task`` arrived from stage ``sender`` with number ``sequence``, which must be due."""
+        channel = (sender, task.kind)
+        due = self._due.get(channel, 0)
+        if sequence != due:
+            what = "arrived twice or late" if sequence < due else "arrived before another, or that was lost"
+            raise ProtocolError(
+                f"{task} from stage {sender} {what}: it is message {sequence} of its channel in {self._step_id}, "
+                f"message {due} is due on stage {self._stage}"
+            )
+        self._due[channel] = due + 1
+
+
+#: The longest wait, as a part of the mean duration of the backward that waits.
+LONGEST = 0.5
+
+
+class Pauses:
+    """Bounded idling of one stage in one step: the one wait that a stage may choose before a backward.
+
+    A backward that begins moments before a forward arrives delays that forward by the whole backward, and the stages
+    behind run dry. So a hint may prefer to wait (`rrfp.core.hint.Hint.awaits`), within these bounds:
+
+    - only for a forward that another stage announced when it began it;
+    - at most half of the mean duration of that backward, and not at all if the forward is expected later;
+    - once before each backward: when the wait is over, the backward or a forward runs next.
+
+    Durations come in events, and the shell times the wait, so no clock is needed. Announcements are advice: one that is
+    lost, late or repeated changes when tasks run, never whether they do, since a wait ends by itself.
+    """
+
+    __slots__ = ("_announced", "_durations", "_is_spent", "_stage", "_states", "announces", "is_on", "is_wanted")
+
+    def __init__(self, stage: int, states: TaskStates, durations: MeanDurations) -> None:
+        self._stage = stage
+        self._states = states
+        self._durations = durations
+        #: Whether the hint may prefer to wait; whether other stages hear of the forwards that begin here.
+        self.is_wanted = self.announces = False
+        #: The forward of another stage that is running there, with its expected seconds from start to arrival.
+        self._announced: tuple[Task, float] | None = None
+        #: Whether the one wait before the next backward was begun, or declined.
+        self._is_spent = False
+        #: Whether the stage waits now.
+        self.is_on = False
+
+    def announce(self, event: ev.Announced) -> tuple[()]:
+        """A stage runs one task at a time, so forwards announced before have ended.
+
+        Raises:
+            ProtocolError: if no forward of this stage reads the announced one.
+        """
+        kind, m, virtual_stage = task = event.task
+        source = self._states.read[kind].get(virtual_stage)
+        if kind is not F or source is None or not 0 <= m < len(source.is_available):
+            raise ProtocolError(f"{task} was announced on stage {self._stage}, where no forward reads it")
+        if not source.is_available[m]:  # else its output was faster
+            self._announced = task, event.seconds
+        return ()
+
+    def arrive(self, task: Task) -> None:
+        """The output of ``task`` is here."""
+        if self._announced is not None and self._announced[0] == task:
+            self._announced = None
+
+    def begin(self) -> tuple[()]:
+        """The stage waits from now on."""
+        self._is_spent = self.is_on = True
+        return ()
+
+    def end(self) -> tuple[()]:
+        """The wait is over, or was declined."""
+        self._is_spent, self.is_on = True, False
+        return ()
+
+    def enqueue(self, task: Task) -> None:
+        """``task`` runs: another backward may be waited before once one has run."""
+        self.is_on = False
+        if task.kind is B:
+            self._is_spent = False
+
+    def before(self, task: Task) -> ev.Pause | None:
+        """The wait that is possible before the backward ``task``."""
+        if self._announced is None or (self._is_spent and not self.is_on):
+            return None
+        mean = self._durations.mean(B, self._states.of(task).chunk)
+        return None if mean is None else ev.Pause(task, *self._announced, LONGEST * mean)
+
+    def announcements(self, task: Task, state: TaskState) -> Iterator[ev.Announce]:
+        """Of the forward ``task`` of this stage, which begins."""
+        seconds = self._durations.mean(F, state.chunk)
+        if seconds is not None:
+            yield from (ev.Announce(task, peer, seconds) for peer in state.wiring(task.microbatch).peers)
+
 
 Instructions = tuple[ev.Instruction, ...]
 
 
 class Step:
-    """See the module's docstring."""
+    """The state of one step of one stage; the table above lists its events."""
 
     def __init__(
         self,
         step_id: StepId,
-        graph: Graph,
+        graph: TaskGraph,
         stage: int,
         admission: Admission,
         visits: Visits,
         *,
-        group: Group,
+        group: GroupMembership,
         in_order: Collection[ForcedOrder],
         durations: MeanDurations,
         sizes: tuple[float, ...] | None,

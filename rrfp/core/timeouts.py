@@ -40,7 +40,7 @@ BREAK_GRACE_S = 0.5
 LAST_MESSAGES_S = 0.5
 
 #: A send failed: so long for ``receive`` to say why, which may take `BREAK_GRACE_S` and `LAST_MESSAGES_S`.
-LAST_WORDS_S = 1.0
+FAREWELL_TIMEOUT_S = 1.0
 
 #: A transfer that both ends of a collective edge have posted. A dead or silent peer ends it without this limit.
 TRANSFER_S = 1800.0
@@ -72,18 +72,24 @@ ABORTED_S = 2.0
 #: A look at a key of the store that is there, or not: at which pipeline a rank is that did not come.
 LOOK_S = 0.5
 
+#: A rank that cannot start tells the others within this time, and they end within twice as long.
+NOTIFY_S = 1.0
+
+#: The others listen for that while they start: longer than any start.
+LISTEN_S = 86400.0
+
 #: The others wait for rank 0's verdict on the start, after its own time is up: the way through the store.
 VERDICT_GRACE_S = 2.0
 
 #: A rank that failed at no fault of its own lets the process at fault end first, so that a launcher which looks for
 #: the first process to end finds that one.
-CULPRIT_GRACE_S = 4.0
+FAILED_PROCESS_GRACE_S = 4.0
 
 #: After the process at fault has ended: so long until the launcher has surely looked (torchrun: every 0.1 s).
 LAUNCHER_LOOKS_S = 0.5
 
 #: A collective fails at once when a rank dies and names a connection; within this time the control plane, which may
-#: need `LAST_WORDS_S` and `ABORTED_S`, names the rank.
+#: need `FAREWELL_TIMEOUT_S` and `ABORTED_S`, names the rank.
 COLLECTIVE_ERROR_S = 4.0
 
 #: A call failed on a device that runs late: so long for the verdict on the calls before it, one of which may be at
@@ -115,8 +121,9 @@ ENDED_S = 15.0
 #: Passing a first piece of shared memory to a peer and back. It takes a millisecond.
 TRIAL_S = 5.0
 
-# The rendezvous. Pauses between two looks at the store: short at first, since ranks start together.
-FIRST_PAUSE_S, LAST_PAUSE_S = 0.002, 0.05
+# The rendezvous. Pauses between two looks at the store: short at first, since ranks start together; a rank that waits
+# for one that comes minutes later looks at longer intervals.
+FIRST_PAUSE_S, LAST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 0.05, 0.25
 
 # Launchers of our own (the demo).
 
@@ -141,14 +148,22 @@ def _check_order() -> None:
         (("PATIENCE_S", PATIENCE_S), ("CONNECT_S", CONNECT_S), ("TRANSFER_S", TRANSFER_S)),
         (("2 * ANSWER_S", 2 * ANSWER_S), ("NAMED_S", NAMED_S), ("STALL_AFTER_S", STALL_AFTER_S)),
         (("STATUS_PAUSE_S", STATUS_PAUSE_S), ("ANSWER_S", ANSWER_S), ("STATUS_S", STATUS_S)),
-        (("BREAK_GRACE_S", BREAK_GRACE_S), ("LAST_WORDS_S", LAST_WORDS_S), ("ABORTED_S", ABORTED_S)),
+        (("BREAK_GRACE_S", BREAK_GRACE_S), ("FAREWELL_TIMEOUT_S", FAREWELL_TIMEOUT_S), ("ABORTED_S", ABORTED_S)),
         (("DEVICE_VERDICT_S", DEVICE_VERDICT_S), ("ABORTED_S", ABORTED_S)),
         (("TRIAL_S", TRIAL_S), ("CONNECT_S", CONNECT_S)),
         (("LOOK_S", LOOK_S), ("VERDICT_GRACE_S", VERDICT_GRACE_S)),
-        (("LAST_MESSAGES_S", LAST_MESSAGES_S), ("LAST_WORDS_S", LAST_WORDS_S)),
+        (("LAUNCHER_LOOKS_S", LAUNCHER_LOOKS_S), ("NOTIFY_S", NOTIFY_S), ("ABORTED_S", ABORTED_S)),
+        (("LAST_MESSAGES_S", LAST_MESSAGES_S), ("FAREWELL_TIMEOUT_S", FAREWELL_TIMEOUT_S)),
         (("ABORT_GRACE_S", ABORT_GRACE_S), ("ABORTED_S", ABORTED_S), ("TRANSPORT_CLOSE_S", TRANSPORT_CLOSE_S)),
-        (("LAST_WORDS_S + ABORTED_S", LAST_WORDS_S + ABORTED_S), ("COLLECTIVE_ERROR_S", COLLECTIVE_ERROR_S)),
-        (("ABORTED_S", ABORTED_S), ("CULPRIT_GRACE_S", CULPRIT_GRACE_S), ("RUNNER_CLOSE_S", RUNNER_CLOSE_S)),
+        (
+            ("FAREWELL_TIMEOUT_S + ABORTED_S", FAREWELL_TIMEOUT_S + ABORTED_S),
+            ("COLLECTIVE_ERROR_S", COLLECTIVE_ERROR_S),
+        ),
+        (
+            ("ABORTED_S", ABORTED_S),
+            ("FAILED_PROCESS_GRACE_S", FAILED_PROCESS_GRACE_S),
+            ("RUNNER_CLOSE_S", RUNNER_CLOSE_S),
+        ),
         (("3 * HEARTBEAT_S", 3 * HEARTBEAT_S), ("WORKERS_PATIENCE_S", WORKERS_PATIENCE_S), ("PATIENCE_S", PATIENCE_S)),
         (("MONITOR_S", MONITOR_S), ("WORKERS_END_S", WORKERS_END_S)),
         (
@@ -161,7 +176,10 @@ def _check_order() -> None:
             ),
             ("ENDED_S", ENDED_S),
         ),
-        (("CULPRIT_GRACE_S + LAUNCHER_LOOKS_S", CULPRIT_GRACE_S + LAUNCHER_LOOKS_S), ("LEAVE_S", LEAVE_S)),
+        (
+            ("FAILED_PROCESS_GRACE_S + LAUNCHER_LOOKS_S", FAILED_PROCESS_GRACE_S + LAUNCHER_LOOKS_S),
+            ("LEAVE_S", LEAVE_S),
+        ),
     )
     for ladder in ladders:
         for (inner, less), (outer, more) in pairwise(ladder):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rrfp.core.mesh import PIPELINE, Mesh, Place, check_sizes
+from rrfp.core.mesh import PIPELINE, Mesh, MeshPosition, check_sizes
 from rrfp.errors import ConfigError
 
 #: Stands for the mesh with one rank a stage until the number of stages is known.
@@ -64,6 +64,16 @@ class Topology:
         return self.mesh.members
 
     @property
+    def summands(self) -> int:
+        """Ranks over which this rank's gradients are summed once a step: replicas, and ``reduce``'s dims of a group."""
+        return self.mesh.summands
+
+    @property
+    def summand(self) -> int:
+        """This rank's index among those."""
+        return self.mesh.summand_of(self.rank)
+
+    @property
     def world(self) -> int:
         """All ranks of the job."""
         return self.mesh.size
@@ -81,16 +91,16 @@ class Topology:
     @property
     def group(self) -> tuple[int, ...]:
         """The ranks of this process's group, by member."""
-        places = (Place(self.stage, self.replica, member) for member in range(self.members))
+        places = (MeshPosition(self.stage, self.replica, member) for member in range(self.members))
         return tuple(map(self.mesh.rank, places))
 
     def rank_of(self, stage: int) -> int:
         """The rank of ``stage`` that this process exchanges tensors with: of the same replica, and the same member."""
-        return stage if self._has_one_rank_a_stage else self.mesh.rank(Place(stage, self.replica, self.member))
+        return stage if self._has_one_rank_a_stage else self.mesh.rank(MeshPosition(stage, self.replica, self.member))
 
-    def place_of(self, rank: int) -> Place:
+    def place_of(self, rank: int) -> MeshPosition:
         """Where ``rank`` is."""
-        return Place(rank, 0, 0) if self._has_one_rank_a_stage else self.mesh.place_of(rank)
+        return MeshPosition(rank, 0, 0) if self._has_one_rank_a_stage else self.mesh.place_of(rank)
 
     def name_of(self, rank: int) -> str:
         """The display name of ``rank``."""
@@ -123,6 +133,7 @@ class Topology:
         *,
         dims: Mapping[str, int] | None = None,
         coordinate: Sequence[str] = ("tp",),
+        reduce: Sequence[str] = (),
     ) -> Topology:
         """Read torchrun's environment.
 
@@ -131,6 +142,7 @@ class Topology:
             dims: how ranks are laid out, slowest first, as in ``{"pp": 2, "dp": 2, "tp": 2}``. Without ``pp`` that is
                 the slowest, and has what is left. None: one rank a stage, stage = RANK.
             coordinate: the dims whose collectives run inside a task.
+            reduce: the coordinated ``dp`` dims over which gradients are summed once a step, as over replicas.
 
         Raises:
             ConfigError: if a variable is missing or not a number (the message says how to launch), or the number of
@@ -145,14 +157,14 @@ class Topology:
         )
         if dims is None:
             return cls(rank, world, *launch)
-        mesh = _mesh_of(dims, _names(coordinate), world)
+        mesh = _mesh_of(dims, _names(coordinate), _names(reduce), world)
         if not 0 <= rank < world:
             raise ConfigError(f"environment variable RANK is {rank}, must be 0..{world - 1}")
         stage, replica, member = mesh.place_of(rank)
         return cls(stage, mesh.stages, *launch, replica, member, mesh)
 
     @classmethod
-    def from_mesh(cls, device_mesh: Any, coordinate: Sequence[str] = ("tp",)) -> Topology:
+    def from_mesh(cls, device_mesh: Any, coordinate: Sequence[str] = ("tp",), reduce: Sequence[str] = ()) -> Topology:
         """Where this process is in a ``torch.distributed.DeviceMesh`` with named dims, one of them ``pp``.
 
         Of a mesh's part (``mesh["pp", "tp"]``) each is a pipeline of its own, with its own run id.
@@ -160,6 +172,7 @@ class Topology:
         Args:
             device_mesh: such as ``init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))``.
             coordinate: the dims whose collectives run inside a task.
+            reduce: the coordinated ``dp`` dims over which gradients are summed once a step, as over replicas.
 
         Raises:
             ConfigError: if the dims have no names or do not fit, or this process is not in the mesh.
@@ -169,7 +182,7 @@ class Topology:
             raise ConfigError("mesh has no mesh_dim_names, must name its dims: pp, dp, tp, ...")
         if at is None:
             raise ConfigError("mesh lacks this process: every process that builds a pipeline must be in its mesh")
-        mesh = Mesh(tuple(zip(names, map(int, device_mesh.shape), strict=True)), _names(coordinate))
+        mesh = Mesh(tuple(zip(names, map(int, device_mesh.shape), strict=True)), _names(coordinate), _names(reduce))
         rank = 0
         for (_, size), index in zip(mesh.dims, at, strict=True):
             rank = rank * size + index
@@ -202,12 +215,12 @@ def _launch_of_part(environ: Mapping[str, str], size: int, first: int) -> _Launc
     )
 
 
-def _names(coordinate: Sequence[str]) -> tuple[str, ...]:
-    """The dims to coordinate; a bare text is one name, and not a sequence of letters."""
-    return (coordinate,) if isinstance(coordinate, str) else tuple(coordinate)
+def _names(dims: Sequence[str]) -> tuple[str, ...]:
+    """Names of dims; a bare text is one name, and not a sequence of letters."""
+    return (dims,) if isinstance(dims, str) else tuple(dims)
 
 
-def _mesh_of(dims: Mapping[str, int], coordinate: tuple[str, ...], world: int) -> Mesh:
+def _mesh_of(dims: Mapping[str, int], coordinate: tuple[str, ...], reduce: tuple[str, ...], world: int) -> Mesh:
     """The mesh of ``world`` ranks; another number of them is a ConfigError."""
     sizes = dict(dims)
     check_sizes(sizes.items())
@@ -216,7 +229,7 @@ def _mesh_of(dims: Mapping[str, int], coordinate: tuple[str, ...], world: int) -
         if world % rest:
             raise ConfigError(f"WORLD_SIZE is {world}, must be a multiple of {_product(sizes)}")
         sizes = {PIPELINE: world // rest, **sizes}
-    mesh = Mesh(tuple(sizes.items()), coordinate)
+    mesh = Mesh(tuple(sizes.items()), coordinate, reduce)
     if mesh.size != world:
         raise ConfigError(f"WORLD_SIZE is {world}, must be {_product(sizes)}")
     return mesh

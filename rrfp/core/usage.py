@@ -19,18 +19,15 @@ class WaitCause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a stage holds.
+    """What a stage holds."""
 
-    Attributes:
-        held: D, chunk tasks.
-        num_bytes: bytes of microbatches in work and of outputs on their way out.
-        received: outputs of other stages that have arrived and whose task has not started.
-        received_bytes: their bytes, which no limit counts.
-    """
-
+    #: D, chunk tasks.
     held: int = 0
+    #: Bytes of microbatches in work and of outputs on their way out.
     num_bytes: int = 0
+    #: Outputs of other stages that have arrived and whose task has not started.
     received: int = 0
+    #: Their bytes, which no limit counts.
     received_bytes: int = 0
 
 

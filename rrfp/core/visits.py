@@ -18,16 +18,11 @@ class Visits:
 
     A microbatch runs no task on a virtual stage that it skips, and what would have read that output reads nothing in
     its place. So each microbatch has a graph of its own: the virtual stages that it visits, and the edges among them.
-
-    Attributes:
-        microbatches: M.
-        skipped: for each microbatch the virtual stages that it does not visit. Empty: each one visits all.
-
-    Raises:
-        ConfigError: if ``skipped`` is neither empty nor has M entries.
     """
 
+    #: M.
     microbatches: int
+    #: For each microbatch the virtual stages that it does not visit. Empty: each one visits all.
     skipped: tuple[Skipped, ...] = ()
 
     def __post_init__(self) -> None:

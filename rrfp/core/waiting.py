@@ -22,22 +22,19 @@ MOST_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A task that was not enqueued.
+    """A task that was not enqueued."""
 
-    Attributes:
-        task: which.
-        absent: its absent inputs. In a forced order the microbatch before is one.
-        unreported: on the leader of a group, followers that have not reported what the task needs from other stages.
-        unmeasured: on the leader of a group, followers with forwards whose bytes they have not reported, and without
-            which a limit on bytes lets no other forward start.
-        cause: INPUT: inputs are absent. ORDER: the inputs are here, and the leader lacks a report, or the follower's
-            log lacks the task. MEMORY: the limit blocks it. None: it is ready, or next but some in the leader's log.
-    """
-
+    #: Which.
     task: Task
+    #: Its absent inputs. In a forced order the microbatch before is one.
     absent: tuple[Task, ...] = ()
+    #: On the leader of a group, followers that have not reported what the task needs from other stages.
     unreported: tuple[int, ...] = ()
+    #: On the leader of a group, followers with forwards whose bytes they have not reported, and without which a limit
+    #: on bytes lets no other forward start.
     unmeasured: tuple[tuple[int, Task], ...] = ()
+    #: INPUT: inputs are absent. ORDER: the inputs are here, and the leader lacks a report, or the follower's log lacks
+    #: the task. MEMORY: the limit blocks it. None: it is ready, or next but some in the leader's log.
     cause: WaitCause | None = None
 
 

@@ -7,7 +7,6 @@ checked by `CostTable`. Numbers survive a round trip bitwise.
 from __future__ import annotations
 
 import json
-import math
 import os
 import reprlib
 from collections import Counter
@@ -17,7 +16,7 @@ from typing import Any
 from rrfp.costs.atomic_files import write_atomically
 from rrfp.costs.graph_fields import GRAPH_FIELDS, graph_fields, read_graph
 from rrfp.costs.streams import Matrix
-from rrfp.costs.table import CostTable
+from rrfp.costs.table import CostTable, checked_sizes
 from rrfp.errors import ConfigError, Faults
 
 #: Name in the file of a chain -> attribute of the table, in the order of writing.
@@ -32,8 +31,9 @@ FIELDS = {
     "latency_F": "latency_forward",
     "latency_B": "latency_backward",
     "bytes": "held",
+    "sizes": "sizes",
 }
-_OPTIONAL = frozenset({"W", "bytes", "skipped"})
+_OPTIONAL = frozenset({"W", "bytes", "skipped", "sizes"})
 _MATRICES = ("F", "B", "W", "latency_F", "latency_B", "bytes")
 
 
@@ -52,13 +52,15 @@ def read_costs(path: str | os.PathLike[str]) -> CostTable:
         raise ConfigError(f"{os.fspath(path)}: cannot be read ({error.strerror or error})") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{os.fspath(path)}: is not JSON ({json_fault(error)})") from None
+    except ValueError as error:  # a NUL in the path
+        raise ConfigError(f"{os.fspath(path)!r}: cannot be read ({error})") from None
     try:
         return from_json(text)
     except ConfigError as error:
         raise ConfigError(f"{os.fspath(path)}: {error}") from None
 
 
-def read_sizes(path: str | os.PathLike[str], microbatches: int) -> list[float]:
+def read_sizes(path: str | os.PathLike[str], microbatches: int) -> tuple[float, ...]:
     """Read the sizes of ``microbatches`` microbatches, in any unit: a JSON list of numbers.
 
     Anything else is a ConfigError of one line that names the file.
@@ -72,16 +74,14 @@ def read_sizes(path: str | os.PathLike[str], microbatches: int) -> list[float]:
         raise ConfigError(f"sizes: {name}: is not a list of numbers (nested too deeply)") from None
     except ValueError as error:
         raise ConfigError(f"sizes: {name}: is not JSON ({json_fault(error)})") from None
-    if not isinstance(sizes, list) or len(sizes) != microbatches or not all(map(_is_size, sizes)):
-        raise ConfigError(f"sizes: {name}: must be a list of {microbatches} finite numbers >= 0, one a microbatch")
-    return sizes
-
-
-def _is_size(value: Any) -> bool:
     try:
-        return type(value) in (int, float) and math.isfinite(value) and value >= 0
-    except OverflowError:  # an int beyond the floats
-        return False
+        if not isinstance(sizes, list):
+            raise ConfigError("not a list")
+        return checked_sizes(sizes, microbatches)
+    except ConfigError:
+        raise ConfigError(
+            f"sizes: {name}: must be a list of {microbatches} finite numbers >= 0, one a microbatch"
+        ) from None
 
 
 def write_costs(path: str | os.PathLike[str], table: CostTable) -> None:
@@ -101,8 +101,8 @@ def json_fault(error: ValueError) -> str:
 def from_json(text: str) -> CostTable:
     """The table of a cost file's text.
 
-    Every field is required except W and bytes, and of a graph skipped; with one virtual stage the latencies are empty
-    lists. A file with virtual_stages is of a graph.
+    Every field is required except W, bytes and sizes, and of a graph skipped; with one virtual stage the latencies are
+    empty lists. A file with virtual_stages is of a graph.
 
     Raises:
         ConfigError: if the text is not JSON, or fields are missing, unknown, repeated or wrong; names all of these.
@@ -120,7 +120,7 @@ def from_json(text: str) -> CostTable:
     if "traceEvents" in document:
         raise ConfigError("is a trace, must be a cost file: `rrfp costs` makes one of a trace")
     is_graph = "virtual_stages" in document
-    known = (*GRAPH_FIELDS, *_MATRICES) if is_graph else tuple(FIELDS)
+    known = (*GRAPH_FIELDS, *_MATRICES, "sizes") if is_graph else tuple(FIELDS)
     missing = [name for name in known if name not in document and name not in _OPTIONAL]
     with Faults() as faults:
         for name in document:
@@ -135,10 +135,13 @@ def from_json(text: str) -> CostTable:
             if name in document:
                 with faults.kept():
                     _check_numbers(name, document[name])
+        if "sizes" in document and not isinstance(document["sizes"], list):
+            with faults.kept():
+                raise ConfigError("sizes must be a list of numbers, one a microbatch")
     if is_graph:
         matrices = {FIELDS[name]: document[name] for name in _MATRICES if name in document}
         graph, microbatches, skipped = read_graph(document)
-        return CostTable.of_graph(graph, microbatches, skipped=skipped, **matrices)
+        return CostTable.of_graph(graph, microbatches, skipped=skipped, sizes=document.get("sizes"), **matrices)
     fields: dict[str, Any] = {field: document.get(name) for name, field in FIELDS.items()}
     return CostTable(**fields)
 
@@ -147,7 +150,7 @@ def to_json(table: CostTable) -> str:
     """The cost file's text, one row a line, ending in a newline; `from_json` returns the same table, bitwise."""
     values = {name: getattr(table, field) for name, field in FIELDS.items()}
     if table.graph is not None:
-        values = {**graph_fields(table), **{name: values[name] for name in _MATRICES}}
+        values = {**graph_fields(table), **{name: values[name] for name in (*_MATRICES, "sizes")}}
     lines = [
         f"{json.dumps(name)}: {_rows(value) if name in _MATRICES else json.dumps(value)}"
         for name, value in values.items()

@@ -15,7 +15,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import TablePlacement
 from rrfp.core.visits import Skipped
 from rrfp.costs.graph_names import ARROW, check_names, edge_names
@@ -43,15 +43,8 @@ def graph_fields(table: CostTable) -> Mapping[str, Any]:
     }
 
 
-def read_graph(document: Mapping[str, Any]) -> tuple[Graph, int, tuple[Skipped, ...]]:
-    """The graph of a cost file, its microbatches, and what each of them skips.
-
-    Args:
-        document: has all of `GRAPH_FIELDS`, except perhaps ``skipped``.
-
-    Raises:
-        ConfigError: naming the field and what it may be.
-    """
+def read_graph(document: Mapping[str, Any]) -> tuple[TaskGraph, int, tuple[Skipped, ...]]:
+    """The graph of a cost file, its microbatches, and what each of them skips."""
     names = check_names(_list("virtual_stages", document["virtual_stages"], "of names"))
     stages, microbatches = whole("stages", document["stages"], 1), whole("microbatches", document["microbatches"], 1)
     placement = _list("placement", document["placement"], "of stages, one for each of virtual_stages")
@@ -63,7 +56,7 @@ def read_graph(document: Mapping[str, Any]) -> tuple[Graph, int, tuple[Skipped, 
     if missing := sorted({*range(min(stages, len(names) + 1))} - {*placement}):
         raise ConfigError(f"placement has no virtual stage on stage {missing[0]}, must have one on each of {stages}")
     edges = _edges(_list("edges", document["edges"], f"of 'NAME{ARROW}NAME'"), names)
-    graph = Graph(TablePlacement(tuple(placement)), edges, names=names)
+    graph = TaskGraph(TablePlacement(tuple(placement)), edges, names=names)
     return graph, microbatches, _skipped(document.get("skipped", {}), names, microbatches)
 
 

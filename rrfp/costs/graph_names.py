@@ -5,34 +5,20 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Sequence
 
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.errors import ConfigError
 
 #: Between the names of an edge's ends.
 ARROW = " -> "
 
 
-def named(graph: Graph) -> tuple[str, ...]:
-    """The names of the virtual stages: their numbers where the graph has none.
-
-    Args:
-        graph: of the virtual stages.
-
-    Raises:
-        ConfigError: as `check_names`.
-    """
+def named(graph: TaskGraph) -> tuple[str, ...]:
+    """The names of the virtual stages: their numbers where the graph has none."""
     return check_names(graph.names or tuple(map(str, range(graph.placement.num_virtual_stages))))
 
 
 def check_names(names: Sequence[object]) -> tuple[str, ...]:
-    """The names of all virtual stages.
-
-    Args:
-        names: which may be anything.
-
-    Raises:
-        ConfigError: if there is none, two are equal, or one is empty, holds an arrow or is no text.
-    """
+    """The names of all virtual stages."""
     if not names:
         raise ConfigError("virtual_stages is empty, must have a name for each virtual stage")
     checked: dict[str, None] = {}
@@ -45,6 +31,6 @@ def check_names(names: Sequence[object]) -> tuple[str, ...]:
     return tuple(checked)
 
 
-def edge_names(graph: Graph) -> list[str]:
+def edge_names(graph: TaskGraph) -> list[str]:
     """The edges of a graph whose virtual stages have names, as "NAME -> NAME"."""
     return [ARROW.join((graph.names[u], graph.names[v])) for u, v in graph.edges or ()]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rrfp.costs.streams import Matrix, Stream, generator, whole
+from rrfp.costs.streams import Matrix, RandomStream, generator, whole
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError
 
@@ -67,7 +67,9 @@ def _delays(
 ) -> tuple[Matrix, Matrix]:
     """Seconds by which each F and each B is lengthened, both V x M; ``floors`` has one for each virtual stage."""
     # The last two axes are (F, B) and (hit, size). Microbatches are drawn in order, so M does not change the numbers.
-    draws = [generator(Stream.JITTER, seed, step, v).random((forward.shape[1], 2, 2)) for v in range(len(forward))]
+    draws = [
+        generator(RandomStream.JITTER, seed, step, v).random((forward.shape[1], 2, 2)) for v in range(len(forward))
+    ]
     uniform = np.stack(draws)
     averages = _running_averages(np.stack([forward, backward], axis=2))
     hit = uniform[..., 0] < level.probability

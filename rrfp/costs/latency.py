@@ -11,11 +11,14 @@ about the first (48.8) and not the second (1.2), `bimodal` has both (58.6 and 50
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from rrfp.costs.streams import Matrix, Stream, exp, generator, whole
+from rrfp.core.tasks import Kind
+from rrfp.costs.streams import Matrix, RandomStream, exp, generator, whole
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError
 
@@ -53,16 +56,16 @@ def with_latency(table: CostTable, model: str, *, seed: int = 0, step: int = 0) 
     if name in ("none", "constant"):
         forward = backward = np.full(shape, seconds)
     else:
-        forward = _wire(Stream.WIRE_FORWARD, shape, seed, step)
-        backward = _wire(Stream.WIRE_BACKWARD, shape, seed, step)
+        forward = _wire(RandomStream.WIRE_FORWARD, shape, seed, step)
+        backward = _wire(RandomStream.WIRE_BACKWARD, shape, seed, step)
     if name == "spike":
         longer = (SPIKE_PROBABILITY, 0.0, SPIKE_LONGEST)
-        forward = forward + _delays(Stream.SPIKE_FORWARD, shape, seed, step, *longer)
-        backward = backward + _delays(Stream.SPIKE_BACKWARD, shape, seed, step, *longer)
+        forward = forward + _delays(RandomStream.SPIKE_FORWARD, shape, seed, step, *longer)
+        backward = backward + _delays(RandomStream.SPIKE_BACKWARD, shape, seed, step, *longer)
     if name == "bimodal":
         longer = (BIMODAL_PROBABILITY, BIMODAL_SHORTEST, BIMODAL_LONGEST)
-        forward = BIMODAL_WIRE_FACTOR * forward + _delays(Stream.SPIKE_FORWARD, shape, seed, step, *longer)
-        backward = BIMODAL_WIRE_FACTOR * backward + _delays(Stream.SPIKE_BACKWARD, shape, seed, step, *longer)
+        forward = BIMODAL_WIRE_FACTOR * forward + _delays(RandomStream.SPIKE_FORWARD, shape, seed, step, *longer)
+        backward = BIMODAL_WIRE_FACTOR * backward + _delays(RandomStream.SPIKE_BACKWARD, shape, seed, step, *longer)
     forward, backward = replace(table, latency_forward=forward, latency_backward=backward).acting_latencies()
     return replace(table, latency_forward=forward, latency_backward=backward)
 
@@ -83,16 +86,46 @@ def _parse(model: str) -> tuple[str, float]:
     return name, seconds
 
 
-def _wire(stream: Stream, shape: tuple[int, ...], seed: int, step: int) -> Matrix:
+def _wire(stream: RandomStream, shape: tuple[int, ...], seed: int, step: int) -> Matrix:
     """Lognormal travel times in seconds."""
     rows = [generator(stream, seed, step, v).standard_normal(shape[1]) for v in range(shape[0])]
     return WIRE_MEDIAN * exp(WIRE_SIGMA * np.array(rows, dtype=np.float64).reshape(shape))
 
 
 def _delays(
-    stream: Stream, shape: tuple[int, ...], seed: int, step: int, probability: float, shortest: float, longest: float
+    stream: RandomStream,
+    shape: tuple[int, ...],
+    seed: int,
+    step: int,
+    probability: float,
+    shortest: float,
+    longest: float,
 ) -> Matrix:
     """The seconds that some messages take beyond their wire time, uniform; 0 for the others."""
     rows = [generator(stream, seed, step, v).random((shape[1], 2)) for v in range(shape[0])]
     uniform = np.array(rows, dtype=np.float64).reshape(*shape, 2)
     return np.where(uniform[..., 0] < probability, shortest + (longest - shortest) * uniform[..., 1], 0.0)
+
+
+#: Of each virtual stage: the stage that its output goes to -> seconds by microbatch. Arrays of Python: a number of one
+#: of numpy costs more to read than an operation on a heap.
+MessageTimes = dict[Kind, Sequence[dict[int, "array[float]"]]]
+
+
+def message_times(costs: CostTable) -> MessageTimes:
+    """The seconds of every message of a step, by kind, sending virtual stage, receiving stage and microbatch.
+
+    Args:
+        costs: of the step. Where several edges lead from a virtual stage to one other stage, the longest time counts.
+    """
+    nodes = range(costs.num_virtual_stages)
+    times: dict[Kind, list[dict[int, Matrix]]] = {kind: [{} for _ in nodes] for kind in (Kind.F, Kind.B)}
+    for (u, v), forward, backward in zip(costs.edges(), costs.latency_forward, costs.latency_backward, strict=True):
+        here, there = costs.stage_of(u), costs.stage_of(v)
+        if here != there:
+            for rows, peer, row in ((times[Kind.F][u], there, forward), (times[Kind.B][v], here, backward)):
+                rows[peer] = np.maximum(rows[peer], row) if peer in rows else row
+    return {
+        kind: [{peer: array("d", row.tobytes()) for peer, row in rows.items()} for rows in of_kind]
+        for kind, of_kind in times.items()
+    }

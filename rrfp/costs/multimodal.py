@@ -20,13 +20,13 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import TablePlacement
 from rrfp.core.visits import Skipped
 from rrfp.costs.jitter import with_jitter
 from rrfp.costs.latency import with_latency
 from rrfp.costs.profiles import PLAIN_BYTES, PLAIN_FORWARD
-from rrfp.costs.streams import Matrix, Stream, generator, whole
+from rrfp.costs.streams import Matrix, RandomStream, generator, whole
 from rrfp.costs.table import CostTable
 from rrfp.costs.workloads import lognormal
 from rrfp.errors import ConfigError
@@ -83,9 +83,6 @@ def multimodal_costs(
         step: >= 0.
         jitter: a name in `JITTER_LEVELS`.
         latency: a model of `LATENCY_MODELS`.
-
-    Raises:
-        ConfigError: if an argument is not allowed; one line that names it and the allowed values.
     """
     if graph not in GRAPHS:
         raise ConfigError(f"graph is {graph!r}, must be one of {', '.join(GRAPHS)}")
@@ -115,9 +112,9 @@ def _shares(images: float, sounds: float) -> dict[str, float]:
 
 def _factors(microbatches: int, shares: dict[str, float], seed: int, step: int) -> dict[str, Matrix]:
     """By part, each microbatch's factor on its mean forward: 0 where it has no such part."""
-    random = generator(Stream.PROFILE, seed, step)
+    random = generator(RandomStream.PROFILE, seed, step)
     draws = random.random((microbatches, len(PARTS)))
-    normal = generator(Stream.MULTIMODAL, seed, step).standard_normal((microbatches, len(PARTS)))
+    normal = generator(RandomStream.MULTIMODAL, seed, step).standard_normal((microbatches, len(PARTS)))
     return {
         part: np.where(draws[:, i] < shares[part], lognormal(normal[:, i], SIGMAS[part]) / shares[part], 0.0)
         for i, part in enumerate(PARTS)
@@ -163,7 +160,7 @@ def _graph(pieces: Sequence[_Piece], factors: dict[str, Matrix], *, skip: bool) 
     table = TablePlacement(tuple(piece.stage for piece in pieces))
     latencies = np.zeros((len(edges), rows.shape[1]))
     return CostTable.of_graph(
-        Graph(table, tuple(edges), names=names),
+        TaskGraph(table, tuple(edges), names=names),
         rows.shape[1],
         skipped=_skipped(by_part, factors) if skip else (),
         forward=rows,

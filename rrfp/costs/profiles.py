@@ -19,7 +19,7 @@ import numpy as np
 from rrfp.core.placement import Layout
 from rrfp.costs.jitter import with_jitter
 from rrfp.costs.latency import with_latency
-from rrfp.costs.streams import Matrix, Stream, generator, whole
+from rrfp.costs.streams import Matrix, RandomStream, generator, whole
 from rrfp.costs.table import CostTable
 from rrfp.costs.workloads import PROFILES, machine_factors, output_layer
 from rrfp.errors import ConfigError
@@ -108,7 +108,7 @@ def _factors(profile: str, stages: int, microbatches: int, seed: int, step: int)
         raise ConfigError(f"profile is {profile!r}, must be one of {', '.join(PROFILES)}")
     stages, microbatches = whole("stages", stages, 1), whole("microbatches", microbatches, 1)
     seed, step = whole("seed", seed, 0), whole("step", step, 0)
-    return PROFILES[profile](stages, microbatches, generator(Stream.PROFILE, seed, step))
+    return PROFILES[profile](stages, microbatches, generator(RandomStream.PROFILE, seed, step))
 
 
 def _cut(profile: str, factors: Matrix, chunks: int) -> Matrix:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rrfp.costs.latency import LATENCY_MODELS, with_latency
-from rrfp.costs.streams import Matrix, Stream, generator, whole
+from rrfp.costs.streams import Matrix, RandomStream, generator, whole
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError
 
@@ -27,17 +27,11 @@ RANK_LATENCY_MODELS = (*LATENCY_MODELS, SHUFFLED)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankLatencies:
-    """The latencies of every rank's messages, in seconds; both (V-1) x M x T, copied and made read-only.
+    """The latencies of every rank's messages, in seconds; both (V-1) x M x T, copied and made read-only."""
 
-    Attributes:
-        forward: row v is from the end of F on v to its arrival at v + 1, by microbatch and rank.
-        backward: row v is from the end of B on v + 1 to its arrival at v, by microbatch and rank.
-
-    Raises:
-        ConfigError: if a shape or an entry is wrong.
-    """
-
+    #: Row v is from the end of F on v to its arrival at v + 1, by microbatch and rank.
     forward: Cube
+    #: Row v is from the end of B on v + 1 to its arrival at v, by microbatch and rank.
     backward: Cube
 
     def __post_init__(self) -> None:
@@ -59,11 +53,7 @@ class RankLatencies:
 
     @classmethod
     def same_on_all(cls, costs: CostTable, tp: int) -> RankLatencies:
-        """The latencies of the table for all ``tp`` ranks.
-
-        Raises:
-            ConfigError: if ``tp`` is not a whole number >= 1.
-        """
+        """The latencies of the table for all ``tp`` ranks."""
         count = whole("tp", tp, 1)
         forward, backward = (np.repeat(rows[:, :, None], count, axis=2) for rows in costs.acting_latencies())
         return cls(forward, backward)
@@ -92,9 +82,6 @@ def rank_latencies(costs: CostTable, model: str, tp: int, *, seed: int = 0, step
         tp: T, ranks a group, >= 1.
         seed: >= 0.
         step: >= 0.
-
-    Raises:
-        ConfigError: if the model is unknown, or a number is not allowed.
     """
     count, seed, step = whole("tp", tp, 1), whole("seed", seed, 0), whole("step", step, 0)
     if model != SHUFFLED and model.partition(":")[0] not in LATENCY_MODELS:
@@ -105,7 +92,7 @@ def rank_latencies(costs: CostTable, model: str, tp: int, *, seed: int = 0, step
         if model == SHUFFLED:
             drawn.append(_shuffled(of_table, seed, step, rank))
         else:
-            rank_seed = int(generator(Stream.RANK, seed, rank).integers(2**63))
+            rank_seed = int(generator(RandomStream.RANK, seed, rank).integers(2**63))
             drawn.append(with_latency(costs, model, seed=rank_seed, step=step).acting_latencies())
     forward, backward = (np.stack([pair[direction] for pair in drawn], axis=2) for direction in range(2))
     return RankLatencies(forward, backward)
@@ -113,6 +100,6 @@ def rank_latencies(costs: CostTable, model: str, tp: int, *, seed: int = 0, step
 
 def _shuffled(latencies: tuple[Matrix, Matrix], seed: int, step: int, rank: int) -> tuple[Matrix, Matrix]:
     """The latencies of each edge and direction in the random order of ``rank``."""
-    random = generator(Stream.RANK, seed, rank, step)
+    random = generator(RandomStream.RANK, seed, rank, step)
     forward, backward = (random.permuted(rows, axis=1) for rows in latencies)
     return forward, backward

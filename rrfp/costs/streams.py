@@ -1,8 +1,8 @@
 """The random numbers of the cost tables.
 
-A stream has a name: its purpose (`Stream`), the user's seed, and the step and virtual stage that it depends on. It
-never depends on the method, the jitter level or the number of microbatches: the same name gives the same numbers, and
-the number of microbatch m does not change with M.
+A stream has a name: its purpose (`RandomStream`), the user's seed, and the step and virtual stage that it depends on.
+It never depends on the method, the jitter level or the number of microbatches: the same name gives the same numbers,
+and the number of microbatch m does not change with M.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Bits: TypeAlias = npt.NDArray[np.bool_]
 _EXP_DECIMALS = 9
 
 
-class Stream(enum.IntEnum):
+class RandomStream(enum.IntEnum):
     """The purpose of a stream of random numbers. The values are part of every digest: never reuse one."""
 
     PROFILE = 0
@@ -39,7 +39,7 @@ class Stream(enum.IntEnum):
     MULTIMODAL = 7
 
 
-def generator(stream: Stream, seed: int, *key: int) -> np.random.Generator:
+def generator(stream: RandomStream, seed: int, *key: int) -> np.random.Generator:
     """Open the stream of that name at its beginning; ``key`` is the step, then the virtual stage."""
     sequence = np.random.SeedSequence(entropy=seed, spawn_key=(int(stream), *key))
     return np.random.Generator(np.random.PCG64(sequence))

@@ -10,19 +10,96 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import reprlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Layout, Placement, TablePlacement
 from rrfp.core.visits import Skipped, Visits
 from rrfp.costs.graph_names import named
-from rrfp.costs.matrices import checked_matrix, read_only
 from rrfp.costs.streams import Bits, Matrix, whole
 from rrfp.errors import ConfigError
+
+
+def _length(value: object) -> int | None:
+    """The number of entries of a list, tuple or array; None for any other value."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    is_array = isinstance(value, np.ndarray) and value.ndim > 0
+    return len(value) if is_list or is_array else None  # type: ignore[arg-type]
+
+
+def checked_matrix(name: str, rows: Matrix, num_rows: int, num_columns: int, meaning: str) -> Matrix:
+    """A checked, read-only float64 copy of `rows`.
+
+    Args:
+        name: of the field in the file, for errors.
+        rows: a nested sequence or an array.
+        num_rows: how many it must have.
+        num_columns: how many entries each must have.
+        meaning: of the number of rows, for errors.
+
+    Raises:
+        ConfigError: if it has another shape, or an entry that is no finite number >= 0.
+    """
+    length = _length(rows)
+    if length is None:
+        raise ConfigError(f"{name} must be a list of {num_rows} rows ({meaning})")
+    if length != num_rows:
+        raise ConfigError(f"{name} has {length} rows, must have {num_rows} ({meaning})")
+    for index, row in enumerate(rows):
+        entries = _length(row)
+        if entries is None:
+            raise ConfigError(f"{name}[{index}] must be a list of {num_columns} numbers (one a microbatch)")
+        if entries != num_columns:
+            raise ConfigError(f"{name}[{index}] has {entries} entries, must have {num_columns} (one a microbatch)")
+    try:
+        matrix = np.array(rows, dtype=np.float64, order="C") if num_rows else np.empty((0, num_columns))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{name} must hold finite numbers >= 0 only ({error})") from None
+    if matrix.shape != (num_rows, num_columns):
+        raise ConfigError(f"{name} must hold numbers only, {num_rows} rows of {num_columns}")
+    wrong = ~(np.isfinite(matrix) & (matrix >= 0))
+    if wrong.any():
+        row, column = np.argwhere(wrong)[0]
+        raise ConfigError(f"{name}[{row}][{column}] is {matrix[row, column]}, must be a finite number >= 0")
+    return read_only(matrix + 0.0)  # -0.0 becomes 0.0: equal tables must have equal bytes
+
+
+def checked_sizes(sizes: Sequence[float], num_microbatches: int) -> tuple[float, ...]:
+    """The sizes of microbatches as floats, in any unit; 0 is one, as in `rrfp.Pipeline.step`.
+
+    Raises:
+        ConfigError: if there is not one a microbatch, or one is no finite number >= 0.
+    """
+    length = _length(sizes)
+    if length is None:
+        raise ConfigError(f"sizes must be a list of {num_microbatches} numbers, one a microbatch")
+    if length != num_microbatches:
+        raise ConfigError(f"sizes has {length} entries, must have {num_microbatches}, one a microbatch")
+    numbers = []
+    for index, size in enumerate(sizes):
+        try:
+            number = math.nan if isinstance(size, bool | str | bytes) else float(size)
+        except OverflowError:  # an int beyond the floats
+            number = math.inf
+        except (TypeError, ValueError):
+            number = math.nan
+        if not 0 <= number < math.inf:
+            raise ConfigError(f"sizes[{index}] is {reprlib.repr(size)}, must be a finite number >= 0")
+        numbers.append(number + 0.0)
+    return tuple(numbers)
+
+
+def read_only(matrix: Matrix) -> Matrix:
+    """``matrix`` itself, read-only from now on."""
+    matrix.setflags(write=False)
+    return matrix
+
 
 PLACEMENTS: tuple[str, ...] = get_args(Layout)
 #: The matrices: name in the file -> attribute.
@@ -62,6 +139,8 @@ class CostTable:
             None: the chain on that placement.
         skipped: for each microbatch the virtual stages that it does not visit ("skipped"); empty: each visits all. What
             the table has for a skipped task or its messages is 0.
+        sizes: M numbers: how large each microbatch is, in any unit, as a trainer knows it before the step ("sizes");
+            None: not known. Hints may order microbatches by them; no time depends on them.
 
     Raises:
         ConfigError: if a size, shape or entry is wrong; the message names the field as the cost file does.
@@ -77,8 +156,9 @@ class CostTable:
     latency_forward: Matrix
     latency_backward: Matrix
     held: Matrix | None = None
-    graph: Graph | None = None
+    graph: TaskGraph | None = None
     skipped: tuple[Skipped, ...] = ()
+    sizes: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         for field in ("stages", "chunks", "microbatches"):
@@ -102,15 +182,17 @@ class CostTable:
             object.__setattr__(self, field, matrix)
         if self.skipped:
             self._clear_skipped()
+        if self.sizes is not None:
+            object.__setattr__(self, "sizes", checked_sizes(self.sizes, self.microbatches))
 
     @classmethod
     def of_graph(
         cls,
-        graph: Graph,
+        graph: TaskGraph,
         microbatches: int,
         *,
         skipped: tuple[Skipped, ...] = (),
-        **matrices: Any,
+        **others: Any,
     ) -> CostTable:
         """The table of a graph, any chain with unequal stages or skip edges among them.
 
@@ -118,15 +200,16 @@ class CostTable:
             graph: of the virtual stages. Its ``split`` is not read: backward is split where there is ``weight``.
             microbatches: M >= 1.
             skipped: for each microbatch the virtual stages that it does not visit; empty: each visits all.
-            matrices: the attributes of these names; ``weight`` and ``held`` may be absent.
+            others: the matrices, and ``sizes``, by the names of the attributes; ``weight``, ``held`` and ``sizes`` may
+                be absent.
 
         Raises:
             ConfigError: as the constructor's, or for two virtual stages of one name.
         """
-        stages, chunks, rows = graph.placement.stages, _most_chunks(graph), {"weight": None, **matrices}
+        stages, chunks, rows = graph.placement.stages, _most_chunks(graph), {"weight": None, **others}
         return cls(stages, chunks, "table", microbatches, graph=graph, skipped=skipped, **rows)
 
-    def _check_graph(self, graph: Graph) -> None:
+    def _check_graph(self, graph: TaskGraph) -> None:
         form = (("stages", graph.placement.stages), ("chunks", _most_chunks(graph)), ("placement", "table"))
         for name, value in form:
             if getattr(self, name) != value:
@@ -162,10 +245,10 @@ class CostTable:
         visits = self.num_virtual_stages * self.microbatches - sum(map(len, self.skipped))
         return visits * (3 if self.split else 2)
 
-    def to_graph(self) -> Graph:
+    def to_graph(self) -> TaskGraph:
         """The graph of the virtual stages: of a chain too."""
         if self.placement != "table":
-            return Graph.chain(self.stages, chunks=self.chunks, layout=self.placement, split=self.split)
+            return TaskGraph.chain(self.stages, chunks=self.chunks, layout=self.placement, split=self.split)
         assert self.graph is not None
         return self.graph
 
@@ -270,7 +353,7 @@ class CostTable:
         return self if self.weight is None else replace(self, backward=self.backward + self.weight, weight=None)
 
     def digest(self) -> str:
-        """16 hexadecimal digits that two tables share exactly when they are bitwise equal."""
+        """16 hexadecimal digits that two tables share exactly when they are bitwise equal; sizes do not count."""
         header: list[object] = [self.stages, self.chunks, self.placement, self.microbatches, self.split]
         if self.graph is not None:
             header += [self.graph.names, self.graph.stage_of, self.graph.edges, [*map(sorted, self.skipped)]]
@@ -283,7 +366,9 @@ class CostTable:
         return total.hexdigest()[:16]
 
     def __eq__(self, other: object) -> bool:
-        return self.digest() == other.digest() if isinstance(other, CostTable) else NotImplemented
+        if not isinstance(other, CostTable):
+            return NotImplemented
+        return self.sizes == other.sizes and self.digest() == other.digest()
 
     def __hash__(self) -> int:
         return hash(self.digest())
@@ -295,5 +380,5 @@ class CostTable:
         return f"CostTable({shape}, microbatches={self.microbatches}, split={self.split}, digest={self.digest()})"
 
 
-def _most_chunks(graph: Graph) -> int:
+def _most_chunks(graph: TaskGraph) -> int:
     return max(map(graph.placement.chunks_of, range(graph.placement.stages)))

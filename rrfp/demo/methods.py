@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rrfp.core.graph import Graph
-from rrfp.core.naming import named_or_loaded
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Layout
+from rrfp.core.registry import named_or_loaded
 from rrfp.errors import ConfigError, Faults
-from rrfp.hints.named import named_or_loaded_hint
-from rrfp.pipeline.method import Method
+from rrfp.hints.registry import named_or_loaded_hint
+from rrfp.pipeline.method import DispatchMethod
 from rrfp.pipeline.options import complete
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.registry import TRANSPORTS
@@ -21,37 +21,29 @@ from rrfp.transports.registry import TRANSPORTS
 
 @dataclass(frozen=True, slots=True)
 class DemoMethod:
-    """One method, as texts that another process can read.
+    """One method, as texts that another process can read."""
 
-    Attributes:
-        strict: a schedule to run to the letter; None for a hint.
-        hint: a hint's name, ``module:attribute`` or ``file.py:attribute``; None for a schedule.
-        split: whether backward is split.
-        limit: of a hint; None for the default.
-        chunks: of the model on each stage.
-        placement: where chunks live.
-    """
-
+    #: a schedule to run to the letter; None for a hint.
     strict: str | None = None
+    #: a hint's name, ``module:attribute`` or ``file.py:attribute``; None for a schedule.
     hint: str | None = None
+    #: Whether backward is split.
     split: bool = False
+    #: Of a hint; None for the default.
     limit: str | None = None
+    #: Of the model on each stage.
     chunks: int = 1
     placement: Layout = "looped"
 
     def options(self) -> dict[str, Any]:
-        """The options of its `rrfp.Pipeline`.
-
-        Raises:
-            ConfigError: if the hint cannot be loaded.
-        """
+        """The options of its `rrfp.Pipeline`."""
         hint = None if self.hint is None else named_or_loaded_hint(self.hint)
         cut = {"split": self.split, "chunks": self.chunks, "placement": self.placement}
         return {"strict": self.strict, "hint": hint, "limit": self.limit, **cut}
 
-    def graph(self, stages: int) -> Graph:
+    def graph(self, stages: int) -> TaskGraph:
         """Its virtual stages on ``stages`` stages."""
-        return Graph.chain(stages, chunks=self.chunks, layout=self.placement, split=self.split)
+        return TaskGraph.chain(stages, chunks=self.chunks, layout=self.placement, split=self.split)
 
 
 BASELINE = "1f1b"
@@ -68,11 +60,7 @@ METHODS: Mapping[str, DemoMethod] = {
 
 
 def demo_methods(hint: str | None, limit: str | None, split: bool | None) -> dict[str, DemoMethod]:
-    """The fixed orders, and the readiness-driven methods with these options; see `DemoSettings`.
-
-    Raises:
-        ConfigError: if two of the hints would have the same name.
-    """
+    """The fixed orders, and the readiness-driven methods with these options; see `DemoSettings`."""
     fixed = {name: method for name, method in METHODS.items() if method.hint is None}
     if hint is None:
         driven = {name: method for name, method in METHODS.items() if method.hint is not None}
@@ -96,11 +84,7 @@ def _row_name(text: str) -> str:
 
 
 def demo_transport(text: str) -> Any:
-    """The argument of `rrfp.Pipeline` for the user's transport.
-
-    Raises:
-        ConfigError: if there is no such transport, or it does not connect processes, or needs leave to use plain tcp.
-    """
+    """The argument of `rrfp.Pipeline` for the user's transport."""
     spec = named_or_loaded("transport", text)
     factory = TRANSPORTS.load(spec) if isinstance(spec, str) else spec
     if isinstance(factory, type) and issubclass(factory, InprocTransport):
@@ -113,11 +97,7 @@ def demo_transport(text: str) -> Any:
 
 
 def check_methods(methods: Mapping[str, DemoMethod], transport: str) -> None:
-    """Refuse methods that the workers would refuse.
-
-    Raises:
-        ConfigError: naming every wrong option.
-    """
+    """Refuse methods that the workers would refuse."""
     with Faults() as faults:
         with faults.kept():
             complete({"transport": demo_transport(transport)})
@@ -126,4 +106,4 @@ def check_methods(methods: Mapping[str, DemoMethod], transport: str) -> None:
                 complete({"limit": method.limit})
             with faults.kept():
                 options: Any = method.options()
-                Method(complete(options)).check(method.graph(2))
+                DispatchMethod(complete(options)).check(method.graph(2))

@@ -22,11 +22,7 @@ INITIAL_SCALE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class GptConfig:
-    """The model's size.
-
-    Raises:
-        ConfigError: if a size is below 1, or ``width`` is no multiple of ``heads``.
-    """
+    """The model's size."""
 
     #: Different tokens; the default is every byte.
     vocabulary: int = 256
@@ -53,9 +49,6 @@ def build_stages(config: GptConfig, num_stages: int, seed: int = 0) -> list[nn.M
     Each reads the output of the one before; the first reads tokens (batch x length, int64), the last returns logits
     (batch x length x vocabulary). torch's random state is left as it was. With more stages
     than layers, cuts go through layers.
-
-    Raises:
-        ConfigError: if there is not at least half a layer a stage, or the seed is negative.
     """
     if seed < 0:
         raise ConfigError(f"seed is {seed}, must be at least 0")
@@ -68,7 +61,7 @@ def build_stages(config: GptConfig, num_stages: int, seed: int = 0) -> list[nn.M
         embedding = Embedding(config)
         for index in range(config.layers):
             _seed_layer(seed, 1 + index)
-            block = Block(config)
+            block = TransformerBlock(config)
             blocks += [block] if num_stages <= config.layers else block
         _seed_layer(seed, 1 + config.layers)
         head = Head(config)
@@ -133,7 +126,7 @@ class Perceptron(nn.Module):
         return out
 
 
-class Block(nn.Sequential):
+class TransformerBlock(nn.Sequential):
     """One transformer layer."""
 
     def __init__(self, config: GptConfig) -> None:

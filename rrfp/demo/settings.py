@@ -23,39 +23,33 @@ LEARNING_RATE = 3e-3
 
 @dataclass(frozen=True, slots=True)
 class DemoSettings:
-    """One demo run.
+    """One demo run."""
 
-    Attributes:
-        out: folder for all files that it writes.
-        text: a file to learn, or None for the language reference.
-        stages: N, one process each.
-        microbatches: M.
-        warm_up: steps of each method that are not measured.
-        steps: measured steps of each method.
-        seed: of model, data and cost tables.
-        real_compute: tasks are not stretched to a cost table.
-        deterministic: every method trains bitwise the same model.
-        hint: the hints of the readiness-driven methods, between commas; None for those of `METHODS`.
-        limit: their memory limit; None for the default of `rrfp.Pipeline`. The row ``v`` keeps its own.
-        split: whether they split backward; None: those of `METHODS` as they say there, any other hint does not.
-        transport: of all methods: a name, ``module:attribute`` or ``file.py:attribute``.
-
-    Raises:
-        ConfigError: naming every count that is out of range, and every option that no worker could run.
-    """
-
+    #: Folder for all files that it writes.
     out: str
+    #: a file to learn, or None for the language reference.
     text: str | None = None
+    #: N, one process each.
     stages: int = 4
+    #: M.
     microbatches: int = 24
+    #: Steps of each method that are not measured.
     warm_up: int = 1
+    #: Measured steps of each method.
     steps: int = 8
+    #: Of model, data and cost tables.
     seed: int = 0
+    #: Tasks are not stretched to a cost table.
     real_compute: bool = False
+    #: Every method trains bitwise the same model.
     deterministic: bool = False
+    #: The hints of the readiness-driven methods, between commas; None for those of `METHODS`.
     hint: str | None = None
+    #: Their memory limit; None for the default of `rrfp.Pipeline`. The row ``v`` keeps its own.
     limit: str | None = None
+    #: Whether they split backward; None: those of `METHODS` as they say there, any other hint does not.
     split: bool | None = None
+    #: Of all methods: a name, ``module:attribute`` or ``file.py:attribute``.
     transport: str = "auto"
 
     def __post_init__(self) -> None:

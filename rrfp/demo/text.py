@@ -30,9 +30,6 @@ def load_text(path: str | os.PathLike[str] | None = None, *, at_least: int = 2) 
     Args:
         path: a file of any bytes; by default the language reference that CPython ships, about half a megabyte.
         at_least: the fewest bytes: one more than a sequence has.
-
-    Raises:
-        ConfigError: if the file cannot be read or is too short.
     """
     if path is None:
         name, text = "the language reference", _language_reference()
@@ -79,9 +76,6 @@ def batches(
         sequence_length: bytes in a sequence.
         seed: >= 0; the same arguments give the same batches, and more steps the same first ones.
         ragged: whether microbatches differ in length, from a quarter of ``sequence_length`` up to all of it.
-
-    Raises:
-        ConfigError: if a size is below 1, the seed negative, or the text too short.
     """
     sizes = {"microbatches": microbatches, "microbatch_size": microbatch_size, "sequence_length": sequence_length}
     for field, value in sizes.items():

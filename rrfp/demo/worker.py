@@ -34,13 +34,7 @@ from rrfp.trace.plain import to_plain
 
 
 class MethodRun:
-    """One method on this rank, with its own copy of model and optimizer and its own pipeline.
-
-    Args:
-        name: the method's.
-        settings: the run's.
-        topology: this rank's.
-    """
+    """One method on this rank, with its own copy of model and optimizer and its own pipeline."""
 
     def __init__(self, name: str, settings: DemoSettings, topology: Topology) -> None:
         self.name = name

@@ -8,34 +8,28 @@ from typing import NamedTuple
 
 
 class Feed(NamedTuple):
-    """One input of a virtual stage from another one.
+    """One input of a virtual stage from another one."""
 
-    Attributes:
-        source: the virtual stage whose output it is.
-        argument: the keyword argument; None: the arguments that the output spreads into, as in a chain.
-        key: of one value of the output, which is a dict; None: all of it.
-    """
-
+    #: The virtual stage whose output it is.
     source: int
+    #: The keyword argument; None: the arguments that the output spreads into, as in a chain.
     argument: str | None = None
+    #: Of one value of the output, which is a dict; None: all of it.
     key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Feeds:
-    """The inputs of all virtual stages.
+    """The inputs of all virtual stages."""
 
-    Attributes:
-        by_stage: those of each virtual stage. Empty for a pipeline without parts, where the outputs of predecessors
-            follow one another in graph order.
-        parts: the name of the part of each virtual stage; empty without parts.
-        heads: the virtual stages that begin a part, and are called with what the caller passes for it.
-        losses: the parts that no other reads, if there are several: each has a loss of its own.
-    """
-
+    #: Those of each virtual stage. Empty for a pipeline without parts, where the outputs of predecessors follow one
+    #: another in graph order.
     by_stage: tuple[tuple[Feed, ...], ...] = ()
+    #: The name of the part of each virtual stage; empty without parts.
     parts: tuple[str, ...] = ()
+    #: The virtual stages that begin a part, and are called with what the caller passes for it.
     heads: frozenset[int] = frozenset()
+    #: The parts that no other reads, if there are several: each has a loss of its own.
     losses: tuple[str, ...] = ()
     _keys: dict[tuple[int, int], tuple[str, ...] | None] = field(init=False, repr=False, compare=False)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rrfp.core.graph import Graph as TaskGraph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import TablePlacement
 from rrfp.core.visits import Skipped
 from rrfp.errors import ConfigError
@@ -16,31 +16,21 @@ from rrfp.graphs.feeds import Feed, Feeds
 
 @dataclass(frozen=True)
 class ModelGraph:
-    """A declared graph with its parts' modules numbered as virtual stages, in the order of declaration.
-
-    Attributes:
-        declared: what the user wrote.
-        tasks: the dependency graph of its virtual stages.
-        feeds: what each of them is called with.
-        numbers: the virtual stages of each part, by name.
-    """
+    """A declared graph with its parts' modules numbered as virtual stages, in the order of declaration."""
 
     declared: Graph
+    #: The dependency graph of its virtual stages.
     tasks: TaskGraph
+    #: What each of them is called with.
     feeds: Feeds
+    #: The virtual stages of each part, by name.
     numbers: Mapping[str, range]
     #: What reads each part, by name.
     _readers: Mapping[str, frozenset[str]] = field(repr=False)
 
     @classmethod
     def of(cls, declared: object, *, split: bool = False) -> ModelGraph:
-        """Number and connect the virtual stages of ``declared``, ``split`` all of them or none.
-
-        Raises:
-            ConfigError: naming the part, if the graph is no `Graph` or has none, if the only part that no other reads
-                is optional, if some stage below the highest has no part, or if a part that every microbatch visits is
-                read by none where an optional part is skipped.
-        """
+        """Number and connect the virtual stages of ``declared``, ``split`` all of them or none."""
         if not isinstance(declared, Graph):
             raise ConfigError(f"graph is of type {type(declared).__name__}, must be an rrfp.Graph")
         parts = declared.parts.values()
@@ -94,10 +84,6 @@ class ModelGraph:
         Args:
             visits: for each optional part that some microbatch skips, M booleans: which ones visit it.
             microbatches: M.
-
-        Raises:
-            ConfigError: naming the field, if ``visits`` does not fit, or if a microbatch visits a part whose output
-                nothing reads, as it skips all readers, or none that has a loss.
         """
         if visits is None:
             return ()

@@ -18,7 +18,7 @@ from rrfp.core.events import (
     SendReleased,
     StepOpened,
 )
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph as Graph
 from rrfp.core.hint import Hint, View
 from rrfp.core.placement import Placement
 from rrfp.core.ready_set import ReadySet

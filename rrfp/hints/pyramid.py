@@ -29,8 +29,8 @@ from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Task
 from rrfp.core.visits import Visits
+from rrfp.hints.alternating import BackwardForwardWeight
 from rrfp.hints.slot_aware import SlotAware
-from rrfp.hints.split import BackwardForwardWeight
 
 #: Microbatches of one pyramid, for each stage of the pipeline.
 LENGTH_PER_STAGE = 4
@@ -47,6 +47,8 @@ class Pyramids(Hint):
     Args:
         within: chooses among ready tasks. If sizes are known, its own order of microbatches is replaced.
     """
+
+    wants_sizes = True
 
     def __init__(self, within: Hint) -> None:
         self.within = within

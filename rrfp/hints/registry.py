@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 from rrfp.core.hint import Hint
-from rrfp.core.registry import Registry
-from rrfp.errors import ConfigError
+from rrfp.core.registry import Registry, named_or_loaded, where_defined
+from rrfp.errors import ConfigError, misspelt
 from rrfp.hints.schedule import ScheduleHint, ScheduleSource, Strict
 from rrfp.schedules.registry import ScheduleSpec, make_schedule, schedule_names
 
@@ -29,7 +32,7 @@ HINTS: Registry[Callable[[], Hint]] = Registry(
         "fb": "rrfp.hints.alternating:ForwardBackward",
         "b-priority": "rrfp.hints.priority:BackwardPriority",
         "f-priority": "rrfp.hints.priority:ForwardPriority",
-        "bfw": "rrfp.hints.split:BackwardForwardWeight",
+        "bfw": "rrfp.hints.alternating:BackwardForwardWeight",
         "slot-aware": "rrfp.hints.slot_aware:SlotAware",
         "slot-aware-pyramid": "rrfp.hints.pyramid:slot_aware_pyramid",
         "bfw-pyramid": "rrfp.hints.pyramid:bfw_pyramid",
@@ -54,16 +57,19 @@ def create_hint(spec: HintSpec) -> Hint:
     """
     if isinstance(spec, str):
         spec = hint_factory(spec)
+    if isinstance(spec, type) and Hint not in spec.__mro__:  # whose constructor may ask for arguments
+        raise _no_hint(spec)
     hint = spec() if callable(spec) else spec
     if Hint not in type(hint).__mro__:
-        raise ConfigError(f"hint is of type {type(hint).__name__}, must be a name, or {_OBJECTS}")
+        raise _no_hint(type(hint))
     return copy.deepcopy(hint) if hint is spec else hint
 
 
 def create_strict(spec: ScheduleSpec) -> Hint:
     """A hint that runs the schedule ``spec`` to the letter; an unknown one is a ConfigError."""
     if isinstance(spec, str) and spec not in schedule_names():
-        raise ConfigError(f"strict is {spec!r}, must be one of: {', '.join(schedule_names())}")
+        names = schedule_names()
+        raise ConfigError(f"strict is {misspelt(spec, names)}, must be one of: {', '.join(names)}")
     return Strict(_source(spec))
 
 
@@ -72,9 +78,45 @@ def hint_factory(name: str) -> Callable[[], Hint]:
     if name in schedule_names():  # before plugins, which cannot replace a schedule
         return lambda: ScheduleHint(_source(name))
     if name not in HINTS:
-        raise ConfigError(f"hint is {name!r}, must be one of: {', '.join(hint_names())}, or {_OBJECTS}")
+        names = hint_names()
+        raise ConfigError(f"hint is {misspelt(name, names)}, must be one of: {', '.join(names)}, or {_OBJECTS}")
     return HINTS.load(name)
+
+
+def _no_hint(cls: type) -> ConfigError:
+    return ConfigError(f"hint is of type {where_defined(cls)}, must be a name, or {_OBJECTS}")
 
 
 def _source(spec: ScheduleSpec) -> ScheduleSource:
     return lambda view: make_schedule(spec, view.graph, view.microbatches)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedHint:
+    """Makes the hint that a text with a colon leads to; another process can load it as well."""
+
+    text: str
+
+    def __call__(self) -> Hint:
+        """A fresh hint."""
+        return create_hint(_loaded(self.text))
+
+
+@lru_cache(maxsize=64)
+def _loaded(text: str) -> Any:
+    return named_or_loaded("hint", text)
+
+
+def named_or_loaded_hint(text: str) -> HintSpec:
+    """The argument of `create_hint` for the user's ``text``; tried once."""
+    if ":" not in text and not text.endswith(".py") and text not in hint_names():
+        wrong, names = misspelt(text, hint_names()), ", ".join(hint_names())
+        raise ConfigError(f"hint is {wrong}, must be one of: {names}, or module:attribute, or file.py:attribute")
+    spec: HintSpec = LoadedHint(text) if ":" in text else named_or_loaded("hint", text)
+    try:
+        create_hint(spec)
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's class may raise anything
+        raise ConfigError(f"hint is {text!r}: cannot be made ({type(error).__name__}: {error})") from error
+    return spec

@@ -22,7 +22,7 @@ in chunk tasks, N - s and s times C.
 4. **A moment's wait for a forward, on unsplit stages in 1F1B's memory** (N - s slots on stage s, one chunk). A backward
    has freed the slot, the next forward is due and runs on the stage before, but is not here yet. BFW begins another
    backward, two forwards long; the forward then waits for it, and the stages behind run dry. So the stage idles for
-   the forward, if it is expected within half of that backward, and no longer than that (`rrfp.core.pauses`). With
+   the forward, if it is expected within half of that backward, and no longer than that (`rrfp.core.step`). With
    more slots, or with split backwards, which are as short as forwards, waiting gains nothing.
 
 Rules 1 and 2 never apply to unsplit stages, or without a limit.
@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import View
 from rrfp.core.ready_set import ChunkOrder, ReadySet
 from rrfp.core.tasks import B, F, Task, W
@@ -41,12 +41,7 @@ from rrfp.hints.run_ahead import EncoderAware
 
 
 class SlotAware(EncoderAware):
-    """Slot-aware: BFW that runs a weight task early if its slot is needed.
-
-    Args:
-        chunk_order: the chunk whose forwards come first.
-        idles: whether rule 4 applies.
-    """
+    """Slot-aware: BFW that runs a weight task early if its slot is needed."""
 
     wants_split = True
 
@@ -132,7 +127,7 @@ def _slots(view: View) -> float:
     return slots
 
 
-def _receivers(graph: Graph, virtual_stage: int) -> int:
+def _receivers(graph: TaskGraph, virtual_stage: int) -> int:
     """The number of other stages that read the forward of ``virtual_stage``."""
     stage_of = graph.placement.stage_of
     return len({stage_of(v) for v in graph.successors[virtual_stage]} - {stage_of(virtual_stage)})

@@ -36,9 +36,6 @@ class TitanSchedule(ScheduleRRFP):
     """`ScheduleRRFP` over stages of torchtitan, whose mesh says whether tasks have collectives.
 
     Their parameters need not show it: those of context parallelism are whole.
-
-    Raises:
-        ConfigError: with tensor, context or expert parallelism, whose ranks would have to run tasks in the same order.
     """
 
     def __init__(
@@ -64,12 +61,6 @@ def schedule_class(name: str, **options: Any) -> Any:
         name: ``"RRFP"``, or a name that torch knows, such as ``"Interleaved1F1B"``.
         options: of `ScheduleRRFP`, where torchtitan gives none: ``functools.partial(schedule_class, split=True)``.
             Without effect on torch's classes.
-
-    Returns:
-        A `ScheduleRRFP` with these options as its defaults, or torch's class.
-
-    Raises:
-        ConfigError: if neither knows the name; names all that exist. It is a ValueError, as torch's own.
     """
     if name.lower() == NAME.lower():
         return TitanSchedule.configured(**options) if options else TitanSchedule

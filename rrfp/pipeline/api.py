@@ -7,6 +7,7 @@ import os
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
 from rrfp.compute.gradients.process_groups import global_ranks
@@ -19,6 +20,7 @@ from rrfp.pipeline.handle import PipelineHandle
 from rrfp.pipeline.loop_thread import LoopChoice, check_loop
 from rrfp.pipeline.options import Options, complete
 from rrfp.pipeline.partition import StagePart, check_modules
+from rrfp.runtime.failed_start import FailedStarts
 from rrfp.transports.base import Rendezvous
 from rrfp.transports.rendezvous import LocalRendezvous, StoreRendezvous
 from rrfp.transports.secret import Secret, check_security
@@ -54,6 +56,8 @@ class Pipeline(PipelineHandle):
         topology: this rank's; from torchrun's environment by default.
         mesh: instead of ``topology``: a mesh with named dims, one of them ``pp``; see `Topology.from_mesh`.
         coordinate: with ``mesh``: the dims whose collectives run inside a task, by default ``("tp",)``.
+        reduce: with ``mesh``: the coordinated ``dp`` dims over which gradients are summed once a step, as over
+            replicas. By default none: parameters are sharded over them, or the modules sum gradients themselves.
         rendezvous: the ranks' store of endpoints; torchrun's by default.
         name: pairs this pipeline with those of the same name on the other ranks, the first of a name with the first.
             Up to 64 characters, no slash. By default pipelines pair in the order in which they are built.
@@ -77,6 +81,7 @@ class Pipeline(PipelineHandle):
         topology: Topology | None = None,
         mesh: DeviceMesh | None = None,
         coordinate: Sequence[str] | None = None,
+        reduce: Sequence[str] | None = None,
         rendezvous: Rendezvous | None = None,
         name: str | None = None,
         loop: LoopChoice = "own",
@@ -84,34 +89,59 @@ class Pipeline(PipelineHandle):
         graph: Graph | None = None,
         **options: Unpack[Options],
     ) -> None:
-        with Faults() as faults:
-            # A pipeline that is refused below still counts: otherwise a rank that catches the error would pair its next
-            # pipeline with the others' last one.
-            with faults.kept():
-                label = _label(name)
-            with faults.kept():
-                settings = complete(options, "topology, mesh, coordinate, rendezvous, name, loop, ties, graph")
-            with faults.kept():
-                check_rendezvous(rendezvous)
-            with faults.kept():
-                check_loop(loop)
-            with faults.kept():
-                own = _topology(topology, mesh, coordinate)
+        label = ""
+        own: Topology | None = None
+        secret: Secret | None = None
 
-        async def meet() -> Rendezvous:
+        async def meet(timeout_s: float) -> Rendezvous:
             if rendezvous is not None:
                 return rendezvous
-            if own.world == 1:
+            if own is None or own.world == 1:
                 return LocalRendezvous()
-            return await StoreRendezvous.from_env(own, timeout_s=settings["connect_timeout"])
+            return await StoreRendezvous.from_env(own, timeout_s=timeout_s)
 
-        secret = Secret.from_environment(os.environ)
-        check_security(secret, allow_insecure=settings["allow_insecure"])
-        run_id, torch_ranks = f"{own.run_id}/{label}", global_ranks(own, mesh)
-        builder = RankBuilder(
-            settings, [own], [module], run_id, meet, ties=ties, torch_ranks=torch_ranks, secret=secret, graph=graph
-        )
-        super().__init__(builder.ranks(), loop, f"rrfp-{own.rank}")
+        try:
+            with Faults() as faults:
+                # A pipeline that is refused below still counts: otherwise a rank that catches the error would pair its
+                # next pipeline with the others' last one.
+                with faults.kept():
+                    label = _label(name)
+                with faults.kept():
+                    own = _topology(topology, mesh, coordinate=coordinate, reduce=reduce)
+                with faults.kept():
+                    settings = complete(
+                        options, "topology, mesh, coordinate, reduce, rendezvous, name, loop, ties, graph"
+                    )
+                with faults.kept():
+                    check_rendezvous(rendezvous)
+                with faults.kept():
+                    check_loop(loop)
+                with faults.kept():
+                    secret = Secret.from_environment(os.environ)
+            assert own is not None
+            check_security(secret, allow_insecure=settings["allow_insecure"])
+            run_id = f"{own.run_id}/{label}"
+            failed_starts = FailedStarts(own, run_id, meet, secret)
+            builder = RankBuilder(
+                settings,
+                [own],
+                [module],
+                run_id,
+                partial(failed_starts.meet, settings["connect_timeout"]),
+                passed=options,
+                ties=ties,
+                torch_ranks=global_ranks(own, mesh),
+                secret=secret,
+                graph=graph,
+                failed_starts=failed_starts,
+            )
+        except Exception as error:
+            if own is not None and label:
+                FailedStarts(own, f"{own.run_id}/{label}", meet, secret).report_now(error)
+            raise
+        ranks = builder.ranks()
+        ranks.name = name
+        super().__init__(ranks, loop, f"rrfp-{own.rank}")
 
 
 class LocalPipeline(PipelineHandle):
@@ -128,7 +158,7 @@ class LocalPipeline(PipelineHandle):
     ) -> None:
         with Faults() as faults:
             with faults.kept():
-                settings = complete({"transport": "inproc", "stack_timer": False, **options}, "loop, ties, graph")
+                settings = complete({"transport": "inproc", "lock_watch": False, **options}, "loop, ties, graph")
             with faults.kept():
                 check_modules(modules)
             with faults.kept():
@@ -139,7 +169,9 @@ class LocalPipeline(PipelineHandle):
         async def meet() -> Rendezvous:
             return rendezvous
 
-        builder = RankBuilder(settings, topologies, modules, f"local-{uuid.uuid4().hex}", meet, ties=ties, graph=graph)
+        builder = RankBuilder(
+            settings, topologies, modules, f"local-{uuid.uuid4().hex}", meet, passed=options, ties=ties, graph=graph
+        )
         super().__init__(builder.ranks(), loop, "rrfp-local")
 
 
@@ -163,7 +195,7 @@ def local(
         ties: as in `Pipeline`, with all copies by name, or a list with one such dict for each stage. A parameter object
             that several modules share is tied without being named.
         graph: as in `Pipeline`.
-        options: see `rrfp.pipeline.options.Options`; ``transport`` is ``"inproc"`` and ``stack_timer`` False by
+        options: see `rrfp.pipeline.options.Options`; ``transport`` is ``"inproc"`` and ``lock_watch`` False by
             default.
 
     Returns:
@@ -175,11 +207,14 @@ def local(
     return LocalPipeline(modules, loop=loop, ties=ties, graph=graph, **options)
 
 
-def _topology(topology: Topology | None, mesh: DeviceMesh | None, coordinate: Sequence[str] | None) -> Topology:
+def _topology(topology: Topology | None, mesh: DeviceMesh | None, **dims: Sequence[str] | None) -> Topology:
     """The topology of this rank, from ``topology``, ``mesh`` or torchrun's environment."""
+    named_dims = {name: value for name, value in dims.items() if value is not None}
     if mesh is None:
-        if coordinate is not None:
-            raise ConfigError("coordinate goes with mesh; with topology, give it to Topology.from_env or from_mesh")
+        if named_dims:
+            raise ConfigError(
+                f"{next(iter(named_dims))} goes with mesh; with topology, give it to Topology.from_env or from_mesh"
+            )
         if topology is None:
             return Topology.from_env()
         if not isinstance(topology, Topology):
@@ -189,7 +224,7 @@ def _topology(topology: Topology | None, mesh: DeviceMesh | None, coordinate: Se
         raise ConfigError("topology and mesh both place this rank: must be one of them")
     if not hasattr(mesh, "mesh_dim_names"):
         raise ConfigError(f"mesh is of type {type(mesh).__name__}, must be a torch.distributed DeviceMesh")
-    return Topology.from_mesh(mesh) if coordinate is None else Topology.from_mesh(mesh, coordinate)
+    return Topology.from_mesh(mesh, **named_dims)
 
 
 def _label(name: str | None) -> str:

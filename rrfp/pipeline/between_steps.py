@@ -11,8 +11,7 @@ from rrfp.errors import ConfigError
 from rrfp.pipeline.calls import Call, CallGate
 from rrfp.pipeline.local_ranks import LocalRanks
 from rrfp.pipeline.loss_scaling import LossScaling, Share, bind
-from rrfp.runtime.grad_clipping import Clipping
-from rrfp.runtime.overflows import OverflowShare
+from rrfp.runtime.grad_clipping import Clipping, OverflowShare
 
 Scaler = TypeVar("Scaler", bound=GradScaler)
 
@@ -26,10 +25,10 @@ class BetweenSteps:
         #: The scale on the loss of training steps, if any.
         self._scaling: LossScaling | None = None
 
-    def clip(self, max_norm: float, norm_type: float) -> Call[float]:
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None) -> Call[float]:
         """Clip gradients; errors as in `Clipping`."""
         with self._gate.beginning("clipping gradients"):
-            clipping = Clipping(self._ranks.holder, max_norm, norm_type)
+            clipping = Clipping(self._ranks.holder, max_norm, norm_type, error_if_nonfinite, foreach)
             rest = self._ranks.gather("clip_grad_norm_", clipping.share(), clipping.empty_share())
         return Call("clipping gradients", rest, clipping.clip)
 

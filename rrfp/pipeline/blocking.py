@@ -22,13 +22,10 @@ NO_COPY = "a pipeline can be neither pickled nor copied, as it holds threads and
 
 
 class BlockingPipeline:
-    """A pipeline whose calls block; made by ``blocking()`` of `rrfp.Pipeline` and `rrfp.local`.
+    """A pipeline whose calls block: ``pipe`` of ``with pipeline as pipe``, and ``blocking()`` of `rrfp.Pipeline`.
 
     An exception that leaves the ``with`` block, or that ends a step early, Ctrl-C included, aborts the pipeline on
     every rank.
-
-    Args:
-        session: of the pipeline; not entered.
     """
 
     def __init__(self, session: Session) -> None:
@@ -68,9 +65,15 @@ class BlockingPipeline:
         """As `rrfp.Pipeline.evaluate`."""
         return self._caller.run(self._session.step(Mode.FORWARD, inputs, targets, arguments))
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> float:
         """As `rrfp.Pipeline.clip_grad_norm_`."""
-        return self._caller.run(self._session.between_steps.clip(max_norm, norm_type))
+        return self._caller.run(self._session.between_steps.clip(max_norm, norm_type, error_if_nonfinite, foreach))
 
     def scale(self, scaler: Scaler) -> Scaler:
         """As `rrfp.Pipeline.scale`."""

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import platform
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, Literal, cast
 
+import torch
 from torch import nn
 
+from rrfp.compute.buffers import CarriedState
 from rrfp.compute.devices.base import Device
-from rrfp.compute.devices.shared_copies import copies_of
+from rrfp.compute.devices.copies import copies_of
 from rrfp.compute.gradients.module_reduction import check_wrappers
-from rrfp.compute.gradients.process_groups import check_replicas, check_sharded, replica_group, warn_of_unreduced
+from rrfp.compute.gradients.process_groups import (
+    check_replicas,
+    check_sharded,
+    check_synchronised,
+    replica_group,
+    warn_of_unreduced,
+)
 from rrfp.compute.gradients.reducer import GradientReducer
 from rrfp.compute.gradients.sparse import check_not_sparse
 from rrfp.compute.gradients.tie_copies import Ties
@@ -20,48 +30,117 @@ from rrfp.compute.gradients.tied import ProcessTies, TiedGradients
 from rrfp.compute.program import StageProgram
 from rrfp.compute.rng import replica_seed
 from rrfp.compute.torch_stage import TorchStage
-from rrfp.core.order_log import Group
-from rrfp.core.readiness import ForcedOrder
+from rrfp.core.graph import TaskGraph
+from rrfp.core.group_step import GroupMembership
+from rrfp.core.ready_set import ForcedOrder
+from rrfp.core.registry import name_of
 from rrfp.core.stage_core import StageCore
 from rrfp.core.topology import Topology
 from rrfp.errors import TransportError
 from rrfp.graphs.declared import Graph
+from rrfp.log import get_logger
 from rrfp.pipeline.delivery import Delivery
 from rrfp.pipeline.device_choice import check_on_device, choose_device, generator_devices, new_lane, stage_lane
-from rrfp.pipeline.local_ranks import LocalRanks
-from rrfp.pipeline.method import Method, summary
-from rrfp.pipeline.options import Options
+from rrfp.pipeline.local_ranks import LocalRanks, together
+from rrfp.pipeline.method import DispatchMethod, summary
+from rrfp.pipeline.options import Options, common_options, seed_of
 from rrfp.pipeline.partition import Partition, StagePart, check_initialised
-from rrfp.pipeline.several_ranks import together
-from rrfp.pipeline.terms import announce, common_terms
 from rrfp.runtime.control_tree import data_peers, peers
+from rrfp.runtime.failed_start import FailedStarts
 from rrfp.runtime.grad_clipping import GradientHolder
-from rrfp.runtime.handshake import Handshake, Terms
+from rrfp.runtime.handshake import Handshake, Terms, check_agreed
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.transports.base import Rendezvous, TransportContext
 from rrfp.transports.registry import create_transport
 from rrfp.transports.secret import Secret
 from rrfp.transports.staged import staged
+from rrfp.version import __version__
+
+logger = get_logger(__name__)
+
+
+def common_terms(
+    options: Options, passed: Options, method: DispatchMethod, partition: Partition, topology: Topology
+) -> Terms:
+    """The values that must be the same on all ranks of the job.
+
+    ``options`` are complete; ``passed`` are those that the caller passed.
+    """
+    placement, dims, model = partition.graph.placement, _dims_text(topology), partition.model
+    common: dict[str, Any] = {name: options[cast("Literal['seed']", name)] for name in common_options()}
+    if "seed" in passed and passed["seed"] is None:
+        common["seed"] = f"torch.initial_seed() = {options['seed']}"
+    return {
+        "stages": placement.stages,
+        "chunks": placement.chunks if model is None else None,
+        "graph": "" if model is None else str(model.declared),
+        "mesh": dims,
+        "coordinate": ", ".join(topology.mesh.coordinate) if dims else "",
+        "reduce": ", ".join(topology.mesh.reduce),
+        **common,
+        "check_replicas": options["check_replicas"] or 0,
+        "hint": method.hint_name,
+        "limit": method.limit_name,
+        "transport": _transport_name(options),
+        "version": __version__,
+    }
+
+
+def announce(
+    options: Options, method: DispatchMethod, graph: TaskGraph, topology: Topology, device: Device | None
+) -> None:
+    """Log one line: ranks, method, transport, this rank's device and versions."""
+    dims = _dims_text(topology)
+    logger.info(
+        "%d rank(s)%s, %s, %s, backward %s, transport %s, rank 0 on %s; rrfp %s, torch %s, Python %s",
+        topology.world,
+        f" ({dims})" if dims else "",
+        f"{graph.placement.chunks} chunk(s) each" if not graph.names else f"virtual stages {', '.join(graph.names)}",
+        method,
+        "split" if any(graph.split) else "whole",
+        _transport_name(options),
+        "cpu" if device is None else device.name,
+        __version__,
+        torch.__version__,
+        platform.python_version(),
+    )
+    method.warn_unless_split()
+
+
+def announce_seed(passed: Options) -> None:
+    """Log one line where the caller has seeded torch and not the pipeline, whose random numbers do not follow."""
+    if "seed" not in passed and torch.initial_seed() != torch.Generator().initial_seed():
+        logger.info(
+            "dropout and other random numbers of tasks follow seed=, which is 0 by default, and not torch's generator, "
+            "which was seeded with %d: seed=None follows it",
+            torch.initial_seed(),
+        )
+
+
+def _transport_name(options: Options) -> str:
+    transport = options["transport"]
+    return transport if isinstance(transport, str) else name_of(transport)
+
+
+def _dims_text(topology: Topology) -> str:
+    """The dimensions of the mesh; empty where a stage has one rank."""
+    dims = topology.mesh.dims
+    return ", ".join(f"{name} {size}" for name, size in dims) if len(dims) > 1 else ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """A rank of this process before it starts.
+    """A rank of this process before it starts."""
 
-    Attributes:
-        topology: the rank's.
-        program: computes its tasks.
-        device: where it computes; None for the CPU.
-        in_order: its forced orders.
-        ties: its copies of tied parameters.
-        reducer: sums its gradients over the replicas; None with one replica.
-    """
-
+    #: The rank's.
     topology: Topology
+    #: Computes its tasks.
     program: StageProgram
+    #: Where it computes; None for the CPU.
     device: Device | None
     in_order: frozenset[ForcedOrder]
     ties: TiedGradients
+    #: Sums its gradients over the replicas; None with one replica.
     reducer: GradientReducer | None
 
 
@@ -74,11 +153,13 @@ class RankBuilder:
         parts: the part of the model that each rank runs.
         run_id: identifies this pipeline.
         meet: connects to the rendezvous; called on the loop on which the ranks will run.
+        passed: those options that the caller passed, as they were.
         ties: see `rrfp.Pipeline`.
         torch_ranks: for each rank of the job its number in ``torch.distributed``; None where all ranks are in this
             process.
         secret: of the job, if it has one.
         graph: of the model's parts; None for a chain.
+        failed_starts: of this process's rank; None where all ranks are in this process.
     """
 
     def __init__(
@@ -89,16 +170,20 @@ class RankBuilder:
         run_id: str,
         meet: Callable[[], Awaitable[Rendezvous]],
         *,
+        passed: Options,
         ties: Ties | Sequence[Ties] | None = None,
         torch_ranks: Sequence[int] | None = None,
         secret: Secret | None = None,
         graph: Graph | None = None,
+        failed_starts: FailedStarts | None = None,
     ) -> None:
         self._options = options
+        self._passed = passed
+        self._failed_starts = failed_starts
         self._secret = secret
         self._run_id = run_id
         self._meet = meet
-        self._method = Method(options)
+        self._method = DispatchMethod(options)
         self._partition = partition = Partition.of(options, topologies[0].stages, parts, graph)
         self._method.check(partition.graph)
         by_rank = [partition.modules(part, topology.stage) for topology, part in zip(topologies, parts, strict=True)]
@@ -106,6 +191,7 @@ class RankBuilder:
         check_initialised(modules, partition.text_of)
         partition.check_shared(modules)
         check_wrappers(modules, partition.text_of)
+        check_synchronised(modules, topologies[0], torch_ranks, partition.text_of)
         if torch_ranks is not None:
             check_sharded(modules, topologies[0], torch_ranks, partition.text_of)
             warn_of_unreduced(modules, topologies[0], torch_ranks)
@@ -120,6 +206,7 @@ class RankBuilder:
         devices = [choose_device(own, options["device"], partition.text_of) for own in by_rank]
         for own, device in zip(by_rank, devices, strict=True):
             check_on_device(own, partition.losses, device, partition.text_of)
+        self._carried = CarriedState()
         self._ranks = [
             _Rank(
                 topology,
@@ -145,19 +232,21 @@ class RankBuilder:
             partition.chunks(part, topology.stage),
             partition.graph,
             loss_fn=partition.losses,
-            seed=replica_seed(self._options["seed"], topology.replica),
+            seed=replica_seed(seed_of(self._options), topology.summand),
             unsplittable=self._options["unsplittable"],
             in_order=partition.in_order(partition.modules(part, topology.stage)),
             devices=generator_devices(device),
             shared=self._ties.shared,
             grouped=topology.mesh.coordinates_replicas,
+            joined_losses=topology.summands > topology.replicas,
             feeds=partition.feeds,
+            carried=self._carried,
         )
 
     def _reducer(
         self, modules: dict[int, nn.Module], topology: Topology, torch_ranks: Sequence[int], device: Device | None
     ) -> GradientReducer | None:
-        if topology.replicas == 1 or not modules:
+        if topology.summands == 1 or not modules:
             return None
         check_replicas(topology, torch_ranks)
         check_not_sparse(modules, "gradients are summed over replicas as dense ones", self._partition.text_of)
@@ -166,8 +255,10 @@ class RankBuilder:
             modules,
             make_group,
             new_lane(device, "rrfp-gradients"),
-            replica=topology.replica,
+            replica=topology.summand,
             deterministic=self._options["deterministic"],
+            check_every=self._options["check_replicas"] or 0,
+            names=[topology.name_of(rank) for rank in topology.mesh.counterparts(topology.rank)],
             text_of=self._partition.text_of,
         )
 
@@ -185,15 +276,11 @@ class RankBuilder:
             virtual_stages=self._partition.graph.placement.num_virtual_stages,
             model=self._partition.model,
             delivery=self._delivery,
+            failed_starts=self._failed_starts,
         )
 
     async def runners(self) -> Sequence[StageRunner]:
-        """Compare options with the other ranks of the job, and build the runners. On the loop that will run them.
-
-        Raises:
-            ConfigError: if ranks differ where they must not; the same on all.
-            TransportError: if a rank does not connect.
-        """
+        """Compare options with the other ranks of the job, and build the runners. On the loop that will run them."""
         rendezvous = await self._meet()
         return await together(self._runner(rank, rendezvous) for rank in self._ranks)
 
@@ -201,23 +288,32 @@ class RankBuilder:
         options, graph, topology = self._options, self._partition.graph, rank.topology
         limit = self._method.limit(topology, graph)
         context = self._context(rank, rendezvous)
-        terms = common_terms(options, self._method, self._partition, topology)
+        terms = common_terms(options, self._passed, self._method, self._partition, topology)
         group_terms: Terms = {
             "in_order": " ".join(sorted(f"{kind}@{v}" for kind, v in rank.in_order)),
             "limit": str(limit),
             "depth": options["depth"],
         }
         handshake = Handshake(terms, topology, context, group_terms, rank.ties.terms, self._partition.text_of)
-        await handshake.shake()
+        try:
+            await handshake.shake()
+        finally:
+            if self._failed_starts is not None:
+                self._failed_starts.is_known_to_all = handshake.is_decided
+        placement = graph.placement
+        own = placement.virtual_stages(topology.stage)
+        check_agreed(handshake.ties, rank.ties.terms, own, placement.num_virtual_stages)
         if rank.reducer is not None:
             await _join(rank.reducer, options["connect_timeout"])
         rank.ties.agree(handshake.ties, options["max_message_bytes"])
         if topology.rank == 0:
             announce(options, self._method, graph, topology, rank.device)
+            if isinstance(rank.program, TorchStage):
+                announce_seed(self._passed)
         ties = handshake.ties
         context = replace(context, peers=peers(graph, topology, ties), data_peers=data_peers(graph, topology, ties))
         is_led = options["coordination"] == "leader"
-        group = Group(topology.member, topology.members) if is_led else Group()
+        group = GroupMembership(topology.member, topology.members) if is_led else GroupMembership()
         return StageRunner(
             StageCore(graph, topology.stage, self._method.new_hint(), limit, group=group, in_order=rank.in_order),
             rank.program,
@@ -234,6 +330,7 @@ class RankBuilder:
             device=rank.device,
             observer=self._delivery if rank is self._ranks[0] else None,  # all ranks notice the same
             model=self._partition.model,
+            agreement=handshake.agreement,
         )
 
     def _context(self, rank: _Rank, rendezvous: Rendezvous) -> TransportContext:

@@ -6,7 +6,8 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -21,28 +22,28 @@ State = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """A call that has begun: its arguments are checked, and no other call begins before it ends.
-
-    Attributes:
-        name: for messages.
-        rest: to run on the runtime's loop.
-        finish: makes the caller's result of the outcome, on the caller's thread, once the call has ended.
-    """
+    """A call that has begun: its arguments are checked, and no other call begins before it ends."""
 
     name: str
+    #: To run on the runtime's loop.
     rest: Coroutine[Any, Any, Any]
+    #: Makes the caller's result of the outcome, on the caller's thread, once the call has ended.
     finish: Callable[[Any], T]
 
 
 class CallGate:
     """Admits the calls. Methods are called on the caller's thread.
 
+    Args:
+        check_outside: raises an error inside a task of any pipeline of this process.
+
     Attributes:
         state: what the pipeline does for its caller. May be read on any thread.
         refused: calls whose arguments were refused. Ranks compare the number, since each may have dropped a batch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, check_outside: Callable[[], None]) -> None:
+        self._check_outside = check_outside
         self.state: State = "new"
         self.refused = 0
         #: Held while the state changes: a second caller on another thread must not begin a step as well.
@@ -63,6 +64,7 @@ class CallGate:
 
     def open(self, loop: asyncio.AbstractEventLoop | None) -> None:
         """The pipeline is entered, on the caller's ``loop`` if it runs there; an RrfpError the second time."""
+        self._check_outside()
         with self._lock:
             if self.state != "new":
                 raise RrfpError("this pipeline was entered before; build a new one")
@@ -81,10 +83,12 @@ class CallGate:
         ``counts`` says whether a refused call may have dropped a batch.
         """
         self._check_process()
+        if state != "leaving":  # the garbage collector may leave a pipeline that nothing uses any more on any thread
+            self._check_outside()
         self.check_loop()
         with self._lock:
             if self.state == "new":
-                raise RrfpError("this pipeline is new; enter it first (async with, or with .blocking())")
+                raise RrfpError("this pipeline is new; enter it first (with pipeline as pipe, or async with)")
             if self.state != "open":
                 then = "" if self.state == "closed" else "; await that first: it takes one call at a time"
                 raise RrfpError(f"this pipeline is {self.state}{then}")
@@ -127,3 +131,43 @@ class CallGate:
                 f"this pipeline belongs to process {self._pid}, of which this one ({os.getpid()}) was forked: build a "
                 "pipeline in the process that uses it"
             )
+
+
+class AwaitedFutures:
+    """Those that are not complete. All methods may be called on any thread.
+
+    Each future refers to this object, and a result that a caller keeps to its future: so nothing here may refer to the
+    pipeline.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: set[Future[Any]] = set()
+        self._error: BaseException | None = None
+
+    def add(self, future: Future[Any]) -> None:
+        """Fail ``future`` should the loop run no more, or if it does not already."""
+        with self._lock:
+            error = self._error
+            if error is None:
+                self._pending.add(future)
+        if error is not None:
+            _fail(future, error)
+        future.add_done_callback(self._forget)
+
+    def fail(self, error: BaseException) -> None:
+        """The loop does not run any more: all of them fail with ``error``. Later ones too, with the first error."""
+        with self._lock:
+            self._error = self._error or error
+            pending = list(self._pending)
+        for future in pending:
+            _fail(future, error)
+
+    def _forget(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._pending.discard(future)
+
+
+def _fail(future: Future[Any], error: BaseException) -> None:
+    with suppress(InvalidStateError):  # it completed meanwhile
+        future.set_exception(error)

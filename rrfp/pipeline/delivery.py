@@ -19,11 +19,11 @@ from rrfp.arbiter.loop import SettlingLoop
 from rrfp.callbacks.base import Callback
 from rrfp.callbacks.events import Aborted, Event, RunBegun, RunEnded, StageFigures, Stall, StepBegun, StepEnded
 from rrfp.core import timeouts
+from rrfp.core.registry import name_of
 from rrfp.core.tasks import Mode
 from rrfp.core.topology import Topology
 from rrfp.errors import Origin, RrfpError
 from rrfp.log import get_logger
-from rrfp.pipeline.method import name_of
 from rrfp.runtime.abort import Failure
 from rrfp.runtime.batching import Plan
 from rrfp.runtime.reports import StepFigures
@@ -37,16 +37,12 @@ MOST_WAITING = 1024
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """An event on its way.
-
-    Attributes:
-        method: of callbacks.
-        event: makes it; None: it does not take place.
-        figures: has to be done first.
-    """
+    """An event on its way."""
 
     method: str
+    #: Makes it; None: it does not take place.
     event: Callable[[], Event | None]
+    #: Has to be done first.
     figures: Future[StepFigures | Failure] | None = None
 
     @property
@@ -125,7 +121,7 @@ class Delivery:
                 result.step,
                 result.microbatches,
                 self._sizes,
-                self._topology.replicas,
+                self._topology.summands,
                 result.loss,
                 seconds=0.0,
                 stages=(),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
-from rrfp.compute.cuda_graphs import check_no_cuda_graphs
 from rrfp.compute.devices.base import Device
 from rrfp.compute.devices.cuda import CudaDevice
 from rrfp.compute.lanes.base import Lane
@@ -18,6 +17,52 @@ from rrfp.compute.lanes.thread import ThreadLane
 from rrfp.errors import ConfigError
 from rrfp.graphs.names import TextOf, numbered
 from rrfp.log import get_logger
+
+# Names of torch that are not documented. Where a version of torch lacks one, nothing is found by it.
+_CONFIG_OF = "get_compiler_config"
+_COMPILED_CALL = "_compiled_call_impl"
+_CONTEXT = "dynamo_ctx"
+_BACKEND_OF = "_torchdynamo_orig_backend"
+_USES_GRAPHS = "triton.cudagraphs"
+_GRAPHS_BACKEND = "cudagraphs"
+
+_PROBLEM = (
+    "compiled for CUDA graphs (mode='reduce-overhead' or 'max-autotune', or the option 'triton.cudagraphs'), whose "
+    "memory the next forward overwrites before this one's backward: compile with mode='default' or "
+    "'max-autotune-no-cudagraphs'"
+)
+
+
+def check_no_cuda_graphs(
+    modules: Mapping[int, nn.Module], losses: Iterable[Any] = (), text_of: TextOf = numbered
+) -> None:
+    """Refuse modules, by virtual stage, and losses that would run as CUDA graphs on a device."""
+    if any(map(_uses_graphs, losses)):
+        raise ConfigError(f"loss_fn is {_PROBLEM}")
+    for v, module in sorted(modules.items()):
+        for name, submodule in module.named_modules():
+            if any(map(_uses_graphs, _compiled(submodule))):
+                where = f"in its submodule {name!r}" if name else "as a whole"
+                raise ConfigError(f"the module of {text_of(v)}, {where}, is {_PROBLEM}")
+
+
+def _compiled(module: nn.Module) -> Iterator[Any]:
+    """The objects of ``module`` that `torch.compile` may have made: itself, its calls in place, and its forward."""
+    yield module
+    yield getattr(module, _COMPILED_CALL, None)
+    yield getattr(module, "forward", None)
+
+
+def _uses_graphs(compiled: Any) -> bool:
+    config_of = getattr(compiled, _CONFIG_OF, None)
+    config = config_of() if callable(config_of) else None
+    if isinstance(config, Mapping):
+        return bool(config.get(_USES_GRAPHS))
+    backend = getattr(getattr(compiled, _CONTEXT, None), "callback", None)
+    while (inner := getattr(backend, _BACKEND_OF, None)) is not None:
+        backend = inner
+    return getattr(backend, "compiler_name", None) == _GRAPHS_BACKEND
+
 
 logger = get_logger(__name__)
 
@@ -31,10 +76,6 @@ def choose_device(
     """The device on which ``modules``, by virtual stage, compute; None for the CPU.
 
     Parameters and buffers on the CPU go with any device: some may stay there, or be moved in each forward.
-
-    Raises:
-        ConfigError: if the modules lie on several devices, on another one than ``option``, or on one of a type that
-            RRFP does not drive; or if there is no such device.
     """
     named = {device: name for device, name in _devices(modules, text_of).items() if device.type != "cpu"}
     if isinstance(option, Device):
@@ -69,11 +110,7 @@ def choose_device(
 def check_on_device(
     modules: Mapping[int, nn.Module], losses: Mapping[int, Any], device: Device | None, text_of: TextOf = numbered
 ) -> None:
-    """Refuse modules, or losses, that cannot run on ``device``.
-
-    Raises:
-        ConfigError: naming it.
-    """
+    """Refuse modules, or losses, that cannot run on ``device``."""
     if device is not None and device.kind == "cuda":
         check_no_cuda_graphs(modules, losses.values(), text_of)
 
@@ -84,11 +121,7 @@ def new_lane(device: Device | None, name: str, nice: int = 0) -> Lane:
 
 
 def stage_lane(stage: int, device: Device | None, make_lane: Callable[[int], Lane] | None, nice: int) -> Lane:
-    """The lane of ``stage``, which computes on ``device``; the caller's own, if that computes there too.
-
-    Raises:
-        ConfigError: if it does not.
-    """
+    """The lane of ``stage``, which computes on ``device``; the caller's own, if that computes there too."""
     if make_lane is None:
         return new_lane(device, f"rrfp-lane-{stage}", nice)
     lane = make_lane(stage)

@@ -7,15 +7,17 @@ the caller's; the blocking API waits for the same future.
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, Unpack
+from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, Self, TypeVar, Unpack
 
 from torch.optim import Optimizer
 
 from rrfp.core.tasks import Mode
-from rrfp.errors import ConfigError
+from rrfp.errors import ConfigError, RrfpError
 from rrfp.pipeline.between_steps import Scaler
 from rrfp.pipeline.blocking import NO_COPY, BlockingPipeline
 from rrfp.pipeline.callers import AsyncCaller, BlockingCaller
@@ -26,13 +28,43 @@ from rrfp.runtime.batching import EvaluateArguments, Inputs, StepArguments, Targ
 from rrfp.runtime.result import StepResult
 from rrfp.runtime.statistics import RankStatistics
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _awaited(
+    method: Callable[Concatenate[PipelineHandle, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[PipelineHandle, P], Coroutine[Any, Any, T]]:
+    """``method``, which refuses a call where nothing can await it, and would otherwise do nothing there.
+
+    Of a pipeline that a coroutine has entered another thread may hand calls to that coroutine's loop.
+    """
+
+    @functools.wraps(method)
+    def checked(self: PipelineHandle, /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, T]:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            if not self._is_async:
+                self._session.ranks.check_outside()  # inside a task neither way is right
+                call = method.__name__
+                raise RrfpError(
+                    f"{call}() of the async pipeline was called where no event loop runs. Write 'with pipeline as "
+                    f"pipe: pipe.{call}(...)' to block, or, in a coroutine, 'async with pipeline as pipe: await "
+                    f"pipe.{call}(...)'"
+                ) from None
+        return method(self, *args, **kwargs)
+
+    return checked
+
 
 class PipelineHandle:
     """The base of `Pipeline` and `LocalPipeline`: entering, steps, leaving.
 
-    Use it as ``async with pipeline as pipe``, or ``with pipeline.blocking() as pipe``. An exception that leaves the
-    block aborts the pipeline on every rank, and so does leaving it during a step. Leaving waits until all ranks have
-    done the last step. If another rank failed and no call has raised it, leaving raises `PipelineAborted`.
+    ``with pipeline as pipe`` gives calls that block. In a coroutine ``async with pipeline as pipe`` gives the same
+    calls to be awaited. An exception that leaves the block aborts the pipeline on every rank, and so does leaving it
+    during a step. Leaving waits until all ranks have done the last step. If another rank failed and no call has raised
+    it, leaving raises `PipelineAborted`.
 
     Args:
         ranks: the ranks of this process.
@@ -43,6 +75,10 @@ class PipelineHandle:
     def __init__(self, ranks: LocalRanks, loop: LoopChoice, name: str) -> None:
         self._session = Session(ranks, name if loop == "own" else None)
         self._caller = AsyncCaller(self._session)
+        #: Whether ``async with`` has entered it.
+        self._is_async = False
+        #: What ``with`` entered.
+        self._entered: BlockingPipeline | None = None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self._session}>"
@@ -50,14 +86,21 @@ class PipelineHandle:
     def __reduce__(self) -> NoReturn:
         raise TypeError(NO_COPY)
 
-    def __enter__(self) -> NoReturn:
-        raise TypeError("a pipeline is entered with 'async with', or with 'with pipeline.blocking() as pipe'")
+    def __enter__(self) -> BlockingPipeline:
+        blocking = self.blocking()
+        blocking.__enter__()
+        self._entered = blocking
+        return blocking
 
-    def __exit__(self, *_: object) -> None:
-        """Never reached: see ``__enter__``."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._entered is not None
+        self._entered.__exit__(kind, error, traceback)
 
     async def __aenter__(self) -> Self:
         await self._caller.enter()
+        self._is_async = True
         return self
 
     async def __aexit__(
@@ -65,6 +108,7 @@ class PipelineHandle:
     ) -> None:
         await self._caller.leave(error)
 
+    @_awaited
     async def step(
         self,
         inputs: Inputs | None = None,
@@ -76,7 +120,11 @@ class PipelineHandle:
         Returns once this rank has done its part and the loss is known. A failure of another rank after that is raised
         by the next call, by a read of the result that waits for that rank, or by leaving.
 
-        Lists are by microbatch; shapes may differ. A rank that passes no list passes ``microbatches``.
+        Lists are by microbatch; shapes may differ. With ``microbatches`` a tensor in place of a list is a whole batch,
+        and so is a dict, tuple or named tuple of tensors: it is cut along dimension 0 into views, the first ones a row
+        larger where rows are left over (``torch.tensor_split``). Where targets are cut, microbatches weigh by their
+        rows, unless ``weights`` says otherwise: the mean is that of the batch. A rank that passes nothing to cut passes
+        ``microbatches`` all the same.
 
         Args:
             inputs: for the first virtual stage: a tensor or named tuple (one argument), a tuple (positional arguments)
@@ -90,10 +138,10 @@ class PipelineHandle:
                 ``weights``: of the microbatches' losses, such as token counts, 1 by default; needed on the last
                 virtual stage. A microbatch of weight 0 is in neither loss nor gradients.
                 ``sizes``: the size of each microbatch, in any unit, for hints that read it. ``microbatches``: M, where
-                no list is passed. ``grad_scale``: a factor on every gradient, 1.0 by default; the reported loss is
-                without it. ``reduce_gradients``: False leaves gradients unreduced over data-parallel replicas, for all
-                but the last of several steps that accumulate. ``visits``: for each optional part of the graph that
-                some microbatch skips, M booleans; the same on all ranks of a replica.
+                no list is passed or a whole batch is to be cut. ``grad_scale``: a factor on every gradient, 1.0 by
+                default; the reported loss is without it. ``reduce_gradients``: False leaves gradients unreduced over
+                data-parallel replicas, for all but the last of several steps that accumulate. ``visits``: for each
+                optional part of the graph that some microbatch skips, M booleans; the same on all ranks of a replica.
 
         Returns:
             The result of the step, on every rank. ``seconds``, ``breakdown`` and the peaks need the reports of all
@@ -102,10 +150,12 @@ class PipelineHandle:
         Raises:
             ConfigError: if the arguments do not fit; nothing was sent then.
             PipelineAborted: if any rank failed. Gradients are undefined.
-            RrfpError: if the pipeline is not entered, was left, or another call runs.
+            RrfpError: if the pipeline is not entered, was left, or another call runs; or inside a module, loss_fn or
+                hook that a pipeline of this process calls.
         """
         return await self._caller.run(self._session.step(Mode.TRAIN, inputs, targets, arguments))
 
+    @_awaited
     async def evaluate(
         self,
         inputs: Inputs | None = None,
@@ -134,7 +184,14 @@ class PipelineHandle:
         """
         return await self._caller.run(self._session.step(Mode.FORWARD, inputs, targets, arguments))
 
-    async def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
+    @_awaited
+    async def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> float:
         """Clip the gradients of the whole model by their norm: over all stages, shards and replicas.
 
         The counterpart of ``torch.nn.utils.clip_grad_norm_`` for a model in one process. Call it between steps, on
@@ -144,6 +201,8 @@ class PipelineHandle:
         Args:
             max_norm: the largest norm; gradients above it are scaled in place. inf only measures.
             norm_type: p of the p-norm; may be inf.
+            error_if_nonfinite: whether a norm that is inf or nan is an error.
+            foreach: of torch's function; changes no result here, and is ignored.
 
         Returns:
             The norm before, the same on every rank to the last bit.
@@ -151,10 +210,14 @@ class PipelineHandle:
         Raises:
             ConfigError: for an impossible argument, arguments that differ between ranks, or a `StageProgram`.
             PipelineAborted: if any rank failed.
+            RuntimeError: if the norm is inf or nan with ``error_if_nonfinite``: on every rank, which can go on. No
+                gradient has changed.
             StageError: if a gradient has a layout without a norm.
             RrfpError: as `step`.
         """
-        return await self._caller.run(self._session.between_steps.clip(max_norm, norm_type))
+        return await self._caller.run(
+            self._session.between_steps.clip(max_norm, norm_type, error_if_nonfinite, foreach)
+        )
 
     def scale(self, scaler: Scaler) -> Scaler:
         """Scale the loss of training steps by a `torch.amp.GradScaler`, for float16.
@@ -178,6 +241,7 @@ class PipelineHandle:
         """
         return self._session.between_steps.scale(scaler, BlockingCaller(self._session).share_overflow)
 
+    @_awaited
     async def unscale_(self, *optimizers: Optimizer) -> None:
         """As ``scaler.unscale_`` of the scaler that `scale` got, for each of ``optimizers``, without blocking the loop.
 
@@ -198,6 +262,7 @@ class PipelineHandle:
         for optimizer in optimizers:
             scaling.scaler.unscale_(optimizer)
 
+    @_awaited
     async def save_trace(
         self, path: str | os.PathLike[str], *, steps: int | None = None, replica: int | Literal["all"] = 0
     ) -> None:
@@ -273,7 +338,7 @@ class PipelineHandle:
         return self._session.ranks.statistics()
 
     def blocking(self) -> BlockingPipeline:
-        """The same pipeline for ordinary loops: ``with pipeline.blocking() as pipe: pipe.step(...)``.
+        """What ``with pipeline as pipe`` enters, as an object of its own.
 
         Returns:
             The blocking API, to be entered instead of this object.

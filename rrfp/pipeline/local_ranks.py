@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+from weakref import WeakSet
 
 from rrfp.compute.devices.base import Device
 from rrfp.compute.gradients.reducer import GradientReducer
@@ -14,28 +15,61 @@ from rrfp.compute.gradients.tied import TiedGradients
 from rrfp.compute.nondeterminism import check_torch, device_types
 from rrfp.compute.program import StageProgram
 from rrfp.compute.thread_modes import out_of_reach
+from rrfp.compute.tracebacks import print_no_traceback
 from rrfp.core.tasks import Mode
 from rrfp.core.topology import Topology
-from rrfp.errors import ConfigError, PeerLostError, PipelineAborted
+from rrfp.errors import ConfigError, PipelineAborted, RrfpError
 from rrfp.graphs.model_graph import ModelGraph
 from rrfp.log import get_logger
 from rrfp.pipeline.delivery import Delivery
 from rrfp.pipeline.method import summary
-from rrfp.pipeline.onlookers import Onlookers
 from rrfp.pipeline.options import Options
-from rrfp.pipeline.several_ranks import all_ended, together
+from rrfp.pipeline.process_monitor import ProcessMonitor
 from rrfp.pipeline.state import PipelineState
 from rrfp.runtime.batching import Plan, plan_step
+from rrfp.runtime.failed_start import FailedStarts
 from rrfp.runtime.grad_clipping import GradientHolder
+from rrfp.runtime.lane_executor import running_here
 from rrfp.runtime.result import StepResult
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.runtime.statistics import RankStatistics
 from rrfp.runtime.trace_saver import TraceRequest
 
+T = TypeVar("T")
+
+
+async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Wait for all; when one fails, or this is cancelled, end the others first."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+async def all_ended(awaitables: Iterable[Awaitable[T]]) -> list[T]:
+    """Wait for all, also when one fails; then raise the failure of a rank that knows the cause, if there is one."""
+    awaitables = list(awaitables)
+    if len(awaitables) == 1:  # no task for it
+        return [await awaitables[0]]
+    outcomes = await asyncio.gather(*awaitables, return_exceptions=True)
+    failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    if failures:
+        raise next((failure for failure in failures if failure.__cause__ is not None), failures[0])
+    return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+
+
 logger = get_logger(__name__)
 
 #: Builds the runners; called on the loop on which they will run.
 MakeRunners = Callable[[], Awaitable[Sequence[StageRunner]]]
+
+
+#: Those of this process that were started: `LocalRanks.check_outside` names the one that computes.
+_started: WeakSet[LocalRanks] = WeakSet()
 
 
 class LocalRanks:
@@ -59,6 +93,7 @@ class LocalRanks:
         virtual_stages: int | None = None,
         model: ModelGraph | None = None,
         delivery: Delivery | None = None,
+        failed_starts: FailedStarts | None = None,
     ) -> None:
         self._programs = programs
         in_order = [Topology(stage, len(programs)) for stage in range(len(programs))]
@@ -74,11 +109,14 @@ class LocalRanks:
         self._model = model
         #: Notifies the callbacks.
         self.delivery = Delivery() if delivery is None else delivery
+        #: The name that its caller passed.
+        self.name: str | None = None
+        self._failed_starts = failed_starts
         #: A state that was loaded before the start.
         self._loaded: PipelineState | None = None
         self._runners: Sequence[StageRunner] = ()
         self._has_warned = False
-        self._onlookers: Onlookers | None = None
+        self._onlookers: ProcessMonitor | None = None
 
     @property
     def first_step(self) -> int:
@@ -91,7 +129,8 @@ class LocalRanks:
         part = f"{here.stages} stages" if len(self._topologies) > 1 else f"stage {here.stage} of {here.stages}"
         if here.world != here.stages:
             part = f"rank {here.rank} of {here.world} ({part})"
-        return f"{part}, {summary(self._options)}"
+        named = "" if self.name is None else f"{self.name!r}, "
+        return f"{named}{part}, {summary(self._options)}"
 
     def state(self, step: int) -> PipelineState:
         """The state after ``step`` training steps, between two calls. Called on the caller's thread."""
@@ -126,15 +165,17 @@ class LocalRanks:
         """Read the tied parameters, which ranks compare, and check torch's settings if the pipeline is deterministic.
 
         Called on the caller's thread, whose settings apply.
-
-        Raises:
-            ConfigError: if they are not, where they have to be.
         """
-        for tied in self._ties:
-            tied.read()
-        if self._options["deterministic"]:
-            kinds = {device.kind for device in self._devices if device.kind == "cuda"}
-            check_torch(device_types(self.holder.modules.values()) | kinds)
+        try:
+            for tied in self._ties:
+                tied.read()
+            if self._options["deterministic"]:
+                kinds = {device.kind for device in self._devices if device.kind == "cuda"}
+                check_torch(device_types(self.holder.modules.values()) | kinds)
+        except Exception as error:
+            if self._failed_starts is not None:
+                self._failed_starts.report_now(error)
+            raise
 
     def plan(self, number: int, training_step: int, mode: Mode, **arguments: Any) -> Plan:
         """Check a step's arguments and pass them to the programs. Called on the caller's thread, whose modes apply.
@@ -146,10 +187,13 @@ class LocalRanks:
             arguments: those of `rrfp.Pipeline.step`; if they do not fit, a ConfigError says so and nothing has changed.
         """
         topology = self._topologies[0]
-        is_shared = topology.replicas > 1
+        is_shared = topology.summands > 1
         known: Any = {"training_step": training_step, "stages": topology.stages, "graph": self._model}
         known["is_shared"] = is_shared
         plan = plan_step(number, mode, self._options["reduction"], **arguments, **known)
+        if mode is Mode.TRAIN:
+            for tied in self._ties:
+                tied.check()
         self._warn_about_modes()
         for program, topology in zip(self._programs, self._topologies, strict=True):
             program.open(plan.step, plan.batch_of(topology.stage))
@@ -176,16 +220,21 @@ class LocalRanks:
         """
         for reducer in self._reducers:
             reducer.start()
+        connecting = self._connect()
         try:
-            self._runners = await self._make_runners()
-            self._restore()
-            await together(runner.start() for runner in self._runners)
-            self._onlookers = Onlookers(self._runners, self._options, str(self), give_up, self.delivery.stalled)
+            await (connecting if self._failed_starts is None else self._failed_starts.unless_reported(connecting))
+            self._onlookers = ProcessMonitor(self._runners, self._options, str(self), give_up, self.delivery.stalled)
             self._onlookers.start()
         except BaseException as error:
             self.fail(error)
             await self.close(quiet=True)
             raise
+
+    async def _connect(self) -> None:
+        self._runners = await self._make_runners()
+        _started.add(self)
+        self._restore()
+        await together(runner.start() for runner in self._runners)
 
     async def step(self, plan: Plan) -> StepResult:
         """Run one planned step on all ranks of this process; the reports of all ranks may still be on their way."""
@@ -220,11 +269,7 @@ class LocalRanks:
     def trace_request(
         self, path: str | os.PathLike[str], steps: int | None, replica: int | Literal["all"]
     ) -> TraceRequest:
-        """Check the arguments of ``save_trace``. Called on the caller's thread.
-
-        Raises:
-            ConfigError: if one is impossible, or no step is kept.
-        """
+        """Check the arguments of ``save_trace``. Called on the caller's thread."""
         request = TraceRequest.checked(path, steps, replica, self._topologies[0].replicas)
         if not self._options["trace_steps"]:
             raise ConfigError("trace_steps is 0, must be at least 1 for save_trace")
@@ -248,6 +293,19 @@ class LocalRanks:
     def computes_here(self) -> bool:
         """Whether a task of one of the ranks is being computed on this thread. May be called on any thread."""
         return any(runner.computes_here() for runner in self._runners)
+
+    def check_outside(self) -> None:
+        """Raise an RrfpError if the calling thread computes a task, of this or another pipeline of the process."""
+        if (running := running_here()) is None:
+            return
+        # The task could not go on before the call returns, and torch's one random generator is the task's until then.
+        _, task = running
+        other = next((ranks for ranks in list(_started) if ranks.computes_here()), None)
+        whose = "its own" if other is self else "another pipeline" if other is None else f"another pipeline ({other})"
+        raise RrfpError(
+            f"this pipeline ({self}) was called inside task {task} of {whose}: modules, loss_fn and hooks cannot "
+            "call a pipeline of their process; call it before the step, and pass its result as a target or an input"
+        )
 
     @property
     def has_failed(self) -> bool:
@@ -275,12 +333,13 @@ class LocalRanks:
             for reducer in self._reducers:
                 reducer.close()
 
-    async def let_culprit_end(self, error: PipelineAborted) -> None:
-        """Under torchrun, wait until the process in which ``error`` began has ended; `CULPRIT_GRACE_S` at most.
+    async def wait_for_failed_process(self, error: PipelineAborted) -> None:
+        """Under torchrun, wait until the process in which ``error`` began has ended; `FAILED_PROCESS_GRACE_S` at most.
 
-        torchrun takes the first process that it finds ended as the root cause, and ends the others. A lost process has
-        ended already, or is stopped and will not end.
+        torchrun takes the first process that it finds ended as the root cause, and ends the others. A rank that is not
+        at fault says so in one line: its traceback would only bury that of the rank at fault.
         """
-        is_lost = error.origin.cause.startswith(f"{PeerLostError.__name__}: ")
-        if "TORCHELASTIC_RUN_ID" in os.environ and not is_lost:
-            await asyncio.gather(*(runner.let_culprit_end(error.origin) for runner in self._runners))
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            logged = await asyncio.gather(*(runner.wait_for_failed_process(error.origin) for runner in self._runners))
+            if all(logged):
+                print_no_traceback(error)

@@ -95,10 +95,6 @@ def _pass_on(outcome: concurrent.futures.Future[T], task: asyncio.Task[T]) -> No
 
 
 def check_loop(loop: LoopChoice) -> None:
-    """Refuse a ``loop`` that is none of its values.
-
-    Raises:
-        ConfigError: naming them.
-    """
+    """Refuse a ``loop`` that is none of its values."""
     if loop not in get_args(LoopChoice):
         raise ConfigError(f"loop is {loop!r}, must be one of: {', '.join(get_args(LoopChoice))}")

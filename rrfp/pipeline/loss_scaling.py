@@ -18,7 +18,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from rrfp.compute.gradients.layout import as_dtensor, local_part
-from rrfp.compute.gradients.overflow import has_gradients, has_overflow
+from rrfp.compute.gradients.norm import has_gradients, has_overflow
 from rrfp.errors import ConfigError, RrfpError
 
 #: Returns whether gradients have overflowed on any rank, given whether they have on this one.
@@ -38,12 +38,6 @@ class LossScaling:
 
     An iteration ends with ``scaler.update()``. The ranks answer once in each, in the first call of ``unscale_``,
     ``step`` or ``update``: a stage may have several optimizers or none.
-
-    Args:
-        scaler: the caller's; a disabled one scales nothing and asks no rank.
-        modules: of this process, by virtual stage.
-        owner: the pipeline.
-        share: None where this process has all stages.
     """
 
     def __init__(self, scaler: GradScaler, modules: Mapping[int, nn.Module], owner: Owner, share: Share | None) -> None:
@@ -63,12 +57,7 @@ class LossScaling:
         self._knows_optimizers = False
 
     def factor(self) -> float | None:
-        """The scale, for a training step that begins now; None if the scaler is disabled.
-
-        Raises:
-            ConfigError: if the scale is no factor, it has changed since gradients were computed that are still there,
-                or the scaler belongs to another pipeline now.
-        """
+        """The scale, for a training step that begins now; None if the scaler is disabled."""
         scaler = self.scaler
         if not scaler.is_enabled():
             return None
@@ -164,11 +153,7 @@ _NONE: Any = SimpleNamespace(param_groups=())
 
 
 def bind(scaler: Any, modules: Mapping[int, nn.Module], owner: Owner, share: Share | None) -> LossScaling:
-    """Let ``scaler`` belong to ``owner``, unless it is disabled: then it does nothing.
-
-    Raises:
-        ConfigError: if it is no scaler, or belongs to another pipeline that is in use.
-    """
+    """Let ``scaler`` belong to ``owner``, unless it is disabled: then it does nothing."""
     if not isinstance(scaler, GradScaler):
         raise ConfigError(f"scaler is of type {type(scaler).__name__}, must be a torch.amp.GradScaler")
     scaling = LossScaling(scaler, modules, owner, share)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 
 from rrfp.core.admission import LIMIT_PRESETS, Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint
+from rrfp.core.registry import name_of
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import DEFAULT_HINT, HintSpec, create_hint, create_strict
@@ -20,7 +21,7 @@ logger = get_logger(__name__)
 DEFAULT_LIMIT = "2n"
 
 
-class Method:
+class DispatchMethod:
     """See the module's docstring; reads ``strict``, ``hint``, ``limit``, ``split`` and ``coordination``."""
 
     def __init__(self, options: Options) -> None:
@@ -34,7 +35,7 @@ class Method:
         """A fresh hint, or the strict schedule as one."""
         return create_hint(self._hint) if self.strict is None else create_strict(self.strict)
 
-    def limit(self, topology: Topology, graph: Graph) -> Limit:
+    def limit(self, topology: Topology, graph: TaskGraph) -> Limit:
         """The limit of one rank of a pipeline over ``graph``; a strict schedule needs none.
 
         A limit on bytes with coordination "agreement" is a ConfigError: members that hold different amounts would never
@@ -51,7 +52,7 @@ class Method:
             )
         return limit
 
-    def check(self, graph: Graph) -> None:
+    def check(self, graph: TaskGraph) -> None:
         """Raise a ConfigError where a schedule, or the limit, does not fit the graph."""
         if (schedule := self._schedule()) is not None:
             needs = schedule_needs(schedule)
@@ -113,9 +114,3 @@ def summary(options: Options) -> str:
     hint = DEFAULT_HINT if options["hint"] is None else options["hint"]
     limit = DEFAULT_LIMIT if options["limit"] is None else options["limit"]
     return f"hint {hint if isinstance(hint, str) else name_of(hint)}, limit {limit}"
-
-
-def name_of(plugged_in: object) -> str:
-    """The full name of a class or function; of any other object, of its class."""
-    named = plugged_in if hasattr(plugged_in, "__qualname__") else type(plugged_in)
-    return f"{named.__module__}.{named.__qualname__}"

@@ -20,7 +20,7 @@ from rrfp.compute.weighting import Reduction
 from rrfp.core import timeouts
 from rrfp.core.admission import Limit
 from rrfp.core.placement import Layout
-from rrfp.errors import ConfigError, Faults
+from rrfp.errors import ConfigError, Faults, misspelt
 from rrfp.hints.registry import HintSpec, create_hint, create_strict
 from rrfp.runtime.core_driver import Coordination
 from rrfp.transports.base import DEFAULT_MAX_MESSAGE_BYTES, DEFAULT_QUEUE_BYTES
@@ -34,18 +34,15 @@ DataSecurity = Literal["encrypted", "plain"]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The default and the allowed values of an option.
+    """The default and the allowed values of an option."""
 
-    Attributes:
-        default: its value where the caller passes none.
-        wanted: the allowed values, for the error; a function where plugins add values.
-        fits: whether a value is allowed; may raise a `ConfigError` of its own.
-        is_common: whether it must be the same on all ranks of a pipeline.
-    """
-
+    #: Its value where the caller passes none.
     default: Any
+    #: The allowed values, for the error; a function where plugins add values.
     wanted: str | Callable[[], str] = ""
+    #: Whether a value is allowed; may raise a `ConfigError` of its own.
     fits: Callable[[Any], bool] = lambda value: True
+    #: Whether it must be the same on all ranks of a pipeline.
     is_common: bool = False
 
     def common(self) -> Option:
@@ -53,11 +50,7 @@ class Option:
         return replace(self, is_common=True)
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse a value of the option ``name`` that does not fit.
-
-        Raises:
-            ConfigError: naming the allowed values.
-        """
+        """Refuse a value of the option ``name`` that does not fit."""
         if not self.fits(value):
             wanted = self.wanted() if callable(self.wanted) else self.wanted
             raise ConfigError(f"{name} is {value!r}, must be {wanted}")
@@ -84,8 +77,8 @@ def _integer(default: int, least: int | None = None) -> Option:
     return Option(default, wanted, lambda value: type(value) is int and (least is None or value >= least))
 
 
-def _or_none(option: Option, meaning: str) -> Option:
-    return Option(None, f"{option.wanted}, or None {meaning}", lambda value: value is None or option.fits(value))
+def _or_none(option: Option, meaning: str, default: Any = None) -> Option:
+    return Option(default, f"{option.wanted}, or None {meaning}", lambda value: value is None or option.fits(value))
 
 
 def _function(call: str) -> Option:
@@ -105,6 +98,16 @@ def _is_device(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(r"cpu|cuda(:(0|[1-9]\d?))?", value) is not None  # torch has 0..127
 
 
+def _transports() -> str:
+    return f"a factory or one of: {', '.join(TRANSPORTS.names())}"
+
+
+def _is_transport(value: Any) -> bool:
+    if isinstance(value, str) and value not in TRANSPORTS:
+        raise ConfigError(f"transport is {misspelt(value, TRANSPORTS.names())}, must be {_transports()}")
+    return callable(value) or value in TRANSPORTS
+
+
 def _resolved(resolve: Callable[[Any], object]) -> Option:
     """An option that is None by default; ``resolve`` raises for a value that does not fit."""
     return Option(None, fits=lambda value: value is None or resolve(value) is not None)
@@ -115,11 +118,7 @@ class Options(TypedDict, total=False):
 
     transport: Annotated[
         TransportSpec,
-        Option(
-            "auto",
-            lambda: f"a factory or one of: {', '.join(TRANSPORTS.names())}",
-            lambda value: callable(value) or value in TRANSPORTS,
-        ).common(),
+        Option("auto", _transports, _is_transport).common(),
     ]
     """A transport's name, class or factory."""
 
@@ -133,11 +132,12 @@ class Options(TypedDict, total=False):
         Limit | int | str | None,
         _resolved(partial(Limit.resolve, stage=0, stages=1, others=", or an rrfp.Limit")).common(),
     ]
-    """Microbatches that a stage may hold: a number, ``"1f1b"``, ``"n"``, ``"2n"`` (the default) or a `rrfp.Limit`."""
+    """Microbatches that a stage may hold: a number, ``"1f1b"``, ``"n"`` or ``"2n"`` (the default); bytes, such as
+    ``"8GB"`` (B, kB, MB, GB: powers of 1000); or both, as an `rrfp.Limit`."""
 
     loss_fn: Annotated[
         Callable[[Any, Any], Any] | Mapping[str, Callable[[Any, Any], Any]] | None,
-        Option(None, "callable: loss_fn(output, target), or with several losses a dict of such by part", _is_loss),
+        Option(None, "callable: loss_fn(output, target), or for several losses a dict {part: function}", _is_loss),
     ]
     """``loss_fn(output, target)``, the mean over a microbatch. If it is a module, its parameters belong to the last
     virtual stage; the other ranks do not use theirs. Where no part of the graph reads several of its parts, a dict with
@@ -146,8 +146,12 @@ class Options(TypedDict, total=False):
     reduction: Annotated[Reduction, _one_of("mean", Reduction).common()]
     """How microbatches' losses combine: ``"mean"`` (weighted) or ``"sum"``."""
 
-    seed: Annotated[int, _integer(0).common()]
-    """Seed of the random numbers of each task; the same on all ranks."""
+    seed: Annotated[
+        int | None,
+        Option(0, "an integer, or None for torch's", lambda value: value is None or type(value) is int).common(),
+    ]
+    """Seed of the random numbers of each task, such as those of dropout; the same on all ranks. They do not follow
+    ``torch.manual_seed``, unless this is None: then it is ``torch.initial_seed()`` when the pipeline is made."""
 
     first_step: Annotated[int, _integer(0, least=0).common()]
     """The number of the first training step, for a run that resumes. Random numbers depend on the number of the
@@ -160,10 +164,9 @@ class Options(TypedDict, total=False):
     """Seconds after which a task that has not completed, or a rank whose event loop does not run, ends the job; None
     (the default): never. Set it to several times the duration of the slowest task."""
 
-    stack_timer: Annotated[bool, _flag(True)]
-    """Whether a process whose event loop does not run may print its stacks with `faulthandler`'s timer. A process has
-    one such timer: set False where the program uses it itself, or where the process may be suspended for longer than
-    ``stall_after``: Python may crash when the timer fires then. `rrfp.local` never uses it."""
+    lock_watch: Annotated[bool, _flag(True)]
+    """Whether each process of a job starts a second, small one, which prints its Python stacks while a call into C
+    keeps the interpreter's lock (Linux). `rrfp.local` starts none by default."""
 
     connect_timeout: Annotated[float, _seconds(timeouts.CONNECT_S)]
     """Seconds to wait for the peers at the start."""
@@ -239,6 +242,11 @@ class Options(TypedDict, total=False):
     the same whatever the timing, and equal to `rrfp.testing.reference`'s. The sums of replicas are added in the order
     of replicas."""
 
+    check_replicas: Annotated[int | None, _or_none(_integer(0, least=0), "for never", 100).common()]
+    """In each so many training steps that sum gradients, replicas compare a checksum of each parameter that learns, so
+    that one which an optimizer changed on some replicas only ends the run with its name. 0 or None: never; before the
+    first sum they compare all parameters in any case."""
+
     coordination: Annotated[Coordination, _one_of("leader", Coordination).common()]
     """How the ranks of a group (tensor parallelism) agree on an order: ``"leader"``, or ``"agreement"``, the paper's
     all-gather with retries."""
@@ -262,7 +270,7 @@ def common_options() -> list[str]:
 
 
 def complete(options: Options, arguments: str = "") -> Options:
-    """``options`` with the defaults of all that it leaves out.
+    """``options`` with the defaults of all that it leaves out, and torch's seed in place of None.
 
     Unknown names, values that do not fit, and options that exclude each other are one ConfigError that names all of
     them and the allowed values; ``arguments`` are the names of keyword arguments that are not options, for that.
@@ -280,12 +288,21 @@ def complete(options: Options, arguments: str = "") -> Options:
         if values["strict"] is not None and (values["hint"] is not None or values["limit"] is not None):
             with faults.kept():
                 raise ConfigError("strict runs a schedule to the letter: it goes with neither hint nor limit")
+    if values["seed"] is None:
+        values["seed"] = torch.initial_seed()
     return values
+
+
+def seed_of(options: Options) -> int:
+    """The seed of complete ``options``."""
+    seed = options["seed"]
+    assert seed is not None  # `complete` has put torch's in its place
+    return seed
 
 
 def _check_names(options: Options, arguments: str) -> None:
     table = option_table()
-    unknown = [repr(name) for name in options if name not in table]
+    unknown = [misspelt(name, table) for name in options if name not in table]
     if unknown:
         known = ", ".join(table) + (f"; or an argument: {arguments}" if arguments else "")
         what = "option" if len(unknown) == 1 else "options"

@@ -12,8 +12,8 @@ from torch.nn.parameter import is_lazy
 from rrfp.compute.buffers import writes_buffers_in_forward
 from rrfp.compute.loss_module import LossFunction, class_name, losses_by_stage, with_loss
 from rrfp.compute.program import StageProgram
-from rrfp.core.graph import Graph
-from rrfp.core.readiness import ForcedOrder
+from rrfp.core.graph import TaskGraph
+from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.tasks import Kind
 from rrfp.errors import ConfigError
 from rrfp.graphs.declared import Graph as PartGraph
@@ -30,18 +30,15 @@ StagePart = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module | Sequence[
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """See the module's docstring.
+    """See the module's docstring."""
 
-    Attributes:
-        graph: virtual stages, their placement, and which of them are split.
-        deterministic: whether gradients are added in microbatch order.
-        losses: the loss of each virtual stage that computes one; if it is a module, it belongs to that stage.
-        model: of the model's parts, if it has any.
-    """
-
-    graph: Graph
+    #: Virtual stages, their placement, and which of them are split.
+    graph: TaskGraph
+    #: Whether gradients are added in microbatch order.
     deterministic: bool = False
+    #: The loss of each virtual stage that computes one; if it is a module, it belongs to that stage.
     losses: Mapping[int, LossFunction] = field(default_factory=dict)
+    #: Of the model's parts, if it has any.
     model: ModelGraph | None = None
 
     @classmethod
@@ -62,7 +59,7 @@ class Partition:
                 "modules"
             )
         chunks = chunks or max(counts, default=1)
-        chain = Graph.chain(stages, chunks=chunks, layout=options["placement"], split=options["split"])
+        chain = TaskGraph.chain(stages, chunks=chunks, layout=options["placement"], split=options["split"])
         if isinstance(loss_fn := options["loss_fn"], Mapping):
             raise ConfigError("loss_fn is a dict, must be a function: without graph there are no parts")
         return cls(chain, options["deterministic"], losses_by_stage(loss_fn, chain))
@@ -96,11 +93,7 @@ class Partition:
         return with_loss(self.chunks(part, stage), self.losses)
 
     def chunks(self, part: StagePart, stage: int) -> dict[int, nn.Module]:
-        """The modules of ``stage`` by virtual stage; none for a program, which has its own.
-
-        Raises:
-            ConfigError: if ``part`` is not a `StagePart`, or its number of chunks is not the graph's.
-        """
+        """The modules of ``stage`` by virtual stage; none for a program, which has its own."""
         if isinstance(part, StageProgram):
             return {}
         if self.model is not None:

@@ -9,10 +9,9 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from rrfp.core.tasks import Mode
-from rrfp.errors import ConfigError, PipelineAborted, RrfpError
-from rrfp.pipeline.awaited import AwaitedFutures
+from rrfp.errors import ConfigError, PipelineAborted, RrfpError, misspelt
 from rrfp.pipeline.between_steps import BetweenSteps
-from rrfp.pipeline.calls import Call, CallGate
+from rrfp.pipeline.calls import AwaitedFutures, Call, CallGate
 from rrfp.pipeline.local_ranks import LocalRanks
 from rrfp.pipeline.loop_thread import LoopThread
 from rrfp.pipeline.state import PipelineState
@@ -38,7 +37,7 @@ class Session:
         self.ranks = ranks
         self.thread: LoopThread | None = None
         self.thread_name = thread_name
-        self.gate = CallGate()
+        self.gate = CallGate(ranks.check_outside)
         self.between_steps = BetweenSteps(ranks, self.gate)
         #: Steps begun, counting evaluations, the same on all ranks; and the number of the next training step.
         self._next_step, self._training_step = 0, ranks.first_step
@@ -79,17 +78,13 @@ class Session:
         targets: Targets | None,
         arguments: StepArguments | EvaluateArguments,
     ) -> Call[StepResult]:
-        """Begin a step.
-
-        Raises:
-            ConfigError: if the arguments do not fit; nothing has changed then.
-            RrfpError: if the pipeline is not open for a step.
-        """
+        """Begin a step."""
         with self.gate.beginning("in a step"):
             for name in arguments:
                 if name not in _ARGUMENTS[mode]:
                     allowed = ", ".join(["inputs", "targets", *sorted(_ARGUMENTS[mode])])
-                    raise ConfigError(f"unknown argument {name!r}, must be one of: {allowed}")
+                    wrong = misspelt(name, ["inputs", "targets", *_ARGUMENTS[mode]])
+                    raise ConfigError(f"unknown argument {wrong}, must be one of: {allowed}")
             scale = self.between_steps.loss_scale() if mode is Mode.TRAIN else None
             batch = {"inputs": inputs, "targets": targets, "loss_scale": scale, **arguments}
             plan = self.ranks.plan(self._next_step, self._training_step, mode, refused=self.gate.refused, **batch)
@@ -120,21 +115,12 @@ class Session:
             return Call("leaving", self.ranks.settle(), lambda _: None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after the last completed training step.
-
-        Raises:
-            RrfpError: during a call.
-        """
+        """The state after the last completed training step."""
         with self.gate.between("state_dict"):
             return self.ranks.state(self._completed).plain()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``.
-
-        Raises:
-            ConfigError: if it does not fit; nothing has changed then.
-            RrfpError: during a call, or after the pipeline was left.
-        """
+        """Go on from ``state``."""
         with self.gate.between("load_state_dict", closed="load the state into a new one"):
             read = PipelineState.read(state)
             self.ranks.load(read)
@@ -162,7 +148,7 @@ class Session:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether the loop did not run for too long: to wait for it is in vain."""
+        """Whether the loop did not run for too long, so that waiting would never return."""
         return self._given_up is not None
 
     def _give_up(self, error: PipelineAborted) -> None:
@@ -199,10 +185,10 @@ class Session:
         try:
             await self.ranks.close(quiet=error is not None)
         except PipelineAborted as unraised:
-            await self.ranks.let_culprit_end(unraised)
+            await self.ranks.wait_for_failed_process(unraised)
             raise
         if isinstance(error, PipelineAborted):
-            await self.ranks.let_culprit_end(error)
+            await self.ranks.wait_for_failed_process(error)
 
     def leave(self) -> None:
         """Stop the loop's thread and wait for the callbacks; on the caller's loop that is awaited apart."""

@@ -13,8 +13,8 @@ from rrfp.core.tasks import Kind
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError, ProtocolError
 from rrfp.log import get_logger
-from rrfp.pipeline.method import Method
-from rrfp.pipeline.options import Options
+from rrfp.pipeline.method import DispatchMethod
+from rrfp.pipeline.options import Options, seed_of
 from rrfp.runtime import records
 
 logger = get_logger(__name__)
@@ -37,34 +37,30 @@ _CONSEQUENCES = {
 
 @dataclass(frozen=True, slots=True)
 class PipelineState:
-    """See the module's docstring.
-
-    Attributes:
-        version: of this format.
-        step: the number of the next training step: how many were completed since the start of the run.
-        seed: of the random numbers of tasks.
-        hint: by name; None beside a strict schedule.
-        limit: as text; None beside a strict schedule.
-        strict: the schedule that is run strictly, or None.
-        deterministic: the option.
-        virtual_stages: V.
-        stage: of the rank; with all stages in one process, 0.
-        replica: of the rank.
-        measured: on the virtual stages of this process.
-        names: of the virtual stages; empty for a chain, and in states saved before they had names.
-    """
+    """See the module's docstring."""
 
     version: int
+    #: The number of the next training step: how many were completed since the start of the run.
     step: int
+    #: Of the random numbers of tasks.
     seed: int
+    #: By name; None beside a strict schedule.
     hint: str | None
+    #: As text; None beside a strict schedule.
     limit: str | None
+    #: The schedule that is run strictly, or None.
     strict: str | None
+    #: The option.
     deterministic: bool
+    #: V.
     virtual_stages: int
+    #: Of the rank; with all stages in one process, 0.
     stage: int
+    #: Of the rank; those of a dim in ``reduce`` count too, since they have data of their own.
     replica: int
+    #: On the virtual stages of this process.
     measured: tuple[Measured, ...]
+    #: Of the virtual stages; empty for a chain, and in states saved before they had names.
     names: tuple[str, ...] = ()
 
     @classmethod
@@ -78,29 +74,25 @@ class PipelineState:
         names: Sequence[str] = (),
     ) -> PipelineState:
         """The state of a pipeline with ``options`` after ``step`` training steps."""
-        method = Method(options)
+        method = DispatchMethod(options)
         return cls(
             VERSION,
             step,
-            options["seed"],
+            seed_of(options),
             method.hint_name,
             method.limit_text,
             method.strict,
             options["deterministic"],
             virtual_stages,
             topology.stage,
-            topology.replica,
+            topology.summand,
             tuple(measured),
             tuple(names),
         )
 
     @classmethod
     def read(cls, plain: Any) -> PipelineState:
-        """Read what `plain` returned, also after JSON or msgpack.
-
-        Raises:
-            ConfigError: for anything else.
-        """
+        """Read what `plain` returned, also after JSON or msgpack."""
         if not isinstance(plain, Mapping) or "version" not in plain:
             raise ConfigError(f"state is {reprlib.repr(plain):.80}, must be a dict that state_dict() returned")
         if plain["version"] != VERSION:
@@ -139,11 +131,7 @@ class PipelineState:
         return plain
 
     def check_fits(self, own: PipelineState) -> None:
-        """Compare with the pipeline whose state is ``own``, which loads this one: warn, or refuse.
-
-        Raises:
-            ConfigError: if the seed differs: dropout would draw other numbers on the same virtual stages.
-        """
+        """Compare with the pipeline whose state is ``own``, which loads this one: warn, or refuse."""
         if self.seed != own.seed:
             raise ConfigError(
                 f"seed is {own.seed}, must be {self.seed}, as in the state: random numbers of tasks depend on it"

@@ -46,7 +46,19 @@ class Failure:
             trim(self._cause)
             if line := place_of(self._cause):
                 error.add_note(f"raised at {line}")  # the last line of all that is printed
+        elif advice := advice_for(self.origin):
+            error.add_note(advice)
         return error
+
+
+def advice_for(origin: Origin) -> str:
+    """What to do about a process that ended; empty for every other failure."""
+    if not origin.cause.startswith(f"{PeerLostError.__name__}: ") or not origin.cause.endswith(" ended"):
+        return ""
+    return (
+        "if it was not ended on purpose, look for 'out of memory' in dmesg on its host, or for what it printed last; "
+        "to go on, resume from the newest checkpoint"
+    )
 
 
 def failure_of(error: BaseException, topology: Topology, task: str | None = None) -> Failure:
@@ -56,7 +68,7 @@ def failure_of(error: BaseException, topology: Topology, task: str | None = None
     if isinstance(error, PeerLostError):
         # It began elsewhere: the frames in which this rank noticed it would bury the line that names the peer.
         return Failure(_origin(topology, error.peer, None, f"{type(error).__name__}: {error.reason}"))
-    return Failure(_origin(topology, topology.rank, task, _describe(error)), error)
+    return Failure(_origin(topology, topology.rank, task, describe(error)), error)
 
 
 class AbortController:
@@ -191,7 +203,7 @@ def _origin(topology: Topology, rank: int, task: str | None, cause: str) -> Orig
     return Origin(topology.place_of(rank).stage, task, cause, named_rank)
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """One text, whatever the exception does: it may be huge, no valid Unicode, or raise in ``str``. With its notes."""
     try:
         text = "; ".join(filter(None, map(str, (error, *getattr(error, "__notes__", ())))))

@@ -72,9 +72,6 @@ class TreeAllGather:
             number: as in `all_gather`.
             own: this rank's bytes.
             answer: called on rank 0, before any rank gets its result.
-
-        Returns:
-            What ``answer`` returned on rank 0.
         """
         key = (topic, number)
         self._answers[key] = answer

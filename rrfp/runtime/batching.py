@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
@@ -16,18 +16,80 @@ from rrfp.core.tasks import Mode, StepId
 from rrfp.core.visits import Skipped
 from rrfp.errors import ConfigError
 from rrfp.graphs.model_graph import ModelGraph
-from rrfp.runtime.part_arguments import named_by_part, named_inputs, named_targets, named_visits, with_unvisited
+from rrfp.runtime.whole_batch import WholeBatches, is_batch
 
-#: Keyword arguments by microbatch: for all modules of this process, or a list for each stage, or part, that has any.
-Kwargs = (
-    Sequence[Mapping[str, Any]] | Mapping[int, Sequence[Mapping[str, Any]]] | Mapping[str, Sequence[Mapping[str, Any]]]
-)
 
-#: Inputs by microbatch; by part where the model has parts.
-Inputs = Sequence[Any] | Mapping[str, Sequence[Any]]
+def named_inputs(inputs: Any, graph: ModelGraph | None) -> dict[str, Any]:
+    """The lists in ``inputs``, by the names that errors call them; a ConfigError where parts do not fit."""
+    if graph is None or inputs is None:
+        return {"inputs": inputs}
+    if not isinstance(inputs, Mapping):
+        raise ConfigError(
+            f"inputs is of type {type(inputs).__name__}, must be a dict with a list for each part that has any, of: "
+            f"{', '.join(graph.parts)}"
+        )
+    return named_by_part("inputs", inputs, graph)
 
-#: Targets by microbatch; by part where several parts have losses.
-Targets = Sequence[Any] | Mapping[str, Sequence[Any]]
+
+def named_targets(targets: Any, graph: ModelGraph | None) -> dict[str, Any]:
+    """The lists in ``targets``, by the names that errors call them; a ConfigError where parts do not fit."""
+    if graph is None or targets is None or not graph.feeds.losses:
+        return {"targets": targets}
+    if not isinstance(targets, Mapping):
+        raise ConfigError(
+            f"targets is of type {type(targets).__name__}, must be a dict with a list for each part with a loss, of: "
+            f"{', '.join(graph.sinks)}"
+        )
+    for name in targets:
+        if name not in graph.sinks:
+            raise ConfigError(f"targets names {name!r}, must name parts with a loss: {', '.join(graph.sinks)}")
+    return {f"targets[{name!r}]": each for name, each in targets.items()}
+
+
+def named_visits(visits: Any, graph: ModelGraph | None) -> dict[str, Any]:
+    """The lists in ``visits``, which `ModelGraph.skipped` checks; a ConfigError for a model without parts."""
+    if visits is None:
+        return {}
+    if graph is None:
+        raise ConfigError("visits is given, must be None: the pipeline has no graph, so there are no parts to skip")
+    if not isinstance(visits, Mapping):
+        raise ConfigError(f"visits is of type {type(visits).__name__}, must be a dict with a list for each part")
+    lists = {name: each.tolist() if hasattr(each, "tolist") else each for name, each in visits.items()}
+    return {f"visits[{name!r}]": each for name, each in lists.items()}
+
+
+def with_unvisited(values: Any, skipped: Sequence[Skipped], graph: ModelGraph) -> Any:
+    """``values``, with a list of placeholders for each part that no microbatch visits, if they are lists by part.
+
+    So a step without any image needs no ``inputs["vision"]``.
+    """
+    if not skipped or not isinstance(values, Mapping):
+        return values
+    unvisited = frozenset.intersection(*skipped)
+    return {name: (None,) * len(skipped) for name, own in graph.numbers.items() if own.start in unvisited} | {**values}
+
+
+def named_by_part(field: str, values: Mapping[Any, Any], graph: ModelGraph) -> dict[str, Any]:
+    """``values`` by part, each with the name that errors call it; a ConfigError names a part that does not exist."""
+    for name in values:
+        if name not in graph.parts:
+            raise ConfigError(f"{field} names the part {name!r}, must be one of: {', '.join(graph.parts)}")
+    return {f"{field}[{name!r}]": each for name, each in values.items()}
+
+
+#: Keyword arguments by microbatch: for all modules of this process, or a list for each stage, or part, that has any. A
+#: dict of keywords in place of a list is a whole batch to be cut.
+Kwargs = Sequence[Mapping[str, Any]] | Mapping[int, Any] | Mapping[str, Any]
+
+#: Inputs by microbatch, or a whole batch to be cut; by part where the model has parts.
+Inputs = Sequence[Any] | Tensor | Mapping[str, Any]
+
+#: Targets by microbatch, or a whole batch to be cut; by part where several parts have losses.
+Targets = Sequence[Any] | Tensor | Mapping[str, Any]
+
+#: The arguments that may be whole batches, and the line that says how.
+_CAN_BE_CUT = ("inputs", "targets", "kwargs")
+_CUT = "pass microbatches=8 too, for 8, to cut a whole batch along dimension 0"
 
 #: For each optional part that some microbatch skips: which microbatches visit it.
 VisitArgument = Mapping[str, Sequence[bool]]
@@ -58,32 +120,28 @@ class StepArguments(CommonArguments, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step, ready to run.
+    """One step, ready to run."""
 
-    Attributes:
-        step: its number, mode and M.
-        batch: the caller's data, and the number of the training step; see `batch_of`.
-        weights: of the microbatches' losses, None for all 1.
-        sizes: how large each microbatch is, for hints; None where the caller passes none.
-        reduction: how losses combine.
-        grad_scale: a further factor on every gradient, with that of a GradScaler.
-        loss_scale: the factor of a GradScaler, the same on all ranks; None without one.
-        reduce_gradients: whether gradients are summed over replicas at the end.
-        kwargs: by stage, where the caller passes them so.
-        refused: calls before this one whose arguments were refused.
-        skipped: by microbatch the virtual stages that it skips; empty: none does.
-    """
-
+    #: Its number, mode and M.
     step: StepId
+    #: The caller's data, and the number of the training step; see `batch_of`.
     batch: Batch
+    #: Of the microbatches' losses, None for all 1.
     weights: tuple[float, ...] | None
+    #: How large each microbatch is, for hints; None where the caller passes none.
     sizes: tuple[float, ...] | None
     reduction: Reduction
+    #: a further factor on every gradient, with that of a GradScaler.
     grad_scale: float
+    #: The factor of a GradScaler, the same on all ranks; None without one.
     loss_scale: float | None
+    #: Whether gradients are summed over replicas at the end.
     reduce_gradients: bool
+    #: By stage, where the caller passes them so.
     kwargs: Mapping[int, Sequence[Mapping[str, Any]]] | None
+    #: Calls before this one whose arguments were refused.
     refused: int
+    #: By microbatch the virtual stages that it skips; empty: none does.
     skipped: tuple[Skipped, ...] = ()
 
     def batch_of(self, stage: int) -> Batch:
@@ -92,7 +150,7 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """The step as people count: training steps, from ``first_step`` on."""
+        """The user-visible step number: training steps, from ``first_step`` on."""
         number = self.batch.training_step
         return f"training step {number}" if self.step.mode is Mode.TRAIN else f"an evaluation before step {number}"
 
@@ -146,11 +204,20 @@ def plan_step(
         is_shared: whether several replicas share the step, so that the weights' sum is known only later.
         refused: calls before this one whose arguments were refused.
         loss_scale: the factor of a GradScaler.
-
-    Raises:
-        ConfigError: if they are no lists, disagree on M, ``kwargs`` are no dicts or for a stage that does not exist, or
-            a weight or size is impossible.
     """
+    if microbatches is not None and (inputs is not None or targets is not None or kwargs is not None):
+        _check_count(microbatches)
+        named = named_inputs(inputs, graph) | named_targets(targets, graph)
+        is_whole = graph is None and isinstance(kwargs, Mapping) and any(type(key) is str for key in kwargs)
+        whole = WholeBatches(
+            named | ({"kwargs": kwargs} if is_whole else _named_kwargs(kwargs, stages, graph)), microbatches
+        )
+        inputs, targets, kwargs = (
+            whole.replaced(field, values)
+            for field, values in (("inputs", inputs), ("targets", targets), ("kwargs", kwargs))
+        )
+        if weights is None and reduction == "mean":
+            weights = whole.weights()
     named_kwargs = _named_kwargs(kwargs, stages, graph)
     lists = named_inputs(inputs, graph) | named_targets(targets, graph) | named_kwargs
     lists |= {"weights": weights, "sizes": sizes, **named_visits(visits, graph)}
@@ -174,7 +241,8 @@ def plan_step(
     if graph is not None:
         inputs = with_unvisited({} if inputs is None else inputs, skipped, graph)
         targets = with_unvisited(targets, skipped, graph)
-    batch = Batch(inputs, targets, shared_kwargs, factors, return_outputs, training_step)
+    lists_of: tuple[Any, Any] = inputs, targets  # nothing is whole any more
+    batch = Batch(*lists_of, shared_kwargs, factors, return_outputs, training_step)
     return Plan(
         StepId(number, mode, count),
         batch,
@@ -201,7 +269,7 @@ def _named_kwargs(kwargs: Any, stages: int, graph: ModelGraph | None) -> dict[st
             known = ", ".join(map(str, range(stages)))
             raise ConfigError(
                 f"kwargs names the stage {stage!r}, must be one of: {known}; for all stages write a list with one "
-                "dict a microbatch"
+                f"dict a microbatch{f', or {_CUT}' if type(stage) is str else ''}"
             )
     return {f"kwargs[{stage}]": dicts for stage, dicts in kwargs.items()}
 
@@ -222,15 +290,15 @@ def _size(name: str, size: Any) -> float:
 
 def _microbatches(lists: Mapping[str, Any], microbatches: Any) -> int:
     """M, which all arguments must agree on."""
-    if microbatches is not None and type(microbatches) is not int:
-        raise ConfigError(f"microbatches is {microbatches!r}, must be a whole number")
+    _check_count(microbatches)
     lengths: dict[str, int] = {} if microbatches is None else {"microbatches": microbatches}
     for name, values in lists.items():
         if values is None:
             continue
         if not isinstance(values, Sequence) or isinstance(values, str | bytes) or is_named(values):
             is_numbers = name in ("weights", "sizes") and isinstance(values, Tensor)
-            line = f": write {name}.tolist()" if is_numbers else _cut(": write", name, values)
+            cut = f"; {_CUT}" if is_batch(values) and name.startswith(_CAN_BE_CUT) else ""
+            line = f": write {name}.tolist()" if is_numbers else cut
             raise ConfigError(
                 f"{name} is of type {type(values).__name__}, must be a list with one entry a microbatch{line}"
             )
@@ -239,32 +307,17 @@ def _microbatches(lists: Mapping[str, Any], microbatches: Any) -> int:
         raise ConfigError("microbatches is needed on a rank that is given no inputs, targets, kwargs or weights")
     if len(set(lengths.values())) > 1:
         counts = ", ".join(f"{name}: {length}" for name, length in lengths.items())
-        tuples = (name for name, values in lists.items() if type(values) is tuple and _holds_tensors(values))
-        hints = [_cut(f"; if {name} is one whole batch, write", name, lists[name]) for name in tuples]
-        raise ConfigError(f"the number of microbatches differs between arguments ({counts}){''.join(hints)}")
+        tuples = [name for name, values in lists.items() if type(values) is tuple and name.startswith(_CAN_BE_CUT)]
+        hint = f"; if {' and '.join(tuples)} is a whole batch, {_CUT}" if tuples else ""
+        raise ConfigError(f"the number of microbatches differs between arguments ({counts}){hint}")
     name, count = next(iter(lengths.items()))
     if count < 1:
-        is_number = name == "microbatches"
-        fault = f"is {count}, must be at least 1" if is_number else "is empty, must hold at least 1 microbatch"
-        raise ConfigError(f"{name} {fault}")
-
+        raise ConfigError(f"{name} is empty, must hold at least 1 microbatch")
     return count
 
 
-def _cut(before: str, name: str, batch: Any) -> str:
-    """The end of an error: the line that cuts a whole batch into microbatches, after ``before``; else nothing."""
-    if isinstance(batch, Tensor):
-        line = f"list({name}.chunk(8))"
-    elif isinstance(batch, Mapping) and _holds_tensors(batch.values()):
-        line = f"[dict(zip({name}, parts)) for parts in zip(*(x.chunk(8) for x in {name}.values()))]"
-    elif is_named(batch) and _holds_tensors(batch):
-        line = f"[{type(batch).__name__}(*parts) for parts in zip(*(x.chunk(8) for x in {name}))]"
-    elif isinstance(batch, tuple):
-        line = f"list(zip(*(x.chunk(8) for x in {name})))"
-    else:
-        return ""
-    return f"{before} {line} for 8 microbatches"
-
-
-def _holds_tensors(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, Tensor) for value in values)
+def _check_count(microbatches: Any) -> None:
+    if microbatches is not None and type(microbatches) is not int:
+        raise ConfigError(f"microbatches is {microbatches!r}, must be a whole number")
+    if microbatches is not None and microbatches < 1:
+        raise ConfigError(f"microbatches is {microbatches}, must be at least 1")

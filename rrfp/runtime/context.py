@@ -2,21 +2,146 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from rrfp.compute.lanes.base import Lane
 from rrfp.compute.mailbox import Mailbox
-from rrfp.core.graph import Graph
-from rrfp.core.tasks import Task
+from rrfp.core.graph import TaskGraph
+from rrfp.core.tasks import StepId, Task
 from rrfp.core.topology import Topology
+from rrfp.errors import Origin, PeerLostError, ProtocolError
 from rrfp.graphs.model_graph import ModelGraph
-from rrfp.runtime.activity import RankActivity
-from rrfp.runtime.departures import Departures
-from rrfp.runtime.observer import Observer, Unobserved
 from rrfp.runtime.supervisor import TaskSupervisor
-from rrfp.trace.recorder import Recorder
-from rrfp.transports.base import Transport
+from rrfp.trace.spans import Recorder
+from rrfp.transports.base import Channel, Message, MessageKind, Transport
+
+
+class RankActivity:
+    """Follows the calls of a rank's caller: steps, and collective calls between two steps.
+
+    Every rank makes the same calls in the same order. Other parts of a rank read the attributes; only the methods
+    change them.
+
+    Attributes:
+        step: the step that the rank is in, until it has the reports of all ranks; None between steps.
+        training_step: the number of that step, or of the last one, as people count: training steps before it.
+        has_returned: the call of that step has returned, and no caller waits for the reports.
+        steps_ended: steps that it has completed.
+        gathering: the collective call between two steps that it is in, such as ``clip_grad_norm_``; empty if none.
+        gatherings_ended: collective calls between steps that it has completed.
+        active_at: when anything last happened, in seconds of the clock ``now``.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.step: StepId | None = None
+        self.training_step = 0
+        self.has_returned = False
+        self.steps_ended = 0
+        self.gathering = ""
+        self.gatherings_ended = 0
+        self.active_at = 0.0
+        self._now = now
+
+    def begin_step(self, step: StepId, training_step: int = 0) -> None:
+        """The caller began ``step``, before which there were so many training steps."""
+        self.step, self.training_step = step, training_step
+        self.touch()
+
+    def return_step(self) -> None:
+        """The rank has done its part of the step, and the caller goes on."""
+        self.has_returned = True
+
+    def await_reports(self) -> None:
+        """A caller waits for the reports of the step."""
+        if self.step is not None and self.has_returned:
+            self.has_returned = False
+            self.touch()
+
+    def end_step(self) -> None:
+        """The step has ended on all ranks."""
+        self.step = None
+        self.has_returned = False
+        self.steps_ended += 1
+
+    @contextmanager
+    def gather(self, call: str) -> Iterator[int]:
+        """In here the rank takes part in ``call``, which all ranks make between two steps; yields its number."""
+        self.touch()
+        self.gathering = call
+        yield self.gatherings_ended  # what raises in there ends the pipeline, so there is nothing to take back
+        self.gathering = ""
+        self.gatherings_ended += 1
+
+    def touch(self) -> None:
+        """Something happened."""
+        self.active_at = self._now()
+
+
+class ClosedPeers:
+    """The peers that left, each with the number of steps and collective calls that it took part in."""
+
+    def __init__(self, activity: RankActivity) -> None:
+        self._activity = activity
+        self._steps: dict[int, int] = {}
+        self._gatherings: dict[int, int] = {}
+
+    def __contains__(self, peer: int) -> bool:
+        return peer in self._steps
+
+    def on_message(self, message: Message) -> None:
+        """A CLOSED message arrived; raises as `check` if this rank is in a call."""
+        steps, gatherings = message.body.get("steps"), message.body.get("gatherings")
+        if not isinstance(steps, int) or not isinstance(gatherings, int):
+            raise ProtocolError(f"rank {message.sender} closed without saying after how many steps and gatherings")
+        self._steps[message.sender] = steps
+        self._gatherings[message.sender] = gatherings
+        self.check()
+
+    def check(self) -> None:
+        """This rank begins a call, or is in one: a PeerLostError if a peer left before it."""
+        activity = self._activity
+        if activity.step is not None:
+            number = activity.step.number
+            if (peer := _left_before(number, self._steps)) is not None:
+                steps = self._steps[peer]
+                raise PeerLostError(
+                    peer, f"its program left after {steps} step(s), but step {number} was begun elsewhere"
+                )
+        if activity.gathering and (peer := _left_before(activity.gatherings_ended, self._gatherings)) is not None:
+            raise PeerLostError(peer, f"its program left, but {activity.gathering} was called elsewhere")
+
+    def own_message(self) -> Message:
+        """The CLOSED message of this rank."""
+        body = {"steps": self._activity.steps_ended, "gatherings": self._activity.gatherings_ended}
+        return Message(Channel.CONTROL, MessageKind.CLOSED, body=body)
+
+
+def _left_before(number: int, ended: dict[int, int]) -> int | None:
+    """The first peer that took part in fewer calls than up to ``number``."""
+    return next((peer for peer, count in ended.items() if count <= number), None)
+
+
+class Observer(Protocol):
+    """Called on the rank's loop or a thread that watches it. Must return at once, and raise nothing."""
+
+    def stalled(self, text: str) -> None:
+        """A rank, or a loop, has made no progress for ``stall_after`` seconds; ``text`` names the reason."""
+
+    def aborted(self, origin: Origin) -> None:
+        """The pipeline is aborted; may be called more than once."""
+
+
+class Unobserved:
+    """An `Observer` that does nothing."""
+
+    def stalled(self, text: str) -> None:
+        """See `Observer`."""
+
+    def aborted(self, origin: Origin) -> None:
+        """See `Observer`."""
 
 
 class Fail(Protocol):
@@ -28,41 +153,35 @@ class Fail(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """One rank: where it is, and the parts that its other parts share.
-
-    Attributes:
-        topology: where the rank is.
-        graph: of the pipeline.
-        transport: the way to the peers.
-        lane: where tasks run.
-        fail: ends the pipeline on every rank.
-        supervisor: runs coroutines.
-        activity: the call that the rank is in.
-        departures: peers that left in order.
-        mailbox: tensors between tasks.
-        recorder: the trace of the step.
-        observer: watches the run.
-        model: of the model's parts, if it has any.
-    """
+    """One rank: where it is, and the parts that its other parts share."""
 
     topology: Topology
-    graph: Graph
+    graph: TaskGraph
+    #: The way to the peers.
     transport: Transport
     lane: Lane
+    #: Ends the pipeline on every rank.
     fail: Fail
+    #: Runs coroutines.
     supervisor: TaskSupervisor
+    #: The call that the rank is in.
     activity: RankActivity
-    departures: Departures
+    #: Peers that left in order.
+    departures: ClosedPeers
+    #: Tensors between tasks.
     mailbox: Mailbox
+    #: The trace of the step.
     recorder: Recorder
+    #: Watches the run.
     observer: Observer
+    #: Of the model's parts, if it has any.
     model: ModelGraph | None = None
 
     @classmethod
     def create(
         cls,
         topology: Topology,
-        graph: Graph,
+        graph: TaskGraph,
         transport: Transport,
         lane: Lane,
         fail: Fail,
@@ -79,7 +198,7 @@ class RankContext:
             fail,
             TaskSupervisor(fail),
             activity,
-            Departures(activity),
+            ClosedPeers(activity),
             Mailbox(graph, topology.stage, None if model is None else model.feeds),
             Recorder(topology.stage, lane.now),
             Unobserved() if observer is None else observer,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from rrfp.compute.gradients.tie_copies import Tie
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.topology import Topology
 
 
@@ -51,7 +51,7 @@ def towards(rank: int, other: int) -> int:
     return (rank - 1) // 2
 
 
-def peers(graph: Graph, topology: Topology, ties: Iterable[Tie] = ()) -> tuple[int, ...]:
+def peers(graph: TaskGraph, topology: Topology, ties: Iterable[Tie] = ()) -> tuple[int, ...]:
     """Every rank that the one at ``topology`` is connected to, ascending."""
     connected = set(neighbours(topology.rank, topology.world)) | set(data_peers(graph, topology, ties))
     if topology.world > topology.stages:
@@ -60,14 +60,14 @@ def peers(graph: Graph, topology: Topology, ties: Iterable[Tie] = ()) -> tuple[i
     return tuple(sorted((connected | group) - {topology.rank}))
 
 
-def data_peers(graph: Graph, topology: Topology, ties: Iterable[Tie] = ()) -> tuple[int, ...]:
+def data_peers(graph: TaskGraph, topology: Topology, ties: Iterable[Tie] = ()) -> tuple[int, ...]:
     """Those of `peers` with which the rank at ``topology`` exchanges tensors, ascending."""
     next_to = {topology.rank_of(stage) for stage in graph.neighbours(topology.stage)}
     tied = {topology.rank_of(stage) for tie in ties for stage in _tied_to(tie, graph, topology.stage)}
     return tuple(sorted((next_to | tied) - {topology.rank}))
 
 
-def _tied_to(tie: Tie, graph: Graph, stage: int) -> set[int]:
+def _tied_to(tie: Tie, graph: TaskGraph, stage: int) -> set[int]:
     """The stages that ``stage`` exchanges the gradients of ``tie`` with: all with a copy, if it has the first."""
     first, *others = (graph.placement.stage_of(v) for v in tie.virtual_stages)
     if stage == first:

@@ -7,31 +7,130 @@ group, the end of a task in `LaneExecutor`; the arbiter then decides, and a deci
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from rrfp.arbiter.agreement import AgreementArbiter
 from rrfp.arbiter.arbiter import Arbiter
+from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
 from rrfp.arbiter.leader import LeaderProtocol
 from rrfp.arbiter.offers import Offers, may_offer
 from rrfp.arbiter.pauses import PauseTimer
 from rrfp.compute.gradients.tied import TiedGradients
+from rrfp.compute.mailbox import Mailbox
 from rrfp.compute.program import StageProgram
 from rrfp.core import events as ev
-from rrfp.core.order_log import Group
+from rrfp.core.group_step import GroupMembership
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Task
 from rrfp.core.usage import WaitCause
 from rrfp.core.visits import Visits
-from rrfp.errors import ProtocolError
+from rrfp.errors import ProtocolError, StageError
 from rrfp.runtime.batching import Plan
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.grad_finalizer import GradientFinalizer, Reduce
-from rrfp.runtime.group_link import GROUP_KINDS, GroupLink
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.runtime.messenger import Handler, Messenger
-from rrfp.runtime.previews import Previews
-from rrfp.transports.base import MessageKind
+from rrfp.transports.base import Channel, Message, MessageKind
+
+
+class Previews:
+    """Asks the program about each forward as soon as its inputs are here, and passes the answer to ``apply``.
+
+    A lane that runs ahead may take a forward whose inputs are about to be computed on this rank: its signature is then
+    one that no other has.
+    """
+
+    def __init__(
+        self, core: StageCore, program: StageProgram, mailbox: Mailbox, apply: Callable[[ev.Event], None]
+    ) -> None:
+        self._core = core
+        self._program = program
+        self._mailbox = mailbox
+        self._apply = apply
+        self._graph = core.graph
+        self._own = frozenset(core.graph.placement.virtual_stages(core.stage))
+        self._visits = Visits(1)
+        #: The forwards of this step that were previewed or enqueued.
+        self._done: set[Task] = set()
+
+    def open_step(self, visits: Visits) -> None:
+        """The core has opened a step: the caller's inputs are here, and perhaps messages that were early."""
+        self._done.clear()
+        self._visits = visits
+        for v in self._own:
+            for m in visits.visitors(v):
+                self._ask(Task(Kind.F, m, v))
+
+    def after(self, event: ev.Event) -> None:
+        """The core has taken in ``event``, by which a forward may have its inputs."""
+        if not isinstance(event, ev.Arrived | ev.Completed) or event.task.kind is not Kind.F:
+            return
+        step = self._core.step
+        if step is None or step.finished or (isinstance(event, ev.Arrived) and event.step != step.id):
+            return
+        for v in self._graph.successors[event.task.virtual_stage]:
+            forward = Task(Kind.F, event.task.microbatch, v)
+            if v in self._own and self._visits.exists(forward):
+                self._ask(forward)
+
+    def before_enqueue(self, task: Task) -> None:
+        """The lane is about to get ``task``."""
+        if task.kind is Kind.F and task not in self._done:
+            self._show(ev.Previewed(task, None, (task, self._core.step and self._core.step.id)))
+
+    def _ask(self, forward: Task) -> None:
+        if forward in self._done or not self._mailbox.has_inputs(forward):
+            return
+        inputs = self._mailbox.inputs(forward)
+        method = "signature"
+        try:
+            signature = self._program.signature(forward, inputs)
+            hash(signature)
+            method = "input_bytes"
+            num_bytes = self._program.input_bytes(forward, inputs)
+        except Exception as error:  # a caller's program may raise anything; here no task would be named
+            name = f"{type(self._program).__name__}.{method}"
+            raise StageError(f"{name} of {forward} raised {type(error).__name__}: {error}") from error
+        self._show(ev.Previewed(forward, num_bytes, signature))
+
+    def _show(self, event: ev.Previewed) -> None:
+        self._done.add(event.task)
+        self._apply(event)
+
+
+_SENT_AS = {kind: MessageKind(kind.value) for kind in GroupMessageKind}
+_RECEIVED_AS = {sent_as: kind for kind, sent_as in _SENT_AS.items()}
+
+#: The kinds of messages inside a group.
+GROUP_KINDS = frozenset(_RECEIVED_AS)
+
+
+class GroupLink:
+    """The way from one rank to the other members of its ``group``, which has their ranks by member."""
+
+    def __init__(self, group: Sequence[int], post: Callable[[int, Message], None]) -> None:
+        self._group = group
+        self._post = post
+
+    def send(self, member: int, message: GroupMessage) -> None:
+        """Queue ``message`` for ``member``."""
+        body = {"numbers": message.numbers}
+        sent = Message(Channel.CONTROL, _SENT_AS[message.kind], message.step, message.task, body=body)
+        self._post(self._group[member], sent)
+
+    def read(self, message: Message) -> tuple[int, GroupMessage]:
+        """The member that sent ``message``, and its contents; a ProtocolError if it cannot be read."""
+        sender, kind = message.sender, message.kind
+        numbers: Any = message.body.get("numbers")
+        if sender not in self._group:
+            raise ProtocolError(f"rank {sender} sent {kind.value!r}, but is not of this rank's group")
+        can_be_read = isinstance(numbers, list | tuple) and all(type(number) is int for number in numbers)
+        if message.step is None or not can_be_read:
+            raise ProtocolError(f"rank {sender} sent {kind.value!r} with what cannot be read")
+        contents = GroupMessage(_RECEIVED_AS[kind], message.step, message.task, tuple(numbers))
+        return self._group.index(sender), contents
+
 
 #: How the ranks of a group agree on an order: a leader's, or by proposing until they agree (the paper's way).
 Coordination = Literal["leader", "agreement"]
@@ -89,7 +188,7 @@ class CoreDriver:
         }
 
     def _join_group(self, coordination: Coordination) -> Mapping[MessageKind, Handler]:
-        """Make the arbiter, and what this rank needs to run one order with its group."""
+        """Make the arbiter, and what this rank needs to run its group's order."""
         core, topology = self._core, self._context.topology
         self.arbiter: Arbiter
         if topology.members == 1:
@@ -99,7 +198,7 @@ class CoreDriver:
             self._pauses = PauseTimer(core, _loop_time, self._wake_after)
             self.arbiter = Arbiter(core, self._depth, self._dispatch, self._waiting, offers, self._pauses)
             return {}
-        group = Group(topology.member, topology.members)
+        group = GroupMembership(topology.member, topology.members)
         link = GroupLink(topology.group, self.messenger.post)
         if coordination == "leader":
             self.arbiter = Arbiter(core, self._depth, self._dispatch, self._waiting)
@@ -130,7 +229,7 @@ class CoreDriver:
         self._outputs_left = sum(v not in visits.skipped_by(m) for v in self._last for m in range(step.microbatches))
         if not self._outputs_left:
             self.outputs_complete.set()
-        self._context.mailbox.open(visits)
+        self._context.mailbox.open(visits, step.mode)
         with self.messenger.opening():
             if self._agreement is not None:
                 self._agreement.open_step(step)

@@ -6,6 +6,7 @@ gradients on any stream; and the next step's fence orders it behind the scaling.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,52 +21,50 @@ from rrfp.runtime import records
 
 @dataclass(frozen=True, slots=True)
 class GradientHolder:
-    """The gradients of this process.
+    """The gradients of this process."""
 
-    Attributes:
-        modules: that have them, by virtual stage.
-        topology: where this rank is; None where the process has all stages.
-        ranks: the layout's ranks in ``torch.distributed``; by default with the same numbers.
-        skip: parameters that count on another rank.
-        text_of: names virtual stages in errors.
-    """
-
+    #: Modules with gradients, by virtual stage.
     modules: Mapping[int, nn.Module]
+    #: Where this rank is; None where the process has all stages.
     topology: Topology | None = None
+    #: The layout's ranks in ``torch.distributed``; by default with the same numbers.
     ranks: Sequence[int] | None = None
+    #: Parameters that count on another rank.
     skip: Collection[Tensor] = ()
+    #: Names virtual stages in errors.
     text_of: TextOf = numbered
 
 
 @dataclass(frozen=True, slots=True)
 class NormShare:
-    """A rank's part of the common norm of all gradients.
+    """A rank's part of the common norm of all gradients."""
 
-    Attributes:
-        max_norm: the norm that its caller allows.
-        norm_type: p of the p-norm.
-        norm: of its own gradients.
-    """
-
+    #: The norm that its caller allows.
     max_norm: float
+    #: p of the p-norm.
     norm_type: float
+    #: Whether a common norm that is inf or nan is an error.
+    error_if_nonfinite: bool
+    #: The norm of this rank's own gradients.
     norm: float
 
 
 class Clipping:
-    """Clips the gradients of all ranks by their common norm. All methods are called on the caller's thread.
+    """Clips the gradients of all ranks by their common norm. All methods are called on the caller's thread."""
 
-    Raises:
-        ConfigError: if an argument is impossible, or the program of this rank has no modules.
-        StageError: if a gradient has a layout whose norm cannot be formed.
-    """
-
-    def __init__(self, holder: GradientHolder, max_norm: float, norm_type: float = 2.0) -> None:
-        check_norm(max_norm, norm_type)
+    def __init__(
+        self,
+        holder: GradientHolder,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> None:
+        check_norm(max_norm, norm_type, error_if_nonfinite, foreach)
         if not holder.modules:
             raise ConfigError("clip_grad_norm_ needs modules: the gradients of a StageProgram are its own to clip")
         self._holder = holder
-        self._terms = (float(max_norm), float(norm_type))
+        self._terms = (float(max_norm), float(norm_type), error_if_nonfinite)
         self._own = local_norm(
             holder.modules,
             norm_type,
@@ -84,18 +83,38 @@ class Clipping:
         return records.pack(NormShare(*self._terms, 0.0))
 
     def clip(self, gathered: Sequence[bytes]) -> float:
-        """Scale this process's gradients, given the shares of all ranks; returns the norm before, the same on all.
-
-        Raises:
-            ConfigError: if the ranks did not ask for the same.
-            ProtocolError: if a share cannot be read.
-        """
+        """Scale this process's gradients, given the shares of all ranks; returns the norm before, the same on all."""
         shares = [records.unpack(NormShare, data, "a share of the gradient norm") for data in gathered]
-        terms = sorted({(share.max_norm, share.norm_type) for share in shares})
+        terms = sorted({(share.max_norm, share.norm_type, share.error_if_nonfinite) for share in shares})
         if len(terms) > 1:
-            values = " and ".join(f"({max_norm:g}, {norm_type:g})" for max_norm, norm_type in terms)
-            raise ConfigError(f"max_norm and norm_type are {values} on different ranks, must be the same on all")
-        max_norm, norm_type = self._terms
+            values = " and ".join(f"({max_norm:g}, {norm_type:g}, {strict})" for max_norm, norm_type, strict in terms)
+            raise ConfigError(
+                f"max_norm, norm_type and error_if_nonfinite are {values} on different ranks, must be the same on all"
+            )
+        max_norm, norm_type, error_if_nonfinite = self._terms
         norm = combined_norm([share.norm for share in shares], norm_type)
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(
+                f"the norm of order {norm_type:g} of all gradients is {norm}, must be finite, as error_if_nonfinite is "
+                "True: no gradient was clipped"
+            )
         clip(self._holder.modules, max_norm, norm)
         return norm
+
+
+@dataclass(frozen=True, slots=True)
+class OverflowShare:
+    """A rank's part of the answer."""
+
+    #: Whether a gradient of this rank is inf or nan.
+    overflow: bool
+
+    def packed(self) -> bytes:
+        """As bytes."""
+        return records.pack(self)
+
+    @classmethod
+    def any_of(cls, gathered: Sequence[bytes]) -> bool:
+        """Whether a rank has an overflow; a ProtocolError if a share cannot be read."""
+        shares = [records.unpack(cls, data, "a share of the overflows") for data in gathered]
+        return any(share.overflow for share in shares)

@@ -4,16 +4,21 @@ Who connects to whom follows from the model's shape. Ranks that differ in it wou
 terms travel through the rendezvous and not through the transport: rank 0 reads those of every rank and publishes one
 verdict, which all raise alike. That takes as many keys as there are ranks. One more key a rank names the pipeline that
 the rank entered last: so a rank that does not come can be found.
+
+Any program that reaches the store may write to it. With a secret, each value has a voucher. With or without one, ranks
+compare `StartDigests` once they are connected, so that no rank trains on terms or a verdict that another program wrote.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 
@@ -23,8 +28,92 @@ from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError, ProtocolError, RrfpError, TransportError
 from rrfp.graphs.names import TextOf, numbered
 from rrfp.runtime import records
-from rrfp.runtime.tie_terms import agree as agree_on_ties
 from rrfp.transports.base import TransportContext
+from rrfp.transports.rendezvous import publish_in_time
+from rrfp.transports.secret import vouch, vouched
+
+#: The copies of one tie: rank and terms, by virtual stage.
+_Copies = dict[int, tuple[int, CopyTerms]]
+
+
+def agree_on_ties(
+    terms: Mapping[int, Sequence[CopyTerms]], topology: Topology, text_of: TextOf = numbered
+) -> tuple[Tie, ...]:
+    """The ties of a job, the first virtual stages' first.
+
+    A tie is between ranks of one replica that have the same place in their groups, and the same in all of these.
+    """
+    pipelines: dict[tuple[int, int], dict[str, _Copies]] = {}
+    for rank, copies in sorted(terms.items()):
+        at = topology.place_of(rank)
+        ties = pipelines.setdefault((at.replica, at.member), {})
+        for copy in copies:
+            ties.setdefault(copy.tie, {})[copy.virtual_stage] = (rank, copy)
+    agreed: dict[str, Tie] = {}
+    for name in dict.fromkeys(name for ties in pipelines.values() for name in ties):
+        of_all = [dict(sorted(ties.get(name, {}).items())) for ties in pipelines.values()]
+        _check_same(name, of_all, text_of)
+        for copies_by_stage in of_all:
+            _check_copies(name, copies_by_stage, topology, text_of)
+        is_shared = any(copy.is_guest for copies_by_stage in of_all for _, copy in copies_by_stage.values())
+        agreed[name] = Tie(name, tuple(of_all[0]), is_shared)
+    return tuple(sorted(agreed.values(), key=lambda tie: (tie.virtual_stages, tie.name)))
+
+
+def check_agreed(ties: Sequence[Tie], copies: Sequence[CopyTerms], own: Collection[int], virtual_stages: int) -> None:
+    """Refuse ties that another rank gave for those of the job and that cannot be: gradients would not be summed."""
+    by_name = {tie.name: tie for tie in ties}
+    held = {name: {copy.virtual_stage for copy in copies if copy.tie == name} for name in {c.tie for c in copies}}
+    if len(by_name) < len(ties):
+        raise ProtocolError("the verdict of rank 0 cannot be right: it has a tie twice")
+    for name in sorted(by_name.keys() | held.keys()):
+        tie, here = by_name.get(name), held.get(name, set())
+        stages = () if tie is None else tie.virtual_stages
+        is_sound = len(stages) > 1 and list(stages) == sorted({*stages}) and {*stages} <= {*range(virtual_stages)}
+        lacks_object = tie is not None and not tie.is_shared and any(c.is_guest for c in copies if c.tie == name)
+        if not is_sound or here != {*stages}.intersection(own) or lacks_object:
+            raise ProtocolError(
+                f"the verdict of rank 0 cannot be right: it has tie {name!r} on virtual stages {list(stages)}, of "
+                f"{virtual_stages}, and this rank holds a copy on {sorted(here)}; another program may have written to "
+                "the store"
+            )
+
+
+def _check_same(name: str, of_all: Sequence[_Copies], text_of: TextOf) -> None:
+    for copies in of_all[1:]:
+        if list(copies) != list(of_all[0]):
+            raise ConfigError(
+                f"tie {name!r} is on {_listed(of_all[0], text_of)} of one replica or group member and on "
+                f"{_listed(copies, text_of)} of another: must be the same in all"
+            )
+
+
+def _check_copies(name: str, copies: _Copies, topology: Topology, text_of: TextOf) -> None:
+    (v, (rank, first)), *others = copies.items()
+    if not others:
+        raise ConfigError(
+            f"tie {name!r} is on {text_of(v)} ({topology.name_of(rank)}) alone, must be on two at least: every "
+            "rank with a copy passes it by the same name"
+        )
+    for _, (other, copy) in others:
+        here, there = topology.name_of(rank), topology.name_of(other)
+        if copy.kind != first.kind:
+            raise ConfigError(f"tie {name!r} is {first.kind} on {here} and {copy.kind} on {there}: must be the same")
+        if copy.learns != first.learns:
+            learns, frozen = (here, there) if first.learns else (there, here)
+            raise ConfigError(f"tie {name!r} requires grad on {learns} and not on {frozen}: must be the same")
+        if not copy.is_guest and copy.values != first.values:
+            raise ConfigError(
+                f"tie {name!r} has other values on {there} than on {here}: must start equal, from one checkpoint or "
+                "one seed"
+            )
+
+
+def _listed(copies: _Copies, text_of: TextOf) -> str:
+    return ", ".join(map(text_of, copies)) or "none"
+
+
+_Record = TypeVar("_Record")
 
 #: Field by field, plain values that must be the same on every rank.
 Terms = Mapping[str, str | int | bool | None]
@@ -33,6 +122,34 @@ Terms = Mapping[str, str | int | bool | None]
 _ERRORS: Mapping[str, type[RrfpError]] = {
     error.__name__: error for error in (ConfigError, ProtocolError, TransportError)
 }
+
+#: Of the vouchers for terms and verdicts; see `vouch`.
+_PURPOSE = "rrfp terms 1"
+
+#: What another process wrote is shown to so many characters.
+_MOST_SHOWN = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class StartDigests:
+    """Digests of what a rank published and read at the start; ranks compare them once they are connected."""
+
+    #: The digest of what the rank published.
+    terms: bytes = b""
+    #: Of rank 0's verdict, as the rank has it; on rank 0 as it was decided there.
+    verdict: bytes = b""
+    #: Of the terms of all other ranks, as rank 0 read them; in the verdict. Empty where nothing was compared.
+    read: bytes = b""
+
+    def check(self, agreements: Sequence[StartDigests]) -> None:
+        """Compare those of all ranks, by rank; the outcome is the same on all."""
+        if any(other.verdict != self.verdict for other in agreements):
+            read = "two different verdicts of rank 0"
+        elif self.read and self.read != _digest(other.terms for other in agreements[1:]):
+            read = "terms that no rank of this job has published"
+        else:
+            return
+        raise TransportError(f"ranks found {read} in the rendezvous store: another program wrote to the store")
 
 
 class Handshake:
@@ -53,6 +170,10 @@ class Handshake:
     ) -> None:
         #: The ties of the job, once all ranks agree.
         self.ties: tuple[Tie, ...] = ()
+        #: For the other ranks, once all agree.
+        self.agreement = StartDigests()
+        #: Whether all ranks have the verdict, or will: they all raise its error.
+        self.is_decided = False
         self._terms = terms
         self._group_terms = {} if group_terms is None else group_terms
         self._topology = topology
@@ -61,28 +182,28 @@ class Handshake:
         self._text_of = text_of
 
     async def shake(self) -> None:
-        """Wait for all ranks, and compare. The outcome is the same on every rank.
-
-        Raises:
-            ConfigError: if two ranks differ; names the fields, the ranks and their values. Or if ties do not fit.
-            TransportError: if a rank does not come within ``connect_timeout_s``; names it.
-            ProtocolError: if what a rank published cannot be read.
-        """
+        """Wait for all ranks, and compare. The outcome is the same on every rank."""
         context = self._context
-        await context.rendezvous.publish(self._whereabouts(context.rank), self._label.encode())
+        await publish_in_time(context, self._address_key(context.rank), self._label.encode())
+        copies = records.to_plain(self._copies)
+        own = _pack({"all": self._terms, "group": self._group_terms, "copies": copies})
         if context.rank == 0:
-            verdict = await self._judge()
-            await self._publish("verdict", verdict)
+            data = _pack(await self._judge())
+            await self._publish("verdict", data)
+            verdict = _unpack(data, "a verdict of rank 0")
         else:
-            copies = records.to_plain(self._copies)
-            await self._publish(str(context.rank), {"all": self._terms, "group": self._group_terms, "copies": copies})
-            verdict = await self._lookup("verdict", 0, context.connect_timeout_s + timeouts.VERDICT_GRACE_S)
-        name, text = verdict.get("error"), verdict.get("text")
-        if name is not None:
-            if not isinstance(name, str) or name not in _ERRORS or not isinstance(text, str):
-                raise ProtocolError(f"the verdict of rank 0 cannot be read: {reprlib.repr(verdict):.80}")
-            raise _ERRORS[name](text)
-        self.ties = records.from_plain(tuple[Tie, ...], verdict.get("ties"), "the verdict of rank 0 about ties")
+            await self._publish(str(context.rank), own)
+            data = await self._lookup("verdict", 0, context.connect_timeout_s + timeouts.VERDICT_GRACE_S)
+            verdict = _unpack(data, "a verdict of rank 0")
+        match verdict:
+            case {"error": str(name), "text": str(text)} if name in _ERRORS:
+                self.is_decided = True
+                raise _ERRORS[name](printable(text))
+            case {"ties": ties, "read": bytes(read)}:
+                self.ties = _records_of(Tie, ties, "a verdict of rank 0")
+                self.agreement = StartDigests(_digest([own]), _digest([data]), read)
+            case _:
+                raise _unreadable("a verdict of rank 0", reprlib.repr(verdict))
 
     async def _judge(self) -> Mapping[str, Any]:
         """Rank 0: what to raise, if anything; as soon as a rank differs or time is up."""
@@ -91,25 +212,31 @@ class Handshake:
         try:
             leaders: dict[int, Terms] = {0: self._group_terms}
             copies: dict[int, Sequence[CopyTerms]] = {0: self._copies}
+            read = list[bytes]()
             for rank in range(1, self._topology.world):
                 left_s = math.ceil(10 * max(deadline - loop.time(), 0.0)) / 10  # for the message
-                terms, group_terms, copies[rank] = self._read(rank, await self._lookup(str(rank), rank, left_s))
+                data = await self._lookup(str(rank), rank, left_s)
+                read.append(_digest([data]))
+                terms, group_terms, copies[rank] = self._read(rank, data)
                 self._compare(0, self._terms, rank, terms, "all ranks")
                 # Members of a group have ascending ranks: its leader's terms came before.
                 leader = self._leader_of(rank)
                 own = leaders.setdefault(leader, group_terms)
                 self._compare(leader, own, rank, group_terms, "the ranks of a group")
-            return {"ties": records.to_plain(agree_on_ties(copies, self._topology, self._text_of))}
+            ties = records.to_plain(agree_on_ties(copies, self._topology, self._text_of))
+            return {"ties": ties, "read": _digest(read)}
         except RrfpError as error:
             return {"error": type(error).__name__, "text": str(error)}
 
-    def _read(self, rank: int, published: Mapping[str, Any]) -> tuple[Terms, Terms, Sequence[CopyTerms]]:
-        match published:
+    def _read(self, rank: int, data: bytes) -> tuple[Terms, Terms, Sequence[CopyTerms]]:
+        what = self._terms_of(rank)
+        match published := _unpack(data, what):
             case {"all": dict(terms), "group": dict(group_terms), "copies": copies}:
-                return terms, group_terms, records.from_plain(tuple[CopyTerms, ...], copies, "a tied-copy record")
-        raise ProtocolError(
-            f"the terms that {self._topology.name_of(rank)} published cannot be read: {reprlib.repr(published):.80}"
-        )
+                return terms, group_terms, _records_of(CopyTerms, copies, what)
+        raise _unreadable(what, reprlib.repr(published))
+
+    def _terms_of(self, rank: int) -> str:
+        return f"terms of {self._topology.name_of(rank)}"
 
     def _leader_of(self, rank: int) -> int:
         coordinate = self._topology.place_of(rank)
@@ -120,40 +247,82 @@ class Handshake:
         if text := differences(name(rank), ours, name(other), theirs):
             raise ConfigError(f"{text}: must be the same on {who}")
 
-    async def _publish(self, key: str, value: Mapping[str, Any]) -> None:
-        await self._context.rendezvous.publish(self._key(key), msgpack.packb(dict(value)))
+    async def _publish(self, key: str, value: bytes) -> None:
+        name = self._key(key)
+        await publish_in_time(self._context, name, vouch(self._context.secret, value, _PURPOSE, *self._parts(name)))
 
-    async def _lookup(self, key: str, rank: int, timeout_s: float) -> Mapping[str, Any]:
+    async def _lookup(self, key: str, rank: int, timeout_s: float) -> bytes:
+        name, topology, context = self._key(key), self._topology, self._context
         try:
-            data = await self._context.rendezvous.lookup(self._key(key), timeout_s)
+            data = await context.rendezvous.lookup(name, timeout_s)
         except TransportError as error:
-            elsewhere = await self._elsewhere(rank)
-            raise TransportError(f"{self._topology.name_of(rank)} did not come{elsewhere}: {error}") from error
-        try:
-            return dict(msgpack.unpackb(data))
-        except (TypeError, ValueError, msgpack.UnpackException) as error:
-            raise ProtocolError(
-                f"the terms that {self._topology.name_of(rank)} published cannot be read: {error}"
-            ) from None
+            raise TransportError(f"{await self._missing(key, rank)}: {error}") from error
+        what = "a verdict of rank 0" if key == "verdict" else self._terms_of(rank)
+        return vouched(context.secret, data, what, topology.name_of(context.rank), _PURPOSE, *self._parts(name))
 
-    async def _elsewhere(self, rank: int) -> str:
-        """Which other pipeline ``rank`` has entered instead of this one, if any."""
+    def _parts(self, name: str) -> tuple[str | int, ...]:
+        """What vouchers are about, beside their purpose and the value."""
+        return self._context.run_id, self._context.restart, name
+
+    async def _missing(self, key: str, rank: int) -> str:
+        """Why there is nothing of ``rank`` under ``key``: a sentence without an end."""
+        name = self._topology.name_of(rank)
         try:
-            data = await self._context.rendezvous.lookup(self._whereabouts(rank), timeouts.LOOK_S)
+            data = await self._context.rendezvous.lookup(self._address_key(rank), timeouts.LOOK_S)
         except TransportError:
-            return ""
-        label = data.decode(errors="replace")
-        return "" if label == self._label else f" to pipeline {self._label!r}, it is at pipeline {label!r}"
+            return f"{name} did not come"
+        label = printable(data.decode(errors="replace"), 80)
+        if label != self._label:
+            return f"{name} did not come to pipeline {self._label!r}, it is at pipeline {label!r}"
+        lacks = "verdict is missing: it waits for another rank" if key == "verdict" else "terms are missing: it ended"
+        return f"{name} came, and its {lacks}, or another program wrote to the store"
 
     @property
     def _label(self) -> str:
         return self._context.run_id.removeprefix(f"{self._topology.run_id}/")
 
-    def _whereabouts(self, rank: int) -> str:
+    def _address_key(self, rank: int) -> str:
         return f"entered/{self._topology.run_id}/{self._context.restart}/{rank}"
 
     def _key(self, key: str) -> str:
         return f"terms/{self._context.run_id}/{self._context.restart}/{key}"
+
+
+def _pack(value: Mapping[str, Any]) -> bytes:
+    packed: bytes = msgpack.packb(dict(value))
+    return packed
+
+
+def _unpack(data: bytes, what: str) -> Mapping[str, Any]:
+    try:
+        return dict(msgpack.unpackb(data))
+    except (TypeError, ValueError, msgpack.UnpackException) as error:
+        raise _unreadable(what, str(error)) from None
+
+
+def _records_of(kind: type[_Record], plain: Any, what: str) -> tuple[_Record, ...]:
+    try:
+        return records.from_plain(tuple[kind, ...], plain, what)  # type: ignore[valid-type]
+    except ProtocolError as error:
+        raise _unreadable(what, str(error)) from None
+
+
+def _unreadable(what: str, why: str) -> ProtocolError:
+    return ProtocolError(
+        f"the rendezvous store has {what} that cannot be read: the rank has another version of rrfp, or another "
+        f"program wrote to the store ({printable(why, 160)})"
+    )
+
+
+def _digest(values: Iterable[bytes]) -> bytes:
+    """Of a sequence of values that are digests themselves, or of one value."""
+    return hashlib.sha256(b"".join(values)).digest()
+
+
+def printable(text: str, most: int = _MOST_SHOWN) -> str:
+    """A text that another process wrote, as it may be shown."""
+    cut = text if len(text) <= most else f"{text[:most]} ..."
+    return "".join(each if each.isprintable() or each == "\n" else "?" for each in cut)
 
 
 #: Shows what another rank published, which may be anything.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -15,29 +16,78 @@ from rrfp.compute.lanes.base import Execution
 from rrfp.compute.mailbox import bytes_after, run_task
 from rrfp.compute.program import StageProgram
 from rrfp.core import events as ev
-from rrfp.core.tasks import Task
+from rrfp.core.tasks import Kind, Task
+from rrfp.log import get_logger
 from rrfp.runtime.context import RankContext
-from rrfp.runtime.device_waits import DeviceWaits
 from rrfp.runtime.supervisor import failure_on_loop
+
+logger = get_logger(__name__)
+
+#: A call that returns before this share of its device time is over leaves the host time for the next one.
+_MOST_OF_IT = 0.8
+
+#: Shorter calls, in seconds, are not worth a line.
+_NOTICEABLE_S = 1e-3
+
+#: The first calls of a kind load kernels, measure and compile; so only the last of so many in a row is named.
+_IN_A_ROW = 3
+
+
+class DeviceWaits:
+    """Looks at the executions of one rank. Each kind of task is named once for each virtual stage."""
+
+    def __init__(self, stage: int) -> None:
+        self._stage = stage
+        #: Calls in a row that kept the host; after `_IN_A_ROW` they are counted no more.
+        self._kept: Counter[tuple[Kind, int]] = Counter()
+
+    def saw(self, task: Task, execution: Execution[Any]) -> None:
+        """``task`` has completed."""
+        if execution.launched is None:
+            return
+        key = (task.kind, task.virtual_stage)
+        if self._kept[key] == _IN_A_ROW:
+            return
+        # Both from the device's start: behind another task a call may return before the device begins with it.
+        host, device = execution.launched - execution.started, execution.ended - execution.started
+        self._kept[key] = self._kept[key] + 1 if host > _NOTICEABLE_S and host >= _MOST_OF_IT * device else 0
+        if self._kept[key] == _IN_A_ROW:
+            logger.warning(
+                "%s blocked the host for as long as the device computed (%.1f of %.1f ms), as the two calls of its "
+                "kind before did: it "
+                "waits for the device (.item(), .cpu(), nonzero?) or launches many small kernels",
+                task,
+                host * 1e3,
+                device * 1e3,
+                stage=self._stage,
+            )
+
 
 T = TypeVar("T")
 
 
-class LaneExecutor:
-    """Hands work to a lane and reports its completion. Its public methods are called on the loop of the lane.
+class _Here(threading.local):
+    """Whose task is being computed on this thread, and which; None between tasks."""
 
-    Attributes:
-        completed: tasks that have completed since the start.
-        running_since: when the lane began what it runs, of its clock.
-        thread: the thread on which a task is being computed, by its ident; None between tasks.
-    """
+    running: tuple[LaneExecutor, Task] | None = None
+
+
+_here = _Here()
+
+
+def running_here() -> tuple[LaneExecutor, Task] | None:
+    """The task that is being computed on the calling thread, by whichever pipeline; None if there is none."""
+    return _here.running
+
+
+class LaneExecutor:
+    """Hands work to a lane and reports its completion. Its public methods are called on the loop of the lane."""
 
     def __init__(
         self, context: RankContext, program: StageProgram, on_completed: Callable[[ev.Completed], None]
     ) -> None:
         self.completed = 0
         self.running_since = 0.0
-        self.thread: int | None = None
         self._program = program
         self._lane = context.lane
         self._mailbox = context.mailbox
@@ -117,13 +167,13 @@ class LaneExecutor:
 
     def _run(self, task: Task) -> tuple[int, int]:
         """Run ``task``; returns the bytes it leaves: after the next task these could not be separated."""
-        self.thread = threading.get_ident()
+        _here.running = (self, task)
         try:
             self._lane.adopt(self._mailbox.received(task))
             run_task(self._program, self._mailbox, task)
             return bytes_after(self._program, self._mailbox, task)
         finally:
-            self.thread = None
+            _here.running = None
 
     # On the loop.
 

@@ -20,9 +20,8 @@ from rrfp.errors import FrameError, PeerLostError, ProtocolError, RrfpError
 from rrfp.log import get_logger
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.supervisor import failure_on_loop
-from rrfp.transports.base import Channel, Message, MessageKind
-from rrfp.transports.direct import delivering, sending_at_once
-from rrfp.transports.refusals import Refusals
+from rrfp.transports.base import Channel, Message, MessageKind, delivering, sending_at_once
+from rrfp.transports.rate_limited_log import RateLimitedLog
 
 logger = get_logger(__name__)
 
@@ -33,12 +32,7 @@ _CHANNELS = {Kind.F: Channel.FORWARD, Kind.B: Channel.BACKWARD}
 
 
 class Messenger:
-    """Sends and receives for one rank; ``on_event`` takes events to the core.
-
-    Attributes:
-        sent: messages of a step, tensors and credits, sent since the start.
-        received: those received.
-    """
+    """Sends and receives for one rank; ``on_event`` takes events to the core."""
 
     def __init__(self, context: RankContext, on_event: Callable[[ev.Event], None]) -> None:
         self.sent = 0
@@ -59,20 +53,14 @@ class Messenger:
         self._on_event = on_event
         self._has_left = False
         #: Frames of no rank of this run.
-        self._foreign = Refusals(logger)
+        self._foreign = RateLimitedLog(logger)
         #: Outputs and announcements that leave in the loop's next turn.
         self._leaving: list[ev.Send | ev.Announce] = []
         #: By peer and channel, the messages that wait in coroutines of their own: later ones queue behind them.
         self._waiting: Counter[tuple[int, Channel]] = Counter()
 
     async def receive_all(self, handlers: Mapping[MessageKind, Handler]) -> None:
-        """Receive forever; never gated on memory, so that nothing a peer waits for can be stuck behind this rank.
-
-        Raises:
-            ProtocolError: if a message makes no sense; where a stage has several ranks, the text names the sender.
-            PeerLostError: if a peer is lost, or left before the call that this rank is in.
-            TransportError: see `Transport.receive`.
-        """
+        """Receive forever; never gated on memory, so that nothing a peer waits for can be stuck behind this rank."""
         if (transport := delivering(self._transport)) is not None:
             failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             transport.deliver_to(partial(self._on_delivery, handlers, failed))
@@ -285,5 +273,5 @@ class Messenger:
             await self._transport.send(peer, message)
         except PeerLostError:
             if peer not in self._departures and not self._supervisor.stopping:
-                await asyncio.sleep(timeouts.LAST_WORDS_S)
+                await asyncio.sleep(timeouts.FAREWELL_TIMEOUT_S)
             raise

@@ -21,18 +21,14 @@ from rrfp.core import timeouts
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """One process.
+    """One process."""
 
-    Attributes:
-        host: the name of its host.
-        pid: its id.
-        started: when it began, in clock ticks since the host's start; 0 where that is not known.
-        space: what names the host and the space of its process ids; empty where that is not known.
-    """
-
+    #: The name of its host.
     host: str
     pid: int
+    #: When it began, in clock ticks since the host's start; 0 where that is not known.
     started: int = 0
+    #: What names the host and the space of its process ids; empty where that is not known.
     space: str = ""
 
     @classmethod

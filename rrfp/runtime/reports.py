@@ -27,18 +27,15 @@ _NO_LIMIT = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """The memory limits of a rank, and what its transport moved from the step before to the end of this one.
+    """The memory limits of a rank, and what its transport moved from the step before to the end of this one."""
 
-    Attributes:
-        slots: chunk tasks that it may hold, K * C; None: any number.
-        byte_limit: bytes that it may hold; None: any number.
-        sent_bytes: tensor bytes sent to other ranks, those of all-gathers included.
-        received_bytes: tensor bytes received, counted alike.
-    """
-
+    #: Chunk tasks that it may hold, K * C; None: any number.
     slots: int | None = None
+    #: Bytes that it may hold; None: any number.
     byte_limit: int | None = None
+    #: Tensor bytes sent to other ranks, those of all-gathers included.
     sent_bytes: int = 0
+    #: Tensor bytes received, counted alike.
     received_bytes: int = 0
 
     @classmethod
@@ -79,39 +76,33 @@ class ResourceMeter:
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """How a step went on one rank.
+    """How a step went on one rank."""
 
-    Attributes:
-        stage: the rank's stage.
-        seconds: from its ``step`` call to its last task, send and reduction.
-        breakdown: where that time went.
-        peaks: the most it held.
-        resources: its limits, and what it moved, as a `ResourceMeter` reads them.
-        size_correlation: see `rrfp.core.size_order.correlation`.
-    """
-
+    #: The rank's stage.
     stage: int
+    #: From its ``step`` call to its last task, send and reduction.
     seconds: float
+    #: Where that time went.
     breakdown: Breakdown
+    #: The most it held.
     peaks: Peaks
+    #: Its limits, and what it moved, as a `ResourceMeter` reads them.
     resources: bytes = _RESOURCES.pack(_NO_LIMIT, _NO_LIMIT, 0, 0)
+    #: See `rrfp.core.size_order.correlation`.
     size_correlation: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """The reports of all ranks, combined for the ranks of one replica.
+    """The reports of all ranks, combined for the ranks of one replica."""
 
-    Attributes:
-        seconds: the longest time that any rank took.
-        breakdown: for each stage, where the time of its group's leader went; each sums to ``seconds``.
-        peaks: for each stage, the most that any rank of its group held.
-        packed_resources: for each stage, those of the ranks of its group.
-    """
-
+    #: The longest time that any rank took.
     seconds: float
+    #: For each stage, where the time of its group's leader went; each sums to ``seconds``.
     breakdown: tuple[Breakdown, ...]
+    #: For each stage, the most that any rank of its group held.
     peaks: tuple[Peaks, ...]
+    #: For each stage, those of the ranks of its group.
     packed_resources: tuple[tuple[bytes, ...], ...]
 
     @property
@@ -174,13 +165,7 @@ class PendingReports:
         self._announce = None
 
     def wait(self) -> StepFigures:
-        """Block the calling thread until the reports are here.
-
-        Raises:
-            PipelineAborted: if the pipeline failed before they came.
-            RrfpError: on the runtime's own loop, which they need; in a forked child; or if the pipeline was left, and
-                its loop did not run any more.
-        """
+        """Block the calling thread until the reports are here."""
         if not self.outcome.done():
             self._check_place()
             self._ask()

@@ -31,7 +31,8 @@ class StepResult(_Reported):
     A step returns once this rank has done its part and the loss is known. ``seconds``, ``breakdown`` and ``peaks`` (and
     ``peak_held`` and ``peak_bytes``) need the reports of all ranks, which are exchanged meanwhile. The first read of
     one of them waits for the reports: it blocks its thread, and raises `PipelineAborted` if the pipeline fails before
-    they are here. On an event loop, ``await result.complete()`` first. So do copies and pickles; ``repr`` never waits.
+    they are here. On an event loop, ``await result.complete()`` first. So do copies, pickles and ``print(result)``, a
+    table with a row for each stage; ``repr`` never waits.
 
     With several replicas, ``losses``, ``breakdown`` and ``peaks`` are those of this rank's replica.
 
@@ -118,6 +119,15 @@ class StepResult(_Reported):
         for m, output in ((m, output) for other in others for m, output in other.outputs.items()):
             outputs[m] = {**outputs[m], **output} if m in outputs else output  # each has the parts of its rank
         return StepResult.awaiting(self._reports, **known)
+
+    def __str__(self) -> str:
+        """One line with the loss and the time, and where the time of each stage went; waits for the reports."""
+        from rrfp.trace.report import breakdown_text, duration
+
+        name = f"step {self.step}" if self.mode is Mode.TRAIN else f"evaluation before step {self.step}"
+        loss = "" if self.loss is None else f", loss {self.loss:.6g}"
+        head = f"{name}{loss}, {self.microbatches} microbatches, {duration(self.seconds)}"
+        return f"{head}\n{breakdown_text(self.breakdown, peak_held=self.peak_held, peak_bytes=self.peak_bytes)}"
 
     def __repr__(self) -> str:
         pending = self.pending

@@ -7,10 +7,12 @@ but for the lane. `CoreDriver` runs the tasks of a step.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from rrfp.arbiter.loop import SettlingLoop, run_arbiter
 from rrfp.compute.activations import tensors_in
@@ -23,30 +25,124 @@ from rrfp.core import events as ev
 from rrfp.core import timeouts
 from rrfp.core.measured import Measured
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Task
+from rrfp.core.tasks import Mode, Task
 from rrfp.core.topology import Topology
-from rrfp.errors import Origin, OverdueError, PipelineAborted, RrfpError
+from rrfp.core.usage import Holding, Peaks
+from rrfp.errors import Origin, OverdueError, PeerLostError, PipelineAborted, RrfpError
 from rrfp.graphs.model_graph import ModelGraph
 from rrfp.log import get_logger
-from rrfp.runtime.abort import AbortController, Failure, failure_of
+from rrfp.runtime.abort import AbortController, Failure, advice_for, failure_of
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.batching import Plan
-from rrfp.runtime.context import RankContext
+from rrfp.runtime.context import Observer, RankContext
 from rrfp.runtime.core_driver import Coordination, CoreDriver
-from rrfp.runtime.device_memory import explain_shortage
 from rrfp.runtime.grad_finalizer import Reduce
+from rrfp.runtime.handshake import StartDigests
+from rrfp.runtime.lane_executor import running_here
 from rrfp.runtime.messenger import Handler
-from rrfp.runtime.observer import Observer
+from rrfp.runtime.reports import ResourceMeter
 from rrfp.runtime.result import StepResult
-from rrfp.runtime.stall.answers import Survey
 from rrfp.runtime.stall.health_monitor import HealthMonitor
-from rrfp.runtime.stall.progress import Progress
+from rrfp.runtime.stall.progress import StallProgress
+from rrfp.runtime.stall.status import Survey
 from rrfp.runtime.statistics import RankStatistics
 from rrfp.runtime.step_report import StepReporter
-from rrfp.runtime.step_runner import StepRunner
 from rrfp.runtime.trace_saver import TraceRequest, TraceSaver
 from rrfp.trace.history import TraceHistory
+from rrfp.trace.spans import skips
 from rrfp.transports.base import MessageKind, Transport
+
+
+def explain_shortage(error: BaseException, device: Device | None, holding: Holding) -> BaseException:
+    """``error``; if it says that ``device`` has no memory left, with a note on its use and on what the rank holds.
+
+    The task is never run again: its module may have changed something already.
+    """
+    if device is not None and isinstance(error, torch.OutOfMemoryError):
+        memory = device.memory()
+        error.add_note(
+            f"{device.name} has {memory.allocated:,} bytes in tensors ({memory.peak:,} at most so far) and "
+            f"{memory.reserved:,} reserved; of those {holding.num_bytes:,} are counted as held by {holding.held} "
+            "microbatches in work (chunk tasks) and by outputs; a smaller limit makes that less (docs/memory.md)"
+        )
+    return error
+
+
+class StepRunner:
+    """See the module's docstring.
+
+    Attributes:
+        earlier: the most that was held in the steps before the current, or last, one.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        core: StageCore,
+        program: StageProgram,
+        driver: CoreDriver,
+        reporter: StepReporter,
+        history: TraceHistory,
+    ) -> None:
+        self.earlier = Peaks()
+        self._context = context
+        self._core = core
+        self._program = program
+        self._driver = driver
+        self._reporter = reporter
+        self._history = history
+        self._meter = ResourceMeter(core.limit, core.graph.placement.chunks_of(core.stage), context.transport)
+
+    async def run(self, plan: Plan) -> StepResult:
+        """Run one step; its program has the batch. The reports of other ranks may be on their way afterwards."""
+        context, step, reporter = self._context, plan.step, self._reporter
+        await reporter.settle()
+        context.activity.begin_step(step, plan.batch.training_step)
+        context.departures.check()
+        context.recorder.open()
+        self.earlier = Peaks.worst([self.earlier, self._core.peaks])
+        await self._share_weights(plan)
+        self._driver.open_step(plan, reporter.size_correlation)
+        reporter.open(plan, self._read_losses)
+        await self._driver.finished.wait()
+        # Before this rank reports: the others may then begin the next step, and send its tensors.
+        context.mailbox.clear()
+        trace = context.recorder.close(step.number, self._core.peaks)
+        trace = replace(trace, skipped=skips(plan.skipped), sizes=plan.sizes)
+        if step.mode is Mode.TRAIN:
+            self._history.add(replace(trace, step=plan.batch.training_step))
+        losses = await reporter.losses()
+        return StepResult.awaiting(
+            reporter.report(plan, trace, self._core.peaks, self._meter, self._core.size_correlation),
+            step=plan.batch.training_step,
+            mode=step.mode,
+            microbatches=step.microbatches,
+            loss=losses.loss,
+            losses=losses.by_microbatch,
+            part_losses=losses.by_part,
+            trace=trace,
+            outputs=self._program.outputs(),
+        )
+
+    async def _share_weights(self, plan: Plan) -> None:
+        """Sum the weights of losses over replicas; only a rank that computes losses needs the sum."""
+        if self._context.topology.summands == 1 or plan.step.mode is not Mode.TRAIN:
+            return
+        sharing = self._reporter.share_weights(plan)
+        if self._reporter.has_losses:
+            await sharing
+        else:
+            self._context.supervisor.spawn(sharing)
+
+    async def _read_losses(self) -> Mapping[str, Mapping[int, float]]:
+        """This rank's losses by part, once they are computed."""
+        driver = self._driver
+        # Where a device computes them reading waits for it, and must not keep the lane from issuing tasks. In virtual
+        # time nothing may come between two tasks that the simulator does not know.
+        is_last = self._context.lane.device is not None or isinstance(asyncio.get_running_loop(), SettlingLoop)
+        await (driver.finished if is_last else driver.outputs_complete).wait()
+        return await driver.executor.run_extra("the losses of the step", self._program.losses_by_part)
+
 
 logger = get_logger(__name__)
 
@@ -71,6 +167,7 @@ class StageRunner:
         device: the lane's; None for a CPU.
         observer: watches the run.
         model: of the model's parts, if it has any.
+        agreement: what ranks agreed on before they connected, compared once they are.
     """
 
     def __init__(
@@ -91,6 +188,7 @@ class StageRunner:
         device: Device | None = None,
         observer: Observer | None = None,
         model: ModelGraph | None = None,
+        agreement: StartDigests | None = None,
     ) -> None:
         self.topology = topology = Topology(core.stage, core.graph.placement.stages) if topology is None else topology
         self.stage = core.stage
@@ -98,11 +196,14 @@ class StageRunner:
         self._core = core
         self._abort = AbortController(topology, transport, self._stop, core.graph.text_of)
         self._device = device
+        self._agreement = StartDigests() if agreement is None else agreement
         self._context = context = RankContext.create(topology, core.graph, transport, lane, self.fail, observer, model)
         self._driver = driver = CoreDriver(context, core, program, coordination, depth, reduce, ties)
         self._all_gather = TreeAllGather(topology.rank, topology.world, post := driver.messenger.post)
         self._reporter = StepReporter(context, self._all_gather)
-        progress = Progress(context, core, driver.executor, driver.messenger, driver.gradients.awaited, driver.dispute)
+        progress = StallProgress(
+            context, core, driver.executor, driver.messenger, driver.gradients.awaited, driver.dispute
+        )
         self._health = HealthMonitor(context, progress, self._all_gather, post, stall_after, abort_after)
         self._history = TraceHistory(trace_steps)
         self._steps = StepRunner(context, core, program, driver, self._reporter, self._history)
@@ -118,12 +219,7 @@ class StageRunner:
         }
 
     async def start(self) -> None:
-        """Connect to the peers, begin to serve, and wait until every rank does, so that any failure can reach all.
-
-        Raises:
-            TransportError: if a peer does not come.
-            PipelineAborted: if another rank failed to start.
-        """
+        """Connect to the peers, begin to serve, and wait until every rank does, so that any failure can reach all."""
         self._abort.check()
         self._context.lane.start()
         settled = loop.settled if isinstance(loop := asyncio.get_running_loop(), SettlingLoop) else None
@@ -138,25 +234,19 @@ class StageRunner:
             self._context.transport.abort()
             self._driver.executor.close()
             raise
-        await self._abort.unless_aborted(self._health.meet(), "the start")
+        agreements = await self._abort.unless_aborted(self._health.meet(self._agreement), "the start")
+        self._agreement.check(agreements)
 
     async def step(self, plan: Plan) -> StepResult:
         """Run one step; its program has the batch. Cancelling it ends the pipeline.
 
         Returns:
             The result; the reports of all ranks come later, at the latest before `settle` returns.
-
-        Raises:
-            PipelineAborted: if any rank failed.
         """
         return await self._abort.unless_aborted(self._steps.run(plan), "the step")
 
     async def settle(self) -> None:
-        """Wait for the reports of the last step. A failure before is for `close` to raise.
-
-        Raises:
-            PipelineAborted: if any rank fails meanwhile.
-        """
+        """Wait for the reports of the last step. A failure before is for `close` to raise."""
         if self._abort.failure is None and not self._reporter.is_settled:
             await self._abort.unless_aborted(self._reporter.settle(), "the end of the step")
 
@@ -177,22 +267,11 @@ class StageRunner:
         return await self._abort.unless_aborted(self._gather(call, own), "an all-gather between steps")
 
     async def save_trace(self, request: TraceRequest) -> str:
-        """Write the traces of all ranks into one file, on rank 0; all ranks call it between the same steps.
-
-        Returns:
-            As `TraceSaver.save`.
-
-        Raises:
-            PipelineAborted: if any rank failed.
-        """
+        """Write the traces of all ranks into one file, on rank 0; all ranks call it between the same steps."""
         return await self._abort.unless_aborted(self._save_trace(request), "saving a trace")
 
     async def close(self) -> None:
-        """Leave in order: notify the peers, deliver what was accepted, free everything. Takes `RUNNER_CLOSE_S` at most.
-
-        Raises:
-            PipelineAborted: if the pipeline failed and no call has raised that.
-        """
+        """Leave in order: notify the peers, deliver accepted messages, free everything; `RUNNER_CLOSE_S` at most."""
         context = self._context
         if self._abort.is_awaited or not self._reporter.is_settled:  # or a step would wait forever without a trace
             self.fail(RrfpError("the pipeline was left while a step was running"))
@@ -243,9 +322,14 @@ class StageRunner:
         """As `StageCore.restore`. Between two calls, on the caller's thread."""
         self._core.restore(measured)
 
-    async def let_culprit_end(self, origin: Origin) -> None:
-        """Where a failure began elsewhere, log that, and wait until the process of ``origin`` has ended."""
-        await self._health.let_end(origin.stage if origin.rank is None else origin.rank, str(origin))
+    async def wait_for_failed_process(self, origin: Origin) -> bool:
+        """Where a failure began elsewhere, log that, and wait until the process of ``origin`` has ended.
+
+        A lost process has ended already, or is stopped and will not end. Returns whether it was logged.
+        """
+        rank = origin.stage if origin.rank is None else origin.rank
+        why = "; ".join(filter(None, (str(origin), advice_for(origin))))
+        return await self._health.let_end(rank, why, is_lost=origin.cause.startswith(f"{PeerLostError.__name__}: "))
 
     def stuck(self, seconds: float) -> PipelineAborted:
         """The error for the caller when the loop has not run for ``seconds``; the loop itself can do nothing."""
@@ -269,7 +353,7 @@ class StageRunner:
 
     def computes_here(self) -> bool:
         """Whether a task is being computed on this thread. May be called on any thread."""
-        return self._driver.executor.thread == threading.get_ident()
+        return (running := running_here()) is not None and running[0] is self._driver.executor
 
     def _release(self) -> None:
         """Serve nothing more on this rank. May be called twice."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 from rrfp.arbiter.loop import SettlingLoop
+from rrfp.compute.weighting import Reduction, combine_losses
 from rrfp.core import timeouts
 from rrfp.core.size_order import least
 from rrfp.core.tasks import Mode
+from rrfp.core.topology import Topology
 from rrfp.core.usage import Peaks
 from rrfp.errors import ProtocolError
 from rrfp.log import get_logger
@@ -21,10 +24,213 @@ from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.batching import Plan
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.reports import PendingReports, ResourceMeter, StageReport, StepFigures
-from rrfp.runtime.share_checks import check_equal_weights, check_numbers, check_scales, check_visits, check_weights
-from rrfp.runtime.shares import Losses, LossShare, VisitShare, WeightShare, part_losses
 from rrfp.trace.breakdown import breakdown
 from rrfp.trace.spans import StepTrace
+
+
+@dataclass(frozen=True, slots=True)
+class WeightShare:
+    """A rank's part of the weights of a step."""
+
+    #: The sum of the weights of its replica's microbatches, on one rank of a replica; 0 on the others.
+    weight: float
+    #: Whether it sums gradients over replicas.
+    reduces: bool
+
+
+@dataclass(frozen=True, slots=True)
+class VisitShare:
+    """What the microbatches of a step skip, as one rank was given it."""
+
+    #: For each microbatch, the virtual stages.
+    skipped: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PartLosses:
+    """The losses of one part in a step."""
+
+    #: Of those microbatches that visit it.
+    by_microbatch: Mapping[int, float]
+    #: Their weighted combination.
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class LossShare:
+    """A rank's part of the losses of a step; a rank that computes none shares that at once."""
+
+    #: Calls on this rank whose arguments were refused, so far.
+    refused: int = 0
+    #: Its number on this rank, which random numbers depend on.
+    training_step: int = 0
+    #: The losses that the rank computes by part, "" where the model has one loss; empty elsewhere.
+    parts: Mapping[str, PartLosses] = field(default_factory=dict)
+    #: The sum of the weights of all microbatches there; 0 elsewhere.
+    weight: float = 0.0
+    #: The factor of this rank's GradScaler; None without one.
+    loss_scale: float | None = None
+    #: See `check_weights`.
+    has_weights: bool | None = None
+    #: Of the microbatches, where several parts have losses and this rank computes any.
+    weights: tuple[float, ...] = ()
+
+
+def part_losses(
+    losses: Mapping[str, Mapping[int, float]],
+    microbatches: int,
+    weights: Sequence[float] | None,
+    reduction: Reduction,
+    *,
+    is_part: bool,
+) -> dict[str, PartLosses]:
+    """The losses that a rank computes, by part and microbatch, for its share; a skipped loss adds nothing to a mean.
+
+    Args:
+        losses: a part without any is left out.
+        microbatches: M.
+        weights: of the microbatches.
+        reduction: how they combine.
+        is_part: whether the rank's replica has microbatches that count; the combinations are 0 otherwise.
+    """
+    return {
+        part: PartLosses(
+            own,
+            combine_losses([own.get(m, 0.0) for m in range(microbatches)], weights, reduction) if is_part else 0.0,
+        )
+        for part, own in losses.items()
+        if own
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """The losses of a step."""
+
+    #: Over all replicas; None where none was computed.
+    loss: float | None
+    #: Of this rank's replica, in microbatch order.
+    by_microbatch: tuple[float, ...]
+    #: Over all replicas, in the order of parts; empty where the model has one loss.
+    by_part: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        shares: Sequence[LossShare],
+        topology: Topology,
+        microbatches: int,
+        reduction: Reduction,
+        parts: Sequence[str] = (),
+    ) -> Self:
+        """Combine the shares of all ranks, by rank, for the one at ``topology``; ``parts`` have losses of their own."""
+        mesh = topology.mesh
+        ranks = [rank for rank, share in enumerate(shares) if share.parts and mesh.is_first(rank)]
+        leaders = [(mesh.summand_of(rank), shares[rank]) for rank in ranks]
+        weights = {replica: share.weight for replica, share in leaders}
+        names = [part for part in parts or ("",) if any(part in share.parts for _, share in leaders)]
+        by_part = {
+            part: _shared_loss({r: s.parts[part].loss for r, s in leaders if part in s.parts}, weights, reduction)
+            for part in names
+        }
+        mine = [share.parts for replica, share in leaders if replica == topology.summand]
+        own = [each[part].by_microbatch for part in names for each in mine if part in each]
+        by_microbatch = tuple(_sum(each[m] for each in own if m in each) for m in range(microbatches)) if own else ()
+        loss = _sum(by_part.values()) if by_part else None
+        return cls(loss, by_microbatch, by_part if parts else {})
+
+
+def _shared_loss(losses: Mapping[int, float], weights: Mapping[int, float], reduction: Reduction) -> float:
+    """A loss over all replicas, added in their order; nan where all weights of an evaluation are 0."""
+    if len(weights) == 1:
+        return next(iter(losses.values()))
+    if reduction == "sum":
+        return sum(losses.values())
+    total = sum(weights.values())
+    return sum(loss * weights[r] for r, loss in losses.items() if weights[r]) / total if total else math.nan
+
+
+def _sum(values: Iterable[float]) -> float:
+    """0 without values; one value as it is, to the last bit."""
+    first, *further = (*values,) or (0.0,)
+    return sum(further, first)
+
+
+def check_numbers(numbers: Sequence[int], topology: Topology) -> None:
+    """Ranks that draw for different training steps have loaded different states."""
+    if len(set(numbers)) > 1:
+        other = next(rank for rank, number in enumerate(numbers) if number != numbers[0])
+        raise ProtocolError(
+            f"the training step is {numbers[0]} on {topology.name_of(0)} and {numbers[other]} on "
+            f"{topology.name_of(other)}: must be the same; load the state of one step on all ranks"
+        )
+
+
+def check_scales(scales: Sequence[float | None], topology: Topology) -> None:
+    """The last stage's scale is in all gradients, and every rank divides its own by its scale."""
+    if len(set(scales)) > 1:
+        other = next(rank for rank, scale in enumerate(scales) if scale != scales[0])
+        first, second = ("absent" if scale is None else f"{scale:g}" for scale in (scales[0], scales[other]))
+        raise ProtocolError(
+            f"the scale of the loss is {first} on {topology.name_of(0)} and {second} on "
+            f"{topology.name_of(other)}: must be the same; call scale() with a GradScaler of the same "
+            "arguments and state, enabled on all ranks or on none"
+        )
+
+
+def check_weights(have_weights: Sequence[bool | None], topology: Topology) -> None:
+    """Weights that another rank of a replica has do nothing where the losses are computed without them.
+
+    Args:
+        have_weights: by rank, whether it has weights; None on a rank without, where they are of no use.
+        topology: of any rank.
+    """
+    having = {topology.mesh.summand_of(rank): rank for rank, has in enumerate(have_weights) if has}
+    for rank, has in enumerate(have_weights) if having else ():
+        if has is False and (other := having.get(topology.mesh.summand_of(rank))) is not None:
+            raise ProtocolError(
+                f"weights is passed on {topology.name_of(other)} and not on {topology.name_of(rank)}, which computes "
+                "the losses: must be passed there"
+            )
+
+
+def check_equal_weights(weights: Sequence[Sequence[float]], topology: Topology) -> None:
+    """Losses of several parts are added by microbatch, so a microbatch has one weight.
+
+    Args:
+        weights: by rank, of its microbatches; empty on a rank that computes no losses.
+        topology: of any rank. Replicas have microbatches of their own.
+    """
+    first: dict[int, int] = {}
+    for rank, own in enumerate(weights):
+        if not own or own == weights[other := first.setdefault(topology.mesh.summand_of(rank), rank)]:
+            continue
+        m = next(m for m, (here, there) in enumerate(zip(own, weights[other], strict=True)) if here != there)
+        raise ProtocolError(
+            f"weights[{m}] is {weights[other][m]:g} on {topology.name_of(other)} and {own[m]:g} on "
+            f"{topology.name_of(rank)}: must be the same on all ranks of a replica that compute losses"
+        )
+
+
+def check_visits(skipped: Sequence[Sequence[Sequence[int]]], parts: Sequence[str], topology: Topology) -> None:
+    """A rank would wait in vain for a task that another one skips."""
+    first: dict[int, int] = {}
+    for rank, own in enumerate(skipped):
+        other = first.setdefault(topology.place_of(rank).replica, rank)
+        count = max(len(own), len(skipped[other]))
+        for m, (here, there) in enumerate(zip(_whole(own, count), _whole(skipped[other], count), strict=False)):
+            if here != there:
+                part = parts[min(set(here) ^ set(there))]
+                does, does_not = (rank, other) if min(set(here) ^ set(there)) in here else (other, rank)
+                raise ProtocolError(
+                    f"visits: microbatch {m} skips {part!r} on {topology.name_of(does)} and not on "
+                    f"{topology.name_of(does_not)}: must be the same on all ranks of a replica"
+                )
+
+
+def _whole(skipped: Sequence[Sequence[int]], count: int) -> Sequence[Sequence[int]]:
+    return skipped or [()] * count
+
 
 logger = get_logger(__name__)
 
@@ -50,7 +256,7 @@ class StepReporter:
         #: Whether this rank computes losses: it has to know the sum of all weights before its first backward.
         self.has_losses = topology.stage in stages
         #: Whether it adds the weights of its replica to that sum: one of those with losses does.
-        self._gives_weights = topology.stage == min(stages) and topology.member == 0
+        self._gives_weights = topology.stage == min(stages) and topology.mesh.is_first(topology.rank)
         #: The parts with losses of their own.
         self._parts = () if context.model is None else context.model.feeds.losses
         #: Of the newest training step whose sizes say anything, the same on every rank; see `StepOpened`.
@@ -64,12 +270,7 @@ class StepReporter:
         self._settled.set()
 
     async def share_weights(self, plan: Plan) -> None:
-        """Sum the weights of the microbatches of all replicas, and normalise the plan by it where that matters.
-
-        Raises:
-            ConfigError: if the sum is 0, where a mean is asked for.
-            ProtocolError: if another rank does not reduce as this one does.
-        """
+        """Sum the weights of the microbatches of all replicas, and normalise the plan by it where that matters."""
         own = WeightShare(plan.total_weight if self._gives_weights else 0.0, plan.reduce_gradients)
         gathered = await self._all_gather.all_gather("weights", plan.step.number, records.pack(own))
         shares = [records.unpack(WeightShare, data, "the weight of a replica") for data in gathered]
@@ -120,7 +321,7 @@ class StepReporter:
         self._check_finite(plan, losses)
         weight = plan.total_weight
         # A replica all of whose weights are 0 adds nothing to the others' mean.
-        is_part = bool(weight) or self._topology.replicas == 1
+        is_part = bool(weight) or self._topology.summands == 1
         parts = part_losses(losses, plan.step.microbatches, plan.weights, plan.reduction, is_part=is_part)
         if not parts:
             return share
@@ -208,7 +409,7 @@ class StepReporter:
 
     def _check_finite(self, plan: Plan, losses: Mapping[str, Mapping[int, float]]) -> None:
         """Log the first loss that counts and is no finite number, once; members of a group have the same losses."""
-        if self._warned or self._topology.member != 0:
+        if self._warned or not self._topology.mesh.is_first(self._topology.rank):
             return
         for part, m, loss in ((part, m, loss) for part, own in losses.items() for m, loss in sorted(own.items())):
             if not math.isfinite(loss) and (plan.weights is None or plan.weights[m]):

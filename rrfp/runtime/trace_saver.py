@@ -8,19 +8,20 @@ packed traces and unpacks a step at a time while it writes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 import msgpack
 
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError, ProtocolError
 from rrfp.runtime import records
 from rrfp.runtime.all_gather import TreeAllGather
-from rrfp.runtime.clock_offsets import ClockOffset, HostClock, host_clocks, measure_offset, own_clock
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.runtime.processes import ProcessIdentity
@@ -28,6 +29,68 @@ from rrfp.trace.chrome import ChromeRun, write_runs
 from rrfp.trace.history import TraceHistory
 from rrfp.trace.plain import from_plain, to_plain
 from rrfp.trace.spans import StepTrace, merge, shifted
+
+#: Round trips of a measurement; the shortest one counts.
+ROUND_TRIPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ClockOffset:
+    """A rank's clock plus ``seconds`` is the clock of rank 0, to at most ``error_s`` more or less."""
+
+    seconds: float = 0.0
+    error_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class HostClock:
+    """The ranks that share a clock, and how far it is from that of rank 0."""
+
+    host: str
+    ranks: tuple[int, ...]
+    offset: ClockOffset
+
+
+async def measure_offset(now: Callable[[], float], ask: Callable[[], Awaitable[float]]) -> ClockOffset:
+    """Measure the offset of this rank's clock.
+
+    Args:
+        now: this rank's clock, in seconds.
+        ask: returns a reading of rank 0's clock, made between the call and the return. All ranks call it equally often.
+    """
+    readings = []
+    for _ in range(ROUND_TRIPS):
+        before = now()
+        theirs = await ask()
+        after = now()
+        readings.append(((after - before) / 2, theirs - (before + after) / 2))
+    error, seconds = min(readings)
+    return ClockOffset(seconds, error)
+
+
+def host_clocks(clocks: Sequence[tuple[str, str]], offsets: Sequence[ClockOffset]) -> list[HostClock]:
+    """The clocks of all ranks, that of rank 0 first.
+
+    Args:
+        clocks: for each rank the identity of its clock, and the name of its host.
+        offsets: as each rank measured its own; the ranks of a host share the best one.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, (clock, _) in enumerate(clocks):
+        ranks_of.setdefault(clock, []).append(rank)
+    best = [min((offsets[rank] for rank in ranks), key=lambda offset: offset.error_s) for ranks in ranks_of.values()]
+    best[0] = ClockOffset()
+    hosts = [clocks[ranks[0]][1] for ranks in ranks_of.values()]
+    return [HostClock(*each) for each in zip(hosts, map(tuple, ranks_of.values()), best, strict=True)]
+
+
+def own_clock() -> str:
+    """What ranks with the same monotonic clock have in common: the start of the host, and the space of its times."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/time')}"
+    return ProcessIdentity.own().host
+
 
 T = TypeVar("T")
 
@@ -39,27 +102,20 @@ ROUND_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """The arguments of ``save_trace``.
+    """The arguments of ``save_trace``."""
 
-    Attributes:
-        path: of the file; rank 0 alone writes.
-        steps: the newest steps, so many at most; None for all that are kept.
-        replica: the replica whose ranks are saved; None for all.
-    """
-
+    #: Of the file; rank 0 alone writes.
     path: str
+    #: The newest steps, so many at most; None for all that are kept.
     steps: int | None = None
+    #: The replica whose ranks are saved; None for all.
     replica: int | None = 0
 
     @classmethod
     def checked(
         cls, path: str | os.PathLike[str], steps: int | None, replica: int | Literal["all"], replicas: int
     ) -> Self:
-        """The request of a caller, in a job of so many ``replicas``.
-
-        Raises:
-            ConfigError: if an argument is impossible.
-        """
+        """The request of a caller, in a job of so many ``replicas``."""
         text: Any = os.fspath(path) if isinstance(path, os.PathLike) else path
         if type(text) is not str or not text:
             raise ConfigError(f"path is {path!r}, must be the name of a file")
@@ -72,24 +128,18 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class TraceOffer:
-    """The traces of a rank, before any is sent.
-
-    Attributes:
-        steps: as its caller asks.
-        replica: as its caller asks.
-        first: the oldest training step whose trace it has.
-        last: the newest one.
-        clock: identifies its clock.
-        host: its host.
-        most_bytes: the largest message that it takes.
-    """
+    """The traces of a rank, before any is sent."""
 
     steps: int | None
     replica: int | None
+    #: The oldest training step whose trace it has.
     first: int
+    #: The newest one.
     last: int
+    #: Identifies its clock.
     clock: str
     host: str
+    #: The largest message that it takes.
     most_bytes: int
 
 
@@ -102,14 +152,7 @@ class TraceSize:
 
 
 class TraceSaver:
-    """Saves the traces of one job; every rank has one.
-
-    Args:
-        context: of the rank.
-        all_gather: of all ranks.
-        history: the traces of this rank.
-        executor: for work that would keep the loop.
-    """
+    """Saves the traces of one job; every rank has one."""
 
     def __init__(
         self, context: RankContext, all_gather: TreeAllGather, history: TraceHistory, executor: LaneExecutor
@@ -221,7 +264,7 @@ def _pack(traces: Sequence[StepTrace]) -> bytes:
 
 
 def _write(
-    path: str, packed: dict[int, bytes], clocks: Sequence[HostClock], topology: Topology, graph: Graph | None = None
+    path: str, packed: dict[int, bytes], clocks: Sequence[HostClock], topology: Topology, graph: TaskGraph | None = None
 ) -> str:
     """Write the file; returns the reason if that is not possible. On a thread that may wait for the disk."""
     offsets = {rank: clock.offset.seconds for clock in clocks for rank in clock.ranks}

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.schedule import Schedule
 from rrfp.core.tasks import Kind, Task
 from rrfp.errors import ConfigError
@@ -25,20 +25,17 @@ _FORMS = "a virtual stage, a type (F, B, I or W) and a microbatch, such as 2F0"
 
 @dataclass(frozen=True, slots=True)
 class CsvSchedule:
-    """The text of a schedule file: a schedule for whatever graph it fits.
+    """The text of a schedule file: a schedule for whatever graph it fits."""
 
-    Attributes:
-        name: the file's, for reports.
-        text: the file's content.
-    """
-
+    #: The file's, for reports.
     name: str
+    #: The file's content.
     text: str
 
     def __str__(self) -> str:
         return self.name
 
-    def for_graph(self, graph: Graph, microbatches: int) -> Schedule:
+    def for_graph(self, graph: TaskGraph, microbatches: int) -> Schedule:
         """The order of every stage, complete and validated; a ConfigError names the line at fault."""
         schedule = from_csv(self.text, graph, self.name)
         try:
@@ -49,7 +46,7 @@ class CsvSchedule:
             ) from None
 
 
-def to_csv(schedule: Schedule, graph: Graph) -> str:
+def to_csv(schedule: Schedule, graph: TaskGraph) -> str:
     """The schedule in torch's grammar: a line for each stage."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -58,7 +55,7 @@ def to_csv(schedule: Schedule, graph: Graph) -> str:
     return text.getvalue()
 
 
-def from_csv(text: str, graph: Graph, name: str = "csv") -> Schedule:
+def from_csv(text: str, graph: TaskGraph, name: str = "csv") -> Schedule:
     """Parse a schedule, without validating it (see `Schedule.validate`).
 
     A cell that is not in the compute-only grammar, or does not fit ``graph``, is a ConfigError with its line and
@@ -88,12 +85,12 @@ def _lines(text: str, name: str) -> list[list[str]]:
     return lines
 
 
-def _cell(task: Task, graph: Graph) -> str:
+def _cell(task: Task, graph: TaskGraph) -> str:
     kind = "I" if task.kind is Kind.B and graph.split[task.virtual_stage] else task.kind
     return f"{task.virtual_stage}{kind}{task.microbatch}"
 
 
-def _tasks(cell: str, stage: int, graph: Graph, where: str) -> Iterator[Task]:
+def _tasks(cell: str, stage: int, graph: TaskGraph, where: str) -> Iterator[Task]:
     if not cell:
         return
     match = _CELL.fullmatch(cell)

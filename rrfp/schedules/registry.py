@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.schedule import Schedule
-from rrfp.errors import ConfigError
-from rrfp.schedules import gpipe, interleaved, one_f_one_b, zb_h1, zb_v
+from rrfp.errors import ConfigError, misspelt
+from rrfp.schedules import generators
 from rrfp.schedules.csv import CsvSchedule
-from rrfp.schedules.needs import Needs
+from rrfp.schedules.generators import Needs
 
 #: Makes the order of every stage for a graph and M microbatches; may leave out weight tasks.
-ScheduleGenerator = Callable[[Graph, int], Schedule]
+ScheduleGenerator = Callable[[TaskGraph, int], Schedule]
 
 #: A schedule's name, or the text of a schedule file.
 ScheduleSpec = str | CsvSchedule
 
 _KNOWN: dict[str, tuple[ScheduleGenerator, Needs]] = {
-    "gpipe": (gpipe.gpipe, gpipe.NEEDS),
-    "1f1b": (one_f_one_b.one_f_one_b, one_f_one_b.NEEDS),
-    "interleaved-1f1b": (interleaved.interleaved_1f1b, interleaved.NEEDS),
-    "zb-h1": (zb_h1.zb_h1, zb_h1.NEEDS),
-    "zb-v": (zb_v.zb_v, zb_v.NEEDS),
+    "gpipe": (generators.gpipe, Needs(chunks=1)),
+    "1f1b": (generators.one_f_one_b, Needs(chunks=1)),
+    "interleaved-1f1b": (generators.interleaved_1f1b, Needs(layout="looped")),
+    "zb-h1": (generators.zb_h1, Needs(chunks=1, split=True)),
+    "zb-v": (generators.zb_v, Needs(chunks=2, layout="v", split=True)),
 }
 
 
@@ -44,7 +44,7 @@ def schedule_needs(name: str) -> Needs:
 
 # Why so few? A schedule of a thousand stages takes a hundred megabytes.
 @lru_cache(maxsize=16)
-def make_schedule(spec: ScheduleSpec, graph: Graph, microbatches: int) -> Schedule:
+def make_schedule(spec: ScheduleSpec, graph: TaskGraph, microbatches: int) -> Schedule:
     """The schedule ``spec`` for ``graph``, complete and validated; a W that a named one omits runs right after its B.
 
     An unknown name, or a schedule that does not fit the graph, is a ConfigError.
@@ -58,5 +58,5 @@ def make_schedule(spec: ScheduleSpec, graph: Graph, microbatches: int) -> Schedu
 
 def _known(name: str) -> tuple[ScheduleGenerator, Needs]:
     if name not in _KNOWN:
-        raise ConfigError(f"schedule is {name!r}, must be one of: {', '.join(_KNOWN)}")
+        raise ConfigError(f"schedule is {misspelt(name, _KNOWN)}, must be one of: {', '.join(_KNOWN)}")
     return _KNOWN[name]

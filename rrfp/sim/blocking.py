@@ -47,15 +47,9 @@ from rrfp.trace.spans import MessageSpan, TaskSpan, WaitSpan
 def run_blocking(costs: CostTable) -> EngineResult:
     """Simulate one training step of 1F1B with blocking sends; the module's docstring describes the model.
 
-    Args:
-        costs: what tasks and messages take, in seconds; one chunk a stage.
-
     Returns:
         What `rrfp.sim.engine.run` returns. A wait has the cause INPUT while its stage communicates, and DRAINED after
         its last operation; a message is sent when its transfer starts; each stage holds what 1F1B holds.
-
-    Raises:
-        ConfigError: if the costs have more than one chunk a stage, or are of a graph.
     """
     if costs.graph is not None:
         raise ConfigError("the costs are of a graph, must be of a chain with blocking sends")

@@ -11,6 +11,7 @@ import gc
 from array import array
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
@@ -18,23 +19,54 @@ from itertools import count
 from rrfp.arbiter.pauses import PauseTimer
 from rrfp.core import events as ev
 from rrfp.core.admission import Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint
-from rrfp.core.readiness import ForcedOrder
+from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import B, F, Mode, StepId, Task, W
 from rrfp.core.topology import Topology
 from rrfp.core.visits import Visits
 from rrfp.core.waiting import describe, wait_line
-from rrfp.costs.message_times import message_times
+from rrfp.costs.latency import message_times
 from rrfp.costs.streams import Matrix
 from rrfp.costs.table import CostTable
 from rrfp.errors import DeadlockError
-from rrfp.sim.engine_clock import EngineClock, Happening, PauseOver
 from rrfp.sim.engine_record import EngineRecord, EngineResult
 
 
-def graph_of(costs: CostTable) -> Graph:
+@dataclass(frozen=True, slots=True)
+class PauseOver:
+    """The longest wait of pause ``number`` of a stage is over."""
+
+    number: int
+
+
+#: What happens on a stage at a time.
+Happening = ev.Arrived | ev.Completed | ev.Announced | PauseOver
+
+
+class EngineClock:
+    """The engine's heap of events as a clock: the time, and timers for the pauses of stages.
+
+    ``heap`` has (time, order of insertion, stage, event), ``pushed`` the next order. It is not the engine itself, so
+    that a run makes no reference cycles.
+    """
+
+    def __init__(self, heap: list[tuple[float, int, int, Happening]], pushed: Iterator[int]) -> None:
+        self.now = 0.0
+        self._heap = heap
+        self._pushed = pushed
+
+    def time(self) -> float:
+        """Virtual seconds."""
+        return self.now
+
+    def wake(self, stage: int, seconds: float, pause: int) -> None:
+        """``pause`` of ``stage`` is over after ``seconds``."""
+        heappush(self._heap, (self.now + seconds, next(self._pushed), stage, PauseOver(pause)))
+
+
+def graph_of(costs: CostTable) -> TaskGraph:
     """The graph of virtual stages that a cost table describes."""
     return costs.to_graph()
 
@@ -64,10 +96,6 @@ def run(
         in_order: (kind, virtual stage) pairs that run in microbatch order.
         takes_offers: a stage runs what its core had decided before its task ended, as `rrfp.arbiter.offers` has it. If
             not, each decision knows all that happened until then.
-
-    Raises:
-        DeadlockError: if tasks remain and nothing will ever happen; the message says what each stage waits for.
-        HintError: if a hint breaks its contract.
     """
     graph = graph_of(costs)
     cores = [
@@ -98,7 +126,7 @@ def _collector_paused() -> Iterator[None]:
 class _Engine:
     _takes_offers = False
 
-    def __init__(self, costs: CostTable, graph: Graph, cores: list[StageCore]) -> None:
+    def __init__(self, costs: CostTable, graph: TaskGraph, cores: list[StageCore]) -> None:
         self.shows_inputs = False
         self._cores = cores
         self._step = StepId(0, Mode.TRAIN, costs.microbatches)
@@ -241,7 +269,7 @@ class _OfferingEngine(_Engine):
 
     _takes_offers = True
 
-    def __init__(self, costs: CostTable, graph: Graph, cores: list[StageCore]) -> None:
+    def __init__(self, costs: CostTable, graph: TaskGraph, cores: list[StageCore]) -> None:
         super().__init__(costs, graph, cores)
         self._offered: list[ev.Run | None] = [None] * len(cores)
         self._finalizes = [False] * len(cores)

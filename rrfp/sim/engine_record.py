@@ -17,20 +17,17 @@ from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan, WaitSpan
 
 @dataclass(frozen=True, slots=True)
 class EngineResult:
-    """One simulated step.
+    """One simulated step."""
 
-    Attributes:
-        makespan: end of the last task, in seconds from the start.
-        spans: for each stage, its tasks in the order in which they ran.
-        waits: why lanes were idle, up to the makespan.
-        messages: messages between stages.
-        peaks: the most that each stage held.
-    """
-
+    #: End of the last task, in seconds from the start.
     makespan: float
+    #: For each stage, its tasks in the order in which they ran.
     spans: tuple[tuple[TaskSpan, ...], ...]
+    #: Why lanes were idle, up to the makespan.
     waits: tuple[WaitSpan, ...]
+    #: Messages between stages.
     messages: tuple[MessageSpan, ...]
+    #: The most that each stage held.
     peaks: tuple[Peaks, ...]
 
     @property
@@ -45,12 +42,7 @@ class EngineResult:
 
 
 class EngineRecord:
-    """Takes down what happens.
-
-    Args:
-        stage_of: the stage of each virtual stage.
-        stages: N.
-    """
+    """Takes down what happens."""
 
     def __init__(self, stage_of: Sequence[int], stages: int) -> None:
         self._stage_of = stage_of

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from rrfp.core.admission import AdmissionRule, Limit
+from rrfp.core.size_order import followed, least
 from rrfp.core.usage import Peaks
 from rrfp.costs.streams import Matrix
 from rrfp.costs.table import CostTable
@@ -19,7 +20,7 @@ from rrfp.schedules.registry import ScheduleSpec, make_schedule
 from rrfp.sim.bound import lower_bound
 from rrfp.sim.engine import graph_of, run
 from rrfp.sim.engine_record import EngineResult
-from rrfp.sim.limit_texts import SAME_BYTES, limit_of
+from rrfp.sim.limit_texts import SAME_BYTES
 
 #: The limit of a simulated hint where none is given.
 DEFAULT_LIMIT = "2n"
@@ -41,7 +42,7 @@ class Simulation:
     """One method on one cost table.
 
     Attributes:
-        costs: the table.
+        costs: the table, with the sizes that hints received.
         result: what happened.
         limits: K of each stage, None for a strict schedule and where bytes are limited.
         lower_bound: no method that holds as much can be faster; in seconds.
@@ -113,11 +114,13 @@ def simulate(
         admission: with a hint, how chunks share the limit's slots; None: the limit's own rule, ``staircase`` unless it
             says otherwise.
         sends: ``blocking`` makes strict 1f1b send as Megatron does, where sender and receiver wait for each other.
-        sizes: how large each microbatch is, in any unit, for hints that ask; None: untold.
+        sizes: how large each microbatch is, in any unit, for hints that ask; None: as the table says, if it does. Hints
+            also know how closely the times follow them, as in every step of a job but the first.
 
     Raises:
         ConfigError: unless exactly one of ``hint`` and ``strict`` is given, for an unknown name, for what does not go
-            together, for a limit on bytes where the table has none, or for times whose sum is no float.
+            together, for a limit on bytes where the table has none, for times whose sum is no float, or for wrong
+            sizes.
         DeadlockError: if the run deadlocks.
     """
     if (hint is None) == (strict is None):
@@ -125,6 +128,7 @@ def simulate(
     if sends not in SENDS:
         raise ConfigError(f"sends is {sends!r}, must be one of: {', '.join(SENDS)}")
     _check_sum(costs)
+    costs = costs if sizes is None else replace(costs, sizes=tuple(sizes))
     if strict is not None:
         if limit is not None or admission is not None:
             what = "limit" if limit is not None else "admission"
@@ -135,8 +139,8 @@ def simulate(
         raise ConfigError(f"sends is {sends!r}, must be eager with a hint: readiness-driven stages never wait to send")
     if isinstance(limit, str) and limit.startswith(SAME_BYTES):
         counted = resolve_limits(costs, limit.removeprefix(SAME_BYTES), admission)
-        return _dispatched(costs, hint, _same_bytes(costs, hint, counted, sizes), sizes)
-    return _dispatched(costs, hint, resolve_limits(costs, limit, admission), sizes)
+        return _dispatched(costs, hint, _same_bytes(costs, hint, counted))
+    return _dispatched(costs, hint, resolve_limits(costs, limit, admission))
 
 
 def planned_sizes(costs: CostTable) -> list[float]:
@@ -147,6 +151,28 @@ def planned_sizes(costs: CostTable) -> list[float]:
     total = costs.forward + costs.backward if costs.weight is None else costs.forward + costs.backward + costs.weight
     sizes: list[float] = total.sum(axis=0).tolist()
     return sizes
+
+
+def shown_correlation(costs: CostTable) -> float | None:
+    """How closely the times of all stages follow the sizes, as an equal step before shows it: see `rrfp.hints.View`.
+
+    Returns:
+        None without sizes, or where all are equal.
+    """
+    if costs.sizes is None:
+        return None
+    backward = costs.backward if costs.weight is None else costs.backward + costs.weight
+    by_stage = []
+    for stage in range(costs.stages):
+        own = list(costs.virtual_stages_of(stage))
+        halves = (rows[own].sum(axis=0).tolist() for rows in (costs.forward, backward))
+        by_stage.append(followed(costs.sizes, *halves))
+    return least(by_stage)
+
+
+def _sizes(costs: CostTable) -> Mapping[str, Any]:
+    """What hints know of sizes in any step of a job but the first."""
+    return {"sizes": costs.sizes, "size_correlation": shown_correlation(costs)}
 
 
 def _strict(costs: CostTable, strict: ScheduleSpec, sends: Sends) -> Simulation:
@@ -176,17 +202,15 @@ def _check_fits_strict(costs: CostTable, strict: ScheduleSpec) -> None:
         raise ConfigError(f"strict is {strict!r}, must be a schedule file on a graph: named schedules are for chains")
 
 
-def _same_bytes(
-    costs: CostTable, hint: HintSpec, limits: Sequence[Limit], sizes: Sequence[float] | None
-) -> list[Limit]:
+def _same_bytes(costs: CostTable, hint: HintSpec, limits: Sequence[Limit]) -> list[Limit]:
     """As many bytes on each stage as it holds under ``limits``."""
     _check_has_bytes(costs)
-    counted = run(costs, [create_hint(hint) for _ in limits], limits, sizes=sizes)
+    counted = run(costs, [create_hint(hint) for _ in limits], limits, **_sizes(costs))
     return [Limit(bytes=max(1, peaks.num_bytes)) for peaks in counted.peaks]
 
 
-def _dispatched(costs: CostTable, hint: HintSpec, limits: Sequence[Limit], sizes: Sequence[float] | None) -> Simulation:
-    result = run(costs, [create_hint(hint) for _ in limits], limits, sizes=sizes)
+def _dispatched(costs: CostTable, hint: HintSpec, limits: Sequence[Limit]) -> Simulation:
+    result = run(costs, [create_hint(hint) for _ in limits], limits, **_sizes(costs))
     if any(limit.bytes is not None for limit in limits):
         # The bound of what holds as many microbatches as this run did.
         held = [max(1, -(-peaks.held // costs.chunks_of(stage))) for stage, peaks in enumerate(result.peaks)]
@@ -208,7 +232,7 @@ def resolve_limits(
     """
     spec = DEFAULT_LIMIT if spec is None else spec
     graph, stages = graph_of(costs), costs.stages
-    limits = [limit_of(spec, stage, stages, graph.distance_to_sink(stage)) for stage in range(stages)]
+    limits = [Limit.resolve(spec, stage, stages, distance=graph.distance_to_sink(stage)) for stage in range(stages)]
     if any(limit.bytes is not None for limit in limits):
         _check_has_bytes(costs)
     return limits if admission is None else [replace(limit, rule=admission) for limit in limits]

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
-from rrfp.testing.skipped import NotOfferedError, SkippedError
+
+class SkippedError(Exception):
+    """A check cannot look; the message names the part that it lacks. The contract is neither kept nor broken."""
+
+
+class NotOfferedError(SkippedError):
+    """A check is about an option that the plugin does not offer: there is nothing to keep, and nothing to report."""
+
 
 T = TypeVar("T")
 

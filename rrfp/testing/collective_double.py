@@ -24,7 +24,7 @@ from rrfp.transports.header_checks import TensorSpec
 from rrfp.transports.tensor_bytes import as_byte_tensor
 
 
-class DeadlockError(RuntimeError):
+class CollectiveDeadlockError(RuntimeError):
     """Kernels or hosts wait for each other, and nothing that is still to be posted could end that."""
 
 
@@ -68,7 +68,7 @@ class _Event:
         self.end.network.wait(self.end, lambda: self.end.completed >= self.count)
 
 
-class Network:
+class DoubleNetwork:
     """All devices of a job, in this process.
 
     Args:
@@ -80,7 +80,7 @@ class Network:
     """
 
     def __init__(self, slots: int, *, lazy: bool = False) -> None:
-        self.failure: DeadlockError | MismatchError | None = None
+        self.failure: CollectiveDeadlockError | MismatchError | None = None
         self._slots = slots
         self._lazy = lazy
         self._changed = threading.Condition()
@@ -177,7 +177,7 @@ class Network:
         if stuck and self.failure is None:
             names = [str(kernel) for kernel in self._heads() if kernel in stuck]
             names += [f"the host is blocked in {end}" for host, (end, _) in self._blocked.items() if host in stuck]
-            self.failure = DeadlockError("nothing can go on: " + "; ".join(sorted(names)))
+            self.failure = CollectiveDeadlockError("nothing can go on: " + "; ".join(sorted(names)))
             self._changed.notify_all()
 
     def _waits_within(self, each: object, stuck: set[object]) -> bool:
@@ -194,7 +194,7 @@ class Network:
 
 @dataclass(eq=False)
 class DoublePipe:
-    """One end of an edge; see `rrfp.transports.collective.streams.Pipe`.
+    """One end of an edge; see `rrfp.transports.collective.streams.StreamChannel`.
 
     Attributes:
         network: which it is a part of.
@@ -207,7 +207,7 @@ class DoublePipe:
         aborted: whether nothing waits here any more.
     """
 
-    network: Network
+    network: DoubleNetwork
     edge: EdgeName
     is_source: bool
     host: Hashable
@@ -249,7 +249,7 @@ class DoubleBackend:
 
     name = "double"
 
-    def __init__(self, network: Network, rank: int) -> None:
+    def __init__(self, network: DoubleNetwork, rank: int) -> None:
         self._network = network
         self._rank = rank
 

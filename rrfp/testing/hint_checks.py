@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from rrfp.core.admission import Limit
 from rrfp.core.events import Event
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint, View
 from rrfp.core.placement import TablePlacement
 from rrfp.core.ready_set import ReadySet
@@ -32,7 +32,7 @@ _SEEDS = range(4)
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class HintCase:
     """One small pipeline and the steps that it runs.
 
     Attributes:
@@ -46,7 +46,7 @@ class Case:
     """
 
     name: str
-    graph: Graph
+    graph: TaskGraph
     steps: tuple[tuple[Mode, int], ...]
     limit: int | str | None = None
     depth: int = 1
@@ -54,34 +54,34 @@ class Case:
     skips: tuple[tuple[Skipped, ...], ...] = ()
 
 
-def _encoders(*stages: int) -> Graph:
+def _encoders(*stages: int) -> TaskGraph:
     """Two encoders, of a virtual stage each on the first of ``stages``, and a model of two that reads both."""
-    return Graph(TablePlacement(stages), ((0, 2), (1, 2), (2, 3)))
+    return TaskGraph(TablePlacement(stages), ((0, 2), (1, 2), (2, 3)))
 
 
 _BOTH, _NO_SOUND, _NEITHER = frozenset[int](), frozenset({1}), frozenset({0, 1})
 _TRAIN, _FORWARD = Mode.TRAIN, Mode.FORWARD
 CASES = (
-    Case("training", Graph.chain(3), ((_TRAIN, 4),)),
-    Case("one stage", Graph.chain(1), ((_TRAIN, 3),)),
-    Case("one microbatch", Graph.chain(3), ((_TRAIN, 1),)),
-    Case("1F1B's memory", Graph.chain(3), ((_TRAIN, 5),), limit="1f1b"),
-    Case("room for one microbatch", Graph.chain(3), ((_TRAIN, 3),), limit=1),
-    Case("split backward", Graph.chain(3, split=True), ((_TRAIN, 4),), limit=2),
-    Case("two chunks, looped", Graph.chain(2, chunks=2), ((_TRAIN, 4),), limit=2),
-    Case("two chunks, V, split", Graph.chain(2, chunks=2, layout="v", split=True), ((_TRAIN, 3),), limit=1),
-    Case("forward only", Graph.chain(3), ((_FORWARD, 4),), limit=2),
-    Case("two tasks in flight", Graph.chain(3), ((_TRAIN, 4),), limit=3, depth=2),
-    Case("offered tasks", Graph.chain(3, split=True), ((_TRAIN, 5),), limit=3, takes_offers=True),
-    Case("two branches", _encoders(0, 1, 2, 2), ((_TRAIN, 4),), limit=1),
-    Case(
+    HintCase("training", TaskGraph.chain(3), ((_TRAIN, 4),)),
+    HintCase("one stage", TaskGraph.chain(1), ((_TRAIN, 3),)),
+    HintCase("one microbatch", TaskGraph.chain(3), ((_TRAIN, 1),)),
+    HintCase("1F1B's memory", TaskGraph.chain(3), ((_TRAIN, 5),), limit="1f1b"),
+    HintCase("room for one microbatch", TaskGraph.chain(3), ((_TRAIN, 3),), limit=1),
+    HintCase("split backward", TaskGraph.chain(3, split=True), ((_TRAIN, 4),), limit=2),
+    HintCase("two chunks, looped", TaskGraph.chain(2, chunks=2), ((_TRAIN, 4),), limit=2),
+    HintCase("two chunks, V, split", TaskGraph.chain(2, chunks=2, layout="v", split=True), ((_TRAIN, 3),), limit=1),
+    HintCase("forward only", TaskGraph.chain(3), ((_FORWARD, 4),), limit=2),
+    HintCase("two tasks in flight", TaskGraph.chain(3), ((_TRAIN, 4),), limit=3, depth=2),
+    HintCase("offered tasks", TaskGraph.chain(3, split=True), ((_TRAIN, 5),), limit=3, takes_offers=True),
+    HintCase("two branches", _encoders(0, 1, 2, 2), ((_TRAIN, 4),), limit=1),
+    HintCase(
         "optional parts on the stages of their reader",
         _encoders(0, 1, 0, 1),
         ((_TRAIN, 4), (_FORWARD, 2)),
         limit=1,
         skips=((_BOTH, _NEITHER, _NO_SOUND, _BOTH), (_NO_SOUND, _NEITHER)),
     ),
-    Case("train, evaluate, train", Graph.chain(2), ((_TRAIN, 3), (_FORWARD, 2), (_TRAIN, 4))),
+    HintCase("train, evaluate, train", TaskGraph.chain(2), ((_TRAIN, 3), (_FORWARD, 2), (_TRAIN, 4))),
 )
 
 
@@ -203,7 +203,7 @@ class _AskedAtEachEvent(_Wrapped):
             self._inner.choose(*self._stage)
 
 
-def _orders(factory: HintFactory, case: Case, seed: int, delivery: Delivery = "any") -> list[list[list[Task]]]:
+def _orders(factory: HintFactory, case: HintCase, seed: int, delivery: Delivery = "any") -> list[list[list[Task]]]:
     """The tasks that ran, by stage and step; empty if the hint refuses the pipeline."""
     stages = case.graph.placement.stages
     distances = map(case.graph.distance_to_sink, range(stages))

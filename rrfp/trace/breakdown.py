@@ -69,6 +69,13 @@ class Breakdown:
         """``seconds`` as a part of the step, 0..1; 0 for an empty step."""
         return seconds / self.step if self.step > 0 else 0.0
 
+    def __str__(self) -> str:
+        """The step's milliseconds, and the parts that are not 0 in percent."""
+        parts = {"compute": self.compute, **{CAUSE_LABELS[cause]: own for cause, own in self.by_cause.items()}}
+        parts["other"] = self.other
+        shares = ", ".join(f"{name} {self.share(own):.1%}" for name, own in parts.items() if own)
+        return f"{1e3 * self.step:.1f} ms: {shares or 'nothing'}"
+
     def to_json(self) -> dict[str, float | dict[str, float]]:
         """Plain data: seconds, the causes under ``blocking_by_cause``."""
         return {
@@ -111,11 +118,7 @@ def by_stage(trace: StepTrace, num_stages: int) -> tuple[Breakdown, ...]:
 
 
 def mean(breakdowns: Iterable[Breakdown]) -> Breakdown:
-    """The average of each part, over stages or over steps; its parts sum to its step as well.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """The average of each part, over stages or over steps; its parts sum to its step as well."""
     parts = list(breakdowns)
     if not parts:
         raise ValueError("the mean of no breakdowns")

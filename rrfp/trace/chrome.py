@@ -6,7 +6,8 @@ end to whatever slice is open on the thread at that moment, so both ends are put
 message whose reader is not in the trace, or took no time, has no arrow. The arrow's beginning has the message's real
 time of arrival among its arguments. A counter track for each stage shows the chunk tasks that it held.
 
-The run of a graph of parts has that graph beside its name, each task has its part, and each step what it skipped.
+The run of a graph of parts has that graph beside its name, each task has its part, and each step what it skipped. Where
+the caller gave sizes of microbatches, each step has those too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Kind, Task
 from rrfp.costs.atomic_files import write_atomically
 from rrfp.trace.breakdown import CAUSE_LABELS, idle_waits
@@ -35,6 +36,9 @@ KIND_NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradient"}
 #: An argument of a task on a device: when its call returned, in microseconds on the axis of the file.
 LAUNCHED = "launched"
 
+#: The argument of a step that has the sizes of its microbatches.
+SIZES = "sizes"
+
 #: The series of a stage's counter.
 HELD = "chunk tasks"
 
@@ -43,40 +47,26 @@ _INSIDE = 1e-6
 
 
 def write_chrome(
-    path: str | os.PathLike[str], traces: Sequence[StepTrace], *, name: str = "pipeline", graph: Graph | None = None
+    path: str | os.PathLike[str], traces: Sequence[StepTrace], *, name: str = "pipeline", graph: TaskGraph | None = None
 ) -> None:
-    """Write the steps of one run to a file, replacing its content.
-
-    Args:
-        path: the file; its folder must exist.
-        traces: merged traces, in the order of the steps.
-        name: the run's name in the viewer.
-        graph: of the run, if its virtual stages have names.
-
-    Raises:
-        ConfigError: if the file cannot be written; its old content stays then.
-    """
+    """Write the steps of one run to a file, replacing its content."""
     stages = _stages(traces)
     write_runs(path, [ChromeRun(name, stages, traces, traces[0].start if traces else 0.0, graph)])
 
 
 @dataclass(frozen=True, slots=True)
 class ChromeRun:
-    """One run of a file.
-
-    Attributes:
-        name: in the viewer.
-        stages: those that have a thread.
-        traces: merged traces, in the order of the steps; read once, one step ahead of the file.
-        origin: the time that is 0 in the file; runs with one clock share it.
-        graph: whose virtual stages have names; None: a chain.
-    """
+    """One run of a file."""
 
     name: str
+    #: Those that have a thread.
     stages: Sequence[int]
+    #: Merged traces, in the order of the steps; read once, one step ahead of the file.
     traces: Iterable[StepTrace]
+    #: The time that is 0 in the file; runs with one clock share it.
     origin: float
-    graph: Graph | None = None
+    #: Whose virtual stages have names; None: a chain.
+    graph: TaskGraph | None = None
 
 
 def write_runs(
@@ -88,9 +78,6 @@ def write_runs(
         path: the file; its folder must exist.
         runs: each becomes a process of its own in the viewer.
         other_data: further facts about the file, as plain data, for its field ``otherData``.
-
-    Raises:
-        ConfigError: if the file cannot be written; its old content stays then.
     """
     write_atomically(path, _pieces(runs, other_data))
 
@@ -165,7 +152,7 @@ def _thread(stage: int) -> int:
 class _Step:
     """The events of one step."""
 
-    def __init__(self, trace: StepTrace, until: float, origin: float, pid: int, graph: Graph | None) -> None:
+    def __init__(self, trace: StepTrace, until: float, origin: float, pid: int, graph: TaskGraph | None) -> None:
         self._trace = trace
         self._graph = graph
         self._until = until
@@ -185,6 +172,8 @@ class _Step:
             args["peaks"] = {str(entry.stage): asdict(entry.peaks) for entry in trace.peaks}
         if self._graph is not None and trace.skipped:
             args[SKIPPED] = skipped_to_plain(trace.skipped, self._graph)
+        if trace.sizes is not None:
+            args[SIZES] = [*trace.sizes]
         yield self._slice("step", f"step {trace.step}", STEPS_THREAD, trace.start, self._until, args)
         for span in trace.tasks:
             yield self._task(span)

@@ -12,16 +12,66 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Task
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.costs.files import json_fault
+from rrfp.costs.table import checked_sizes
 from rrfp.errors import ConfigError
 from rrfp.trace.breakdown import CAUSE_LABELS
-from rrfp.trace.chrome import LAUNCHED, STEPS_THREAD
-from rrfp.trace.chrome_messages import is_message, read_clock_error, read_message
+from rrfp.trace.chrome import LAUNCHED, SIZES, STEPS_THREAD
 from rrfp.trace.graph_data import GRAPH, SKIPPED, graph_from_plain, skipped_from_plain
 from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
+
+
+def is_message(event: dict[str, Any]) -> bool:
+    """Whether ``event`` begins an arrow and has its message's times; files of older versions have none."""
+    return event.get("ph") == "s" and event.get("cat") == "message" and "args" in event
+
+
+def read_message(event: dict[str, Any]) -> tuple[int, MessageSpan]:
+    """The step and the message of an arrow's beginning; its time of sending is not in the file."""
+    args = event["args"]
+    if not isinstance(args, dict):
+        raise ValueError(f"args is {reprlib.repr(args)}, must be an object")
+    source = _whole_number("tid", event.get("tid"), STEPS_THREAD + 1) - STEPS_THREAD - 1
+    target, num_bytes = (
+        _whole_number("args.to stage", args.get("to stage")),
+        _whole_number("args.bytes", args.get("bytes")),
+    )
+    step, task, arrived = _whole_number("args.step", args.get("step")), args.get("task"), args.get("arrived")
+    if not isinstance(task, str):
+        raise ValueError(f"args.task is {reprlib.repr(task)}, must be a task such as F3@5")
+    if arrived is not None and not _is_finite(arrived):
+        raise ValueError(f"args.arrived is {reprlib.repr(arrived)}, must be a finite number (microseconds) or null")
+    at = None if arrived is None else arrived / 1e6
+    return step, MessageSpan(source, target, Task.parse(task), None, at, num_bytes)
+
+
+def read_clock_error(other_data: Any) -> float:
+    """The most by which one time on two ranks may differ in the file, in seconds; 0 where they share a clock."""
+    clocks = other_data.get("clocks", []) if isinstance(other_data, dict) else []
+    if not isinstance(clocks, list):
+        raise ValueError(f"otherData.clocks is {reprlib.repr(clocks)}, must be a list")
+    errors: list[Any] = [clock.get("error_s") if isinstance(clock, dict) else None for clock in clocks]
+    for index, error in enumerate(errors):
+        if not _is_finite(error) or error < 0:
+            raise ValueError(f"otherData.clocks[{index}].error_s is {reprlib.repr(error)}, must be a number >= 0")
+    return sum(sorted(map(float, errors))[-2:])  # of the two ranks that know their offsets least
+
+
+def _whole_number(name: str, value: Any, least: int = 0) -> int:
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name} is {reprlib.repr(value)}, must be a whole number from {least} on")
+    return value
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return type(value) in (int, float) and math.isfinite(value)
+    except OverflowError:  # an int beyond the floats
+        return False
+
 
 _CAUSES = {f"wait: {label}": cause for cause, label in CAUSE_LABELS.items()}
 #: A larger thread id is a mistake: reports have a row for each stage.
@@ -30,21 +80,16 @@ MOST_STAGES = 16_384
 
 @dataclass(frozen=True, slots=True)
 class TracedRun:
-    """One pipeline run of a trace file.
-
-    Attributes:
-        name: as the writer named it.
-        num_stages: its stages.
-        steps: its steps in order; times are seconds from the first one's start.
-        clock_error: the most seconds by which times of two ranks may be apart that were the same; 0 on one host.
-        graph: of its virtual stages, if they have names; None: a chain.
-    """
+    """One pipeline run of a trace file."""
 
     name: str
     num_stages: int
+    #: Its steps in order; times are seconds from the first one's start.
     steps: tuple[StepTrace, ...]
+    #: The most seconds by which times of two ranks may be apart that were the same; 0 on one host.
     clock_error: float = 0.0
-    graph: Graph | None = None
+    #: Of its virtual stages, if they have names; None: a chain.
+    graph: TaskGraph | None = None
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -54,11 +99,7 @@ class TracedRun:
 
 
 def read_chrome(path: str | os.PathLike[str]) -> list[TracedRun]:
-    """The runs of a file, at least one.
-
-    Raises:
-        ConfigError: if it cannot be read, or was not written by `rrfp.trace.chrome`; one line naming the file.
-    """
+    """The runs of a file, at least one."""
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -107,9 +148,10 @@ class _Reader:
         self._waits: dict[int, list[WaitSpan]] = defaultdict(list)
         self._messages: dict[int, list[MessageSpan]] = defaultdict(list)
         self._peaks: dict[int, tuple[StagePeaks, ...]] = {}
+        self._sizes: dict[int, tuple[float, ...] | None] = {}
         #: Step -> the first event of one of its stages.
         self._mentioned: dict[int, int] = {}
-        self._graph: Graph | None = None
+        self._graph: TaskGraph | None = None
         #: Step -> what its slice says of skipped virtual stages, and the number of its event.
         self._skipped: dict[int, tuple[Any, int]] = {}
 
@@ -168,6 +210,7 @@ class _Reader:
             raise ValueError(f"args.step is {step}, which the run has twice")
         self._steps[step] = (start, end)
         self._peaks[step] = _peaks(args.get("peaks", {}))
+        self._sizes[step] = _sizes(args[SIZES]) if SIZES in args else None
 
     def _read_slice(self, step: int, start: float, end: float, event: dict[str, Any]) -> None:
         tid, name = _whole("tid", event), _text("name", event)
@@ -190,7 +233,8 @@ class _Reader:
         except ValueError as error:
             raise ConfigError(f"traceEvents[{index}]: {error}") from None
         messages = tuple(self._messages[step])
-        return StepTrace(step, start, end, tasks, waits, messages, peaks=self._peaks[step], skipped=skipped)
+        peaks, sizes = self._peaks[step], self._sizes[step]
+        return StepTrace(step, start, end, tasks, waits, messages, peaks=peaks, skipped=skipped, sizes=sizes)
 
 
 def _fault(name: str, data: dict[str, Any], must_be: str, prefix: str = "") -> str:
@@ -244,6 +288,16 @@ def _peaks(by_stage: Any) -> tuple[StagePeaks, ...]:
             f"args.peaks is {reprlib.repr(by_stage)}, must be numbers from 0 on by name, by stage"
         ) from None
     return read
+
+
+def _sizes(value: Any) -> tuple[float, ...]:
+    """Their number is checked beside that of the microbatches, which takes the whole step."""
+    if not isinstance(value, list):
+        raise ValueError(f"args.{SIZES} is {reprlib.repr(value)}, must be a list of numbers, one a microbatch")
+    try:
+        return checked_sizes(value, len(value))
+    except ConfigError as error:
+        raise ValueError(f"args.{error}") from None
 
 
 def _by_start(spans: Iterable[Any]) -> tuple[Any, ...]:

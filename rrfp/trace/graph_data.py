@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.costs.graph_fields import read_graph
 from rrfp.costs.graph_names import edge_names, named
 from rrfp.trace.spans import Skip
@@ -17,7 +17,7 @@ GRAPH, SKIPPED = "graph", "skipped"
 _FIELDS = ("stages", "virtual_stages", "placement", "edges")
 
 
-def graph_to_plain(graph: Graph) -> dict[str, Any]:
+def graph_to_plain(graph: TaskGraph) -> dict[str, Any]:
     """The names of the virtual stages, the stage of each, and the edges by name."""
     names = named(graph)
     return {
@@ -28,19 +28,15 @@ def graph_to_plain(graph: Graph) -> dict[str, Any]:
     }
 
 
-def graph_from_plain(plain: Any) -> Graph:
-    """Read what `graph_to_plain` wrote; backward counts as whole.
-
-    Raises:
-        ValueError: if it is anything else, naming the field.
-    """
+def graph_from_plain(plain: Any) -> TaskGraph:
+    """Read what `graph_to_plain` wrote; backward counts as whole."""
     if not isinstance(plain, dict) or not plain.keys() >= set(_FIELDS):
         raise ValueError(f"args.{GRAPH} is {reprlib.repr(plain)}, must be an object with {', '.join(_FIELDS)}")
     graph, _, _ = read_graph({**{field: plain[field] for field in _FIELDS}, "microbatches": 1})
     return graph
 
 
-def skipped_to_plain(skipped: Iterable[Skip], graph: Graph) -> dict[str, list[int]]:
+def skipped_to_plain(skipped: Iterable[Skip], graph: TaskGraph) -> dict[str, list[int]]:
     """The microbatches that skip each virtual stage, by name."""
     plain: dict[str, list[int]] = {}
     for microbatch, v in skipped:
@@ -48,12 +44,8 @@ def skipped_to_plain(skipped: Iterable[Skip], graph: Graph) -> dict[str, list[in
     return plain
 
 
-def skipped_from_plain(plain: Any, graph: Graph | None) -> tuple[Skip, ...]:
-    """Read what `skipped_to_plain` wrote.
-
-    Raises:
-        ValueError: if it is anything else, or there is no graph.
-    """
+def skipped_from_plain(plain: Any, graph: TaskGraph | None) -> tuple[Skip, ...]:
+    """Read what `skipped_to_plain` wrote."""
     numbers = {} if graph is None else {name: v for v, name in enumerate(graph.names)}
     if not isinstance(plain, Mapping) or not plain.keys() <= numbers.keys():
         raise ValueError(

@@ -20,16 +20,13 @@ def _hex(text: str) -> Colour:
 
 @dataclass(frozen=True, slots=True)
 class IdleLook:
-    """How time without a task looks.
+    """How time without a task looks."""
 
-    Attributes:
-        face: the ground.
-        hatch: matplotlib's pattern; None for a plain ground.
-        ink: the pattern's colour.
-    """
-
+    #: The ground.
     face: Colour
+    #: Matplotlib's pattern; None for a plain ground.
     hatch: str | None
+    #: The pattern's colour.
     ink: Colour
 
 

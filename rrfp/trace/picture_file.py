@@ -16,11 +16,7 @@ SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def picture_format(path: str | os.PathLike[str]) -> str:
-    """The format of a picture with this path: ``"png"``, ``"svg"`` or ``"pdf"``.
-
-    Raises:
-        ConfigError: for any other suffix; lists the allowed ones.
-    """
+    """The format of a picture with this path: ``"png"``, ``"svg"`` or ``"pdf"``."""
     suffix = Path(path).suffix.lower()
     if suffix not in SUFFIXES:
         allowed = ", ".join(SUFFIXES)
@@ -34,9 +30,6 @@ def save_picture(path: str | os.PathLike[str], draw: Callable[[], Figure]) -> No
     Args:
         path: of the file.
         draw: draws the picture; called once the format is known to be allowed.
-
-    Raises:
-        ConfigError: for a suffix that `picture_format` refuses, or if the file cannot be written.
     """
     name = picture_format(path)
     figure = draw()

@@ -31,15 +31,12 @@ def to_plain(trace: StepTrace) -> dict[str, Any]:
         "dropped": trace.dropped,
         "peaks": [[entry.stage, *astuple(entry.peaks)] for entry in trace.peaks],
         "skipped": [[*skip] for skip in trace.skipped],
+        "sizes": None if trace.sizes is None else [*trace.sizes],
     }
 
 
 def from_plain(data: Any) -> StepTrace:
-    """Read `to_plain`'s data back.
-
-    Raises:
-        KeyError, TypeError, ValueError: if the data are not `to_plain`'s.
-    """
+    """Read `to_plain`'s data back."""
     return StepTrace(
         step=_whole(data["step"]),
         start=_time(data["start"]),
@@ -61,6 +58,7 @@ def from_plain(data: Any) -> StepTrace:
         dropped=_whole(data["dropped"]),
         peaks=tuple(StagePeaks(_whole(stage), Peaks(*map(_whole, peaks))) for stage, *peaks in data["peaks"]),
         skipped=tuple((_whole(microbatch), _whole(v)) for microbatch, v in data["skipped"]),
+        sizes=None if data["sizes"] is None else tuple(map(_size, data["sizes"])),
     )
 
 
@@ -81,6 +79,12 @@ def _time(value: Any) -> float:
         raise ValueError(f"{reprlib.repr(value)} is no time")
     time: float = value
     return time
+
+
+def _size(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < math.inf:
+        raise ValueError(f"{reprlib.repr(value)} is no size")
+    return float(value)
 
 
 def _time_or_none(value: Any) -> float | None:

@@ -14,18 +14,14 @@ from typing import TYPE_CHECKING
 from rrfp.errors import ConfigError
 from rrfp.trace.picture_file import save_picture
 from rrfp.trace.spans import StepTrace
-from rrfp.trace.window import WHOLE, Window
+from rrfp.trace.window import WHOLE, TimeWindow
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 def require_matplotlib(picture: str = "a timeline") -> None:
-    """Raise without matplotlib; called before the work whose result is to be drawn.
-
-    Raises:
-        ConfigError: if matplotlib is not installed.
-    """
+    """Raise without matplotlib; called before the work whose result is to be drawn."""
     if find_spec("matplotlib") is None:
         raise ConfigError(f"{picture} needs matplotlib: pip install 'rrfp[plot]'")
 
@@ -33,20 +29,16 @@ def require_matplotlib(picture: str = "a timeline") -> None:
 def plot_timelines(
     rows: Sequence[tuple[str, StepTrace]],
     path: str | os.PathLike[str],
-    window: Window = WHOLE,
+    window: TimeWindow = WHOLE,
     names: Sequence[str] = (),
 ) -> None:
-    """Draw runs below each other and write a PNG, SVG or PDF, replacing an old file; see `draw_timelines`.
-
-    Raises:
-        ConfigError: if matplotlib is not installed, the suffix is none of these, the window is outside the steps, or
-            the file cannot be written.
-        ValueError: if there is no run, or one without tasks.
-    """
+    """Draw runs below each other and write a PNG, SVG or PDF, replacing an old file; see `draw_timelines`."""
     save_picture(path, lambda: draw_timelines(rows, window, names))
 
 
-def draw_timelines(rows: Sequence[tuple[str, StepTrace]], window: Window = WHOLE, names: Sequence[str] = ()) -> Figure:
+def draw_timelines(
+    rows: Sequence[tuple[str, StepTrace]], window: TimeWindow = WHOLE, names: Sequence[str] = ()
+) -> Figure:
     """Draw runs below each other on one time axis, 0 being the start of each run's step.
 
     Where most boxes are too thin for the numbers of their microbatches, none has one, and a panel below each run shows
@@ -56,13 +48,6 @@ def draw_timelines(rows: Sequence[tuple[str, StepTrace]], window: Window = WHOLE
         rows: title and merged trace of every run, at least one; a title is followed by the run's makespan.
         window: the part of the steps to show.
         names: of the virtual stages of all runs, such as ``vision.0``; their parts have colours of their own then.
-
-    Returns:
-        A figure with its own canvas, unknown to pyplot.
-
-    Raises:
-        ConfigError: if matplotlib is not installed, or the window is outside the steps.
-        ValueError: if there is no run, or one without tasks.
     """
     if not rows or not all(trace.tasks for _, trace in rows):
         raise ValueError("a timeline needs at least one run, and every run at least one task")

@@ -6,7 +6,7 @@ Times are seconds on one clock for all ranks of a host (the lanes' clock), or vi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from rrfp.core.record import record
@@ -72,29 +72,29 @@ class StagePeaks:
 
 @record
 class StepTrace:
-    """The spans of one step, of one rank or (merged) of all.
+    """The spans of one step, of one rank or (merged) of all."""
 
-    Attributes:
-        step: the step's number, counted from 0 and with evaluations.
-        start: when it began: for one rank, when its caller called ``step``; merged, the earliest of those.
-        end: when its last task, send and reduction were done; merged, the latest of those.
-        tasks: compute spans, by start.
-        waits: waiting spans, by start.
-        messages: messages between stages.
-        dropped: spans lost because the ring was full.
-        peaks: the most that each stage held, by stage; merged, the most of any rank. Empty where unknown.
-        skipped: of a graph, the (microbatch, virtual stage) pairs that have no tasks, ascending.
-    """
-
+    #: The step's number, counted from 0 and with evaluations.
     step: int
+    #: When it began: for one rank, when its caller called ``step``; merged, the earliest of those.
     start: float
+    #: When its last task, send and reduction were done; merged, the latest of those.
     end: float
+    #: Compute spans, by start.
     tasks: tuple[TaskSpan, ...] = ()
+    #: Waiting spans, by start.
     waits: tuple[WaitSpan, ...] = ()
+    #: Messages between stages.
     messages: tuple[MessageSpan, ...] = ()
+    #: Spans lost because the ring was full.
     dropped: int = 0
+    #: The most that each stage held, by stage; merged, the most of any rank. Empty where unknown.
     peaks: tuple[StagePeaks, ...] = ()
+    #: Of a graph, the (microbatch, virtual stage) pairs that have no tasks, ascending.
     skipped: tuple[Skip, ...] = ()
+    #: Of the microbatches, as the caller gave them (``step(sizes=...)``), or None. Merged, None where ranks received
+    #: different ones.
+    sizes: tuple[float, ...] | None = None
 
     @property
     def num_spans(self) -> int:
@@ -131,11 +131,7 @@ class SpanRing:
 
 
 def merge(traces: Iterable[StepTrace]) -> StepTrace:
-    """One trace of all ranks from one for each rank; joins the two ends of each message.
-
-    Raises:
-        ValueError: if there is no trace, or they are of different steps.
-    """
+    """One trace of all ranks from one for each rank; joins the two ends of each message."""
     parts = list(traces)
     if len({part.step for part in parts}) != 1:
         raise ValueError(f"traces of one step are needed, got steps {sorted({part.step for part in parts})}")
@@ -149,6 +145,7 @@ def merge(traces: Iterable[StepTrace]) -> StepTrace:
         dropped=sum(part.dropped for part in parts),
         peaks=_worst(peak for part in parts for peak in part.peaks),
         skipped=parts[0].skipped,
+        sizes=parts[0].sizes if len({part.sizes for part in parts}) == 1 else None,
     )
 
 
@@ -195,3 +192,70 @@ def _join(messages: Iterable[MessageSpan]) -> tuple[MessageSpan, ...]:
             num_bytes=max(message.num_bytes, other.num_bytes),
         )
     return tuple(joined.values())
+
+
+class Recorder:
+    """Records the spans of one stage.
+
+    A wait begins at the end of the last task, because the lane has been idle since, and ends at the start of the next;
+    a change of the cause cuts it in two.
+    """
+
+    def __init__(self, stage: int, now: Callable[[], float], capacity: int = DEFAULT_CAPACITY) -> None:
+        self._stage = stage
+        self._now = now
+        self._ring = SpanRing(capacity)
+        self._opened = 0.0
+        self._idle_since = 0.0
+        self._cause: WaitCause | None = None
+        self._cause_since = 0.0
+
+    def open(self) -> None:
+        """A step begins."""
+        self._opened = self._idle_since = self._now()
+        self._cause = None
+
+    def waiting(self, cause: WaitCause) -> None:
+        """The lane has nothing to run, because of ``cause``."""
+        if self._cause is cause:
+            return
+        now = self._now()
+        if self._cause is None:
+            self._cause_since = self._idle_since
+        else:
+            self._end_wait(now)
+            self._cause_since = now
+        self._cause = cause
+
+    @property
+    def wait(self) -> tuple[WaitCause, float] | None:
+        """The cause and the beginning of the wait since the last task; None where there is none."""
+        return None if self._cause is None else (self._cause, self._cause_since)
+
+    def ran(self, task: Task, start: float, end: float, launched: float | None = None) -> None:
+        """``task`` has completed. ``launched``: see `TaskSpan`."""
+        if self._cause is not None:
+            self._end_wait(start)
+            self._cause = None
+        self._ring.record(TaskSpan(self._stage, task, start, end, launched))
+        self._idle_since = end
+
+    def sent(self, peer: int, task: Task, num_bytes: int) -> None:
+        """The output of ``task`` was sent to stage ``peer``."""
+        self._ring.record(MessageSpan(self._stage, peer, task, self._now(), None, num_bytes))
+
+    def arrived(self, peer: int, task: Task, num_bytes: int) -> None:
+        """The output of ``task`` arrived from stage ``peer``."""
+        self._ring.record(MessageSpan(peer, self._stage, task, None, self._now(), num_bytes))
+
+    def close(self, step: int, peaks: Peaks | None = None) -> StepTrace:
+        """The step has ended. ``peaks`` are the stage's in that step, where known."""
+        now = self._now()
+        if self._cause is not None:
+            self._end_wait(now)
+            self._cause = None
+        return self._ring.cut(step, self._opened, now, () if peaks is None else (StagePeaks(self._stage, peaks),))
+
+    def _end_wait(self, end: float) -> None:
+        if self._cause is not None and end > self._cause_since:
+            self._ring.record(WaitSpan(self._stage, self._cause, self._cause_since, end))

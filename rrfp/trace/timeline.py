@@ -6,19 +6,22 @@ wide it has the dense form: thin rows without numbers, and below each run the sh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rrfp.core.tasks import Kind
 from rrfp.core.usage import WaitCause
-from rrfp.trace.breakdown import blank_seconds, idle_waits
-from rrfp.trace.legend import Drawn, draw_legend, legend_lines, part_of
+from rrfp.trace.breakdown import CAUSE_LABELS, blank_seconds, idle_waits
 from rrfp.trace.looks import (
     DARK,
     DPI,
+    FRAME,
     IDLE_LOOKS,
     KIND_COLOURS,
+    KIND_LABELS,
     MUTED,
     NUMBER_SIZE,
     TEXT_SIZE,
@@ -26,13 +29,129 @@ from rrfp.trace.looks import (
     contrast,
     kind_colour,
 )
-from rrfp.trace.shares import shares
 from rrfp.trace.spans import StepTrace, TaskSpan, WaitSpan
-from rrfp.trace.window import Window
+from rrfp.trace.window import TimeWindow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+#: A kind of task in a chunk.
+Tint = tuple[Kind, int]
+
+#: What the breakdown calls time that is left blank.
+OTHER_LABEL = "other: the runtime"
+
+#: Inches of an entry beside its text, of a character, and of the axis' label beside the legend.
+_ENTRY, _CHARACTER, _LABEL = 0.5, 0.068, 1.6
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a picture shows: kinds by chunk, the causes of idle times, and whether a visible part is blank.
+
+    Of graphs, ``parts`` are the names of the parts, which stand for the chunks.
+    """
+
+    tints: Collection[Tint]
+    causes: Collection[WaitCause]
+    has_blank: bool
+    parts: Sequence[str] = ()
+
+
+def part_of(name: str) -> str:
+    """The part that a virtual stage's name begins with: ``vision`` of ``vision.0``."""
+    return name.partition(".")[0]
+
+
+def legend_lines(drawn: Drawn, width: float) -> int:
+    """Lines that the legend needs beside the axis' label, in a picture that is ``width`` inches wide."""
+    labels = [*_kinds(drawn).values(), *map(_cause_label, drawn.causes), *[OTHER_LABEL] * drawn.has_blank]
+    return max(1, math.ceil(sum(_ENTRY + _CHARACTER * len(label) for label in labels) / (width - _LABEL)))
+
+
+def draw_legend(figure: Figure, drawn: Drawn, chunks: int, corner: tuple[float, float], lines: int) -> None:
+    """Put the legend at ``corner``, inches from the left and from below.
+
+    A kind has one entry, with a patch for each of its chunks.
+    """
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.patches import Patch
+
+    entries: list[tuple[Any, str]] = []
+    for kind, label in _kinds(drawn).items():
+        colours = [kind_colour(kind, chunk, chunks) for chunk in _chunks(drawn.tints, kind)]
+        entries.append((tuple(Patch(facecolor=colour) for colour in colours), label))
+    for cause in [cause for cause in WaitCause if cause in drawn.causes]:
+        look = IDLE_LOOKS[cause]
+        # The frame has the hatch's ink: matplotlib draws both in one colour.
+        edge = FRAME if look.hatch is None else look.ink
+        patch = Patch(facecolor=look.face, edgecolor=edge, hatch=look.hatch, linewidth=0.5)
+        entries.append((patch, _cause_label(cause)))
+    if drawn.has_blank:
+        entries.append((Patch(facecolor="white", edgecolor=FRAME, linewidth=0.5), OTHER_LABEL))
+    total, height = figure.get_size_inches()
+    handles, labels = zip(*entries, strict=True)
+    figure.legend(
+        handles,
+        labels,
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0.15)},
+        loc="lower left",
+        bbox_to_anchor=(corner[0] / total, corner[1] / height),
+        ncols=math.ceil(len(entries) / lines),
+        frameon=False,
+        fontsize=TEXT_SIZE,
+        borderaxespad=0,
+        borderpad=0,
+        handlelength=1.6 * max(1.0, 0.8 * chunks),
+        columnspacing=1.6,
+        labelspacing=0.35,
+    )
+
+
+def _kinds(drawn: Drawn) -> dict[Kind, str]:
+    """The label of every kind that is drawn, with its parts, or the numbers of its chunks where a kind has several."""
+    tints = drawn.tints
+    several = len({chunk for _, chunk in tints}) > 1
+    labels = {}
+    for kind in [kind for kind in Kind if _chunks(tints, kind)]:
+        numbers = _chunks(tints, kind)
+        if drawn.parts:
+            labels[kind] = f"{KIND_LABELS[kind]}: {', '.join(drawn.parts[number] for number in numbers)}"
+            continue
+        chunks = ", ".join(map(str, numbers)) if len(numbers) < 4 else f"{numbers[0]} to {numbers[-1]}"
+        labels[kind] = f"{KIND_LABELS[kind]}, chunk {chunks}" if several else KIND_LABELS[kind]
+    return labels
+
+
+def _chunks(tints: Collection[Tint], kind: Kind) -> list[int]:
+    return sorted(chunk for other, chunk in tints if other is kind)
+
+
+def _cause_label(cause: WaitCause) -> str:
+    return f"idle: {CAUSE_LABELS[cause]}"
+
+
+State = Kind | WaitCause
+
+
+def shares(
+    trace: StepTrace, waits: Iterable[WaitSpan], stages: int, start: float, end: float, bins: int
+) -> dict[State, list[float]]:
+    """The part of the stages in each state, 0..1, by intervals of equal length."""
+    width = (end - start) / bins
+    seconds: dict[State, list[float]] = defaultdict(lambda: [0.0] * bins)
+    tasks: list[tuple[State, TaskSpan | WaitSpan]] = [(span.task.kind, span) for span in trace.tasks]
+    for state, span in [*tasks, *((wait.cause, wait) for wait in waits)]:
+        low, high = max(span.start - trace.start, start), min(span.end - trace.start, end)
+        if high <= low:
+            continue
+        for index in range(int((low - start) / width), min(bins - 1, int((high - start) / width)) + 1):
+            begin = start + index * width
+            seconds[state][index] += max(0.0, min(high, begin + width) - max(low, begin))
+    return {state: [part / (width * stages) for part in parts] for state, parts in seconds.items()}
+
 
 #: Inches: a run's title above its rows, the left and the other margins, the axis at the bottom, a line of the legend.
 HEAD, SIDE, EDGE, AXIS, LINE = 0.36, 0.66, 0.18, 0.22, 0.17
@@ -55,7 +174,7 @@ BINS = 180
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TimelineRun:
     """One run: what is drawn of it."""
 
     title: str
@@ -65,7 +184,7 @@ class Run:
     waits: list[WaitSpan]
 
     @classmethod
-    def of(cls, title: str, trace: StepTrace) -> Run:
+    def of(cls, title: str, trace: StepTrace) -> TimelineRun:
         stages = sorted({span.stage for span in trace.tasks} | {span.stage for span in trace.waits})
         return cls(title, trace, stages, [wait for stage in stages for wait in idle_waits(trace, stage)])
 
@@ -76,36 +195,27 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Timelines:
-    """The runs, and what they share.
+    """The runs, and what they share."""
 
-    Attributes:
-        runs: top to bottom.
-        window: what the user asked for.
-        start, end: seconds after each step's start between which it is shown.
-        width: inches of the time axis.
-        is_dense: whether the boxes have no numbers.
-        chunks: chunk of each virtual stage on its stage, and how many there are at most; of graphs, its part.
-        parts: the names of the parts of graphs.
-    """
-
-    runs: list[Run]
-    window: Window
+    runs: list[TimelineRun]
+    window: TimeWindow
+    #: start, end: seconds after each step's start between which it is shown.
     start: float
     end: float
+    #: Inches of the time axis.
     width: float
+    #: Whether the boxes have no numbers.
     is_dense: bool
     chunk_of: dict[tuple[int, int], int]
+    #: Chunk of each virtual stage on its stage, and how many there are at most; of graphs, its part.
     chunks: int
+    #: The names of the parts of graphs.
     parts: Sequence[str] = ()
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[str, StepTrace]], window: Window, names: Sequence[str] = ()) -> Timelines:
-        """Decide the form. ``names`` are those of virtual stages, if they have any.
-
-        Raises:
-            ConfigError: if no step reaches into the window.
-        """
-        runs = [Run.of(title, trace) for title, trace in rows]
+    def of(cls, rows: Sequence[tuple[str, StepTrace]], window: TimeWindow, names: Sequence[str] = ()) -> Timelines:
+        """Decide the form. ``names`` are those of virtual stages, if they have any."""
+        runs = [TimelineRun.of(title, trace) for title, trace in rows]
         start, end = window.within(max(run.makespan for run in runs))
         end = end if end > start else start + 1.0
         held: dict[int, set[int]] = {}
@@ -156,7 +266,7 @@ class Timelines:
     def _unit(self) -> tuple[float, str]:
         return (1.0, "s") if self.end >= 10 else (1e3, "ms")
 
-    def _row_height(self, run: Run) -> float:
+    def _row_height(self, run: TimelineRun) -> float:
         if not self.is_dense:
             return ROW
         return DENSE_ROW if len(run.stages) <= FEW_STAGES else THIN_ROW
@@ -169,19 +279,19 @@ class Timelines:
         is_blank = any(self._is_blank(run, stage) for run in self.runs for stage in run.stages)
         return Drawn(tints, causes, is_blank, self.parts)
 
-    def _is_blank(self, run: Run, stage: int) -> bool:
+    def _is_blank(self, run: TimelineRun, stage: int) -> bool:
         """Whether the runtime's own time is a visible part of what the picture shows of a stage."""
         origin, end = run.trace.start, min(self.end, run.makespan)
         blank = blank_seconds(run.trace, stage, origin + self.start, origin + end)
         return blank > BLANK * (end - self.start) > 0
 
-    def _shows(self, span: TaskSpan | WaitSpan, run: Run) -> bool:
+    def _shows(self, span: TaskSpan | WaitSpan, run: TimelineRun) -> bool:
         return _is_inside(span, run.trace.start, self.start, self.end)
 
     def _chunk(self, box: TaskSpan) -> int:
         return self.chunk_of[box.stage, box.task.virtual_stage]
 
-    def _draw_run(self, axes: Axes, run: Run) -> None:
+    def _draw_run(self, axes: Axes, run: TimelineRun) -> None:
         row_of = {stage: row for row, stage in enumerate(run.stages)}
         tasks = [box for box in run.trace.tasks if self._shows(box, run)]
         for cause, look in IDLE_LOOKS.items():
@@ -199,7 +309,7 @@ class Timelines:
             axes.axvline(run.makespan, color=DARK, linewidth=0.9, clip_on=False)
         self._label_rows(axes, run)
 
-    def _label_rows(self, axes: Axes, run: Run) -> None:
+    def _label_rows(self, axes: Axes, run: TimelineRun) -> None:
         rows = len(run.stages)
         axes.set_ylim(rows - 0.5, -0.5)
         every = 1 if self._row_height(run) > THIN_ROW else 4
@@ -213,7 +323,7 @@ class Timelines:
             text += f"; {self.start * scale:.6g} to {self.end * scale:.6g} {unit} shown"
         axes.annotate(text, (1, 0), (10, 0), xycoords=head, color=MUTED, **above)
 
-    def _draw_number(self, axes: Axes, box: TaskSpan, run: Run, row: int, colour: str) -> None:
+    def _draw_number(self, axes: Axes, box: TaskSpan, run: TimelineRun, row: int, colour: str) -> None:
         """The microbatch in the visible part of the box: upright if there is room, else turned, else not at all."""
         low = max(box.start - run.trace.start, self.start)
         high = min(box.end - run.trace.start, self.end)
@@ -224,7 +334,7 @@ class Timelines:
         text = str(box.task.microbatch)
         axes.text((low + high) / 2, row, text, fontsize=NUMBER_SIZE, color=colour, rotation=rotation, **centred)
 
-    def _draw_shares(self, axes: Axes, run: Run) -> None:
+    def _draw_shares(self, axes: Axes, run: TimelineRun) -> None:
         """Bottom to top: tasks by kind, idle times by cause; what is left blank is the runtime's own time."""
         end = min(self.end, run.makespan)
         if end <= self.start:
@@ -248,7 +358,7 @@ class Timelines:
         axes.set_yticks([0, 0.5, 1], ["0%", "50%", "100%"], fontsize=TEXT_SIZE, color=MUTED)
         axes.set_ylabel("of the stages", fontsize=TEXT_SIZE, color=MUTED, labelpad=2)
 
-    def _rectangle(self, span: TaskSpan | WaitSpan, run: Run, row: int) -> list[tuple[float, float]]:
+    def _rectangle(self, span: TaskSpan | WaitSpan, run: TimelineRun, row: int) -> list[tuple[float, float]]:
         start, end = span.start - run.trace.start, span.end - run.trace.start
         top, bottom = row - FILL / 2, row + FILL / 2
         return [(start, top), (end, top), (end, bottom), (start, bottom)]

@@ -9,12 +9,8 @@ from rrfp.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """From ``start`` to ``end``, seconds after the step's start; None is the step's end.
-
-    Raises:
-        ConfigError: if one is no time, or they are not in that order; naming ``from`` or ``to``.
-    """
+class TimeWindow:
+    """From ``start`` to ``end``, seconds after the step's start; None is the step's end."""
 
     start: float = 0.0
     end: float | None = None
@@ -26,12 +22,8 @@ class Window:
             raise ConfigError(f"to is {_text(self.end)}, must be more than from ({_text(self.start)})")
 
     @classmethod
-    def of_milliseconds(cls, start: float | None, end: float | None) -> Window:
-        """The window between two times, each None where it is the step's own.
-
-        Raises:
-            ConfigError: as the class.
-        """
+    def of_milliseconds(cls, start: float | None, end: float | None) -> TimeWindow:
+        """The window between two times, each None where it is the step's own."""
         return cls(0.0 if start is None else start / 1e3, None if end is None else end / 1e3)
 
     @property
@@ -40,17 +32,13 @@ class Window:
         return self.start == 0 and self.end is None
 
     def within(self, span: float) -> tuple[float, float]:
-        """Start and end of the part of a step of ``span`` seconds.
-
-        Raises:
-            ConfigError: if the step ends before the window begins.
-        """
+        """Start and end of the part of a step of ``span`` seconds."""
         if self.start > 0 and self.start >= span:
             raise ConfigError(f"from is {_text(self.start)}, must be less than the step's {_text(span)}")
         return self.start, span if self.end is None else min(self.end, span)
 
 
-WHOLE = Window()
+WHOLE = TimeWindow()
 
 
 def _text(seconds: float) -> str:

@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rrfp.transports.announcements import Announcement as Announcement
     from rrfp.transports.base import Channel as Channel
+    from rrfp.transports.base import DeliversMessages as DeliversMessages
+    from rrfp.transports.base import LendsMemory as LendsMemory
+    from rrfp.transports.base import Loan as Loan
     from rrfp.transports.base import Message as Message
     from rrfp.transports.base import MessageKind as MessageKind
     from rrfp.transports.base import Plain as Plain
     from rrfp.transports.base import Rendezvous as Rendezvous
+    from rrfp.transports.base import SendsAtOnce as SendsAtOnce
     from rrfp.transports.base import Transport as Transport
     from rrfp.transports.base import TransportContext as TransportContext
     from rrfp.transports.base import TransportStatistics as TransportStatistics
     from rrfp.transports.device_copies import DeviceCopies as DeviceCopies
-    from rrfp.transports.device_sharing import SharesDeviceMemory as SharesDeviceMemory
-    from rrfp.transports.direct import DeliversMessages as DeliversMessages
-    from rrfp.transports.direct import SendsAtOnce as SendsAtOnce
+    from rrfp.transports.device_copies import SharesDeviceMemory as SharesDeviceMemory
     from rrfp.transports.flow import HomeLoop as HomeLoop
     from rrfp.transports.flow import Inbox as Inbox
     from rrfp.transports.flow import Window as Window
     from rrfp.transports.flow import cost_of as cost_of
-    from rrfp.transports.lending import LendsMemory as LendsMemory
-    from rrfp.transports.lending import Loan as Loan
     from rrfp.transports.pool import BufferPool as BufferPool
     from rrfp.transports.registry import create_transport as create_transport
     from rrfp.transports.rendezvous import LocalRendezvous as LocalRendezvous
@@ -49,19 +49,20 @@ _PUBLIC = {
     "rrfp.transports.announcements": ("Announcement",),
     "rrfp.transports.base": (
         "Channel",
+        "DeliversMessages",
+        "LendsMemory",
+        "Loan",
         "Message",
         "MessageKind",
         "Plain",
         "Rendezvous",
+        "SendsAtOnce",
         "Transport",
         "TransportContext",
         "TransportStatistics",
     ),
-    "rrfp.transports.device_copies": ("DeviceCopies",),
-    "rrfp.transports.device_sharing": ("SharesDeviceMemory",),
-    "rrfp.transports.direct": ("DeliversMessages", "SendsAtOnce"),
+    "rrfp.transports.device_copies": ("DeviceCopies", "SharesDeviceMemory"),
     "rrfp.transports.flow": ("HomeLoop", "Inbox", "Window", "cost_of"),
-    "rrfp.transports.lending": ("LendsMemory", "Loan"),
     "rrfp.transports.pool": ("BufferPool",),
     "rrfp.transports.registry": ("create_transport",),
     "rrfp.transports.rendezvous": ("LocalRendezvous", "StoreRendezvous"),

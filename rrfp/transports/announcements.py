@@ -99,11 +99,7 @@ class Announcement:
 
 
 class KnownHeaders:
-    """Checks the fields that repeat, once for each set of values.
-
-    Args:
-        max_bytes: the most that a message's tensors may have.
-    """
+    """Checks the fields that repeat, once for each set of values."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

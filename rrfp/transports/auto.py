@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 
 from rrfp.errors import RrfpError
 from rrfp.log import get_logger
-from rrfp.transports.base import Channel, Message, Transport, TransportContext
+from rrfp.transports.base import Channel, Deliver, Loan, Message, Transport, TransportContext
 from rrfp.transports.by_peer import ByPeerTransport
-from rrfp.transports.device_sharing import SharesDeviceMemory
-from rrfp.transports.flow import Deliver, HomeLoop
+from rrfp.transports.device_copies import SharesDeviceMemory
+from rrfp.transports.flow import HomeLoop
 from rrfp.transports.host_choice import HostChoice
 from rrfp.transports.inproc import InprocTransport
-from rrfp.transports.lending import Loan
 from rrfp.transports.rendezvous import LocalRendezvous
 from rrfp.transports.shm.transport import ShmTransport
 from rrfp.transports.shm.trial import Host, this_host
@@ -29,9 +28,6 @@ def auto_transport(context: TransportContext) -> Transport:
     """The best transport for each peer: inproc in one process, shm in one host, otherwise zmq over tcp.
 
     A rank whose device's memory can be shared between processes gets `cuda_ipc`, which uses these for all else.
-
-    Args:
-        context: this rank, its peers and the limits.
     """
     if isinstance(context.rendezvous, LocalRendezvous) or not isinstance(context.copies, SharesDeviceMemory):
         return host_transport(context)
@@ -41,11 +37,7 @@ def auto_transport(context: TransportContext) -> Transport:
 
 
 def host_transport(context: TransportContext) -> Transport:
-    """The best transport for each peer among those between host memories.
-
-    Args:
-        context: this rank, its peers and the limits.
-    """
+    """The best transport for each peer among those between host memories."""
     return InprocTransport(context) if isinstance(context.rendezvous, LocalRendezvous) else AutoTransport(context)
 
 
@@ -85,7 +77,7 @@ class AutoTransport(ByPeerTransport[ShmTransport | ZmqTransport]):
         self._choice = choice
 
     def _host(self) -> Host:
-        return this_host()
+        return this_host(self.context.max_message_bytes)
 
     async def _choose(self, home: HomeLoop, deadline_s: float) -> Sequence[ShmTransport | ZmqTransport]:
         context, choice = self.context, self._choice
@@ -97,12 +89,12 @@ class AutoTransport(ByPeerTransport[ShmTransport | ZmqTransport]):
         return tuple(choice.transports(context))
 
     def send_at_once(self, peer: int, message: Message) -> bool:
-        """See `rrfp.transports.direct.SendsAtOnce`."""
+        """See `rrfp.transports.base.SendsAtOnce`."""
         inner = self._by_peer.get(peer)
         return inner is not None and inner.send_at_once(peer, message)
 
     def deliver_to(self, deliver: Deliver) -> None:
-        """See `rrfp.transports.direct.DeliversMessages`."""
+        """See `rrfp.transports.base.DeliversMessages`."""
         self._check_running()
         receiving, self._receiving = self._receiving, {}
         for inner in self._inners:
@@ -112,7 +104,7 @@ class AutoTransport(ByPeerTransport[ShmTransport | ZmqTransport]):
                 inner.deliver_to(deliver)
 
     def lend(self, peer: int, channel: Channel, sizes: Sequence[int]) -> Loan | None:
-        """See `rrfp.transports.lending.LendsMemory`."""
+        """See `rrfp.transports.base.LendsMemory`."""
         inner = self._by_peer.get(peer)
         return inner.lend(peer, channel, sizes) if isinstance(inner, ShmTransport) else None
 

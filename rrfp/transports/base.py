@@ -34,20 +34,22 @@ Nothing is ever unpickled.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from rrfp.core import timeouts
 from rrfp.core.record import record
 from rrfp.core.tasks import StepId, Task
+from rrfp.errors import RrfpError
 from rrfp.transports.secret import Secret, check_security
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rrfp.transports.device_copies import DeviceCopies
+
 
 Plain = None | bool | int | float | str | bytes | Sequence["Plain"] | Mapping[str, "Plain"]
 """Plain data that msgpack carries: the body of a message."""
@@ -294,3 +296,91 @@ class Transport(ABC):
     @abstractmethod
     def statistics(self) -> TransportStatistics:
         """The counters since ``start``; zeros before. Reads only; any thread may call it at any time."""
+
+
+class Loan(Protocol):
+    """Memory of a transport that one message's tensors may lie in; see `LendsMemory`."""
+
+    @property
+    def frames(self) -> Sequence[memoryview]:
+        """One for each tensor, in order, writable and aligned to 64 bytes."""
+
+    def close(self) -> None:
+        """Give the memory back unless ``send`` has accepted it. It may still be written to. May be called twice."""
+
+
+@runtime_checkable
+class LendsMemory(Protocol):
+    """A transport that need not copy tensors which lie in its own memory: an option, for copies from a device."""
+
+    def lend(self, peer: int, channel: Channel, sizes: Sequence[int]) -> Loan | None:
+        """Memory for the tensors of the next message of a peer and channel. At most one loan is open for each.
+
+        ``send`` recognises tensors that lie in it, and copies the others beside them.
+
+        Args:
+            peer: one of the context's peers.
+            channel: of the message.
+            sizes: bytes of each tensor that is not None.
+
+        Returns:
+            The loan; None if the message would not lie in such memory, or ``send`` would refuse it.
+        """
+
+
+Deliver = Callable[[Message | RrfpError], None]
+"""Takes a message, or an error that `receive` would raise. It raises nothing, and may close or abort the transport."""
+
+
+@runtime_checkable
+class DeliversMessages(Protocol):
+    """A transport that can pass on messages where it reads them, instead of keeping them for `receive`."""
+
+    def deliver_to(self, deliver: Deliver) -> None:
+        """Pass on messages from now on; ``receive`` is not called any more. Called once, on the loop, after ``start``.
+
+        Args:
+            deliver: called on the loop and from no other callback than the transport's own: at once with each message
+                and error that waits, later with each that comes. What is passed to it counts as received.
+
+        Raises:
+            TransportClosedError: this end is not started, or closed.
+        """
+
+
+@runtime_checkable
+class SendsAtOnce(Protocol):
+    """A transport that can send a small message without waiting."""
+
+    def send_at_once(self, peer: int, message: Message) -> bool:
+        """Send a message if nothing has to be waited for.
+
+        Args:
+            peer: one of the context's peers.
+            message: as for ``send``.
+
+        Returns:
+            Whether the message was sent and its tensors are not read any more. If not, nothing of it was sent:
+            ``send`` waits, or raises the error.
+        """
+
+
+def delivering(transport: Transport) -> DeliversMessages | None:
+    """``transport``, if it offers `DeliversMessages.deliver_to` beside its own ``receive``."""
+    return transport if isinstance(transport, DeliversMessages) and _fits(transport, "deliver_to", "receive") else None
+
+
+def sending_at_once(transport: Transport) -> SendsAtOnce | None:
+    """``transport``, if it offers `SendsAtOnce.send_at_once` beside its own ``send``."""
+    return transport if isinstance(transport, SendsAtOnce) and _fits(transport, "send_at_once", "send") else None
+
+
+def _fits(transport: object, shortcut: str, method: str) -> bool:
+    """Whether no class replaces ``method`` that leaves the ``shortcut`` of a class above it.
+
+    A class derived from a transport with shortcuts may change ``send`` or ``receive`` alone, to delay or count
+    messages; a shortcut would bypass its method.
+    """
+    classes = type(transport).__mro__
+    defined = [next((i for i, each in enumerate(classes) if name in vars(each)), -1) for name in (shortcut, method)]
+    return defined[0] <= defined[1]

@@ -16,11 +16,7 @@ Inner = TypeVar("Inner", bound=Transport)
 
 
 class ByPeerTransport(Transport, Generic[Inner]):
-    """Chooses a transport for each peer when it starts. A subclass chooses, in `_choose`.
-
-    Args:
-        context: this rank, its peers and the limits.
-    """
+    """Chooses a transport for each peer when it starts. A subclass chooses, in `_choose`."""
 
     def __init__(self, context: TransportContext) -> None:
         super().__init__(context)

@@ -63,11 +63,7 @@ class TensorSpec(NamedTuple):
 
 
 class HeaderChecks:
-    """Checks for the frames of one peer.
-
-    Args:
-        peer: the sender that errors name, if any.
-    """
+    """Checks for the frames of one peer."""
 
     def __init__(self, peer: int | None) -> None:
         self._peer = peer

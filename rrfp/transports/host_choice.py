@@ -42,7 +42,9 @@ class _Published:
                 raise ValueError("address and sharing must be strings")
             return cls(Host.from_plain(host), address, sharing)
         except Exception as error:  # msgpack raises many types
-            raise TransportError(f"rank {rank} published {value!r:.200}, which is malformed: {error}") from error
+            raise TransportError(
+                f"rank {rank}, or another program, wrote {value!r:.200} to the store, which is malformed: {error}"
+            ) from error
 
 
 class HostChoice:
@@ -70,11 +72,7 @@ class HostChoice:
         return f"auto/{self._context.run_id}/{self._context.restart}/{'-'.join(map(str, ranks))}"
 
     async def look(self, home: HomeLoop, deadline_s: float) -> None:
-        """Find the obstacles.
-
-        Raises:
-            TransportError: if a peer does not publish what it must, or something malformed; names it.
-        """
+        """Find the obstacles."""
         context = self._context
         answers = None if self._own.obstacle else TrialAnswers(context.rank, home)
         try:

@@ -2,27 +2,122 @@
 
 A message is copied on the sender's loop and put into the receiver's inbox; tensors on a device are copied there, on a
 stream of the sender's `DeviceCopies`, and never touch host memory. Ends that share a rendezvous object, run id
-and restart find each other through a hub; see `rrfp.transports.inproc_hub` for what threads share.
+and restart find each other through a hub; see `rrfp.transports.inproc` for what threads share.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
+import weakref
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rrfp.errors import ConfigError, TransportClosedError, TransportError
-from rrfp.transports.base import Message, Transport, TransportContext, TransportStatistics
+from rrfp.errors import ConfigError, PeerLostError, RrfpError, TransportClosedError, TransportError
+from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
 from rrfp.transports.device_copies import DeviceCopies, held_by, with_copies
-from rrfp.transports.flow import CLOSED, Window, cost_of
-from rrfp.transports.inproc_hub import PeerEnd, hub_of
+from rrfp.transports.flow import CLOSED, HomeLoop, Inbox, Window, cost_of
 from rrfp.transports.pool import BufferPool
 from rrfp.transports.rendezvous import publish_in_time
 from rrfp.transports.tensor_bytes import as_bytes, check_sendable, copy_bytes, from_buffer
 from rrfp.transports.wire import copy_body
+
+
+class _Outbound:
+    """One channel to one peer: the senders' lock, and the bytes that the peer has yet to consume."""
+
+    def __init__(self, limit: int, home: HomeLoop) -> None:
+        self.turn = asyncio.Lock()
+        self.window = Window(limit, home)
+        self.sequence = 0
+
+
+class PeerEnd:
+    """The part of a rank's transport that its peers call from their own threads."""
+
+    def __init__(self, context: TransportContext) -> None:
+        self.rank = context.rank
+        self.copies = context.copies
+        self.has_left = False  # guarded by the hub's lock
+        self.departed: set[int] = set()  # peers that left while this end was there; guarded likewise
+        self.home = HomeLoop()
+        self.inbox = Inbox(self.home)
+        self.outbound = {
+            (peer, channel): _Outbound(context.queue_bytes, self.home) for peer in context.peers for channel in Channel
+        }
+
+    def deliver(self, message: Message, window: Window, cost: int) -> None:
+        """Queue a peer's message; ``receive`` releases ``cost`` bytes of ``window``."""
+        self.inbox.put(message, partial(window.release, cost), first=message.channel is Channel.CONTROL)
+
+    def on_peer_left(self, peer: int, reason: str, *, lost: bool) -> None:
+        """Fail sends to ``peer``; if it is ``lost`` instead of closed, ``receive`` raises, after its messages."""
+        error = PeerLostError(peer, reason)
+        self.fail(error, peer)
+        if lost:
+            self.inbox.put(error)
+
+    def fail(self, error: RrfpError, peer: int | None = None) -> None:
+        """Make sends to ``peer``, or to all, raise ``error``."""
+        for (rank, _), outbound in self.outbound.items():
+            if peer in (None, rank):
+                outbound.window.fail(error)
+
+
+class Hub:
+    """The ends that share one rendezvous object, by (run id, restart, rank), on any number of threads.
+
+    The hub, the inbox of an end and the windows of its peers have a lock each, and no lock is acquired while another is
+    held, so they cannot deadlock.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ends: dict[tuple[str, int, int], PeerEnd] = {}
+
+    def join(self, context: TransportContext, end: PeerEnd) -> None:
+        """Add the end of a rank; a ConfigError if it has one already."""
+        key = (context.run_id, context.restart, context.rank)
+        with self._lock:
+            if key in self._ends:
+                raise ConfigError(f"rank {context.rank} of run {context.run_id!r} has a transport already")
+            self._ends[key] = end
+
+    def find(self, context: TransportContext, rank: int, name: str) -> PeerEnd:
+        """The end of a peer that has joined."""
+        with self._lock:
+            end = self._ends.get((context.run_id, context.restart, rank))
+            if end is None:
+                raise ConfigError(f"rank {rank} is in another process; {name} joins the ranks of one: use zmq")
+            own = self._ends[context.run_id, context.restart, context.rank]
+            if end.has_left and rank not in own.departed:
+                raise TransportError(f"rank {rank} connected, then left")
+            return end
+
+    def leave(self, context: TransportContext, end: PeerEnd) -> list[PeerEnd]:
+        """Mark ``end`` as left; returns the peers to notify: those that have joined."""
+        with self._lock:
+            end.has_left = True
+            keys = ((context.run_id, context.restart, rank) for rank in context.peers)
+            peers = [self._ends[key] for key in keys if key in self._ends]
+            for peer in peers:
+                peer.departed.add(end.rank)
+            return peers
+
+
+_hubs: weakref.WeakKeyDictionary[Any, Hub] = weakref.WeakKeyDictionary()
+_hubs_lock = threading.Lock()
+
+
+def hub_of(rendezvous: object) -> Hub:
+    """The hub of all ends with this rendezvous."""
+    with _hubs_lock:
+        return _hubs.setdefault(rendezvous, Hub())
+
 
 #: A larger tensor is copied in slices of this many bytes, and the loop runs in between.
 SLICE_BYTES = 1 << 20
@@ -32,9 +127,6 @@ class InprocTransport(Transport):
     """The reference transport, between the ranks of one process, on one event loop or several.
 
     A peer is lost when its end is aborted, or when its loop ends before the end was closed.
-
-    Attributes:
-        name: ends connect only to ends of the same name.
     """
 
     name = "inproc"

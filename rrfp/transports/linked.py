@@ -16,9 +16,9 @@ from typing import Generic, Protocol, TypeVar
 from rrfp.core import timeouts
 from rrfp.errors import ConfigError, PeerLostError, RrfpError, TransportClosedError, TransportError
 from rrfp.log import get_logger
-from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
-from rrfp.transports.flow import CLOSED, Deliver, HomeLoop, Inbox, Window
-from rrfp.transports.refusals import Refusals
+from rrfp.transports.base import Channel, Deliver, Message, Transport, TransportContext, TransportStatistics
+from rrfp.transports.flow import CLOSED, HomeLoop, Inbox, Window
+from rrfp.transports.rate_limited_log import RateLimitedLog
 from rrfp.transports.wire import Codec
 
 _log = get_logger(__name__)
@@ -27,7 +27,7 @@ _log = get_logger(__name__)
 MAX_PENDING_FRAME_ERRORS = 64
 
 
-class OutletOf(Protocol):
+class OutletFactory(Protocol):
     """The sending side of one channel to one peer."""
 
     window: Window
@@ -36,22 +36,19 @@ class OutletOf(Protocol):
         """Send a whole message, whose tensors have ``num_bytes``; see `Transport.send`."""
 
     def send_at_once(self, message: Message, num_bytes: int) -> bool:
-        """See `rrfp.transports.direct.SendsAtOnce`; may raise what `send` raises, and has sent nothing then."""
+        """See `rrfp.transports.base.SendsAtOnce`; may raise what `send` raises, and has sent nothing then."""
 
 
-class LinkOf(Protocol):
-    """The connection to one peer.
+class LinkFactory(Protocol):
+    """The connection to one peer."""
 
-    Attributes:
-        opened: set when messages can flow both ways, or never will.
-        is_connected: they can, or could.
-    """
-
+    #: Set when messages can flow both ways, or never will.
     opened: asyncio.Event
+    #: They can, or could.
     is_connected: bool
 
     @property
-    def outlets(self) -> Mapping[Channel, OutletOf]:
+    def outlets(self) -> Mapping[Channel, OutletFactory]:
         """Those of the channels that are connected."""
 
     def consumed(self, channel: Channel, num_bytes: int) -> None:
@@ -64,7 +61,7 @@ class LinkOf(Protocol):
         """Free all resources; sends raise the first ``error`` passed. May be called twice."""
 
 
-Link = TypeVar("Link", bound=LinkOf)
+Link = TypeVar("Link", bound=LinkFactory)
 
 
 class LinkedTransport(Transport, Generic[Link]):
@@ -81,7 +78,7 @@ class LinkedTransport(Transport, Generic[Link]):
         self._closed: asyncio.Event | None = None
         self._is_closed = False
         self._pending_errors = 0
-        self._refusals = Refusals(_log)
+        self._refusals = RateLimitedLog(_log)
         self._sent = self._sent_bytes = self._received = self._received_bytes = self._dropped = 0
 
     @abstractmethod
@@ -149,7 +146,7 @@ class LinkedTransport(Transport, Generic[Link]):
         self._count(num_bytes)
 
     def send_at_once(self, peer: int, message: Message) -> bool:
-        """See `rrfp.transports.direct.SendsAtOnce`."""
+        """See `rrfp.transports.base.SendsAtOnce`."""
         link = self._links.get(peer)
         outlet = None if link is None or self._closing else link.outlets.get(message.channel)
         num_bytes = message.num_bytes
@@ -170,7 +167,7 @@ class LinkedTransport(Transport, Generic[Link]):
         return await self._check_open().get()
 
     def deliver_to(self, deliver: Deliver) -> None:
-        """See `rrfp.transports.direct.DeliversMessages`."""
+        """See `rrfp.transports.base.DeliversMessages`."""
         self._check_open().deliver_to(deliver)
         self._deliver = deliver
 
@@ -208,7 +205,7 @@ class LinkedTransport(Transport, Generic[Link]):
         if self._closed is not None:
             self._closed.set()
 
-    def _outlets(self) -> list[OutletOf]:
+    def _outlets(self) -> list[OutletFactory]:
         return [outlet for link in self._links.values() for outlet in link.outlets.values()]
 
     def statistics(self) -> TransportStatistics:
@@ -245,7 +242,7 @@ class LinkedTransport(Transport, Generic[Link]):
             self._pending_errors += 1
             self._inbox.put(error, self._on_error_raised, first=True)
 
-    def on_stranger(self, sentence: str) -> None:
+    def on_rejected(self, sentence: str) -> None:
         """A frame or a connection of no rank was dropped, as the sentence says. ``receive`` raises nothing for it."""
         self._refusals.add(sentence)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rrfp.core.registry import Registry
+from rrfp.core.registry import Registry, where_defined
 from rrfp.errors import ConfigError
 from rrfp.transports.base import Transport, TransportContext
 
@@ -46,5 +46,6 @@ def create_transport(spec: TransportSpec, context: TransportContext) -> Transpor
         raise ConfigError(f"transport is {spec!r}, must be a name or a factory; names: {names}")
     transport = factory(context)
     if not isinstance(transport, Transport):
-        raise ConfigError(f"transport {spec!r} made a {type(transport).__name__}, must make an rrfp Transport")
+        made = where_defined(type(transport))
+        raise ConfigError(f"transport {spec!r} made an object of type {made}, must make an rrfp Transport")
     return transport

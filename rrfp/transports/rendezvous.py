@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from rrfp.core import timeouts
 from rrfp.core.topology import Topology
@@ -73,7 +74,8 @@ class StoreRendezvous:
 
         self._owner = store  # PrefixStore does not keep a store alive that this process hosts
         self._store: Any = PrefixStore(f"rrfp/{run_id}/{restart}", store)
-        self._turn = asyncio.Lock()
+        #: By loop, since each pipeline may run on one of its own: calls take turns.
+        self._turns = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
 
     @classmethod
     async def from_env(
@@ -109,18 +111,19 @@ class StoreRendezvous:
     async def lookup(self, key: str, timeout_s: float) -> bytes:
         """See `Rendezvous.lookup`."""
         # The store's own wait cannot be cancelled and keeps its connection to itself; polling does neither.
-        pause_s = timeouts.FIRST_PAUSE_S
+        pause_s, waited_s = timeouts.FIRST_PAUSE_S, 0.0
         try:
             async with asyncio.timeout(timeout_s):
                 while not await self._call(key, lambda: self._store.check([key])):
                     await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, timeouts.LAST_PAUSE_S)
+                    waited_s += pause_s
+                    pause_s = min(2 * pause_s, max(timeouts.LAST_PAUSE_S, waited_s / 20), timeouts.LONGEST_PAUSE_S)
                 return bytes(await self._call(key, lambda: self._store.get(key)))
         except TimeoutError:
             raise _absent(key, timeout_s) from None
 
     async def _call(self, key: str, function: Callable[[], _Result]) -> _Result:
-        async with self._turn:
+        async with self._turns.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
             try:
                 return await in_thread(function)
             except RuntimeError as error:  # torch's DistError derives from it
@@ -190,12 +193,7 @@ def start_daemon(serve: Callable[[], None], name: str) -> None:
 async def in_thread(
     function: Callable[[], _Result], start: Callable[[Callable[[], None], str], None] = start_daemon
 ) -> _Result:
-    """Run a blocking ``function`` in a thread of its own. Cancelled, it continues and its result is dropped.
-
-    Args:
-        function: without arguments.
-        start: begins the thread.
-    """
+    """Run a blocking ``function`` in a thread of its own. Cancelled, it continues and its result is dropped."""
     # Not the loop's executor: closing a loop waits for its threads, and a store that hangs would hang the exit.
     loop = asyncio.get_running_loop()
     future: asyncio.Future[_Result] = loop.create_future()

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Mapping
 from typing import NoReturn
 
-from rrfp.errors import ConfigError
+from rrfp.errors import ConfigError, TransportError
 
 #: The environment variables that hold it, or the path of its file.
 VARIABLE, FILE_VARIABLE = "RRFP_SECRET", "RRFP_SECRET_FILE"
@@ -19,6 +19,10 @@ MIN_BYTES = 32
 
 #: A longer file is none of a secret.
 _MAX_BYTES = 4096
+
+#: Values in the store that begin so have a voucher, and then the value itself.
+_VOUCHED = b"rrfp vouched 1 "
+_VOUCHER_BYTES = hashlib.sha256().digest_size
 
 
 def new_secret() -> str:
@@ -79,11 +83,60 @@ class Secret:
             mac.update(len(data).to_bytes(8, "big") + data)
         return mac.digest()
 
+    def check(self, voucher: bytes, what: str, reader: str, *parts: str | int | bytes) -> None:
+        """Check that ``voucher`` is the `mac` of ``parts``.
+
+        Args:
+            voucher: as it was found in the rendezvous store; may be empty.
+            what: it is found with, for errors: "an endpoint of rank 1".
+            reader: this rank, for errors.
+            parts: as for `mac`.
+
+        Raises:
+            TransportError: if it is missing or another one; blames the store.
+        """
+        if not voucher:
+            raise TransportError(
+                f"the rendezvous store has {what} without a voucher: the rank has no secret (RRFP_SECRET_FILE on its "
+                "host), or another program wrote to the store"
+            )
+        if not hmac.compare_digest(self.mac(*parts), voucher):
+            raise TransportError(
+                f"the rendezvous store has {what} that the secret of this job does not vouch for: the rank has another "
+                f"secret than {reader}, or another program wrote to the store"
+            )
+
     def __repr__(self) -> str:
         return f"<secret of {self.origin}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a job's secret cannot be pickled: every process reads it from its own environment")
+
+
+def vouch(secret: Secret | None, value: bytes, *parts: str | int | bytes) -> bytes:
+    """``value`` as it is written to the rendezvous store: with a voucher over ``parts`` and itself, given a secret."""
+    return value if secret is None else _VOUCHED + secret.mac(*parts, value) + value
+
+
+def split_voucher(data: bytes) -> tuple[bytes, bytes]:
+    """The voucher, empty if there is none, and the value of what `vouch` made."""
+    if not data.startswith(_VOUCHED):
+        return b"", data
+    start = len(_VOUCHED) + _VOUCHER_BYTES
+    return data[len(_VOUCHED) : start], data[start:]
+
+
+def vouched(secret: Secret | None, data: bytes, what: str, reader: str, *parts: str | int | bytes) -> bytes:
+    """The value of what `vouch` made; ``what`` and ``reader`` as for `Secret.check`."""
+    voucher, value = split_voucher(data)
+    if secret is not None:
+        secret.check(voucher, what, reader, *parts, value)
+    elif voucher:
+        raise TransportError(
+            f"the rendezvous store has {what} with a voucher: the rank has a secret, and {reader} has none (set "
+            "RRFP_SECRET_FILE on all hosts), or another program wrote to the store"
+        )
+    return value
 
 
 def check_security(secret: Secret | None, *, allow_insecure: bool) -> None:

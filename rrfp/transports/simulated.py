@@ -17,13 +17,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rrfp.costs.message_times import message_times
+from rrfp.costs.latency import message_times
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError
 from rrfp.transports.base import Message, MessageKind, TransportContext
 from rrfp.transports.flow import Window
-from rrfp.transports.inproc import InprocTransport
-from rrfp.transports.inproc_hub import PeerEnd
+from rrfp.transports.inproc import InprocTransport, PeerEnd
 
 #: Seconds of a message between two ranks: (sender, receiver, message) -> finite, >= 0.
 Latency = Callable[[int, int, Message], float]
@@ -35,11 +34,7 @@ def no_latency(rank: int, peer: int, message: Message) -> float:
 
 
 def table_latency(costs: CostTable) -> Latency:
-    """The latencies of a cost table for outputs, zero for all other messages.
-
-    Args:
-        costs: of the step; ranks are its stages.
-    """
+    """The latencies of a cost table for outputs, zero for all other messages."""
     times = message_times(costs)
 
     def latency(rank: int, peer: int, message: Message) -> float:
@@ -56,10 +51,6 @@ class SimulatedTransport(InprocTransport):
 
     A message in flight counts as queued, so ``queue_bytes`` bounds it too. After ``close`` messages in flight still
     arrive; ``abort`` loses them.
-
-    Args:
-        context: this rank, its peers and the limits.
-        latency: the seconds of each message.
     """
 
     name = "simulated"

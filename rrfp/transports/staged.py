@@ -21,10 +21,9 @@ from functools import partial
 from torch import Tensor
 
 from rrfp.errors import ConfigError, FrameError, TransportClosedError
-from rrfp.transports.base import Channel, Message, Transport, TransportStatistics
+from rrfp.transports.base import Channel, LendsMemory, Loan, Message, Transport, TransportStatistics
 from rrfp.transports.device_copies import DeviceCopies, held_by, with_copies
 from rrfp.transports.flow import CLOSED, background
-from rrfp.transports.lending import LendsMemory, Loan
 from rrfp.transports.tensor_bytes import check_sendable, from_buffer
 
 #: The entry of a message's body that names the device of each tensor, with None for None. Absent where all are CPU's.
@@ -37,12 +36,7 @@ _MAX_KIND_LENGTH = 32
 
 
 def staged(transport: Transport, copies: DeviceCopies | None) -> Transport:
-    """``transport`` itself if it carries the tensors of the rank's device, else in front of it a `StagedTransport`.
-
-    Args:
-        transport: not started.
-        copies: of the rank's device; None where it computes on the CPU.
-    """
+    """``transport`` itself if it carries the tensors of the rank's device, else in front of it a `StagedTransport`."""
     return transport if copies is None or copies.kind in transport.carries else StagedTransport(transport, copies)
 
 
@@ -60,11 +54,6 @@ class StagedTransport(Transport):
 
     Messages without device tensors pass as they are. The contract of `Transport` holds if ``inner`` keeps it, but for
     one thing: of the messages with device tensors, one at a time is copied, whatever its peer and channel.
-
-    Args:
-        inner: not started.
-        copies: of the rank's device.
-        owns_copies: close ``copies`` with this transport.
     """
 
     def __init__(self, inner: Transport, copies: DeviceCopies, *, owns_copies: bool = True) -> None:
@@ -255,11 +244,7 @@ def _tensors_in(loan: Loan, tensors: Sequence[Tensor | None], indices: Sequence[
 
 
 def _device_tensors(message: Message) -> list[int]:
-    """The indices of the tensors that the sender had on a device. The list comes from the network.
-
-    Raises:
-        FrameError: if it does not name one device for each tensor.
-    """
+    """The indices of the tensors that the sender had on a device. The list comes from the network."""
     devices = message.body[DEVICES]
     sender, tensors = message.sender, message.tensors
     if not isinstance(devices, list) or len(devices) != len(tensors):

@@ -214,14 +214,7 @@ def copy_body(body: Mapping[str, Plain]) -> dict[str, Any]:
 
 
 def check_body(body: Mapping[str, Plain]) -> None:
-    """Refuse a body that a receiver would refuse.
-
-    Args:
-        body: of a message that is to be sent.
-
-    Raises:
-        ConfigError: if it is not plain data, or nested too deep.
-    """
+    """Refuse a body that a receiver would refuse."""
     try:
         HeaderChecks(None).body(body)
     except FrameError as error:

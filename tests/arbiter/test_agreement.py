@@ -12,9 +12,9 @@ from rrfp.arbiter.agreement import AgreementArbiter
 from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
 from rrfp.arbiter.leader import LeaderProtocol
 from rrfp.core import events as ev
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
+from rrfp.core.group_step import GroupMembership
 from rrfp.core.hint import Hint, View
-from rrfp.core.order_log import Group
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Mode, StepId, Task
@@ -44,7 +44,7 @@ class Members:
         self.messages: dict[tuple[int, int], deque[GroupMessage]] = {}
         self.orders: list[list[Task]] = [[] for _ in range(size)]
         self.causes: list[WaitCause | None] = [None] * size
-        self.cores = [StageCore(Graph.chain(2), 1, hint()) for _ in range(size)]
+        self.cores = [StageCore(TaskGraph.chain(2), 1, hint()) for _ in range(size)]
         self.arbiters = [self._arbiter(member, size) for member in range(size)]
         for member in range(size if open_at_once else 0):
             self.open(member)
@@ -68,7 +68,9 @@ class Members:
         def waiting(cause: WaitCause) -> None:
             self.causes[member] = cause
 
-        return AgreementArbiter(self.cores[member], 1, dispatch, waiting, group=Group(member, size), send=send)
+        return AgreementArbiter(
+            self.cores[member], 1, dispatch, waiting, group=GroupMembership(member, size), send=send
+        )
 
     def arrived(self, member: int, *tasks: str) -> None:
         for task in tasks:
@@ -266,7 +268,7 @@ def test_an_outcome_that_this_rank_did_not_propose_is_refused() -> None:
 )
 def test_messages_that_are_not_the_senders_to_say_are_refused(rank: int, sender: int, message: GroupMessage) -> None:
     told: list[ev.Event] = []
-    protocol = LeaderProtocol(Group(rank, 3), lambda member, said: None, told.append)
+    protocol = LeaderProtocol(GroupMembership(rank, 3), lambda member, said: None, told.append)
     with pytest.raises(ProtocolError, match=rf"member {sender} of the group says .*, which makes no sense here"):
         protocol.on_message(sender, message)
     assert not told
@@ -276,7 +278,10 @@ def protocol_of(member: int, said: list[tuple[int, GroupMessage]], *, reports_by
     """The part of a member of three, which adds to ``said`` what it says to whom."""
     told: list[ev.Event] = []
     return LeaderProtocol(
-        Group(member, 3), lambda other, message: said.append((other, message)), told.append, reports_bytes=reports_bytes
+        GroupMembership(member, 3),
+        lambda other, message: said.append((other, message)),
+        told.append,
+        reports_bytes=reports_bytes,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from core_script import Script, T
 
 from rrfp.arbiter.arbiter import Arbiter
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Task
 from rrfp.core.usage import WaitCause
 
@@ -33,7 +33,7 @@ class Lane:
 
 
 def test_it_decides_nothing_before_something_happened() -> None:
-    lane = Lane(Script(Graph.chain(1)))
+    lane = Lane(Script(TaskGraph.chain(1)))
     lane.arbiter.decide()
     assert (lane.started, lane.waits) == ([], [])
     lane.arbiter.kick()
@@ -42,7 +42,7 @@ def test_it_decides_nothing_before_something_happened() -> None:
 
 
 def test_it_keeps_as_many_tasks_enqueued_as_the_lane_is_deep() -> None:
-    lane = Lane(Script(Graph.chain(1), microbatches=3), depth=2)
+    lane = Lane(Script(TaskGraph.chain(1), microbatches=3), depth=2)
     lane.arbiter.kick()
     lane.arbiter.decide()
     assert lane.started == ["F0@0", "B0@0"]
@@ -53,13 +53,13 @@ def test_it_keeps_as_many_tasks_enqueued_as_the_lane_is_deep() -> None:
 
 
 def test_it_dispatches_one_task_at_a_time_where_that_is_asked_for() -> None:
-    lane = Lane(Script(Graph.chain(1), microbatches=3), depth=2)
+    lane = Lane(Script(TaskGraph.chain(1), microbatches=3), depth=2)
     assert [lane.arbiter.dispatch_next() for _ in range(3)] == [True, True, False]
     assert lane.started == ["F0@0", "B0@0"]
 
 
 def test_it_reports_the_cause_when_the_lane_is_left_empty_and_only_then() -> None:
-    lane = Lane(Script(Graph.chain(2), limit=1))
+    lane = Lane(Script(TaskGraph.chain(2), limit=1))
     lane.arbiter.kick()
     lane.arbiter.decide()
     assert (lane.started, lane.waits) == (["F0@0"], [])
@@ -73,7 +73,7 @@ def test_it_reports_the_cause_when_the_lane_is_left_empty_and_only_then() -> Non
 
 def test_a_decision_that_makes_another_one_due_is_followed_by_it() -> None:
     """`dispatch` kicks, as rank 0 of a group does whose own proposal ends a round."""
-    script = Script(Graph.chain(1), microbatches=2)
+    script = Script(TaskGraph.chain(1), microbatches=2)
     started: list[str] = []
 
     def dispatch(task: Task) -> None:

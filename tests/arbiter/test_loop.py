@@ -10,7 +10,7 @@ from arbiter.test_arbiter import Lane
 from core_script import Script
 
 from rrfp.arbiter.loop import run_arbiter
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 
 
 @asynccontextmanager
@@ -32,7 +32,7 @@ async def turns() -> None:
 
 
 async def test_it_decides_nothing_before_something_happened() -> None:
-    lane = Lane(Script(Graph.chain(1)))
+    lane = Lane(Script(TaskGraph.chain(1)))
     async with running(lane):
         assert (lane.started, lane.waits) == ([], [])
         lane.arbiter.kick()
@@ -41,7 +41,7 @@ async def test_it_decides_nothing_before_something_happened() -> None:
 
 
 async def test_a_kick_before_the_loop_runs_is_not_lost() -> None:
-    lane = Lane(Script(Graph.chain(1)))
+    lane = Lane(Script(TaskGraph.chain(1)))
     lane.arbiter.kick()
     async with running(lane):
         assert lane.started == ["F0@0"]
@@ -49,7 +49,7 @@ async def test_a_kick_before_the_loop_runs_is_not_lost() -> None:
 
 async def test_events_that_come_together_are_all_applied_before_it_decides() -> None:
     """F1 is heard of first, and F0 goes first: the decision waits until both callbacks have had their turn."""
-    lane = Lane(Script(Graph.chain(2), stage=1))
+    lane = Lane(Script(TaskGraph.chain(2), stage=1))
     async with running(lane):
         loop = asyncio.get_running_loop()
         loop.call_soon(lane.arrived, "F1@0")

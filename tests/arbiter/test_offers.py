@@ -8,9 +8,9 @@ from core_script import Script, T
 from rrfp.arbiter.arbiter import Arbiter
 from rrfp.arbiter.offers import Offers, may_offer
 from rrfp.core.admission import Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
+from rrfp.core.group_step import GroupMembership
 from rrfp.core.hint import Hint, View
-from rrfp.core.order_log import Group
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Task
@@ -72,7 +72,7 @@ class Lane:
 @pytest.fixture
 def lane() -> Lane:
     """The last of two stages, which has run nothing; F0 and F1 have arrived there, and F0 is running."""
-    lane = Lane(Script(Graph.chain(2), stage=1, microbatches=3, hint=create_hint("b-priority")))
+    lane = Lane(Script(TaskGraph.chain(2), stage=1, microbatches=3, hint=create_hint("b-priority")))
     lane.arrives("F0@0")
     lane.arrives("F1@0")
     assert lane.log == ["enqueued F0@1", "offer B0@1"]
@@ -98,7 +98,7 @@ def test_an_offer_stands_while_the_decision_is_the_same(lane: Lane) -> None:
 
 
 def test_an_event_that_changes_the_decision_changes_the_offer() -> None:
-    lane = Lane(Script(Graph.chain(2), microbatches=2, hint=create_hint("b-priority"), limit=2))
+    lane = Lane(Script(TaskGraph.chain(2), microbatches=2, hint=create_hint("b-priority"), limit=2))
     lane.decides()
     lane.completes("F0@0")
     assert lane.log == ["enqueued F0@0", "offer F1@0", "withdraw F1@0", "completed F0@0", "enqueued F1@0"]
@@ -108,7 +108,7 @@ def test_an_event_that_changes_the_decision_changes_the_offer() -> None:
 
 
 def test_a_task_begun_meanwhile_is_enqueued_before_another_one_is_offered() -> None:
-    lane = Lane(Script(Graph.chain(2), microbatches=3, hint=create_hint("b-priority")))
+    lane = Lane(Script(TaskGraph.chain(2), microbatches=3, hint=create_hint("b-priority")))
     lane.decides()
     lane.completes("F0@0")
     assert lane.log[-2:] == ["enqueued F1@0", "offer F2@0"]
@@ -121,7 +121,7 @@ def test_a_task_begun_meanwhile_is_enqueued_before_another_one_is_offered() -> N
 
 
 def test_nothing_is_offered_where_nothing_is_ready() -> None:
-    lane = Lane(Script(Graph.chain(2), microbatches=1))
+    lane = Lane(Script(TaskGraph.chain(2), microbatches=1))
     lane.decides()
     assert lane.log == ["enqueued F0@0"]
     lane.completes("F0@0")
@@ -137,7 +137,7 @@ def test_an_offer_goes_when_the_hint_would_rather_wait() -> None:
             return None if self.waits else next(iter(ready))
 
     hint = Moody()
-    lane = Lane(Script(Graph.chain(1), microbatches=2, hint=hint))
+    lane = Lane(Script(TaskGraph.chain(1), microbatches=2, hint=hint))
     lane.decides()
     hint.waits = True
     lane.decides()
@@ -148,11 +148,11 @@ def test_an_offer_goes_when_the_hint_would_rather_wait() -> None:
 @pytest.mark.parametrize(
     ("core", "depth", "may"),
     [
-        (StageCore(Graph.chain(1), 0, create_hint("bf")), 1, True),
-        (StageCore(Graph.chain(1), 0, create_hint("bf"), Limit(2)), 1, True),
-        (StageCore(Graph.chain(1), 0, create_hint("bf")), 2, False),
-        (StageCore(Graph.chain(1), 0, create_hint("bf"), Limit(bytes=1)), 1, False),
-        (StageCore(Graph.chain(1), 0, create_hint("bf"), group=Group(0, 2)), 1, False),
+        (StageCore(TaskGraph.chain(1), 0, create_hint("bf")), 1, True),
+        (StageCore(TaskGraph.chain(1), 0, create_hint("bf"), Limit(2)), 1, True),
+        (StageCore(TaskGraph.chain(1), 0, create_hint("bf")), 2, False),
+        (StageCore(TaskGraph.chain(1), 0, create_hint("bf"), Limit(bytes=1)), 1, False),
+        (StageCore(TaskGraph.chain(1), 0, create_hint("bf"), group=GroupMembership(0, 2)), 1, False),
     ],
 )
 def test_nothing_is_offered_behind_enqueued_tasks_under_a_byte_limit_or_in_a_group(

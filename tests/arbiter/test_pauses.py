@@ -7,7 +7,7 @@ from core_script import Script, T
 from rrfp.arbiter.arbiter import Arbiter
 from rrfp.arbiter.pauses import PauseTimer
 from rrfp.core import events as ev
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import View
 from rrfp.core.tasks import Task
 from rrfp.core.usage import WaitCause
@@ -25,7 +25,7 @@ class Stage:
     """Stage 1 of two with two gradients at hand, its clock, and what its arbiter did."""
 
     def __init__(self) -> None:
-        self.script = script = Script(Graph.chain(3), 1, 5, hint=Patient())
+        self.script = script = Script(TaskGraph.chain(3), 1, 5, hint=Patient())
         script.arrived("F0@0", "F1@0", "F2@0", "B0@2", "B1@2", "B2@2")
         script.ran("F0@1", "F1@1", "F2@1")
         script.told(ev.Enqueued(T("B0@1")), ev.Completed(T("B0@1"), seconds=8.0))

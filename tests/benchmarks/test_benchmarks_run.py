@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.dispatch.arrivals import ROWS
+from benchmarks.soak.run import Sample, verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,7 +48,7 @@ def test_dispatch_reports_every_latency_with_its_aim() -> None:
         assert 0 < spread["p50"] <= spread["p90"] <= spread["p99"]
         assert spread["samples"] >= 9  # between ten tasks
     assert [(speed["stages"], speed["tasks_per_s"] > 0) for speed in document["engine"]] == [(4, True), (64, True)]
-    assert len(document["aims"]) == 7
+    assert len(document["aims"]) == 7 + len(document["outputs"])
     check_aims(document["aims"])
 
 
@@ -109,3 +111,26 @@ def test_trace_to_costs_predicts_every_method_in_both_workloads() -> None:
     assert shown == [(workload, method) for workload in ("paced", "cpu") for method in methods]
     for figures in document["figures"]:
         assert min(figures[way] for way in ("measured", "typical", "each_step", "averaged")) > 0
+
+
+@pytest.mark.long
+def test_soak_samples_every_rank_and_names_what_grows() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "soak" / "run.py"), "--quick", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    document = json.loads(done.stdout)
+
+    assert len({len(own) for own in document["samples"]}) == 1
+    for own in document["samples"]:
+        assert own[0]["slots"] > 0
+        assert min(own[0]["in_use"], own[0]["free"], own[0]["blocks"]) > 0
+
+
+def test_soak_names_a_figure_that_grows_to_the_end_and_none_that_is_bounded() -> None:
+    def samples(in_use: Callable[[int], float]) -> list[Sample]:
+        return [Sample(at, at, 40, 12, 100.0, 300.0 + at, in_use(at), float(at), 1000.0) for at in range(30)]
+
+    assert verdict([samples(lambda at: 100.0 + min(at, 15))]) == []
+    assert verdict([samples(lambda at: 100.0), samples(lambda at: 100.0 + at)]) == [
+        "in use of rank 1 grows by 10.0, beyond 6"
+    ]

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.dispatch import arrivals
 from benchmarks.dispatch.arrivals import ROWS, Samples, above, idle_times, spreads_of, starts
 from benchmarks.dispatch.decisions import EngineSpeed
+from benchmarks.dispatch.outputs import CASES, WatchCost, time_watch
 from benchmarks.dispatch.run import aims_of
 from rrfp.core.tasks import Kind, Task
 from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan
@@ -53,8 +54,14 @@ def samples_of(**seconds: float) -> Samples:
 def test_aims_are_absolute_for_filing_and_above_bare_messages_for_starts(
     filed: float, started: float, met: list[bool]
 ) -> None:
-    aims = aims_of(samples_of(filed=filed, started=started), [EngineSpeed(4, 256, 60_000.0)])
+    watching = [WatchCost(CASES[0], 50e-6, 19e-6), WatchCost(CASES[1], 50e-6, 21e-6)]
+    aims = aims_of(samples_of(filed=filed, started=started), [EngineSpeed(4, 256, 60_000.0)], watching)
 
-    assert [aim.met for aim in aims] == [*met, True]
+    assert [aim.met for aim in aims] == [*met, True, False, True]
     assert [aim.value for aim in aims[:5]] == pytest.approx([filed * 1e6] * 2 + [started * 1e6 - 20] * 3)
     assert f"{arrivals.STARTED}, above {arrivals.BARE_SOCKET}, p50" in [aim.name for aim in aims]
+
+
+def test_the_watch_over_outputs_is_timed_on_tasks_that_run() -> None:
+    cost = time_watch(CASES[-1], rounds=1, microbatches=5)
+    assert cost.without > 0

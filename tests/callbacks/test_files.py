@@ -50,13 +50,13 @@ def test_every_step_and_evaluation_is_a_row_and_a_resumed_run_goes_on(kind: Any,
     path = tmp_path / "metrics"
     results = train(kind(path, tokens=10)) + train(kind(path, tokens=10), first_step=2)
     found = rows(path, kind)
-    assert [(row["mode"], row["step"]) for row in found] == [
-        ("train", 0),
-        ("train", 1),
-        ("evaluation", 2),
-        ("train", 2),
-        ("train", 3),
-        ("evaluation", 4),
+    assert [(row["mode"], row["step"], row["completed"]) for row in found] == [
+        ("train", 0, 1),
+        ("train", 1, 2),
+        ("evaluation", 2, 2),
+        ("train", 2, 3),
+        ("train", 3, 4),
+        ("evaluation", 4, 4),
     ]
     for row, result in zip(found, results, strict=True):
         assert list(row) == metric_names(2)

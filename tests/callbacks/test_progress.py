@@ -85,6 +85,23 @@ def test_a_byte_limit_is_shown_in_the_unit_of_the_bytes() -> None:
     assert "5.0/64.0" in printed(where)
 
 
+def test_the_cursor_is_shown_on_a_line_of_its_own_at_any_time_and_no_line_is_left_empty_at_the_end() -> None:
+    where = console()
+    progress = Progress(console=where)
+    progress.run_begun(begun())
+    aborted = Aborted(1003.0, 1, Origin(1, "F0@1", "ValueError: boom"))
+    for event in (None, ended(0), aborted):
+        if isinstance(event, Aborted):
+            progress.aborted(event)
+        elif event is not None:
+            progress.step_ended(event)
+        text = printed(where)
+        assert text.endswith("\n")
+        assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")
+    progress.run_ended(RUN_ENDED)
+    assert printed(where).removesuffix("\x1b[?25h").endswith("aborted by stage 1, task F0@1: ValueError: boom\n")
+
+
 def test_it_follows_a_real_run() -> None:
     where = console()
     with rrfp.local(stages(2), loss_fn=loss_fn, callbacks=[Progress(3, console=where)]).blocking() as pipe:

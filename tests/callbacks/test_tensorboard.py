@@ -34,7 +34,7 @@ def test_scalars_are_by_step_and_a_resumed_run_replaces_the_steps_that_it_runs_a
     reader: Any = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     board = reader.EventAccumulator(str(tmp_path / "board"))
     board.Reload()
-    assert [(each.step, each.value) for each in board.Scalars("train/loss")] == [(0, 4.0), (1, 3.0), (2, 2.0), (3, 1.0)]
+    assert [(each.step, each.value) for each in board.Scalars("train/loss")] == [(1, 4.0), (2, 3.0), (3, 2.0), (4, 1.0)]
     assert [each.value for each in board.Scalars("blocked_input/stage1")] == [0.25] * 4
     assert board.Scalars("train/tokens_per_second")[0].value == 320
     assert board.Scalars("train/loss")[0].wall_time == 1000.0

@@ -1,7 +1,8 @@
-"""The line itself: help where nothing is asked, all faults at once, completion, and `python -m rrfp`."""
+"""The line itself: help where nothing is asked, a line for each fault, completion, and `python -m rrfp`."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -29,11 +30,29 @@ def test_help_shows_no_value_for_a_flag(words: tuple[str, ...]) -> None:
     assert "bool" not in page.casefold()
 
 
+def test_the_help_groups_commands_by_what_one_wants() -> None:
+    page = rrfp("--help").stdout
+    heads = ["First look", "My job", "What if", "Extend"]
+    places = [page.index(f" {head} ") for head in heads]
+    assert places == sorted(places)
+    groups = dict(zip(heads, itertools.pairwise([*places, len(page)]), strict=True))
+    commands = {"My job": ("trace", "top", "costs"), "What if": ("simulate", "sweep"), "Extend": ("hints", "check")}
+    for head, names in commands.items():
+        for name in names:
+            assert f"│ {name} " in page[slice(*groups[head])]
+
+
 def test_a_misspelt_command_is_answered_with_the_right_one() -> None:
     result = rrfp("chek")
     assert result.exit_code == 2
     assert result.stderr.startswith("rrfp: No such command 'chek', must be one of: demo, ")
     assert result.stderr.endswith("; did you mean 'check'? (see rrfp --help)\n")
+
+
+def test_a_misspelt_option_is_answered_with_the_most_similar_one() -> None:
+    result = rrfp("sweep", "--hnt", "bf", "--profile", "llm", "--strict", "1f1b")
+    assert result.exit_code == 2
+    assert result.stderr == "rrfp: No such option: --hnt (did you mean --hint?) (see rrfp sweep --help)\n"
 
 
 SEVERAL = {
@@ -77,7 +96,7 @@ SEVERAL = {
     ),
     "a missing value": (
         ("simulate", "--hint", "nope", "--costs"),
-        ["Option '--costs' requires an argument", "hint is 'nope'"],
+        ["Option '--costs' requires an argument", "hint is 'nope'", "exactly one of --costs FILE and --profile"],
     ),
     "an unknown option with a negative value": (
         ("check", "faults", "--sed", "-1", "--hint", "nope"),
@@ -89,13 +108,15 @@ SEVERAL = {
 
 
 @pytest.mark.parametrize("case", SEVERAL)
-def test_all_faults_are_one_line(case: str) -> None:
+def test_each_fault_is_a_line(case: str) -> None:
     words, messages = SEVERAL[case]
     result = rrfp(*words)
-    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert result.stderr.startswith("rrfp: ")
+    lines = result.stderr.splitlines()
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert len(lines) == len([message for message in messages if not message.startswith(" (see")])
+    assert all(line.startswith("rrfp: ") for line in lines)
     for message in messages:
-        assert result.stderr.count(message) == 1, (message, result.stderr)
+        assert sum(message in line for line in lines) == 1, (message, result.stderr)
 
 
 def test_a_word_behind_an_unknown_option_is_no_fault_of_its_own() -> None:

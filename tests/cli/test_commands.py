@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -17,6 +18,12 @@ import rrfp as package
 
 CHECKS = ("check faults", "check admission", "check hint", "check transport", "check lane")
 COMMANDS = ("demo", "simulate", "sweep", "trace", "costs", "hints", "transports", "doctor", *CHECKS)
+
+
+class Plain(package.Hint):
+    def choose(self, ready: package.ReadySet, view: package.View) -> package.Task | None:
+        return ready.first(package.Kind.F)
+
 
 CHEAT = """
 from rrfp import Hint, Kind, Task
@@ -50,7 +57,7 @@ def test_version() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("nope",), "No such command 'nope', must be one of: demo, simulate"),
+        (("nope",), "No such command 'nope', must be one of: demo, trace"),
         (("--nope",), "No such option: --nope (see rrfp --help)"),
         (("check", "nope"), "No such command 'nope', must be one of: faults, admission, hint, transport, lane (se"),
         (("check", "hint"), "Missing argument 'NAME'"),
@@ -59,6 +66,7 @@ def test_version() -> None:
             ("check", "transport", "nope"),
             "transport is 'nope', must be one of: auto, inproc, shm, zmq, cuda_ipc, collective, simulated",
         ),
+        (("check", "transport", "SHM"), "transport is 'SHM' (did you mean 'shm'?), must be one of: auto, inproc, shm"),
         (("check", "lane", "nope"), "lane is 'nope', must be one of: thread, timer, double, cuda, or module:attribute"),
         (("check", "lane", "math:pi"), "lane is 3.141592653589793, must be a factory: lane(stage)"),
         (("trace",), "Missing argument 'FILE...'"),
@@ -116,6 +124,58 @@ def test_plugin_that_cannot_be_loaded_does_not_hide_the_others(monkeypatch: pyte
     assert "bf" in known
 
 
+def test_a_plugin_without_a_docstring_is_described_by_its_full_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("mine", "cli.test_commands:Plain", "rrfp.hints")
+    monkeypatch.setattr("rrfp.core.registry.entry_points", lambda group: [point])
+    known = {one["name"]: one for one in json.loads(rrfp("hints", "--json").stdout)}
+    assert known["mine"]["description"] == "cli.test_commands.Plain, which has no docstring"
+
+
+@pytest.mark.parametrize("statement", ["raise SystemExit(7)", "raise KeyboardInterrupt", "raise GeneratorExit"])
+@pytest.mark.parametrize("command", ["hints", "transports"])
+def test_a_plugin_that_ends_the_program_when_imported_is_listed_as_not_loadable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, statement: str
+) -> None:
+    list_plugin(monkeypatch, tmp_path, command, statement)
+    result = rrfp(command, "--json")
+    known = {one["name"]: one["description"] for one in json.loads(result.stdout)}
+    assert known["mine"].startswith(f"cannot be loaded ({statement.removeprefix('raise ').partition('(')[0]}: ")
+    assert len(known) > 5
+    assert result.exit_code == 0
+
+
+@pytest.mark.parametrize(("kind", "group"), [("hint", "hints"), ("transport", "transports")])
+def test_a_plugin_that_ends_the_program_when_imported_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, group: str
+) -> None:
+    list_plugin(monkeypatch, tmp_path, group, "raise SystemExit(7)")
+    result = rrfp("check", kind, "mine")
+    assert (result.exit_code, result.stderr) == (2, f"rrfp: {kind} is 'mine': cannot be loaded (SystemExit: 7)\n")
+
+
+def test_a_script_that_exits_when_imported_is_refused_by_name(tmp_path: Path) -> None:
+    (script := tmp_path / "script.py").write_text("import sys\nsys.exit(0)\n")
+    result = rrfp("check", "hint", f"{script}:Mine")
+    assert result.exit_code == 2
+    assert f"cannot import '{script}' (SystemExit: 0)" in result.stderr
+
+
+def test_ctrl_c_while_a_plugin_is_imported_ends_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    list_plugin(monkeypatch, tmp_path, "hints", "import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    result = rrfp("hints", "--json")
+    assert result.stdout == ""
+    assert result.exit_code != 0
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def list_plugin(monkeypatch: pytest.MonkeyPatch, folder: Path, group: str, code: str) -> None:
+    """Have plugins of ``group`` be one whose module is ``code``."""
+    (folder / "bad_plugin.py").write_text(code)
+    monkeypatch.syspath_prepend(folder)
+    point = EntryPoint("mine", "bad_plugin:Plugin", f"rrfp.{group}")
+    monkeypatch.setattr("rrfp.core.registry.entry_points", lambda group: [point])
+
+
 @pytest.mark.parametrize("name", ["bf", "1f1b"])
 def test_check_of_a_good_hint(name: str) -> None:
     result = rrfp("check", "hint", name)
@@ -164,6 +224,53 @@ def test_check_of_something_that_is_no_transport() -> None:
     result = rrfp("check", "transport", "collections:OrderedDict", "--json")
     assert result.exit_code == 1
     assert not json.loads(result.stdout)["ok"]
+
+
+@pytest.mark.parametrize("secret", [None, "0123456789abcdef" * 2])
+def test_the_check_of_a_transport_gives_it_what_tcp_needs(monkeypatch: pytest.MonkeyPatch, secret: str | None) -> None:
+    if secret is not None:
+        monkeypatch.setenv("RRFP_SECRET", secret)
+    chosen = ("--only", "every_field_arrives", "--only", "three_ranks")
+    result = rrfp("check", "transport", "collective", *chosen, "--json")
+    answer = json.loads(result.stdout)
+    assert [(check["name"], check["outcome"]) for check in answer["checks"]] == [
+        ("every_field_arrives", "ok"),
+        ("three_ranks", "ok"),
+    ]
+
+
+def test_a_configuration_that_a_transport_refuses_is_said_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RRFP_SECRET", "short")
+    result = rrfp("check", "transport", "inproc")
+    assert result.exit_code == 2
+    assert result.stderr == "rrfp: RRFP_SECRET holds 5 bytes, must hold at least 32; `rrfp secret` makes a secret\n"
+    monkeypatch.delenv("RRFP_SECRET")
+    path = tmp_path / "refuses.py"
+    path.write_text("import rrfp\ndef refuse(context):\n    raise rrfp.ConfigError('PORT is not set')\n")
+    result = rrfp("check", "transport", f"{path}:refuse")
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", "rrfp: PORT is not set\n")
+
+
+@pytest.mark.parametrize("kind", ["transport", "hint", "lane"])
+def test_an_unknown_check_is_refused_with_the_known_ones(kind: str) -> None:
+    result = rrfp("check", kind, {"transport": "inproc", "hint": "bf", "lane": "thread"}[kind], "--only", "nope")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("rrfp: --only is 'nope', must be one of: ")
+
+
+def test_a_misspelt_check_is_answered_with_the_right_one() -> None:
+    result = rrfp("check", "transport", "inproc", "--only", "three_rank")
+    assert result.stderr.startswith("rrfp: --only is 'three_rank' (did you mean 'three_ranks'?), must be one of: ")
+
+
+def test_with_x_the_first_check_that_fails_is_the_last_one(tmp_path: Path) -> None:
+    path = tmp_path / "cheats.py"
+    path.write_text(CHEAT)
+    result = rrfp("check", "hint", f"{path}:Crash", "-x")
+    assert result.exit_code == 1
+    first, summary = result.stdout.splitlines()
+    assert first.startswith("FAIL answers_are_ready_and_every_run_ends: KeyError: ")
+    assert summary.endswith("0 ok, 0 skipped, 1 failed")
 
 
 @pytest.mark.allow_blocking(reason="a check of offers keeps the loop from running")

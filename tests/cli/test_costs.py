@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli.shell import rrfp
 
+from rrfp.core.placement import Layout
 from rrfp.costs import make_costs, read_costs
-from rrfp.sim.simulation import simulate
-from rrfp.trace.chrome import ChromeRun, write_runs
+from rrfp.sim.simulation import planned_sizes, simulate
+from rrfp.trace.chrome import ChromeRun, write_chrome, write_runs
 
 
 @pytest.fixture
@@ -31,10 +33,52 @@ def test_the_file_goes_into_simulate_and_sweep(trace: Path, tmp_path: Path) -> N
     assert "4 training step(s) of 4 microbatches" in result.stdout
     assert "left out: 4 at the beginning" in result.stdout
     assert "clocks of hosts are known to 0.300 ms" in result.stdout
-    assert f"{out} written: rrfp sweep --costs {out}" in result.stdout
+    assert "sizes of microbatches: none recorded; where all ranks pass sizes= to step()" in result.stdout
+    line = f"rrfp sweep --costs {out} --hint slot-aware-pyramid --limit 1f1b,n,2n --strict 1f1b"
+    assert f"{out} written: {line}\n" in result.stdout
+    assert "skipped" not in rrfp(*line.split()[1:]).stdout
     assert rrfp("simulate", "--costs", out, "--hint", "bf", "--json").exit_code == 0
     compared = rrfp("sweep", "--costs", out, "--hint", "bf,fb", "--limit", "1f1b,2n", "--strict", "1f1b", "--json")
     assert len(json.loads(compared.stdout)["runs"]) == 5
+
+
+def test_recorded_sizes_go_into_the_file_and_the_sweep(tmp_path: Path) -> None:
+    table = make_costs("mllm", 4, 16, seed=3)
+    sizes = tuple(planned_sizes(table))
+    steps = [replace(simulate(table, hint="bf").result.trace(step), sizes=sizes) for step in range(3)]
+    write_chrome(tmp_path / "trace.json", steps)
+    out = tmp_path / "costs.json"
+    result = rrfp("costs", tmp_path / "trace.json", "--out", out)
+    assert "sizes of microbatches: as step(sizes=...) had them" in result.stdout
+    assert read_costs(out).sizes == sizes
+    assert json.loads(rrfp("costs", tmp_path / "trace.json", "--json").stdout)["costs"]["sizes"] == list(sizes)
+    method = ("--hint", "slot-aware-pyramid", "--limit", "1f1b", "--json")
+    own, planned = (
+        json.loads(rrfp("simulate", "--costs", out, *method, *sized).stdout)["order"]
+        for sized in ((), ("--sizes", "planned"))
+    )
+    assert own == planned
+
+
+@pytest.mark.parametrize(
+    ("chunks", "placement", "split", "options"),
+    [
+        (2, "looped", False, "--limit n,2n --strict interleaved-1f1b"),
+        (2, "v", True, "--limit n,2n --strict zb-v"),
+        (2, "v", False, "--limit n,2n"),
+    ],
+)
+def test_the_line_to_copy_has_methods_that_fit(
+    tmp_path: Path, chunks: int, placement: Layout, split: bool, options: str
+) -> None:
+    table = make_costs("mllm", 2, 4, chunks=chunks, placement=placement, split=split)
+    write_chrome(tmp_path / "trace.json", [simulate(table, hint="bf").result.trace(step) for step in range(3)])
+    out = tmp_path / "costs.json"
+    line = rrfp("costs", tmp_path / "trace.json", "--out", out).stdout.splitlines()[-1]
+    assert line == f"{out} written: rrfp sweep --costs {out} --hint slot-aware-pyramid {options}"
+    swept = rrfp(*line.partition(": rrfp ")[2].split())
+    assert (swept.exit_code, swept.stderr) == (0, "")
+    assert "skipped" not in swept.stdout
 
 
 def test_json_has_the_figures_and_the_file(trace: Path, tmp_path: Path) -> None:

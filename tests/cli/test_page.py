@@ -60,5 +60,6 @@ def test_the_common_options_are_those_of_the_console_script() -> None:
 
 
 def test_the_error_on_the_page_is_what_the_command_says() -> None:
-    line, message = re.findall(r"^    \$ rrfp (.*)\n    (rrfp: .*)$", PAGE, re.MULTILINE)[0]
-    assert rrfp(*line.split()).stderr == f"{message}\n"
+    line, messages = re.findall(r"^    \$ rrfp (.*)\n((?:    rrfp: .*\n)+)", PAGE, re.MULTILINE)[0]
+    assert messages.count("rrfp: ") == 2
+    assert rrfp(*line.split()).stderr == messages.replace("    rrfp: ", "rrfp: ")

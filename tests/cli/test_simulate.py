@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from cli.shell import rrfp, rrfp_process
 
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.costs import CostTable, make_costs, write_costs
 from rrfp.schedules.csv import to_csv
 from rrfp.schedules.registry import make_schedule
@@ -183,7 +183,7 @@ def test_blocking_sends_are_never_faster(costs: Path) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_schedule_file_runs_as_the_schedule_that_it_holds(tmp_path: Path, schedule: str) -> None:
     """`rrfp.schedules.csv.to_csv` writes what torch's own schedules write."""
-    costs, graph = tmp_path / "costs.json", Graph.chain(3, split=True)
+    costs, graph = tmp_path / "costs.json", TaskGraph.chain(3, split=True)
     write_costs(costs, make_costs("mllm", 3, 8, split=True, latency="spike"))
     (tmp_path / "mine.csv").write_text(to_csv(make_schedule(schedule, graph, 8), graph))
     of_file = rrfp("simulate", "--costs", costs, "--strict", tmp_path / "mine.csv", "--json")

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from cli.shell import rrfp, rrfp_process
 
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.schedule import Schedule
 from rrfp.core.tasks import Kind, Task
 from rrfp.costs import make_costs, write_costs
 from rrfp.schedules import registry
-from rrfp.schedules.needs import Needs
+from rrfp.schedules.generators import Needs
 
 BROKEN_HINT = """
 from rrfp import Hint
@@ -36,6 +36,7 @@ BAD = {
     "two methods": (("--hint", "bf", "--strict", "1f1b"), "--hint and --strict exclude each other"),
     "strict and limit": (("--strict", "1f1b", "--limit", "2"), "--limit goes with --hint"),
     "unknown hint": (("--hint", "x"), "hint is 'x', must be one of: bf, fb, b-priority, f-priority, bfw, slot-aware"),
+    "misspelt hint": (("--hint", "bff"), "hint is 'bff' (did you mean 'bf'?), must be one of: bf, fb, b-priority"),
     "unknown hint, other forms": (("--hint", "x"), "zb-v, or module:attribute, or file.py:attribute"),
     "unknown schedule": (("--strict", "bf"), "strict is 'bf', must be one of: gpipe, 1f1b, interleaved-1f1b, zb-h1"),
     "schedule with chunks": (("--strict", "zb-v"), "schedule zb-v takes 2 chunks a stage"),
@@ -46,10 +47,10 @@ BAD = {
     "absent file": (("--hint", "no/such/file.py:X"), "cannot import 'no/such/file.py'"),
     "no attribute": (("--hint", "mine.py"), "hint is 'mine.py', must be a name, module:attribute or file.py:attribute"),
     "absent attribute": (("--hint", "json:X"), "'json' has no attribute 'X'"),
-    "no hint": (("--hint", "json:JSONDecoder"), "hint is of type JSONDecoder, must be a name"),
+    "no hint": (("--hint", "json:JSONDecoder"), "decoder.py), must be a name"),
     "a module": (("--hint", "os:path"), "hint is of type module, must be a name, or a subclass of rrfp.Hint"),
     "no factory": (("--hint", "json:loads"), "cannot be made (TypeError"),
-    "unknown option": (("--hnt", "bf"), "No such option: --hnt (Possible options: "),
+    "unknown option": (("--hnt", "bf"), "No such option: --hnt (did you mean --hint?)"),
     "option without value": (("--hint",), "Option '--hint' requires an argument"),
     "extra argument": (("--hint", "bf", "more"), "unexpected extra argument"),
     "two hints": (("--hint", "bf,fb"), "rrfp simulate runs one method, these are 2: lists go with rrfp sweep"),
@@ -63,7 +64,16 @@ BAD = {
     "absent sizes": (("--hint", "bf", "--sizes", "no/such"), "sizes is 'no/such', must be planned or a file"),
     "two limits": (("--hint", "bf", "--limit", "n,2n"), "these are 2: lists go with rrfp sweep"),
     "two sends": (("--strict", "1f1b", "--sends", "eager,blocking"), "these are 2: lists go with rrfp sweep"),
-    "a profile of chains": (("--profile", "llm"), "profile is 'llm', must be multimodal; rrfp sweep has the profiles"),
+    "no split": (
+        ("--strict", "zb-h1"),
+        "has unsplit backward (record the job with split=True and make a cost file of that trace)",
+    ),
+    "no split for the order of a hint": (("--hint", "zb-h1"), "(record the job with split=True and make a cost file"),
+    "split": (
+        ("--strict", "zb-h1", "--split"),
+        "--split goes with --profile multimodal; for --costs record the job with split=True and make a cost file of",
+    ),
+    "bytes by the paper's rule": (("--limit", "8MB", "--admission", "paper"), "and limit is '8MB': bytes"),
     "a profile too": (("--profile", "multimodal"), "exactly one of --costs FILE and --profile multimodal is needed"),
     "stages": (("--hint", "bf", "--stages", "4"), "--stages goes with --profile multimodal"),
     "chunks": (("--hint", "bf", "--chunks", "4"), "it is an option of rrfp sweep (see"),
@@ -90,7 +100,6 @@ BAD = {
         ("--hint", "bf", "--timeline", "t.bmp"),
         "t.bmp: the suffix of a picture is '.bmp', must be one of: .png, .svg, .pdf",
     ),
-    "picture without suffix": (("--timeline", "/no/such/t"), "suffix of a picture is '', must be one of: .png, .svg"),
     "unwritable trace": (("--hint", "bf", "--trace", "/no/such/dir/t.json"), "/no/such/dir/t.json: cannot be written"),
 }
 
@@ -103,6 +112,31 @@ def test_bad_usage_is_one_line_and_exit_2(costs: Path, arguments: str) -> None:
     assert result.stderr.startswith("rrfp: ")
     assert result.stderr.count("\n") == 1
     assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        (
+            ("--profile", "llm"),
+            [
+                "profile is 'llm', must be multimodal; rrfp sweep has the profiles of chains",
+                "exactly one of --costs FILE and --profile multimodal is needed",
+            ],
+        ),
+        (
+            ("--timeline", "/no/such/t"),
+            [
+                "/no/such/t: the suffix of a picture is '', must be one of: .png, .svg, .pdf",
+                "/no/such/t: cannot be written (no such folder, or not allowed)",
+            ],
+        ),
+    ],
+)
+def test_two_faults_are_two_lines(costs: Path, words: tuple[str, ...], messages: list[str]) -> None:
+    result = rrfp("simulate", "--costs", costs, *words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.splitlines() == [f"rrfp: {message}" for message in messages]
 
 
 GOOD_FILE = {
@@ -211,7 +245,7 @@ def test_hint_whose_constructor_fails(costs: Path, tmp_path: Path) -> None:
 
 
 def test_schedule_with_weights_is_refused_on_unsplit_costs(costs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def weighted(graph: Graph, microbatches: int) -> Schedule:
+    def weighted(graph: TaskGraph, microbatches: int) -> Schedule:
         stages = range(graph.placement.stages)
         return Schedule("w", tuple(tuple(Task(k, m, v) for m in range(microbatches) for k in Kind) for v in stages))
 

@@ -276,3 +276,22 @@ def test_the_bar_is_for_terminals_only(tmp_path: Path) -> None:
     assert "2/2" in shown
     assert "2/2" not in out.decode()
     assert rrfp_process(*SMALL, "--hint", "bf,bfw").stderr == ""
+
+
+def test_a_limit_that_gains_nothing_has_a_line_with_the_reason() -> None:
+    """1f1b and n hold the same on stage 0, where every microbatch enters."""
+    result = rrfp(
+        "sweep", "--profile", "llm", "--stages", "4", "--microbatches", "16", "--hint", "bf", "--limit", "9,10"
+    )
+    assert result.stdout.splitlines()[-1] == (
+        "bf, limit 10 gains nothing over 9: with 9 the step is already at the lower bound of 10: no order is faster"
+    )
+    options = ("--profile", "mllm", "--stages", "8,4", "--microbatches", "16", "--hint", "bf", "--limit", "n,1f1b")
+    lines = rrfp("sweep", *options).stdout.splitlines()[-2:]
+    for line, stages in zip(lines, (8, 4), strict=True):
+        both = f"gains nothing over 1f1b: stage 0 holds at most {stages} under both, and every microbatch passes it"
+        assert line.startswith(f"bf, limit n (stages {stages}) {both}; it idles ")
+    many = rrfp(
+        "sweep", "--profile", "llm", "--microbatches", "8", "--hint", "bf", "--limit", "9,10,11,12,13,14,15,16,17"
+    )
+    assert many.stdout.splitlines()[-1] == "2 more limits gain nothing over smaller ones"

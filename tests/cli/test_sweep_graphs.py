@@ -73,7 +73,7 @@ def test_sizes_csv_and_picture_work_on_graphs(files: dict[str, Path], tmp_path: 
             "strict needs microbatches that visit every virtual stage, and some skip one: take a hint",
         ),
         (("--hint", "1f1b"), "schedule 1f1b takes a chain with equally many chunks on each stage"),
-        (("--hint", "bf", "--tp", "2"), "tp must be None on a graph: groups of ranks are simulated on chains only"),
+        (("--hint", "bf", "--tp", "2"), "tp: groups of ranks are simulated on chains only, and these costs"),
     ],
 )
 def test_what_goes_with_chains_only_is_refused_by_name(

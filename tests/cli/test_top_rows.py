@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rrfp.commands.top_rows import Row, rows
+from rrfp.commands.top_rows import TopRow, rows
 from rrfp.commands.top_table import table_of
 from rrfp.core.usage import Holding
-from rrfp.runtime.stall.answers import RankAnswer, Survey
-from rrfp.runtime.stall.status import RankStatus, StepStatus
+from rrfp.runtime.stall.status import RankAnswer, RankStatus, StepStatus, Survey
 from rrfp.runtime.status_socket.report import JobReport
 
 STEP = StepStatus("train", 5, 16, 2, Holding(3, 3 << 20, 1, 1 << 20), 8, None)
@@ -43,9 +42,14 @@ def survey(*statuses: RankStatus | None) -> Survey:
     return Survey(0, tuple(answers))
 
 
-def row(status: RankStatus) -> Row:
+def row(status: RankStatus) -> TopRow:
     (only,) = rows(survey(status), None)
     return only
+
+
+def test_a_look_at_another_number_of_ranks_before_gives_no_rates() -> None:
+    now = rows(survey(IDLE, IDLE), survey(IDLE))
+    assert [(each.tasks_per_s, each.steps_per_s) for each in now] == [(None, None)] * 2
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from rrfp.costs import make_costs, write_costs
 from rrfp.sim.simulation import Simulation, simulate
 from rrfp.trace.chrome import chrome_events, write_chrome
 from rrfp.trace.spans import StepTrace
-from rrfp.trace.window import Window
+from rrfp.trace.window import TimeWindow
 
 
 def simulated(step: int = 0) -> Simulation:
@@ -168,9 +168,9 @@ def test_a_timeline_shows_the_step_of_median_length_or_those_of_step(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     picture = tmp_path / "step.png"
-    drawn: list[tuple[list[str], Window]] = []
+    drawn: list[tuple[list[str], TimeWindow]] = []
 
-    def record(rows: Sequence[tuple[str, StepTrace]], file: Path, window: Window, names: Sequence[str]) -> None:
+    def record(rows: Sequence[tuple[str, StepTrace]], file: Path, window: TimeWindow, names: Sequence[str]) -> None:
         assert not names
         drawn.append(([title for title, _ in rows], window))
         assert file == picture
@@ -181,9 +181,9 @@ def test_a_timeline_shows_the_step_of_median_length_or_those_of_step(
     for options in ((), ("--step", "2", "--step", "0"), ("--step", "all", "--from", "10", "--to", "20.5")):
         assert rrfp("trace", path, "--timeline", picture, *options).exit_code == 0
     assert drawn == [
-        ([f"bf, step {median} (median length)"], Window()),
-        (["bf, step 2", "bf, step 0"], Window()),
-        ([f"bf, step {step}" for step in range(4)], Window(0.01, 0.0205)),
+        ([f"bf, step {median} (median length)"], TimeWindow()),
+        (["bf, step 2", "bf, step 0"], TimeWindow()),
+        ([f"bf, step {step}" for step in range(4)], TimeWindow(0.01, 0.0205)),
     ]
 
 

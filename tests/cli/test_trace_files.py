@@ -94,6 +94,8 @@ MISSING = object()
         (NAME, "args", {}, "args.name is missing, must be text"),
         (NAME, "args", {"name": 1}, "args.name is 1, must be text"),
         (NAME, "args", None, "args is None, must be an object"),
+        (STEP, "args", {"step": 0, "sizes": 3}, "args.sizes is 3, must be a list of numbers, one a microbatch"),
+        (STEP, "args", {"step": 0, "sizes": [1, -1]}, "args.sizes[1] is -1, must be a finite number >= 0"),
         (STEP, "args", {"step": 0, "peaks": {"0": {"held": -1}}}, "args.peaks is {'0': {'held': -1}}, must be numbers"),
         (STEP, "args", {"step": 0, "peaks": {"0": {"held": float("inf")}}}, "args.peaks is {'0': {'held': inf}}, must"),
     ],

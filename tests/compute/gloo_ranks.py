@@ -45,6 +45,8 @@ def outcomes(module: str, cases: list[str], count: int, folder: Path, timeout_s:
         processes.append(process)
     try:
         outcomes = [connection.recv() if connection.poll(timeout_s) else {} for connection in connections]
+        for connection in connections:
+            connection.close()
         for process in processes:
             process.join(10)
         ended = [process.exitcode for process in processes]
@@ -71,4 +73,5 @@ def _run(module: str, cases: list[str], rank: int, count: int, store: str, conne
             outcomes[case] = traceback.format_exc()
             break  # the others may wait for this rank
     connection.send(outcomes)
+    connection.poll(60)  # until all have answered: a rank that exits breaks the groups that others still connect
     connection.close()

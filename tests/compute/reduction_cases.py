@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -14,10 +15,28 @@ from runtime.host_device import HostDevice
 from torch import nn
 
 import rrfp
-from rrfp.compute.gradients import buckets as gradient_buckets
+from rrfp.compute.gradients import reducer as gradient_buckets
 from rrfp.core import timeouts
 from rrfp.core.mesh import Mesh
 from rrfp.errors import StageError
+
+
+def mixed() -> Any:
+    """Parameters of several dtypes, sizes and strides, some of which begin or end within a word of memory."""
+    module = nn.Module()
+    values = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    module.register_parameter("wide", nn.Parameter(values.double().view(8, 8).t()))
+    module.register_parameter("odd", nn.Parameter(values[3:10]))
+    module.register_parameter("low", nn.Parameter(values.bfloat16()[1:]))
+    module.register_parameter("empty", nn.Parameter(torch.zeros(0)))
+    module.register_parameter("complex", nn.Parameter(torch.view_as_complex(values[:6].view(3, 2).clone())))
+    return module
+
+
+def one_more_bit(parameter: nn.Parameter, does: bool) -> None:
+    """Change the last bit of the last value."""
+    parameter.data[-1:].view(torch.int16).bitwise_xor_(int(does))
+
 
 # Cases.
 
@@ -151,8 +170,53 @@ def models_that_differ_are_refused(rank: int) -> None:
         reduce_once(module, rank)
     module = Weights((3, 2), (2,))
     module.w1.data.fill_(rank)
-    with pytest.raises(StageError, match="parameter 'w1' of virtual stage 0 has other values on this rank or another"):
+    with pytest.raises(StageError, match=r"'w1' of virtual stage 0 has other values on .* start equal"):
         reduce_once(module, rank)
+    module = Weights((3, 2), (2,))
+    module.w1.data.fill_(rank == 1)
+    text = (
+        r"^parameter 'w1' of virtual stage 0 has other values on replica 1 than on replica 0 and replica 2: must start"
+    )
+    with pytest.raises(StageError, match=text):
+        reduce_once(module, rank)
+
+
+def parameters_that_drift_apart_are_found_where_replicas_compare_them(rank: int) -> None:
+    """Sums 1 (of course), 4, 7, ...; those in steps that sum nothing do not count."""
+    module = mixed()
+    replica = Replica(rank, module, check_every=3)
+    for number in range(8):
+        replica.step(2 * number, reduces=False)
+        replica.step(2 * number + 1)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(1.125)  # as an optimizer does on all
+    one_more_bit(module.low, rank == 2)
+    replica.step(16)
+    text = r"^parameter 'low' of virtual stage 0 has other values on replica 2 than on replica 0 and replica 1: must be"
+    with pytest.raises(StageError, match=text):
+        replica.step(17)
+
+
+def without_comparisons_replicas_may_drift_apart(rank: int) -> None:
+    module = mixed()
+    replica = Replica(rank, module)
+    for number in range(4):
+        replica.step(number)
+        one_more_bit(module.low, rank == 2)
+
+
+def what_is_frozen_on_one_replica_only_is_found_and_on_all_is_not_compared(rank: int) -> None:
+    module = mixed()
+    replica = Replica(rank, module, check_every=1)
+    replica.step(0)
+    module.low.requires_grad_(False)
+    one_more_bit(module.low, rank == 2)
+    replica.step(1)
+    module.odd.requires_grad_(rank != 0)
+    text = r"^parameter 'odd' of virtual stage 0 is frozen on replica 0 and not on replica 1 and replica 2: must be the"
+    with pytest.raises(StageError, match=text):
+        replica.step(2)
 
 
 def gradients_of_another_dtype_on_one_replica_are_refused(rank: int) -> None:

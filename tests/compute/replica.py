@@ -81,7 +81,7 @@ class Replica:
         """Add the gradients of step ``number``."""
         for parameter in module.parameters():
             if parameter.requires_grad:
-                gradient = of_rank(parameter, self._rank, number)
+                gradient = of_rank(parameter, self._rank, number).to(parameter.dtype)
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def sum(self, *finished: int) -> None:

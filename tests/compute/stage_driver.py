@@ -13,7 +13,7 @@ from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch, StageProgram
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.compute.weighting import gradient_weights
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 
 #: Picks one of the ready tasks.
@@ -48,7 +48,7 @@ class Run:
     def __init__(
         self,
         programs: Mapping[int, StageProgram],
-        graph: Graph,
+        graph: TaskGraph,
         step: StepId,
         batch: Batch,
         *,
@@ -96,10 +96,10 @@ def build(
     *,
     stages: int | None = None,
     split: bool = False,
-) -> tuple[dict[int, TorchStage], Graph]:
+) -> tuple[dict[int, TorchStage], TaskGraph]:
     """A chain of stages; with fewer stages than modules, each stage has several chunks."""
     stages = stages or len(modules)
-    graph = Graph.chain(stages, chunks=len(modules) // stages, split=split)
+    graph = TaskGraph.chain(stages, chunks=len(modules) // stages, split=split)
     programs: dict[int, TorchStage] = {}
     for stage in range(stages):
         held = graph.placement.virtual_stages(stage)

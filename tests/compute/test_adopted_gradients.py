@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch
 from rrfp.compute.torch_stage import TorchStage
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.testing.reference import reference
 
@@ -78,7 +78,7 @@ def test_a_received_gradient_is_not_adopted() -> None:
 
 def test_a_received_gradient_is_not_adopted_by_a_module_that_cannot_be_split() -> None:
     """All Bs run before the first W, so a later B would add to the gradient that the first one received."""
-    program = TorchStage({0: TableThatIsNotSplit()}, Graph.chain(2, split=True))
+    program = TorchStage({0: TableThatIsNotSplit()}, TaskGraph.chain(2, split=True))
     program.open(StepId(0, Mode.TRAIN, 2), Batch(batches(2)))
     received = [torch.ones(ROWS, WIDTH) for _ in range(2)]
     for m in range(2):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rrfp.compute.program import Batch
 from rrfp.compute.torch_stage import TorchStage
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import StageError
 
@@ -73,7 +73,7 @@ def test_a_constant_that_is_made_when_it_is_first_needed_is_none_of_these(
 
 def test_what_the_caller_writes_between_steps_is_the_callers() -> None:
     module = Stage(lambda *_: None)
-    program = TorchStage({0: module}, Graph.chain(1), loss_fn=total, in_order={(Kind.B, 0)})
+    program = TorchStage({0: module}, TaskGraph.chain(1), loss_fn=total, in_order={(Kind.B, 0)})
     for number in range(2):
         program.open(StepId(number, Mode.TRAIN, 2), Batch(rows(), rows(), None, (1.0, 1.0)))
         for m in (1, 0):

@@ -11,8 +11,8 @@ from runtime.host_device import CudaLike
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.compute.cuda_graphs import check_no_cuda_graphs
 from rrfp.errors import ConfigError
+from rrfp.pipeline.device_choice import check_no_cuda_graphs
 
 #: torch's own, at the first import of its compiler.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")

@@ -10,10 +10,9 @@ import torch
 from compute.stage_driver import Run, build
 from torch import nn
 
-from rrfp.compute.emulated import EmulatedStage, PacedStage, table_durations
-from rrfp.compute.lanes.precise_sleep import sleep_until
+from rrfp.compute.emulated import EmulatedStage, PacedStage, sleep_until, table_durations
 from rrfp.compute.program import Batch
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.costs import make_costs
 
@@ -34,7 +33,7 @@ def test_sleep_is_punctual() -> None:
 
 
 def test_emulated_stage_runs_a_graph() -> None:
-    graph = Graph.chain(3)
+    graph = TaskGraph.chain(3)
     asked: list[Task] = []
 
     def durations(task: Task) -> float:
@@ -53,7 +52,7 @@ def test_emulated_stage_runs_a_graph() -> None:
 
 
 def test_split_stages_have_weight_tasks() -> None:
-    graph = Graph.chain(1, split=True)
+    graph = TaskGraph.chain(1, split=True)
     program = EmulatedStage(graph, lambda _: 0.002)
     started = time.monotonic()
     program.weight(Task(Kind.W, 0, 0))

@@ -140,6 +140,8 @@ def test_a_gradient_in_another_layout_is_refused_by_name() -> None:
         ((1.0, 0), r"^norm_type is 0, must be a number above 0, or inf$"),
         ((1.0, -2.0), r"^norm_type is -2\.0, must be"),
         ((1.0, math.nan), r"^norm_type is nan, must be"),
+        ((1.0, 2.0, 1), r"^error_if_nonfinite is 1, must be True or False$"),
+        ((1.0, 2.0, True, "no"), r"^foreach is 'no', must be True, False or None$"),
     ],
 )
 def test_impossible_arguments_are_refused(arguments: Any, message: str) -> None:
@@ -153,12 +155,12 @@ def test_ranks_that_ask_for_different_things_are_all_told_and_nothing_is_scaled(
     clippings = [Clipping(GradientHolder({0: module}), 0.1 + n) for n, module in enumerate(modules)]
     answers = [clipping.share() for clipping in clippings]
     for clipping in clippings:
-        with pytest.raises(ConfigError, match=r"are \(0\.1, 2\) and \(1\.1, 2\) on different ranks, must be the same"):
+        with pytest.raises(ConfigError, match=r"are \(0\.1, 2, False\) and \(1\.1, 2, False\) on diff"):
             clipping.clip(answers)
     assert all(map(torch.equal, gradients(*modules), before))
 
 
-@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x01", b"\x92\x01\x02", b"\x93\xa1x\x01\x02"])
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x01", b"\x92\x01\x02", b"\x94\xa1x\x01\xc2\x02"])
 def test_an_answer_that_cannot_be_read_is_a_protocol_error(data: bytes) -> None:
     clipping = Clipping(GradientHolder({0: with_gradients()}), 1.0)
     with pytest.raises(ProtocolError, match="share of the gradient norm cannot be read"):

@@ -10,9 +10,9 @@ from compute.replica import REPLICAS
 from fork_server import fork_server
 from torch import nn
 
-from rrfp.compute.gradients.buckets import buckets
-from rrfp.compute.gradients.layout import ABSENT, encode, zeros
-from rrfp.compute.gradients.reducer import shares
+from rrfp.compute.gradients import layout as gradient_layout
+from rrfp.compute.gradients.layout import ABSENT, checksum, encode, zeros
+from rrfp.compute.gradients.reducer import buckets, shares
 from rrfp.errors import StageError
 
 __all__ = ["fork_server"]
@@ -68,3 +68,19 @@ def test_a_gradient_that_nobody_can_add_is_refused_by_name() -> None:
     parameter.grad = torch.zeros(2).to(torch.float8_e4m3fn)
     with pytest.raises(StageError, match=r"^w has a gradient of torch\.float8_e4m3fn, must be one of: torch\.float32"):
         encode(parameter, "w")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.complex64, torch.bool])
+def test_a_checksum_depends_on_the_bits_alone(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on where they lie in memory; and each bit counts."""
+    monkeypatch.setattr(gradient_layout, "_SLICE_BYTES", 16)
+    memory = torch.randint(0, 2, (40,), generator=torch.Generator().manual_seed(0)).to(dtype)
+    values = memory[1:38]
+    found = checksum(values)
+    spread = torch.zeros(37, 2).to(dtype)
+    spread[:, 0] = values
+    assert checksum(values.clone()) == found == checksum(spread[:, 0])
+    for index in (0, 20, 36):
+        other = values.clone()
+        other[index : index + 1].view(torch.uint8)[0] ^= 1
+        assert checksum(other) != found

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rrfp.compute.mailbox import Mailbox
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Kind, Task
 from rrfp.errors import ProtocolError
 
@@ -19,7 +19,7 @@ TENSORS = (torch.ones(1), torch.ones(2))
 
 
 def test_gradients_are_kept_for_their_reader() -> None:
-    mailbox = Mailbox(Graph.chain(3), 1)
+    mailbox = Mailbox(TaskGraph.chain(3), 1)
     mailbox.unpack(TASK, TENSORS, {"parts": [[1, 2]]})
     (payload,) = mailbox.inputs(Task(Kind.B, 0, 1))
     assert payload.tensors == TENSORS
@@ -47,7 +47,7 @@ def test_gradients_are_kept_for_their_reader() -> None:
     ],
 )
 def test_a_description_that_does_not_fit_the_tensors_is_refused(parts: Sequence[Any]) -> None:
-    mailbox = Mailbox(Graph.chain(3), 1)
+    mailbox = Mailbox(TaskGraph.chain(3), 1)
     with pytest.raises(ProtocolError, match="B0@2 arrived with"):
         mailbox.unpack(TASK, TENSORS, {"parts": parts})
     assert not mailbox.has_inputs(Task(Kind.B, 0, 1))

@@ -168,11 +168,21 @@ class Record:
     x: Tensor
 
 
+class Scaled(Tensor):
+    """A tensor with an attribute, which no message carries."""
+
+    scale: float
+
+
 NOT_DENSE: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "coo": (lambda x: x.to_sparse(), r"output is a torch.sparse_coo tensor; .* return output.to_dense\(\)"),
     "nested": (lambda x: {"y": torch.nested.as_nested_tensor([x, x])}, r"output\['y'\] is a nested tensor; .*unbind"),
     "quantized": (lambda x: [torch.quantize_per_tensor(x, 0.1, 0, torch.quint8)], r"output\[0\] is a quantized tensor"),
     "in a named tuple": (lambda x: Hidden(x, x.to_sparse()), r"output\.c is a torch.sparse_coo tensor"),
+    "a derived class": (
+        lambda x: [x.as_subclass(Scaled)],
+        rf"output\[0\] is a {__name__}\.Scaled, a class .*: return output\[0\]\.as_subclass\(torch\.Tensor\)",
+    ),
     "no tensor": (Record, "output is of type Record; between stages may travel tensors"),
 }
 
@@ -183,3 +193,8 @@ def test_what_cannot_travel_is_refused_by_its_path_with_the_remedy(name: str) ->
     make, message = NOT_DENSE[name]
     with pytest.raises(StageError, match=message):
         Payload.pack(make(torch.eye(2)))
+
+
+def test_a_parameter_and_a_buffer_are_ordinary_tensors() -> None:
+    for value in (torch.nn.Parameter(torch.ones(1)), torch.nn.Buffer(torch.ones(1))):
+        assert Payload.pack(value).tensors == (value,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -9,9 +10,14 @@ import torch
 from compute.stage_driver import FORWARD_2, TRAIN_2, Run, build, rows, total, train
 from torch import Tensor, nn
 
+from rrfp.compute.mailbox import Mailbox, run_task
 from rrfp.compute.payload import Payload
-from rrfp.compute.program import Batch
+from rrfp.compute.program import Batch, StageProgram
+from rrfp.compute.split import backward
+from rrfp.compute.torch_stage import TorchStage
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Kind, Mode, StepId, Task
+from rrfp.core.visits import Visits
 from rrfp.errors import StageError
 
 
@@ -144,3 +150,156 @@ def test_a_keyword_given_twice_is_refused() -> None:
     run = Run(programs, graph, TRAIN_2, Batch([{"x": 1}] * 2, rows(), [{"x": 2}] * 2, (1.0, 1.0)))
     with pytest.raises(StageError, match="'x' is given twice"):
         run.execute(Task(Kind.F, 0, 0))
+
+
+# What a task returned.
+
+
+class Acting(StageProgram):
+    """Virtual stage 1 of 3: returns the tensors that it is given, and does something in a task."""
+
+    def __init__(self) -> None:
+        self.output, self.gradient = torch.zeros(2), torch.zeros(2)
+        self.act: Any = lambda: None
+
+    def open(self, step: StepId, batch: Batch) -> None: ...
+
+    def forward(self, task: Task, inputs: tuple[Payload, ...]) -> Payload:
+        self.act()
+        return Payload.pack({"x": self.output})
+
+    def backward(self, task: Task, grads: tuple[Payload, ...]) -> tuple[Payload, ...]:
+        self.act()
+        return (Payload((None, self.gradient)),)
+
+    def weight(self, task: Task) -> None:
+        self.act()
+
+
+class Lane:
+    """Runs tasks of `Acting` on what arrives."""
+
+    def __init__(self, mode: Mode) -> None:
+        self.program, self.mailbox = Acting(), Mailbox(TaskGraph.chain(3, split=True), 1)
+        self.mailbox.open(Visits(4), mode)
+
+    def run(self, task: str, act: Any = lambda: None) -> None:
+        kind, m, v = Task.parse(task)
+        self.mailbox.put_forward(Task(Kind.F, m, v - 1), Payload.pack(1))
+        self.mailbox.unpack(Task(Kind.B, m, v + 1), (), {"parts": [[v, 0]]})
+        self.program.act = act
+        run_task(self.program, self.mailbox, Task(kind, m, v))
+
+    def drop(self, task: str) -> None:
+        self.mailbox.drop(Task.parse(task))
+
+
+def test_a_write_while_the_message_is_copied_is_found_at_the_end_of_the_task() -> None:
+    """The copy has ended before the task that writes has, and torch counts the write in between."""
+    lane = Lane(Mode.FORWARD)
+    lane.run("F0@1")
+
+    def act() -> None:
+        lane.drop("F0@1")
+        lane.program.output.add_(1)
+
+    with pytest.raises(StageError, match=r"Acting on virtual stage 1 wrote in F1@1 into tensor \['x'\] that it had"):
+        lane.run("F1@1", act)
+
+
+@pytest.mark.parametrize("task", ["F2@1", "B1@1", "W1@1"])
+def test_every_task_is_looked_at(task: str) -> None:
+    lane = Lane(Mode.TRAIN)
+    lane.run("F0@1")
+    lane.run("F1@1")
+    with pytest.raises(StageError, match=rf"wrote in {task} into tensor \['x'\] that it had returned in F0@1, "):
+        lane.run(task, lambda: lane.program.output.add_(1))
+
+
+def test_outputs_that_no_one_reads_any_more_may_be_written() -> None:
+    lane = Lane(Mode.FORWARD)
+    lane.run("F0@1")
+    lane.drop("F0@1")
+    lane.program.output = torch.ones(2)
+    first = lane.mailbox._forward.get(Task(Kind.F, 0, 1))
+    assert first is None
+    lane.run("F1@1")
+    kept = lane.program.output
+    lane.drop("F1@1")
+    lane.program.output = torch.ones(2)
+    lane.run("F2@1")
+    lane.run("F3@1", lambda: kept.add_(1))
+
+
+def test_in_training_that_is_so_from_its_own_backward_on() -> None:
+    lane = Lane(Mode.TRAIN)
+    lane.run("F0@1")
+    lane.run("B0@1", lambda: lane.program.output.add_(1))
+    lane.run("W0@1", lambda: lane.program.output.add_(1))
+    lane.program.output = torch.ones(2)
+    lane.run("F1@1")
+    lane.drop("F1@1")  # sent, but a reader on the rank may have saved it
+    lane.program.gradient = torch.ones(2)
+    with pytest.raises(StageError, match="returned in F1@1"):
+        lane.run("F2@1", lambda: lane.program.output.add_(1))
+
+
+def test_a_gradient_that_is_written_after_it_was_returned_is_found() -> None:
+    lane = Lane(Mode.TRAIN)
+    lane.run("F0@1")
+    lane.run("B0@1")
+    with pytest.raises(StageError, match=r"wrote in W0@1 into tensor \[1\] of the input gradients"):
+        lane.run("W0@1", lambda: lane.program.gradient.add_(1))
+
+
+def test_writes_between_steps_are_the_callers() -> None:
+    lane = Lane(Mode.TRAIN)
+    lane.run("F0@1")
+    lane.program.output.add_(1)
+    lane.mailbox.open(Visits(4), Mode.TRAIN)
+    lane.run("F0@1")
+
+
+def test_a_watched_output_is_freed_when_it_was_sent() -> None:
+    lane = Lane(Mode.TRAIN)
+    lane.program.output = torch.ones(1 << 20)
+    memory = weakref.ref(lane.program.output.untyped_storage())
+    lane.run("F0@1")
+    lane.mailbox.drop(Task(Kind.F, 0, 1))
+    lane.program.output = torch.ones(2)
+    assert memory() is None
+
+
+def test_what_a_split_backward_keeps_must_not_be_written_before_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Workspace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.space = torch.zeros(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.space.copy_(x)
+            output: Tensor = self.linear(self.space)
+            return output
+
+    monkeypatch.setattr(backward, "MIN_FLOPS", 0)
+    program = TorchStage({0: Workspace()}, TaskGraph.chain(1, split=True), loss_fn=total)
+    program.open(TRAIN_2, Batch(rows(), rows(), None, (1.0, 1.0)))
+    program.forward(Task(Kind.F, 0, 0), ())
+    program.backward(Task(Kind.B, 0, 0), ())
+    program.forward(Task(Kind.F, 1, 0), ())
+    with pytest.raises(StageError, match=r"Workspace on virtual stage 0 saved .* was written between B and W"):
+        program.weight(Task(Kind.W, 0, 0))
+
+
+def test_the_public_split_backward_notices_such_a_write_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward, "MIN_FLOPS", 0)
+    module, x = nn.Linear(4, 4), torch.ones(3, 4, requires_grad=True)
+    saved = x * 2
+    output = module(saved)
+    left = backward.SplitBackward(module, 3).run([output], [torch.ones_like(output)], [x])
+    assert left is not None
+    saved.detach().zero_()
+    with pytest.raises(StageError, match="Linear on virtual stage 3 saved for its backward was written between B and"):
+        left.add_to_gradients()
+    assert module.weight.grad is None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rrfp.compute.payload import Payload
 from rrfp.compute.received import Received
-from rrfp.compute.saved_forward import SavedForward
+from rrfp.compute.torch_stage import SavedForward
 from rrfp.errors import StageError
 
 

@@ -29,7 +29,7 @@ from rrfp.compute.program import Batch
 from rrfp.compute.received import Received
 from rrfp.compute.split.backward import SplitBackward, input_gradients
 from rrfp.compute.torch_stage import TorchStage
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Kind, Task
 from rrfp.errors import StageError
 
@@ -84,7 +84,7 @@ def test_a_module_that_reduces_its_own_gradients_is_not_split(mesh: DeviceMesh) 
     received = Received([payload], [0], training=True)
     output = module(payload.unpack())
     with pytest.raises(StageError, match="cannot be split: fully_shard reduces its gradients"):
-        SplitBackward(module, 1, "refuse").run([output], [torch.ones(ROWS, WIDTH)], received)
+        SplitBackward(module, 1, "refuse").run([output], [torch.ones(ROWS, WIDTH)], received.tensors())
 
 
 def test_parameters_that_are_gathered_within_tasks_are_not_written_state(mesh: DeviceMesh) -> None:
@@ -108,7 +108,7 @@ def test_a_stage_that_ends_in_a_collective_hands_over_an_ordinary_tensor(percept
     bare = perceptron(torch.randn(ROWS, WIDTH))
     assert isinstance(bare, AsyncCollectiveTensor)
     wait_async(bare)
-    stage = TorchStage({0: perceptron}, Graph.chain(2), loss_fn=total)
+    stage = TorchStage({0: perceptron}, TaskGraph.chain(2), loss_fn=total)
     stage.open(TRAIN_2, Batch([torch.randn(ROWS, WIDTH)] * 2, None, None, [0.5, 0.5]))
     output = stage.forward(Task(Kind.F, 0, 0), ())
     assert [type(tensor) for tensor in output.tensors] == [Tensor]

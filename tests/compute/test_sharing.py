@@ -17,12 +17,12 @@ from compute.separate_double import closing
 from fork_server import context, fork_server
 from torch import Tensor
 
+from rrfp.compute.devices.copies import SharingCopies, copies_of
 from rrfp.compute.devices.cuda_sharing import CudaSharing
-from rrfp.compute.devices.shared_copies import SharingCopies, copies_of
 from rrfp.errors import FrameError
 from rrfp.testing.device_double import DoubleDevice
 from rrfp.testing.transport_checks.pair import assert_same
-from rrfp.transports.device_sharing import SharesDeviceMemory
+from rrfp.transports.device_copies import SharesDeviceMemory
 from rrfp.transports.header_checks import TensorSpec
 
 __all__ = ["fork_server"]

@@ -217,8 +217,8 @@ def test_a_hook_of_several_tensors_that_counts_a_parameter_prevents_the_split() 
     output = output * 2
     received = Received([Payload.pack(torch.ones(2, WIDTH))], [2], training=True)
     with pytest.raises(StageError, match=r"Linear on virtual stage 3 cannot be split: .*\(register_multi_grad_hook\)"):
-        SplitBackward(module, 3, "refuse").run([output], [torch.ones(2, WIDTH)], received)
-    assert SplitBackward(module, 3).run([output], [torch.ones(2, WIDTH)], received) is None
+        SplitBackward(module, 3, "refuse").run([output], [torch.ones(2, WIDTH)], received.tensors())
+    assert SplitBackward(module, 3).run([output], [torch.ones(2, WIDTH)], received.tensors()) is None
     assert calls == [[True, True]]
     assert module.weight.grad is not None
 

@@ -13,8 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from rrfp.compute.lanes.device_clock import narrowed
-from rrfp.compute.lanes.stream import StreamLane
+from rrfp.compute.lanes.stream import StreamLane, narrowed
 from rrfp.errors import ConfigError
 from rrfp.testing.device_double import DoubleDevice, DoubleError
 

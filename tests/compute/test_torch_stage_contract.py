@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch
 from rrfp.compute.torch_stage import TorchStage
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import ConfigError, StageError
 from rrfp.testing.reference import reference
@@ -73,7 +73,7 @@ def test_training_without_gradients_is_refused(guard: Any, name: str) -> None:
 
 
 def test_modules_must_be_those_of_one_stage() -> None:
-    graph = Graph.chain(2, chunks=2)
+    graph = TaskGraph.chain(2, chunks=2)
     with pytest.raises(ConfigError, match=r"modules has the virtual stages \(0, 1\).*\(0, 2\) or \(1, 3\)"):
         TorchStage({0: nn.Identity(), 1: nn.Identity()}, graph)
 
@@ -88,7 +88,7 @@ class Reentrant(nn.Module):
 
 
 def test_a_module_that_cannot_be_split_is_refused_by_name_where_that_was_asked_for() -> None:
-    graph = Graph.chain(1, split=True)
+    graph = TaskGraph.chain(1, split=True)
     program = TorchStage({0: nn.Sequential(nn.Linear(4, 4), Reentrant())}, graph, loss_fn=total, unsplittable="refuse")
     program.open(TRAIN_2, Batch(rows(), rows(), None, (1.0, 1.0)))
     program.forward(Task(Kind.F, 0, 0), ())
@@ -101,7 +101,7 @@ def test_a_module_that_cannot_be_split_is_refused_by_name_where_that_was_asked_f
 def test_a_module_that_cannot_be_split_runs_its_whole_backward_in_b(caplog: pytest.LogCaptureFixture) -> None:
     module = nn.Sequential(nn.Linear(4, 4), Reentrant())
     twin = copy.deepcopy(module)
-    program = TorchStage({0: module}, Graph.chain(1, split=True), loss_fn=total)
+    program = TorchStage({0: module}, TaskGraph.chain(1, split=True), loss_fn=total)
     inputs = rows()
     program.open(TRAIN_2, Batch(inputs, inputs, None, (1.0, 1.0)))
     for m in range(2):

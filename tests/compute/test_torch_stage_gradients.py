@@ -28,7 +28,7 @@ from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch
 from rrfp.compute.split import backward as split_backward
 from rrfp.compute.torch_stage import TorchStage
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Placement
 from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.testing.reference import reference
@@ -260,7 +260,7 @@ def test_a_graph_with_two_paths() -> None:
         def forward(self, left: Tensor, right: Tensor) -> Tensor:
             return left - right * 2
 
-    graph = Graph(Placement(4), edges=((0, 1), (0, 2), (1, 3), (2, 3)))
+    graph = TaskGraph(Placement(4), edges=((0, 1), (0, 2), (1, 3), (2, 3)))
     modules = [layer(), layer(), layer(), Fork()]
     twins = copy.deepcopy(modules)
     programs = {v: TorchStage({v: module}, graph, loss_fn=squared_error) for v, module in enumerate(modules)}

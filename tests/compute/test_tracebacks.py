@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import traceback
 from pathlib import Path
 from types import CodeType
 
 import pytest
+import torch
 
 import rrfp
 from rrfp.compute.tracebacks import place_of, trim
@@ -39,9 +43,32 @@ def test_the_leading_frames_of_the_package_are_dropped_and_no_others(outside: Pa
     assert place_of(error).startswith(f"{outside}:2, in call0")
 
 
+def test_the_callers_own_code_is_named_and_not_the_library_in_which_it_was_raised() -> None:
+    libraries = Path(torch.__file__).parent / "nn" / "linear.py", Path(traceback.__file__)
+    error = raised_in(PACKAGE / "x.py", Path("/users/model.py"), *libraries)
+    assert place_of(error) == "/users/model.py:2, in call2 (in call0 of traceback.py:2)"
+    assert place_of(raised_in(*libraries)) == "", "torch calls the module itself"
+
+
 def test_an_error_of_the_package_itself_keeps_all_frames() -> None:
     error = raised_in(PACKAGE / "runtime" / "x.py", PACKAGE / "core" / "y.py")
     trim(error)
     assert error.__traceback__ is not None
     assert error.__traceback__.tb_frame.f_code.co_filename == str(PACKAGE / "runtime" / "x.py")
     assert place_of(error) == ""
+
+
+@pytest.mark.parametrize(
+    ("caught", "said"), [("first", ""), ("second", "rrfp.errors.RrfpError: second"), ("third", "ValueError: third")]
+)
+def test_of_errors_that_end_the_program_only_those_already_logged_are_not_printed(caught: str, said: str) -> None:
+    program = (
+        "from rrfp.compute.tracebacks import print_no_traceback\n"
+        "from rrfp import RrfpError\n"
+        "first, second, third = RrfpError('first'), RrfpError('second'), ValueError('third')\n"
+        "print_no_traceback(first)\n"
+        f"raise {caught}"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1:] == [said][: len(said)]

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from rrfp.compute.split.backward import input_gradients
-from rrfp.demo.model import Block, GptConfig
+from rrfp.demo.model import GptConfig, TransformerBlock
 
 WIDTH, ROWS = 128, 256
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
-    "GPT blocks": lambda: nn.Sequential(*[Block(GptConfig(width=WIDTH, sequence_length=ROWS)) for _ in range(2)]),
+    "GPT blocks": lambda: nn.Sequential(
+        *[TransformerBlock(GptConfig(width=WIDTH, sequence_length=ROWS)) for _ in range(2)]
+    ),
     "multi-head attention": lambda: nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.1, batch_first=True),
     "layers in a row": lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)]),
     "convolutions": lambda: nn.Sequential(nn.Conv1d(ROWS, 64, 3), nn.ReLU(), nn.Conv1d(64, ROWS, 3, padding=2)),

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from rrfp.compute.program import Batch
 from rrfp.compute.torch_stage import TorchStage
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import StageError
 
@@ -93,7 +93,7 @@ def test_a_write_that_begins_later_is_noticed() -> None:
         run(Stage(late), steps=2)
 
     module = Stage(lambda module, x: write_data(module, x) if module.training else None).eval()
-    program = TorchStage({0: module}, Graph.chain(1), loss_fn=total, in_order={(Kind.B, 0)})
+    program = TorchStage({0: module}, TaskGraph.chain(1), loss_fn=total, in_order={(Kind.B, 0)})
     for number, training in enumerate((False, True)):
         module.train(training)
         program.open(StepId(number, Mode.TRAIN, 2), Batch(rows(), rows(), None, (1.0, 1.0)))

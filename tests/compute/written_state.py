@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from rrfp.compute.buffers import writes_buffers_in_forward
 from rrfp.compute.program import Batch
 from rrfp.compute.torch_stage import TorchStage
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 
 #: Out of microbatch order, and every kind of neighbour.
@@ -37,7 +37,7 @@ def run(
     count = 1 + max(task.microbatch for task in tasks)
     in_order = {(Kind.W if split else Kind.B, 0)} | ({(Kind.F, 0)} if writes_buffers_in_forward(module) else set())
     program = TorchStage(
-        {0: module}, Graph.chain(1, split=split), loss_fn=loss_fn, in_order=in_order if deterministic else ()
+        {0: module}, TaskGraph.chain(1, split=split), loss_fn=loss_fn, in_order=in_order if deterministic else ()
     )
     for number in range(steps):
         program.open(StepId(number, mode, count), Batch(rows(count), rows(count), None, (1.0,) * count))

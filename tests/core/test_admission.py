@@ -10,12 +10,12 @@ from core_script import Script, T
 from rrfp.core import events as ev
 from rrfp.core.admission import Limit
 from rrfp.core.events import ChunkReduced
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Kind, Mode, StepId
 from rrfp.core.usage import Peaks
 from rrfp.errors import ConfigError
 
-ONE = Graph.chain(1)
+ONE = TaskGraph.chain(1)
 
 
 @pytest.mark.parametrize(
@@ -28,20 +28,26 @@ ONE = Graph.chain(1)
         ("n", [Limit(3)] * 3),
         ("2n", [Limit(6)] * 3),
         (Limit(4, 100), [Limit(4, 100)] * 3),
+        ("8GB", [Limit(bytes=8_000_000_000)] * 3),
+        ("7MB", [Limit(bytes=7_000_000)] * 3),
+        ("6kB", [Limit(bytes=6_000)] * 3),
+        ("5B", [Limit(bytes=5)] * 3),
     ],
 )
-def test_a_limit_is_written_as_a_number_or_a_preset(spec: Limit | int | str | None, limits: list[Limit]) -> None:
+def test_a_limit_is_written_as_a_number_a_preset_or_a_size(spec: Limit | int | str | None, limits: list[Limit]) -> None:
     assert [Limit.resolve(spec, stage, 3) for stage in range(3)] == limits
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("3n", "limit is '3n', must be a number of microbatches or one of: 1f1b, n, 2n"),
-        ("--5", "limit is '--5', must be a number of microbatches or one of: 1f1b, n, 2n"),
-        ("", "limit is '', must be a number of microbatches or one of: 1f1b, n, 2n"),
-        (2.5, "limit is 2.5, must be a number of microbatches or one of: 1f1b, n, 2n"),
-        (True, "limit is True, must be a number of microbatches or one of: 1f1b, n, 2n"),
+        ("3n", "limit is '3n', must be a number of microbatches or one of: 1f1b, n, 2n, or a size such as 8GB"),
+        ("--5", "limit is '--5', must be a number of microbatches or one of: 1f1b, n, 2n, or a size such as 8GB"),
+        ("", "limit is '', must be a number of microbatches or one of: 1f1b, n, 2n, or a size such as 8GB"),
+        (2.5, "limit is 2.5, must be a number of microbatches or one of: 1f1b, n, 2n, or a size such as 8GB"),
+        (True, "limit is True, must be a number of microbatches or one of: 1f1b, n, 2n, or a size such as 8GB"),
+        ("8gb", "limit is '8gb', must be a number of microbatches or one of: 1f1b, n, 2n, or a size such as 8GB"),
+        ("0GB", "limit: bytes is 0, must be at least 1"),
         (0, "limit: microbatches is 0, must be at least 1"),
         ("-1", "limit: microbatches is -1, must be at least 1"),
     ],
@@ -57,6 +63,8 @@ def test_a_byte_limit_is_at_least_one_byte() -> None:
         Limit(bytes=1.5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"^limit: bytes is 0, must be at least 1$"):
         Limit(bytes=0)
+    with pytest.raises(ConfigError, match=r"bytes is '8kB', must be .*, such as 8000; limit='8kB' takes the text$"):
+        Limit(bytes="8kB")  # type: ignore[arg-type]
 
 
 def test_slots_are_taken_and_given_back_in_the_order_of_the_lane() -> None:
@@ -87,7 +95,7 @@ def test_what_is_held_now_is_what_the_lane_has_come_to() -> None:
 
 
 def test_split_backward_holds_the_slot_until_the_weight_task_completes() -> None:
-    script = Script(Graph.chain(1, split=True), limit=1)
+    script = Script(TaskGraph.chain(1, split=True), limit=1)
     script.ran("F0@0", "B0@0")
     assert script.ready == "W0@0"
     script.ran("W0@0")
@@ -95,7 +103,7 @@ def test_split_backward_holds_the_slot_until_the_weight_task_completes() -> None
 
 
 def test_backwards_are_never_gated() -> None:
-    script = Script(Graph.chain(2), stage=1, limit=Limit(1, 1))
+    script = Script(TaskGraph.chain(2), stage=1, limit=Limit(1, 1))
     script.arrived("F0@0", "F1@0")
     script.ran("F0@1", held=1000)
     assert script.ready == "B0@1"
@@ -103,7 +111,7 @@ def test_backwards_are_never_gated() -> None:
 
 def test_the_staircase_keeps_a_slot_for_each_deeper_chunk() -> None:
     """C = 2, K = 1: chunk 0 may start iff D < 1, chunk 1 iff D < 2."""
-    script = Script(Graph.chain(1, chunks=2), microbatches=2, limit=1)
+    script = Script(TaskGraph.chain(1, chunks=2), microbatches=2, limit=1)
     script.ran("F0@0")
     assert script.ready == "F0@1"
     script.ran("F0@1")
@@ -115,7 +123,7 @@ def test_the_staircase_keeps_a_slot_for_each_deeper_chunk() -> None:
 
 
 def test_the_last_slot_is_reserved_for_the_lowest_microbatch_when_an_order_is_forced() -> None:
-    script = Script(Graph.chain(2), stage=1, microbatches=4, limit=2, in_order=((Kind.B, 1),))
+    script = Script(TaskGraph.chain(2), stage=1, microbatches=4, limit=2, in_order=((Kind.B, 1),))
     script.arrived("F1@0", "F2@0")
     script.ran("F1@1")
     assert script.ready == ""
@@ -126,7 +134,7 @@ def test_the_last_slot_is_reserved_for_the_lowest_microbatch_when_an_order_is_fo
 
 
 def test_with_two_chunks_two_slots_are_reserved() -> None:
-    script = Script(Graph.chain(1, chunks=2), microbatches=3, limit=2, in_order=((Kind.B, 1),))
+    script = Script(TaskGraph.chain(1, chunks=2), microbatches=3, limit=2, in_order=((Kind.B, 1),))
     script.ran("F1@0", "F2@0")
     assert script.ready == "F0@0"
     script.ran("F0@0")
@@ -134,7 +142,7 @@ def test_with_two_chunks_two_slots_are_reserved() -> None:
 
 
 def test_nothing_is_reserved_without_a_forced_order() -> None:
-    script = Script(Graph.chain(2), stage=1, microbatches=4, limit=2)
+    script = Script(TaskGraph.chain(2), stage=1, microbatches=4, limit=2)
     script.arrived("F1@0", "F2@0")
     script.ran("F1@1")
     assert script.ready == "F2@1 B1@1"
@@ -184,7 +192,7 @@ def test_the_expected_size_outlives_the_step() -> None:
 
 
 def test_bytes_are_counted_anew_after_each_task() -> None:
-    script = Script(Graph.chain(1, split=True), microbatches=2)
+    script = Script(TaskGraph.chain(1, split=True), microbatches=2)
     script.ran("F0@0", held=50)
     script.ran("B0@0", held=20)
     assert script.core.view.held_bytes == 20
@@ -193,7 +201,7 @@ def test_bytes_are_counted_anew_after_each_task() -> None:
 
 
 def test_a_byte_limit_keeps_room_for_the_deeper_chunk() -> None:
-    script = Script(Graph.chain(1, chunks=2), microbatches=4, limit=Limit(bytes=100))
+    script = Script(TaskGraph.chain(1, chunks=2), microbatches=4, limit=Limit(bytes=100))
     script.ran("F0@0", "F0@1", held=30)
     assert script.ready == "F1@0 F2@0 F3@0 B0@1"  # 60 + 30, and the room for F1@1 is what B0@1 will free
     script.ran("B0@1")
@@ -203,13 +211,13 @@ def test_a_byte_limit_keeps_room_for_the_deeper_chunk() -> None:
 
 
 def test_a_deeper_chunk_that_holds_nothing_is_admitted_over_the_byte_limit() -> None:
-    script = Script(Graph.chain(1, chunks=2), microbatches=2, limit=Limit(bytes=10))
+    script = Script(TaskGraph.chain(1, chunks=2), microbatches=2, limit=Limit(bytes=10))
     script.ran("F0@0", held=10)
     assert script.ready == "F0@1"
 
 
 def test_in_a_forced_order_the_lowest_microbatch_is_admitted_over_the_byte_limit() -> None:
-    script = Script(Graph.chain(2), stage=1, microbatches=3, limit=Limit(bytes=10), in_order=((Kind.B, 1),))
+    script = Script(TaskGraph.chain(2), stage=1, microbatches=3, limit=Limit(bytes=10), in_order=((Kind.B, 1),))
     script.arrived("F1@0", "F2@0")
     script.ran("F1@1", held=10)
     assert script.ready == ""
@@ -218,7 +226,7 @@ def test_in_a_forced_order_the_lowest_microbatch_is_admitted_over_the_byte_limit
 
 
 def test_peaks_are_the_most_of_the_step() -> None:
-    script = Script(Graph.chain(2), stage=1, microbatches=3)
+    script = Script(TaskGraph.chain(2), stage=1, microbatches=3)
     script.arrived("F0@0", "F1@0")
     script.ran("F0@1", "F1@1", held=7)
     script.ran("B0@1", "B1@1")
@@ -228,7 +236,7 @@ def test_peaks_are_the_most_of_the_step() -> None:
 
 
 def test_the_received_peak_counts_what_has_arrived_and_not_started() -> None:
-    script = Script(Graph.chain(3), stage=1, microbatches=4, limit=1)
+    script = Script(TaskGraph.chain(3), stage=1, microbatches=4, limit=1)
     script.arrived("F0@0", "F1@0")
     script.ran("F0@1")
     script.arrived("F2@0", "F3@0", "B0@2")
@@ -241,7 +249,7 @@ def test_there_are_no_peaks_before_the_first_step() -> None:
 
 
 def test_an_output_is_counted_until_its_send_is_released() -> None:
-    script = Script(Graph.chain(2), microbatches=1)
+    script = Script(TaskGraph.chain(2), microbatches=1)
     script.told(ev.Enqueued(T("F0@0")), ev.Completed(T("F0@0"), held=10, output=5))
     assert script.core.view.held_bytes == 15
     script.told(ev.SendReleased(T("F0@0"), 1))
@@ -250,7 +258,7 @@ def test_an_output_is_counted_until_its_send_is_released() -> None:
 
 
 def test_a_local_output_is_counted_until_the_next_chunk_has_read_it() -> None:
-    script = Script(Graph.chain(1, chunks=2), microbatches=1)
+    script = Script(TaskGraph.chain(1, chunks=2), microbatches=1)
     script.told(ev.Enqueued(T("F0@0")), ev.Completed(T("F0@0"), held=10, output=5), ev.Enqueued(T("F0@1")))
     assert script.core.view.held_bytes == 15
     script.told(ev.Completed(T("F0@1"), held=7))

@@ -6,10 +6,9 @@ import pytest
 from core_script import Script, T
 
 from rrfp.core.admission import Limit
-from rrfp.core.drain_order import DrainOrder
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Placement
-from rrfp.core.readiness import ForcedOrder
+from rrfp.core.ready_set import DrainOrder, ForcedOrder
 from rrfp.core.tasks import Kind, Mode
 from rrfp.core.usage import WaitCause
 from rrfp.core.visits import Visits
@@ -18,12 +17,12 @@ from rrfp.hints.priority import BackwardPriority, ForwardPriority
 
 
 def script_of(
-    graph: Graph, stage: int = 0, *, microbatches: int = 3, limit: int = 1, in_order: tuple[ForcedOrder, ...] = ()
+    graph: TaskGraph, stage: int = 0, *, microbatches: int = 3, limit: int = 1, in_order: tuple[ForcedOrder, ...] = ()
 ) -> Script:
     return Script(graph, stage, microbatches, limit=Limit(limit, rule="paper"), in_order=in_order)
 
 
-ALONE = Graph.chain(1, chunks=2)
+ALONE = TaskGraph.chain(1, chunks=2)
 
 
 def test_below_the_limit_any_task_may_start() -> None:
@@ -52,7 +51,7 @@ def test_d_passes_the_limit_by_the_number_of_chunks() -> None:
 
 
 def test_a_full_stage_waits_for_what_it_drains_next_although_something_else_is_ready() -> None:
-    script = script_of(Graph.chain(2, chunks=2))
+    script = script_of(TaskGraph.chain(2, chunks=2))
     script.ran("F0@0", "F1@0")
     script.arrived("F1@1")
     assert (script.ready, bool(script.core.ready)) == ("", False)  # F1@2 and F2@0 are blocked: F0@2 is next
@@ -62,7 +61,7 @@ def test_a_full_stage_waits_for_what_it_drains_next_although_something_else_is_r
 
 
 def test_backwards_of_later_microbatches_are_kept_out_too() -> None:
-    script = script_of(Graph.chain(2, chunks=2), stage=1, limit=2)
+    script = script_of(TaskGraph.chain(2, chunks=2), stage=1, limit=2)
     script.arrived("F1@0", "F2@0", "F1@2", "F2@2")
     script.ran("F1@1", "F1@3", "F2@1", "F2@3")
     assert script.ready == ""
@@ -79,7 +78,7 @@ def test_a_hint_is_asked_for_what_is_drained_and_cannot_choose_otherwise() -> No
 
 
 def test_weight_tasks_follow_their_backward_when_drained() -> None:
-    script = script_of(Graph.chain(1, chunks=2, split=True))
+    script = script_of(TaskGraph.chain(1, chunks=2, split=True))
     script.ran("F1@0", "F2@0")
     drained = []
     while script.core.view.held >= 2:
@@ -89,7 +88,7 @@ def test_weight_tasks_follow_their_backward_when_drained() -> None:
 
 
 def test_what_has_run_before_is_not_drained_again() -> None:
-    script = script_of(Graph.chain(1, chunks=2, split=True), limit=2)
+    script = script_of(TaskGraph.chain(1, chunks=2, split=True), limit=2)
     script.ran("F0@0", "F0@1", "B0@1", "B0@0", "F1@0", "F2@0")
     assert script.core.view.held == 4
     assert script.ready == "W0@1"
@@ -99,7 +98,7 @@ def test_what_has_run_before_is_not_drained_again() -> None:
 
 
 def test_with_some_stages_split_only_those_serve_weight_tasks() -> None:
-    graph = Graph(Placement(1, 2), split=(True, False))
+    graph = TaskGraph(Placement(1, 2), split=(True, False))
     script = script_of(graph)
     script.ran("F1@0", "F2@0", "F0@0", "F0@1")
     assert script.ready == "B0@1"
@@ -132,7 +131,7 @@ def test_a_forced_order_needs_no_reserve() -> None:
 
 def test_with_one_chunk_it_is_the_staircase_with_its_reserve() -> None:
     forced = ((Kind.B, 0),)
-    script = script_of(Graph.chain(1), limit=2, in_order=forced)
+    script = script_of(TaskGraph.chain(1), limit=2, in_order=forced)
     script.ran("F1@0")
     assert script.ready == "F0@0"
     script.ran("F0@0")

@@ -10,7 +10,7 @@ from core_script import Script, T
 
 from rrfp.core import events as ev
 from rrfp.core.admission import Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import TablePlacement
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import F, Kind, Mode, StepId, Task
@@ -18,8 +18,8 @@ from rrfp.hints.alternating import BackwardForward
 from rrfp.sim.explore.search import explore
 
 #: Two sources of one sink, all on one stage; and each on a stage of its own.
-TOGETHER = Graph(TablePlacement((0, 0, 0)), ((0, 2), (1, 2)))
-APART = Graph(TablePlacement((0, 1, 2)), ((0, 2), (1, 2)))
+TOGETHER = TaskGraph(TablePlacement((0, 0, 0)), ((0, 2), (1, 2)))
+APART = TaskGraph(TablePlacement((0, 1, 2)), ((0, 2), (1, 2)))
 
 
 def test_a_microbatch_has_room_kept_for_the_rest_of_its_forwards() -> None:
@@ -117,7 +117,7 @@ def test_byte_limits_never_deadlock_whatever_is_expected(
     estimates: Sequence[int] | None, in_order: Kind | None
 ) -> None:
     forced = [(in_order, v) for v in range(3)] if in_order else []
-    for graph in (TOGETHER, APART, Graph(TablePlacement((0, 1, 0)), ((0, 2), (1, 2)))):
+    for graph in (TOGETHER, APART, TaskGraph(TablePlacement((0, 1, 0)), ((0, 2), (1, 2)))):
         for num_bytes in (1, 3, 8):
             found = explore(graph, 3, Limit(None, num_bytes), in_order=forced, sizes=(1, 2, 4), estimates=estimates)
             assert not found.deadlocks, (num_bytes, found)
@@ -138,7 +138,7 @@ def test_bytes_that_are_expected_rightly_pass_the_limit_only_for_a_microbatch_th
 
 
 #: Both sources and a second sink on one stage, the first sink on another.
-APART_IN_TWO = Graph(TablePlacement((0, 0, 1, 0)), ((0, 2), (1, 2), (2, 3)))
+APART_IN_TWO = TaskGraph(TablePlacement((0, 0, 1, 0)), ((0, 2), (1, 2), (2, 3)))
 
 
 def run_at_random(cores: Sequence[StageCore], step: StepId, sizes: Sequence[float], rng: random.Random) -> None:

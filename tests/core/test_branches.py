@@ -7,7 +7,7 @@ import pytest
 from rrfp.core.admission import Admission, Limit
 from rrfp.core.banker import Banker
 from rrfp.core.branches import plain_stages
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.memory_rule import rule_of
 from rrfp.core.placement import Placement, TablePlacement
 from rrfp.core.visits import Visits
@@ -16,9 +16,9 @@ from rrfp.errors import ConfigError
 ALL = frozenset[frozenset[int]]({frozenset()})
 
 
-def graph_of(edges: str, table: tuple[int, ...]) -> Graph:
+def graph_of(edges: str, table: tuple[int, ...]) -> TaskGraph:
     """The graph of edges written as ``"01 12"``."""
-    return Graph(TablePlacement(table), tuple((int(edge[0]), int(edge[1])) for edge in edges.split()))
+    return TaskGraph(TablePlacement(table), tuple((int(edge[0]), int(edge[1])) for edge in edges.split()))
 
 
 def test_a_table_places_virtual_stages_anywhere() -> None:
@@ -47,7 +47,7 @@ def test_an_empty_table_is_refused() -> None:
 
 
 def test_a_table_that_says_the_same_behaves_as_the_layout() -> None:
-    looped, table = Graph(Placement(2, 2)), Graph(TablePlacement((0, 1, 0, 1)))
+    looped, table = TaskGraph(Placement(2, 2)), TaskGraph(TablePlacement((0, 1, 0, 1)))
     assert (looped.edges, looped.stage_of, looped.split) == (table.edges, table.stage_of, table.split)
 
 
@@ -86,7 +86,7 @@ LIMIT, PAPER = Limit(2), Limit(2, rule="paper")
 TWO_SOURCES = graph_of("02 12", (0, 1, 2))
 
 
-def rules(graph: Graph, limit: Limit, skipped: tuple[frozenset[int], ...] = (), *, is_forced: bool) -> str:
+def rules(graph: TaskGraph, limit: Limit, skipped: tuple[frozenset[int], ...] = (), *, is_forced: bool) -> str:
     """For each stage the first letter of its rule's class: A, or B for the banker."""
     visits, stages = Visits(2, skipped), range(graph.placement.stages)
     return "".join(rule_of(graph, stage, limit, visits, is_forced=is_forced).__name__[0] for stage in stages)
@@ -95,9 +95,9 @@ def rules(graph: Graph, limit: Limit, skipped: tuple[frozenset[int], ...] = (), 
 def test_chains_keep_their_rule_in_any_order_under_any_limit() -> None:
     for limit in (LIMIT, PAPER, Limit(), Limit(bytes=9)):
         for graph in (
-            Graph.chain(3),
-            Graph.chain(3, chunks=2, layout="v"),
-            Graph(Placement(3), ((0, 1), (1, 2), (0, 2))),
+            TaskGraph.chain(3),
+            TaskGraph.chain(3, chunks=2, layout="v"),
+            TaskGraph(Placement(3), ((0, 1), (1, 2), (0, 2))),
         ):
             for is_forced in (False, True):
                 assert rules(graph, limit, is_forced=is_forced) == "AAA"
@@ -106,8 +106,8 @@ def test_chains_keep_their_rule_in_any_order_under_any_limit() -> None:
 def test_on_other_graphs_the_banker_applies_where_it_must_and_everywhere_in_a_forced_order() -> None:
     assert rules(TWO_SOURCES, LIMIT, is_forced=False) == "BBA"
     assert rules(TWO_SOURCES, LIMIT, is_forced=True) == "BBB"
-    assert rules(Graph.chain(3), LIMIT, (frozenset({1}), frozenset()), is_forced=False) == "AAA"
-    assert rules(Graph.chain(3), LIMIT, (frozenset({1}), frozenset()), is_forced=True) == "BBB"
+    assert rules(TaskGraph.chain(3), LIMIT, (frozenset({1}), frozenset()), is_forced=False) == "AAA"
+    assert rules(TaskGraph.chain(3), LIMIT, (frozenset({1}), frozenset()), is_forced=True) == "BBB"
 
 
 def test_the_papers_rule_holds_for_stages_of_several_chunks_only() -> None:

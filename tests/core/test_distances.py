@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 
 from rrfp.core.admission import Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Layout, Placement, TablePlacement
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 8])
 @pytest.mark.parametrize(("chunks", "layout"), [(1, "looped"), (2, "looped"), (3, "looped"), (2, "v"), (3, "v")])
 def test_on_a_chain_it_is_what_1f1b_holds(stages: int, chunks: int, layout: Layout) -> None:
-    graph = Graph.chain(stages, chunks=chunks, layout=layout)
+    graph = TaskGraph.chain(stages, chunks=chunks, layout=layout)
     assert [graph.distance_to_sink(stage) for stage in range(stages)] == [stages - stage for stage in range(stages)]
 
 
 def test_skip_edges_change_nothing_on_a_chain() -> None:
-    graph = Graph(Placement(4), ((0, 1), (0, 3), (1, 2), (2, 3)))
+    graph = TaskGraph(Placement(4), ((0, 1), (0, 3), (1, 2), (2, 3)))
     assert [graph.distance_to_sink(stage) for stage in range(4)] == [4, 3, 2, 1]
 
 
@@ -35,7 +35,7 @@ def test_skip_edges_change_nothing_on_a_chain() -> None:
 def test_on_a_graph_it_is_the_longest_way_over_stages_that_are_new(
     table: tuple[int, ...], edges: tuple[tuple[int, int], ...], distances: list[int]
 ) -> None:
-    graph = Graph(TablePlacement(table), edges)
+    graph = TaskGraph(TablePlacement(table), edges)
     assert [graph.distance_to_sink(stage) for stage in range(len(distances))] == distances
 
 
@@ -47,5 +47,5 @@ def test_the_limit_1f1b_holds_as_many_microbatches() -> None:
 
 
 def test_what_depends_on_a_chunk_is_found_on_its_stage_only_and_over_any_way() -> None:
-    graph = Graph(TablePlacement((0, 1, 0, 0, 1)), ((0, 1), (1, 3), (2, 3), (3, 4)))
+    graph = TaskGraph(TablePlacement((0, 1, 0, 0, 1)), ((0, 1), (1, 3), (2, 3), (3, 4)))
     assert [graph.dependants_here(v) for v in range(5)] == [(3,), (4,), (3,), (), ()]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from core_script import Script, T
 
 from rrfp.core.events import Credit, FinishStep, Release, Send
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Placement
 from rrfp.core.tasks import Mode
 
-CHAIN = Graph.chain(3)
+CHAIN = TaskGraph.chain(3)
 
 
-def script_of(graph: Graph, stage: int, *, microbatches: int = 2, limit: int | None = None) -> Script:
+def script_of(graph: TaskGraph, stage: int, *, microbatches: int = 2, limit: int | None = None) -> Script:
     return Script(graph, stage, microbatches, Mode.FORWARD, limit=limit)
 
 
@@ -64,7 +64,7 @@ def test_a_credit_may_come_after_the_release_and_ends_the_step() -> None:
 
 
 def test_two_successors_both_have_to_be_done() -> None:
-    script = script_of(Graph(Placement(3), edges=((0, 1), (1, 2), (0, 2))), 0, limit=1)
+    script = script_of(TaskGraph(Placement(3), edges=((0, 1), (1, 2), (0, 2))), 0, limit=1)
     script.ran("F0@0")
     script.consumed(2, "F0@0")
     assert script.ready == ""
@@ -73,7 +73,7 @@ def test_two_successors_both_have_to_be_done() -> None:
 
 
 def test_one_credit_answers_one_message_however_many_read_it() -> None:
-    graph = Graph(Placement(2, 2), edges=((0, 1), (1, 2), (2, 3), (0, 3)))
+    graph = TaskGraph(Placement(2, 2), edges=((0, 1), (1, 2), (2, 3), (0, 3)))
     script = script_of(graph, 1, microbatches=1)
     script.arrived("F0@0", "F0@2")
     assert script.ran("F0@1") == [Send(T("F0@1"), peer=0, consumed=0)]
@@ -87,7 +87,7 @@ def test_one_credit_answers_one_message_however_many_read_it() -> None:
 
 def test_a_reader_on_the_same_stage_frees_the_slot_when_it_completes() -> None:
     """V placement: virtual stage 2 follows 1 on stage 1."""
-    script = script_of(Graph.chain(2, chunks=2, layout="v"), 1, microbatches=1)
+    script = script_of(TaskGraph.chain(2, chunks=2, layout="v"), 1, microbatches=1)
     script.arrived("F0@0")
     script.ran("F0@1")
     assert script.core.view.held == 1

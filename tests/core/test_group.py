@@ -14,8 +14,8 @@ from rrfp.core.events import (
     Run,
     Send,
 )
+from rrfp.core.group_step import GroupMembership
 from rrfp.core.hint import Hint, View
-from rrfp.core.order_log import Group
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.core.usage import WaitCause
@@ -152,7 +152,7 @@ def test_a_report_that_the_leader_does_not_await_is_refused(rank: int, task: str
 
 def test_reports_and_orders_run_one_step_ahead() -> None:
     step = StepId(0, Mode.TRAIN, 2)
-    first, second = (Script(CHAIN, 1, microbatches=0, group=Group(rank, 2)) for rank in (0, 1))
+    first, second = (Script(CHAIN, 1, microbatches=0, group=GroupMembership(rank, 2)) for rank in (0, 1))
     first.told(ReadyReported(step, 1, T("F0@1")))
     first.opened(step)
     first.arrived("F0@0")
@@ -218,7 +218,7 @@ def test_a_followers_hint_is_neither_asked_nor_told_anything() -> None:
         def observe(self, event: object) -> None:
             raise AssertionError
 
-    script = Script(CHAIN, 1, hint=Untold(), group=Group(1, 2))
+    script = Script(CHAIN, 1, hint=Untold(), group=GroupMembership(1, 2))
     script.arrived("F0@0")
     ordered(script, (0, "F0@1"))
     script.ran("F0@1")
@@ -237,14 +237,14 @@ def test_reports_and_orders_of_another_step_are_refused(step: StepId) -> None:
 
 
 def test_a_group_of_one_agrees_with_nobody() -> None:
-    script = Script(CHAIN, 0, group=Group(0, 1))
+    script = Script(CHAIN, 0, group=GroupMembership(0, 1))
     assert script.enqueued("F0@0") == []
 
 
 @pytest.mark.parametrize(("member", "size"), [(2, 2), (-1, 2), (0, 0)])
 def test_a_member_outside_its_group_is_refused(member: int, size: int) -> None:
     with pytest.raises(ConfigError) as caught:
-        Group(member, size)
+        GroupMembership(member, size)
     assert str(caught.value) == f"group: member is {member}, must be 0..{size - 1}"
 
 

@@ -18,9 +18,9 @@ from rrfp.core.events import (
     Order,
     Run,
 )
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
+from rrfp.core.group_step import GroupMembership
 from rrfp.core.mesh import Mesh
-from rrfp.core.order_log import Group
 from rrfp.core.tasks import Mode, StepId
 from rrfp.core.topology import Topology
 from rrfp.core.waiting import describe, waiting
@@ -28,7 +28,7 @@ from rrfp.core.waiting import describe, waiting
 
 def test_a_forward_is_ordered_and_enqueued_behind_the_backward_that_gives_its_slot_back() -> None:
     """So the leader's word travels while the backward runs."""
-    script = Script(CHAIN, 1, limit=1, group=Group(0, 2))
+    script = Script(CHAIN, 1, limit=1, group=GroupMembership(0, 2))
     script.arrived("F0@0", "F1@0")
     reported(script, "F0@1")
     reported(script, "F1@1")
@@ -40,7 +40,7 @@ def test_a_forward_is_ordered_and_enqueued_behind_the_backward_that_gives_its_sl
 
 
 def test_a_follower_enqueues_what_is_ordered_behind_a_backward_that_still_runs_here() -> None:
-    script = Script(CHAIN, 1, limit=1, group=Group(1, 2))
+    script = Script(CHAIN, 1, limit=1, group=GroupMembership(1, 2))
     script.arrived("F0@0", "F1@0")
     ordered(script, (0, "F0@1"), (1, "B0@1"), (2, "F1@1"))
     script.ran("F0@1")
@@ -49,7 +49,7 @@ def test_a_follower_enqueues_what_is_ordered_behind_a_backward_that_still_runs_h
 
 
 def test_forward_only_a_follower_waits_for_its_own_credit() -> None:
-    script = Script(CHAIN, 0, mode=Mode.FORWARD, limit=1, group=Group(1, 2))
+    script = Script(CHAIN, 0, mode=Mode.FORWARD, limit=1, group=GroupMembership(1, 2))
     ordered(script, (0, "F0@0"), (1, "F1@0"))
     script.ran("F0@0")
     assert script.core.decide() is None
@@ -58,7 +58,7 @@ def test_forward_only_a_follower_waits_for_its_own_credit() -> None:
 
 
 def test_a_follower_holds_nothing_back_because_of_bytes() -> None:
-    script = Script(CHAIN, 1, limit=Limit(bytes=10), group=Group(1, 2))
+    script = Script(CHAIN, 1, limit=Limit(bytes=10), group=GroupMembership(1, 2))
     script.arrived("F0@0", "F1@0")
     ordered(script, (0, "F0@1"), (1, "F1@1"))
     script.ran("F0@1", held=1000)
@@ -71,7 +71,7 @@ def held(script: Script, task: str, num_bytes: int, rank: int = 1, output: int =
 
 def byte_leader(num_bytes: int, size: int = 2) -> Script:
     """The leader of stage 1; everything has arrived everywhere."""
-    script = Script(CHAIN, 1, microbatches=4, limit=Limit(bytes=num_bytes), group=Group(0, size))
+    script = Script(CHAIN, 1, microbatches=4, limit=Limit(bytes=num_bytes), group=GroupMembership(0, size))
     script.arrived("F0@0", "F1@0", "F2@0", "F3@0")
     for task, rank in product(("F0@1", "F1@1", "F2@1", "F3@1"), range(1, size)):
         reported(script, task, rank)
@@ -146,7 +146,7 @@ def test_bytes_that_the_leader_does_not_await_are_refused(reports: list[tuple[st
 
 
 def test_bytes_may_be_told_after_the_step_and_not_before_it() -> None:
-    script = Script(Graph.chain(1), 0, microbatches=1, group=Group(0, 2))
+    script = Script(TaskGraph.chain(1), 0, microbatches=1, group=GroupMembership(0, 2))
     script.ran("F0@0", "B0@0")
     assert script.told(ChunkReduced(0)) == [FinishStep(script.step)]
     assert held(script, "B0@0", 0) == []
@@ -158,7 +158,7 @@ def test_bytes_may_be_told_after_the_step_and_not_before_it() -> None:
 
 
 def test_an_output_counts_as_long_as_the_leader_keeps_its_own_with_the_most_that_any_rank_reports() -> None:
-    script = Script(CHAIN, 0, microbatches=4, limit=Limit(bytes=30), group=Group(0, 2))
+    script = Script(CHAIN, 0, microbatches=4, limit=Limit(bytes=30), group=GroupMembership(0, 2))
     script.told(Enqueued(T("F0@0")), Completed(T("F0@0"), 1, output=4))
     held(script, "F0@0", 1, output=20)
     assert "F1@0" not in script.ready  # 21 on the follower, and 21 expected

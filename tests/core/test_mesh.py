@@ -9,7 +9,7 @@ from batches import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.core.mesh import Mesh, Place
+from rrfp.core.mesh import Mesh, MeshPosition
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError
 
@@ -36,7 +36,7 @@ def test_ranks_and_places_are_one_to_one_in_any_order_of_dims(
         places = [mesh.place_of(rank) for rank in range(mesh.size)]
         assert [mesh.rank(place) for place in places] == list(range(mesh.size))
         assert set(places) == {
-            Place(*at) for at in product(range(mesh.stages), range(mesh.replicas), range(mesh.members))
+            MeshPosition(*at) for at in product(range(mesh.stages), range(mesh.replicas), range(mesh.members))
         }
         assert mesh.stages * mesh.replicas * mesh.members == mesh.size
 
@@ -94,7 +94,7 @@ def test_coordinated_dims_make_one_group_and_the_rest_replicas() -> None:
     assert mesh.replicated == ("dp_replicate",)
     assert Mesh(mesh.dims, ("tp",)).replicated == ("dp_replicate", "dp_shard")
     # The second dp_shard, third tp of stage 1: rank 24 begins the second replica, 8 a stage.
-    assert mesh.place_of(24 + 8 + 4 + 2) == Place(1, 1, 6)
+    assert mesh.place_of(24 + 8 + 4 + 2) == MeshPosition(1, 1, 6)
 
 
 @pytest.mark.parametrize(
@@ -172,3 +172,41 @@ def test_ranks_of_a_group_have_their_own_data_where_a_replicated_dim_is_coordina
     dims: tuple[tuple[str, int], ...], coordinate: tuple[str, ...], expected: bool
 ) -> None:
     assert Mesh(dims, coordinate).coordinates_replicas is expected
+
+
+@pytest.mark.parametrize("order", list(permutations(("pp", "dp", "dp_in", "tp"))), ids=" ".join)
+def test_gradients_are_summed_over_replicas_and_reduced_dims(order: tuple[str, ...]) -> None:
+    sizes = {"pp": 2, "dp": 2, "dp_in": 3, "tp": 2}
+    dims = tuple((name, sizes[name]) for name in order)
+    mesh = Mesh(dims, ("tp", "dp_in"), ("dp_in",))
+    plain = Mesh(dims, ("tp", "dp_in"))
+    assert (mesh.summands, mesh.replicas, mesh.members) == (6, 2, 6)
+    assert plain.summands == plain.replicas
+    for rank in range(mesh.size):
+        at, alike = mesh.coordinates(rank), mesh.counterparts(rank)
+        assert alike.index(rank) == mesh.summand_of(rank)
+        assert {(mesh.coordinates(r)["pp"], mesh.coordinates(r)["tp"]) for r in alike} == {(at["pp"], at["tp"])}
+        assert len(alike) == len(set(alike)) == 6
+        assert mesh.is_first(rank) == (at["tp"] == 0)
+        assert plain.summand_of(rank) == plain.place_of(rank).replica == at["dp"]
+        assert plain.is_first(rank) == (plain.place_of(rank).member == 0)
+
+
+@pytest.mark.parametrize(
+    ("coordinate", "reduce", "text"),
+    [
+        (("tp", "dp"), ("tp",), "reduce has 'tp', must be dims of the mesh that begin with 'dp'"),
+        (
+            ("tp",),
+            ("dp",),
+            "reduce has 'dp', which is not coordinated, so gradients are summed over it in any case: leave it out, or "
+            "if collectives over it run inside a task, coordinate must be ('tp', 'dp')",
+        ),
+    ],
+)
+def test_only_a_coordinated_replicated_dim_is_reduced(
+    coordinate: tuple[str, ...], reduce: tuple[str, ...], text: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Mesh((("pp", 2), ("dp", 2), ("tp", 2)), coordinate, reduce)
+    assert str(caught.value) == text

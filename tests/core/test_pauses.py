@@ -6,9 +6,9 @@ import pytest
 from core_script import Script, T
 
 from rrfp.core import events as ev
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
+from rrfp.core.group_step import GroupMembership
 from rrfp.core.hint import View
-from rrfp.core.order_log import Group
 from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.core.usage import WaitCause
 from rrfp.errors import ProtocolError
@@ -27,9 +27,9 @@ class Patient(BackwardForward):
         return True
 
 
-def stage(hint: BackwardForward | None = None, group: Group | None = None, mode: Mode = Mode.TRAIN) -> Script:
+def stage(hint: BackwardForward | None = None, group: GroupMembership | None = None, mode: Mode = Mode.TRAIN) -> Script:
     """Stage 1 of three, which has run the first microbatch, and has the gradients of two more."""
-    script = Script(Graph.chain(3), 1, 5, mode, hint=hint or Patient(), group=group)
+    script = Script(TaskGraph.chain(3), 1, 5, mode, hint=hint or Patient(), group=group)
     if mode is Mode.TRAIN:
         script.arrived("F0@0", "F1@0", "F2@0", "B0@2", "B1@2", "B2@2")
         for task in ("F0@1", "F1@1", "F2@1"):
@@ -108,7 +108,7 @@ def test_only_the_newest_announcement_counts_and_none_whose_output_is_here() -> 
 
 
 def test_no_wait_without_a_measured_backward() -> None:
-    script = Script(Graph.chain(3), 1, 5, hint=Patient())
+    script = Script(TaskGraph.chain(3), 1, 5, hint=Patient())
     script.arrived("F0@0", "B0@2")
     script.ran("F0@1")
     announced(script, "F1@0")
@@ -122,7 +122,7 @@ def test_a_hint_that_never_waits_never_gets_a_pause() -> None:
 
 
 def test_a_rank_of_a_group_and_a_forward_only_step_have_no_waits() -> None:
-    leader = Script(Graph.chain(2), 0, 2, hint=Patient(), group=Group(0, 2))
+    leader = Script(TaskGraph.chain(2), 0, 2, hint=Patient(), group=GroupMembership(0, 2))
     assert leader.core.step is not None
     assert not leader.core.step.pauses.is_wanted
     assert not leader.core.step.pauses.announces
@@ -133,7 +133,7 @@ def test_a_rank_of_a_group_and_a_forward_only_step_have_no_waits() -> None:
 
 
 def test_a_forward_is_announced_to_its_readers_once_one_of_its_kind_was_measured() -> None:
-    script = Script(Graph.chain(3), 0, 3, hint=Patient())
+    script = Script(TaskGraph.chain(3), 0, 3, hint=Patient())
     assert script.enqueued("F0@0") == []
     script.told(ev.Completed(T("F0@0"), seconds=2.5))
     assert script.enqueued("F1@0") == [ev.Announce(T("F1@0"), 1, 2.5)]
@@ -145,7 +145,7 @@ def test_a_forward_is_announced_to_its_readers_once_one_of_its_kind_was_measured
 def test_announcements_of_another_step_are_ignored_and_nonsense_is_refused() -> None:
     script = stage()
     other = ev.Announced(StepId(7, Mode.TRAIN, 5), T("F3@0"), 1.0)
-    before = Script(Graph.chain(3), 1, microbatches=0, hint=Patient())
+    before = Script(TaskGraph.chain(3), 1, microbatches=0, hint=Patient())
     assert script.told(other) == before.told(other) == []
     assert script.core.decide() == ev.Run(T("B1@1"))
     for task in ("F9@0", "F3@1", "B3@2", "F3@2"):

@@ -8,7 +8,7 @@ import pytest
 from core_script import Script, T
 
 from rrfp.core.events import Abort, Aborted, Arrived, ChunkReduced, Consumed, ReadyReported, StepOpened
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Mode, StepId, Task
@@ -20,7 +20,7 @@ REMEDY = "; all ranks must make the same calls in order"
 
 def middle() -> Script:
     """Stage 1 of 3, in step 0."""
-    return Script(Graph.chain(3), stage=1)
+    return Script(TaskGraph.chain(3), stage=1)
 
 
 def refusal(act: Callable[[], object]) -> str:
@@ -49,7 +49,7 @@ def test_an_arrival_from_beyond_the_pipeline_is_refused() -> None:
 
 
 def test_a_gradient_is_refused_in_a_forward_only_step() -> None:
-    script = Script(Graph.chain(3), stage=1, mode=Mode.FORWARD)
+    script = Script(TaskGraph.chain(3), stage=1, mode=Mode.FORWARD)
     expected = "B0@2 arrived, which nothing on stage 1 reads in step 0 (forward, 2 microbatches)"
     assert refusal(lambda: script.arrived("B0@2")) == expected
 
@@ -61,7 +61,7 @@ def test_a_second_arrival_of_one_output_is_refused() -> None:
 
 
 def test_a_second_early_arrival_is_found_when_the_step_opens() -> None:
-    script = Script(Graph.chain(3), stage=1, microbatches=0)
+    script = Script(TaskGraph.chain(3), stage=1, microbatches=0)
     step = StepId(0, Mode.TRAIN, 2)
     script.arrived("F0@0", "F0@0", step=step)
     assert refusal(lambda: script.opened(step)) == f"F0@0 arrived twice on stage 1 in {HERE}"
@@ -89,7 +89,7 @@ def test_a_message_of_another_step_is_refused_and_both_are_named(sent: StepId, m
 
 
 def test_a_disagreement_of_an_early_message_is_found_when_the_step_opens() -> None:
-    script = Script(Graph.chain(3), stage=1, microbatches=0)
+    script = Script(TaskGraph.chain(3), stage=1, microbatches=0)
     script.arrived("F0@0", step=StepId(0, Mode.TRAIN, 3))
     message = refusal(lambda: script.opened(StepId(0, Mode.TRAIN, 2)))
     where = f"stage 0 is in step 0 (train, 3 microbatches), stage 1 in {HERE}"
@@ -97,7 +97,7 @@ def test_a_disagreement_of_an_early_message_is_found_when_the_step_opens() -> No
 
 
 def test_a_message_of_the_second_step_before_the_first_is_refused() -> None:
-    script = Script(Graph.chain(3), stage=1, microbatches=0)
+    script = Script(TaskGraph.chain(3), stage=1, microbatches=0)
     message = refusal(lambda: script.arrived("F0@0", step=StepId(1, Mode.TRAIN, 2)))
     assert (
         message
@@ -106,7 +106,7 @@ def test_a_message_of_the_second_step_before_the_first_is_refused() -> None:
 
 
 def test_a_message_of_a_finished_step_is_refused() -> None:
-    script = Script(Graph.chain(2), stage=1, microbatches=1, mode=Mode.FORWARD)
+    script = Script(TaskGraph.chain(2), stage=1, microbatches=1, mode=Mode.FORWARD)
     script.arrived("F0@0")
     script.ran("F0@1")
     message = refusal(lambda: script.arrived("F0@0"))
@@ -127,13 +127,13 @@ def test_steps_do_not_overlap(opened: StepOpened, message: str) -> None:
 
 
 def test_steps_are_numbered_without_gaps() -> None:
-    script = Script(Graph.chain(1), microbatches=0)
+    script = Script(TaskGraph.chain(1), microbatches=0)
     assert refusal(lambda: script.told(StepOpened(1, Mode.TRAIN, 2))) == "step 1 was opened, expected step 0"
 
 
 def test_a_step_without_microbatches_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^microbatches is 0, must be at least 1$"):
-        Script(Graph.chain(1), microbatches=0).told(StepOpened(0, Mode.TRAIN, 0))
+        Script(TaskGraph.chain(1), microbatches=0).told(StepOpened(0, Mode.TRAIN, 0))
 
 
 def test_a_task_cannot_be_enqueued_without_its_inputs_or_twice() -> None:
@@ -146,14 +146,14 @@ def test_a_task_cannot_be_enqueued_without_its_inputs_or_twice() -> None:
 
 
 def test_the_lane_completes_what_it_was_given_in_order() -> None:
-    script = Script(Graph.chain(1))
+    script = Script(TaskGraph.chain(1))
     assert refusal(lambda: script.completed("F0@0")) == "F0@0 completed on stage 0, where the lane is at nothing"
     script.enqueued("F0@0", "F1@0")
     assert refusal(lambda: script.completed("F1@0")) == "F1@0 completed on stage 0, where the lane is at F0@0"
 
 
 def test_only_a_send_on_its_way_is_released_and_only_once() -> None:
-    script = Script(Graph.chain(2))
+    script = Script(TaskGraph.chain(2))
     message = "the send of F0@0 to stage 1 was released, which is not on its way"
     assert refusal(lambda: script.released(1, "F0@0")) == message
     script.ran("F0@0")
@@ -162,7 +162,7 @@ def test_only_a_send_on_its_way_is_released_and_only_once() -> None:
 
 
 def test_a_chunk_is_reduced_after_its_tasks_and_once() -> None:
-    script = Script(Graph.chain(2), stage=1, microbatches=1)
+    script = Script(TaskGraph.chain(2), stage=1, microbatches=1)
     message = "virtual stage 1 was reduced on stage 1: early, or twice"
     assert refusal(lambda: script.told(ChunkReduced(1))) == message
     script.arrived("F0@0")
@@ -172,7 +172,7 @@ def test_a_chunk_is_reduced_after_its_tasks_and_once() -> None:
 
 
 def test_a_credit_is_taken_once_and_only_from_a_consumer() -> None:
-    script = Script(Graph.chain(3), mode=Mode.FORWARD)
+    script = Script(TaskGraph.chain(3), mode=Mode.FORWARD)
     script.ran("F0@0")
     assert (
         refusal(lambda: script.consumed(2, "F0@0")) == "stage 2 reports F0@0 as consumed, which it was not waiting for"
@@ -184,7 +184,7 @@ def test_a_credit_is_taken_once_and_only_from_a_consumer() -> None:
 
 
 def test_a_credit_cannot_run_ahead() -> None:
-    script = Script(Graph.chain(2), mode=Mode.FORWARD)
+    script = Script(TaskGraph.chain(2), mode=Mode.FORWARD)
     message = refusal(lambda: script.told(Consumed(StepId(1, Mode.FORWARD, 2), 1, T("F0@0"))))
     assert message == "F0@0 from stage 1, a message of step 1 (forward, 2 microbatches), reached stage 0 in step 0"
 
@@ -196,7 +196,7 @@ def test_a_report_is_refused_where_nobody_follows() -> None:
 
 
 def test_events_outside_any_step_are_refused() -> None:
-    script = Script(Graph.chain(2), microbatches=0)
+    script = Script(TaskGraph.chain(2), microbatches=0)
     assert refusal(lambda: script.enqueued("F0@0")) == "stage 0 received an event of a task outside any step"
 
 
@@ -222,14 +222,14 @@ class Says(Hint):
 
 @pytest.mark.parametrize("answer", ["B0@0", "F2@0", "F0@1", None])
 def test_an_answer_outside_the_ready_set_is_a_named_error(answer: str | None) -> None:
-    script = Script(Graph.chain(2), hint=Says(answer))
+    script = Script(TaskGraph.chain(2), hint=Says(answer))
     with pytest.raises(HintError) as caught:
         script.core.decide()
     assert str(caught.value) == f"hint Says chose {answer} on stage 0; ready are: ReadySet(F0@0 F1@0)"
 
 
 def test_an_answer_that_memory_keeps_out_is_a_named_error() -> None:
-    script = Script(Graph.chain(1), hint=Says("F1@0"), limit=1)
+    script = Script(TaskGraph.chain(1), hint=Says("F1@0"), limit=1)
     script.ran("F0@0")
     with pytest.raises(HintError) as caught:
         script.core.decide()
@@ -237,14 +237,14 @@ def test_an_answer_that_memory_keeps_out_is_a_named_error() -> None:
 
 
 def test_a_hint_that_may_wait_may_say_nothing_but_not_anything() -> None:
-    assert Script(Graph.chain(2), hint=Says(None, may_wait=True)).core.decide() is None
+    assert Script(TaskGraph.chain(2), hint=Says(None, may_wait=True)).core.decide() is None
     with pytest.raises(HintError):
-        Script(Graph.chain(2), hint=Says("B0@0", may_wait=True)).core.decide()
+        Script(TaskGraph.chain(2), hint=Says("B0@0", may_wait=True)).core.decide()
 
 
 def test_a_hint_is_not_asked_while_nothing_is_ready() -> None:
-    assert Script(Graph.chain(2), stage=1, hint=Says("B0@0")).core.decide() is None
+    assert Script(TaskGraph.chain(2), stage=1, hint=Says("B0@0")).core.decide() is None
 
 
 def test_there_is_nothing_to_decide_before_the_first_step() -> None:
-    assert Script(Graph.chain(2), microbatches=0).core.decide() is None
+    assert Script(TaskGraph.chain(2), microbatches=0).core.decide() is None

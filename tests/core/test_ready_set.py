@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from core_script import Script, T
 
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.ready_set import ChunkOrder
 from rrfp.core.tasks import Kind
 
@@ -13,7 +13,7 @@ from rrfp.core.tasks import Kind
 @pytest.fixture
 def script() -> Script:
     """Stage 0 of 2, two looped chunks, three microbatches: F of both chunks and B of the deeper one are ready."""
-    script = Script(Graph.chain(2, chunks=2, split=True), microbatches=3)
+    script = Script(TaskGraph.chain(2, chunks=2, split=True), microbatches=3)
     script.ran("F1@0", "F0@0")
     script.arrived("F1@1", "F0@1")
     script.ran("F1@2", "F0@2")
@@ -47,7 +47,7 @@ def test_the_first_forward_depends_on_the_chunk_order(script: Script, order: Chu
 
 @pytest.mark.parametrize("order", ["deeper", "paper"])
 def test_backwards_go_deeper_first_in_both_orders(order: ChunkOrder) -> None:
-    script = Script(Graph.chain(1, chunks=2), microbatches=2)
+    script = Script(TaskGraph.chain(1, chunks=2), microbatches=2)
     script.ran("F0@0", "F0@1", "B0@1", "F1@0", "F1@1")
     assert script.ready == "B1@1 B0@0"
     assert script.core.ready.first(Kind.B, order) == T("B1@1")
@@ -64,7 +64,7 @@ def test_membership_asks_for_exactly_this_task(script: Script) -> None:
 
 
 def test_a_forward_that_memory_keeps_out_is_gated_and_not_ready() -> None:
-    script = Script(Graph.chain(2), microbatches=3, limit=1)
+    script = Script(TaskGraph.chain(2), microbatches=3, limit=1)
     script.ran("F0@0")
     ready = script.core.ready
     assert (bool(ready), len(ready), T("F1@0") in ready, ready.head(Kind.F, 0)) == (False, 0, False, None)

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from rrfp.core import events as ev
 from rrfp.core.admission import Limit
 from rrfp.core.events import ChunkReduced
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import View
 from rrfp.core.seen_sizes import REMEMBERED_STEPS, SeenSizes
 from rrfp.core.tasks import Kind, Mode, StepId
 from rrfp.hints.alternating import BackwardForward
 
-ONE, SPLIT = Graph.chain(1), Graph.chain(1, split=True)
+ONE, SPLIT = TaskGraph.chain(1), TaskGraph.chain(1, split=True)
 
 
 class Patient(BackwardForward):
@@ -45,7 +45,7 @@ def step(script: Script, number: int, sizes: list[int], mode: Mode = Mode.TRAIN)
 
 
 def test_an_output_on_its_way_is_part_of_what_a_forward_is_expected_to_leave() -> None:
-    script = Script(Graph.chain(2), microbatches=4, limit=Limit(bytes=100))
+    script = Script(TaskGraph.chain(2), microbatches=4, limit=Limit(bytes=100))
     forward(script, "F0@0", held=30, output=20)
     assert script.ready == "F1@0 F2@0 F3@0"  # 50 + 50
     forward(script, "F1@0", held=30, output=20)
@@ -69,7 +69,7 @@ def test_with_a_hint_that_may_wait_what_every_backward_will_add_is_kept_free() -
 
 def test_a_last_task_adds_nothing_to_what_it_frees() -> None:
     """Whatever its program says that is held afterwards, beside the gradient on its way out."""
-    script = Script(Graph.chain(2), stage=1, microbatches=3, limit=Limit(bytes=100))
+    script = Script(TaskGraph.chain(2), stage=1, microbatches=3, limit=Limit(bytes=100))
     script.arrived("F0@0", "F1@0", "F2@0")
     forward(script, "F0@1", held=40)
     script.told(ev.Enqueued(T("B0@1")), ev.Completed(T("B0@1"), held=40, output=30))
@@ -115,7 +115,7 @@ def test_a_large_step_is_remembered_until_then() -> None:
 
 
 def test_training_says_nothing_of_a_forward_only_step() -> None:
-    script = Script(Graph.chain(2), microbatches=0, limit=Limit(bytes=100))
+    script = Script(TaskGraph.chain(2), microbatches=0, limit=Limit(bytes=100))
     script.opened(StepId(0, Mode.TRAIN, 1))
     forward(script, "F0@0", held=90)
     script.arrived("B0@1")
@@ -263,7 +263,7 @@ def enqueued(script: Script, task: str, signature: str) -> None:
 
 
 def test_no_forward_starts_behind_one_whose_signature_is_new() -> None:
-    script = Script(Graph.chain(1, chunks=2), microbatches=4, limit=Limit(bytes=1000))
+    script = Script(TaskGraph.chain(1, chunks=2), microbatches=4, limit=Limit(bytes=1000))
     enqueued(script, "F0@0", "short")
     assert script.ready == "", "neither here nor on the deeper chunk, whatever else would fit"
     script.completed("F0@0", held=10)
@@ -279,7 +279,7 @@ def test_no_forward_starts_behind_one_whose_signature_is_new() -> None:
 
 
 def test_even_a_forward_that_must_go_on_waits_for_a_size() -> None:
-    script = Script(Graph.chain(2), stage=1, microbatches=2, limit=Limit(bytes=10), in_order=((Kind.B, 1),))
+    script = Script(TaskGraph.chain(2), stage=1, microbatches=2, limit=Limit(bytes=10), in_order=((Kind.B, 1),))
     script.arrived("F1@0")
     enqueued(script, "F1@1", "short")
     script.arrived("F0@0")

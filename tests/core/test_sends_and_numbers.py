@@ -8,16 +8,16 @@ import pytest
 from core_script import Script, T
 
 from rrfp.core.events import Arrived, ChunkReduced, Send
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Placement
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import ProtocolError
 
-SKIPPING = Graph(Placement(3), ((0, 1), (1, 2), (0, 2)))
+SKIPPING = TaskGraph(Placement(3), ((0, 1), (1, 2), (0, 2)))
 HERE = "step 0 (train, 3 microbatches)"
 
 
-def sent(graph: Graph, stage: int, mode: Mode, microbatches: int) -> list[tuple[Task, int]]:
+def sent(graph: TaskGraph, stage: int, mode: Mode, microbatches: int) -> list[tuple[Task, int]]:
     """What ``stage`` sends in a step in which everything arrives at once."""
     script = Script(graph, stage, microbatches, mode)
     own = [*graph.tasks(stage, microbatches, mode)]
@@ -32,14 +32,14 @@ def sent(graph: Graph, stage: int, mode: Mode, microbatches: int) -> list[tuple[
 @pytest.mark.parametrize(
     "graph",
     [
-        Graph.chain(3),
-        Graph.chain(3, split=True),
-        Graph.chain(2, chunks=2),
-        Graph.chain(2, chunks=2, layout="v"),
+        TaskGraph.chain(3),
+        TaskGraph.chain(3, split=True),
+        TaskGraph.chain(2, chunks=2),
+        TaskGraph.chain(2, chunks=2, layout="v"),
         SKIPPING,
     ],
 )
-def test_every_output_goes_once_to_every_stage_that_reads_it(graph: Graph, mode: Mode) -> None:
+def test_every_output_goes_once_to_every_stage_that_reads_it(graph: TaskGraph, mode: Mode) -> None:
     microbatches, where = 4, graph.placement.stage_of
     for stage in range(graph.placement.stages):
         expected = {
@@ -58,7 +58,7 @@ def numbered(script: Script, *entries: tuple[str, int]) -> None:
 
 
 def middle() -> Script:
-    return Script(Graph.chain(3), stage=1, microbatches=3)
+    return Script(TaskGraph.chain(3), stage=1, microbatches=3)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_an_output_that_is_not_the_next_of_its_channel_is_refused(
 
 
 def test_each_channel_and_each_step_is_numbered_from_0_in_whatever_order_microbatches_come() -> None:
-    script = Script(Graph.chain(3), stage=1, microbatches=2)
+    script = Script(TaskGraph.chain(3), stage=1, microbatches=2)
     numbered(script, ("F1@0", 0), ("B1@2", 0), ("F0@0", 1), ("B0@2", 1))
     script.ran("F1@1", "F0@1", "B1@1", "B0@1")
     script.released(2, "F1@1", "F0@1")
@@ -102,7 +102,7 @@ def test_each_channel_and_each_step_is_numbered_from_0_in_whatever_order_microba
 
 
 def test_what_came_early_is_numbered_as_well() -> None:
-    script = Script(Graph.chain(2), stage=1, microbatches=0)
+    script = Script(TaskGraph.chain(2), stage=1, microbatches=0)
     step = StepId(0, Mode.TRAIN, 2)
     script.told(Arrived(step, T("F1@0"), sequence=1))
     with pytest.raises(ProtocolError, match="F1@0 from stage 0 arrived before another"):

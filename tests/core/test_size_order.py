@@ -8,7 +8,7 @@ import pytest
 from core_script import Script, T
 
 from rrfp.core import events as ev
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.size_order import correlation, followed, least
 from rrfp.core.tasks import Mode, StepId
 
@@ -66,7 +66,7 @@ def test_the_least_counts_and_one_stage_that_knows_none_is_enough_to_know_none()
 
 
 def test_a_stage_compares_what_all_its_tasks_took() -> None:
-    script = Script(Graph.chain(1), microbatches=0)
+    script = Script(TaskGraph.chain(1), microbatches=0)
     assert script.core.size_correlation is None
     script.step = StepId(0, Mode.TRAIN, 3)
     script.told(ev.StepOpened(0, Mode.TRAIN, 3, (1.0, 2.0, 3.0)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from core_script import T
 
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Layout, Placement
 from rrfp.core.task_state import counters
 from rrfp.core.tasks import Kind, Mode, StepId, Task
@@ -82,7 +82,7 @@ def test_a_wrong_environment_is_named(environ: dict[str, str], message: str) -> 
 
 
 def test_the_chain_feeds_each_virtual_stage_from_the_one_before() -> None:
-    graph = Graph.chain(2, chunks=2, split=True)
+    graph = TaskGraph.chain(2, chunks=2, split=True)
     assert graph.edges == ((0, 1), (1, 2), (2, 3))
     assert {
         str(task): " ".join(map(str, graph.inputs(task))) for task in map(T, ("F1@0", "F1@2", "B1@2", "B1@3", "W1@2"))
@@ -96,7 +96,7 @@ def test_the_chain_feeds_each_virtual_stage_from_the_one_before() -> None:
 
 
 def test_a_skip_edge_adds_a_reader_and_a_gradient() -> None:
-    graph = Graph(Placement(3), edges=((0, 1), (1, 2), (0, 2)))
+    graph = TaskGraph(Placement(3), edges=((0, 1), (1, 2), (0, 2)))
     assert graph.inputs(T("F0@2")) == (T("F0@1"), T("F0@0"))
     assert graph.inputs(T("B0@0")) == (T("F0@0"), T("B0@1"), T("B0@2"))
     assert graph.consumers(Kind.F, 0, Mode.TRAIN) == ((Kind.F, 1), (Kind.F, 2), (Kind.B, 0))
@@ -105,7 +105,7 @@ def test_a_skip_edge_adds_a_reader_and_a_gradient() -> None:
 
 
 def test_each_virtual_stage_is_split_or_not() -> None:
-    graph = Graph(Placement(2), split=(True, False))
+    graph = TaskGraph(Placement(2), split=(True, False))
     assert [" ".join(map(str, graph.tasks(stage, 1))) for stage in range(2)] == ["F0@0 B0@0 W0@0", "F0@1 B0@1"]
     assert [" ".join(map(str, graph.tasks(stage, 1, Mode.FORWARD))) for stage in range(2)] == ["F0@0", "F0@1"]
     assert [graph.last_kind(v, Mode.TRAIN) for v in range(2)] == [Kind.W, Kind.B]
@@ -124,7 +124,7 @@ def test_an_impossible_graph_is_refused(
     edges: tuple[tuple[int, int], ...] | None, split: tuple[bool, ...], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        Graph(Placement(2), edges=edges, split=split)
+        TaskGraph(Placement(2), edges=edges, split=split)
     assert str(caught.value) == message
 
 

@@ -15,7 +15,7 @@ from rrfp.core import timeouts
         ("LEAVE_S", 20.0, "LEAVE_S . JOIN_S . CALLBACKS_END_S . EXIT_GRACE_S is 27.0 s, must be at most ENDED_S"),
         ("TRANSPORT_CLOSE_S", 7.0, "TRANSPORT_CLOSE_S is 7.0 s, must be at most RUNNER_CLOSE_S, which is 6.0 s"),
         ("HEARTBEAT_S", 5.0, "HEARTBEAT_S is 5.0 s, must be at most PATIENCE_S / 3"),
-        ("LAST_MESSAGES_S", 3.0, "LAST_MESSAGES_S is 3.0 s, must be at most LAST_WORDS_S"),
+        ("LAST_MESSAGES_S", 3.0, "LAST_MESSAGES_S is 3.0 s, must be at most FAREWELL_TIMEOUT_S"),
     ],
 )
 def test_a_limit_that_outlasts_its_own_bound_is_refused(

@@ -6,7 +6,7 @@ import pytest
 from core_script import Script, T
 
 from rrfp.core.events import Aborted, Arrived, ChunkReduced, Event, FinishStep, ReduceChunk, Release, Send
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Placement
 from rrfp.core.tasks import Kind, Mode, StepId
 from rrfp.errors import Origin
@@ -24,8 +24,8 @@ class Observer(BackwardForward):
         self.seen.append(event)
 
 
-CHAIN = Graph.chain(3)
-SKIP = Graph(Placement(3), edges=((0, 1), (1, 2), (0, 2)))
+CHAIN = TaskGraph.chain(3)
+SKIP = TaskGraph(Placement(3), edges=((0, 1), (1, 2), (0, 2)))
 
 
 def test_the_first_stage_may_start_every_forward() -> None:
@@ -83,7 +83,7 @@ def test_the_memory_of_an_output_is_free_once_its_send_is() -> None:
 
 
 def test_split_backward_sends_the_gradient_before_the_weight_task() -> None:
-    script = Script(Graph.chain(2, split=True), stage=1, microbatches=1)
+    script = Script(TaskGraph.chain(2, split=True), stage=1, microbatches=1)
     script.arrived("F0@0")
     script.ran("F0@1")
     assert script.ran("B0@1") == [Send(T("B0@1"), peer=0, consumed=1)]
@@ -102,13 +102,13 @@ def test_the_step_finishes_once_when_tasks_sends_and_reductions_are_done() -> No
 
 
 def test_the_reduction_may_be_what_the_step_waits_for() -> None:
-    script = Script(Graph.chain(1), microbatches=2)
+    script = Script(TaskGraph.chain(1), microbatches=2)
     assert script.ran("F0@0", "F1@0", "B1@0", "B0@0") == [ReduceChunk(0)]
     assert script.told(ChunkReduced(0)) == [FinishStep(script.step)]
 
 
 def test_a_chunk_is_reduced_while_another_still_computes() -> None:
-    script = Script(Graph.chain(1, chunks=2), microbatches=1)
+    script = Script(TaskGraph.chain(1, chunks=2), microbatches=1)
     script.ran("F0@0", "F0@1")
     assert script.ran("B0@1") == [ReduceChunk(1)]
     assert script.told(ChunkReduced(1)) == []
@@ -118,7 +118,7 @@ def test_a_chunk_is_reduced_while_another_still_computes() -> None:
 
 def test_an_output_for_the_same_stage_is_not_sent() -> None:
     """V placement: virtual stages 1 and 2 meet on stage 1."""
-    script = Script(Graph.chain(2, chunks=2, layout="v"), stage=1, microbatches=1)
+    script = Script(TaskGraph.chain(2, chunks=2, layout="v"), stage=1, microbatches=1)
     script.arrived("F0@0")
     assert script.ran("F0@1") == [Release(T("F0@0"))]
     assert script.ready == "F0@2"
@@ -126,7 +126,7 @@ def test_an_output_for_the_same_stage_is_not_sent() -> None:
 
 
 def test_the_last_virtual_stage_of_a_v_is_on_the_first_stage() -> None:
-    script = Script(Graph.chain(2, chunks=2, layout="v"), stage=0, microbatches=1)
+    script = Script(TaskGraph.chain(2, chunks=2, layout="v"), stage=0, microbatches=1)
     assert script.ran("F0@0") == [Send(T("F0@0"), peer=1)]
     script.arrived("F0@2")
     script.ran("F0@3")
@@ -134,7 +134,7 @@ def test_the_last_virtual_stage_of_a_v_is_on_the_first_stage() -> None:
 
 
 def test_looped_chunks_go_round_the_stages() -> None:
-    script = Script(Graph.chain(2, chunks=2), stage=1, microbatches=1)
+    script = Script(TaskGraph.chain(2, chunks=2), stage=1, microbatches=1)
     script.arrived("F0@0", "F0@2")
     assert script.ready == "F0@3 F0@1"
     assert script.ran("F0@1") == [Send(T("F0@1"), peer=0, consumed=1), Release(T("F0@0"))]
@@ -155,7 +155,7 @@ def test_a_skip_edge_sends_to_both_readers_and_frees_after_both() -> None:
 
 def test_one_message_serves_two_readers_of_one_stage() -> None:
     """Virtual stages 1 and 3 are both on stage 1 and both read the forward of 0."""
-    graph = Graph(Placement(2, 2), edges=((0, 1), (1, 2), (2, 3), (0, 3)))
+    graph = TaskGraph(Placement(2, 2), edges=((0, 1), (1, 2), (2, 3), (0, 3)))
     script = Script(graph, stage=1, microbatches=1)
     script.arrived("F0@0")
     assert script.ran("F0@1") == [Send(T("F0@1"), peer=0, consumed=0)]
@@ -166,7 +166,7 @@ def test_one_message_serves_two_readers_of_one_stage() -> None:
 
 
 def test_with_two_tasks_in_flight_local_dependants_are_ready_at_enqueue() -> None:
-    script = Script(Graph.chain(1, split=True), microbatches=1)
+    script = Script(TaskGraph.chain(1, split=True), microbatches=1)
     script.enqueued("F0@0")
     assert script.ready == "B0@0"
     script.enqueued("B0@0")
@@ -184,7 +184,7 @@ def test_a_send_waits_for_completion_not_for_enqueue() -> None:
 
 
 def test_a_forced_order_makes_later_microbatches_wait_for_earlier_ones() -> None:
-    script = Script(Graph.chain(1), microbatches=3, in_order=((Kind.B, 0),))
+    script = Script(TaskGraph.chain(1), microbatches=3, in_order=((Kind.B, 0),))
     script.ran("F1@0", "F2@0")
     assert script.ready == "F0@0"
     script.ran("F0@0")
@@ -194,7 +194,7 @@ def test_a_forced_order_makes_later_microbatches_wait_for_earlier_ones() -> None
 
 
 def test_a_second_step_starts_afresh_with_its_own_size_and_mode() -> None:
-    script = Script(Graph.chain(1), microbatches=1)
+    script = Script(TaskGraph.chain(1), microbatches=1)
     script.ran("F0@0", "B0@0")
     script.told(ChunkReduced(0))
     script.opened(StepId(1, Mode.FORWARD, 2))
@@ -223,7 +223,7 @@ def test_a_message_of_the_next_step_is_filed_during_this_one() -> None:
 @pytest.mark.parametrize("told", [(3, 1), (1, 3)])
 def test_the_view_keeps_the_newest_report_of_what_is_consumed(told: tuple[int, int]) -> None:
     """Two channels from one peer may overtake each other."""
-    script = Script(Graph.chain(2, chunks=2), stage=0, microbatches=4)
+    script = Script(TaskGraph.chain(2, chunks=2), stage=0, microbatches=4)
     assert script.core.view.consumed_downstream is None
     script.arrived("F0@1", consumed=told[0])
     script.arrived("F1@1", consumed=told[1])

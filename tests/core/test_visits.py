@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from core_script import Script, T
 
-from rrfp.core.drain_order import DrainOrder
 from rrfp.core.events import (
     Arrived,
     ChunkReduced,
@@ -18,9 +17,10 @@ from rrfp.core.events import (
     Send,
     StepOpened,
 )
-from rrfp.core.graph import Graph
-from rrfp.core.order_log import Group
+from rrfp.core.graph import TaskGraph
+from rrfp.core.group_step import GroupMembership
 from rrfp.core.placement import Placement, TablePlacement
+from rrfp.core.ready_set import DrainOrder
 from rrfp.core.tasks import Kind, Mode, StepId
 from rrfp.core.topology import Topology
 from rrfp.core.visits import Visits
@@ -28,9 +28,9 @@ from rrfp.core.waiting import describe
 from rrfp.errors import ConfigError, ProtocolError
 
 #: Two sources and a sink, each on a stage of its own; all on one; and a chain with an edge round its middle.
-APART = Graph(Placement(3), ((0, 2), (1, 2)))
-TOGETHER = Graph(TablePlacement((0, 0, 0)), ((0, 2), (1, 2)))
-AROUND = Graph(Placement(3), ((0, 1), (0, 2), (1, 2)))
+APART = TaskGraph(Placement(3), ((0, 2), (1, 2)))
+TOGETHER = TaskGraph(TablePlacement((0, 0, 0)), ((0, 2), (1, 2)))
+AROUND = TaskGraph(Placement(3), ((0, 1), (0, 2), (1, 2)))
 
 
 def test_a_task_waits_for_what_its_microbatch_visits() -> None:
@@ -82,7 +82,7 @@ def test_a_stage_that_nobody_visits_is_done_at_once(mode: Mode) -> None:
 
 
 def test_a_forced_order_passes_over_what_is_skipped() -> None:
-    script = Script(Graph.chain(1, chunks=2), microbatches=4, in_order=((Kind.F, 1),), skipped=[{1}, (), {1}, ()])
+    script = Script(TaskGraph.chain(1, chunks=2), microbatches=4, in_order=((Kind.F, 1),), skipped=[{1}, (), {1}, ()])
     script.ran("F3@0", "F1@0")
     assert script.ready == "F1@1 F0@0 F2@0"
     script.ran("F1@1")
@@ -99,7 +99,7 @@ def test_forward_only_a_slot_is_free_at_once_where_no_reader_visits() -> None:
 
 
 def test_forward_only_the_last_reader_that_visits_gives_the_credit() -> None:
-    graph = Graph(TablePlacement((0, 1, 1)), ((0, 1), (0, 2)))
+    graph = TaskGraph(TablePlacement((0, 1, 1)), ((0, 1), (0, 2)))
     script = Script(graph, 1, mode=Mode.FORWARD, skipped=[{2}, ()])
     script.arrived("F0@0", "F1@0")
     assert [i for i in script.ran("F0@1") if isinstance(i, Credit)] == [Credit(0, T("F0@0"))]
@@ -108,7 +108,7 @@ def test_forward_only_the_last_reader_that_visits_gives_the_credit() -> None:
 
 
 def test_received_inputs_are_those_that_a_visiting_reader_has_not_used() -> None:
-    graph = Graph(TablePlacement((0, 1, 1)), ((0, 1), (0, 2)))
+    graph = TaskGraph(TablePlacement((0, 1, 1)), ((0, 1), (0, 2)))
     script = Script(graph, 1, skipped=[{2}, ()])
     script.arrived("F0@0", "F1@0")
     assert script.core.holding.received == 2
@@ -130,11 +130,11 @@ def test_what_does_not_exist_is_refused() -> None:
 
 
 def test_a_group_reports_and_orders_what_exists() -> None:
-    follower = Script(APART, 2, group=Group(1, 2), skipped=[{0}, {2}])
+    follower = Script(APART, 2, group=GroupMembership(1, 2), skipped=[{0}, {2}])
     assert [str(i.task) for i in follower.arrived("F0@1")] == ["F0@2"]  # type: ignore[union-attr]
     with pytest.raises(ProtocolError, match="F1@2 was ordered, which does not run on stage 2"):
         follower.told(Ordered(follower.step, 0, T("F1@2")))
-    leader = Script(APART, 2, group=Group(0, 2), skipped=[{0}, {0, 1}])
+    leader = Script(APART, 2, group=GroupMembership(0, 2), skipped=[{0}, {0, 1}])
     assert leader.ready == "F1@2"  # it needs nothing from elsewhere
     leader.arrived("F0@1")
     leader.told(ReadyReported(leader.step, 1, T("F0@2")))
@@ -156,7 +156,7 @@ def test_the_papers_order_of_a_full_stage_passes_over_what_is_skipped() -> None:
 
 
 def test_the_next_step_may_visit_other_virtual_stages() -> None:
-    script = Script(Graph.chain(1, chunks=2), microbatches=1, skipped=[{1}])
+    script = Script(TaskGraph.chain(1, chunks=2), microbatches=1, skipped=[{1}])
     script.ran("F0@0", "B0@0")
     script.told(ChunkReduced(0), ChunkReduced(1))
     script.skipped = ()

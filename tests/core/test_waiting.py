@@ -5,17 +5,17 @@ from __future__ import annotations
 from core_script import Script, T
 
 from rrfp.core.events import ChunkReduced, Completed, Ordered, ReadyReported
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
+from rrfp.core.group_step import GroupMembership
 from rrfp.core.mesh import Mesh
-from rrfp.core.order_log import Group
 from rrfp.core.placement import TablePlacement
 from rrfp.core.tasks import Kind, Mode, StepId
 from rrfp.core.topology import Topology
 from rrfp.core.usage import WaitCause
 from rrfp.core.waiting import Waiting, describe, unconsumed, waiting
 
-CHAIN = Graph.chain(3)
-LEADER, FOLLOWER = Group(0, 2), Group(1, 2)
+CHAIN = TaskGraph.chain(3)
+LEADER, FOLLOWER = GroupMembership(0, 2), GroupMembership(1, 2)
 
 
 def lines(script: Script, rank: int = 0, stages: int = 3, tp: int = 1) -> list[str]:
@@ -34,7 +34,7 @@ def test_a_forward_that_the_limit_keeps_out_waits_for_memory() -> None:
 
 
 def test_a_stage_whose_tasks_were_all_enqueued_is_drained() -> None:
-    script = Script(Graph.chain(1), microbatches=1)
+    script = Script(TaskGraph.chain(1), microbatches=1)
     script.enqueued("F0@0", "B0@0")
     assert script.core.wait_cause() is WaitCause.DRAINED
 
@@ -44,7 +44,7 @@ def test_a_stage_outside_any_step_is_drained() -> None:
 
 
 def test_a_forced_order_is_an_input_like_any_other() -> None:
-    script = Script(Graph.chain(2), stage=1, microbatches=2, in_order=((Kind.B, 1),))
+    script = Script(TaskGraph.chain(2), stage=1, microbatches=2, in_order=((Kind.B, 1),))
     script.arrived("F1@0")
     script.ran("F1@1")
     assert script.core.wait_cause() is WaitCause.INPUT
@@ -88,7 +88,7 @@ def test_what_was_not_enqueued_waits_for_its_absent_inputs_lowest_microbatch_fir
 
 
 def test_virtual_stages_that_have_names_are_named() -> None:
-    graph = Graph(TablePlacement((0, 1, 2)), ((0, 2), (1, 2)), names=("vision", "audio", "lm"))
+    graph = TaskGraph(TablePlacement((0, 1, 2)), ((0, 2), (1, 2)), names=("vision", "audio", "lm"))
     script = Script(graph, stage=2, skipped=[[], [0]])
     script.arrived("F0@0")
     assert lines(script) == [
@@ -100,14 +100,14 @@ def test_virtual_stages_that_have_names_are_named() -> None:
 
 
 def test_a_credit_is_of_a_named_virtual_stage() -> None:
-    graph = Graph(TablePlacement((0, 1)), ((0, 1),), names=("vision", "lm"))
+    graph = TaskGraph(TablePlacement((0, 1)), ((0, 1),), names=("vision", "lm"))
     script = Script(graph, mode=Mode.FORWARD, microbatches=1)
     script.ran("F0@0")
     assert lines(script, stages=2) == ["the credit for F0@0 (vision) (owed by stage 1)"]
 
 
 def test_a_forced_order_waits_for_the_microbatch_before() -> None:
-    script = Script(Graph.chain(1), in_order=((Kind.B, 0),))
+    script = Script(TaskGraph.chain(1), in_order=((Kind.B, 0),))
     script.enqueued("F0@0", "F1@0")
     assert waiting(script.core) == [Waiting(T("B0@0")), Waiting(T("B1@0"), (T("B0@0"),), cause=WaitCause.INPUT)]
     assert lines(script)[1] == "B1@0 (B0@0 comes first: forced order)"
@@ -121,7 +121,7 @@ def test_a_forward_that_the_limit_blocks_says_so() -> None:
 
 
 def test_a_leader_names_the_members_whose_report_is_missing() -> None:
-    script = Script(CHAIN, stage=1, group=Group(0, 3))
+    script = Script(CHAIN, stage=1, group=GroupMembership(0, 3))
     script.arrived("F0@0")
     script.told(ReadyReported(script.step, 1, T("F0@1")))
     assert waiting(script.core, 1) == [Waiting(T("F0@1"), unreported=(2,), cause=WaitCause.ORDER)]
@@ -161,7 +161,7 @@ def test_no_more_is_named_than_asked_for() -> None:
 
 
 def test_the_view_shows_progress() -> None:
-    script = Script(Graph.chain(2, chunks=2), stage=1, microbatches=2, limit=3)
+    script = Script(TaskGraph.chain(2, chunks=2), stage=1, microbatches=2, limit=3)
     script.arrived("F0@0", "F0@2")
     script.ran("F0@1", "F0@3", held=5)
     view = script.core.view
@@ -172,7 +172,7 @@ def test_the_view_shows_progress() -> None:
 
 
 def test_measured_durations_are_averaged_by_kind_and_chunk_and_outlive_the_step() -> None:
-    script = Script(Graph.chain(1), microbatches=1)
+    script = Script(TaskGraph.chain(1), microbatches=1)
     for step, seconds in enumerate((1.0, 4.0)):
         if step:
             script.opened(StepId(step, Mode.TRAIN, 1))

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from rrfp.core import events as ev
 from rrfp.core.admission import Limit
-from rrfp.core.graph import Graph
-from rrfp.core.order_log import Group
+from rrfp.core.graph import TaskGraph
+from rrfp.core.group_step import GroupMembership
 from rrfp.core.tasks import Kind, Task
 from rrfp.hints.registry import create_strict
 
-SPLIT = Graph.chain(1, split=True)
+SPLIT = TaskGraph.chain(1, split=True)
 
 
 def shown(microbatches: int, limit: int, **options: object) -> Script:
@@ -54,7 +54,7 @@ def test_a_backward_that_does_not_fit_waits_for_a_weight_task() -> None:
 @pytest.mark.parametrize(("output", "ready"), [(10, "F4@1 B2@1 B3@1"), (14, "B2@1 B3@1")])
 def test_room_is_kept_for_all_that_backwards_send_beyond_what_they_free(output: int, ready: str) -> None:
     """A slow peer may leave all of it unsent, and no weight task frees it."""
-    script = Script(Graph.chain(2, split=True), stage=1, microbatches=5, limit=Limit(bytes=55))
+    script = Script(TaskGraph.chain(2, split=True), stage=1, microbatches=5, limit=Limit(bytes=55))
     script.arrived(*(f"F{m}@0" for m in range(5)))
     script.ran("F0@1", held=10)
     backward = Task(Kind.B, 0, 1)
@@ -67,7 +67,7 @@ def test_room_is_kept_for_all_that_backwards_send_beyond_what_they_free(output: 
 
 
 def test_without_split_chunks_no_backward_is_deferred() -> None:
-    script = Script(Graph.chain(1), microbatches=3, limit=Limit(bytes=20))
+    script = Script(TaskGraph.chain(1), microbatches=3, limit=Limit(bytes=20))
     assert script.core.step is not None
     limit = script.core.step.admission.byte_limit
     assert limit is not None
@@ -96,7 +96,7 @@ def test_a_backward_that_adds_nothing_is_not_held_back() -> None:
     [
         {"in_order": ((Kind.B, 0),)},
         {"hint": create_strict("zb-h1")},
-        {"group": Group(size=2)},
+        {"group": GroupMembership(size=2)},
     ],
     ids=["forced order", "a hint that may wait", "group"],
 )

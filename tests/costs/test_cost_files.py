@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rrfp.costs import from_json, make_costs, read_costs, to_json, write_costs
+from rrfp.costs import from_json, make_costs, read_costs, to_json, with_jitter, with_latency, write_costs
 from rrfp.costs.files import read_sizes
 from rrfp.errors import ConfigError
 
@@ -48,8 +48,17 @@ def test_reads_the_documented_form() -> None:
     assert sized.digest() != costs.digest()
 
 
+def test_sizes_of_microbatches_go_with_the_costs() -> None:
+    costs, sized = from_json(json.dumps(GOOD)), from_json(json.dumps(GOOD | {"sizes": [512, 0]}))
+    assert (costs.sizes, sized.sizes) == (None, (512.0, 0.0))
+    assert from_json(to_json(sized)) == sized != costs
+    assert "sizes" not in json.loads(to_json(costs))
+    assert sized.digest() == costs.digest(), "what tasks take does not depend on sizes"
+    assert sized.to_unsplit().sizes == with_latency(sized, "wire").sizes == with_jitter(sized, "J1").sizes == (512, 0)
+
+
 @pytest.mark.parametrize("field", list(GOOD))
-def test_only_w_and_bytes_may_be_missing(field: str) -> None:
+def test_only_w_bytes_and_sizes_may_be_missing(field: str) -> None:
     rest = {name: value for name, value in GOOD.items() if name != field}
     with pytest.raises(ConfigError, match=f"^field {field} is missing$"):
         from_json(json.dumps(rest))
@@ -74,6 +83,16 @@ def test_only_w_and_bytes_may_be_missing(field: str) -> None:
         ({"F": [[1, 2], [3, [4]]]}, "F[1][1] is [4], must be a finite number >= 0"),
         ({"B": [[1, 2], [3, float("nan")]]}, "B[1][1] is nan, must be a finite number >= 0"),
         ({"B": [[-1, 2], [3, 4]]}, "B[0][0] is -1.0, must be a finite number >= 0"),
+        ({"sizes": None}, "sizes must be a list of numbers, one a microbatch"),
+        ({"sizes": 3}, "sizes must be a list of numbers, one a microbatch"),
+        ({"sizes": [1]}, "sizes has 1 entries, must have 2, one a microbatch"),
+        ({"sizes": [1, -1]}, "sizes[1] is -1, must be a finite number >= 0"),
+        ({"sizes": [1, float("nan")]}, "sizes[1] is nan, must be a finite number >= 0"),
+        ({"sizes": [10**400, 1]}, "sizes[0] is 1000"),
+        ({"sizes": [1, True]}, "sizes[1] is True, must be a finite number >= 0"),
+        ({"sizes": [1, "2"]}, "sizes[1] is '2', must be a finite number >= 0"),
+        ({"sizes": [1, [2]]}, "sizes[1] is [2], must be a finite number >= 0"),
+        ({"sizes": [1, None]}, "sizes[1] is None, must be a finite number >= 0"),
         ({"latency_F": [[0, 0]] * 3}, "latency_F has 3 rows, must have 1 (one fewer than stages x chunks)"),
     ],
 )
@@ -139,6 +158,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         (missing, f"{missing}: cannot be read (No such file or directory)"),
         (tmp_path, f"{tmp_path}: cannot be read (Is a directory)"),
         (binary, f"{binary}: is not JSON (not UTF-8 text)"),
+        ("a\0b", "'a\\x00b': cannot be read (embedded null byte)"),
         (bad, f"{bad}: fields stages, chunks, placement, microbatches, F, B, latency_F, latency_B are missing"),
     ):
         with pytest.raises(ConfigError) as caught:
@@ -146,6 +166,8 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         assert str(caught.value) == message
     with pytest.raises(ConfigError, match=r"cannot be written \(No such file or directory\)$"):
         write_costs(missing, make_costs("llm", 1, 1))
+    with pytest.raises(ConfigError, match=r"cannot be written \(embedded null"):
+        write_costs("a\0b", make_costs("llm", 1, 1))
 
 
 def test_a_trace_is_no_cost_file_and_the_error_names_the_command_that_makes_one() -> None:

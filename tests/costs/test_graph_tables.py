@@ -11,11 +11,11 @@ from batches import examples
 from hypothesis import given
 from sim.tables import graph_table, graph_tables
 
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Placement
 from rrfp.core.tasks import Kind
 from rrfp.costs import CostTable, from_json, make_costs, to_json, with_jitter, with_latency
-from rrfp.costs.message_times import message_times
+from rrfp.costs.latency import message_times
 from rrfp.errors import ConfigError
 
 GOOD: dict[str, Any] = {
@@ -80,11 +80,12 @@ def test_a_file_returns_the_same_table(costs: CostTable) -> None:
         ({"skipped": {"vision": [2]}}, "skipped['vision'] has 2, must be a microbatch, 0..1"),
         ({"skipped": [[0]]}, "skipped is [[0]], must be an object: NAME -> list of microbatches"),
         ({"F": [[1, 0]]}, "F has 1 rows, must have 4 (one a virtual stage)"),
+        ({"sizes": [1]}, "sizes has 1 entries, must have 2, one a microbatch"),
         ({"latency_F": [[1, 0]]}, "latency_F has 1 rows, must have 4 (one an edge)"),
         (
             {"chunks": 1},
             "field 'chunks' is unknown, must be one of stages, microbatches, virtual_stages, placement, edges, "
-            "skipped, F, B, W, latency_F, latency_B, bytes",
+            "skipped, F, B, W, latency_F, latency_B, bytes, sizes",
         ),
     ],
 )
@@ -113,7 +114,7 @@ def test_a_chain_written_as_a_graph_draws_the_same_jitter_and_latency() -> None:
     chain = make_costs("mllm", 3, 4, seed=5)
     placement = Placement(3)
     graph = CostTable.of_graph(
-        Graph(placement),
+        TaskGraph(placement),
         4,
         forward=chain.forward,
         backward=chain.backward,
@@ -154,3 +155,10 @@ def test_a_chain_has_no_way_round_a_virtual_stage() -> None:
 def test_the_table_of_a_graph_names_a_virtual_stage_that_it_does_not_have() -> None:
     with pytest.raises(ConfigError, match=r"^skipped has virtual stage 2, must be 0\.\.1$"):
         graph_table([0, 1], [(0, 1)], [[1]] * 2, [[1]] * 2, skipped=[{2}])
+
+
+def test_a_graphs_file_has_sizes_too() -> None:
+    costs = from_json(json.dumps(GOOD | {"sizes": [512, 0.5]}))
+    assert costs.sizes == (512.0, 0.5)
+    assert from_json(to_json(costs)) == costs
+    assert from_json(json.dumps(GOOD)).sizes is None

@@ -71,7 +71,8 @@ def test_wrong_options_are_all_named_before_a_process_starts(
     assert all(str(caught.value).count(message) == 1 for message in messages)
     line = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     result = rrfp("demo", "--out", tmp_path / "out", *line)
-    assert (result.exit_code, result.stderr) == (2, f"rrfp: {caught.value}\n")
+    lines = [f"rrfp: {fault}\n" for fault in caught.value.faults or (caught.value,)]
+    assert (result.exit_code, result.stderr) == (2, "".join(lines))
     assert not (tmp_path / "out").exists()
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rrfp.demo.methods import METHODS
+from rrfp.demo.report import MethodFigures, Steps
 from rrfp.demo.settings import DemoSettings
-from rrfp.demo.summary import MethodFigures, Steps
 from rrfp.errors import ConfigError
 from rrfp.sim.bound import lower_bound
 from rrfp.trace.breakdown import Breakdown

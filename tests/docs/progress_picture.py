@@ -20,7 +20,7 @@ from rich.console import Console
 
 import rrfp
 from rrfp.callbacks import Progress, StepEnded
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.testing.clock import EmulatedStage, TimerLane, run_virtual
 
@@ -37,7 +37,7 @@ def seconds(task: Task) -> float:
 def steps() -> Iterator[StepEnded]:
     """Three training steps in the middle of a run, and an evaluation."""
     notes, lanes = Notes(), [TimerLane() for _ in range(STAGES)]
-    programs = [EmulatedStage(Graph.chain(STAGES), seconds, num_bytes=1 << 20, spend=lane.spend) for lane in lanes]
+    programs = [EmulatedStage(TaskGraph.chain(STAGES), seconds, num_bytes=1 << 20, spend=lane.spend) for lane in lanes]
     options: Any = {"transport": "simulated", "lane": lanes.__getitem__, "limit": "n", "first_step": 117}
 
     async def run() -> None:

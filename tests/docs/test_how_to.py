@@ -30,3 +30,21 @@ def test_the_pages_command_runs(shell: ForkedShell | Installed, tmp_path: Path) 
     commands = re.findall(r"^    \$ (rrfp .+)$", PAGE, re.MULTILINE)
     assert len(commands) == 1
     assert "slot-aware-pyramid" in shell.printed(commands[0], tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_the_case_from_the_trace_to_the_decision(installed: Installed, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "how-to" / "slow-step.md").read_text()
+    ((name, program),) = re.findall(r'```python title="([^"]+)"\n(.*?)```', page, re.DOTALL)
+    assert program.count("0.0018 if topology.stage == 1 else 0.0015") == 1
+    (tmp_path / name).write_text(program.replace("0.0018", "0.00018").replace("0.0015", "0.00015"))
+    record, costs, sweep, *decided = re.findall(r"^    \$ (.+)$", page, re.MULTILINE)
+    assert installed.printed(record, tmp_path).startswith("{'strict': '1f1b'}: median ")
+    said = installed.printed(costs, tmp_path)
+    assert "sizes of microbatches: as step(sizes=...) had them" in said
+    assert f"costs.json written: {sweep}\n" in said
+    shown = re.findall(r"^(\S.+?)  +[\d.]+  +[\d.]+  +\d+  +[\d.]+$", installed.printed(sweep, tmp_path), re.MULTILINE)
+    assert shown == [*(f"slot-aware-pyramid, limit {limit}" for limit in ("1f1b", "n", "2n")), "1f1b (strict)"]
+    for command in decided:
+        assert "held (" in installed.printed(command, tmp_path)

@@ -47,7 +47,7 @@ def build_stage(stage, stages):
     return nn.Linear(8, 8)
 
 loss_fn = nn.functional.mse_loss
-loader = [([torch.randn(4, 8) for _ in range(6)], [torch.randn(4, 8) for _ in range(6)])] * 2
+loader = [(torch.randn(24, 8), torch.randn(24, 8))] * 2
 """
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -16,9 +16,9 @@ from rich.console import Console
 import rrfp
 from rrfp.commands.top_rows import rows
 from rrfp.commands.top_table import table_of
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import B, Task
-from rrfp.runtime.stall.answers import Survey
+from rrfp.runtime.stall.status import Survey
 from rrfp.runtime.status_socket.report import JobReport
 from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual
 
@@ -35,7 +35,7 @@ def seconds(task: Task) -> float:
 async def look() -> tuple[JobReport, Survey]:
     """A look at the job, and the survey of the look before."""
     lanes = [TimerLane() for _ in range(STAGES)]
-    graph = Graph.chain(STAGES)
+    graph = TaskGraph.chain(STAGES)
     programs = [EmulatedStage(graph, seconds, num_bytes=1 << 20, spend=lane.spend) for lane in lanes]
     async with rrfp.local(
         programs, loop="caller", transport=SimulatedTransport, lane=lanes.__getitem__, first_step=1200

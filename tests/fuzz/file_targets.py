@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -16,12 +17,13 @@ from fuzz.mutations import JSON, to_json
 from fuzz.targets import Decode, Target, plain
 
 from rrfp.commands.method_options import _named_or_read_schedule
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.measured import Largest, Measured, Spent
 from rrfp.core.tasks import Kind, Task
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.costs.files import read_costs, read_sizes
 from rrfp.costs.files import to_json as to_json_text
+from rrfp.costs.multimodal import multimodal_costs
 from rrfp.costs.profiles import make_costs
 from rrfp.errors import ConfigError
 from rrfp.pipeline.state import VERSION, PipelineState
@@ -63,6 +65,7 @@ def in_a_file(read: Callable[[Path], object], name: str) -> Callable[[], Abstrac
 @cache
 def _cost_files() -> list[Any]:
     tables = [make_costs(profile, 2, M, chunks=chunks) for profile in ("llm", "mllm") for chunks in (1, 2)]
+    tables += [replace(tables[0], sizes=(1.0, 0.0, 2.5)), replace(multimodal_costs("branch", 2, M), sizes=(3, 2, 1))]
     return [json.loads(to_json_text(each)) for table in tables for each in (table, table.to_unsplit())]
 
 
@@ -80,7 +83,7 @@ def _read_sizes(path: Path) -> object:
 
 # Schedules.
 
-_GRAPHS = (Graph.chain(2), Graph.chain(2, split=True), Graph.chain(2, chunks=2))
+_GRAPHS = (TaskGraph.chain(2), TaskGraph.chain(2, split=True), TaskGraph.chain(2, chunks=2))
 _NAMES = ("1f1b", "zb-h1", "interleaved-1f1b")
 _TEXTS = [to_csv(make_schedule(name, graph, 4), graph) for name, graph in zip(_NAMES, _GRAPHS, strict=True)]
 
@@ -127,7 +130,8 @@ def _steps(random: Random) -> list[StepTrace]:
             MessageSpan(1, 0, Task(Kind.B, 0, 1), at + 4.5, at + 4.75, 64),
         )
         peaks = (StagePeaks(0, Peaks(1, 2, 3, 4)), StagePeaks(1, Peaks(1, 2, 3, 4)))
-        steps.append(StepTrace(number, at, at + 5, tasks, waits, messages, peaks=peaks))
+        sizes = random.choice((None, (2.5,)))
+        steps.append(StepTrace(number, at, at + 5, tasks, waits, messages, peaks=peaks, sizes=sizes))
     return steps
 
 

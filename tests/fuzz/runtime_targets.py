@@ -17,26 +17,25 @@ from fuzz.wire_targets import RUN_ID, as_case, context, message
 
 from rrfp.compute.gradients.tie_copies import CopyTerms, Tie
 from rrfp.compute.mailbox import Mailbox
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Kind, Task
 from rrfp.core.topology import Topology
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.errors import ConfigError, FrameError, PeerLostError, ProtocolError, StageError, TransportError
 from rrfp.runtime import records
 from rrfp.runtime.abort import origin_of
-from rrfp.runtime.activity import RankActivity
 from rrfp.runtime.all_gather import TreeAllGather
-from rrfp.runtime.clock_offsets import ClockOffset, HostClock
-from rrfp.runtime.departures import Departures
+from rrfp.runtime.context import ClosedPeers, RankActivity
+from rrfp.runtime.core_driver import GROUP_KINDS, GroupLink
+from rrfp.runtime.failed_start import FailedStart, FailedStarts
 from rrfp.runtime.grad_clipping import NormShare
-from rrfp.runtime.group_link import GROUP_KINDS, GroupLink
 from rrfp.runtime.handshake import Handshake
 from rrfp.runtime.processes import ProcessIdentity
 from rrfp.runtime.reports import StageReport
-from rrfp.runtime.shares import LossShare, WeightShare
 from rrfp.runtime.stall.status import RankStatus
-from rrfp.runtime.trace_saver import TraceOffer, TraceSize, _write
-from rrfp.testing.device_double.sharing import DoubleSharing
+from rrfp.runtime.step_report import LossShare, WeightShare
+from rrfp.runtime.trace_saver import ClockOffset, HostClock, TraceOffer, TraceSize, _write
+from rrfp.testing.device_double.device import DoubleSharing
 from rrfp.trace.plain import to_plain
 from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
 from rrfp.transports.base import MessageKind, TransportContext
@@ -148,7 +147,7 @@ class Pair(NamedTuple):
 def _messages() -> Iterator[Decode]:
     """Rank 1 of seven in a chain; it has joined the all-gather of step 1."""
     reader = replace(context(), peers=tuple(rank for rank in range(WORLD) if rank != 1))
-    codec, graph = Codec(reader), Graph.chain(WORLD)
+    codec, graph = Codec(reader), TaskGraph.chain(WORLD)
 
     def decode(case: bytes) -> object:
         header, *frames = parts(case)
@@ -171,7 +170,7 @@ def _messages() -> Iterator[Decode]:
             if message.task.kind is Kind.F:
                 return mailbox._forward[message.task].unpack()
         if kind is MessageKind.CLOSED:
-            Departures(RankActivity(lambda: 0.0)).on_message(message)
+            ClosedPeers(RankActivity(lambda: 0.0)).on_message(message)
         if kind is MessageKind.ABORT:
             return origin_of(body)
         if kind.value in GROUP_KINDS:
@@ -193,12 +192,13 @@ def all_gather_ends(joined: Coroutine[Any, Any, Any]) -> Any:
 # What ranks publish.
 
 HOST = Host("boot", "0", "user:[1]", "net:[2]", "pid:[3]")
+PROCESS = ProcessIdentity("a", 5)
 COPIES = [records.to_plain(CopyTerms("a", v, "(2, 3) of float", True, False, b"1")) for v in (0, 1)]
 
 
 def _a_publication(random: Random) -> Any:
     terms = {"all": {"chunks": 1, "strict": None}, "group": {}, "copies": COPIES[1:] if random.random() < 0.5 else []}
-    verdict: Any = {"ties": [records.to_plain(Tie("a", (0, 1)))]}
+    verdict: Any = {"ties": [records.to_plain(Tie("a", (0, 1)))], "read": b"digest"}
     if random.random() < 0.4:
         verdict = {"error": random.choice(("ConfigError", "TransportError")), "text": "no"}
     fields = {"process": 5, "descriptor": 7, "inode": 9, "length": 1 << 20}
@@ -208,6 +208,7 @@ def _a_publication(random: Random) -> Any:
             ["terms", terms],
             ["verdict", verdict],
             ["offer", ["", fields, 5]],
+            ["failed", records.to_plain(FailedStart(1, "ConfigError: no", PROCESS))],
         )
     )
 
@@ -224,10 +225,16 @@ def _read_publication(case: bytes) -> object:
         return _shake(0, {"terms/run/0/1": value}, COPIES[:1])
     if which == b"v":
         return _shake(1, {"terms/run/0/verdict": value}, [])
+    if which == b"f":
+        return FailedStarts(Topology(0, 2), RUN_ID, _never, None)._read(value).process == PROCESS
     if which == b"o":
         return outcome(_Trial(context(), _Unreachable(), 0.0)._try(value))  # type: ignore[arg-type]
     published = _Published.unpack(0, value)
     return published.pack(), published.host == HOST
+
+
+async def _never(timeout_s: float) -> Any:
+    raise AssertionError("nothing is looked up")
 
 
 def _shake(rank: int, values: Mapping[str, bytes], copies: Sequence[Any]) -> tuple[Tie, ...]:

@@ -15,25 +15,24 @@ from fuzz.targets import Decode, Target, join, parts, plain
 from rrfp.compute.devices.cuda_sharing import CudaSharing
 from rrfp.core.tasks import Kind, Mode
 from rrfp.errors import FrameError, PeerLostError, TransportError
-from rrfp.testing.device_double.sharing import DoubleSharing
+from rrfp.testing.device_double.device import DoubleSharing
 from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
 from rrfp.transports.carried.announcements import CREDIT, EDGE, FAREWELL, WANT, announced, number_of
-from rrfp.transports.credits import Credits, grant
 from rrfp.transports.cuda_ipc.announcements import PULLED, SHARED, shared
-from rrfp.transports.flow import HomeLoop, Window
+from rrfp.transports.flow import Credits, HomeLoop, Window, grant
 from rrfp.transports.header_checks import HeaderChecks
 from rrfp.transports.pool import BufferPool
 from rrfp.transports.rendezvous import LocalRendezvous
 from rrfp.transports.shm.copier import Copier
-from rrfp.transports.shm.datagrams import BUFFER_BYTES, Payload
+from rrfp.transports.shm.datagrams import BUFFER_BYTES, DatagramBody
 from rrfp.transports.shm.datagrams import pack as pack_datagram
 from rrfp.transports.shm.endpoint import Connected
 from rrfp.transports.shm.inlet import LINK_KINDS
-from rrfp.transports.shm.link import Link
+from rrfp.transports.shm.link import ShmLink
 from rrfp.transports.shm.packets import Packet, PacketSocket
-from rrfp.transports.shm.shared import Shared
+from rrfp.transports.shm.shared import TransportState
 from rrfp.transports.shm.slots import Slot
-from rrfp.transports.shm.strangers import Strangers
+from rrfp.transports.shm.transport import PendingConnections
 from rrfp.transports.tensor_bytes import DTYPES
 from rrfp.transports.wire import VERSION, Codec, Sealed
 from rrfp.transports.zmq.pieces import Assembly, cut
@@ -185,7 +184,7 @@ class _Owner:
     """Takes what an inlet reports, as a transport does; keeps the error."""
 
     def __init__(self) -> None:
-        self.link: Link | None = None
+        self.link: ShmLink | None = None
         self.errors = list[TransportError]()
         self.messages = list[Message]()
 
@@ -207,11 +206,13 @@ class _Owner:
         raise AssertionError(f"a frame ended the connection: {error}")
 
 
-def _shared(stack: ExitStack) -> Shared:
+def _shared(stack: ExitStack) -> TransportState:
     home = HomeLoop()
     copier = Copier(home, "fuzz-copies")
     stack.callback(copier.close)
-    return Shared(home, Codec(context()), copier, 1 << 20, bytearray(BUFFER_BYTES), lambda _: None, lambda: None)
+    return TransportState(
+        home, Codec(context()), copier, 1 << 20, bytearray(BUFFER_BYTES), lambda _: None, lambda: None
+    )
 
 
 def _socket_pair(stack: ExitStack) -> tuple[socket.socket, socket.socket]:
@@ -240,7 +241,7 @@ def _datagrams() -> Iterator[Decode]:
         def decode(case: bytes) -> object:
             with ExitStack() as ends:
                 owner = _Owner()
-                owner.link = link = Link(0, shared, owner)
+                owner.link = link = ShmLink(0, shared, owner)
                 fars = []
                 for channel in Channel:
                     near, far = _socket_pair(ends)
@@ -282,7 +283,7 @@ def _as_datagram(tree: Any) -> bytes:
     slot = tree.get("slot") if isinstance(tree, dict) else 0
     ident = slot % 2**64 if type(slot) is int else 0
     total = sum(map(len, frames))
-    payload = Payload(len(frames), total, ident, 4096 if ident else 0)
+    payload = DatagramBody(len(frames), total, ident, 4096 if ident else 0)
     views = [] if ident else [memoryview(frame) for frame in frames]
     return (how or b"n") + b"".join(pack_datagram(header, payload, views))
 
@@ -297,7 +298,7 @@ def _greetings() -> Iterator[Decode]:
         def decode(case: bytes) -> object:
             with ExitStack() as ends:
                 near, far = _socket_pair(ends)
-                strangers = Strangers(
+                strangers = PendingConnections(
                     codec, shared.home, shared.buffer, lambda *args: greeted.append(args[2]), refused.append
                 )
                 strangers.add(Connected(near, os.getpid()))

@@ -18,12 +18,11 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from under_torchrun import reports
 
 from benchmarks.gpu.target import Target, open_target
-from rrfp.compute.devices.shared_copies import SharingCopies, copies_of
+from rrfp.compute.devices.copies import SharingCopies, copies_of
 from rrfp.errors import PeerLostError
 from rrfp.testing.transport_checks.pair import data, index_of, soon
 from rrfp.transports.base import Message, TransportContext
-from rrfp.transports.cuda_ipc.pulled import PulledTransport
-from rrfp.transports.cuda_ipc.transport import CudaIpcTransport
+from rrfp.transports.cuda_ipc.transport import CudaIpcTransport, PulledTransport
 from rrfp.transports.rendezvous import StoreRendezvous
 
 __all__ = ["fork_server"]

@@ -56,7 +56,7 @@ def _run(
             topology=rrfp.Topology(stage, own.stages),
             rendezvous=StoreRendezvous(FileStore(store, own.stages), run_id="test"),
             loss_fn=own.loss_fn,
-            stack_timer=False,
+            lock_watch=False,
             **options,
         )
         with pipeline.blocking() as pipe:

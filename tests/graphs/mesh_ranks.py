@@ -110,7 +110,7 @@ def _run(
             topology=topology,
             rendezvous=StoreRendezvous(FileStore(f"{folder}/store", job.mesh.size), run_id="test"),
             loss_fn=own.loss_fn,
-            stack_timer=False,
+            lock_watch=False,
             ties=ties,
             **options,
         )

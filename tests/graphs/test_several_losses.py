@@ -132,7 +132,7 @@ LOSSES: list[tuple[Any, str]] = [
     (loss_fn, "no part reads 'tags' and 'caption' and 'order', and loss_fn is one function: must be a dict"),
     ({"tags": loss_fn}, "loss_fn names 'tags', must have a function for each part that no other reads: 'tags' and"),
     (dict.fromkeys((*PARTS, "lm"), loss_fn), "loss_fn names .*'lm', must have a function for each part"),
-    ({**dict.fromkeys(PARTS, loss_fn), "tags": 3}, "loss_fn is .* must be .*a dict of such by part"),
+    ({**dict.fromkeys(PARTS, loss_fn), "tags": 3}, "loss_fn is .* must be .*a dict \\{part: function\\}"),
 ]
 
 

@@ -24,12 +24,12 @@ from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.sim.simulation import simulate
 from rrfp.trace.chrome import write_chrome
 from rrfp.trace.chrome_reader import TracedRun, read_chrome
-from rrfp.trace.measured_costs import measured_costs
+from rrfp.trace.measured_costs import measured_costs, traced_step
 from rrfp.trace.plot import draw_timelines
 from rrfp.trace.spans import skips
-from rrfp.trace.traced_step import traced_step
 
 STEPS = 4
+SIZES = [3, 1, 4, 1.5]
 
 
 def traced(own: Model, path: Path, **options: Any) -> TracedRun:
@@ -37,7 +37,7 @@ def traced(own: Model, path: Path, **options: Any) -> TracedRun:
 
     def body(stage: int, pipe: BlockingPipeline) -> None:
         for _ in range(STEPS):
-            pipe.step(own.inputs, own.targets, visits=own.visits)
+            pipe.step(own.inputs, own.targets, visits=own.visits, sizes=SIZES)
         pipe.save_trace(path)
 
     outcomes = ThreadedRanks(own.by_stage(), body, graph=own.graph, loss_fn=loss_fn, **options).join()
@@ -59,6 +59,7 @@ def test_a_saved_trace_has_the_graph_and_what_was_skipped(name: str, split: bool
     assert table.graph is not None
     assert table.graph.names == parts.tasks.names
     assert table.skipped == parts.skipped(own.visits, 4)
+    assert table.sizes == tuple(SIZES)
     assert (measured.filled, table.split) == (0, split)
     step = next(each for each in run.steps if each.step == measured.step)
     for span in step.tasks:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rrfp.core import events as ev
 from rrfp.core.admission import Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint, View
 from rrfp.core.placement import TablePlacement
 from rrfp.core.ready_set import ReadySet
@@ -62,7 +62,7 @@ def test_every_microbatch_comes_once_and_each_run_rises_and_falls(sizes: list[fl
 def opened(hint: Hint, sizes: tuple[float, ...] | None) -> Script:
     """Stage 0 of 1 whose step was opened with sizes."""
     microbatches = len(sizes or (0,) * 4)
-    script = Script(Graph.chain(1), microbatches=0, hint=hint)
+    script = Script(TaskGraph.chain(1), microbatches=0, hint=hint)
     script.step = StepId(0, Mode.TRAIN, microbatches)
     script.told(ev.StepOpened(0, Mode.TRAIN, microbatches, sizes))
     return script
@@ -81,7 +81,7 @@ def test_without_sizes_or_with_equal_ones_it_is_the_wrapped_hint(sizes: tuple[fl
 def test_a_pyramid_is_four_microbatches_a_stage_long() -> None:
     sizes = tuple(float(m) for m in range(64))
     for stages in (2, 4):
-        script = Script(Graph.chain(stages), microbatches=0, hint=slot_aware_pyramid())
+        script = Script(TaskGraph.chain(stages), microbatches=0, hint=slot_aware_pyramid())
         script.told(ev.StepOpened(0, Mode.TRAIN, 64, sizes))
         order = script.core.hint.microbatch_order(script.core.view)
         assert order == pyramids(sizes, LENGTH_PER_STAGE * stages)
@@ -90,15 +90,15 @@ def test_a_pyramid_is_four_microbatches_a_stage_long() -> None:
 @pytest.mark.parametrize(("measured", "is_one"), [(0.96, True), (1.0, True), (0.95, False), (-1.0, False)])
 def test_where_sizes_were_seen_to_order_every_stage_it_is_as_long_as_the_step(measured: float, is_one: bool) -> None:
     sizes = tuple(float(m) for m in range(64))
-    script = Script(Graph.chain(2), microbatches=0, hint=slot_aware_pyramid())
+    script = Script(TaskGraph.chain(2), microbatches=0, hint=slot_aware_pyramid())
     script.told(ev.StepOpened(0, Mode.TRAIN, 64, sizes, measured))
     order = script.core.hint.microbatch_order(script.core.view)
     assert order == pyramids(sizes, 64 if is_one else 8)
 
 
 #: 0 and 1 lead to 2; 0 leads to 1, and 1 may be skipped; each on a stage of its own.
-JOINED = Graph(TablePlacement((0, 1, 2)), ((0, 2), (1, 2)))
-PASSED_BY = Graph(TablePlacement((0, 1, 2)), ((0, 1), (0, 2), (1, 2)))
+JOINED = TaskGraph(TablePlacement((0, 1, 2)), ((0, 2), (1, 2)))
+PASSED_BY = TaskGraph(TablePlacement((0, 1, 2)), ((0, 1), (0, 2), (1, 2)))
 
 
 @pytest.mark.parametrize(
@@ -109,11 +109,11 @@ PASSED_BY = Graph(TablePlacement((0, 1, 2)), ((0, 1), (0, 2), (1, 2)))
         (JOINED, Limit(3), None, True),
         (JOINED, None, None, True),
         (PASSED_BY, Limit(bytes=100), None, True),
-        (Graph.chain(3), Limit(bytes=100), None, True),
+        (TaskGraph.chain(3), Limit(bytes=100), None, True),
     ],
 )
 def test_above_joins_bytes_keep_the_order_of_the_caller(
-    graph: Graph, limit: Limit | None, measured: float | None, is_ordered: bool
+    graph: TaskGraph, limit: Limit | None, measured: float | None, is_ordered: bool
 ) -> None:
     """All stages agree: also the last one, which no branch joins below."""
     for stage in range(3):

@@ -11,7 +11,7 @@ from sim.adversaries import holding_back
 
 from rrfp.core.admission import Limit
 from rrfp.core.events import Run
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint
 from rrfp.core.placement import TablePlacement
 from rrfp.core.tasks import Mode
@@ -24,7 +24,7 @@ from rrfp.sim.cluster.random_run import RandomRun
 from rrfp.sim.explore.graph_cases import SlotLimit, random_skips
 
 #: On both of two stages a part of an image encoder (0, 1), of an audio encoder (2, 3) and of the model (4, 5).
-COLOCATED = Graph(TablePlacement((0, 1, 0, 1, 0, 1)), ((0, 1), (2, 3), (1, 4), (3, 4), (4, 5)))
+COLOCATED = TaskGraph(TablePlacement((0, 1, 0, 1, 0, 1)), ((0, 1), (2, 3), (1, 4), (3, 4), (4, 5)))
 IMAGE, AUDIO = frozenset({0, 1}), frozenset({2, 3})
 SHIPPED = HINTS.names()
 
@@ -33,7 +33,7 @@ def first_stage(
     hint: Hint | None = None,
     *,
     limit: Limit | int | None,
-    graph: Graph = COLOCATED,
+    graph: TaskGraph = COLOCATED,
     mode: Mode = Mode.TRAIN,
     skipped: Sequence[frozenset[int]] = (),
 ) -> Script:
@@ -81,13 +81,13 @@ def test_chunks_in_the_papers_order_are_capped_as_well() -> None:
     [
         (None, Mode.TRAIN, COLOCATED, "F0@2 F1@2 F2@2 F3@2 F4@2 F5@2 F6@2 F7@2 F0@0"),
         (2, Mode.FORWARD, COLOCATED, "F0@2 F1@2 F2@2 F3@2 F0@0 -"),
-        (2, Mode.TRAIN, Graph.chain(2, chunks=3), "F0@0 F1@0 F2@0 F3@0 -"),
-        (2, Mode.TRAIN, Graph(TablePlacement((0, 0, 1)), ((0, 2), (1, 2))), "F0@1 F1@1 F2@1 F0@0 -"),
+        (2, Mode.TRAIN, TaskGraph.chain(2, chunks=3), "F0@0 F1@0 F2@0 F3@0 -"),
+        (2, Mode.TRAIN, TaskGraph(TablePlacement((0, 0, 1)), ((0, 2), (1, 2))), "F0@1 F1@1 F2@1 F0@0 -"),
     ],
     ids=["no limit", "forward only", "a chain", "no reader on the stage"],
 )
 def test_elsewhere_encoders_run_as_far_as_memory_lets_them(
-    limit: int | None, mode: Mode, graph: Graph, decisions: str
+    limit: int | None, mode: Mode, graph: TaskGraph, decisions: str
 ) -> None:
     script = first_stage(limit=limit, mode=mode, graph=graph)
     assert script.decisions(len(decisions.split())) == decisions
@@ -130,7 +130,7 @@ def test_the_lowest_microbatch_is_never_kept_waiting() -> None:
 
 def test_on_a_plain_stage_forwards_wait_only_while_a_deeper_chunk_holds_a_slot() -> None:
     """A tree: 0 feeds 1 and 3, 1 feeds 2, and 2 feeds 4. Two microbatches may be ahead on 0, on the stage of 2."""
-    tree = Graph(TablePlacement((0, 1, 0, 1, 1)), ((0, 1), (0, 3), (1, 2), (2, 4)))
+    tree = TaskGraph(TablePlacement((0, 1, 0, 1, 1)), ((0, 1), (0, 3), (1, 2), (2, 4)))
     script = first_stage(limit=3, graph=tree)
     assert script.decisions(6) == "F0@0 F1@0 F2@0 F3@0 F4@0 -"  # the staircase keeps the last slot for chunk 2
     script = first_stage(limit=3, graph=tree)
@@ -140,10 +140,10 @@ def test_on_a_plain_stage_forwards_wait_only_while_a_deeper_chunk_holds_a_slot()
     assert script.ready == "F3@0 F4@0 F5@0 F6@0 F7@0"
 
 
-BRANCH = Graph(TablePlacement((0, 1, 2, 3)), ((0, 1), (1, 3), (2, 3)))
-DIAMOND = Graph(TablePlacement((0, 1, 2, 3)), ((0, 1), (0, 2), (1, 3), (2, 3)))
-UNEQUAL = Graph(TablePlacement((0, 0, 1, 0, 1, 2)), ((0, 3), (1, 3), (2, 3), (3, 4), (4, 5)), (True, False) * 3)
-SPLIT = Graph(COLOCATED.placement, COLOCATED.edges, (True,) * 6)
+BRANCH = TaskGraph(TablePlacement((0, 1, 2, 3)), ((0, 1), (1, 3), (2, 3)))
+DIAMOND = TaskGraph(TablePlacement((0, 1, 2, 3)), ((0, 1), (0, 2), (1, 3), (2, 3)))
+UNEQUAL = TaskGraph(TablePlacement((0, 0, 1, 0, 1, 2)), ((0, 3), (1, 3), (2, 3), (3, 4), (4, 5)), (True, False) * 3)
+SPLIT = TaskGraph(COLOCATED.placement, COLOCATED.edges, (True,) * 6)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -159,7 +159,7 @@ SPLIT = Graph(COLOCATED.placement, COLOCATED.edges, (True,) * 6)
     ids=["branch", "diamond", "co-located", "co-located, split", "unequal chunks"],
 )
 def test_every_hint_ends_on_graphs_from_the_smallest_legal_limit(
-    name: str, graph: Graph, optional: Sequence[set[int]]
+    name: str, graph: TaskGraph, optional: Sequence[set[int]]
 ) -> None:
     stages = range(graph.placement.stages)
     for seed in range(12):
@@ -178,11 +178,11 @@ def test_every_hint_ends_on_graphs_from_the_smallest_legal_limit(
         network.run([(Mode.TRAIN, 6)])
 
 
-def random_tree(rng: random.Random) -> Graph:
+def random_tree(rng: random.Random) -> TaskGraph:
     """Up to eight virtual stages on two stages; each but the first reads one just before it, so nothing is joined."""
     count = rng.randint(4, 8)
     edges = tuple((rng.randrange(max(0, v - 3), v), v) for v in range(1, count))
-    return Graph(TablePlacement((0, 1, *(rng.randrange(2) for _ in range(count - 2)))), edges)
+    return TaskGraph(TablePlacement((0, 1, *(rng.randrange(2) for _ in range(count - 2)))), edges)
 
 
 def run_tree(seed: int) -> None:

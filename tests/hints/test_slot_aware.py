@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rrfp.core.admission import Limit
 from rrfp.core.events import Announced, Completed, Enqueued, Pause, Run
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Layout, Placement
 from rrfp.core.ready_set import ChunkOrder, ReadySet
 from rrfp.core.tasks import Kind, Mode, Task
@@ -24,7 +24,7 @@ def stage(
     index: int, stages: int = 4, *, limit: Limit | int | None, microbatches: int = 8, split: bool = True
 ) -> Script:
     """A stage to which every forward of the step has come, and no backward."""
-    script = Script(Graph.chain(stages, split=split), index, microbatches, hint=SlotAware(), limit=limit)
+    script = Script(TaskGraph.chain(stages, split=split), index, microbatches, hint=SlotAware(), limit=limit)
     if index:
         script.arrived(*(f"F{m}@{index - 1}" for m in range(microbatches)))
     return script
@@ -57,7 +57,7 @@ def test_below_that_depth_a_forward_goes_before_a_second_backward() -> None:
 
 def test_the_depth_is_in_chunk_tasks_where_a_stage_has_chunks() -> None:
     """One stage of two chunks: two chunk tasks may be on their way, and one is. Last came a weight task."""
-    script = Script(Graph.chain(1, chunks=2, split=True), microbatches=3, hint=SlotAware())
+    script = Script(TaskGraph.chain(1, chunks=2, split=True), microbatches=3, hint=SlotAware())
     script.ran("F0@0", "F0@1", "B0@1", "W0@1")
     assert script.decisions(2) == "F1@0 B0@0"
 
@@ -98,7 +98,7 @@ def test_weight_tasks_wait_while_a_slot_is_free() -> None:
 
 def test_a_stage_is_full_when_the_staircase_keeps_its_last_slot_for_the_deeper_chunk() -> None:
     """Three of four slots are taken, and the forward that is there may not have the last one."""
-    script = Script(Graph.chain(2, chunks=2, split=True), 0, 4, hint=SlotAware(), limit=2)
+    script = Script(TaskGraph.chain(2, chunks=2, split=True), 0, 4, hint=SlotAware(), limit=2)
     script.arrived("F0@1")
     script.ran("F0@0", "F1@0", "F0@2")
     script.arrived("B0@3", "B0@1")
@@ -108,7 +108,7 @@ def test_a_stage_is_full_when_the_staircase_keeps_its_last_slot_for_the_deeper_c
 
 def test_the_weight_tasks_that_may_wait_are_chunk_tasks_too() -> None:
     """Stage 1 with two chunks puts two off."""
-    script = Script(Graph.chain(3, chunks=2, split=True), 1, 4, hint=SlotAware(), limit=2)
+    script = Script(TaskGraph.chain(3, chunks=2, split=True), 1, 4, hint=SlotAware(), limit=2)
     script.arrived("F0@0", "F1@0", "F0@3", "F1@3")
     script.ran("F0@1", "F0@4", "F1@1", "F1@4")
     script.arrived("B0@5", "B1@5", "B0@2", "B1@2")
@@ -172,7 +172,7 @@ def test_the_last_stage_feeds_nobody() -> None:
 
 def test_with_several_chunks_what_was_consumed_says_nothing() -> None:
     """Of three forwards on stage 1 only two went to a next stage; two weight tasks may wait, and one does."""
-    script = Script(Graph.chain(2, chunks=2, split=True), 1, 4, hint=SlotAware(), limit=2)
+    script = Script(TaskGraph.chain(2, chunks=2, split=True), 1, 4, hint=SlotAware(), limit=2)
     script.arrived("F0@0", "F1@0")
     script.ran("F0@1", "F1@1")
     script.arrived("F0@2")
@@ -184,7 +184,7 @@ def test_with_several_chunks_what_was_consumed_says_nothing() -> None:
 @pytest.mark.parametrize(("consumed_by_second", "decision"), [(3, "B1@0"), (4, "W0@0")])
 def test_every_receiver_of_a_forward_counts(consumed_by_second: int, decision: str) -> None:
     """Virtual stage 0 feeds 1 and 2: four forwards are consumed when eight were started."""
-    graph = Graph(Placement(3), ((0, 1), (0, 2), (1, 2)), (True,) * 3)
+    graph = TaskGraph(Placement(3), ((0, 1), (0, 2), (1, 2)), (True,) * 3)
     script = Script(graph, 0, 8, hint=SlotAware(), limit=4)
     script.ran("F0@0", "F1@0", "F2@0", "F3@0")
     script.arrived("B0@1", "B1@1", consumed=4)
@@ -231,7 +231,7 @@ def test_on_unsplit_stages_it_is_bf_after_the_warm_up() -> None:
 
 def test_chunks_that_are_not_split_leave_no_weight_task_behind() -> None:
     """Chunk 0 is whole, chunk 1 split. One W waits, and two may; the three Bs of chunk 0 are not waiting Ws."""
-    script = Script(Graph(Placement(1, 2), split=(False, True)), microbatches=5, hint=SlotAware(), limit=2)
+    script = Script(TaskGraph(Placement(1, 2), split=(False, True)), microbatches=5, hint=SlotAware(), limit=2)
     for m in range(3):
         script.ran(f"F{m}@0", f"F{m}@1", f"B{m}@1", f"W{m}@1", f"B{m}@0")
     script.ran("F3@0", "F3@1", "F4@0", "F4@1", "B3@1")
@@ -240,7 +240,7 @@ def test_chunks_that_are_not_split_leave_no_weight_task_behind() -> None:
 
 
 def test_forward_only_steps_run_forwards() -> None:
-    script = Script(Graph.chain(2, split=True), 0, 3, Mode.FORWARD, hint=SlotAware(), limit=2)
+    script = Script(TaskGraph.chain(2, split=True), 0, 3, Mode.FORWARD, hint=SlotAware(), limit=2)
     assert script.decisions(3) == "F0@0 F1@0 -"
     script.released(1, "F0@0")
     script.consumed(1, "F0@0")
@@ -267,7 +267,7 @@ def test_it_ends_on_any_pipeline(
     depth: int,
     seed: int,
 ) -> None:
-    graph = Graph.chain(stages, chunks=chunks, layout=layout, split=split)
+    graph = TaskGraph.chain(stages, chunks=chunks, layout=layout, split=split)
     limits = [Limit.resolve(limit, stage, stages) for stage in range(stages)]
     network = RandomRun(graph, [SlotAware() for _ in range(stages)], limits, seed=seed, depth=depth)
     network.run([(Mode.TRAIN, microbatches), (Mode.FORWARD, microbatches)])
@@ -284,7 +284,7 @@ class Heads:
 
 
 def test_a_decision_needs_heads_and_counters_only() -> None:
-    script = Script(Graph.chain(1, split=True), 0, 1000, hint=SlotAware())
+    script = Script(TaskGraph.chain(1, split=True), 0, 1000, hint=SlotAware())
     script.ran(*(f"F{m}@0" for m in range(500)), *(f"B{m}@0" for m in range(400)))
     heads = Heads(script.core.ready)
     assert SlotAware().choose(heads, script.core.view) == Task(Kind.F, 500, 0)  # type: ignore[arg-type]
@@ -295,7 +295,7 @@ def test_a_decision_needs_heads_and_counters_only() -> None:
 
 def waiting(*, limit: int | None = 3, split: bool = False, idles: bool = True, microbatches: int = 6) -> Script:
     """Stage 1 of four after two forwards and a backward; another backward is ready, and a forward is announced."""
-    script = Script(Graph.chain(4, split=split), 1, microbatches, hint=SlotAware(idles=idles), limit=limit)
+    script = Script(TaskGraph.chain(4, split=split), 1, microbatches, hint=SlotAware(idles=idles), limit=limit)
     script.arrived("F0@0", "F1@0", "B0@2", "B1@2")
     for task in ("F0@1", "F1@1"):
         script.told(Enqueued(Task.parse(task)), Completed(Task.parse(task), seconds=1.0))

@@ -51,7 +51,7 @@ def config(family: str, **further: Any) -> Any:
     else:
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS}
         sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
-    settings = {**tokens, **sizes, "tie_word_embeddings": False, **FAMILIES[family], **further}
+    settings = {**tokens, **sizes, "tie_word_embeddings": False, **FAMILIES.get(family, {}), **further}
     return AutoConfig.for_model(family, **settings)
 
 
@@ -59,7 +59,7 @@ def build(family: str, *, bare: bool = False, **further: Any) -> Any:
     """A model with random weights, the same in every call.
 
     Args:
-        family: one of `FAMILIES`.
+        family: one of `FAMILIES`, or another one.
         bare: without its head.
         further: settings of the configuration.
     """
@@ -119,6 +119,18 @@ def draw(microbatches: int = 4, seed: int = 0) -> Batch:
     return Batch(inputs, labels)
 
 
+def draw_packed(microbatches: int = 3, seed: int = 0) -> Batch:
+    """Microbatches of one row with two sequences one behind the other, which only their positions tell apart."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs, labels = [], []
+    for m in range(microbatches):
+        tokens = torch.randint(3, VOCABULARY, (1, 8 + 2 * m), generator=generator)
+        positions = torch.cat([torch.arange(3 + m), torch.arange(5 + m)])[None]
+        inputs.append({"input_ids": tokens, "position_ids": positions})
+        labels.append(tokens.masked_fill(positions == 0, -100))
+    return Batch(inputs, labels)
+
+
 @dataclass(frozen=True)
 class Trained:
     """What a step gave: the losses of its microbatches and the gradients by name."""
@@ -127,11 +139,11 @@ class Trained:
     gradients: dict[str, Tensor]
 
 
-def train_whole(model: Any, batch: Batch) -> Trained:
-    """The whole model, a microbatch at a time. Leaves no gradients."""
+def train_whole(model: Any, batch: Batch, **options: Any) -> Trained:
+    """The whole model, a microbatch at a time, called with ``options`` too. Leaves no gradients."""
     losses, total = [], sum(batch.weights)
     for inputs, labels, weight in zip(batch.inputs, batch.labels, batch.weights, strict=True):
-        loss = model(**inputs, labels=labels).loss
+        loss = model(**inputs, labels=labels, **options).loss
         (loss * (weight / total)).backward()
         losses.append(loss.item())
     return Trained(losses, take_gradients(model))

@@ -19,6 +19,7 @@ from integrations.decoders import (
     build,
     differing,
     draw,
+    draw_packed,
     take_gradients,
     train_whole,
 )
@@ -28,6 +29,13 @@ import rrfp
 from rrfp.integrations.splitting.stages import Split
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]  # to import transformers takes seconds
+
+
+class LastFirst(rrfp.Hint):
+    """Forwards in the reverse of the order of a plain loop."""
+
+    def choose(self, ready: rrfp.ReadySet, view: rrfp.View) -> rrfp.Task | None:
+        return max(ready, key=lambda task: (task.kind is rrfp.Kind.F, task.microbatch))
 
 
 def train_parts(model: nn.Module, parts: Split, batch: Batch, **options: Any) -> Trained:
@@ -114,6 +122,41 @@ def test_masks_and_positions_travel_or_come_by_keyword() -> None:
     with parts.local(deterministic=True).blocking() as pipe:
         result = pipe.step(tokens, moved.labels, kwargs=moved.inputs, weights=moved.weights)
     assert differing(Trained(list(result.losses), take_gradients(model)), wanted) == []
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_packed_sequences_are_those_of_the_whole_model_without_a_cache(
+    family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With its default, a cache, each sequence attends to those before it in the row; the log says so once."""
+    model, batch = build(family), draw_packed()
+    wanted = train_whole(model, batch, use_cache=False)
+    assert differing(train_whole(model, batch), wanted)[-1] == "losses"
+    parts = rrfp.split(model, 2)
+    for _ in range(2):
+        assert differing(train_parts(model, parts, batch), wanted) == []
+    (said,) = [message for message in caplog.messages if "position_ids" in message]
+    assert said.startswith("position_ids begin again and there is no attention_mask: packed sequences do not attend to")
+    assert "as in model(**inputs, use_cache=False)" in said
+
+
+def test_one_sequence_a_row_and_packed_ones_with_a_mask_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    model, packed = build("llama"), draw_packed(1).inputs[0]
+    shifted = {**packed, "position_ids": 3 + torch.arange(8)[None]}
+    masked = {**packed, "attention_mask": torch.ones_like(packed["input_ids"])}
+    with rrfp.split(model, 2).local().blocking() as pipe:
+        pipe.evaluate([shifted, masked, packed["input_ids"]])
+    assert not [message for message in caplog.messages if "position_ids" in message]
+
+
+def test_frequencies_that_follow_the_length_alone_are_no_state() -> None:
+    """LongRoPE writes its table in each forward, of the microbatch's own length; here two lengths need another one."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 9}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    model, batch = build("phi3", rope_parameters={**rope, **factors}), draw()
+    wanted = train_whole(model, batch)
+    parts = rrfp.split(model, 2)
+    assert differing(train_parts(model, parts, batch, hint=LastFirst), wanted) == []
 
 
 def test_a_bare_decoder_returns_hidden_states() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import rrfp
 from rrfp.integrations.splitting import decoder as rules
-from rrfp.integrations.splitting.decoder_part import DecoderPart
+from rrfp.integrations.splitting.decoder import DecoderPart
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -68,6 +68,55 @@ def test_a_plan_whose_layers_need_more() -> None:
     message = refusal(model)
     assert "base_model_pp_plan['layers'] of a LlamaForCausalLM is (['hidden_states', 'memory']" in message
     assert message.endswith("must take attention_mask and hidden_states alone and return hidden_states")
+
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"rope_parameters": DYNAMIC}),
+        (
+            "gemma3_text",
+            {
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "rope_parameters": {
+                    "full_attention": DYNAMIC,
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                },
+            },
+        ),
+    ],
+)
+def test_rotary_frequencies_that_depend_on_earlier_microbatches(family: str, settings: dict[str, Any]) -> None:
+    message = refusal(build(family, **settings), check=False)
+    assert message.startswith("rope_type is 'dynamic' in model.rotary_emb of a ")
+    assert message.endswith(
+        "longer than max_position_embeddings (32), a model that is built with 'default' has the same"
+    )
+
+
+def test_such_frequencies_in_stages_cut_by_hand_are_refused_where_runs_must_repeat() -> None:
+    """Of the rotary embeddings that write their tables, `deterministic=True` refuses only those that keep them."""
+    rotary = build("llama", rope_parameters=DYNAMIC).model.rotary_emb
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rotary, self.layer = rotary, nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            cos, _ = self.rotary(x, torch.arange(x.shape[1])[None])
+            output: torch.Tensor = self.layer(x * cos)
+            return output
+
+    inputs = [torch.randn(1, length, 8) for length in (40, 48)]
+    with (
+        pytest.raises(rrfp.PipelineAborted, match=r"its buffer 'rotary\.inv_freq'"),
+        rrfp.local([Positions()], loss_fn=lambda y, _: y.sum(), deterministic=True).blocking() as pipe,
+    ):
+        pipe.step(inputs, [None] * 2)
 
 
 @pytest.mark.parametrize("field", ["output_hidden_states", "output_attentions"])

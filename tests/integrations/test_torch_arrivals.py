@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from torch.distributed import FileStore, HashStore, Store  # type: ignore[attr-defined]
 
-from rrfp.integrations.torch.arrivals import STAGES, Arrivals, shapes_of
+from rrfp.integrations.torch.limits import STAGES, ReceiveWatch, shapes_of
 
 
-def ranks(store: Store | None, exchange: Any = STAGES, *, count: int = 4) -> list[Arrivals]:
+def ranks(store: Store | None, exchange: Any = STAGES, *, count: int = 4) -> list[ReceiveWatch]:
     """Every rank's view of the exchanges of a group that has ``store``, or no store at all."""
     group = SimpleNamespace() if store is None else SimpleNamespace(get_group_store=lambda: store)
     stages: list[Any] = [SimpleNamespace(group=group, group_rank=rank, group_size=count) for rank in range(count)]
-    return [Arrivals(stage, exchange) for stage in stages]
+    return [ReceiveWatch(stage, exchange) for stage in stages]
 
 
 @pytest.mark.parametrize("is_file", [False, True])

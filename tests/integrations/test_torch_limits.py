@@ -9,8 +9,8 @@ import weakref
 import pytest
 
 from rrfp.errors import TransportError
-from rrfp.integrations.torch.lifetime import leave_unasked
 from rrfp.integrations.torch.limits import within
+from rrfp.integrations.torch.schedule import leave_unasked
 
 
 def test_results_and_errors_of_the_call_pass() -> None:

@@ -88,14 +88,14 @@ NAMED: tuple[Named, ...] = (
     ),
     Named(
         "finishes before sends",
-        "rrfp/core/outputs.py",
+        "rrfp/core/task_state.py",
         "return not (self._num_sending or self._consumers)",
         "return not self._consumers",
         (CAMPAIGN, tests("core/test_training_step.py")),
     ),
     Named(
         "finishes before credits",
-        "rrfp/core/outputs.py",
+        "rrfp/core/task_state.py",
         "return not (self._num_sending or self._consumers)",
         "return not self._num_sending",
         (CAMPAIGN, tests("core/test_forward_only.py")),
@@ -123,7 +123,7 @@ NAMED: tuple[Named, ...] = (
     ),
     Named(
         "follower takes a gap in the log",
-        "rrfp/core/order_log.py",
+        "rrfp/core/group_step.py",
         "if sequence != expected:",
         "if sequence < expected:",
         (CAMPAIGN, tests("core/test_group.py")),
@@ -179,7 +179,7 @@ NAMED: tuple[Named, ...] = (
     ),
     Named(
         "weights of ranks without losses pass",
-        "rrfp/runtime/share_checks.py",
+        "rrfp/runtime/step_report.py",
         "if has is False and",
         "if has is ... and",
         (tests("runtime/test_groups.py"),),
@@ -193,14 +193,14 @@ NAMED: tuple[Named, ...] = (
     ),
     Named(
         "a departure before a step is not looked at",
-        "rrfp/runtime/step_runner.py",
+        "rrfp/runtime/stage_runner.py",
         "        context.departures.check()\n",
         "",
         (tests("runtime/test_departures.py"),),
     ),
     Named(
         "a step begins while another rank is still in the one before",
-        "rrfp/runtime/step_runner.py",
+        "rrfp/runtime/stage_runner.py",
         "        await reporter.settle()\n",
         "",
         (tests("runtime/test_step_ends.py"),),
@@ -221,7 +221,7 @@ NAMED: tuple[Named, ...] = (
     ),
     Named(
         "CLOSED is not looked at inside a step",
-        "rrfp/runtime/departures.py",
+        "rrfp/runtime/context.py",
         "        self.check()\n",
         "",
         (tests("runtime/test_departures.py"),),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -149,16 +151,84 @@ def test_the_hyperparameters_of_a_scheduler_and_of_another_torch_are_no_other_op
     assert checkpoint.load(tmp_path, *trained()) is not None
 
 
-def test_extra_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RrfpError, match=r"checkpoint in .* cannot be written: rank 0: \w+: .*<lambda>"):
-        checkpoint.save(tmp_path / "run", nn.Linear(1, 1), step=1, extra=lambda: None)
-    assert not (tmp_path / "run").exists()
-
-
 def test_what_cannot_be_deleted_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stubborn = tmp_path / "000001-step-1"
-    (stubborn / ".metadata").mkdir(parents=True)
+    stubborn.write_text("mine")
     with caplog.at_level(logging.WARNING, logger="rrfp"):
         path = checkpoint.save(tmp_path, nn.Linear(1, 1), step=2, keep=1)
-    assert f"checkpoint {stubborn} is not wanted any more, and cannot be deleted" in caplog.text
+    assert f"checkpoint {stubborn} is not wanted any more, and cannot be deleted: it is no folder" in caplog.text
+    assert stubborn.read_text() == "mine"
     assert checkpoint.latest(tmp_path) == path
+
+
+def test_of_a_link_the_link_is_deleted_alone(tmp_path: Path) -> None:
+    module, runs, empty = nn.Linear(1, 1), tmp_path / "runs", tmp_path / "empty"
+    archived = checkpoint.save(tmp_path / "archive", module, step=500)
+    whole = sorted(file.name for file in archived.iterdir())
+    for folder in (runs, empty):
+        folder.mkdir()
+    (empty / "notes.txt").write_text("mine")
+    (runs / "000001-step-500").symlink_to(archived)
+    (runs / "000002-step-600").symlink_to(empty)  # not complete
+    (runs / "000003-step-700").symlink_to(tmp_path / "gone")
+    assert checkpoint.load(runs, module) is not None  # goes on from the archive
+    first, second = (checkpoint.save(runs, module, step=step, keep=2) for step in (501, 502))
+    assert sorted(runs.iterdir()) == [first, second]
+    assert sorted(file.name for file in archived.iterdir()) == whole
+    assert checkpoint.load(tmp_path / "archive", module) is not None
+    assert (empty / "notes.txt").read_text() == "mine"
+
+
+def test_a_link_as_the_folder_of_a_run_leads_to_its_checkpoints(tmp_path: Path) -> None:
+    module, folder = nn.Linear(1, 1), tmp_path / "run"
+    (tmp_path / "disk").mkdir()
+    folder.symlink_to(tmp_path / "disk")
+    for step in (1, 2, 3):
+        last = checkpoint.save(folder, module, step=step, keep=1)
+    assert list(folder.iterdir()) == [last]
+    assert folder.is_symlink()
+
+
+def test_what_a_kept_link_leads_to_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a user who goes back to an older one of the same run."""
+    monkeypatch.chdir(tmp_path)
+    module, folder = nn.Linear(1, 1), Path("runs")
+    first, second = (checkpoint.save(folder, module, step=step) for step in (1, 2))
+    link = folder / "000003-step-1"
+    link.symlink_to(first.name)
+    assert checkpoint.load(folder, module) is not None
+    third = checkpoint.save(folder, module, step=2, keep=2)
+    assert sorted(folder.iterdir()) == [first, link, third]
+    assert not second.exists()
+    assert checkpoint.load(folder, module, path=link) is not None
+    # The link is not kept any more, and what it led to is not either.
+    fourth = checkpoint.save(folder, module, step=3, keep=2)
+    assert sorted(folder.iterdir()) == [third, fourth]
+
+
+def test_a_mount_point_among_the_checkpoints_keeps_its_contents(tmp_path: Path) -> None:
+    """An archive that a container mounts there."""
+    program = f"""
+set -e
+mkdir -p {tmp_path}/archive {tmp_path}/runs/000001-step-1
+touch {tmp_path}/archive/.metadata
+mount --bind {tmp_path}/archive {tmp_path}/runs/000001-step-1
+{sys.executable} -c "
+from pathlib import Path
+from rrfp.checkpoint.folder import discard
+discard(Path('{tmp_path}/runs/000001-step-1'))
+"
+"""
+    if subprocess.run(["unshare", "--map-root-user", "--mount", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("namespaces are not permitted here")
+    subprocess.run(["unshare", "--map-root-user", "--mount", "sh", "-c", program], check=True, capture_output=True)
+    assert (tmp_path / "archive" / ".metadata").exists()
+
+
+def test_what_a_kill_left_while_one_was_deleted_goes_with_the_next(tmp_path: Path) -> None:
+    module = nn.Linear(1, 1)
+    first = checkpoint.save(tmp_path, module, step=1)
+    first.rename(tmp_path / "000001-step-1.deleted")
+    (tmp_path / "notes.deleted").mkdir()
+    last = checkpoint.save(tmp_path, module, step=2, keep=1)
+    assert sorted(tmp_path.iterdir()) == [last, tmp_path / "notes.deleted"]

@@ -15,7 +15,7 @@ from runtime.toys import Bomb, Hold, data, loss_fn, stages
 import rrfp
 from rrfp.compute.emulated import EmulatedStage
 from rrfp.core import timeouts
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Kind, Task
 from rrfp.pipeline.blocking import BlockingPipeline
 
@@ -68,7 +68,7 @@ def test_a_stall_does_not_wait_for_the_figures_of_the_step_before() -> None:
         pipe.step(microbatches=1)
         pipe.step(microbatches=1)
 
-    programs: Any = [EmulatedStage(Graph.chain(2), durations) for _ in range(2)]
+    programs: Any = [EmulatedStage(TaskGraph.chain(2), durations) for _ in range(2)]
     ranks = ThreadedRanks(programs, two_steps, own(*notes), stall_after=STALL_S, loss_fn=None)
     until(notes, release.set)
     assert [outcome.error for outcome in ranks.join()] == [None] * 2

@@ -192,7 +192,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no step": (nn.Linear(1, 1), {}, "step goes without pipe, whose state has it: must be exactly one of them"),
     "bad step": (nn.Linear(1, 1), {"step": -1}, "step is -1, must be an integer >= 0"),
     "bad keep": (nn.Linear(1, 1), {"step": 1, "keep": 0}, "keep is 0, must be an integer >= 1, or None for all"),
-    "unknown": (nn.Linear(1, 1), {"steps": 1}, "unknown argument 'steps', must be one of: pipe, step, extra, keep"),
+    "unknown": (nn.Linear(1, 1), {"steps": 1}, "unknown argument 'steps' (did you mean 'step'?), must be one of: pipe"),
     "no optimizer": (nn.Linear(1, 1), {"step": 1, "optimizer": 1}, "optimizer is a int, must be a torch.optim"),
     "other parameters": (
         nn.Linear(1, 1),

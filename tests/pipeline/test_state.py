@@ -10,6 +10,7 @@ from typing import Any
 
 import msgpack
 import pytest
+import torch
 from runtime.ranks import ThreadedRanks
 from runtime.toys import data, loss_fn, placed, same_bits, stages
 from torch import Tensor, nn
@@ -157,6 +158,18 @@ def test_another_cut_warns_and_drops_what_was_measured(caplog: pytest.LogCapture
     (warning,) = caplog.messages
     assert "saved with virtual_stages 2, this pipeline has 3: dropout draws other numbers" in warning
     assert other.state_dict()["measured"] == []
+
+
+def test_a_run_that_follows_torchs_seed_goes_on_where_torch_is_seeded_alike() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2**64 - 1)
+        state = json.loads(json.dumps(pipeline(stages(2), seed=None).state_dict()))
+        assert state["seed"] == 2**64 - 1
+        pipeline(stages(2), seed=None).load_state_dict(state)
+        torch.manual_seed(1)
+        pipeline(stages(2), seed=state["seed"]).load_state_dict(state)
+        with pytest.raises(ConfigError, match=f"seed is 1, must be {2**64 - 1}, as in the state"):
+            pipeline(stages(2), seed=None).load_state_dict(state)
 
 
 def nested(depth: int) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class Run:
         virtual_stages: into which the layers are cut.
         dropout: of each layer.
         shared: whether replicas share the microbatches of one batch, or have one each.
+        norm: whether each layer has a BatchNorm.
         save: "only": never, "save": after each step, "collide": with names of a stage alone.
     """
 
@@ -45,6 +47,7 @@ class Run:
     virtual_stages: int = LAYERS
     dropout: float = 0.25
     shared: bool = False
+    norm: bool = False
     save: str = "only"
 
     def parts(self, stage: int) -> list[dict[str, nn.Module]]:
@@ -52,14 +55,29 @@ class Run:
         placement = Placement(self.stages, self.virtual_stages // self.stages, self.layout)
         count = LAYERS // self.virtual_stages
         return [
-            {f"layers.{number}": layer(number, self.dropout) for number in range(v * count, (v + 1) * count)}
+            {
+                f"layers.{number}": layer(number, self.dropout, norm=self.norm)
+                for number in range(v * count, (v + 1) * count)
+            }
             for v in placement.virtual_stages(stage)
         ]
 
 
-def layer(number: int, dropout: float) -> nn.Module:
+def layer(number: int, dropout: float, *, norm: bool = False) -> nn.Module:
     torch.manual_seed(number)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout)).double()
+    more = [nn.BatchNorm1d(WIDTH)] if norm else []
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *more, nn.Tanh(), nn.Dropout(dropout)).double()
+
+
+class Warnings(logging.Handler):
+    """Keeps what RRFP warns of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
 
 
 def adamw(parts: Mapping[str, nn.Module]) -> torch.optim.Optimizer:
@@ -94,12 +112,17 @@ def train(run: Run) -> dict[str, object]:
             checkpoint.save(folder, next(iter(parts.values())), pipe=pipeline)
         dist.destroy_process_group()
         return {"rank": topology.rank, "error": str(caught.value)}
+    warnings = Warnings()
+    logging.getLogger("rrfp").addHandler(warnings)
     loaded = checkpoint.load(folder, parts, optimizer, pipe=pipeline)
+    logging.getLogger("rrfp").removeHandler(warnings)
     first, losses = 0 if loaded is None else loaded.step, []
     with pipeline.blocking() as pipe:
         for step in range(first, run.steps):
-            batch = microbatches(step, topology.replica, topology.replicas, shared=run.shared)
-            losses.append(pipe.step(*batch).loss)
+            inputs, targets = microbatches(step, topology.replica, topology.replicas, shared=run.shared)
+            if run.norm:  # of one row there is no variance
+                inputs, targets = [torch.cat([x, -x]) for x in inputs], [torch.cat([y, y]) for y in targets]
+            losses.append(pipe.step(inputs, targets).loss)
             optimizer.step()
             optimizer.zero_grad()
             if run.save == "save":
@@ -112,10 +135,11 @@ def train(run: Run) -> dict[str, object]:
         states = [s for p in part.parameters() for s in (p, *(s for _, s in sorted(optimizer.state[p].items())))]
         values[name] = [float(value) for p in part.parameters() for value in p.detach().flatten()]
         digests[name] = hashlib.sha256(b"".join(s.detach().numpy().tobytes() for s in states)).hexdigest()
+    buffers = {f"{name}.{own}": b.tolist() for name, part in parts.items() for own, b in part.named_buffers()}
     extra = None if loaded is None else loaded.extra
     dist.destroy_process_group()
     report = {"rank": topology.rank, "first": first, "losses": losses, "extra": extra}
-    return {**report, "digests": digests, "values": values}
+    return {**report, "digests": digests, "values": values, "buffers": buffers, "warnings": warnings.texts}
 
 
 if __name__ == "__main__":

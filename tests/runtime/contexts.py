@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rrfp.compute.lanes.timer import TimerLane
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Task
 from rrfp.core.topology import Topology
 from rrfp.runtime.context import RankContext
@@ -17,7 +17,7 @@ def fail(error: BaseException, task: Task | None = None) -> None:
     raise error
 
 
-def context_of(topology: Topology, graph: Graph, met: Rendezvous | None = None) -> RankContext:
+def context_of(topology: Topology, graph: TaskGraph, met: Rendezvous | None = None) -> RankContext:
     """The rank at ``topology``, connected with all others where they ``met``; its transport and lane not started."""
     peers = () if met is None else tuple(rank for rank in range(topology.world) if rank != topology.rank)
     rendezvous = LocalRendezvous() if met is None else met

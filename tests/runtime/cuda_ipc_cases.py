@@ -12,7 +12,7 @@ from torch import Tensor
 import rrfp
 from rrfp.compute.split import backward as split_backward
 from rrfp.testing.device_double import DoubleDevice
-from rrfp.testing.device_double.sharing import DoubleSharing
+from rrfp.testing.device_double.device import DoubleSharing
 
 STEPS = 2
 

@@ -17,9 +17,9 @@ from fork_server import context
 
 from rrfp.core.tasks import Task
 from rrfp.pipeline.blocking import BlockingPipeline
-from rrfp.runtime.stall.answers import Survey
+from rrfp.runtime.stall.status import Survey
 from rrfp.runtime.status_socket.folder import SocketFile, chosen_folder, sockets_in
-from rrfp.runtime.status_socket.reader import read_report
+from rrfp.runtime.status_socket.job import read_report
 from rrfp.runtime.status_socket.report import JobReport
 
 #: The first forward of stage 0 has begun; it ends when the test says so.

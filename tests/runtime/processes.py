@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -14,16 +13,18 @@ from typing import Any
 
 import torch
 from runtime.children import Children, End
+from runtime.stuck_hints import sleep_with_the_lock
 from runtime.toys import data, loss_fn, stages
 from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 import rrfp
 from rrfp.compute.emulated import Durations, EmulatedStage
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.mesh import Mesh
 from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.transports.rendezvous import StoreRendezvous
+from rrfp.transports.shm import liveness
 
 BATCH = data(4)
 
@@ -58,6 +59,7 @@ class Processes(Children):
         seconds: what a forward takes; of emulated stages, what every task takes, or a function that says it.
         chunks: how many chunks each rank has.
         mesh: how the ranks are laid out; they have emulated stages then.
+        stderr: a folder, in which each rank prints its errors to a file of its own, ``stderr-RANK``.
         options: of every pipeline.
     """
 
@@ -69,12 +71,14 @@ class Processes(Children):
         seconds: float | Durations = 0.01,
         chunks: Sequence[int] = (),
         mesh: Mesh | None = None,
+        stderr: Path | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         for stage in range(count):
             own = chunks[stage] if chunks else 1
-            arguments = (str(folder / "store"), stage, count, program, seconds, own, mesh, options)
+            errors = None if stderr is None else str(stderr / f"stderr-{stage}")
+            arguments = (str(folder / "store"), stage, count, program, seconds, own, mesh, errors, options)
             self.start(f"rank-{stage}", _run, *arguments)
 
     def pid(self, stage: int) -> int:
@@ -90,9 +94,12 @@ def _run(
     seconds: Any,
     chunks: int,
     mesh: Mesh | None,
+    stderr: str | None,
     options: Mapping[str, Any],
     connection: Connection,
 ) -> None:
+    if stderr is not None:
+        os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     torch.set_num_threads(1)
     records: list[tuple[str, float]] = []
     handler = logging.Handler()
@@ -103,9 +110,8 @@ def _run(
     modules: Any = [Slow(seconds) for _ in range(chunks)]
     if mesh is not None:
         durations = seconds if callable(seconds) else lambda task: seconds
-        modules = EmulatedStage(Graph.chain(place.stages), durations, num_bytes=64)
-    # The timer fires when a process that was stopped goes on, and may crash it then (docs/stuck.md).
-    quick: Any = {"stall_after": 1.0, "patience": PATIENCE_S, "stack_timer": False}
+        modules = EmulatedStage(TaskGraph.chain(place.stages), durations, num_bytes=64)
+    quick: Any = {"stall_after": 1.0, "patience": PATIENCE_S, "lock_watch": False}
     settings = {"loss_fn": loss_fn, **quick, **options}
     pipeline = rrfp.Pipeline(modules, topology=place, rendezvous=rendezvous, **settings)
 
@@ -140,9 +146,10 @@ def emulated_steps(rank: int, pipe: BlockingPipeline, connection: Connection) ->
 
 def pause_between_steps(stage: int, pipe: BlockingPipeline, connection: Connection) -> None:
     pipe.step(BATCH.inputs, BATCH.targets)
-    connection.send("stepping")
-    connection.recv()
-    pipe.step(BATCH.inputs, BATCH.targets)
+    for _ in range(2):
+        connection.send("stepping")
+        connection.recv()
+        pipe.step(BATCH.inputs, BATCH.targets)
 
 
 def fork_a_worker(stage: int, pipe: BlockingPipeline, connection: Connection) -> None:
@@ -183,17 +190,14 @@ def hang_on_the_lane(stage: int, pipe: BlockingPipeline, connection: Connection)
     pipe.step(BATCH.inputs, BATCH.targets)
 
 
-def steps_with_own_stderr(stage: int, pipe: BlockingPipeline, connection: Connection) -> None:
-    """Step until something happens; what is printed goes to a file that the test names."""
-    path = connection.recv()
-    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 2)
-    emulated_steps_for_ever(stage, pipe, connection)
+def step_where_no_cgroup_can_be_read(rank: int, pipe: BlockingPipeline, connection: Connection) -> None:
+    """As if each rank were in a container of its own."""
+    liveness.is_frozen = lambda pid: None
+    pipe.step(microbatches=4)
 
 
 def keep_the_lock(stage: int, pipe: BlockingPipeline, connection: Connection) -> None:
     """Nothing else of Python runs in the process for four seconds."""
-    path = connection.recv()
     pipe.step(BATCH.inputs, BATCH.targets)
-    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 2)
-    ctypes.PyDLL(None).usleep(4_000_000)
+    sleep_with_the_lock(4.0)
     pipe.step(BATCH.inputs, BATCH.targets)

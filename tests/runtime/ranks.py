@@ -75,7 +75,7 @@ class ThreadedRanks:
     ) -> None:
         met, count = LocalRendezvous(), len(modules)
         places = [rrfp.Topology(r, count) if mesh is None else rrfp.Topology.at(r, mesh) for r in range(count)]
-        settings: Any = {"transport": "inproc", "loss_fn": loss_fn, "rendezvous": met, "stack_timer": False, **options}
+        settings: Any = {"transport": "inproc", "loss_fn": loss_fn, "rendezvous": met, "lock_watch": False, **options}
         with patch(
             "rrfp.pipeline.api._numbers", defaultdict(lambda: itertools.repeat(0))
         ):  # as in processes of their own

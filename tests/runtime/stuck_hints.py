@@ -16,6 +16,19 @@ RELEASE = threading.Event()
 BLOCKING = "the hint blocks from now on"
 
 
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def sleep_with_the_lock(seconds: float) -> None:
+    """One call into C that keeps the interpreter's lock, and that no signal cuts short."""
+    libc = ctypes.PyDLL(None)  # other than CDLL it keeps the lock
+    mutex = ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    until = time.time() + seconds
+    libc.pthread_mutex_timedlock(mutex, ctypes.byref(_TimeSpec(int(until), int(until % 1 * 1e9))))
+
+
 class Blocks(rrfp.Hint):
     """Waits on some stages, once they have enqueued some tasks.
 
@@ -40,7 +53,7 @@ class Blocks(rrfp.Hint):
         if self._seconds is None:
             RELEASE.wait(50)
         elif self._keeps_lock:
-            ctypes.PyDLL(None).usleep(int(1e6 * self._seconds))  # PyDLL, other than CDLL, keeps the lock
+            sleep_with_the_lock(self._seconds)
         else:
             time.sleep(self._seconds)
 

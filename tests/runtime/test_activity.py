@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rrfp.core.tasks import Mode, StepId
-from rrfp.runtime.activity import RankActivity
+from rrfp.runtime.context import RankActivity
 
 
 def test_a_step_after_one_whose_call_had_returned_has_not_returned() -> None:

@@ -21,8 +21,8 @@ import rrfp
 from rrfp.core.mesh import Mesh
 from rrfp.core.tasks import Kind, Task
 from rrfp.errors import PipelineAborted, RrfpError
-from rrfp.pipeline.awaited import AwaitedFutures
 from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.calls import AwaitedFutures
 
 __all__ = ["fork_server"]
 

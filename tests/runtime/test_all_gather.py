@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rrfp.compute.gradients.tie_copies import Tie
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.mesh import Mesh
 from rrfp.core.topology import Topology
 from rrfp.errors import ProtocolError
@@ -73,7 +73,7 @@ def meshes() -> list[Mesh]:
 
 @pytest.mark.parametrize("mesh", meshes(), ids=lambda mesh: " ".join(f"{name}{size}" for name, size in mesh.dims))
 def test_the_tree_joins_all_and_a_rank_has_few_peers(mesh: Mesh) -> None:
-    graph, ranks = Graph.chain(mesh.stages), range(mesh.size)
+    graph, ranks = TaskGraph.chain(mesh.stages), range(mesh.size)
     linked = [set(peers(graph, Topology.at(rank, mesh))) for rank in ranks]
     assert parent(0) is None
     for rank in ranks:
@@ -93,7 +93,7 @@ def test_the_tree_joins_all_and_a_rank_has_few_peers(mesh: Mesh) -> None:
 
 def test_tensors_travel_between_neighbours_and_copies_of_a_tied_parameter_only() -> None:
     mesh = Mesh((("pp", 4), ("dp", 2), ("tp", 2)))
-    graph, tie = Graph.chain(4), Tie("embedding", (0, 3))
+    graph, tie = TaskGraph.chain(4), Tie("embedding", (0, 3))
     places = [Topology.at(rank, mesh) for rank in range(mesh.size)]
     for place in places:
         like = {other.stage: other.rank for other in places if _column(other) == _column(place)}

@@ -17,7 +17,7 @@ from runtime.ranks import SOON_S, ThreadedRanks
 from runtime.toys import Bomb, Hold, data, loss_fn, stages
 
 import rrfp
-from rrfp.errors import PipelineAborted, RrfpError
+from rrfp.errors import ConfigError, PipelineAborted, RrfpError
 from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.pipeline.local_ranks import LocalRanks
 
@@ -173,6 +173,61 @@ def test_leaving_inside_a_task_is_refused_by_name() -> None:
     assert time.monotonic() - began < SOON_S
 
 
+INNER_CALLS: dict[str, Callable[[Any, Any], object]] = {
+    "evaluate": lambda pipe, _: pipe.evaluate(BATCH.inputs),
+    "step": lambda pipe, _: pipe.step(BATCH.inputs, BATCH.targets),
+    "clip_grad_norm_": lambda pipe, _: pipe.clip_grad_norm_(1.0),
+    "save_trace": lambda pipe, _: pipe.save_trace("trace.json"),
+    "await evaluate": lambda _, pipeline: asyncio.run(pipeline.evaluate(BATCH.inputs)),
+    "enter": lambda *_: pair().blocking().__enter__(),
+    "await enter": lambda *_: asyncio.run(pair().__aenter__()),
+}
+
+
+@pytest.mark.parametrize("where", ["loss_fn", "module", "backward"])
+@pytest.mark.parametrize("inner", INNER_CALLS)
+def test_a_pipeline_inside_a_task_of_another_one_is_an_error_at_once(inner: str, where: str) -> None:
+    """As a teacher's outputs in the student's loss: both would wait for torch's one random generator."""
+    teacher = rrfp.Pipeline(stages(1)[0], topology=rrfp.Topology(0, 1), transport="inproc", name="teacher")
+    student = stages(2)
+    began = time.monotonic()
+    with teacher.blocking() as pipe:
+
+        def call(*_: object) -> None:
+            INNER_CALLS[inner](pipe, teacher)
+
+        def distilled(output: Any, target: Any) -> Any:
+            call()
+            return loss_fn(output, target)
+
+        if where != "loss_fn":
+            student[1] = Bomb(**{"on_forward" if where == "module" else "on_backward": call})
+        loss = distilled if where == "loss_fn" else loss_fn
+        with rrfp.local(student, loss_fn=loss).blocking() as outer, pytest.raises(PipelineAborted) as caught:
+            outer.step(BATCH.inputs, BATCH.targets)
+        message = str(caught.value)
+        assert "RrfpError: this pipeline (" in message
+        assert ("'teacher', stage 0 of 1" in message) is ("enter" not in inner)
+        kind = "B" if where == "backward" else "F"
+        assert f"was called inside task {kind}0@1 of another pipeline (2 stages, hint slot-aware-pyramid" in message
+        assert message.endswith("call it before the step, and pass its result as a target or an input")
+        outputs = pipe.evaluate(BATCH.inputs).outputs
+        assert len(outputs) == len(BATCH.inputs)
+    assert time.monotonic() - began < SOON_S
+
+
+def test_a_pipeline_inside_a_task_of_its_own_is_named_too() -> None:
+    holder: list[BlockingPipeline] = []
+
+    def step(number: int) -> None:
+        holder[0].step(BATCH.inputs, BATCH.targets)
+
+    with rrfp.local([*stages(1), Bomb(step)], loss_fn=loss_fn).blocking() as pipe:
+        holder.append(pipe)
+        with pytest.raises(PipelineAborted, match="was called inside task F0@1 of its own: modules, loss_fn and hooks"):
+            pipe.step(BATCH.inputs, BATCH.targets)
+
+
 def test_another_thread_may_leave_while_a_step_runs() -> None:
     hold = Hold()
     pipe = rrfp.local([*stages(1), Bomb(hold)], loss_fn=loss_fn).blocking()
@@ -192,6 +247,61 @@ def test_another_thread_may_leave_while_a_step_runs() -> None:
     hold.release.set()
     stepping.join(20)
     assert "the pipeline was left while a step was running" in str(errors[0])
+
+
+AWAITED: dict[str, Callable[[Any], Any]] = {
+    "step": lambda pipe: pipe.step(BATCH.inputs, BATCH.targets),
+    "evaluate": lambda pipe: pipe.evaluate(BATCH.inputs, BATCH.targets),
+    "clip_grad_norm_": lambda pipe: pipe.clip_grad_norm_(1.0),
+    "unscale_": lambda pipe: pipe.unscale_(),
+    "save_trace": lambda pipe: pipe.save_trace("trace.json"),
+}
+
+
+@pytest.mark.parametrize("call", AWAITED)
+def test_a_call_of_the_async_pipeline_without_a_loop_names_both_faces(call: str) -> None:
+    pipeline = pair()
+    both = rf"no event loop runs.*'with pipeline as pipe: pipe\.{call}\(.*'async with pipeline as pipe: await pipe\."
+    with pytest.raises(RrfpError, match=both):
+        AWAITED[call](pipeline)
+    with pipeline as pipe:
+        with pytest.raises(RrfpError, match=both):
+            AWAITED[call](pipeline)
+        assert pipe.step(BATCH.inputs, BATCH.targets).step == 0
+
+
+async def test_another_thread_hands_calls_to_the_loop_of_the_coroutine_that_entered() -> None:
+    loop = asyncio.get_running_loop()
+    async with pair() as pipe:
+
+        def step() -> Any:
+            return asyncio.run_coroutine_threadsafe(pipe.step(BATCH.inputs, BATCH.targets), loop).result(20)
+
+        assert (await asyncio.to_thread(step)).step == 0
+
+
+def test_with_enters_the_blocking_pipeline_once_and_leaves_it() -> None:
+    pipeline = pair()
+    with pipeline as pipe:
+        assert type(pipe) is BlockingPipeline
+        with pytest.raises(RrfpError, match="entered before; build a new one"), pipeline:
+            pass
+        assert pipe.step(BATCH.inputs, BATCH.targets).step == 0
+    with pytest.raises(RrfpError, match="this pipeline is closed"):
+        pipe.step(BATCH.inputs, BATCH.targets)
+
+
+def test_an_exception_in_a_with_block_aborts_the_pipeline() -> None:
+    pipeline = pair()
+    with pytest.raises(ZeroDivisionError), pipeline:
+        raise ZeroDivisionError
+    assert "aborted" in repr(pipeline)
+
+
+def test_with_refuses_a_pipeline_of_the_callers_loop() -> None:
+    pipeline = rrfp.local(stages(2), loss_fn=loss_fn, loop="caller")
+    with pytest.raises(ConfigError, match="loop is 'caller', must be 'own' for the blocking API"), pipeline:
+        pass
 
 
 @pytest.mark.parametrize("how", [pickle.dumps, copy.copy, copy.deepcopy])

@@ -17,6 +17,7 @@ from runtime.toys import TOLERANCE, loss_fn
 from torch import nn
 
 from rrfp import checkpoint
+from rrfp.checkpoint.files import Contents
 from rrfp.core.placement import Layout
 
 __all__ = ["fork_server"]
@@ -34,6 +35,8 @@ class Report:
         values: of parameters, by layer.
         first: the step with which it began.
         extra: of each rank.
+        buffers: of each rank, by name.
+        warnings: of all ranks while they loaded.
     """
 
     losses: list[float]
@@ -41,6 +44,8 @@ class Report:
     values: dict[str, list[float]]
     first: int
     extra: list[Any]
+    buffers: list[dict[str, Any]]
+    warnings: list[str]
 
 
 def train(run: Run, *, replicas: int = 1) -> Report:
@@ -54,7 +59,8 @@ def train(run: Run, *, replicas: int = 1) -> Report:
         for name, digest in report["digests"].items():
             assert digests.setdefault(name, digest) == digest, "replicas differ"
     values = {name: each for report in reports for name, each in report["values"].items()}
-    return Report(list(losses), digests, values, first, [report["extra"] for report in reports])
+    extra, buffers = [report["extra"] for report in reports], [report["buffers"] for report in reports]
+    return Report(list(losses), digests, values, first, extra, buffers, [w for r in reports for w in r["warnings"]])
 
 
 def test_four_virtual_stages_resume_looped_or_in_a_v_with_the_same_bits(tmp_path: Path) -> None:
@@ -64,6 +70,39 @@ def test_four_virtual_stages_resume_looped_or_in_a_v_with_the_same_bits(tmp_path
         resumed = train(Run(str(tmp_path / "run"), 2, 4, layout))
         assert (resumed.first, resumed.extra) == (2, [0, 0])
         assert (resumed.losses, resumed.digests) == (whole.losses[2:], whole.digests)
+
+
+def test_replicas_keep_their_own_running_statistics(tmp_path: Path) -> None:
+    def run(stages: int, replicas: int, steps: int, folder: str = "saved", save: str = "only") -> Report:
+        return train(Run(str(tmp_path / folder), stages, steps, norm=True, save=save), replicas=replicas)
+
+    whole = run(1, 2, 4, "none")
+    first, second = whole.buffers
+    assert first["layers.0.1.running_mean"] != second["layers.0.1.running_mean"]
+    saved = run(1, 2, 2, save="save")
+    resumed = run(1, 2, 4)
+    assert (resumed.first, resumed.losses, resumed.digests) == (2, whole.losses[2:], whole.digests)
+    assert resumed.buffers == whole.buffers
+    assert not resumed.warnings
+    # What is the same on both is there once.
+    newest = checkpoint.latest(tmp_path / "saved")
+    assert newest is not None
+    names = {
+        name for name in Contents.of(newest, trust_pickles=False).metadata.state_dict_metadata if "replicas" in name
+    }
+    assert names == {
+        f"replicas.1.model.layers.{number}.1.{name}"
+        for number in range(LAYERS)
+        for name in ("running_mean", "running_var")
+    }
+    # Without another step: what another number of replicas begins with.
+    fewer = run(2, 1, 2)
+    assert {**fewer.buffers[0], **fewer.buffers[1]} == saved.buffers[0]
+    (text,) = fewer.warnings
+    assert text.startswith(
+        "8 buffer(s) differ between the 2 replicas of the checkpoint; the 1 of this run take replica"
+    )
+    assert text.endswith("0's: layers.0.1.running_mean, layers.0.1.running_var, layers.1.1.running_mean, ...")
 
 
 def test_two_stages_with_one_name_are_refused_on_all_ranks(tmp_path: Path) -> None:

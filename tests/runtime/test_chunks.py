@@ -11,7 +11,7 @@ from torch import Tensor
 from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch, StageProgram
 from rrfp.core.admission import Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Layout
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, StepId, Task
@@ -30,7 +30,7 @@ from rrfp.transports.rendezvous import LocalRendezvous
 class Numbers(StageProgram):
     """Every tensor says which task put it out, and whoever reads one checks that. A task takes a second."""
 
-    def __init__(self, graph: Graph, lane: TimerLane) -> None:
+    def __init__(self, graph: TaskGraph, lane: TimerLane) -> None:
         self.ran: list[Task] = []
         self.most_alive = 0
         self._graph = graph
@@ -68,7 +68,7 @@ class Numbers(StageProgram):
         assert read == [[ord(task.kind), task.microbatch, task.virtual_stage] for task in producers]
 
 
-async def run(graph: Graph, microbatches: int, modes: list[Mode]) -> list[Numbers]:
+async def run(graph: TaskGraph, microbatches: int, modes: list[Mode]) -> list[Numbers]:
     """Run steps with one microbatch held at a time; returns the programs as the last step left them."""
     stages = range(graph.placement.stages)
     lanes = [TimerLane() for _ in stages]
@@ -101,7 +101,7 @@ async def run(graph: Graph, microbatches: int, modes: list[Mode]) -> list[Number
 def test_every_task_reads_what_its_neighbours_put_out(
     stages: int, chunks: int, layout: Layout, split: bool, mode: Mode
 ) -> None:
-    graph = Graph.chain(stages, chunks=chunks, layout=layout, split=split)
+    graph = TaskGraph.chain(stages, chunks=chunks, layout=layout, split=split)
     programs = run_virtual(run(graph, 5, [mode, mode]))
     for stage, program in enumerate(programs):
         assert sorted(program.ran) == sorted(graph.tasks(stage, 5, mode))
@@ -109,6 +109,6 @@ def test_every_task_reads_what_its_neighbours_put_out(
 
 @pytest.mark.parametrize("mode", list(Mode))
 def test_a_tensor_that_changed_hands_on_its_stage_is_dropped_when_it_was_used(mode: Mode) -> None:
-    graph = Graph.chain(1, chunks=3)
+    graph = TaskGraph.chain(1, chunks=3)
     (program,) = run_virtual(run(graph, 30, [mode]))
     assert 1 <= program.most_alive <= 3, "the limit lets one microbatch in at a time"

@@ -51,6 +51,44 @@ def test_ranks_get_one_norm_and_scale_by_it(norm_type: float) -> None:
     assert_same_gradients(modules, expected)
 
 
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite_can_be_an_error_on_all_ranks(value: float) -> None:
+    """As in torch's function: no gradient is scaled, and the program goes on. By default all are scaled by it."""
+    modules = stages(3)
+
+    def body(stage: int, pipe: BlockingPipeline) -> float:
+        pipe.step(BATCH.inputs, BATCH.targets)
+        (parameter, *_) = modules[stage].parameters()
+        assert parameter.grad is not None
+        if stage == 1:
+            parameter.grad[0] = value
+        before = parameter.grad.clone()
+        with pytest.raises(RuntimeError, match=rf"the norm of order 2 of all gradients is {value}, must be finite"):
+            pipe.clip_grad_norm_(0.01, error_if_nonfinite=True)
+        assert torch.equal(parameter.grad.nan_to_num(), before.nan_to_num())
+        norm = pipe.clip_grad_norm_(0.01, foreach=True)
+        assert not torch.equal(parameter.grad.nan_to_num(), before.nan_to_num())
+        modules[stage].zero_grad()
+        pipe.step(BATCH.inputs, BATCH.targets)
+        assert pipe.clip_grad_norm_(0.01, 2.0, True, False) > 0.01
+        return norm
+
+    for outcome in ThreadedRanks(modules, body).join():
+        assert outcome.error is None
+        assert not math.isfinite(outcome.value)
+
+
+async def test_a_local_pipeline_refuses_such_a_norm_too() -> None:
+    modules = stages(2)
+    async with rrfp.local(modules, loss_fn=loss_fn) as pipe:
+        await pipe.step(BATCH.inputs, BATCH.targets)
+        for parameter in modules[0].parameters():
+            assert parameter.grad is not None
+            parameter.grad.fill_(math.inf)
+        with pytest.raises(RuntimeError, match="of order inf of all gradients is inf, must be finite"):
+            await pipe.clip_grad_norm_(1.0, math.inf, error_if_nonfinite=True)
+
+
 def test_a_rank_that_forgets_to_clip_ends_all_by_name() -> None:
     def body(stage: int, pipe: BlockingPipeline) -> None:
         pipe.step(BATCH.inputs, BATCH.targets)

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from rrfp.runtime.clock_offsets import ROUND_TRIPS, ClockOffset, host_clocks, measure_offset, own_clock
 from rrfp.runtime.processes import ProcessIdentity
+from rrfp.runtime.trace_saver import ROUND_TRIPS, ClockOffset, host_clocks, measure_offset, own_clock
 
 
 class Hosts:

@@ -13,11 +13,10 @@ from unittest.mock import patch
 import pytest
 
 import rrfp
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.errors import PeerLostError, PipelineAborted, ProtocolError
-from rrfp.runtime.activity import RankActivity
-from rrfp.runtime.departures import Departures
+from rrfp.runtime.context import ClosedPeers, RankActivity
 from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual
 from rrfp.transports.base import Channel, Message, MessageKind
 from rrfp.transports.rendezvous import LocalRendezvous
@@ -36,7 +35,7 @@ def pipelines() -> list[Any]:
     with patch("rrfp.pipeline.api._numbers", defaultdict(lambda: itertools.repeat(0))):
         for stage in range(2):
             lane = TimerLane()
-            program = EmulatedStage(Graph.chain(2), one_second, num_bytes=8, spend=lane.spend)
+            program = EmulatedStage(TaskGraph.chain(2), one_second, num_bytes=8, spend=lane.spend)
             options: Any = {"transport": SimulatedTransport, "lane": lambda _, lane=lane: lane, "loop": "caller"}
             place = rrfp.Topology(stage, 2)
             made.append(rrfp.Pipeline(program, topology=place, rendezvous=met, stall_after=1000.0, **options))
@@ -87,7 +86,7 @@ def closed(body: Any, sender: int = 4) -> Message:
 
 def test_a_peer_that_left_later_is_no_loss() -> None:
     activity = RankActivity(lambda: 0.0)
-    departures = Departures(activity)
+    departures = ClosedPeers(activity)
     departures.on_message(closed({"steps": 3, "gatherings": 1}))
     assert 4 in departures
     assert 5 not in departures
@@ -111,7 +110,7 @@ def test_a_peer_that_left_later_is_no_loss() -> None:
 @pytest.mark.parametrize("gathers", [False, True])
 def test_a_peer_that_leaves_before_the_call_that_runs_here_is_lost_when_it_says_so(gathers: bool) -> None:
     activity = RankActivity(lambda: 0.0)
-    departures = Departures(activity)
+    departures = ClosedPeers(activity)
     if not gathers:
         activity.begin_step(StepId(0, Mode.TRAIN, 2))
     with activity.gather("clip_grad_norm_") if gathers else nullcontext():
@@ -124,7 +123,7 @@ def test_a_peer_that_leaves_before_the_call_that_runs_here_is_lost_when_it_says_
 @pytest.mark.parametrize("body", [{}, {"steps": 1}, {"gatherings": 1}, {"steps": "1", "gatherings": 0}])
 def test_a_closed_message_has_the_calls_that_its_rank_took_part_in(body: Any) -> None:
     activity = RankActivity(lambda: 0.0)
-    departures = Departures(activity)
+    departures = ClosedPeers(activity)
     with pytest.raises(ProtocolError, match="rank 2 closed without saying after how many steps and gatherings"):
         departures.on_message(closed(body, sender=2))
     for number in range(3):

@@ -13,7 +13,7 @@ import rrfp
 from rrfp.compute.devices.base import Stream
 from rrfp.compute.lanes.base import Execution
 from rrfp.core.tasks import Task
-from rrfp.runtime.device_waits import DeviceWaits
+from rrfp.runtime.lane_executor import DeviceWaits
 
 #: Started, returned, complete, in milliseconds.
 Times = tuple[float, float | None, float]
@@ -39,7 +39,7 @@ def warnings_of(executions: Iterable[tuple[str, Times]], caplog: pytest.LogCaptu
 @pytest.mark.parametrize("times", [WAITS, BARELY, SLOW_HOST])
 def test_the_third_call_in_a_row_is_named_and_none_after_it(times: Times, caplog: pytest.LogCaptureFixture) -> None:
     tasks = [(f"F{m}@5", times) for m in range(9)]
-    assert warnings_of(tasks, caplog) == ["F2@5 kept the host as long as the device"]
+    assert warnings_of(tasks, caplog) == ["F2@5 blocked the host for as long as the device computed"]
 
 
 @pytest.mark.parametrize("times", [OVERLAPS, AHEAD, SHORT, ON_A_CPU])
@@ -50,12 +50,13 @@ def test_a_call_that_leaves_time_or_is_short_is_not_named(times: Times, caplog: 
 def test_each_kind_and_virtual_stage_is_named_for_itself(caplog: pytest.LogCaptureFixture) -> None:
     tasks = [(f"{kind}{m}@{v}", WAITS) for m in range(5) for kind in "FB" for v in (1, 3)]
     expected = ["F2@1", "F2@3", "B2@1", "B2@3"]
-    assert warnings_of(tasks, caplog) == [f"{task} kept the host as long as the device" for task in expected]
+    text = "blocked the host for as long as the device computed"
+    assert warnings_of(tasks, caplog) == [f"{task} {text}" for task in expected]
 
 
 def test_a_call_between_that_does_not_wait_begins_the_count_anew(caplog: pytest.LogCaptureFixture) -> None:
     tasks = [(f"F{m}@0", OVERLAPS if m == 2 else WAITS) for m in range(6)]
-    assert warnings_of(tasks, caplog) == ["F5@0 kept the host as long as the device"]
+    assert warnings_of(tasks, caplog) == ["F5@0 blocked the host for as long as the device computed"]
 
 
 class LateStream(HostStream):

@@ -9,7 +9,7 @@ from torch import nn
 
 from rrfp.compute.emulated import EmulatedStage
 from rrfp.compute.gradients.tied import ProcessTies
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Mode, StepId
 from rrfp.core.topology import Topology
 from rrfp.runtime.grad_finalizer import GradientFinalizer
@@ -17,7 +17,7 @@ from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.transports.base import Message
 
 STEP = StepId(0, Mode.TRAIN, 2)
-GRAPH = Graph.chain(1, chunks=2)
+GRAPH = TaskGraph.chain(1, chunks=2)
 
 
 async def send(stage: int, message: Message) -> None:

@@ -59,6 +59,21 @@ def test_gradients_do_not_depend_on_the_limit_and_the_limit_is_kept(limit: int |
     assert all(held <= most for held, most in zip(result.peak_held, allowed, strict=True))
 
 
+def test_dropout_follows_torchs_seed_where_seed_is_none() -> None:
+    """As if that seed had been passed: numbers that torch has drawn since do not matter."""
+
+    def losses(torch_seed: int, **options: Any) -> list[float]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(torch_seed)
+            torch.rand(torch_seed)
+            with rrfp.local(stages(2), loss_fn=loss_fn, **options).blocking() as pipe:
+                torch.manual_seed(99)
+                return list(pipe.step(data(3).inputs, data(3).targets).losses)
+
+    assert losses(5, seed=None) == losses(6, seed=5) != losses(6, seed=None)
+    assert losses(5) == losses(6) == losses(5, seed=0)
+
+
 class Branching(nn.Module):
     """Takes and returns a dict with a tensor that needs no gradient; `frozen` learns nothing."""
 

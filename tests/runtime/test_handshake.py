@@ -68,7 +68,8 @@ async def test_what_cannot_be_read_is_named_on_all(said: bytes) -> None:
     met = LocalRendezvous()
     await met.publish("terms/run/0/1", said)
     text = told(await outcomes({0: SAME, 2: SAME}, 3, met), ProtocolError)
-    assert text.startswith("the terms that stage 1 published cannot be read")
+    assert text.startswith("the rendezvous store has terms of stage 1 that cannot be read: ")
+    assert "or another program wrote to the store" in text
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ async def test_what_cannot_be_read_is_named_on_all(said: bytes) -> None:
 async def test_a_verdict_that_cannot_be_read_is_no_agreement(verdict: object) -> None:
     met = LocalRendezvous()
     await met.publish("terms/run/0/verdict", msgpack.packb(verdict))
-    with pytest.raises(ProtocolError, match=r"the verdict of rank 0 .*cannot be read"):
+    with pytest.raises(ProtocolError, match=r"store has a verdict of rank 0 that cannot be read.*another program"):
         await Handshake(SAME, Topology(1, 2), TransportContext(1, (), "run", met)).shake()
 
 

@@ -8,14 +8,14 @@ from runtime.contexts import context_of
 
 from rrfp.compute.emulated import EmulatedStage
 from rrfp.core import events as ev
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Task
 from rrfp.core.topology import Topology
 from rrfp.runtime.lane_executor import LaneExecutor
 
 
 async def test_each_completed_task_counts_once_and_the_lane_is_busy_from_the_first() -> None:
-    graph = Graph.chain(1)
+    graph = TaskGraph.chain(1)
     context = context_of(Topology(0, 1), graph)
     completed: asyncio.Queue[ev.Completed] = asyncio.Queue()
     executor = LaneExecutor(context, EmulatedStage(graph, lambda _: 0.0), completed.put_nowait)

@@ -14,7 +14,7 @@ from runtime.tied_models import tied, words
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.pipeline.api import LocalPipeline
 from rrfp.pipeline.loop_thread import LoopChoice
 from rrfp.transports.base import Message, MessageKind
@@ -26,7 +26,7 @@ WIDTH = 4
 class Checked(rrfp.StageProgram):
     """Computes ones, and checks what its lane has done before each call."""
 
-    def __init__(self, lanes: Lanes, stage: int, graph: Graph) -> None:
+    def __init__(self, lanes: Lanes, stage: int, graph: TaskGraph) -> None:
         self.lanes, self.stage, self.graph = lanes, stage, graph
         #: Fences of the lane when each step was opened.
         self.fences: list[int] = []
@@ -58,7 +58,7 @@ class Checked(rrfp.StageProgram):
 
 
 def checked(lanes: Lanes, stages: int, chunks: int, *, split: bool = False) -> list[Checked]:
-    graph = Graph.chain(stages, chunks=chunks, layout="v" if chunks > 1 else "looped", split=split)
+    graph = TaskGraph.chain(stages, chunks=chunks, layout="v" if chunks > 1 else "looped", split=split)
     return [Checked(lanes, stage, graph) for stage in range(stages)]
 
 

@@ -12,7 +12,7 @@ from runtime.contexts import context_of
 
 from rrfp.compute.payload import Payload
 from rrfp.core import events as ev
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.mesh import Mesh
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.core.topology import Topology
@@ -23,7 +23,7 @@ from rrfp.transports.rendezvous import LocalRendezvous
 
 STEP = StepId(0, Mode.TRAIN, 4)
 OUTPUT = Task(Kind.F, 2, 0)
-GRAPH = Graph.chain(2)
+GRAPH = TaskGraph.chain(2)
 
 
 def control(kind: MessageKind, task: Task | None) -> Message:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.core.admission import Limit
-from rrfp.core.mesh import Mesh, Place
+from rrfp.core.mesh import Mesh, MeshPosition
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.core.topology import Topology
 from rrfp.core.usage import Peaks, WaitCause
@@ -21,9 +21,9 @@ from rrfp.runtime.abort import origin_of
 from rrfp.runtime.batching import plan_step
 from rrfp.runtime.records import pack, unpack
 from rrfp.runtime.reports import ResourceMeter, Resources, StageReport, StepFigures
-from rrfp.runtime.shares import Losses, LossShare, PartLosses
+from rrfp.runtime.step_report import Losses, LossShare, PartLosses
 from rrfp.trace.breakdown import Breakdown, breakdown
-from rrfp.trace.recorder import Recorder
+from rrfp.trace.spans import Recorder
 from rrfp.transports.base import TransportContext, TransportStatistics
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.rendezvous import LocalRendezvous
@@ -143,8 +143,12 @@ def test_losses_are_those_of_the_own_replica_and_the_loss_that_of_all() -> None:
     mesh = Mesh((("pp", 2), ("dp", 2)))
     shares = [LossShare() for _ in range(4)]
     for replica, (loss, weight) in enumerate([(3.0, 1.0), (5.0, 3.0)]):
-        shares[mesh.rank(Place(1, replica, 0))] = LossShare(0, 0, {"": PartLosses({1: loss, 0: 2.0}, loss)}, weight)
-    own = [Losses.of(shares, Topology.at(mesh.rank(Place(0, replica, 0)), mesh), 2, "mean") for replica in range(2)]
+        shares[mesh.rank(MeshPosition(1, replica, 0))] = LossShare(
+            0, 0, {"": PartLosses({1: loss, 0: 2.0}, loss)}, weight
+        )
+    own = [
+        Losses.of(shares, Topology.at(mesh.rank(MeshPosition(0, replica, 0)), mesh), 2, "mean") for replica in range(2)
+    ]
     assert own == [Losses(4.5, (2.0, 3.0)), Losses(4.5, (2.0, 5.0))]
     assert Losses.of(shares, Topology.at(0, mesh), 2, "sum").loss == 8.0
 
@@ -152,13 +156,14 @@ def test_losses_are_those_of_the_own_replica_and_the_loss_that_of_all() -> None:
 def test_losses_of_several_parts_are_added_and_a_replica_that_skips_one_counts_in_its_mean() -> None:
     mesh, parts = Mesh((("pp", 2), ("dp", 2))), ("first", "second")
     shares = [LossShare() for _ in range(4)]
-    shares[mesh.rank(Place(0, 0, 0))] = LossShare(parts={"first": PartLosses({0: 4.0}, 2.0)}, weight=1.0)
+    shares[mesh.rank(MeshPosition(0, 0, 0))] = LossShare(parts={"first": PartLosses({0: 4.0}, 2.0)}, weight=1.0)
     for replica, weight in ((0, 1.0), (1, 3.0)):
-        shares[mesh.rank(Place(1, replica, 0))] = LossShare(
+        shares[mesh.rank(MeshPosition(1, replica, 0))] = LossShare(
             parts={"second": PartLosses({0: 5.0, 1: 7.0}, 6.0)}, weight=weight
         )
     first, second = (
-        Losses.of(shares, Topology.at(mesh.rank(Place(0, replica, 0)), mesh), 2, "mean", parts) for replica in (0, 1)
+        Losses.of(shares, Topology.at(mesh.rank(MeshPosition(0, replica, 0)), mesh), 2, "mean", parts)
+        for replica in (0, 1)
     )
     assert first == Losses(6.5, (9.0, 7.0), {"first": 0.5, "second": 6.0})
     assert second == Losses(6.5, (5.0, 7.0), {"first": 0.5, "second": 6.0})

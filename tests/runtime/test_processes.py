@@ -17,6 +17,7 @@ import pytest
 import runtime.processes as programs
 from batches import long
 from fork_server import fork_server
+from freezers import VERSIONS, freezer
 from runtime.processes import Processes, Program
 from transports.curved import curve
 
@@ -122,9 +123,44 @@ def test_a_rank_that_pauses_for_less_than_its_peers_patience_goes_on(launch: Any
     os.kill(ranks.pid(1), signal.SIGSTOP)
     for stage in range(3):
         ranks.connections[stage].send("go on")
+        ranks.connections[stage].send("go on")
     time.sleep(2.5)  # the pause is the subject
     os.kill(ranks.pid(1), signal.SIGCONT)
     assert [ranks.end(stage).error for stage in range(3)] == [""] * 3
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_frozen_rank_goes_on_without_a_line_if_thawed_in_time_and_is_lost_after_the_patience(
+    tmp_path: Path, version: str
+) -> None:
+    """As in a paused container: no signal and no state says that it stands still."""
+    with freezer(version) as group:
+        ranks = Processes(tmp_path, 3, programs.pause_between_steps, transport="auto", patience=1.5, stall_after=30.0)
+        try:
+            for stage in range(3):
+                assert ranks.hear(stage) == "stepping"
+            group.take(ranks.pid(1))
+            group.freeze()
+            for stage in range(3):
+                ranks.connections[stage].send("go on")
+            time.sleep(0.7)  # the pause is the subject
+            group.thaw()
+            for stage in range(3):
+                assert ranks.hear(stage) == "stepping"
+            group.freeze()
+            for stage in (0, 2):
+                ranks.connections[stage].send("go on")
+            ends = [ranks.end(stage) for stage in (0, 2)]
+            assert {end.origin for end in ends} == {
+                (1, None, "PeerLostError: its process is frozen with its cgroup, for 1.5 s already")
+            }
+            assert [end.logged for end in ends] == [[], []]
+            group.thaw()
+            ranks.connections[1].send("go on")
+            assert ranks.end(1).error == "PipelineAborted"
+        finally:
+            group.thaw()
+            ranks.kill()
 
 
 @over_both

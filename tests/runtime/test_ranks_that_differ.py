@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import time
+from collections import defaultdict
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from runtime.ranks import SOON_S, ThreadedRanks, step
-from runtime.toys import stages
+from runtime.toys import loss_fn, stages
 
 import rrfp
 from rrfp.errors import ConfigError
 from rrfp.hints.slot_aware import SlotAware
 from rrfp.pipeline.partition import StagePart
+from rrfp.transports.rendezvous import LocalRendezvous
 
 #: What stage 2 of 4 is given, what all others are, and what all are told.
 DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -42,6 +48,32 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "stages is 4 on stage 0 and 5 on stage 2",
     ),
 }
+
+
+@pytest.mark.parametrize("seeds", [(3, 4), (3, 3)])
+def test_ranks_that_follow_torchs_seed_must_have_seeded_it_alike(seeds: tuple[int, int]) -> None:
+    met, pipelines = LocalRendezvous(), []
+    with torch.random.fork_rng(devices=[]):
+        for stage, (module, seed) in enumerate(zip(stages(2), seeds, strict=True)):
+            torch.manual_seed(seed)
+            options: Any = {"rendezvous": met, "transport": "inproc", "name": f"seeds{seeds}", "loss_fn": loss_fn}
+            topology = rrfp.Topology(stage, 2)
+            with patch("rrfp.pipeline.api._numbers", defaultdict(lambda: itertools.repeat(0))):
+                pipelines.append(rrfp.Pipeline(module, topology=topology, seed=None, lock_watch=False, **options))
+
+    async def enter() -> list[BaseException | None]:
+        entered = await asyncio.gather(*(each.__aenter__() for each in pipelines), return_exceptions=True)
+        inside = [one for one, how in zip(pipelines, entered, strict=True) if not isinstance(how, BaseException)]
+        await asyncio.gather(*(each.__aexit__(None, None, None) for each in inside))
+        return [each if isinstance(each, BaseException) else None for each in entered]
+
+    text = (
+        "seed is 'torch.initial_seed() = 3' on stage 0 and 'torch.initial_seed() = 4' on stage 1: must be the same on "
+        "all ranks"
+    )
+    wanted = "None" if seeds == (3, 3) else text
+    assert list(map(str, asyncio.run(enter()))) == [wanted] * 2
+    assert [each.state_dict()["seed"] for each in pipelines] == list(seeds)
 
 
 def told(parts: list[StagePart], own: dict[int, Any], options: dict[str, Any]) -> str:

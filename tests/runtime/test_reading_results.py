@@ -21,7 +21,7 @@ from runtime.test_callers import in_a_forked_child
 
 import rrfp
 from rrfp.compute.emulated import EmulatedStage
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.mesh import Mesh
 from rrfp.core.tasks import Kind, Task
 from rrfp.errors import PipelineAborted, RrfpError
@@ -47,7 +47,7 @@ class TwoStages:
         self._returned, self._go_on, self._release = threading.Event(), threading.Event(), threading.Event()
         self.result: Any = None
         self.error: BaseException | None = None
-        programs: Any = [EmulatedStage(Graph.chain(2), self._hold) for _ in range(2)]
+        programs: Any = [EmulatedStage(TaskGraph.chain(2), self._hold) for _ in range(2)]
         self.ranks = ThreadedRanks(programs, self._body, loss_fn=None, **options)
 
     def _hold(self, task: Task) -> float:
@@ -122,6 +122,24 @@ def test_a_read_waits_for_the_slowest_rank_and_the_result_is_then_the_same_on_al
     job.go_on()
     first, second = (outcome.value for outcome in job.ranks.join())
     assert (first.seconds, first.breakdown, first.peaks) == (second.seconds, parts, second.peaks)
+
+
+def test_printing_waits_and_shows_a_row_for_each_stage(start: Any) -> None:
+    job = start(nothing)
+    result = job.returned()
+    assert "breakdown" not in repr(result)
+    with ThreadPoolExecutor(1) as pool:
+        printed = pool.submit(str, result)
+        job.release()
+        text = printed.result(20)
+    job.go_on()
+    job.ranks.join()
+    lines = text.splitlines()
+    assert lines[0].startswith("step 0, loss 0, 1 microbatches, ")
+    heads = lines[2].split()
+    assert (heads[0], heads[-1]) == ("stage", "held")
+    assert [line.split()[0] for line in lines[4:6]] == ["0", "1"]
+    assert text.isascii()
 
 
 async def test_a_loop_of_the_caller_goes_on_while_a_result_completes(start: Any) -> None:
@@ -295,6 +313,6 @@ def test_leaving_raises_no_second_time_for_a_stage_of_the_process_whose_part_was
         return 0.0
 
     monkeypatch.setattr(StageRunner, "step", step)
-    programs: Any = [EmulatedStage(Graph.chain(2), fail) for _ in range(2)]
+    programs: Any = [EmulatedStage(TaskGraph.chain(2), fail) for _ in range(2)]
     with rrfp.local(programs).blocking() as pipe, pytest.raises(PipelineAborted, match="the last task"):
         pipe.step(microbatches=1)

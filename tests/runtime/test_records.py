@@ -36,7 +36,9 @@ TERMS = CopyTerms("a", 3, "(2, 3) of float", True, False, b"1")
 TIES = (Tie("c", (0, 1)), Tie("a", (0, 3), True))
 
 
-@pytest.mark.parametrize("record", [FULL, Outer(0, False, None, b"", Inner(0.0)), TERMS, NormShare(1.0, 2.0, 0.0)])
+@pytest.mark.parametrize(
+    "record", [FULL, Outer(0, False, None, b"", Inner(0.0)), TERMS, NormShare(1.0, 2.0, True, 0.0)]
+)
 def test_a_record_travels_as_bytes(record: Any) -> None:
     assert unpack(type(record), pack(record), "it") == record
 

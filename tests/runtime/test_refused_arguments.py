@@ -26,7 +26,10 @@ BAD_STEPS: list[tuple[dict[str, Any], str]] = [
     ({"weights": [0.0, 0.0]}, "weights sum to 0"),
     ({"weights": [1.0, float("nan")]}, "nan"),
     ({"grad_scale": float("inf")}, "grad_scale is inf"),
-    ({"target": [1, 2]}, "unknown argument 'target', must be one of: inputs, targets, grad_scale, kwargs"),
+    (
+        {"target": [1, 2]},
+        "unknown argument 'target' (did you mean 'targets'?), must be one of: inputs, targets, grad_scale, kwargs",
+    ),
 ]
 
 
@@ -49,15 +52,32 @@ def test_bad_arguments_are_refused_and_the_pipeline_goes_on() -> None:
     assert largest_difference(actual, expected) < TOLERANCE
 
 
+class NotAHint:
+    """Has what a hint has, and is none."""
+
+
+class NotAHintEither:
+    """Is no hint, and cannot be made without an argument."""
+
+    def __init__(self, argument: int) -> None: ...
+
+
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"hints": "bf"}, "unknown option 'hints', must be one of: transport, hint"),
+    ({"hints": "bf"}, "unknown option 'hints' (did you mean 'hint'?), must be one of: transport, hint"),
+    ({"zzz": 1}, "unknown option 'zzz', must be one of: transport, hint"),
     ({"hint": "best"}, "hint is 'best', must be one of: bf, fb"),
+    ({"hint": "slotaware"}, "hint is 'slotaware' (did you mean 'slot-aware'?), must be one of: bf, fb"),
     ({"hint": "best"}, "interleaved-1f1b, zb-h1, zb-v, or a subclass of rrfp.Hint or its instance"),
     ({"hint": object()}, "hint is of type object, must be a name, or a subclass of rrfp.Hint or its instance"),
+    ({"hint": NotAHint}, f"hint is of type NotAHint ({__file__}), must be a name, or a subclass of rrfp.Hint or its"),
+    ({"hint": NotAHintEither}, f"hint is of type NotAHintEither ({__file__}), must be a name, or a subclass of"),
     ({"strict": "bf"}, "strict is 'bf', must be one of: gpipe, 1f1b"),
     ({"strict": "1f1b", "limit": 2}, "neither hint nor limit"),
     ({"limit": 0}, "limit: microbatches is 0, must be at least 1"),
-    ({"limit": "3n"}, "limit is '3n', must be a number of microbatches or one of: 1f1b, n, 2n, or an rrfp.Limit"),
+    ({"limit": "3n"}, "limit is '3n', must be a number of microbatches or one of: 1f1b, n, 2n, or a size such as"),
+    ({"limit": "1.5GB"}, "1f1b, n, 2n, or a size such as 8GB, or an rrfp.Limit"),
+    ({"strict": "1F1B"}, "strict is '1F1B' (did you mean '1f1b'?), must be one of: gpipe, 1f1b"),
+    ({"transport": "shmm"}, "transport is 'shmm' (did you mean 'shm'?), must be a factory or one of: auto"),
     ({"transport": "tcp"}, "transport is 'tcp', must be a factory or one of: auto, inproc, shm, zmq"),
     ({"transport": 5}, "transport is 5"),
     ({"reduction": "max"}, "reduction is 'max', must be one of: mean, sum"),
@@ -70,14 +90,14 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"connect_timeout": float("nan")}, "connect_timeout is nan"),
     ({"abort_after": 0}, "abort_after is 0, must be a finite number above 0, or None for never"),
     ({"abort_after": "soon"}, "abort_after is 'soon'"),
-    ({"stack_timer": None}, "stack_timer is None, must be True or False"),
+    ({"lock_watch": None}, "lock_watch is None, must be True or False"),
     ({"heartbeat": 0}, "heartbeat is 0, must be a finite number above 0"),
     ({"patience": 1}, "patience is 1, must be at least three times heartbeat, which is 0.5"),
     ({"patience": float("inf")}, "patience is inf"),
     ({"queue_bytes": -1}, "queue_bytes is -1, must be an integer >= 1"),
     ({"max_message_bytes": 1e9}, "max_message_bytes is 1000000000.0, must be an integer >= 1"),
     ({"lane_nice": 40}, "lane_nice is 40, must be 0..19"),
-    ({"seed": None}, "seed is None"),
+    ({"seed": "torch"}, "seed is 'torch', must be an integer, or None for torch's"),
     ({"split": 1}, "split is 1, must be True or False"),
     ({"unsplittable": "half"}, "unsplittable is 'half', must be one of: whole, refuse"),
     ({"chunks": 0}, "chunks is 0, must be an integer >= 1, or None to count the modules"),
@@ -106,9 +126,12 @@ def test_bad_options_are_refused_when_the_pipeline_is_made(options: dict[str, An
 
 SEVERAL: list[tuple[dict[str, Any], list[str]]] = [
     ({"hint": "best", "limit": "all"}, ["hint is 'best'", "limit is 'all'"]),
-    ({"seed": None, "split": 1, "loop": "mine"}, ["seed is None", "split is 1", "loop is 'mine'"]),
+    ({"seed": 1.5, "split": 1, "loop": "mine"}, ["seed is 1.5", "split is 1", "loop is 'mine'"]),
     ({"strict": "1f1b", "hint": "bf", "heartbeat": "x"}, ["neither hint nor limit", "heartbeat is 'x'"]),
-    ({"hints": "bf", "limits": 2, "patience": 0}, ["unknown options 'hints', 'limits', must be", "patience is 0"]),
+    (
+        {"hints": "bf", "limits": 2, "patience": 0},
+        ["unknown options 'hints' (did you mean 'hint'?), 'limits' (", "patience is 0"],
+    ),
 ]
 
 

@@ -15,7 +15,7 @@ from runtime.test_virtual_time import emulated, one_second
 from runtime.toys import loss_fn, stages
 
 import rrfp
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.mesh import Mesh
 from rrfp.core.tasks import Task
 from rrfp.pipeline.blocking import BlockingPipeline
@@ -105,7 +105,7 @@ MESH = Mesh((("dp", 2), ("pp", 2), ("tp", 2)))
 
 
 def grouped(body: Any) -> ThreadedRanks:
-    programs = [EmulatedStage(Graph.chain(2), lambda task: 0.001, num_bytes=64) for _ in range(8)]
+    programs = [EmulatedStage(TaskGraph.chain(2), lambda task: 0.001, num_bytes=64) for _ in range(8)]
     return ThreadedRanks(programs, body, mesh=MESH)
 
 
@@ -153,7 +153,7 @@ def test_the_times_of_another_host_come_to_the_clock_of_rank_0(tmp_path: Path, m
 
     async def main() -> None:
         lanes = [TimerLane(), OtherHost(), TimerLane()]
-        programs = [EmulatedStage(Graph.chain(3), one_second, num_bytes=8, spend=lane.spend) for lane in lanes]
+        programs = [EmulatedStage(TaskGraph.chain(3), one_second, num_bytes=8, spend=lane.spend) for lane in lanes]
         transport = partial(SimulatedTransport, latency=lambda stage, peer, message: 0.0005)
         options: Any = {"transport": transport, "lane": lanes.__getitem__, "loop": "caller"}
         async with rrfp.local(programs, strict="1f1b", **options) as pipe:

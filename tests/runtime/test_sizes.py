@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runtime.toys import TOLERANCE, data, expect, largest_difference, loss_fn, stages
+from runtime.toys import TOLERANCE, WIDTH, data, expect, largest_difference, loss_fn, stages
+from torch import Tensor, nn
 
 import rrfp
 from rrfp.core.tasks import Kind, Mode
@@ -49,3 +50,65 @@ def test_the_defaults_run_a_step_without_sizes() -> None:
     wanted = expect(expected, batch)
     assert largest_difference(actual, expected) < TOLERANCE
     assert result.losses == pytest.approx(wanted.losses, rel=TOLERANCE)
+
+
+class Remembering(nn.Module):
+    """Adds what the call before it saw."""
+
+    def __init__(self, *, counts: bool = True) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.register_buffer("last", torch.zeros(WIDTH, dtype=torch.float64))
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+        self._counts = counts
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.linear(x) + self.inner.last
+        if self._counts:
+            self.inner.last = x.detach().mean(0)
+        return output
+
+
+SIZES = [3.0, 1.0, 4.0, 1.5, 5.0, 9.0, 2.0]
+
+
+def warnings_of(modules: list[nn.Module], caplog: pytest.LogCaptureFixture, **options: Any) -> list[str]:
+    """Of two steps and an evaluation."""
+    batch = data(7, ragged=False)
+    caplog.clear()
+    sizes = SIZES if options.pop("sized", True) else None
+    with rrfp.local(modules, loss_fn=loss_fn, **options).blocking() as pipe:
+        for _ in range(2):
+            pipe.step(batch.inputs, batch.targets, sizes=sizes)
+        pipe.evaluate(batch.inputs, batch.targets, sizes=sizes)
+    return [record.getMessage() for record in caplog.records if "wrote its buffer" in record.getMessage()]
+
+
+def test_a_buffer_that_carries_state_out_of_order_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    (warning,) = warnings_of([Remembering(), Remembering()], caplog)
+    assert warning.startswith("Remembering on virtual stage ")
+    assert "wrote its buffer 'inner.last' (of Module) in F" in warning
+
+
+def test_so_are_running_statistics(caplog: pytest.LogCaptureFixture) -> None:
+    norms = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).double() for _ in range(2)]
+    (warning,) = warnings_of([*norms], caplog)
+    assert "(of BatchNorm1d)" in warning
+    assert warnings_of([norm.eval() for norm in norms], caplog) == []
+
+
+@pytest.mark.parametrize("options", [{"sized": False}, {"hint": "bf"}])
+def test_in_order_nothing_is_reported(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    assert warnings_of([Remembering(), Remembering()], caplog, **options) == []
+
+
+def test_buffers_that_no_forward_writes_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    assert warnings_of([Remembering(counts=False), Remembering(counts=False)], caplog) == []
+
+
+def test_an_evaluation_out_of_order_reports_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Whose modules are mostly in eval mode."""
+    batch = data(7, ragged=False)
+    with rrfp.local([Remembering(), Remembering()], loss_fn=loss_fn).blocking() as pipe:
+        pipe.evaluate(batch.inputs, batch.targets, sizes=SIZES)
+    assert not caplog.records

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,14 @@ from runtime.toys import data, loss_fn, stages
 import rrfp
 from rrfp.core import timeouts
 from rrfp.errors import ProtocolError
+from rrfp.runtime.stall.status import RankAnswer, RankStatus, Survey
 from rrfp.runtime.status_socket.folder import SocketFile, sockets_in
-from rrfp.runtime.status_socket.reader import read_report
+from rrfp.runtime.status_socket.job import read_report
 from rrfp.runtime.status_socket.report import JobReport
 from rrfp.runtime.status_socket.server import MOST_READERS, StatusServer
 
 BATCH = data(2)
-REPORT = JobReport(1, "2 stages", failure="x" * (1 << 20))  # more than a connection holds that is not read
+REPORT = JobReport(1, "2 stages", failure="x" * 900_000)  # more than a connection holds that is not read
 
 NewLoop = Callable[[], asyncio.AbstractEventLoop]
 
@@ -177,6 +179,35 @@ def test_a_line_of_something_else_is_refused(content: bytes) -> None:
         JobReport.read(content)
 
 
+STATUS = RankStatus(0, 1, 1, "F0@0", 3.0, False, 5, 2, 2)
+ANSWER = RankAnswer(0, 0, "stage 0", STATUS, "")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"[" * 100_000 + b"]" * 100_000, "nested too deeply"),
+        (b'"' + b"x" * (1 << 20) + b'"', "more than 1048576 bytes"),
+        (JobReport(1, "", Survey(1, (ANSWER,))).line(), "asker is 1, of 1 ranks"),
+        (JobReport(1, "", Survey(-1, (ANSWER,))).line(), "asker is -1, of 1 ranks"),
+        (JobReport(1, "", Survey(0, ())).line(), "asker is 0, of 0 ranks"),
+    ],
+    ids=["deep", "long", "asker", "negative asker", "no rank"],
+)
+def test_no_line_raises_another_error(content: bytes, reason: str) -> None:
+    with pytest.raises(ProtocolError, match=f"the line of a status socket cannot be read: .*{reason}"):
+        JobReport.read(content)
+
+
+def test_the_line_of_a_large_job_lacks_the_stacks() -> None:
+    status = replace(STATUS, stack="x" * 8000)
+    survey = Survey(3, tuple(replace(ANSWER, rank=rank, status=status) for rank in range(200)))
+    read = JobReport.read(JobReport(1, "", survey).line())
+    assert read.survey is not None
+    assert [answer.rank for answer in read.survey.answers] == [*range(200)]
+    assert {answer.status for answer in read.survey.answers} == {STATUS}
+
+
 def local(**options: Any) -> rrfp.LocalPipeline:
     return rrfp.local(stages(2), **{"loss_fn": loss_fn, **options})
 
@@ -195,13 +226,13 @@ def local(**options: Any) -> rrfp.LocalPipeline:
 def test_a_job_runs_without_a_socket_and_says_why(
     value: str, reason: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "rrfp.pipeline.onlookers")
+    caplog.set_level(logging.INFO, "rrfp.pipeline.process_monitor")
     folder.chmod(0o755)
     (folder / "file").touch()
     monkeypatch.setenv("RRFP_TOP", value.replace("OPEN", str(folder)))
     with local().blocking() as pipe:
         pipe.step(BATCH.inputs, BATCH.targets)
-    lines = [record for record in caplog.records if record.name == "rrfp.pipeline.onlookers"]
+    lines = [record for record in caplog.records if record.name == "rrfp.pipeline.process_monitor"]
     if reason is None:
         assert not lines
     else:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.core.topology import Topology
@@ -52,7 +52,7 @@ class Job:
     """
 
     def __init__(self, stall_after: float = 1000.0, *, fails: bool = False) -> None:
-        self._graph = Graph.chain(3, split=True)
+        self._graph = TaskGraph.chain(3, split=True)
         self._met = LocalRendezvous()
         self._fails = fails
         #: Messages of all-gathers, by topic.

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from runtime.contexts import context_of
 
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.mesh import Mesh
 from rrfp.core.tasks import Mode
 from rrfp.core.topology import Topology
@@ -27,7 +27,7 @@ async def share(plans: list[Plan]) -> list[BaseException | None]:
         return lambda peer, message: parts[peer].on_message(replace(message, sender=sender))
 
     parts += [TreeAllGather(rank, 2, poster(rank)) for rank in range(2)]  # type: ignore[arg-type]
-    contexts = [context_of(Topology.at(rank, MESH), Graph.chain(1)) for rank in range(2)]
+    contexts = [context_of(Topology.at(rank, MESH), TaskGraph.chain(1)) for rank in range(2)]
     reporters = [StepReporter(context, part) for context, part in zip(contexts, parts, strict=True)]
     shares = (reporter.share_weights(plan) for reporter, plan in zip(reporters, plans, strict=True))
     return list(await asyncio.gather(*shares, return_exceptions=True))

@@ -190,7 +190,7 @@ def test_a_callers_own_loop_may_be_busy_between_steps(lines: Lines) -> None:
 
 def test_a_loop_that_runs_is_left_alone(lines: Lines) -> None:
     async def program() -> None:
-        watch = LoopWatchdog("stage 0", 0.5, use_timer=False)
+        watch = LoopWatchdog("stage 0", 0.5, watch_lock=False)
         watch.start()
         await asyncio.sleep(1.2)
         watch.close()
@@ -199,10 +199,22 @@ def test_a_loop_that_runs_is_left_alone(lines: Lines) -> None:
     assert lines.found == []
 
 
+def test_a_second_process_that_cannot_start_leaves_the_loop_watched(lines: Lines) -> None:
+    async def program() -> None:
+        watch = LoopWatchdog("stage\0 0", 1.0, watch_lock=True)  # no argument of a process may hold a NUL
+        watch.start()
+        await asyncio.sleep(0)
+        time.sleep(2.0)  # noqa: ASYNC251 - so the loop does not run
+        watch.close()
+
+    asyncio.run(program())
+    assert lines.wait_for(1, "its event loop has not run for")
+
+
 def test_it_may_be_closed_on_another_thread_and_again_on_its_own() -> None:
     async def program() -> None:
         asyncio.get_running_loop().set_debug(True)  # refuses calls from other threads
-        watch = LoopWatchdog("stage 0", 60, use_timer=False)
+        watch = LoopWatchdog("stage 0", 60, watch_lock=False)
         watch.start()
         await asyncio.to_thread(watch.close)
         beats = [task for task in asyncio.all_tasks() if task.get_name() == "rrfp-beat"]
@@ -212,19 +224,3 @@ def test_it_may_be_closed_on_another_thread_and_again_on_its_own() -> None:
         assert beats[0].cancelled()
 
     asyncio.run(program())
-
-
-def test_the_processs_timer_is_set_only_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    armed: list[float] = []
-    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda timeout, **_: armed.append(timeout))
-    monkeypatch.setattr("faulthandler.cancel_dump_traceback_later", lambda: None)
-
-    async def program(use_timer: bool) -> None:
-        watch = LoopWatchdog("stage 0", 60, use_timer=use_timer)
-        watch.start()
-        watch.close()
-
-    asyncio.run(program(False))
-    assert armed == []
-    asyncio.run(program(True))
-    assert len(armed) == 1

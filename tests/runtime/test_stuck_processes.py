@@ -28,10 +28,8 @@ def launch(tmp_path: Path) -> Iterator[Any]:
     def start(program: programs.Program, emulated: bool = True, **options: Any) -> Processes:
         # The first backward of a torch module loads libraries: for seconds, on a machine that is busy.
         mesh = Mesh((("pp", 3),)) if emulated else None
-        settings = {"stall_after": STALL_S, "abort_after": ABORT_S, "patience": 20.0, "stack_timer": True, **options}
-        running.append(Processes(tmp_path, 3, program, mesh=mesh, **settings))
-        for rank in range(3):
-            running[-1].connections[rank].send(str(tmp_path / f"stderr-{rank}"))
+        settings = {"stall_after": STALL_S, "abort_after": ABORT_S, "patience": 20.0, "lock_watch": True, **options}
+        running.append(Processes(tmp_path, 3, program, mesh=mesh, stderr=tmp_path, **settings))
         return running[-1]
 
     yield start
@@ -42,7 +40,7 @@ def launch(tmp_path: Path) -> Iterator[Any]:
 @pytest.mark.parametrize("keeps_lock", [False, True], ids=["a hint sleeps", "a call keeps the interpreter's lock"])
 def test_a_stuck_loop_is_named_prints_its_stacks_and_is_ended(launch: Any, tmp_path: Path, keeps_lock: bool) -> None:
     seconds = ABORT_S + 4.0 if keeps_lock else 60.0  # nothing can end a process whose lock is kept but a signal
-    ranks = launch(programs.steps_with_own_stderr, hint=Blocks(1, seconds=seconds, keeps_lock=keeps_lock))
+    ranks = launch(programs.emulated_steps_for_ever, hint=Blocks(1, seconds=seconds, keeps_lock=keeps_lock))
     began = time.monotonic()
     ends = [ranks.end(rank) for rank in range(3)]
     blocked_at = ends[1].logged_at[ends[1].logged.index(BLOCKING)]
@@ -60,13 +58,28 @@ def test_a_stuck_loop_is_named_prints_its_stacks_and_is_ended(launch: Any, tmp_p
     assert stuck.origin is not None
     assert stuck.origin[0] == 1
     told = [line for line in stuck.logged if "its event loop has not run for" in line]
-    if keeps_lock:  # printed by faulthandler, while nothing of Python ran
+    if keeps_lock:  # printed while nothing of Python ran in the process
         told = [(tmp_path / "stderr-1").read_text()]
-        assert told[0].startswith("Timeout (0:00:0")
+        assert told[0].startswith(f"stage 1 (pid {ranks.pid(1)}): a call has kept the interpreter's lock for more than")
+        assert told[0].count("a call has kept") == 1
+        first, *others = told[0].split("\nthread ")[1:]
+        assert first.startswith("rrfp-1")
+        assert "in sleep_with_the_lock" in first
+        assert any(other.startswith("MainThread:") and "in step" in other for other in others)
     else:
         assert "longer than abort_after" in stuck.origin[2]
     assert "block_here" in told[0]
     ranks.join(began, within_s=30.0)
+
+
+def test_a_stuck_rank_is_not_taken_for_a_frozen_one_where_cgroups_cannot_be_read(launch: Any) -> None:
+    """No thread of it does anything for longer than the patience, but for the one that watches its loop."""
+    options: Any = {"hint": Blocks(1, seconds=3.0), "patience": 1.5, "stall_after": 30.0, "abort_after": None}
+    ranks = launch(programs.step_where_no_cgroup_can_be_read, transport="shm", **options)
+    ends = [ranks.end(rank) for rank in range(3)]
+    assert [end.error for end in ends] == [""] * 3
+    assert BLOCKING in ends[1].logged
+    ranks.join(time.monotonic())
 
 
 @pytest.mark.long
@@ -76,7 +89,7 @@ def test_all_ranks_may_be_stuck_and_each_prints_its_own_stacks(launch: Any, tmp_
     for rank in range(3):
         assert ranks.end(rank).error == ""
         told = (tmp_path / f"stderr-{rank}").read_text()
-        assert told.startswith("Timeout (0:00:0")
+        assert "a call has kept the interpreter's lock for more than 2 s" in told
         assert "in keep_the_lock" in told
     ranks.join(time.monotonic())
 

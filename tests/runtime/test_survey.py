@@ -13,7 +13,7 @@ from runtime.toys import data, loss_fn, stages
 
 import rrfp
 from rrfp.core import timeouts
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.topology import Topology
 from rrfp.errors import ProtocolError
 from rrfp.runtime import records
@@ -58,7 +58,7 @@ class Silent:
 
     def __init__(self) -> None:
         self.posted: list[tuple[int, Message]] = []
-        context = context_of(Topology(1, 7), Graph.chain(7))
+        context = context_of(Topology(1, 7), TaskGraph.chain(7))
         self.surveys = Surveys(context, lambda: STATUS, lambda peer, message: self.posted.append((peer, message)))
 
     def receive(self, sender: int, body: dict[str, Any], *tensors: torch.Tensor) -> None:

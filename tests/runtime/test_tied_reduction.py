@@ -15,16 +15,16 @@ from rrfp.compute.emulated import EmulatedStage
 from rrfp.compute.gradients.layout import encode
 from rrfp.compute.gradients.tie_copies import Tie
 from rrfp.compute.gradients.tied import ProcessTies
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Mode, StepId
 from rrfp.core.topology import Topology
 from rrfp.errors import ProtocolError
+from rrfp.runtime.grad_finalizer import TiedReduction
 from rrfp.runtime.lane_executor import LaneExecutor
-from rrfp.runtime.tied_reduction import TiedReduction
 from rrfp.transports.base import Channel, Message, MessageKind
 
 STEP = StepId(0, Mode.TRAIN, 2)
-GRAPH = Graph.chain(3)
+GRAPH = TaskGraph.chain(3)
 TIES = (Tie("it", (0, 1, 2)), Tie("elsewhere", (1, 2)))
 
 

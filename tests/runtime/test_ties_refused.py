@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -112,6 +113,76 @@ def test_copies_that_do_not_fit_are_one_error_on_all_ranks(transport: str, chang
     outcomes = ThreadedRanks([*parts], lambda stage, pipe: None, own, transport=transport).join()
     assert [type(outcome.error) for outcome in outcomes] == [ConfigError] * 3
     assert {str(outcome.error) for outcome in outcomes} == {text}
+
+
+# Parameters that are replaced.
+
+
+def assigned(parts: list[nn.Module]) -> None:
+    parts[0].load_state_dict(dict(parts[0].state_dict()), assign=True)
+
+
+def set_anew(parts: list[nn.Module]) -> None:
+    head: Any = parts[1][1]  # type: ignore[index]
+    head.weight = nn.Parameter(head.weight.detach().clone())
+
+
+def another_module(parts: list[nn.Module]) -> None:
+    parts[0][0] = nn.Embedding(20, 16, dtype=torch.float64)  # type: ignore[operator]
+
+
+def removed(parts: list[nn.Module]) -> None:
+    parts[1][1] = nn.Identity()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("objects", [False, True], ids=["copies", "objects"])
+@pytest.mark.parametrize("before", [True, False], ids=["before entering", "between steps"])
+@pytest.mark.parametrize(
+    ("replace", "name", "stage"),
+    [(assigned, "0.weight", 0), (set_anew, "1.weight", 1), (another_module, "0.weight", 0), (removed, "1.weight", 1)],
+)
+def test_a_tied_parameter_that_was_replaced_is_refused(
+    replace: Callable[[list[nn.Module]], None], name: str, stage: int, before: bool, objects: bool
+) -> None:
+    """Each copy would keep its own gradient. A shared object that no one named is tied too."""
+    parts, weights = tied(2, objects=objects)
+    ties = None if objects else {"embedding": weights}
+    pipeline = rrfp.local([*parts], loss_fn=nn.functional.mse_loss, ties=ties)
+    tie = "0.weight@0" if objects else "embedding"
+
+    def refused(call: Callable[[], object]) -> None:
+        replace(parts)
+        with pytest.raises(ConfigError) as caught:
+            call()
+        assert str(caught.value).startswith(
+            f"tie {tie!r}: parameter {name!r} of virtual stage {stage} is not the object that it was when the pipeline "
+            "was made, so its gradients would not be summed: must stay the same. load_state_dict(assign=True), "
+        )
+
+    blocking = pipeline.blocking()
+    if before:
+        refused(blocking.__enter__)
+        return
+    with blocking as pipe:
+        pipe.step(*words(3))
+        refused(lambda: pipe.step(*words(3)))
+
+
+def test_a_tied_parameter_that_only_got_another_name_or_other_values_is_still_tied() -> None:
+    """A parametrization keeps the object under another name; loading in place writes into it."""
+    parts, weights = tied(2)
+    theirs, _ = tied(2, objects=True)
+    with rrfp.local([*parts], loss_fn=nn.functional.mse_loss, ties={"embedding": weights}).blocking() as pipe:
+        for part, path in ((parts[0][0], "weight"), (parts[1][1], "weight")):  # type: ignore[index]
+            nn.utils.parametrize.register_parametrization(part, path, nn.Identity())
+        parts[0].load_state_dict(parts[0].state_dict())
+        pipe.step(*words(3))
+    expect(theirs, 3, 0)
+    assert weights[0].grad is not None
+    assert weights[1].grad is not None
+    assert torch.equal(weights[0].grad, weights[1].grad)
+    other = theirs[0][0].weight.grad  # type: ignore[index]
+    torch.testing.assert_close(weights[0].grad, other, rtol=0, atol=1e-12)
 
 
 # Ranks that wait for each other.

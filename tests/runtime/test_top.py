@@ -21,7 +21,7 @@ from runtime.stuck_hints import Blocks
 
 from rrfp.core import timeouts
 from rrfp.core.mesh import Mesh
-from rrfp.runtime.stall.answers import Survey
+from rrfp.runtime.stall.status import Survey
 from rrfp.runtime.status_socket.folder import SocketFile
 
 

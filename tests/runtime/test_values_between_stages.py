@@ -104,3 +104,39 @@ def test_the_sparse_gradient_of_a_received_table_travels_back_dense(split: bool)
         pipe.step(rows, rows)
     assert table.weight.grad is not None
     assert table.weight.grad.sum(1).tolist() == [WIDTH * x for x in (1.0, 0.0, 0.0, 2.0, 0.0)]
+
+
+class Measured(Tensor):
+    """A tensor with a unit."""
+
+    unit: str
+
+
+@pytest.mark.parametrize("transport", ["inproc", "shm"])
+def test_a_class_derived_from_tensor_is_refused_by_its_name_and_the_modules(transport: str) -> None:
+    class Measuring(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"x": x, "length": x.norm().as_subclass(Measured)}
+
+    batch = [torch.ones(2, WIDTH)]
+    message = rf"Measuring on virtual stage 0: output\['length'\] is a {__name__}\.Measured, a class derived from torch"
+    with (
+        pytest.raises(rrfp.PipelineAborted, match=message),
+        rrfp.local([Measuring(), nn.Identity()], transport=transport).blocking() as pipe,
+    ):
+        pipe.evaluate(batch)
+
+
+def test_the_callers_inputs_and_the_last_output_may_be_of_any_class() -> None:
+    class Plain(nn.Module):
+        def forward(self, x: Measured) -> Tensor:
+            assert type(x) is Measured
+            return x.as_subclass(Tensor)
+
+    class Last(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.as_subclass(Measured)
+
+    with rrfp.local([Plain(), Last()]).blocking() as pipe:
+        (output,) = pipe.evaluate([torch.ones(2).as_subclass(Measured)]).outputs.values()
+    assert type(output) is Measured

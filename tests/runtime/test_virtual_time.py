@@ -12,7 +12,7 @@ import pytest
 
 import rrfp
 from rrfp.compute.emulated import Durations
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Kind, Task
 from rrfp.errors import ConfigError, DeadlockError, PipelineAborted
 from rrfp.pipeline.api import LocalPipeline
@@ -22,7 +22,7 @@ from rrfp.transports.base import Message, MessageKind
 
 def emulated(stages: int, durations: Durations, **options: Any) -> LocalPipeline:
     """A pipeline that computes nothing and takes its time on timers."""
-    graph, lanes = Graph.chain(stages), [TimerLane() for _ in range(stages)]
+    graph, lanes = TaskGraph.chain(stages), [TimerLane() for _ in range(stages)]
     programs = [EmulatedStage(graph, durations, num_bytes=8, spend=lane.spend) for lane in lanes]
     return rrfp.local(programs, loop="caller", **{"transport": "simulated", "lane": lanes.__getitem__, **options})
 

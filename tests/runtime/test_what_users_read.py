@@ -13,7 +13,7 @@ import pytest
 import torch
 from batches import long
 from runtime.ranks import ThreadedRanks, step, two_steps
-from runtime.toys import Bomb, Trap, data, fail_at, loss_fn, stages
+from runtime.toys import Bomb, Ones, Trap, data, fail_at, loss_fn, stages
 from under_torchrun import run
 
 import rrfp
@@ -58,7 +58,9 @@ def test_a_rank_that_notices_a_lost_peer_prints_one_line_that_names_it() -> None
         raise PeerLostError(1, "its process ended")
     except PeerLostError as error:
         lines = printed(failure_of(error, Topology(0, 2)).error())
-    assert lines == ["rrfp.errors.PipelineAborted: aborted by stage 1: PeerLostError: its process ended"]
+    assert lines[:-1] == ["rrfp.errors.PipelineAborted: aborted by stage 1: PeerLostError: its process ended"]
+    assert lines[-1].startswith("if it was not ended on purpose, look for 'out of memory' in dmesg on its host")
+    assert lines[-1].endswith("resume from the newest checkpoint")
 
 
 async def test_the_async_call_prints_no_more() -> None:
@@ -87,11 +89,34 @@ def test_an_error_of_the_runtime_itself_keeps_its_frames() -> None:
 
 def test_one_line_at_the_start_tells_what_runs(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "rrfp")
-    ThreadedRanks([[each] for each in stages(3)], step, hint="bf", limit="1f1b").join()
+    ThreadedRanks([[each] for each in stages(3)], step, hint="bf", limit="1f1b", seed=0).join()
     [line] = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
     assert line.startswith("3 rank(s), 1 chunk(s) each, hint bf, limit ")
     assert ", backward whole, transport inproc, rank 0 on cpu; rrfp " in line
     assert f"torch {torch.__version__}, Python 3." in line
+
+
+@pytest.mark.parametrize("options", [{}, {"seed": 0}, {"seed": None}])
+@pytest.mark.parametrize("is_seeded", [True, False])
+def test_a_line_at_the_start_says_that_random_numbers_do_not_follow_a_seed_of_torch(
+    options: dict[str, Any], is_seeded: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unless ``seed=`` was passed, or the caller has seeded nothing."""
+    caplog.set_level(logging.INFO, "rrfp")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(41 if is_seeded else torch.Generator().initial_seed())
+        ThreadedRanks(stages(2), step, **options).join()
+        with rrfp.local(stages(2), loss_fn=loss_fn, **options).blocking():
+            pass
+        with rrfp.local([Ones()], **options).blocking():  # a program's random numbers are its own
+            pass
+    told = [message for message in caplog.messages if "seed" in message]
+    assert len(told) == 2 * (is_seeded and not options)
+    for line in told:
+        assert line == (
+            "dropout and other random numbers of tasks follow seed=, which is 0 by default, and not torch's generator, "
+            "which was seeded with 41: seed=None follows it"
+        )
 
 
 def test_python_closes_the_loop_of_an_aborted_async_program() -> None:
@@ -119,3 +144,4 @@ def test_torchruns_report_names_the_rank_at_fault(how: str, ranks: int) -> None:
     # All that the ranks say, before torchrun's own report; it used to be some 200 lines.
     ours = [line for line in said.partition(" Sending process ")[0].splitlines() if line]
     assert len(ours) <= 30, "\n".join(ours)
+    assert sum(line.startswith("Traceback") for line in ours) == 2, "the cause's, and that of the rank at fault"

@@ -9,7 +9,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import rrfp
 from rrfp.compute.emulated import EmulatedStage
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 
 
 class Bomb(EmulatedStage):
@@ -26,7 +26,7 @@ def main() -> None:
     torch.set_num_threads(1)
     place = rrfp.Topology.from_env()
     kind = Bomb if place.stage == 1 else EmulatedStage
-    program = kind(Graph.chain(place.stages), lambda task: 0.001, num_bytes=64)
+    program = kind(TaskGraph.chain(place.stages), lambda task: 0.001, num_bytes=64)
     with rrfp.Pipeline(program, topology=place).blocking() as pipe:
         for _ in range(100):
             pipe.step(microbatches=4)

@@ -9,7 +9,7 @@ from core_script import T
 from torch.distributed.pipelining.schedules import _Action
 
 from rrfp.core.admission import Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Placement, TablePlacement
 from rrfp.core.schedule import Schedule
 from rrfp.core.tasks import Mode
@@ -22,8 +22,8 @@ from rrfp.sim.cluster.random_run import RandomRun
 from rrfp.sim.cluster.simulation import simulate_tensor_parallel
 from rrfp.sim.simulation import simulate
 
-UNSPLIT, SPLIT = Graph.chain(2), Graph.chain(2, split=True)
-MIXED = Graph(Placement(2), split=(False, True))
+UNSPLIT, SPLIT = TaskGraph.chain(2), TaskGraph.chain(2, split=True)
+MIXED = TaskGraph(Placement(2), split=(False, True))
 
 
 def order_of(text: str) -> tuple[object, ...]:
@@ -40,7 +40,7 @@ def test_a_split_backward_is_written_as_torchs_i_and_w() -> None:
 
 @pytest.mark.parametrize("graph", [UNSPLIT, SPLIT, MIXED])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_what_was_written_reads_back(name: str, graph: Graph) -> None:
+def test_what_was_written_reads_back(name: str, graph: TaskGraph) -> None:
     schedule = make_schedule(name, graph, 3)
     assert from_csv(to_csv(schedule, graph), graph, name) == schedule
 
@@ -48,19 +48,19 @@ def test_what_was_written_reads_back(name: str, graph: Graph) -> None:
 @pytest.mark.parametrize(
     ("name", "graph"),
     [
-        ("interleaved-1f1b", Graph.chain(2, chunks=2)),
+        ("interleaved-1f1b", TaskGraph.chain(2, chunks=2)),
         ("zb-h1", SPLIT),
         ("zb-h1", MIXED),
-        ("zb-v", Graph.chain(2, chunks=2, layout="v", split=True)),
+        ("zb-v", TaskGraph.chain(2, chunks=2, layout="v", split=True)),
     ],
 )
-def test_what_has_chunks_or_places_weight_tasks_reads_back(name: str, graph: Graph) -> None:
+def test_what_has_chunks_or_places_weight_tasks_reads_back(name: str, graph: TaskGraph) -> None:
     schedule = make_schedule(name, graph, 5)
     assert from_csv(to_csv(schedule, graph), graph, name) == schedule
 
 
 @pytest.mark.parametrize("graph", [UNSPLIT, SPLIT])
-def test_torch_reads_every_cell_as_we_mean_it(graph: Graph) -> None:
+def test_torch_reads_every_cell_as_we_mean_it(graph: TaskGraph) -> None:
     schedule = make_schedule("1f1b", graph, 3)
     torchs = {"F": "FORWARD", "B": "BACKWARD_INPUT" if graph.split[0] else "FULL_BACKWARD", "W": "BACKWARD_WEIGHT"}
     for order, row in zip(schedule.orders, csv.reader(to_csv(schedule, graph).splitlines()), strict=True):
@@ -157,7 +157,7 @@ def test_a_schedule_file_that_is_no_complete_order_is_refused(text: str, message
 
 def test_a_schedule_file_runs_as_the_schedule_that_was_written() -> None:
     costs = make_costs("mllm", 3, 6, split=True, jitter="J2", latency="spike")
-    graph = Graph.chain(3, split=True)
+    graph = TaskGraph.chain(3, split=True)
     text = to_csv(make_schedule("zb-h1", graph, 6), graph)
     assert simulate(costs, strict=CsvSchedule("mine.csv", text)) == simulate(costs, strict="zb-h1")
     grouped = simulate_tensor_parallel(costs, 2, strict=CsvSchedule("mine.csv", text)).result
@@ -166,7 +166,7 @@ def test_a_schedule_file_runs_as_the_schedule_that_was_written() -> None:
 
 def test_a_schedule_file_for_a_graph_runs_strictly_without_what_microbatches_skip() -> None:
     """0 and 1 feed 2; the second microbatch skips 1."""
-    branch = Graph(TablePlacement((0, 1, 2)), ((0, 2), (1, 2)))
+    branch = TaskGraph(TablePlacement((0, 1, 2)), ((0, 2), (1, 2)))
     text = "0F0,0F1,0B0,0B1\n1F1,1F0,1B1,1B0\n2F0,2B0,2F1,2B1"
     hints = [create_strict(CsvSchedule("branch.csv", text)) for _ in range(3)]
     network = RandomRun(branch, hints, [Limit()] * 3, skips=[(frozenset[int](), frozenset({1}))])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.core.admission import Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Layout
 from rrfp.core.schedule import Schedule
 from rrfp.core.tasks import Kind, Mode, Task
@@ -174,7 +174,7 @@ def test_zb_v_loses_nothing_once_every_stage_has_started(stages: int) -> None:
 def test_what_each_schedule_holds(stages: int) -> None:
     for microbatches in range(1, 13):
         for chunks in (1, 2, 3):
-            graph = Graph.chain(stages, chunks=chunks)
+            graph = TaskGraph.chain(stages, chunks=chunks)
             peaks = peaks_of("interleaved-1f1b", graph, microbatches)
             most = [2 * (stages - 1 - i) + (chunks - 1) * stages + 1 for i in range(stages)]
             if chunks == 1:
@@ -182,27 +182,27 @@ def test_what_each_schedule_holds(stages: int) -> None:
             assert all(peak <= cap for peak, cap in zip(peaks, most, strict=True))
             if microbatches % stages == 0:
                 assert peaks == [min(cap, microbatches * chunks) for cap in most]
-        h1, v = Graph.chain(stages, split=True), Graph.chain(stages, chunks=2, layout="v", split=True)
+        h1, v = TaskGraph.chain(stages, split=True), TaskGraph.chain(stages, chunks=2, layout="v", split=True)
         assert peaks_of("zb-h1", h1, microbatches) == [min(microbatches, stages)] * stages
         assert max(peaks_of("zb-v", v, microbatches)) <= 2 * stages
         if microbatches >= 2 * stages:
             assert peaks_of("zb-v", v, microbatches) == [2 * stages] * stages
 
 
-def peaks_of(name: str, graph: Graph, microbatches: int) -> list[int]:
+def peaks_of(name: str, graph: TaskGraph, microbatches: int) -> list[int]:
     schedule = make_schedule(name, graph, microbatches)
     return [schedule.peak_held(stage, graph) for stage in range(graph.placement.stages)]
 
 
 @pytest.mark.parametrize("stages", range(1, 7))
 def test_zb_h1_runs_no_further_ahead_of_its_backwards_than_1f1b(stages: int) -> None:
-    schedule = make_schedule("zb-h1", Graph.chain(stages, split=True), 12)
+    schedule = make_schedule("zb-h1", TaskGraph.chain(stages, split=True), 12)
     for stage, order in enumerate(schedule.orders):
         ahead = np.cumsum([{Kind.F: 1, Kind.B: -1, Kind.W: 0}[task.kind] for task in order])
         assert max(ahead) == stages - stage
 
 
-def naive_dry_run(schedule: Schedule, graph: Graph) -> str | None:
+def naive_dry_run(schedule: Schedule, graph: TaskGraph) -> str | None:
     """Look at every stage again and again; None, or where the first stuck stage is."""
     heads = [0] * len(schedule.orders)
     done: set[Task] = set()
@@ -245,12 +245,12 @@ def test_validation_agrees_with_a_naive_dry_run(case: tuple[str, CostTable], see
 @pytest.mark.parametrize(
     ("name", "graph"),
     [
-        ("1f1b", Graph.chain(1024)),
-        pytest.param("interleaved-1f1b", Graph.chain(1024, chunks=2), marks=pytest.mark.long),
-        pytest.param("zb-v", Graph.chain(1024, chunks=2, layout="v", split=True), marks=pytest.mark.long),
+        ("1f1b", TaskGraph.chain(1024)),
+        pytest.param("interleaved-1f1b", TaskGraph.chain(1024, chunks=2), marks=pytest.mark.long),
+        pytest.param("zb-v", TaskGraph.chain(1024, chunks=2, layout="v", split=True), marks=pytest.mark.long),
     ],
 )
-def test_a_thousand_stages_are_made_and_validated_before_the_timeout(name: str, graph: Graph) -> None:
+def test_a_thousand_stages_are_made_and_validated_before_the_timeout(name: str, graph: TaskGraph) -> None:
     schedule = make_schedule.__wrapped__(name, graph, 256)
     kinds = sum(len(graph.kinds(v, Mode.TRAIN)) for v in range(graph.placement.num_virtual_stages))
     assert sum(map(len, schedule.orders)) == kinds * 256

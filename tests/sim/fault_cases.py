@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rrfp.core.admission import Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.hints.registry import create_hint
 from rrfp.sim.faults.campaign import FaultRun, run_scenario
@@ -16,9 +16,11 @@ from rrfp.sim.faults.scenario import Scenario
 TRAIN, FORWARD = Mode.TRAIN, Mode.FORWARD
 
 
-def scenario(*faults: Fault, graph: Graph | None = None, steps: Sequence[tuple[Mode, int]] = ((TRAIN, 3),)) -> Scenario:
+def scenario(
+    *faults: Fault, graph: TaskGraph | None = None, steps: Sequence[tuple[Mode, int]] = ((TRAIN, 3),)
+) -> Scenario:
     """Two stages unless told otherwise, under bf, without a limit."""
-    graph = Graph.chain(2) if graph is None else graph
+    graph = TaskGraph.chain(2) if graph is None else graph
     stages, count = graph.placement.stages, graph.placement.num_virtual_stages
     most = max(microbatches for _, microbatches in steps)
     rows = ((1.0,) * most,) * count

@@ -13,7 +13,7 @@ from sim.shell.fault_transport import FaultyTransport, Links
 from rrfp.compute.lanes.timer import TimerLane
 from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch, StageProgram
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.core.topology import Topology
@@ -33,7 +33,7 @@ from rrfp.transports.rendezvous import LocalRendezvous
 class HashStage(StageProgram):
     """Computes what `rrfp.sim.faults.dataflow` says that tasks compute, from the tensors that really arrived."""
 
-    def __init__(self, graph: Graph, durations: Mapping[Kind, Rows], lane: TimerLane) -> None:
+    def __init__(self, graph: TaskGraph, durations: Mapping[Kind, Rows], lane: TimerLane) -> None:
         self._graph = graph
         self._durations = durations
         self._lane = lane

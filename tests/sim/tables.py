@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Layout, TablePlacement
 from rrfp.costs import CostTable
 
@@ -64,7 +64,7 @@ def graph_table(
         np.full(shape, latency) if isinstance(latency, float | int) else np.array(latency, dtype=float).reshape(shape)
     )
     return CostTable.of_graph(
-        Graph(TablePlacement(tuple(stage_of)), tuple(edges)),
+        TaskGraph(TablePlacement(tuple(stage_of)), tuple(edges)),
         len(forward[0]),
         forward=np.array(forward),
         backward=np.array(backward),
@@ -95,7 +95,7 @@ def graph_tables(draw: st.DrawFn, *, has_skips: bool = True) -> CostTable:
     sizes = {"weight": matrix(count)} if draw(st.booleans()) else {}
     sizes |= {"held": random.choice([1.0, 2.0, 5.0], (count, microbatches))} if draw(st.booleans()) else {}
     return CostTable.of_graph(
-        Graph(TablePlacement(tuple(numbers[stage] for stage in drawn)), tuple(edges)),
+        TaskGraph(TablePlacement(tuple(numbers[stage] for stage in drawn)), tuple(edges)),
         microbatches,
         forward=matrix(count),
         backward=matrix(count),

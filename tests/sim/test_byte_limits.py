@@ -19,7 +19,7 @@ from rrfp.hints.registry import create_hint
 from rrfp.sim.engine import run
 from rrfp.sim.simulation import Simulation, simulate
 from rrfp.sim.sweep.experiment import Experiment as Run
-from rrfp.sim.sweep.experiment import Method
+from rrfp.sim.sweep.experiment import SimulatedMethod
 from rrfp.sim.sweep.workloads import Workload
 
 
@@ -79,7 +79,9 @@ def test_the_answer_shows_the_bytes() -> None:
 
 def test_a_workload_has_bytes_where_a_method_counts_them_and_the_same_times() -> None:
     workload = Workload(profile="mllm", stages=4, microbatches=8, split=True, jitter="J2", seed=3)
-    counted, by_bytes = (Run(workload, Method(hint="bf", limit=limit)).simulate() for limit in ("n", "bytes:n"))
+    counted, by_bytes = (
+        Run(workload, SimulatedMethod(hint="bf", limit=limit)).simulate() for limit in ("n", "bytes:n")
+    )
     assert isinstance(counted, Simulation)
     assert isinstance(by_bytes, Simulation)
     assert counted.costs.held is None
@@ -92,10 +94,10 @@ def test_a_workload_has_bytes_where_a_method_counts_them_and_the_same_times() ->
 
 def test_a_limit_on_bytes_is_checked_as_the_limit_in_it() -> None:
     with pytest.raises(ConfigError, match="limit is 'many', must be"):
-        Method(hint="bf", limit="bytes:many")
+        SimulatedMethod(hint="bf", limit="bytes:many")
     workload = Workload(profile="llm", stages=2, microbatches=2, tp=2)
     with pytest.raises(ConfigError, match="limit is 'bytes:n', must count microbatches with tp"):
-        Run(workload, Method(hint="bf", limit="bytes:n")).simulate()
+        Run(workload, SimulatedMethod(hint="bf", limit="bytes:n")).simulate()
 
 
 @pytest.mark.parametrize("graph", ["chain", "branch"])

@@ -21,8 +21,7 @@ import pytest
 from rrfp.core.admission import AdmissionRule, Limit
 from rrfp.core.hint import Hint, View
 from rrfp.core.placement import Layout
-from rrfp.core.readiness import ForcedOrder
-from rrfp.core.ready_set import ReadySet
+from rrfp.core.ready_set import ForcedOrder, ReadySet
 from rrfp.core.tasks import Kind, Task
 from rrfp.costs import make_costs
 from rrfp.errors import HintError

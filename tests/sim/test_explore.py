@@ -9,67 +9,69 @@ import pytest
 
 from rrfp.core import events as ev
 from rrfp.core.admission import Admission, AdmissionRule, Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Placement, TablePlacement
-from rrfp.core.readiness import ForcedOrder
+from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.core.visits import Skipped, Visits
 from rrfp.hints.alternating import BackwardForward
+from rrfp.sim.explore.cases import Unreserved
 from rrfp.sim.explore.graph_cases import random_skips
 from rrfp.sim.explore.search import Deadlock, Exploration, Oracles, _Explorer, explore
 from rrfp.sim.explore.stage import StageProblem
-from rrfp.sim.explore.wrong_rules import Unreserved
 
-SKIPPING = Graph(Placement(3), edges=((0, 1), (1, 2), (0, 2)))
+SKIPPING = TaskGraph(Placement(3), edges=((0, 1), (1, 2), (0, 2)))
 
 
 @pytest.mark.parametrize(
     ("graph", "microbatches", "states"),
     [
-        (Graph.chain(1), 1, 3),  # nothing, F, B
-        (Graph.chain(1), 2, 6),  # multisets of two of those
-        (Graph.chain(1, split=True), 2, 10),
-        (Graph.chain(2), 1, 5),
-        (Graph.chain(2), 3, 35),  # multisets of three of five
-        (Graph.chain(4, split=True), 3, 7_770),  # multisets of three of thirty-five
+        (TaskGraph.chain(1), 1, 3),  # nothing, F, B
+        (TaskGraph.chain(1), 2, 6),  # multisets of two of those
+        (TaskGraph.chain(1, split=True), 2, 10),
+        (TaskGraph.chain(2), 1, 5),
+        (TaskGraph.chain(2), 3, 35),  # multisets of three of five
+        (TaskGraph.chain(4, split=True), 3, 7_770),  # multisets of three of thirty-five
     ],
 )
-def test_without_limits_every_combination_of_progress_is_reached(graph: Graph, microbatches: int, states: int) -> None:
+def test_without_limits_every_combination_of_progress_is_reached(
+    graph: TaskGraph, microbatches: int, states: int
+) -> None:
     assert explore(graph, microbatches, reduce=False).states == states
 
 
 def test_a_forced_order_keeps_microbatches_apart() -> None:
     """One stage, two microbatches, B in order: of the nine pairs of {nothing, F, B}, two have B1 without B0."""
-    assert explore(Graph.chain(1), 2, in_order=[(Kind.B, 0)], reduce=False).states == 7
+    assert explore(TaskGraph.chain(1), 2, in_order=[(Kind.B, 0)], reduce=False).states == 7
 
 
 def test_the_papers_rule_keeps_microbatches_apart() -> None:
     """One stage, two chunks, K = 1: a full stage serves microbatch 0 first, so that 1 is not its mirror image."""
-    graph = Graph.chain(1, chunks=2)
+    graph = TaskGraph.chain(1, chunks=2)
     mirrored = explore(graph, 2, Limit(2), reduce=False)
     apart = explore(graph, 2, Limit(2, rule="paper"), reduce=False)
     assert (mirrored.states, apart.states) == (15, 25)  # multisets, and pairs, of five
 
 
 def test_uneven_sizes_keep_microbatches_apart() -> None:
-    explored = [explore(Graph.chain(1), 2, sizes=sizes, reduce=False).states for sizes in (None, (4, 4), (4, 5))]
+    explored = [explore(TaskGraph.chain(1), 2, sizes=sizes, reduce=False).states for sizes in (None, (4, 4), (4, 5))]
     assert explored == [6, 6, 9]
 
 
 def test_peak_held_is_what_the_limit_or_the_step_allows() -> None:
-    assert explore(Graph.chain(3), 4, "1f1b").peak_held == (3, 2, 1)
+    assert explore(TaskGraph.chain(3), 4, "1f1b").peak_held == (3, 2, 1)
 
 
 def test_limits_may_differ_by_stage() -> None:
-    assert explore(Graph.chain(3), 4, [Limit(2), None, 3]).peak_held == (2, 2, 2)
+    assert explore(TaskGraph.chain(3), 4, [Limit(2), None, 3]).peak_held == (2, 2, 2)
 
 
 def test_received_inputs_wait_for_their_task_and_buffered_ones_for_its_backward() -> None:
     """N = 2, M = 3, no limit: three forwards come to stage 1 unused, and are kept; three gradients come to stage 0."""
-    found = explore(Graph.chain(2), 3)
+    found = explore(TaskGraph.chain(2), 3)
     assert (found.peak_received, found.peak_buffered) == ((3, 3), (0, 3))
-    forward = explore(Graph.chain(2), 3, 2, Mode.FORWARD)
+    forward = explore(TaskGraph.chain(2), 3, 2, Mode.FORWARD)
     assert (forward.peak_received, forward.peak_buffered) == ((0, 2), (0, 2))
 
 
@@ -80,7 +82,7 @@ def test_skip_edges_are_followed() -> None:
 
 
 def test_a_deadlock_tells_its_trace_and_what_each_stage_waits_for() -> None:
-    found = explore(Graph.chain(2), 2, 1, in_order=[(Kind.B, 0), (Kind.B, 1)], admission=Unreserved, reduce=False)
+    found = explore(TaskGraph.chain(2), 2, 1, in_order=[(Kind.B, 0), (Kind.B, 1)], admission=Unreserved, reduce=False)
     f1_0, f1_1 = Task(Kind.F, 1, 0), Task(Kind.F, 1, 1)
     waits = ("F0@0 (blocked by the memory limit)", "F0@1 (F0@0 owed by stage 0)")
     stuck = Deadlock(trace=(f1_0, f1_1), held=(1, 1), waits=waits)
@@ -94,20 +96,20 @@ def test_a_deadlock_tells_its_trace_and_what_each_stage_waits_for() -> None:
 
 
 def test_every_deadlock_is_found_however_loose_the_limit_below_m() -> None:
-    graph, order = Graph.chain(3), [(Kind.B, v) for v in range(3)]
+    graph, order = TaskGraph.chain(3), [(Kind.B, v) for v in range(3)]
     found = [explore(graph, 3, limit, in_order=order, admission=Unreserved) for limit in (1, 2, 3)]
     assert [len(one.deadlocks) for one in found] == [3, 1, 0]
 
 
 def test_deadlocks_come_nearest_first() -> None:
-    found = explore(Graph.chain(3), 3, "1f1b", in_order=[(Kind.B, v) for v in range(3)], admission=Unreserved)
+    found = explore(TaskGraph.chain(3), 3, "1f1b", in_order=[(Kind.B, v) for v in range(3)], admission=Unreserved)
     lengths = [len(one.trace) for one in found.deadlocks]
     assert len(lengths) > 1
     assert lengths == sorted(lengths)
 
 
 def test_stages_that_two_problems_have_in_common_are_asked_once() -> None:
-    graph, oracles = Graph.chain(2), Oracles()
+    graph, oracles = TaskGraph.chain(2), Oracles()
     alone = explore(graph, 3, "1f1b")
     explore(graph, 3, 2, oracles=oracles)
     assert len(oracles) == 2
@@ -115,22 +117,22 @@ def test_stages_that_two_problems_have_in_common_are_asked_once() -> None:
     assert len(oracles) == 3  # stage 0 had its answers for K = 2
 
 
-LIVE: list[tuple[Graph, Mode, str | int, AdmissionRule, tuple[ForcedOrder, ...]]] = [
-    (Graph.chain(3), Mode.TRAIN, "1f1b", "staircase", ()),
-    (Graph.chain(3, split=True), Mode.TRAIN, 2, "staircase", ()),
-    (Graph.chain(3), Mode.FORWARD, 1, "staircase", ()),
-    (Graph.chain(2, chunks=2, layout="v", split=True), Mode.TRAIN, 1, "staircase", ()),
-    (Graph.chain(2, chunks=2), Mode.TRAIN, 2, "staircase", ((Kind.B, 0), (Kind.B, 3))),
+LIVE: list[tuple[TaskGraph, Mode, str | int, AdmissionRule, tuple[ForcedOrder, ...]]] = [
+    (TaskGraph.chain(3), Mode.TRAIN, "1f1b", "staircase", ()),
+    (TaskGraph.chain(3, split=True), Mode.TRAIN, 2, "staircase", ()),
+    (TaskGraph.chain(3), Mode.FORWARD, 1, "staircase", ()),
+    (TaskGraph.chain(2, chunks=2, layout="v", split=True), Mode.TRAIN, 1, "staircase", ()),
+    (TaskGraph.chain(2, chunks=2), Mode.TRAIN, 2, "staircase", ((Kind.B, 0), (Kind.B, 3))),
     (SKIPPING, Mode.FORWARD, 2, "staircase", ()),
-    (Graph.chain(2, chunks=2, split=True), Mode.TRAIN, 1, "paper", ()),
-    (Graph.chain(3, chunks=2, layout="v"), Mode.TRAIN, 2, "paper", ((Kind.B, 1),)),
-    (Graph.chain(3, chunks=2, layout="v"), Mode.FORWARD, 1, "paper", ()),
+    (TaskGraph.chain(2, chunks=2, split=True), Mode.TRAIN, 1, "paper", ()),
+    (TaskGraph.chain(3, chunks=2, layout="v"), Mode.TRAIN, 2, "paper", ((Kind.B, 1),)),
+    (TaskGraph.chain(3, chunks=2, layout="v"), Mode.FORWARD, 1, "paper", ()),
 ]
 
 
 @pytest.mark.parametrize(("graph", "mode", "limit", "rule", "in_order"), LIVE)
 def test_what_is_ready_depends_on_what_ran_and_not_on_the_order(
-    graph: Graph, mode: Mode, limit: str | int, rule: AdmissionRule, in_order: tuple[ForcedOrder, ...]
+    graph: TaskGraph, mode: Mode, limit: str | int, rule: AdmissionRule, in_order: tuple[ForcedOrder, ...]
 ) -> None:
     """The explorer's one assumption: cores that live through a random run say what a freshly told core says."""
     stages, step = graph.placement.stages, StepId(0, mode, 4)
@@ -156,7 +158,7 @@ def test_what_is_ready_depends_on_what_ran_and_not_on_the_order(
 @pytest.mark.parametrize("mode", Mode)
 def test_the_same_on_graphs_with_branches_whose_parts_are_skipped(mode: Mode) -> None:
     """Two encoders and a sink, one encoder beside the sink's second half; staircase and banker, any skips."""
-    graph = Graph(TablePlacement((0, 1, 1, 2)), ((0, 2), (1, 2), (2, 3), (0, 3)), (False, True, False, True))
+    graph = TaskGraph(TablePlacement((0, 1, 1, 2)), ((0, 2), (1, 2), (2, 3), (0, 3)), (False, True, False, True))
     step, limits = StepId(0, mode, 3), [Limit(1), Limit(2), Limit(1)]
     for seed in range(20):
         rng = random.Random(seed)

@@ -7,10 +7,10 @@ import pytest
 from rrfp.core.placement import Layout, Placement
 from rrfp.core.tasks import Mode
 from rrfp.sim.explore.bounds import Bounds, bounds_of
-from rrfp.sim.explore.cases import Case, Explored, explored
+from rrfp.sim.explore.cases import ChainCase, Explored, explored
 
 
-def only(case: Case) -> Explored[Case]:
+def only(case: ChainCase) -> Explored[ChainCase]:
     (one,) = explored([case])
     return one
 
@@ -37,7 +37,7 @@ def test_forward_only_a_received_input_holds_a_slot_of_its_sender(rule: str) -> 
 
 @pytest.mark.parametrize("limit", [1, 2])
 def test_the_staircase_reaches_its_limit_and_never_passes_it(limit: int) -> None:
-    one = only(Case(3, limit + 2, 2, limit=limit))
+    one = only(ChainCase(3, limit + 2, 2, limit=limit))
     assert one.is_safe
     assert one.exploration.peak_held == (2 * limit,) * 3
     assert one.exploration.peak_received == (2 * limit - 1,) * 3
@@ -45,13 +45,13 @@ def test_the_staircase_reaches_its_limit_and_never_passes_it(limit: int) -> None
 
 @pytest.mark.parametrize("layout", ["looped", "v"])
 def test_the_papers_rule_passes_its_limit_by_the_number_of_chunks(layout: Layout) -> None:
-    one = only(Case(3, 4, 2, layout, limit=1, rule="paper"))
+    one = only(ChainCase(3, 4, 2, layout, limit=1, rule="paper"))
     assert one.is_safe
     assert one.exploration.peak_held == (4, 4, 4)
     assert one.exploration.peak_received == (3, 3, 3)
 
 
-def buffered(case: Case) -> tuple[int, ...]:
+def buffered(case: ChainCase) -> tuple[int, ...]:
     one = only(case)
     assert one.is_safe
     return one.exploration.peak_buffered
@@ -59,29 +59,29 @@ def buffered(case: Case) -> tuple[int, ...]:
 
 def test_the_papers_bound_on_buffers_holds_for_the_looped_layout() -> None:
     """Corollary C.2: at most limit + C entries, here 2 + 2, kept until their backward has run."""
-    assert buffered(Case(3, 4, 2, "looped", limit=1, rule="paper")) == (3, 4, 4)
+    assert buffered(ChainCase(3, 4, 2, "looped", limit=1, rule="paper")) == (3, 4, 4)
 
 
 def test_the_papers_bound_on_buffers_fails_for_the_v_layout() -> None:
     """An inner stage of a V is fed from both sides; three microbatches on three stages are enough."""
-    assert buffered(Case(3, 3, 2, "v", limit=1, rule="paper")) == (2, 5, 3)
+    assert buffered(ChainCase(3, 3, 2, "v", limit=1, rule="paper")) == (2, 5, 3)
 
 
 @pytest.mark.parametrize(("limit", "microbatches"), [(1, 2), (2, 3), (3, 5)])
 def test_the_staircase_buffers_up_to_3k_minus_1_inputs_on_an_inner_stage_of_a_v(limit: int, microbatches: int) -> None:
     """So the paper's bound, K*C + C, fails from K = 4 on, where it takes 7 microbatches."""
-    assert buffered(Case(3, microbatches, 2, "v", limit=limit))[1] == 3 * limit - 1
+    assert buffered(ChainCase(3, microbatches, 2, "v", limit=limit))[1] == 3 * limit - 1
 
 
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_staircase_passes_the_papers_bound_on_buffers_at_limit_4() -> None:
-    assert buffered(Case(3, 7, 2, "v", limit=4))[1] == 11
+    assert buffered(ChainCase(3, 7, 2, "v", limit=4))[1] == 11
 
 
 def test_a_bound_that_is_passed_is_told() -> None:
-    safe = only(Case(2, 2, 2, limit=1))
-    beyond = Explored(Case(2, 2, 1, limit=1), safe.exploration, 0.0)
+    safe = only(ChainCase(2, 2, 2, limit=1))
+    beyond = Explored(ChainCase(2, 2, 1, limit=1), safe.exploration, 0.0)
     assert safe.broken == ()
     assert beyond.broken[0] == "D reached 2 on stage 0, bound 1"
     assert not beyond.is_safe

@@ -11,7 +11,7 @@ import pytest
 from batches import batches, long
 
 from rrfp.core.admission import Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import TablePlacement
 from rrfp.core.tasks import Kind, Mode
 from rrfp.sim.explore.cases import explored
@@ -79,7 +79,7 @@ def test_all_slots_are_used(rule: str) -> None:
 @pytest.mark.parametrize("table", [(0, 1, 0), long((0, 1, 2)), long((0, 0, 1)), long((0, 1, 1)), long((0, 0, 0))])
 def test_bytes_where_split_backwards_let_weight_tasks_go_first(table: tuple[int, ...]) -> None:
     for edges in graphs_of(3):
-        graph = Graph(TablePlacement(table), edges, (True,) * 3)
+        graph = TaskGraph(TablePlacement(table), edges, (True,) * 3)
         for num_bytes in (1, 3, 4, 6):
             found = explore(graph, 2, Limit(bytes=num_bytes), sizes=(1, 2), growth=2)
             assert not found.deadlocks, (edges, num_bytes, found)

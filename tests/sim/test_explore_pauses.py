@@ -19,7 +19,7 @@ from batches import long
 
 from rrfp.core import events as ev
 from rrfp.core.admission import Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint, View
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, StepId, Task
@@ -47,7 +47,7 @@ class State:
     """All cores of a pipeline in their step, and the messages on their way."""
 
     def __init__(self, hint: type[Hint], stages: int, microbatches: int, limit: int | str, split: bool) -> None:
-        graph = Graph.chain(stages, split=split)
+        graph = TaskGraph.chain(stages, split=split)
         self.step = StepId(0, Mode.TRAIN, microbatches)
         self.num_tasks = stages * microbatches * (3 if split else 2)
         limits = [Limit.resolve(limit, stage, stages) for stage in range(stages)]

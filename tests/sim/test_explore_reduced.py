@@ -10,13 +10,12 @@ import pytest
 from batches import long
 
 from rrfp.core.admission import Admission, Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Placement
 from rrfp.core.tasks import Kind, Mode
 from rrfp.sim.explore.cases import RULES, Backward, Grid
 from rrfp.sim.explore.graph_cases import GRAPH_RULES, GraphCase, everywhere, graphs_of, random_skips, slots_of
-from rrfp.sim.explore.result import Exploration
-from rrfp.sim.explore.search import Oracles, explore
+from rrfp.sim.explore.search import Exploration, Oracles, explore
 
 
 def what_matters(found: Exploration) -> tuple[Any, ...]:
@@ -69,7 +68,7 @@ def byte_limits() -> Iterator[tuple[Limit, Sequence[int] | None]]:
 
 @pytest.mark.long
 def test_byte_limits() -> None:
-    graph = Graph.chain(2, chunks=2, layout="v")
+    graph = TaskGraph.chain(2, chunks=2, layout="v")
     for limit, sizes in byte_limits():
         for in_order in ((), [(Kind.B, 3)]):
             oracles: Oracles = {}
@@ -84,7 +83,7 @@ def test_byte_limits() -> None:
 def test_backwards_that_grow(growth: int) -> None:
     """Only weight tasks stay possible until they are made."""
     for num_bytes in (2, 3, 5):
-        graph = Graph.chain(2, split=True)
+        graph = TaskGraph.chain(2, split=True)
         oracles: Oracles = {}
         reduced, whole = (
             explore(graph, 3, Limit(bytes=num_bytes), sizes=(1, 2, 3), growth=growth, reduce=reduce, oracles=oracles)
@@ -95,7 +94,7 @@ def test_backwards_that_grow(growth: int) -> None:
 
 def test_a_graph_of_two_sources_which_the_staircase_does_not_cover() -> None:
     """Two sources that feed one sink, K = 1: they may take different microbatches, and the sink waits for ever."""
-    graph = Graph(Placement(3), edges=((0, 2), (1, 2)))
+    graph = TaskGraph(Placement(3), edges=((0, 2), (1, 2)))
     both = [explore(graph, 3, 1, admission=Admission, reduce=reduce) for reduce in (True, False)]
     assert what_matters(both[0]) == what_matters(both[1])
     assert [str(task) for task in both[0].deadlocks[0].trace] == ["F0@0", "F1@1"]
@@ -117,6 +116,6 @@ def test_every_rule_on_every_graph_of_three_virtual_stages(rule: str, table: tup
 
 
 def test_it_visits_far_fewer_states() -> None:
-    graph = Graph.chain(2, chunks=2, split=True)
+    graph = TaskGraph.chain(2, chunks=2, split=True)
     states = [explore(graph, 3, 2, reduce=reduce).states for reduce in (True, False)]
     assert states[0] * 4 < states[1]

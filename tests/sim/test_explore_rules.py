@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import pytest
 
 from rrfp.core.admission import Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Layout
 from rrfp.core.tasks import Kind, Mode
-from rrfp.sim.explore.cases import Backward, Case, Grid, Where, explored
+from rrfp.sim.explore.cases import Backward, ChainCase, Grid, Where, explored
 from rrfp.sim.explore.search import explore
 
 TRAIN, FORWARD = (Mode.TRAIN,), (Mode.FORWARD,)
@@ -23,7 +23,7 @@ many_states = [pytest.mark.long, pytest.mark.timeout(600)]
 STAGES = [1, 2, 3, pytest.param(4, marks=many_states)]
 
 
-def assert_safe(cases: Iterable[Case]) -> None:
+def assert_safe(cases: Iterable[ChainCase]) -> None:
     done = list(explored(cases))
     assert done
     for one in done:
@@ -141,7 +141,7 @@ def test_byte_limits_beside_a_limit_on_microbatches(
     chunks: int, in_order: Kind | None, microbatches: int | None
 ) -> None:
     """Microbatches of even and of uneven sizes, some of which never fit."""
-    graph = Graph.chain(2, chunks=chunks, layout="v")
+    graph = TaskGraph.chain(2, chunks=chunks, layout="v")
     forced = [(in_order, v) for v in range(2 * chunks)] if in_order else []
     for num_bytes in (1, 2, 3, 5, 8):
         for sizes in ((1, 1, 1), (1, 2, 4), (4, 2, 1)):
@@ -154,7 +154,7 @@ def test_byte_limits_beside_a_limit_on_microbatches(
 @pytest.mark.parametrize("chunks", [1, pytest.param(2, marks=many_states)])
 def test_byte_limits_under_which_weight_tasks_go_first(chunks: int, in_order: Kind | None, growth: int) -> None:
     """Split backwards add to what is held, and are held back while they do not fit."""
-    graph = Graph.chain(2, chunks=chunks, layout="v", split=True)
+    graph = TaskGraph.chain(2, chunks=chunks, layout="v", split=True)
     forced = [(in_order, v) for v in range(2 * chunks)] if in_order else []
     for num_bytes in (1, 3, 5, 8):
         for estimates in (None, (1, 2, 4)):
@@ -176,7 +176,7 @@ def test_byte_limits_under_which_weight_tasks_go_first(chunks: int, in_order: Ki
 def test_byte_limits_with_exact_absent_and_wrong_estimates(
     estimates: tuple[int, ...], chunks: int, in_order: Kind | None
 ) -> None:
-    graph = Graph.chain(2, chunks=chunks, layout="v", split=True)
+    graph = TaskGraph.chain(2, chunks=chunks, layout="v", split=True)
     forced = [(in_order, v) for v in range(2 * chunks)] if in_order else []
     for num_bytes in (1, 3, 5, 8):
         found = explore(graph, 3, Limit(None, num_bytes), in_order=forced, sizes=(1, 2, 4), estimates=estimates)

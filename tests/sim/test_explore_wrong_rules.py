@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rrfp.core.tasks import Kind, Mode
-from rrfp.sim.explore.cases import Backward, Case, Grid, explored
+from rrfp.sim.explore.cases import Backward, ChainCase, Grid, explored
 
 
 def nearest(
@@ -82,5 +82,5 @@ def test_one_reserved_slot_is_enough_for_one_chunk(rule: str) -> None:
 
 @pytest.mark.parametrize("limit", [2, 3, 4])
 def test_a_reserve_that_is_too_small_deadlocks_at_any_limit_below_m(limit: int) -> None:
-    case = Case(1, limit + 1, 2, limit=limit, rule="step-slot", in_order=Kind.B)
+    case = ChainCase(1, limit + 1, 2, limit=limit, rule="step-slot", in_order=Kind.B)
     assert case.explore().deadlocks

@@ -11,7 +11,7 @@ from sim.fault_cases import FORWARD, TRAIN, limited, output, scenario
 from rrfp.arbiter.group_messages import GroupMessageKind
 from rrfp.core import events as ev
 from rrfp.core.admission import Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.stage_core import StageCore
 from rrfp.core.step import Instructions
 from rrfp.core.tasks import Mode, Task
@@ -27,7 +27,7 @@ AGREEING = replace(LED, coordination="agreement")
 
 
 def grouped(*faults: Fault, parallelism: Parallelism = LED, steps: Any = ((TRAIN, 3),), stages: int = 2) -> Scenario:
-    return replace(scenario(*faults, graph=Graph.chain(stages), steps=steps), parallelism=parallelism)
+    return replace(scenario(*faults, graph=TaskGraph.chain(stages), steps=steps), parallelism=parallelism)
 
 
 def rank(stage: int, member: int, parallelism: Parallelism = LED, replica: int = 0) -> Rank:
@@ -93,7 +93,7 @@ def test_a_lost_report_stalls_and_is_named() -> None:
 @pytest.mark.parametrize("mode", [TRAIN, FORWARD])
 @pytest.mark.parametrize("task", ["F0@0", "F2@0"])
 def test_lost_bytes_that_a_forward_waits_for_stall_and_are_named(task: str, mode: Mode) -> None:
-    graph = Graph.chain(1, chunks=2)
+    graph = TaskGraph.chain(1, chunks=2)
     lose = Lose(group_message(GroupMessageKind.HELD, task, 0, 1, 0))
     sized = replace(scenario(lose, graph=graph, steps=((mode, 3),)), parallelism=replace(LED, bytes_held=(1, 1)))
     how, text = ending(limited(sized, Limit(bytes=8)))

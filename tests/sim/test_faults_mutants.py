@@ -13,9 +13,9 @@ from sim.fault_cases import output, scenario
 
 from rrfp.core import events as ev
 from rrfp.core.admission import Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
+from rrfp.core.group_step import GroupMembership
 from rrfp.core.hint import Hint
-from rrfp.core.order_log import Group
 from rrfp.core.stage_core import StageCore
 from rrfp.core.step import Instructions
 from rrfp.core.tasks import Kind, Mode, Task
@@ -74,7 +74,7 @@ class TakesAnyStep(StageCore):
 class IgnoresItsLimit(StageCore):
     """Holds whatever comes."""
 
-    def __init__(self, graph: Graph, stage: int, hint: Hint, limit: Limit, **options: Any) -> None:
+    def __init__(self, graph: TaskGraph, stage: int, hint: Hint, limit: Limit, **options: Any) -> None:
         super().__init__(graph, stage, hint, Limit(), **options)
 
 
@@ -158,7 +158,7 @@ class TakesGapsInItsLog(StageCore):
 class IgnoresReports(StageCore):
     """Leads, and waits for nobody."""
 
-    def __init__(self, *args: Any, group: Group | None = None, **options: Any) -> None:
+    def __init__(self, *args: Any, group: GroupMembership | None = None, **options: Any) -> None:
         super().__init__(*args, group=group, **options)
         self._leads = self.group.num_followers > 0
         if self._leads:
@@ -168,7 +168,7 @@ class IgnoresReports(StageCore):
         return () if self._leads and isinstance(event, ev.ReadyReported) else super().apply(event)
 
 
-class Alone(Group):
+class Alone(GroupMembership):
     """A group that no report comes from, though all of it runs the log."""
 
     @property

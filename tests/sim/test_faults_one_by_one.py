@@ -6,7 +6,7 @@ import pytest
 from sim.fault_cases import FORWARD, TRAIN, credit, events, limited, output, scenario
 
 from rrfp.core.admission import Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Mode
 from rrfp.sim.explore.search import explore
 from rrfp.sim.faults.campaign import run_scenario
@@ -55,7 +55,7 @@ def test_a_dead_rank_is_named_by_every_other_one_and_nothing_starts_after_that(
 ) -> None:
     # F1@0 leaves at 2 and would arrive at 2.1; stage 1 learns of the death at 2.05 + 0.5 + 0.01, stage 2 later.
     death = Death(0, at=2.05, detection=0.5, drops=drops)
-    run, lines = events(scenario(death, graph=Graph.chain(3)))
+    run, lines = events(scenario(death, graph=TaskGraph.chain(3)))
     assert (run.ending, run.text) == (
         Ending.ABORTED,
         "aborted by stage 0: PeerLostError: its connection ended or fell silent",
@@ -89,7 +89,7 @@ def test_the_last_message_of_a_channel_lost_is_named_by_the_stall_report() -> No
 
 
 def test_what_a_stalled_stage_waits_for_in_turn_is_told_apart_from_what_was_lost() -> None:
-    run = run_scenario(scenario(Lose(output("F0@0", 0, 1)), graph=Graph.chain(3), steps=((TRAIN, 1),)))
+    run = run_scenario(scenario(Lose(output("F0@0", 0, 1)), graph=TaskGraph.chain(3), steps=((TRAIN, 1),)))
     assert run.text.splitlines()[1:] == [
         "  stage 1 waits for F0@0, which stage 0 sent, and which never arrived",
         "  stage 0 waits for B0@1, which stage 1 has not sent",
@@ -170,7 +170,7 @@ def test_a_credit_of_an_earlier_step_is_refused() -> None:
 @pytest.mark.parametrize("layout", ["looped", "v"])
 def test_forward_only_the_papers_rule_keeps_the_limit_too(layout: str) -> None:
     # Found by the campaign: a full stage served microbatch after microbatch, although only credits free memory there.
-    graph = Graph.chain(2, chunks=2, layout="v" if layout == "v" else "looped")
+    graph = TaskGraph.chain(2, chunks=2, layout="v" if layout == "v" else "looped")
     found = explore(graph, 6, Limit(1, rule="paper"), Mode.FORWARD)
     assert not found.deadlocks
     assert max(found.peak_held) <= 2

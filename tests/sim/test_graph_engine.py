@@ -172,7 +172,7 @@ def test_orders_of_chains_are_refused_on_graphs() -> None:
         simulate(multimodal_costs("branch", 4, 4), strict="1f1b")
     with pytest.raises(ConfigError, match=r"^the costs are of a graph, must be of a chain with blocking sends"):
         run_blocking(branch)
-    with pytest.raises(ConfigError, match=r"^tp must be None on a graph"):
+    with pytest.raises(ConfigError, match=r"^tp: groups of ranks are simulated on chains only"):
         simulate_tensor_parallel(branch, 2, hint="bf")
 
 

@@ -9,7 +9,7 @@ import pytest
 from batches import batches
 from sim.adversaries import ADVERSARIES, holding_back, random_limit
 
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint, View
 from rrfp.core.placement import TablePlacement
 from rrfp.core.tasks import Kind, Mode, Task
@@ -44,14 +44,14 @@ HINTS: Sequence[Callable[[random.Random], Hint]] = (
 )
 
 
-def random_graph(rng: random.Random) -> Graph:
+def random_graph(rng: random.Random) -> TaskGraph:
     """Up to seven virtual stages with any edges, on up to four stages, each split or not."""
     count, density, share = rng.randint(1, 7), rng.choice([0.2, 0.4, 0.7]), rng.choice([0.0, 1.0, 0.5])
     edges = tuple((u, v) for v in range(count) for u in range(v) if rng.random() < density)
     drawn = [rng.randrange(4) for _ in range(count)]
     numbers = {stage: number for number, stage in enumerate(dict.fromkeys(drawn))}
     split = tuple(rng.random() < share for _ in range(count))
-    return Graph(TablePlacement(tuple(numbers[stage] for stage in drawn)), edges, split)
+    return TaskGraph(TablePlacement(tuple(numbers[stage] for stage in drawn)), edges, split)
 
 
 def run_graph(seed: int) -> None:

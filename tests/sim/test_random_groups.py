@@ -18,7 +18,7 @@ from sim.adversaries import ADVERSARIES
 
 from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
 from rrfp.core.admission import Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Kind, Mode, Task
@@ -40,7 +40,7 @@ def network_of(seed: int, carry: Carry = lambda message: (message,)) -> tuple[Ra
     """The pipeline of this seed, and its steps."""
     rng = random.Random(seed)
     stages, chunks, members = rng.randint(1, 3), rng.choice([1, 1, 2]), rng.choice([2, 2, 3, 4])
-    graph = Graph.chain(stages, chunks=chunks, layout=rng.choice(["looped", "v"]), split=rng.random() < 0.3)
+    graph = TaskGraph.chain(stages, chunks=chunks, layout=rng.choice(["looped", "v"]), split=rng.random() < 0.3)
     microbatches = rng.randint(1, 3 if members < 4 else 2)
     steps = [(rng.choice([Mode.TRAIN, Mode.TRAIN, Mode.FORWARD]), microbatches)]
     if rng.random() < 0.1:
@@ -101,7 +101,7 @@ def test_a_limit_on_bytes_holds_on_the_rank_that_holds_the_most(depth: int, wors
     most = []
     for seed in range(30):
         network = RandomRun(
-            Graph.chain(2),
+            TaskGraph.chain(2),
             [ADVERSARIES[seed % 2](random.Random(seed)) for _ in range(2)],
             [Limit(bytes=60)] * 2,
             seed=seed,
@@ -147,7 +147,7 @@ def test_a_hint_that_lies_is_named_and_orders_nothing_wrong(first: int) -> None:
     for seed in range(first, first + 100):
         rng = random.Random(seed)
         network = RandomRun(
-            Graph.chain(2), [Lying(rng), Lying(rng)], [Limit(2)] * 2, seed=seed, depth=rng.randint(1, 3), members=2
+            TaskGraph.chain(2), [Lying(rng), Lying(rng)], [Limit(2)] * 2, seed=seed, depth=rng.randint(1, 3), members=2
         )
         error = outcome(network)
         if error is not None:
@@ -204,7 +204,7 @@ def test_lost_repeated_and_swapped_messages_are_named(kind: GroupMessageKind, ho
     for seed in range(150):
         tamper = Tamper(kind, how, seed % 7)
         network = RandomRun(
-            Graph.chain(2),
+            TaskGraph.chain(2),
             [ADVERSARIES[3](random.Random(seed)) for _ in range(2)],
             [Limit(2), Limit(2)],
             seed=seed,
@@ -231,7 +231,7 @@ def test_a_log_without_its_last_entries_stalls_and_both_say_what_is_awaited() ->
         is_lost = message.kind is GroupMessageKind.ORDER and message.numbers[0] >= 2
         return () if is_lost else (message,)
 
-    network = RandomRun(Graph.chain(1), [ADVERSARIES[1](random.Random(0))], [Limit()], members=2, carry=carry)
+    network = RandomRun(TaskGraph.chain(1), [ADVERSARIES[1](random.Random(0))], [Limit()], members=2, carry=carry)
     with pytest.raises(AssertionError, match=r"stage 0 member 0 waits for: B0@0 .*\(idle for: .*\)"):
         network.run([(Mode.TRAIN, 3)])
 

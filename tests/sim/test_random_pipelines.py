@@ -13,7 +13,7 @@ import pytest
 from batches import batches
 from sim.adversaries import ADVERSARIES, random_limit
 
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Placement
 from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.sim.cluster.random_run import Delivery, RandomRun
@@ -22,7 +22,7 @@ NUM_PIPELINES, QUICK = 10_000, 500
 BATCH = 500
 
 
-def random_graph(rng: random.Random) -> Graph:
+def random_graph(rng: random.Random) -> TaskGraph:
     """A chain, sometimes with a skip edge, each virtual stage split or not."""
     placement = Placement(rng.randint(1, 5), rng.choice([1, 1, 2]), rng.choice(["looped", "v"]))
     count = placement.num_virtual_stages
@@ -31,7 +31,7 @@ def random_graph(rng: random.Random) -> Graph:
         u = rng.randrange(count - 2)
         edges.add((u, rng.randrange(u + 2, count)))
     share = rng.choice([0.0, 1.0, 0.5])
-    return Graph(placement, tuple(sorted(edges)), tuple(rng.random() < share for _ in range(count)))
+    return TaskGraph(placement, tuple(sorted(edges)), tuple(rng.random() < share for _ in range(count)))
 
 
 def run_pipeline(seed: int) -> None:

@@ -11,7 +11,7 @@ from batches import long
 
 from rrfp.core import events as ev
 from rrfp.core.admission import AdmissionRule, Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint, View
 from rrfp.core.placement import Placement
 from rrfp.core.ready_set import ReadySet
@@ -42,7 +42,7 @@ def test_every_run_ends_and_d_keeps_its_bound(rule: AdmissionRule, batch: int) -
         placement = Placement(stages, chunks, rng.choice(("looped", "v")))
         virtual_stages = range(stages * chunks)
         split = rng.choice(((True,), (False,), (True, False)))
-        graph = Graph(placement, split=tuple(rng.choice(split) for _ in virtual_stages))
+        graph = TaskGraph(placement, split=tuple(rng.choice(split) for _ in virtual_stages))
         kind = rng.choice((None, Kind.F, Kind.B, Kind.W))
         where = rng.sample(virtual_stages, rng.randint(1, len(virtual_stages)))
         in_order = [(kind, v) for v in where if kind in graph.kinds(v, Mode.TRAIN)] if kind else []
@@ -77,7 +77,7 @@ def test_limits_on_bytes_end_every_run_whatever_is_expected(knows: str, batch: i
     for seed in range(batch * 25, batch * 25 + 25):
         rng = random.Random(seed)
         stages, chunks, microbatches = rng.randint(1, 4), rng.randint(1, 3), rng.randint(2, 8)
-        graph = Graph(
+        graph = TaskGraph(
             Placement(stages, chunks, rng.choice(("looped", "v"))), split=(rng.random() < 0.5,) * stages * chunks
         )
         held = [rng.randint(1, 9) for _ in range(microbatches)]
@@ -113,20 +113,20 @@ def test_limits_on_bytes_end_every_run_whatever_is_expected(knows: str, batch: i
 class IgnoresItsLimit(StageCore):
     """Holds whatever comes."""
 
-    def __init__(self, graph: Graph, stage: int, hint: Hint, limit: Limit, **options: Any) -> None:
+    def __init__(self, graph: TaskGraph, stage: int, hint: Hint, limit: Limit, **options: Any) -> None:
         super().__init__(graph, stage, hint, Limit(), **options)
 
 
 @pytest.mark.parametrize("mode", [*Mode])
 def test_a_core_that_ignores_its_limit_is_found_in_both_modes(mode: Mode) -> None:
     """The checker counts D anew, and never asks the core."""
-    network = RandomRun(Graph.chain(2), [AnyReady(0), AnyReady(1)], [Limit(1), Limit(1)], make_core=IgnoresItsLimit)
+    network = RandomRun(TaskGraph.chain(2), [AnyReady(0), AnyReady(1)], [Limit(1), Limit(1)], make_core=IgnoresItsLimit)
     with pytest.raises(AssertionError, match=r"holds 2 chunk tasks after starting F\d@\d, the most allowed is 1"):
         network.run([(mode, 6)])
 
 
 @pytest.mark.parametrize("mode", [*Mode])
 def test_the_bytes_of_a_microbatch_are_counted_anew_in_both_modes(mode: Mode) -> None:
-    network = RandomRun(Graph.chain(2), [AnyReady(0), AnyReady(1)], [Limit(1), Limit(1)], num_bytes=lambda task: 7)
+    network = RandomRun(TaskGraph.chain(2), [AnyReady(0), AnyReady(1)], [Limit(1), Limit(1)], num_bytes=lambda task: 7)
     network.run([(mode, 4)])
     assert [network.most_bytes(stage, 0) for stage in range(2)] == [7, 7]

@@ -14,7 +14,7 @@ from core_script import T
 from rrfp.arbiter.offers import may_offer
 from rrfp.core import events as ev
 from rrfp.core.admission import Admission, Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.stage_core import StageCore
 from rrfp.core.step import Instructions
 from rrfp.core.tasks import Mode, Task
@@ -52,7 +52,7 @@ def watched(lost: list[str], seen: set[type]) -> type[StageCore]:
     return type("Watched", (Watched,), {"lost": lost, "seen": seen})
 
 
-def opened(lost: list[str], graph: Graph, limit: Limit, **options: Any) -> StageCore:
+def opened(lost: list[str], graph: TaskGraph, limit: Limit, **options: Any) -> StageCore:
     """A watched core of stage 0 in a step of three microbatches."""
     core = watched(lost, set())(graph, 0, create_hint("bf"), limit, **options)
     core.apply(ev.StepOpened(0, Mode.TRAIN, 3))
@@ -82,7 +82,7 @@ def test_the_watch_sees_a_rule_that_breaks_it() -> None:
             self.held += 1
 
     lost: list[str] = []
-    core = opened(lost, Graph.chain(2), Limit(2), admission=Moody)
+    core = opened(lost, TaskGraph.chain(2), Limit(2), admission=Moody)
     core.apply(ev.Enqueued(T("F0@0")))
     core.apply(ev.Completed(T("F0@0")))
     assert [what.split(" by ")[0] for what in lost] == ["F1@0 F2@0"]
@@ -90,7 +90,7 @@ def test_the_watch_sees_a_rule_that_breaks_it() -> None:
 
 def test_under_a_byte_limit_a_completed_task_may_make_a_ready_one_unready_so_nothing_is_offered() -> None:
     lost: list[str] = []
-    core = opened(lost, Graph.chain(1, split=True), Limit(bytes=100))
+    core = opened(lost, TaskGraph.chain(1, split=True), Limit(bytes=100))
     core.apply(ev.Enqueued(T("F0@0")))
     core.apply(ev.Completed(T("F0@0"), held=30))
     core.apply(ev.Enqueued(T("B0@0")))

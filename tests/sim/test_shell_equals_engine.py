@@ -22,8 +22,7 @@ from sim.tables import table
 from rrfp.core.admission import Limit
 from rrfp.core.hint import Hint, View
 from rrfp.core.placement import Layout
-from rrfp.core.readiness import ForcedOrder
-from rrfp.core.ready_set import ReadySet
+from rrfp.core.ready_set import ForcedOrder, ReadySet
 from rrfp.core.size_order import correlation
 from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.core.usage import WaitCause

@@ -20,7 +20,7 @@ from sim.tp_cases import any_makers, latencies, latencies_of, limits_of, settled
 
 from rrfp.core.admission import Limit
 from rrfp.core.hint import Hint
-from rrfp.core.readiness import ForcedOrder
+from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.costs import CostTable, make_costs, with_jitter
 from rrfp.costs.rank_latency import Cube, RankLatencies, rank_latencies
@@ -28,7 +28,7 @@ from rrfp.errors import ConfigError, ProtocolError
 from rrfp.hints.registry import create_hint
 from rrfp.sim.cluster.coordination import Agreement, Leader
 from rrfp.sim.cluster.result import TensorParallelResult
-from rrfp.sim.cluster.tensor_parallel import run_tensor_parallel
+from rrfp.sim.cluster.simulation import run_tensor_parallel
 from rrfp.sim.engine import graph_of
 
 COSTS = table([[1, 1], [1, 1]], [[2, 2], [2, 2]])

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from batches import examples
@@ -19,9 +20,13 @@ from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.costs import CostTable, from_json, make_costs, to_json
 from rrfp.errors import ConfigError
+from rrfp.hints.registry import create_hint
 from rrfp.sim.bound import lower_bound
+from rrfp.sim.cluster.coordination import Leader
+from rrfp.sim.cluster.simulation import simulate_tensor_parallel
 from rrfp.sim.engine import graph_of
-from rrfp.sim.simulation import Simulation, planned_sizes, simulate
+from rrfp.sim.engine import run as run_engine
+from rrfp.sim.simulation import Simulation, planned_sizes, shown_correlation, simulate
 from rrfp.trace.breakdown import by_stage
 from rrfp.trace.spans import TaskSpan
 
@@ -284,3 +289,26 @@ def test_a_limit_on_bytes_is_refused_where_the_table_has_none() -> None:
         with pytest.raises(ConfigError, match="the limit is in bytes, and the cost table has none"):
             simulate(table([[1]], [[1]]), hint="bf", limit=limit)
     assert simulate(table([[1]], [[1]]), hint="bf", limit=Limit()).limits == (1,)
+
+
+def test_hints_know_how_closely_times_follow_the_sizes_as_from_a_jobs_second_step_on() -> None:
+    costs = make_costs("bimodal", 2, 24, split=True)  # one size orders every stage, so one pyramid is best
+    sizes, limits = planned_sizes(costs), [Limit(4), Limit(4)]
+
+    def engine(known: float | None) -> float:
+        hints = [create_hint("slot-aware-pyramid") for _ in limits]
+        return run_engine(costs, hints, limits, sizes=sizes, size_correlation=known).makespan
+
+    assert simulate(costs, hint="slot-aware-pyramid", limit=4, sizes=sizes).makespan == engine(1.0) < engine(None)
+    with_own = replace(costs, sizes=tuple(sizes))
+    one_rank = simulate_tensor_parallel(with_own, 1, hint="slot-aware-pyramid", limit=4, coordination=Leader(1, 0.0))
+    assert one_rank.simulation.makespan == engine(1.0)
+    assert shown_correlation(with_own) == pytest.approx(1.0)
+    assert shown_correlation(costs) is shown_correlation(replace(costs, sizes=(1.0,) * 24)) is None
+
+
+def test_the_correlation_is_the_least_of_all_stages_over_their_chunks() -> None:
+    rows = [[1.0, 2.0, 3.0], [3.0, 2.0, 1.0], [1.0, 2.0, 4.0], [9.0, 6.0, 3.0]]
+    none = [[0.0] * 3] * 3
+    costs = CostTable(2, 2, "looped", 3, rows, rows, None, none, none, sizes=(1.0, 2.0, 3.0))  # type: ignore[arg-type]
+    assert shown_correlation(costs) == pytest.approx(-1.0), "stage 1 has the virtual stages 1 and 3"

@@ -16,14 +16,18 @@ from rrfp.errors import ConfigError, DeadlockError
 from rrfp.sim.cluster.simulation import simulate_tensor_parallel
 from rrfp.sim.simulation import simulate
 from rrfp.sim.sweep import runs
-from rrfp.sim.sweep.experiment import Experiment, Method
+from rrfp.sim.sweep.experiment import Experiment, SimulatedMethod
 from rrfp.sim.sweep.pool import run_all
-from rrfp.sim.sweep.rows import COLUMNS, Row, RowFile
+from rrfp.sim.sweep.rows import COLUMNS, SweepFile, SweepRow
 from rrfp.sim.sweep.runs import Skip, sweep
 from rrfp.sim.sweep.workloads import CostFile, Workload
 
 WORKLOAD = Workload(profile="mllm", stages=3, microbatches=6, split=True, jitter="J2", latency="wire", seed=4)
-METHODS = (Method(hint="bfw", limit="1f1b"), Method(hint="bf", limit=2, admission="paper"), Method(strict="1f1b"))
+METHODS = (
+    SimulatedMethod(hint="bfw", limit="1f1b"),
+    SimulatedMethod(hint="bf", limit=2, admission="paper"),
+    SimulatedMethod(strict="1f1b"),
+)
 
 
 def experiments() -> list[Experiment]:
@@ -65,11 +69,11 @@ def test_a_row_says_what_the_single_run_says() -> None:
 
 
 def test_processes_change_nothing_and_outcomes_come_in_order() -> None:
-    seen: list[Row | Skip] = []
+    seen: list[SweepRow | Skip] = []
     alone = sweep(experiments(), jobs=1)
     several = sweep(experiments(), jobs=3, progress=seen.append)
     assert several == alone
-    assert [outcome for outcome in seen if isinstance(outcome, Row)] == list(alone.rows)
+    assert [outcome for outcome in seen if isinstance(outcome, SweepRow)] == list(alone.rows)
     assert [outcome for outcome in seen if isinstance(outcome, Skip)] == list(alone.skipped)
     assert len(seen) == len(experiments())
 
@@ -95,7 +99,7 @@ def test_hints_receive_the_profiles_sizes() -> None:
             seen.add(view.sizes)
             return next(iter(ready))
 
-    Experiment(WORKLOAD, Method(hint=Listening)).simulate()
+    Experiment(WORKLOAD, SimulatedMethod(hint=Listening)).simulate()
     assert seen == {tuple(WORKLOAD.sizes())}
 
 
@@ -104,14 +108,14 @@ def test_a_class_that_cannot_be_pickled_runs_beside_other_processes() -> None:
         def choose(self, ready: ReadySet, view: View) -> Task | None:
             return next(iter(ready))
 
-    methods = (Method(hint=Local), Method(hint="bf"))
+    methods = (SimulatedMethod(hint=Local), SimulatedMethod(hint="bf"))
     several = sweep([Experiment(WORKLOAD, method) for method in methods], jobs=2)
     assert [row.method for row in several.rows] == ["Local", "bf"]
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_deadlock_ends_the_sweep_and_names_the_run(jobs: int) -> None:
-    two = [Experiment(replace(WORKLOAD, seed=s), Method(hint=Silent, name="mine")) for s in (8, 9)]
+    two = [Experiment(replace(WORKLOAD, seed=s), SimulatedMethod(hint=Silent, name="mine")) for s in (8, 9)]
     message = r"mine \(hint\) on profile=mllm, stages=3, .*seed=8: deadlock: every stage is idle"
     with pytest.raises(DeadlockError, match=message):
         sweep(two, jobs=jobs)
@@ -119,7 +123,7 @@ def test_a_deadlock_ends_the_sweep_and_names_the_run(jobs: int) -> None:
 
 def test_groups_of_ranks_have_columns_of_their_own() -> None:
     groups, alone = replace(WORKLOAD, tp=2), WORKLOAD
-    methods = (Method(hint="bf", coordination="agreement"), Method(strict="1f1b"))
+    methods = (SimulatedMethod(hint="bf", coordination="agreement"), SimulatedMethod(strict="1f1b"))
     rows = sweep([Experiment(groups, method) for method in methods] + [Experiment(alone, METHODS[0])], jobs=1).rows
     run = simulate_tensor_parallel(
         WORKLOAD.costs(), 2, hint="bf", coordination="agreement", latency="wire", seed=4, sizes=WORKLOAD.sizes()
@@ -134,13 +138,13 @@ def test_groups_of_ranks_have_columns_of_their_own() -> None:
 
 
 def test_rules_that_groups_cannot_follow_are_skipped_with_the_reason() -> None:
-    methods = (Method(hint="bf", admission="paper"), Method(strict="1f1b", sends="blocking"))
+    methods = (SimulatedMethod(hint="bf", admission="paper"), SimulatedMethod(strict="1f1b", sends="blocking"))
     result = sweep([Experiment(replace(WORKLOAD, tp=2), method) for method in methods], jobs=1)
     assert [skip.reason for skip in result.skipped] == [
         "admission is 'paper', must be staircase with tp",
         "sends is 'blocking', must be eager with tp",
     ]
-    alone = sweep([Experiment(WORKLOAD, Method(hint="bf", coordination="leader"))], jobs=1)
+    alone = sweep([Experiment(WORKLOAD, SimulatedMethod(hint="bf", coordination="leader"))], jobs=1)
     assert alone.skipped[0].reason == "coordination is 'leader', must be None without tp"
 
 
@@ -209,17 +213,17 @@ def test_a_workload_refuses_what_no_table_could_be_made_of(change: dict[str, obj
 )
 def test_a_method_refuses_what_no_workload_could_run(values: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Method(**values)  # type: ignore[arg-type]
+        SimulatedMethod(**values)  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def rows() -> tuple[Row, ...]:
+def rows() -> tuple[SweepRow, ...]:
     return sweep([Experiment(WORKLOAD, method) for method in METHODS], jobs=1).rows
 
 
-def test_a_csv_file_reads_back_bitwise(rows: tuple[Row, ...], tmp_path: Path) -> None:
+def test_a_csv_file_reads_back_bitwise(rows: tuple[SweepRow, ...], tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    with RowFile(path) as file:
+    with SweepFile(path) as file:
         for row in rows:
             file.add(row)
     with path.open(newline="") as text:
@@ -235,9 +239,9 @@ def test_a_csv_file_reads_back_bitwise(rows: tuple[Row, ...], tmp_path: Path) ->
                 assert found[name] == ("" if value is None else str(value))
 
 
-def test_a_csv_file_is_complete_after_every_row(rows: tuple[Row, ...], tmp_path: Path) -> None:
+def test_a_csv_file_is_complete_after_every_row(rows: tuple[SweepRow, ...], tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    with RowFile(path) as file:
+    with SweepFile(path) as file:
         assert path.read_text() == ",".join(COLUMNS) + "\n"
         file.add(rows[0])
         assert path.read_text().count("\n") == 2
@@ -245,7 +249,7 @@ def test_a_csv_file_is_complete_after_every_row(rows: tuple[Row, ...], tmp_path:
 
 def test_a_csv_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent/rows\.csv: cannot be written \(No such file"):
-        RowFile(tmp_path / "absent" / "rows.csv")
+        SweepFile(tmp_path / "absent" / "rows.csv")
 
 
 def test_a_cost_file_that_changed_is_read_again(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ from matplotlib.text import Text
 
 from rrfp.errors import ConfigError
 from rrfp.sim.sweep.plot import MOST_METHODS, draw_sweep, plot_sweep
-from rrfp.sim.sweep.rows import Row
-from rrfp.sim.sweep.summary import Spread, in_common, label, summarise, varied
+from rrfp.sim.sweep.rows import SweepRow
+from rrfp.sim.sweep.summary import Spread, in_common, label, summarise, useless_limits, varied, why_useless
 
-HINT = Row(
+HINT = SweepRow(
     costs=None,
     profile="mllm",
     stages=4,
@@ -97,6 +97,68 @@ def test_labels_tell_methods_apart() -> None:
     ]
 
 
+def test_rows_with_and_without_sizes_are_two_methods() -> None:
+    rows = [replace(HINT, sizes=sizes) for sizes in (None, "own", "none", "planned")]
+    assert [group.label for group in summarise(rows)] == [
+        *["bf, limit 2n"] * 2,
+        "bf, limit 2n, no sizes",
+        "bf, limit 2n, planned sizes",
+    ]
+
+
+def waiting(limit: str, makespan: float, share: float, stage: int | None, ratio: float = 1.1) -> SweepRow:
+    waits = replace(HINT, memory_wait_share=share, memory_wait_stage=stage)
+    return replace(waits, limit=limit, makespan=makespan, ratio=ratio)
+
+
+def reasons(*rows: SweepRow) -> list[tuple[str, str, str]]:
+    return [
+        (str(smaller.rows[0].limit), str(larger.rows[0].limit), why_useless(smaller, larger))
+        for smaller, larger in useless_limits(summarise(rows))
+    ]
+
+
+def test_a_limit_that_gains_nothing_is_explained_by_what_stages_waited_for() -> None:
+    rest = "; the step is 1.100 x its lower bound"
+    assert reasons(waiting("n", 2.0, 0.2, 0), waiting("1f1b", 2.003, 0.25, 0)) == [
+        (
+            *("1f1b", "n"),
+            "stage 0 holds at most 4 under both, and every microbatch passes it; it idles 25.0% of the step for memory",
+        )
+    ]
+    assert reasons(waiting("4", 2.0, 0.0, None), waiting("2n", 2.0, 0.0, None)) == [
+        ("4", "2n", f"with 4 no stage idles for memory{rest}")
+    ]
+    assert reasons(waiting("2", 2.0, 0.001, 3), waiting("3", 2.0, 0.0, None)) == [
+        ("2", "3", f"with 2 no stage idles for memory for more than 0.1% of the step{rest}")
+    ]
+    assert reasons(waiting("2", 2.0, 0.3, 1), waiting("3", 2.0, 0.1, 2)) == [
+        (
+            *("2", "3"),
+            "stage 1 idles 30.0% of the step for memory with 2, and with 3 at most 10.0%: it waits for inputs, or has "
+            f"nothing left, instead{rest}",
+        )
+    ]
+    assert reasons(waiting("2", 2.0, 0.1, 1), waiting("3", 2.0, 0.3, 2)) == [
+        ("2", "3", f"a stage idles 30.0% of the step for memory with 3 too{rest}")
+    ]
+    assert reasons(waiting("2", 2.0, 0.3, 1), waiting("3", 2.0, 0.3, 1, ratio=1.001)) == [
+        ("2", "3", "with 2 the step is already at the lower bound of 3: no order is faster")
+    ]
+
+
+def test_only_limits_of_one_kind_hint_and_workload_are_compared() -> None:
+    same, other = waiting("n", 2.0, 0.0, None), waiting("2n", 2.0, 0.0, None)
+    assert reasons(same, replace(other, method="fb")) == []
+    assert reasons(same, replace(other, stages=8)) == []
+    assert reasons(same, replace(other, limit="8MB")) == []
+    assert reasons(same, replace(other, sizes="planned")) == []
+    assert reasons(same, replace(other, makespan=1.99)) == []
+    assert len(reasons(same, replace(other, makespan=2.1))) == 1, "longer: it gains nothing either"
+    assert reasons(same, replace(other, limit="4")) == [], "both hold 4"
+    assert [pair[:2] for pair in reasons(*(replace(other, limit=f"{n}MB") for n in (30, 20)))] == [("20MB", "30MB")]
+
+
 def test_what_is_common_and_what_varies() -> None:
     rows = [HINT, replace(HINT, stages=8, seed=1)]
     assert varied(rows, ("profile", "stages", "jitter", "seed")) == ["stages", "seed"]
@@ -104,7 +166,7 @@ def test_what_is_common_and_what_varies() -> None:
     assert in_common([replace(HINT, chunks=2)]).startswith("mllm, stages 4, microbatches 8, chunks 2, looped, whole")
 
 
-def groups(seed: int, share: float) -> Row:
+def groups(seed: int, share: float) -> SweepRow:
     own = {"coordination_share": share, "failed_rounds_per_task": 2 * share, "messages_per_task": 3.0}
     return replace(HINT, tp=4, coordination="agreement", seed=seed, **own)  # type: ignore[arg-type]
 
@@ -128,7 +190,7 @@ def test_cost_files_have_neither_profile_nor_seed() -> None:
     assert draw_sweep([file, replace(file, costs="b.json")]).axes[1].get_xlabel() == "costs"
 
 
-def many() -> list[Row]:
+def many() -> list[SweepRow]:
     """Two panels across, two down, three places on the axis, six methods, two seeds."""
     methods = [HINT, replace(HINT, limit="1f1b"), replace(HINT, method="a-hint-of-a-long-name", limit="1f1b")]
     methods += [STRICT, replace(STRICT, sends="blocking"), replace(STRICT, method="interleaved-1f1b")]
@@ -140,7 +202,7 @@ def many() -> list[Row]:
     ]
 
 
-def drawn(rows: list[Row]) -> Figure:
+def drawn(rows: list[SweepRow]) -> Figure:
     figure = draw_sweep(rows)
     assert isinstance(figure.canvas, FigureCanvasAgg)
     figure.draw_without_rendering()
@@ -157,7 +219,7 @@ def not_drawn(axis: Axis) -> Iterator[Text]:
 
 
 @pytest.mark.parametrize("rows", [many(), [HINT], [HINT, STRICT], [replace(row, chunks=2) for row in many()]])
-def test_no_text_overlaps_another_or_leaves_the_picture(rows: list[Row]) -> None:
+def test_no_text_overlaps_another_or_leaves_the_picture(rows: list[SweepRow]) -> None:
     figure = drawn(rows)
     hidden = {label for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) for label in not_drawn(axis)}
     texts = [one for one in figure.findobj(Text) if one.get_text() and one not in hidden]

@@ -11,7 +11,7 @@ from sim.tables import table
 from sim.tp_cases import FirstCome, latencies
 
 from rrfp.core.admission import Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.stage_core import StageCore
@@ -24,7 +24,7 @@ from rrfp.hints.registry import create_hint, create_strict
 from rrfp.sim.cluster import group_run
 from rrfp.sim.cluster.coordination import Agreement, Coordination, Independent, Leader
 from rrfp.sim.cluster.result import GroupCounts, TensorParallelResult
-from rrfp.sim.cluster.tensor_parallel import run_tensor_parallel
+from rrfp.sim.cluster.simulation import run_tensor_parallel
 from rrfp.sim.engine import run
 from rrfp.trace.spans import WaitSpan
 
@@ -236,7 +236,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 class IgnoresItsLimit(StageCore):
     """Holds whatever comes."""
 
-    def __init__(self, graph: Graph, stage: int, hint: Hint, limit: Limit, **options: Any) -> None:
+    def __init__(self, graph: TaskGraph, stage: int, hint: Hint, limit: Limit, **options: Any) -> None:
         super().__init__(graph, stage, hint, Limit(), **options)
 
 

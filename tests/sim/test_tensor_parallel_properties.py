@@ -15,14 +15,14 @@ from sim.tp_cases import PURE, any_makers, latencies_of, limits_of, makers, sett
 
 from rrfp.core.admission import Limit
 from rrfp.core.hint import Hint
-from rrfp.core.readiness import ForcedOrder
+from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.tasks import Kind
 from rrfp.costs import CostTable, make_costs
 from rrfp.costs.rank_latency import RankLatencies, rank_latencies
 from rrfp.hints.registry import create_hint, create_strict
 from rrfp.sim.cluster.coordination import Agreement, Coordination, Independent, Leader
 from rrfp.sim.cluster.result import TensorParallelResult
-from rrfp.sim.cluster.tensor_parallel import run_tensor_parallel
+from rrfp.sim.cluster.simulation import run_tensor_parallel
 from rrfp.sim.engine import graph_of, run
 from rrfp.sim.engine_record import EngineResult
 

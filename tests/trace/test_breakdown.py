@@ -109,6 +109,12 @@ def test_mean_averages_every_part() -> None:
         mean([])
 
 
+def test_its_text_is_short_and_leaves_out_what_is_nothing() -> None:
+    part = Breakdown(0.2, compute=0.1, input=0.0501, drained=0.0499)
+    assert str(part) == "200.0 ms: compute 50.0%, input 25.1%, nothing left 24.9%"
+    assert str(Breakdown(0.0, compute=0.0)) == "0.0 ms: nothing"
+
+
 def test_json_form_names_the_causes() -> None:
     document = json.loads(json.dumps(Breakdown(step=4.0, compute=1.0, input=2.0, order=0.5, other=0.5).to_json()))
     assert document == {

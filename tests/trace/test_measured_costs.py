@@ -13,7 +13,7 @@ import pytest
 
 import rrfp
 from rrfp.compute.emulated import table_durations
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Layout
 from rrfp.core.tasks import Kind, Task
 from rrfp.costs import CostTable, make_costs
@@ -76,11 +76,11 @@ def test_a_pipelines_own_trace_gives_the_costs_that_it_emulates(tmp_path: Path) 
     async def main() -> list[float]:
         lanes = [TimerLane() for _ in range(3)]
         durations = table_durations(table)
-        programs = [EmulatedStage(Graph.chain(3), durations, num_bytes=8, spend=lane.spend) for lane in lanes]
+        programs = [EmulatedStage(TaskGraph.chain(3), durations, num_bytes=8, spend=lane.spend) for lane in lanes]
         transport = partial(SimulatedTransport, latency=latency)
         options: Any = {"transport": transport, "lane": lanes.__getitem__, "loop": "caller", "hint": "bf", "limit": 3}
         async with rrfp.local(programs, **options) as pipe:
-            seconds = [(await pipe.step(microbatches=5)).seconds for _ in range(4)]
+            seconds = [(await pipe.step(microbatches=5, sizes=[5, 4, 3, 2, 0])).seconds for _ in range(4)]
             await pipe.evaluate(microbatches=5)
             await pipe.save_trace(tmp_path / "trace.json")
             return seconds
@@ -89,6 +89,7 @@ def test_a_pipelines_own_trace_gives_the_costs_that_it_emulates(tmp_path: Path) 
     measured = measured_costs([("trace", run) for run in read_chrome(tmp_path / "trace.json")])
     everywhere = np.full((2, 5), latency_s)
     assert_same_costs(measured.table, replace(table, latency_forward=everywhere, latency_backward=everywhere))
+    assert measured.table.sizes == (5.0, 4.0, 3.0, 2.0, 0.0)
     assert measured.steps == 2
     assert measured.left_out == ("2 at the beginning",)
     assert measured.seconds == pytest.approx(seconds[-1], abs=ROUNDING_S)
@@ -143,6 +144,31 @@ def test_steps_of_other_sizes_are_left_out_and_counted(tmp_path: Path) -> None:
     measured = measured_costs(simulated(tables, tmp_path / "t.json", strict="1f1b"), skip_first=0)
     assert (measured.steps, measured.table.microbatches) == (2, 4)
     assert measured.left_out == ("1 of 3 microbatches",)
+
+
+def test_sizes_are_those_of_the_step_and_of_several_steps_only_where_they_agree(tmp_path: Path) -> None:
+    tables = [make_costs("llm", 2, 3, step=step, latency="constant") for step in range(3)]
+    sizes = [(1.0, 2.0, 3.0), (3.0, 2.0, 1.0), (1.0, 2.0, 3.0)]
+    traces = [
+        replace(simulate(table, hint="bf").result.trace(step), sizes=sizes[step]) for step, table in enumerate(tables)
+    ]
+    write_chrome(tmp_path / "t.json", traces)
+    runs = [("t", run) for run in read_chrome(tmp_path / "t.json")]
+    found = [measured_costs(runs, skip_first=0, step=step) for step in (0, 1, "median", "mean")]
+    assert [each.table.sizes for each in found] == [sizes[0], sizes[1], None, None]
+    assert all(each.has_sizes for each in found)
+    same = [("t", replace(runs[0][1], steps=tuple(run for run in runs[0][1].steps if run.step != 1)))]
+    assert measured_costs(same, skip_first=0, step="median").table.sizes == sizes[0]
+    without = [("t", replace(runs[0][1], steps=(replace(runs[0][1].steps[0], sizes=None),)))]
+    assert (measured_costs(without, skip_first=0).table.sizes, measured_costs(without, skip_first=0).has_sizes) == (
+        None,
+        False,
+    )
+
+
+def test_as_many_sizes_as_microbatches_are_needed() -> None:
+    with pytest.raises(ConfigError, match=r"step 7: sizes has 2 entries, must have 1, one a microbatch$"):
+        costs_of(replace(small(), sizes=(1.0, 2.0)))
 
 
 def run_of(trace: StepTrace, stages: int = 2) -> list[tuple[str, TracedRun]]:

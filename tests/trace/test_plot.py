@@ -26,7 +26,7 @@ from rrfp.sim.simulation import simulate
 from rrfp.trace.looks import DPI
 from rrfp.trace.plot import draw_timelines, plot_timelines
 from rrfp.trace.spans import StepTrace, TaskSpan, WaitSpan
-from rrfp.trace.window import WHOLE, Window
+from rrfp.trace.window import WHOLE, TimeWindow
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_the_legend_has_every_tint_and_hatch_that_is_drawn_and_no_other(how: dic
 
 
 def test_time_that_is_left_blank_has_an_entry_where_it_is_visible() -> None:
-    def labels(blank: float, window: Window = WHOLE) -> list[str]:
+    def labels(blank: float, window: TimeWindow = WHOLE) -> list[str]:
         """Of stage 0, which computes all the time, and stage 1, which does not at first."""
         spans = (TaskSpan(0, Task(Kind.F, 0, 0), 5.0, 15.0), TaskSpan(1, Task(Kind.F, 0, 1), 5.0 + blank, 15.0))
         figure = draw_timelines([("one", StepTrace(0, 5.0, 15.0, spans))], window)
@@ -145,8 +145,8 @@ def test_time_that_is_left_blank_has_an_entry_where_it_is_visible() -> None:
 
     assert labels(0.2) == ["forward"]
     assert labels(0.5) == ["forward", "other: the runtime"]
-    assert labels(0.5, Window(1.0)) == ["forward"]
-    assert labels(0.2, Window(0.0, 2.0)) == ["forward", "other: the runtime"]
+    assert labels(0.5, TimeWindow(1.0)) == ["forward"]
+    assert labels(0.2, TimeWindow(0.0, 2.0)) == ["forward", "other: the runtime"]
 
 
 def test_a_kind_is_paler_on_a_deeper_chunk_and_the_legend_names_the_chunks() -> None:
@@ -178,7 +178,7 @@ def test_idle_times_are_told_apart_without_colour() -> None:
 def test_a_window_shows_a_part_of_the_step(rows: list[tuple[str, StepTrace]]) -> None:
     _, trace = rows[0]
     start, end = 0.25 * trace.end, 0.5 * trace.end
-    figure = draw_timelines(rows[:1], Window(start, end))
+    figure = draw_timelines(rows[:1], TimeWindow(start, end))
     figure.draw_without_rendering()
     [axes] = figure.axes
     assert axes.get_xlim() == (start, end)
@@ -194,10 +194,10 @@ def test_a_window_shows_a_part_of_the_step(rows: list[tuple[str, StepTrace]]) ->
 
 
 def test_a_window_may_end_after_the_step_and_not_begin_there(rows: list[tuple[str, StepTrace]]) -> None:
-    figure = draw_timelines(rows[:1], Window(0.0, 1e6))
+    figure = draw_timelines(rows[:1], TimeWindow(0.0, 1e6))
     assert figure.axes[0].get_xlim() == (0.0, rows[0][1].end)
     with pytest.raises(ConfigError, match=r"^from is 1e\+06 ms, must be less than the step's [0-9.]+ ms$"):
-        draw_timelines(rows, Window(1000.0))
+        draw_timelines(rows, TimeWindow(1000.0))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_a_window_may_end_after_the_step_and_not_begin_there(rows: list[tuple[st
 )
 def test_times_that_make_no_window_are_refused(start: float | None, end: float | None, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
-        Window.of_milliseconds(start, end)
+        TimeWindow.of_milliseconds(start, end)
 
 
 def test_a_step_of_too_thin_boxes_has_the_dense_form() -> None:
@@ -226,7 +226,7 @@ def test_a_step_of_too_thin_boxes_has_the_dense_form() -> None:
     assert [shape.get_hatch() for shape in boxes(panel)] == [None, None, None, "//////", "...."]
     top = np.asarray(boxes(panel)[-1].get_paths()[0].vertices)[:, 1]
     assert top.max() == pytest.approx(1.0)  # a simulated stage always computes or waits
-    detail = draw_timelines([("many", trace)], Window(0.1 * trace.end, 0.15 * trace.end))
+    detail = draw_timelines([("many", trace)], TimeWindow(0.1 * trace.end, 0.15 * trace.end))
     assert len(detail.axes) == 1
     assert len(detail.axes[0].texts) > 40
 
@@ -267,5 +267,5 @@ def test_without_matplotlib_the_error_says_what_to_install(
 
 
 def test_importing_the_package_imports_neither_matplotlib_nor_a_backend() -> None:
-    code = "import sys, rrfp.trace.plot, rrfp.trace.table; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, rrfp.trace.plot, rrfp.trace.report; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -62,6 +63,21 @@ def test_times_of_another_clock_are_all_moved() -> None:
     )
 
 
-@pytest.mark.parametrize("trace", [SENDER, RECEIVER, merge([SENDER, RECEIVER]), LAUNCHED])
+SIZED = replace(SENDER, sizes=(3.0, 0.0))
+
+
+def test_a_merged_step_has_the_sizes_that_all_ranks_received() -> None:
+    assert merge([SIZED, replace(RECEIVER, sizes=(3.0, 0.0))]).sizes == (3.0, 0.0)
+    assert merge([SIZED, RECEIVER]).sizes is None
+    assert merge([SIZED, replace(RECEIVER, sizes=(3.0, 1.0))]).sizes is None
+
+
+@pytest.mark.parametrize("sizes", [[-1.0], [float("nan")], [True], ["3"], 3, [None]])
+def test_plain_sizes_that_are_no_numbers_are_refused(sizes: Any) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        from_plain(to_plain(SENDER) | {"sizes": sizes})
+
+
+@pytest.mark.parametrize("trace", [SENDER, RECEIVER, merge([SENDER, RECEIVER]), LAUNCHED, SIZED])
 def test_plain_data_reads_back(trace: StepTrace) -> None:
     assert from_plain(to_plain(trace)) == trace

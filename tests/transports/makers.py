@@ -20,7 +20,7 @@ from rrfp.transports.collective.transport import CollectiveTransport
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.rendezvous import LocalRendezvous
 from rrfp.transports.secret import Secret
-from rrfp.transports.shm.datagrams import Payload, pack
+from rrfp.transports.shm.datagrams import DatagramBody, pack
 from rrfp.transports.shm.transport import ShmTransport
 from rrfp.transports.shm.trial import Host
 from rrfp.transports.simulated import Latency, SimulatedTransport, no_latency
@@ -199,7 +199,9 @@ def injecting_datagrams(left: ShmTransport) -> Any:
 
     async def inject(channel: Channel, header: bytes, frames: Sequence[bytes]) -> None:
         packets = left._links[1]._connections[channel].packets
-        packets.post(pack(header, Payload(len(frames), sum(map(len, frames))), [memoryview(frame) for frame in frames]))
+        packets.post(
+            pack(header, DatagramBody(len(frames), sum(map(len, frames))), [memoryview(frame) for frame in frames])
+        )
 
     return inject
 

@@ -15,14 +15,13 @@ from compute.separate_double import SeparateDouble, check_races, closing, put, s
 from torch import Tensor
 
 from rrfp.compute.devices.base import Device
+from rrfp.compute.devices.copies import copies_of
 from rrfp.compute.devices.cuda import CudaDevice
-from rrfp.compute.devices.shared_copies import copies_of
 from rrfp.testing.transport_checks import MakePair, Pair, PairOptions
 from rrfp.testing.wrapped import WrappedTransport
 from rrfp.transports.base import Channel, Message, Transport, TransportContext
-from rrfp.transports.cuda_ipc.pulled import PulledTransport
-from rrfp.transports.cuda_ipc.transport import CudaIpcTransport
-from rrfp.transports.device_sharing import SharesDeviceMemory
+from rrfp.transports.cuda_ipc.transport import CudaIpcTransport, PulledTransport
+from rrfp.transports.device_copies import SharesDeviceMemory
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.shm.transport import ShmTransport
 from rrfp.transports.staged import staged

@@ -10,8 +10,7 @@ from multiprocessing.connection import Connection
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from rrfp.compute.devices.copies import StreamCopies
-from rrfp.compute.devices.shared_copies import copies_of
+from rrfp.compute.devices.copies import StreamCopies, copies_of
 from rrfp.errors import PeerLostError
 from rrfp.testing.device_double import DoubleDevice
 from rrfp.testing.transport_checks.pair import data

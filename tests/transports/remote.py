@@ -24,8 +24,8 @@ from transports.makers import RUN_ID, contexts, injecting_datagrams, started
 from transports.on_device import OnDevice, carrier_of
 
 from rrfp.compute.devices.base import Device
+from rrfp.compute.devices.copies import copies_of
 from rrfp.compute.devices.cuda import CudaDevice
-from rrfp.compute.devices.shared_copies import copies_of
 from rrfp.testing.transport_checks import MakePair, Pair, PairOptions
 from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
 from rrfp.transports.cuda_ipc.transport import CudaIpcTransport

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 import torch
 import zmq
 from transports.children import NEW_MOUNTS, NEW_NETWORK, NEW_PIDS, NOT_PERMITTED, unshare
+from transports.makers import contexts
 from transports.shm_state import MIB, descriptors, filled, mappings, only, shm_pair, until
 
 from rrfp.errors import TransportError
@@ -23,6 +24,8 @@ from rrfp.testing.transport_checks import PairOptions
 from rrfp.testing.transport_checks.pair import data, index_of, note, receive, soon
 from rrfp.transports.base import Channel
 from rrfp.transports.shm.endpoint import connect
+from rrfp.transports.shm.transport import ShmTransport, address_key
+from rrfp.transports.shm.trial import this_host
 
 
 @contextmanager
@@ -148,6 +151,34 @@ def with_small_files() -> str:
             await left.send(1, data(filled(MIB // 2, 2), index=2))
             assert index_of(await receive(right)) == 2
         return text
+
+    return asyncio.run(main())
+
+
+def hosts_with_small_files() -> list[str]:
+    """Returns why `auto` would take no shared memory: for messages of the default's size, and for small ones."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    return [this_host().obstacle, this_host(MIB // 2).obstacle]
+
+
+def start_without_descriptors() -> str:
+    """Returns the error of a rank that may open no more files when it connects."""
+
+    async def main() -> str:
+        left, right = (ShmTransport(context) for context in contexts())
+        starting = asyncio.create_task(left.start())
+        await right.context.rendezvous.lookup(address_key(left.context, 0), 5)
+        try:
+            with no_more_descriptors(1):  # for its own listener
+                await right.start()
+        except TransportError as error:
+            return str(error)
+        finally:
+            starting.cancel()
+            await asyncio.wait({starting})
+            left.abort()
+            right.abort()
+        return "it started"
 
     return asyncio.run(main())
 

@@ -16,8 +16,8 @@ from rrfp.testing.transport_checks import Pair
 from rrfp.testing.transport_checks.pair import data, index_of, note, pass_on, receive, soon
 from rrfp.transports.base import Channel, Plain
 from rrfp.transports.carried.announcements import CREDIT, EDGE, FAREWELL, WANT
-from rrfp.transports.carried.edge import Edge
 from rrfp.transports.carried.outlet import Sender
+from rrfp.transports.carried.wires import Edge
 from rrfp.transports.collective.gloo import GlooBackend
 from rrfp.transports.device_copies import DeviceCopies
 from rrfp.transports.inproc import InprocTransport

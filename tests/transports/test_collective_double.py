@@ -16,8 +16,8 @@ import transports.makers as makers
 from batches import long
 
 from rrfp.errors import FrameError, PeerLostError, RrfpError
-from rrfp.testing.collective_double import DoubleBackend, DoublePipe, Network
-from rrfp.testing.skipped import SkippedError
+from rrfp.testing.checks import SkippedError
+from rrfp.testing.collective_double import DoubleBackend, DoubleNetwork, DoublePipe
 from rrfp.testing.transport_checks import ALL_CHECKS, Check, MakePair, Pair, PairOptions
 from rrfp.testing.transport_checks.data import check_every_dtype
 from rrfp.testing.transport_checks.ends import check_peer_that_dies
@@ -26,13 +26,12 @@ from rrfp.testing.transport_checks.pair import data, receive, soon
 from rrfp.testing.transport_checks.peers import check_three_ranks
 from rrfp.transports.base import Channel
 from rrfp.transports.carried.announcements import EDGE
-from rrfp.transports.carried.arrivals import Arrivals
-from rrfp.transports.carried.edge import Edge
-from rrfp.transports.carried.wires import EdgeName
+from rrfp.transports.carried.arrivals import AnnouncedReceives
+from rrfp.transports.carried.wires import Edge, EdgeName
 from rrfp.transports.collective.transport import CollectiveTransport
 
 
-def over(network: Network, backend: type[DoubleBackend] = DoubleBackend) -> MakePair:
+def over(network: DoubleNetwork, backend: type[DoubleBackend] = DoubleBackend) -> MakePair:
     """Pairs on one network, announced over shm."""
 
     @asynccontextmanager
@@ -58,7 +57,7 @@ FEW = (check_fifo_per_channel, check_every_dtype, check_cancelled_send, check_pe
 )
 async def test_contract(check: Check, lazy: bool) -> None:
     """With a slot for each edge of a rank; also where each post blocks its thread until the other end posts."""
-    network = Network(slots=4, lazy=lazy)
+    network = DoubleNetwork(slots=4, lazy=lazy)
     try:
         await check(over(network))
     except SkippedError:
@@ -84,7 +83,7 @@ async def exchange(pair: Pair, count: int = 8) -> None:
     await soon(asyncio.gather(*sends, take(0), take(1)), "all messages arrive")
 
 
-async def ends_with(network: Network, make_pair: MakePair) -> str:
+async def ends_with(network: DoubleNetwork, make_pair: MakePair) -> str:
     """The failure that the network names."""
     async with make_pair(PairOptions()) as pair:
         with pytest.raises(RrfpError, match="its edge failed") as raised:
@@ -97,10 +96,10 @@ async def ends_with(network: Network, make_pair: MakePair) -> str:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed edge is reported soon."""
-    monkeypatch.setattr("rrfp.core.timeouts.LAST_WORDS_S", 0.05)
+    monkeypatch.setattr("rrfp.core.timeouts.FAREWELL_TIMEOUT_S", 0.05)
 
 
-class Reversed(Arrivals):
+class Reversed(AnnouncedReceives):
     """Waits for two announcements, and posts their receives the other way round."""
 
     def _post_in_order(self, edge: Edge) -> None:
@@ -120,10 +119,10 @@ async def test_receives_in_another_order_than_announced_are_a_named_deadlock(
     monkeypatch: pytest.MonkeyPatch, lazy: bool
 ) -> None:
     """A kernel waits for bytes that the one at the other end does not have."""
-    monkeypatch.setattr("rrfp.transports.carried.link.Arrivals", Reversed)
-    network = Network(slots=4, lazy=lazy)
+    monkeypatch.setattr("rrfp.transports.carried.link.AnnouncedReceives", Reversed)
+    network = DoubleNetwork(slots=4, lazy=lazy)
     failure = await ends_with(network, over(network))
-    assert failure.startswith("DeadlockError: nothing can go on: rank ")
+    assert failure.startswith("CollectiveDeadlockError: nothing can go on: rank ")
     assert "receive of" in failure
     assert "send of" in failure
 
@@ -131,8 +130,8 @@ async def test_receives_in_another_order_than_announced_are_a_named_deadlock(
 @pytest.mark.usefixtures("impatient")
 async def test_receives_of_equal_size_in_another_order_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing waits, and the data would be wrong."""
-    monkeypatch.setattr("rrfp.transports.carried.link.Arrivals", Reversed)
-    network = Network(slots=4)
+    monkeypatch.setattr("rrfp.transports.carried.link.AnnouncedReceives", Reversed)
+    network = DoubleNetwork(slots=4)
     async with over(network)(PairOptions()) as pair:
         sends = [pair.left.send(1, data(torch.full((3,), float(index)), index=index)) for index in range(2)]
         with pytest.raises(PeerLostError):
@@ -143,7 +142,7 @@ async def test_receives_of_equal_size_in_another_order_are_named(monkeypatch: py
 class OnOneThread(DoubleBackend):
     """Posts for all edges of a rank on one thread, as a loop that posts itself would."""
 
-    def __init__(self, network: Network, rank: int) -> None:
+    def __init__(self, network: DoubleNetwork, rank: int) -> None:
         super().__init__(network, rank)
         self._turn = threading.Lock()
 
@@ -163,9 +162,9 @@ class OnOneThread(DoubleBackend):
 
 @pytest.mark.usefixtures("impatient")
 async def test_posts_that_block_on_one_thread_are_a_named_deadlock() -> None:
-    network = Network(slots=4, lazy=True)
+    network = DoubleNetwork(slots=4, lazy=True)
     failure = await ends_with(network, over(network, OnOneThread))
-    assert failure.startswith("DeadlockError: ")
+    assert failure.startswith("CollectiveDeadlockError: ")
     # Whichever each host posts first: both send, or both receive.
     sends = ["the host is blocked in a send of rank 0 on 0->1", "the host is blocked in a send of rank 1 on 1->0"]
     receives = [
@@ -176,7 +175,7 @@ async def test_posts_that_block_on_one_thread_are_a_named_deadlock() -> None:
 
 
 async def test_posts_that_return_may_be_made_on_one_thread() -> None:
-    network = Network(slots=4)
+    network = DoubleNetwork(slots=4)
     async with over(network, OnOneThread)(PairOptions()) as pair:
         await exchange(pair)
     assert network.failure is None
@@ -185,7 +184,7 @@ async def test_posts_that_return_may_be_made_on_one_thread() -> None:
 async def test_kernels_of_more_edges_than_a_device_has_room_for_are_a_named_deadlock() -> None:
     """Two sends at once, each of which takes the slot that the other's receive needs: so kernels must be small."""
     for slots in (1, 2):
-        network = Network(slots)
+        network = DoubleNetwork(slots)
         pipes = [
             DoublePipe(network, edge, is_source, host=(edge, is_source))
             for is_source in (True, False)
@@ -208,8 +207,8 @@ async def test_kernels_of_more_edges_than_a_device_has_room_for_are_a_named_dead
 
 async def test_an_announcement_that_is_refused_ends_an_edge_without_tags(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tensors may have been posted, so all later ones would be another's."""
-    monkeypatch.setattr("rrfp.core.timeouts.LAST_WORDS_S", 0.05)
-    network = Network(slots=4)
+    monkeypatch.setattr("rrfp.core.timeouts.FAREWELL_TIMEOUT_S", 0.05)
+    network = DoubleNetwork(slots=4)
     async with over(network)(PairOptions(max_message_bytes=1 << 10)) as pair:
         left: Any = pair.left
         left._links[1]._sender._max_message_bytes = 1 << 20
@@ -229,7 +228,7 @@ async def test_a_transfer_behind_one_that_was_left_out_takes_none_of_its_data(
     why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both have one size, so that nothing but the order tells them apart."""
-    network = Network(slots=4)
+    network = DoubleNetwork(slots=4)
     async with over(network)(PairOptions()) as pair:
         left, right = cast(Any, pair.left), pair.right
         first, second = (data(torch.full((4,), value, dtype=torch.uint8)) for value in (1, 2))

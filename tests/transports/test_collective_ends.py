@@ -44,7 +44,7 @@ async def test_an_edge_that_fails_is_a_loss_when_the_carrier_knows_no_other(
     direction: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What came before is received first; the loss is reported once, and sends raise the same."""
-    monkeypatch.setattr(timeouts, "LAST_WORDS_S", 0.05)
+    monkeypatch.setattr(timeouts, "FAREWELL_TIMEOUT_S", 0.05)
     async with ends() as (left, right):
         pair = Pair(left, right, makers.RUN_ID)
         assert index_of(await pass_on(pair, data(torch.ones(3), index=1))) == 1
@@ -87,7 +87,7 @@ async def test_a_transfer_that_fails_before_its_sender_left_in_order_is_a_loss(o
 async def test_an_announcement_for_which_there_is_no_memory_ends_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(timeouts, "LAST_WORDS_S", 0.05)
+    monkeypatch.setattr(timeouts, "FAREWELL_TIMEOUT_S", 0.05)
 
     def full(self: GlooBackend, spec: object) -> torch.Tensor:
         raise RuntimeError("not enough memory")
@@ -116,7 +116,7 @@ EXITS = """
 import asyncio, torch
 import transports.makers as makers
 from rrfp.transports.collective.gloo import GlooBackend
-from rrfp.transports.collective.store import RendezvousStore
+from rrfp.transports.collective.transport import RendezvousStore
 from rrfp.transports.carried.wires import EdgeName
 from rrfp.transports.rendezvous import LocalRendezvous
 

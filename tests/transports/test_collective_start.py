@@ -18,10 +18,9 @@ from rrfp.errors import ConfigError, TransportClosedError, TransportError
 from rrfp.testing.transport_checks.pair import soon
 from rrfp.transports.base import TransportContext
 from rrfp.transports.carried.wires import EdgeName
-from rrfp.transports.collective.backends import choose_backend
 from rrfp.transports.collective.gloo import GlooBackend
 from rrfp.transports.collective.nccl import check_environment
-from rrfp.transports.collective.transport import CollectiveTransport
+from rrfp.transports.collective.transport import CollectiveTransport, choose_backend
 from rrfp.transports.device_copies import DeviceCopies
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.rendezvous import LocalRendezvous
@@ -132,7 +131,7 @@ async def test_a_start_that_waits_for_an_edge_can_be_given_up(how: str) -> None:
 @pytest.mark.parametrize("single_host", [True, False], ids=["one host", "several hosts"])
 async def test_plain_edges_need_a_leave(single_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a job with a secret and of one without, over loopback too: any user of the host may connect there."""
-    monkeypatch.setattr("rrfp.transports.collective.backends.interface_towards_master", lambda: "192.0.2.7")
+    monkeypatch.setattr("rrfp.transports.collective.transport.interface_towards_master", lambda: "192.0.2.7")
     address = "127.0.0.1" if single_host else "192.0.2.7"
     bare = makers.contexts(single_host=single_host)[0]
     secret = replace(bare, secret=makers.SECRET)
@@ -155,7 +154,7 @@ async def test_ranks_with_different_backends_are_named() -> None:
     one, other = CollectiveTransport(left), CollectiveTransport(right, Other(1, "127.0.0.1"))
     errors = await soon(asyncio.gather(one.start(), other.start(), return_exceptions=True), "both give up")
     assert [type(error) for error in errors] == [ConfigError, ConfigError]
-    assert str(errors[0]).startswith("rank 0 moves tensors by gloo, rank 1 by b'nccl': ")
+    assert str(errors[0]).startswith("rank 0 moves tensors by gloo, rank 1 by b'nccl', if no other program wrote ")
 
 
 @pytest.mark.parametrize(

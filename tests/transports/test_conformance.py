@@ -17,8 +17,8 @@ from batches import long
 from fork_server import fork_server
 
 from rrfp.errors import PeerLostError
+from rrfp.testing.checks import NotOfferedError, SkippedError
 from rrfp.testing.clock import run_virtual
-from rrfp.testing.skipped import NotOfferedError, SkippedError
 from rrfp.testing.transport_checks import ALL_CHECKS, Check, MakePair, Pair, PairOptions, run_transport_checks
 from rrfp.testing.transport_checks.data import (
     check_every_dtype,
@@ -30,7 +30,7 @@ from rrfp.testing.transport_checks.ends import check_statistics
 from rrfp.testing.transport_checks.flow import check_cancelled_receive, check_fifo_per_channel
 from rrfp.testing.transport_checks.frames import check_codec
 from rrfp.testing.transport_checks.peers import check_silent_peer, check_three_ranks
-from rrfp.transports.base import Message
+from rrfp.transports.base import Channel, Message
 from rrfp.transports.simulated import SimulatedTransport
 
 # complex32 is experimental to torch, which says so once.
@@ -155,6 +155,27 @@ def test_a_maker_that_makes_two_ranks_only_is_told_what_is_skipped() -> None:
 
     with pytest.raises(SkippedError, match=r"it does not read PairOptions\.ranks"):
         run_virtual(check_three_ranks(make_pair))
+
+
+class Lossy(SimulatedTransport):
+    """Loses the third message of a channel."""
+
+    async def send(self, peer: int, message: Message) -> None:
+        if message.task is None or message.task.microbatch != 2 or message.channel is not Channel.FORWARD:
+            await super().send(peer, message)
+
+
+def test_a_check_that_waits_in_vain_says_which_messages_were_lost() -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_virtual(dict(named_checks())["fifo_per_channel"](silenced(Lossy)))
+    lost = "output F2@0 on forward from rank"
+    assert str(caught.value) == (
+        f"all messages arrive: did not happen within 20 s; sent and not received: {lost} 0 to 1, {lost} 1 to 0"
+    )
+
+
+def named_checks() -> Iterator[tuple[str, Check]]:
+    return ((check.__name__.removeprefix("check_"), check) for check in ALL_CHECKS)
 
 
 class Broken(SimulatedTransport):

@@ -11,10 +11,8 @@ from transports.makers import MAKERS
 from rrfp.core import timeouts
 from rrfp.errors import FrameError
 from rrfp.testing.transport_checks.pair import PairOptions, data, index_of, receive, soon
-from rrfp.transports.base import Channel
-from rrfp.transports.credits import Credits
-from rrfp.transports.direct import DeliversMessages
-from rrfp.transports.flow import cost_of
+from rrfp.transports.base import Channel, DeliversMessages
+from rrfp.transports.flow import Credits, cost_of
 
 WINDOW = 100_000
 

@@ -16,7 +16,7 @@ from transports.pulled_ends import Ends, ends, kinds, refusing
 from transports.staged_ends import is_on, on
 
 from rrfp.errors import ConfigError, FrameError
-from rrfp.testing.device_double.sharing import DoubleSharing
+from rrfp.testing.device_double.device import DoubleSharing
 from rrfp.testing.transport_checks.pair import (
     assert_same,
     data,
@@ -28,8 +28,7 @@ from rrfp.testing.transport_checks.pair import (
 from rrfp.transports.base import Channel, Message, Plain
 from rrfp.transports.carried.announcements import EDGE
 from rrfp.transports.cuda_ipc.announcements import PULLED, SHARED
-from rrfp.transports.cuda_ipc.pulled import PulledTransport
-from rrfp.transports.cuda_ipc.sender import MOST_SHARED
+from rrfp.transports.cuda_ipc.transport import MOST_SHARED, PulledTransport
 
 # Announcements.
 

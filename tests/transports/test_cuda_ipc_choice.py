@@ -15,7 +15,7 @@ from torch import Tensor
 from transports.pulled_ends import Ends, ends, kinds, refusing
 from transports.staged_ends import is_on, on
 
-from rrfp.compute.devices.shared_copies import copies_of
+from rrfp.compute.devices.copies import copies_of
 from rrfp.core import timeouts
 from rrfp.testing.transport_checks.pair import (
     assert_same,
@@ -24,8 +24,7 @@ from rrfp.testing.transport_checks.pair import (
     soon,
 )
 from rrfp.transports.auto import AutoTransport, auto_transport
-from rrfp.transports.cuda_ipc.pulled import PulledTransport
-from rrfp.transports.cuda_ipc.transport import CudaIpcTransport
+from rrfp.transports.cuda_ipc.transport import CudaIpcTransport, PulledTransport
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.shm.trial import Host
 from rrfp.transports.staged import StagedTransport

@@ -110,7 +110,7 @@ async def test_an_abort_of_the_sender_is_a_loss_although_its_memory_is_being_pul
 
 
 async def test_memory_that_is_gone_though_its_owner_lives_is_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeouts, "LAST_WORDS_S", 0.05)
+    monkeypatch.setattr(timeouts, "FAREWELL_TIMEOUT_S", 0.05)
     async with (
         ends(refusing("release", calls=1), SeparateDouble(0.0), may_race=True) as made,
         running(made.left.send(1, data(on(made.devices[0], 1)))) as sending,

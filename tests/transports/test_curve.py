@@ -26,7 +26,7 @@ from rrfp.transports.auto import AutoTransport
 from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
 from rrfp.transports.wire import Codec
 from rrfp.transports.zmq.gate import Gate
-from rrfp.transports.zmq.inlet import Inlet
+from rrfp.transports.zmq.inlet import ZmqInlet
 from rrfp.transports.zmq.outlet import open_socket
 from rrfp.transports.zmq.security import ALL_CHANNELS, Published, Security
 from rrfp.transports.zmq.transport import ZmqTransport, endpoint_key
@@ -191,7 +191,7 @@ class Reports:
     def on_bad_frame(self, error: FrameError) -> None:
         self.errors.append(error)
 
-    def on_stranger(self, sentence: str) -> None:
+    def on_rejected(self, sentence: str) -> None:
         self.others.append(sentence)
 
     def on_message(self, message: Message, num_bytes: int) -> None:
@@ -209,8 +209,8 @@ async def test_a_rank_cannot_speak_as_another(identity: bytes) -> None:
     """Rank 2 has a key of its own that is admitted, and writes as rank 0."""
     zero, one, two = makers.contexts(PairOptions(ranks=3), secret=SECRET)
     server, client, reports, sockets = Security(one), Security(two), Reports(), zmq.Context()
-    gate = Gate(sockets, reports.on_stranger)
-    inlet = Inlet(sockets, Codec(one), one, reports, ALL_CHANNELS, server)
+    gate = Gate(sockets, reports.on_rejected)
+    inlet = ZmqInlet(sockets, Codec(one), one, reports, ALL_CHANNELS, server)
     try:
         own = server.publish([inlet.bind("127.0.0.1", 1)])
         server.admit(2, server.check(2, client.publish(["ipc://@nowhere"])), gate)

@@ -11,8 +11,7 @@ import transports.makers as makers
 from rrfp.errors import RrfpError
 from rrfp.testing.transport_checks import PairOptions
 from rrfp.testing.transport_checks.pair import index_of, note, soon
-from rrfp.transports.base import Message, Transport, TransportContext
-from rrfp.transports.direct import delivering, sending_at_once
+from rrfp.transports.base import Message, Transport, TransportContext, delivering, sending_at_once
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.rendezvous import LocalRendezvous
 from rrfp.transports.shm.transport import ShmTransport

@@ -18,13 +18,12 @@ from transports.connected_peer import connected, next_loss
 from transports.peer_process import LARGE_BYTES, RUN_ID, STREAMED_BYTES, send_without_end
 from transports.shm_state import descriptors, mappings, until
 
-from rrfp.compute.devices.shared_copies import SharingCopies
+from rrfp.compute.devices.copies import SharingCopies
 from rrfp.errors import PeerLostError
 from rrfp.testing.device_double import DoubleDevice
 from rrfp.testing.transport_checks.pair import data, index_of, soon
 from rrfp.transports.base import Message, Transport
-from rrfp.transports.cuda_ipc.pulled import PulledTransport
-from rrfp.transports.cuda_ipc.transport import CudaIpcTransport
+from rrfp.transports.cuda_ipc.transport import CudaIpcTransport, PulledTransport
 
 __all__ = ["fork_server"]
 

@@ -59,3 +59,12 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
         ConfigError, match="transport is 'tcp', must be one of: auto, inproc, shm, zmq, cuda_ipc, collective, simulated"
     ):
         create_transport("tcp", makers.contexts()[0])
+
+
+class Pigeon:
+    """Carries messages, and is no transport."""
+
+
+def test_an_object_that_is_no_transport_is_named_with_the_file_of_its_class() -> None:
+    with pytest.raises(ConfigError, match=r"made an object of type Pigeon \(.*test_registry.py\), must make an rrfp"):
+        create_transport(lambda context: Pigeon(), makers.contexts()[0])  # type: ignore[arg-type, return-value]

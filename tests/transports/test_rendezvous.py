@@ -53,6 +53,17 @@ async def test_store_passes_values_between_clients(store: Any) -> None:
     assert await looking == b"\0binary\xff"
 
 
+def test_one_rendezvous_serves_the_loops_of_several_pipelines(store: Any) -> None:
+    rendezvous = StoreRendezvous(store, run_id="run")
+
+    async def look_twice(key: str) -> list[bytes]:
+        await rendezvous.publish(key, b"value")
+        return [*await asyncio.gather(rendezvous.lookup(key, 5.0), rendezvous.lookup(key, 5.0))]
+
+    for key in ("first", "second"):
+        assert asyncio.run(look_twice(key)) == [b"value", b"value"]
+
+
 async def test_runs_and_restarts_do_not_see_each_other(store: Any) -> None:
     here = StoreRendezvous(store, run_id="run", restart=1)
     await StoreRendezvous(store, run_id="run", restart=0).publish("key", b"old")

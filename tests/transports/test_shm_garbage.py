@@ -30,7 +30,7 @@ from transports.shm_state import (
 from rrfp.errors import FrameError, PeerLostError, TransportError
 from rrfp.testing.transport_checks.pair import data, index_of, receive, soon
 from rrfp.transports.base import Channel
-from rrfp.transports.shm.datagrams import BUFFER_BYTES, Payload, pack
+from rrfp.transports.shm.datagrams import BUFFER_BYTES, DatagramBody, pack
 from rrfp.transports.shm.slots import HEAD_BYTES, size_class
 from rrfp.transports.shm.transport import ShmTransport
 from rrfp.transports.wire import VERSION
@@ -94,7 +94,7 @@ async def test_a_slot_that_is_none_is_refused(slot: str) -> None:
     async with shm_pair() as (left, right):
         opened, mapped = descriptors(), len(mappings())
         descriptor = make()
-        inject(left, pack(header(0), Payload(1, MIB, 9, ROOM)), *([] if descriptor is None else [descriptor]))
+        inject(left, pack(header(0), DatagramBody(1, MIB, 9, ROOM)), *([] if descriptor is None else [descriptor]))
         with pytest.raises(FrameError, match=reason) as caught:
             await right.receive()
         assert (caught.value.peer, caught.value.field) == (0, "slot")
@@ -111,7 +111,7 @@ async def test_a_good_slot_of_a_bad_message_is_free_again() -> None:
         for sequence, size, field in ((7, MIB, "sequence"), (1, MIB + 1, "frames")):
             await until(lambda: len(pool.free_slots()) == 1)
             slot = pool.acquire(MIB)
-            inject(left, pack(header(sequence, size), Payload(1, MIB, slot.ident, ROOM)))
+            inject(left, pack(header(sequence, size), DatagramBody(1, MIB, slot.ident, ROOM)))
             with pytest.raises(FrameError) as caught:
                 await right.receive()
             assert caught.value.field == field
@@ -124,7 +124,7 @@ async def test_a_slot_that_tensors_use_is_neither_filled_nor_freed_by_another_me
         held = only(await receive(right))
         pool = left._links[1].outlets[Channel.FORWARD].pool
         for sequence, field in ((1, "slot"), (9, "sequence")):
-            inject(left, pack(header(sequence), Payload(1, MIB, 1, ROOM)))
+            inject(left, pack(header(sequence), DatagramBody(1, MIB, 1, ROOM)))
             with pytest.raises(FrameError) as caught:
                 await right.receive()
             assert caught.value.field == field

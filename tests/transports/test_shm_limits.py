@@ -40,13 +40,29 @@ def test_shared_memory_needs_no_room_in_dev_shm(options: str) -> None:
 
 
 def test_a_limit_of_the_size_of_files_is_named() -> None:
-    assert "File too large" in in_child(children.with_small_files)
+    error = in_child(children.with_small_files)
+    assert "File too large" in error
+    assert error.endswith("(RLIMIT_FSIZE is 1048576 bytes; ulimit -f)")
+
+
+def test_auto_notices_a_limit_of_the_size_of_files() -> None:
+    """The trial's slot has a page, and fits."""
+    little, enough = in_child(children.hosts_with_small_files)
+    assert little == "RLIMIT_FSIZE is 1048576 bytes (ulimit -f), and max_message_bytes is 4294967296"
+    assert enough == ""
+
+
+def test_a_start_without_descriptors_names_the_limit_and_no_other_transport() -> None:
+    error = in_child(children.start_without_descriptors)
+    assert "Too many open files (RLIMIT_NOFILE is " in error
+    assert "zmq" not in error
 
 
 def test_a_limit_of_the_address_space_is_named_at_the_end_that_meets_it() -> None:
     sending, receiving = in_child(children.with_little_address_space)
     assert "shared memory for a message to rank 1" in sending
     assert "Cannot allocate memory" in sending
+    assert "RLIMIT_AS, " in sending
     assert receiving.startswith("a message of rank 0 was lost: cannot map ")
 
 

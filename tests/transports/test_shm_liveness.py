@@ -7,12 +7,14 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import uvloop
+from freezers import VERSIONS, freezer
 from transports.makers import MAKERS
 from transports.shm_state import descriptors, no_garbage, no_mappings, shm_pair, until
 
@@ -20,7 +22,8 @@ from rrfp.errors import PeerLostError, TransportError
 from rrfp.testing.transport_checks import run_transport_checks
 from rrfp.transports.base import Channel
 from rrfp.transports.flow import HomeLoop
-from rrfp.transports.shm.liveness import ProcessWatch
+from rrfp.transports.shm import liveness
+from rrfp.transports.shm.liveness import PeerLiveness
 
 __all__ = ["no_garbage", "no_mappings"]
 
@@ -39,7 +42,7 @@ def is_stopped(process: subprocess.Popen[bytes]) -> bool:
 async def test_an_ended_process_is_reported_once(process: subprocess.Popen[bytes]) -> None:
     before = descriptors()
     lost: list[str] = []
-    watch = ProcessWatch(HomeLoop(), 0.01, 0.05)
+    watch = PeerLiveness(HomeLoop(), 0.01, 0.05)
     watch.watch(3, process.pid, lost.append)
     process.kill()
     await until(lambda: bool(lost))
@@ -63,7 +66,7 @@ async def test_a_stopped_process_is_lost_after_the_patience_and_one_that_pauses_
         lost.append(reason)
         is_lost.set()
 
-    watch = ProcessWatch(HomeLoop(), 0.02, 0.4)
+    watch = PeerLiveness(HomeLoop(), 0.02, 0.4)
     watch.watch(3, process.pid, lose)
     for _ in range(3):  # longer than the patience in sum
         process.send_signal(signal.SIGSTOP)
@@ -84,7 +87,7 @@ async def test_a_stopped_process_is_lost_after_the_patience_and_one_that_pauses_
 @pytest.mark.allow_blocking(reason="the loop stands still as if this process were stopped")
 async def test_time_in_which_this_process_was_stopped_too_does_not_count(process: subprocess.Popen[bytes]) -> None:
     lost: list[str] = []
-    watch = ProcessWatch(HomeLoop(), 0.02, 0.5)
+    watch = PeerLiveness(HomeLoop(), 0.02, 0.5)
     watch.watch(3, process.pid, lost.append)
     process.send_signal(signal.SIGSTOP)
     await until(lambda: is_stopped(process))
@@ -96,9 +99,65 @@ async def test_time_in_which_this_process_was_stopped_too_does_not_count(process
     watch.close()
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+async def test_a_frozen_process_is_lost_after_the_patience_and_one_that_is_thawed_before_is_not(
+    process: subprocess.Popen[bytes], version: str
+) -> None:
+    """It sleeps before, too: without any processor time, and with a state that a frozen process shows as well."""
+    lost: asyncio.Queue[str] = asyncio.Queue()
+    watch = PeerLiveness(HomeLoop(), 0.02, 0.4)
+    with freezer(version) as group:
+        watch.watch(3, process.pid, lost.put_nowait)
+        await asyncio.sleep(0.5)
+        group.take(process.pid)
+        for _ in range(3):  # longer than the patience in sum
+            await asyncio.to_thread(group.freeze)
+            await asyncio.sleep(0.2)
+            group.thaw()
+            await asyncio.sleep(0.06)
+        assert lost.empty()
+        start_s = time.monotonic()
+        await asyncio.to_thread(group.freeze)
+        assert await lost.get() == "its process is frozen with its cgroup, for 0.4 s already"
+        assert time.monotonic() - start_s >= 0.4
+        watch.close()
+
+
+async def test_where_cgroups_cannot_be_read_only_a_process_that_is_given_no_core_is_lost(
+    process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that sleeps for long stands for one in another container that is paused; a rank wakes up at times."""
+    monkeypatch.setattr(liveness, "is_frozen", lambda pid: None)
+    lost: asyncio.Queue[str] = asyncio.Queue()
+    watch = PeerLiveness(HomeLoop(), 0.02, 0.6)
+    program = (
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\nwhile 1: time.sleep(0.2)"
+    )
+    waking = await asyncio.create_subprocess_exec(sys.executable, "-I", "-S", "-c", program)
+    try:
+        watch.watch(1, process.pid, lost.put_nowait)
+        watch.watch(2, waking.pid, lambda reason: lost.put_nowait(f"rank 2: {reason}"))
+        assert await lost.get() == "its process is given no core, as if its container were paused, for 0.6 s already"
+        await asyncio.sleep(0.6)
+        assert lost.empty()
+    finally:
+        watch.close()
+        waking.kill()
+        await waking.wait()
+
+
+def test_a_cgroup_out_of_sight_is_unknown_and_the_root_of_all_is_not_frozen() -> None:
+    assert liveness._is_frozen("", "/../another") is None
+    assert liveness._is_frozen("no such", "/") is None
+    for version, (root, _) in liveness._mounts().items():
+        assert liveness._is_frozen(version, f"{root.rstrip('/')}/gone-in-the-meantime") is None
+    assert liveness.is_frozen(os.getpid()) is not True
+    assert liveness.is_frozen(2**22 + 1) is None
+
+
 async def test_a_process_that_cannot_be_watched_is_a_clear_error() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    watch = ProcessWatch(HomeLoop(), 1.0, 1.0)
+    watch = PeerLiveness(HomeLoop(), 1.0, 1.0)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:
         with pytest.raises(TransportError, match=rf"cannot watch process {os.getpid()} of rank 3: .*Too many open"):

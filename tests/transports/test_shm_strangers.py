@@ -10,6 +10,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -29,8 +30,9 @@ from transports.shm_state import (
 
 from rrfp.errors import TransportError
 from rrfp.testing.transport_checks.pair import data, index_of, receive, soon
+from rrfp.transports.flow import HomeLoop
 from rrfp.transports.shm.datagrams import BUFFER_BYTES, pack
-from rrfp.transports.shm.endpoint import connect
+from rrfp.transports.shm.endpoint import Connected, Listener, connect
 from rrfp.transports.shm.transport import ShmTransport, address_key
 from rrfp.transports.wire import VERSION
 
@@ -67,6 +69,28 @@ async def waiting() -> AsyncIterator[tuple[str, Callable[[], Any]]]:
         await asyncio.wait({starting})
         for end in ends:
             end.abort()
+
+
+async def test_a_flood_of_connections_leaves_turns_of_the_loop_to_others() -> None:
+    accepted = 0
+
+    def refuse(connected: Connected) -> None:
+        nonlocal accepted
+        accepted += 1
+        raise TransportError("no peer")
+
+    listener = Listener(0, HomeLoop(), refuse, lambda sentence: None)
+    strangers = [stranger(listener.address) for _ in range(100)]
+    try:
+        in_turns = [0]
+        while accepted < len(strangers):
+            await asyncio.sleep(0)
+            in_turns.append(accepted)
+        assert max(after - before for before, after in pairwise(in_turns)) <= 32
+    finally:
+        listener.close()
+        for sock in strangers:
+            sock.close()
 
 
 GREETINGS = {
@@ -152,7 +176,10 @@ async def test_an_address_that_another_user_took_is_refused() -> None:
         sock, _ = visiting.result()
         assert await asyncio.get_running_loop().sock_recv(sock, 10) == b"listening"
         sock.close()
-        with pytest.raises(TransportError, match=rf"which rank 0 published: .* belongs to user {NOBODY}, must be"):
+        with pytest.raises(
+            TransportError,
+            match=rf"which rank 0 or another program wrote to the store: .* belongs to user {NOBODY}, must be",
+        ):
             await ShmTransport(context).start()
         assert await squatter == b""  # nothing was said to it
 

@@ -64,30 +64,24 @@ class Stream(ABC):
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory of a device in bytes, as its allocator counts it.
+    """Memory of a device in bytes, as its allocator counts it."""
 
-    Attributes:
-        allocated: in tensors now.
-        reserved: held by the allocator now.
-        peak: the most that was in tensors since the process began, or since its program reset the figure.
-    """
-
+    #: In tensors now.
     allocated: int
+    #: Held by the allocator now.
     reserved: int
+    #: The most that was in tensors since the process began, or since its program reset the figure.
     peak: int
 
 
 class Device(ABC):
-    """One accelerator. Its methods may be called on any thread.
+    """One accelerator. Its methods may be called on any thread."""
 
-    Attributes:
-        kind: its type, such as ``"cuda"``.
-        name: its type and index, such as ``"cuda:0"``.
-        sharing: opens its memory to other processes of the host; None where that is impossible, as it is by default.
-    """
-
+    #: Its type, such as ``"cuda"``.
     kind: str
+    #: Its type and index, such as ``"cuda:0"``.
     name: str
+    #: Opens its memory to other processes of the host; None where that is impossible, as it is by default.
     sharing: DeviceSharing | None = None
 
     @abstractmethod

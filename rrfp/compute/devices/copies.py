@@ -7,18 +7,88 @@ and copies stay referenced until then, so memory is never reused under a copy, w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from rrfp.compute.devices.base import Device
-from rrfp.compute.devices.host_regions import HostRegions
+from rrfp.compute.devices.sharing import DeviceSharing
 from rrfp.compute.lanes.stream import StreamLane
 from rrfp.core import timeouts
 from rrfp.errors import TransportClosedError
+from rrfp.log import get_logger
+
+_log = get_logger(__name__)
+
+
+class HostRegion:
+    """Memory that is pinned when it is first used, and unpinned when nothing refers to this object any more."""
+
+    def __init__(self, regions: HostRegions, memory: Tensor) -> None:
+        self._regions = regions
+        self._memory = memory
+        self.start = memory.data_ptr()
+        self.stop = self.start + memory.nbytes
+        self._is_pinned: bool | None = None
+
+    def pin(self) -> bool:
+        """Whether the memory is pinned, after an attempt."""
+        if self._is_pinned is None:
+            self._is_pinned = self._regions.pin(self._memory)
+            if self._is_pinned:
+                # It refers to the memory, which is thus unpinned before it is freed. A process that ends needs neither.
+                unpin = partial(_unpin, self._regions.device, self._memory, os.getpid())
+                weakref.finalize(self, unpin).atexit = False
+        return self._is_pinned
+
+
+def _unpin(device: Device, memory: Tensor, process: int) -> None:
+    # A forked child has copies of these objects, and no device.
+    if os.getpid() == process:
+        device.unpin(memory)
+
+
+class HostRegions:
+    """The regions of one rank. Thread-safe: transports add them on the loop, copies use them on a lane's thread."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._lock = threading.Lock()
+        self._regions: weakref.WeakSet[HostRegion] = weakref.WeakSet()
+        self._has_warned = False
+
+    def pin(self, memory: Tensor) -> bool:
+        """Whether the device could pin ``memory``; the first time that it cannot is logged."""
+        is_pinned = self.device.pin(memory)
+        if not is_pinned and not self._has_warned:
+            self._has_warned = True
+            name, size = self.device.name, memory.nbytes
+            _log.warning("%s cannot pin %d bytes of shared memory: messages are copied once more", name, size)
+        return is_pinned
+
+    def add(self, memory: Tensor) -> HostRegion:
+        """A region that exists as long as anything refers to it."""
+        region = HostRegion(self, memory)
+        with self._lock:
+            self._regions.add(region)
+        return region
+
+    def pinned_around(self, tensor: Tensor) -> HostRegion | None:
+        """The pinned region in which a contiguous ``tensor`` lies, or None. Work that uses it must keep it."""
+        start = tensor.data_ptr()
+        with self._lock:
+            regions = list(self._regions)
+        around = (region for region in regions if region.start <= start and start + tensor.nbytes <= region.stop)
+        region = next(around, None)
+        return region if region is not None and region.pin() else None
+
 
 _Result = TypeVar("_Result")
 
@@ -32,10 +102,6 @@ class StreamCopies:
     Memory that it copies into belongs to its own streams, or on another device to the default one there: a lane that
     uses a received tensor adopts it. A lane and its
     two threads start with the first copy in that direction.
-
-    Args:
-        device: the rank's.
-        name: of the threads.
     """
 
     def __init__(self, device: Device, name: str = "rrfp-copies") -> None:
@@ -148,3 +214,66 @@ def dense(tensor: Tensor) -> Tensor:
     """The values in row-major memory and without a graph; a new tensor on its device unless they lie so."""
     # Where a copy to the host has to conjugate, torch does so on the host, before an asynchronous copy has arrived.
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+#: Dtype, shape and requires_grad of a tensor.
+_Spec = tuple[torch.dtype, tuple[int, ...], bool]
+
+#: The fields of a shared tensor, and what keeps its memory; None and None of an empty one.
+_Shared = tuple[dict[str, Any] | None, object]
+
+
+def copies_of(device: Device, name: str = "rrfp-copies") -> StreamCopies:
+    """The copies of a rank's transport on ``device``; with those between processes, if it offers them."""
+    if device.sharing is None:
+        return StreamCopies(device, name)
+    return SharingCopies(device, device.sharing, name)
+
+
+class SharingCopies(StreamCopies):
+    """See :class:`rrfp.transports.SharesDeviceMemory`, whose methods it has."""
+
+    def __init__(self, device: Device, sharing: DeviceSharing, name: str = "rrfp-copies") -> None:
+        super().__init__(device, name)
+        self.sharing = sharing.name
+        self._sharing = sharing
+
+    async def share(self, tensors: Sequence[Tensor]) -> list[_Shared]:
+        """Fields for other processes, and what keeps the memory; a tensor that is not dense is copied first."""
+        shared: list[_Shared] = await self._run("send", partial(_shared, self._sharing, tensors))
+        return shared
+
+    def check_shared(self, fields: Mapping[str, Any], num_bytes: int) -> None:
+        """Refuse fields of no shared tensor of ``num_bytes``: a FrameError without a peer."""
+        self._sharing.check(fields, num_bytes)
+
+    async def pull(self, shared: Sequence[Mapping[str, Any] | None], specs: Sequence[_Spec]) -> list[Tensor]:
+        """Copies on the device of what other processes share."""
+        pulled: list[Tensor] = await self._run("receive", partial(_pulled, self._device, self._sharing, shared, specs))
+        return pulled
+
+
+def _shared(sharing: DeviceSharing, tensors: Sequence[Tensor]) -> tuple[list[_Shared], object]:
+    return [sharing.share(dense(tensor)) if tensor.numel() else (None, None) for tensor in tensors], tensors
+
+
+def _pulled(
+    device: Device, sharing: DeviceSharing, shared: Sequence[Mapping[str, Any] | None], specs: Sequence[_Spec]
+) -> tuple[list[Tensor], object]:
+    """Copies of other processes' memory, which is dropped here: dropping it waits for the current stream, this one."""
+    opened: list[Tensor] = []
+    copies: list[Tensor] = []
+    try:
+        for fields, (dtype, shape, _) in zip(shared, specs, strict=True):
+            copies.append(device.empty(torch.empty(shape, dtype=dtype, device="meta")))
+            if fields is not None:
+                opened.append(sharing.open(fields))
+                copies[-1].reshape(-1).view(torch.uint8).copy_(opened[-1], non_blocking=True)
+    finally:
+        try:
+            end = device.current_stream().record()
+            end.synchronize()
+            end.release()
+        finally:
+            opened.clear()
+    return [copy.requires_grad_(spec[2]) for copy, spec in zip(copies, specs, strict=True)], None

@@ -78,11 +78,7 @@ class CudaStream(Stream):
 
 
 class CudaDevice(Device):
-    """One CUDA device of this process.
-
-    Args:
-        index: its number; the calling thread's current device by default.
-    """
+    """One CUDA device of this process."""
 
     kind = "cuda"
 

@@ -30,11 +30,7 @@ _MOST_COUNTERS = 10_000
 
 
 class CudaSharing(DeviceSharing):
-    """See `DeviceSharing`.
-
-    Args:
-        index: of the device in this process.
-    """
+    """See `DeviceSharing`."""
 
     name = "cuda-ipc"
 

@@ -21,11 +21,9 @@ class DeviceSharing(ABC):
     """Shares memory of one device with other processes of the host, and opens theirs.
 
     `share` and `open` are called in a block of a stream, on the thread that issues its work.
-
-    Attributes:
-        name: of the way; both ends must have the same.
     """
 
+    #: Of the way; both ends must have the same.
     name: str
 
     @abstractmethod
@@ -35,30 +33,17 @@ class DeviceSharing(ABC):
         Returns:
             Plain fields; and what keeps the memory as it is while anything refers to it, until the other process has
             dropped what it opened.
-
-        Raises:
-            OSError: this memory cannot be shared; says why.
         """
 
     @abstractmethod
     def check(self, fields: Mapping[str, Any], num_bytes: int) -> None:
-        """Refuse fields that no `share` of a tensor of ``num_bytes`` returns.
-
-        Raises:
-            FrameError: without a peer; names the field.
-        """
+        """Refuse fields that no `share` of a tensor of ``num_bytes`` returns."""
 
     @abstractmethod
     def open(self, fields: Mapping[str, Any]) -> Tensor:
         """The bytes of a shared tensor, in the other process's memory, which the current stream may read.
 
         The result must be dropped in a block of the stream that has read it, when the device has done so.
-
-        Args:
-            fields: checked.
-
-        Raises:
-            OSError: the memory cannot be opened, or is not there any more; says why.
         """
 
 

@@ -13,6 +13,7 @@ a replica without a gradient makes zeros of the layout that the others have.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -52,11 +53,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def encode(parameter: nn.Parameter, name: str) -> int:
-    """The layout of the parameter's gradient, an integer below `TOO_LARGE`; `ABSENT` if it is None or frozen.
-
-    Raises:
-        StageError: naming the parameter by ``name``, if its gradient is sparse or cannot be added part by part.
-    """
+    """The layout of the parameter's gradient, an integer below `TOO_LARGE`; `ABSENT` if it is None or frozen."""
     gradient = parameter.grad
     if gradient is None or not parameter.requires_grad:
         return ABSENT
@@ -131,16 +128,37 @@ def empty_totals(totals: dict[int, nn.Parameter]) -> None:
                 local_part(parameter.grad).zero_()
 
 
-#: Integers by their size in bytes.
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: Bytes that are copied at once where memory does not begin at a word.
+_SLICE_BYTES = 16 << 20
+
+
+def checksum(tensor: Tensor) -> int:
+    """48 bits computed from this rank's values of ``tensor``; the same for the same values."""
+    return checksums([tensor])[0]
 
 
 @torch.no_grad()
-def checksum(tensor: Tensor) -> int:
-    """48 bits computed from this rank's values of ``tensor``; the same for the same values."""
-    part = local_part(tensor).contiguous().view(-1)
-    real = torch.view_as_real(part).view(-1) if part.is_complex() else part
-    bits = real.view(_INTEGERS[real.element_size()])
+def checksums(tensors: Iterable[Tensor]) -> list[int]:
+    """`checksum` of each of ``tensors``, which are on one device, for one wait for that device."""
+    sums = [_sum_of_words(tensor) for tensor in tensors]
+    values: list[int] = torch.stack(sums).tolist() if sums else []
     # Why not the sum alone? Its upper bits hardly differ; the product spreads every bit of the sum over the bits kept.
-    mixed = int(bits.sum(dtype=torch.int64)) * 0x9E3779B97F4A7C15 & ((1 << 64) - 1)
-    return mixed >> 16
+    return [(value * 0x9E3779B97F4A7C15 & ((1 << 64) - 1)) >> 16 for value in values]
+
+
+def _sum_of_words(tensor: Tensor) -> Tensor:
+    """The sum of the bytes as integers of 8 bytes, modulo 2^64: exact, so the order of additions does not matter."""
+    part = local_part(tensor).contiguous().view(-1)
+    octets = (torch.view_as_real(part).view(-1) if part.is_complex() else part).view(torch.uint8)
+    whole = octets.numel() // 8 * 8
+    # Why not add integers of the values' size? torch would first copy all of them as int64.
+    is_aligned = octets.storage_offset() % 8 == 0
+    slices = (octets[:whole],) if is_aligned else map(torch.clone, torch.split(octets[:whole], _SLICE_BYTES))
+    total = torch.zeros((), dtype=torch.int64, device=octets.device)
+    for piece in slices:
+        total += piece.view(torch.int64).sum()
+    if whole < octets.numel():
+        last = torch.zeros(8, dtype=torch.uint8, device=octets.device)
+        last[: octets.numel() - whole] = octets[whole:]
+        total += last.view(torch.int64)[0]
+    return total

@@ -5,7 +5,8 @@ They are recognised by the methods that torch gives them, so a pipeline without 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -18,6 +19,15 @@ def needs_whole_backward(module: nn.Module) -> str | None:
     if any(hasattr(part, "set_requires_gradient_sync") for part in module.modules()):  # fully_shard adds this method
         return "fully_shard reduces its gradients, by hooks on a whole backward"
     return None
+
+
+def shard_again(modules: Iterable[nn.Module]) -> None:
+    """Let ``fully_shard`` put back the parameters that have gradients: after an evaluation some are still gathered."""
+    for module in modules:
+        for part in module.modules():
+            reshard: Any = getattr(part, "reshard", None)
+            if reshard is not None and hasattr(part, "set_requires_gradient_sync"):
+                reshard()
 
 
 def check_wrappers(modules: Mapping[int, nn.Module], text_of: TextOf = numbered) -> None:

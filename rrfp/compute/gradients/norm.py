@@ -14,7 +14,7 @@ Norms are computed in float64 and combined in the order of ranks, so all ranks g
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,12 @@ from rrfp.errors import ConfigError
 from rrfp.graphs.names import TextOf, numbered
 
 
-def check_norm(max_norm: float, norm_type: float) -> None:
-    """Refuse a ``max_norm`` below 0 and a ``norm_type`` that is not above 0 (inf is) with a ConfigError."""
+def check_norm(max_norm: Any, norm_type: Any, error_if_nonfinite: Any, foreach: Any) -> None:
+    """Raise a ConfigError for an argument of ``clip_grad_norm_`` that is impossible."""
+    if type(error_if_nonfinite) is not bool:
+        raise ConfigError(f"error_if_nonfinite is {error_if_nonfinite!r}, must be True or False")
+    if foreach is not None and type(foreach) is not bool:
+        raise ConfigError(f"foreach is {foreach!r}, must be True, False or None")
     fields: tuple[tuple[str, Any, str], ...] = (
         ("max_norm", max_norm, "a number >= 0"),
         ("norm_type", norm_type, "a number above 0, or inf"),
@@ -61,9 +65,6 @@ def local_norm(
         ranks: for each rank of the topology its number in ``torch.distributed``; by default the same number.
         skip: parameters that another rank counts, such as those that two stages share.
         text_of: names virtual stages in errors.
-
-    Raises:
-        StageError: naming the parameter, if a gradient is neither dense nor of the layout ``torch.sparse_coo``.
     """
     skipped = {id(tensor) for tensor in skip}
     topology = Topology(0, 1) if topology is None else topology
@@ -152,3 +153,30 @@ def _spanned(device_mesh: Any, topology: Topology, ranks: Sequence[int]) -> set[
     members = [rank for rank in device_mesh.mesh.flatten().tolist() if rank in ranks]
     coordinates = [topology.mesh.coordinates(ranks.index(rank)) for rank in members]
     return {name for of_rank in coordinates for name, index in of_rank.items() if index != coordinates[0][name]}
+
+
+@torch.no_grad()
+def has_overflow(parameters: Iterable[Tensor]) -> bool:
+    """Whether an element of a gradient, of this rank's part of it, is inf or nan. Waits once for each device."""
+    finite: dict[torch.device, list[Tensor]] = {}
+    for part in _parts(parameters):
+        largest = torch.linalg.vector_norm(part, math.inf)  # nan where an element is nan; needs no memory
+        finite.setdefault(part.device, []).append(largest.isfinite())
+    return not all(bool(torch.stack(each).all()) for each in finite.values())
+
+
+@torch.no_grad()
+def has_gradients(parameters: Iterable[Tensor]) -> bool:
+    """Whether an element of a gradient, of this rank's part of it, is not zero."""
+    return any(bool(part.count_nonzero()) for part in _parts(parameters))
+
+
+def _parts(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The memory of this rank's part of each gradient."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        part = local_part(parameter.grad)
+        part = part._values() if part.is_sparse else part
+        if part.numel():
+            yield torch.view_as_real(part) if part.is_complex() else part

@@ -6,7 +6,7 @@ topology was read from a `DeviceMesh`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch import nn
 
 from rrfp.compute.gradients.layout import as_dtensor
 from rrfp.compute.gradients.reducer import named_parameters
-from rrfp.core.mesh import PIPELINE, REPLICATED, Place
+from rrfp.core.mesh import PIPELINE, REPLICATED
 from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError
 from rrfp.graphs.names import TextOf, numbered
@@ -36,7 +36,7 @@ def global_ranks(topology: Topology, mesh: DeviceMesh | None = None) -> tuple[in
 
 
 def replica_group(topology: Topology, ranks: Sequence[int]) -> ProcessGroup:
-    """Make a group of this rank and its counterparts in the other replicas, in the order of replicas.
+    """Make a group of this rank and its counterparts in the other replicas, in the order of summands.
 
     It blocks until all its ranks have joined, and lives until ``torch.distributed`` ends. ``ranks`` are those of
     `global_ranks`. Called on the lane of the group's collectives, whose device is then the thread's current one.
@@ -44,9 +44,8 @@ def replica_group(topology: Topology, ranks: Sequence[int]) -> ProcessGroup:
     # Why not a group of the DeviceMesh over the same ranks? The caller may use that one, and these collectives run on
     # another thread. Blocking cannot deadlock: these groups do not overlap, each rank joins one, and all ranks of a job
     # enter their pipelines in the same order.
-    coordinates = (Place(topology.stage, replica, topology.member) for replica in range(topology.replicas))
-    counterparts = [ranks[topology.mesh.rank(coordinate)] for coordinate in coordinates]
-    group: ProcessGroup = dist.new_group(counterparts, use_local_synchronization=True)
+    members = [ranks[rank] for rank in topology.mesh.counterparts(topology.rank)]
+    group: ProcessGroup = dist.new_group(members, use_local_synchronization=True)
     return group
 
 
@@ -54,7 +53,7 @@ def check_replicas(topology: Topology, ranks: Sequence[int]) -> None:
     """Refuse a topology with replicas if ``torch.distributed`` is not initialised, or numbers the ranks otherwise."""
     if not (dist.is_available() and dist.is_initialized()):
         raise ConfigError(
-            f"topology has {topology.replicas} replicas, whose gradients torch.distributed sums: call "
+            f"topology has {topology.summands} replicas, whose gradients torch.distributed sums: call "
             "torch.distributed.init_process_group() before the pipeline is made"
         )
     if dist.get_world_size() <= max(ranks) or dist.get_rank() != ranks[topology.rank]:
@@ -67,7 +66,7 @@ def check_replicas(topology: Topology, ranks: Sequence[int]) -> None:
 def check_sharded(
     modules: Mapping[int, nn.Module], topology: Topology, ranks: Sequence[int], text_of: TextOf = numbered
 ) -> None:
-    """Refuse DTensor parameters over ranks that do not run their tasks in one order.
+    """Refuse DTensor parameters over ranks that do not run their tasks in the same order.
 
     Their collectives run inside tasks, so all ranks of their mesh must be in this rank's group. The ConfigError names
     the first such parameter and the required ``coordinate``.
@@ -79,11 +78,43 @@ def check_sharded(
                 continue
             members = sharded.device_mesh.mesh.flatten().tolist()
             if len(members) > 1 and not group.issuperset(members):
-                raise ConfigError(f"{name} {_why_refused(members, topology, ranks)}")
+                raise ConfigError(f"{name} {_why_refused('a DTensor', members, topology, ranks)}")
+            reduced = sorted(_crossed(members, topology, ranks).intersection(topology.mesh.reduce))
+            if reduced:
+                raise ConfigError(
+                    f"{name} is a DTensor over the mesh dim {reduced[0]!r}, and its own collectives reduce its "
+                    f"gradients there: reduce is {topology.mesh.reduce!r}, must not have {reduced[0]!r}"
+                )
+
+
+def check_synchronised(
+    modules: Mapping[int, nn.Module], topology: Topology, ranks: Sequence[int] | None, text_of: TextOf = numbered
+) -> None:
+    """Refuse synchronized batch norm over ranks that do not run their tasks in the same order.
+
+    ``ranks`` is None where all stages are in this process. The ConfigError names the first such module.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    group = set() if ranks is None else {ranks[rank] for rank in topology.group}
+    for v, module in sorted(modules.items()):
+        for path, part in module.named_modules():
+            if not isinstance(part, nn.SyncBatchNorm):
+                continue
+            members = dist.get_process_group_ranks(part.process_group)
+            if len(members) == 1 or group.issuperset(members):
+                continue
+            where = f"the submodule {path!r} of {text_of(v)}" if path else f"the module of {text_of(v)}"
+            if ranks is None:
+                raise ConfigError(
+                    f"{where} is a SyncBatchNorm over the ranks {members}, and all stages are in this process, which "
+                    "agrees with no other one on the order of tasks: must be without SyncBatchNorm"
+                )
+            raise ConfigError(f"{where} {_why_refused('a SyncBatchNorm', members, topology, ranks)}")
 
 
 def warn_of_unreduced(modules: Mapping[int, nn.Module], topology: Topology, ranks: Sequence[int]) -> None:
-    """Warn about gradients of coordinated ``dp`` dims that no one seems to reduce."""
+    """Warn about gradients of coordinated ``dp`` dims that nothing reduces."""
     # Over a dim that is not coordinated the pipeline reduces; over a coordinated one a sharded parameter's own
     # collectives do. A module may also call collectives of its own, which cannot be seen: so this only warns.
     mesh = topology.mesh
@@ -98,30 +129,39 @@ def warn_of_unreduced(modules: Mapping[int, nn.Module], topology: Topology, rank
     coordinates = [mesh.coordinates(ranks.index(rank)) for rank in members if rank in ranks]
     for name in mesh.coordinate:
         is_sharded = any(of_rank[name] != here[name] for of_rank in coordinates if name in of_rank)
-        if parameters and name.startswith(REPLICATED) and sizes.get(name, 1) > 1 and not is_sharded:
+        is_reduced = not name.startswith(REPLICATED) or name in mesh.reduce or sizes.get(name, 1) == 1
+        if parameters and not is_reduced and not is_sharded:
             logger.warning(
                 "mesh dim %r is coordinated and no parameter is sharded over it: no gradients are summed over it, "
-                "unless the module does that itself",
+                "unless the module does that itself; reduce=(%r,) sums them once a step",
+                name,
                 name,
             )
 
 
-def _why_refused(members: Iterable[int], topology: Topology, ranks: Sequence[int]) -> str:
-    """Why a DTensor over the ranks ``members`` does not fit."""
-    problem = f"is a DTensor over the ranks {sorted(members)}, and its collectives run inside tasks"
+def _why_refused(what: str, members: Sequence[int], topology: Topology, ranks: Sequence[int]) -> str:
+    """Why a module or parameter that is ``what``, with collectives over the ranks ``members``, does not fit."""
+    problem = f"is {what} over the ranks {sorted(members)}, and its collectives run inside tasks"
+    is_tensor = what == "a DTensor"
+    owner = "the DTensor's mesh" if is_tensor else "its process_group"
     if unknown := sorted(set(members) - set(ranks)):
-        return f"{problem}, but the topology has no ranks {unknown}: must have the DTensor's dims, or be made by mesh="
-    mesh = topology.mesh
-    here = mesh.coordinates(topology.rank)
-    crossed = {
-        name
-        for rank in members
-        for name, index in mesh.coordinates(ranks.index(rank)).items()
-        if index != here[name] and name not in mesh.coordinate
-    }
-    if PIPELINE in crossed:
         return (
-            f"{problem}, but these ranks are of several stages: the DTensor's mesh must not have the dim {PIPELINE!r}"
+            f"{problem}, but the topology has no ranks {unknown}: {owner} must be within it, or give its mesh by mesh="
         )
-    coordinate = (*mesh.coordinate, *(name for name, _ in mesh.dims if name in crossed))
-    return f"{problem}: coordinate is {mesh.coordinate!r}, must be {coordinate!r}"
+    mesh = topology.mesh
+    crossed = _crossed(members, topology, ranks) - set(mesh.coordinate)
+    wanted = tuple(name for name, _ in mesh.dims if name in crossed and name != PIPELINE)
+    remedy = f"coordinate is {mesh.coordinate!r}, must be {(*mesh.coordinate, *wanted)!r}"
+    if wanted and not is_tensor:
+        remedy += f", with reduce={wanted!r} unless parameters are sharded over that"
+    if PIPELINE in crossed:
+        problem += f", but these ranks are of several stages: {owner} must not have the dim {PIPELINE!r}"
+        return f"{problem}; then {remedy}" if wanted and not is_tensor else problem
+    return f"{problem}: {remedy}"
+
+
+def _crossed(members: Sequence[int], topology: Topology, ranks: Sequence[int]) -> set[str]:
+    """The dims of the mesh along which some of ``members`` are elsewhere than this rank."""
+    here = topology.mesh.coordinates(topology.rank)
+    there = [topology.mesh.coordinates(ranks.index(rank)) for rank in members]
+    return {name for of_rank in there for name, index in of_rank.items() if index != here[name]}

@@ -18,24 +18,27 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from rrfp.compute.gradients.buckets import CollectiveError, collective, sum_over
 from rrfp.compute.gradients.layout import (
     ABSENT,
     TOO_LARGE,
     as_dtensor,
-    checksum,
+    checksums,
     empty_totals,
     encode,
     local_part,
     zeros,
 )
+from rrfp.compute.gradients.module_reduction import shard_again
 from rrfp.compute.lanes.base import Lane
 from rrfp.core import timeouts
 from rrfp.errors import StageError
@@ -44,8 +47,98 @@ from rrfp.graphs.names import TextOf, numbered
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+
+#: Bytes of one collective: enough that latency does not matter, and little beside a model.
+BUCKET_BYTES = 25 * 2**20
+
+
+class CollectiveError(Exception):
+    """A collective failed; the cause is the error of torch.distributed."""
+
+
+@contextmanager
+def collective() -> Iterator[None]:
+    """Wrap errors of torch.distributed in a `CollectiveError`, to tell them from errors of this rank alone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveError from error
+
+
+def sum_over(tensors: Iterable[Tensor], group: dist.ProcessGroup, *, in_order: bool = False) -> None:
+    """Replace each tensor by its sum over the ranks of ``group``.
+
+    Args:
+        tensors: dense; the same on all ranks in number, order, shapes and dtypes.
+        group: the ranks.
+        in_order: add in the order of ranks, so that the bits of the result are defined; otherwise the backend chooses
+            the order. It takes the memory of one bucket for each rank.
+    """
+    for bucket in buckets(tensors):
+        flat = _flat(bucket)
+        if in_order:
+            _sum_in_order(flat, group)
+        else:
+            with collective():
+                dist.all_reduce(flat, group=group)
+        _spread(flat, bucket)
+
+
+def buckets(tensors: Iterable[Tensor], most_bytes: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
+    """Cut ``tensors`` into lists of one device and dtype, each of ``most_bytes`` at most or of one larger tensor.
+
+    Empty tensors are left out. The cut depends on order, shapes and dtypes alone, which are the same on all ranks.
+    """
+    filling: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    num_bytes: defaultdict[tuple[torch.device, torch.dtype], int] = defaultdict(int)
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            continue
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        kind = (real.device, real.dtype)
+        if kind in filling and num_bytes[kind] + real.nbytes > most_bytes:
+            yield filling.pop(kind)
+            num_bytes[kind] = 0
+        filling.setdefault(kind, []).append(real)
+        num_bytes[kind] += real.nbytes
+    yield from filling.values()
+
+
+def _flat(bucket: Sequence[Tensor]) -> Tensor:
+    """``bucket`` as one dimension; a view of its tensor if it has only one and that is contiguous."""
+    if len(bucket) == 1:
+        return bucket[0].reshape(-1)
+    return torch.cat([tensor.reshape(-1) for tensor in bucket])
+
+
+def _spread(flat: Tensor, bucket: Sequence[Tensor]) -> None:
+    """Write ``flat`` back."""
+    if len(bucket) == 1 and flat.data_ptr() == bucket[0].data_ptr():
+        return
+    parts = torch.split(flat, [tensor.numel() for tensor in bucket])
+    for tensor, part in zip(bucket, parts, strict=True):
+        tensor.copy_(part.view(tensor.shape))
+
+
+def _sum_in_order(flat: Tensor, group: dist.ProcessGroup) -> None:
+    # Why not all_reduce? The backend chooses the order of its additions, and with it the bits. Why in pieces?
+    # all_gather needs memory for a copy of each rank, and a single tensor may be larger than a bucket.
+    for piece in torch.split(flat, max(1, BUCKET_BYTES // flat.element_size())):
+        terms = [torch.empty_like(piece) for _ in range(group.size())]
+        with collective():
+            dist.all_gather(terms, piece, group=group)
+        piece.copy_(terms[0])
+        for other in terms[1:]:
+            piece.add_(other)
+
+
 #: Parameters with their names.
 _Named = list[tuple[str, nn.Parameter]]
+
+#: Stands for the checksum of a parameter that is frozen.
+_FROZEN = -1
+#: The most replicas that an error names of those that agree.
+_MOST_NAMES = 4
 
 
 class GradientReducer:
@@ -61,6 +154,8 @@ class GradientReducer:
             complete, and not only issued, when its call is. Not started.
         replica: the replica that this rank belongs to.
         deterministic: add in the order of replicas, so that the bits of the result do not depend on the backend.
+        check_every: in each so many sums the replicas compare their parameters again, as before the first; 0: never.
+        names: of this rank and its counterparts, for errors, in the order of replicas.
         text_of: names virtual stages in errors.
     """
 
@@ -72,9 +167,15 @@ class GradientReducer:
         *,
         replica: int,
         deterministic: bool = False,
+        check_every: int = 0,
+        names: Sequence[str] = (),
         text_of: TextOf = numbered,
     ) -> None:
         self._text_of = text_of
+        self._names = names
+        self._check_every = check_every
+        #: Steps that summed, the current one included.
+        self._sums = 0
         self._modules = dict(sorted(modules.items(), reverse=True))
         self._make_group = make_group
         self._group: ProcessGroup | None = None
@@ -106,18 +207,15 @@ class GradientReducer:
         else:
             self._totals.clear()
         if reduces:
+            self._sums += 1
+            shard_again(self._modules.values())
             self._shares = shares(self._modules, self._text_of)
             self._turns = {v: asyncio.Event() for v in self._shares}
             self._next_turn()
             self._lane.fence()
 
     async def reduce(self, virtual_stage: int) -> None:
-        """Sum the gradients of ``virtual_stage``, once all tasks of it are done and its turn has come.
-
-        Raises:
-            StageError: if a gradient cannot be summed, or the replicas' models differ.
-            Exception: the error of a failed collective, after `COLLECTIVE_ERROR_S`.
-        """
+        """Sum the gradients of ``virtual_stage``, once all tasks of it are done and its turn has come."""
         await self._turns[virtual_stage].wait()
         summing = self._lane.enqueue(partial(self._sum, virtual_stage))
         del self._turns[virtual_stage]
@@ -172,12 +270,60 @@ class GradientReducer:
         # One MAX-reduction compares them: it gives the largest layout and, by its distance to a bound, the smallest.
         # ABSENT is below both, so replicas without the gradient do not count.
         distances = [ABSENT if layout == ABSENT else TOO_LARGE - layout for layout in layouts]
-        reduced = self._largest(layouts + distances)
-        largest, farthest = reduced[: len(layouts)], reduced[len(layouts) :]
+        values = self._values(share)  # where they are compared in this step, they travel along
+        reduced = self._largest([*layouts, *distances, *_both_signs(values)])
+        largest, farthest = reduced[: len(layouts)], reduced[len(layouts) : 2 * len(layouts)]
+        self._check_values(share, values, reduced[2 * len(layouts) :])
         for (name, _), high, low in zip(share, largest, farthest, strict=True):
             if high != ABSENT and high != TOO_LARGE - low:
                 raise StageError(f"{name} has gradients of different dtypes or placements on the replicas")
         return largest
+
+    def _values(self, share: _Named) -> list[int]:
+        """Checksums of ``share`` if the replicas compare them in this step, else none."""
+        # In the first step `_compare_models` has compared all of them, the frozen ones too.
+        if not self._check_every or self._sums == 1 or (self._sums - 1) % self._check_every:
+            return []
+        values = iter(checksums(parameter for _, parameter in share if parameter.requires_grad))
+        return [next(values) if parameter.requires_grad else _FROZEN for _, parameter in share]
+
+    def _check_values(self, named: _Named, values: Sequence[int], reduced: Sequence[int]) -> None:
+        """Compare checksums, given what `_largest` gave for both signs of them; a StageError if any differs."""
+        for (name, _), own, high, low in zip(named, values, reduced, reduced[len(values) :], strict=False):
+            if high != -low:  # so on all replicas
+                raise StageError(self._difference(name, own))
+
+    def _difference(self, name: str, value: int) -> str:
+        """What to say of a parameter that differs: the replicas say which of them has which value."""
+        import torch.distributed as dist
+
+        assert self._group is not None
+        own = torch.tensor([value], device=self._device())
+        gathered = [torch.empty_like(own) for _ in range(self._group.size())]
+        with collective():
+            dist.all_gather(gathered, own, group=self._group)
+        values = [int(each) for each in gathered]
+        frozen = [r for r, each in enumerate(values) if each == _FROZEN]
+        if frozen:
+            learning = [r for r in range(len(values)) if r not in frozen]
+            return f"{name} is frozen on {self._listed(frozen)} and not on {self._listed(learning)}: must be the same"
+        (common, _), *_ = Counter(values).most_common(1)
+        same = [r for r, each in enumerate(values) if each == common]
+        others = [r for r, each in enumerate(values) if each != common]
+        where = f"{name} has other values on {self._listed(others)} than on {self._listed(same)}"
+        if self._sums == 1:
+            return f"{where}: must start equal, from one checkpoint or one seed"
+        return (
+            f"{where}: must be the same, as the gradients are. Did one replica alone make an optimizer step, load "
+            f"values, or have another learning rate? (check_replicas={self._check_every} compares them.)"
+        )
+
+    def _listed(self, replicas: Sequence[int]) -> str:
+        """Their names, of many only the first."""
+        names = [self._names[r] if self._names else f"replica {r}" for r in replicas[:_MOST_NAMES]]
+        if len(replicas) > _MOST_NAMES:
+            names.append(f"{len(replicas) - _MOST_NAMES} more")
+        return ", ".join(names[:-1]) + " and " + names[-1] if len(names) > 1 else names[0]
 
     def _compare_models(self) -> None:
         """Compare the parameters of the replicas once, lest unrelated gradients be summed."""
@@ -187,14 +333,8 @@ class GradientReducer:
         high, low = self._largest([digest, -digest])
         if high != -low:
             raise StageError("the replicas of this stage differ in the names, shapes or dtypes of their parameters")
-        checksums = [checksum(parameter) for _, parameter in named]
-        reduced = self._largest([*checksums, *(-value for value in checksums)])
-        for (name, _), high, low in zip(named, reduced, reduced[len(checksums) :], strict=False):
-            if high != -low:
-                raise StageError(
-                    f"{name} has other values on this rank or another replica's: must start equal, from one checkpoint "
-                    "or one seed"
-                )
+        values = checksums(parameter for _, parameter in named)
+        self._check_values(named, values, self._largest(_both_signs(values)))
         self._compared = True
 
     def _largest(self, numbers: list[int]) -> list[int]:
@@ -229,6 +369,11 @@ def named_parameters(where: str, module: nn.Module) -> Iterator[tuple[str, nn.Pa
     """Each parameter of ``module`` once, with its display name; ``where`` is the text for its virtual stage."""
     for name, parameter in module.named_parameters():
         yield f"parameter {name!r} of {where}", parameter
+
+
+def _both_signs(values: Sequence[int]) -> list[int]:
+    """What a MAX-reduction needs, to give the largest and the smallest of each."""
+    return [*values, *(-value for value in values)]
 
 
 def _describe(name: str, parameter: nn.Parameter) -> str:

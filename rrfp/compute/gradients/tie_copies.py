@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rrfp.compute.gradients.layout import as_dtensor, local_part
+from rrfp.compute.gradients.module_reduction import needs_whole_backward
 from rrfp.compute.gradients.shared import SharedGradients
 from rrfp.compute.gradients.sparse import check_ties_not_sparse
 from rrfp.errors import ConfigError
@@ -29,19 +31,31 @@ _SLICE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TiedCopy:
-    """A copy of a tied parameter.
+    """A copy of a tied parameter."""
 
-    Attributes:
-        tie: the name of the tie.
-        virtual_stage: the virtual stage that holds the copy.
-        parameter: the copy.
-        is_guest: whether the object's home is a lower virtual stage of this process (`SharedGradients`).
-    """
-
+    #: The name of the tie.
     tie: str
+    #: The virtual stage that holds the copy.
     virtual_stage: int
+    #: The copy.
     parameter: nn.Parameter
+    #: Whether the object's home is a lower virtual stage of this process (`SharedGradients`).
     is_guest: bool
+    #: The module of the virtual stage.
+    module: nn.Module
+    #: The parameter's name in it.
+    name: str
+
+    def is_held(self) -> bool:
+        """Whether the module still has this object. Asked in every step, so it looks at the name first."""
+        current: nn.Parameter | None = None
+        with suppress(AttributeError):
+            current = self.module.get_parameter(self.name)
+        if current is self.parameter or any(current is self.parameter for current in self.module.parameters()):
+            return True
+        # Between an evaluation and the next backward fully_shard keeps some parameters gathered, in other objects.
+        is_sharded = as_dtensor(self.parameter) is not None and needs_whole_backward(self.module) is not None
+        return is_sharded and current is not None and as_dtensor(current) is None
 
     def terms(self) -> CopyTerms:
         """The description that ranks compare. Reads the values."""
@@ -56,38 +70,32 @@ class TiedCopy:
 
 @dataclass(frozen=True, slots=True)
 class CopyTerms:
-    """The description of a copy that ranks compare in the handshake.
+    """The description of a copy that ranks compare in the handshake."""
 
-    Attributes:
-        tie: the name of the tie.
-        virtual_stage: the virtual stage that holds the copy.
-        kind: shape, dtype and placement, as text for messages.
-        learns: whether the copy requires grad.
-        is_guest: see `TiedCopy`.
-        values: a digest of the values; empty for a guest, which is the same object as its home.
-    """
-
+    #: The name of the tie.
     tie: str
+    #: The virtual stage that holds the copy.
     virtual_stage: int
+    #: Shape, dtype and placement, as text for messages.
     kind: str
+    #: Whether the copy requires grad.
     learns: bool
+    #: See `TiedCopy`.
     is_guest: bool
+    #: a digest of the values; empty for a guest, which is the same object as its home.
     values: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """A tie that all ranks agree on.
+    """A tie that all ranks agree on."""
 
-    Attributes:
-        name: the name of the tie.
-        virtual_stages: the virtual stages with a copy, ascending: the order in which gradients are added.
-        is_shared: whether some copies are one object. Such a tie is summed even in a step that reduces nothing, because
-            the object has one ``.grad``.
-    """
-
+    #: The name of the tie.
     name: str
+    #: The virtual stages with a copy, ascending: the order in which gradients are added.
     virtual_stages: tuple[int, ...]
+    #: Whether some copies are one object. Such a tie is summed even in a step that reduces nothing, because the object
+    #: has one ``.grad``.
     is_shared: bool = False
 
 
@@ -104,20 +112,18 @@ def find_copies(
         modules: of each rank by virtual stage.
         shared: the parameters that virtual stages of the process share; they are tied even if ``ties`` lacks them.
         text_of: names virtual stages in errors.
-
-    Raises:
-        ConfigError: if ``ties`` has another type, names a parameter twice, or one that the modules do not have.
     """
-    copies = list(_named_copies(_by_name(ties, modules), modules, shared, text_of))
+    merged = _merged(modules)
+    copies = list(_named_copies(_by_name(ties, modules), merged, shared, text_of))
     named = {id(copy.parameter) for copy in copies}
     for parameter, stages in shared.holders:
         if id(parameter) not in named:
-            name = f"{_qualified(parameter, modules, stages[0])}@{stages[0]}"
-            copies += [TiedCopy(name, v, parameter, v != stages[0]) for v in stages]
+            tie = f"{_name_of(parameter, merged[stages[0]])}@{stages[0]}"
+            copies += [_copy(tie, v, parameter, v != stages[0], merged[v]) for v in stages]
     tied: dict[str, list[Tensor]] = {}
     for copy in copies:
         tied.setdefault(copy.tie, []).append(copy.parameter)
-    check_ties_not_sparse(_merged(modules), tied, text_of)
+    check_ties_not_sparse(merged, tied, text_of)
     return sorted(copies, key=lambda copy: (copy.tie, copy.virtual_stage))
 
 
@@ -164,7 +170,7 @@ def _checked(ties: Any, modules: Mapping[int, nn.Module]) -> Iterator[tuple[str,
 
 def _named_copies(
     by_name: Mapping[str, Sequence[nn.Parameter]],
-    modules: Sequence[Mapping[int, nn.Module]],
+    modules: Mapping[int, nn.Module],
     shared: SharedGradients,
     text_of: TextOf,
 ) -> Iterator[TiedCopy]:
@@ -179,18 +185,19 @@ def _named_copies(
                     raise ConfigError(f"ties[{name!r}] has two parameters of {text_of(v)}, must have one")
                 by_stage[v] = parameter
         for v, parameter in sorted(by_stage.items()):
-            yield TiedCopy(name, v, parameter, not shared.is_home(parameter, v))
+            yield _copy(name, v, parameter, not shared.is_home(parameter, v), modules[v])
 
 
-def _holders(parameter: nn.Parameter, modules: Sequence[Mapping[int, nn.Module]]) -> list[int]:
-    return sorted(
-        v for v, module in _merged(modules).items() if any(parameter is other for other in module.parameters())
-    )
+def _holders(parameter: nn.Parameter, modules: Mapping[int, nn.Module]) -> list[int]:
+    return sorted(v for v, module in modules.items() if any(parameter is other for other in module.parameters()))
 
 
-def _qualified(parameter: nn.Parameter, modules: Sequence[Mapping[int, nn.Module]], virtual_stage: int) -> str:
-    names = _merged(modules)[virtual_stage].named_parameters()
-    return next(name for name, other in names if other is parameter)
+def _copy(tie: str, virtual_stage: int, parameter: nn.Parameter, is_guest: bool, module: nn.Module) -> TiedCopy:
+    return TiedCopy(tie, virtual_stage, parameter, is_guest, module, _name_of(parameter, module))
+
+
+def _name_of(parameter: nn.Parameter, module: nn.Module) -> str:
+    return next(name for name, other in module.named_parameters() if other is parameter)
 
 
 def _digest(parameter: nn.Parameter) -> bytes:

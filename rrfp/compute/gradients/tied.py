@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rrfp.compute.gradients.layout import ABSENT, empty_totals, encode, local_part, zeros
 from rrfp.compute.gradients.shared import SharedGradients
 from rrfp.compute.gradients.tie_copies import CopyTerms, Tie, TiedCopy, Ties, find_copies
-from rrfp.errors import StageError
+from rrfp.errors import ConfigError, StageError
 from rrfp.graphs.names import TextOf, numbered
 
 #: The most bytes of a piece: large enough for speed, small enough that other messages do not wait long behind it.
@@ -29,16 +29,13 @@ PIECE_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The gradient of a copy or the sum of a tie, as it is sent; possibly absent.
+    """The gradient of a copy or the sum of a tie, as it is sent; possibly absent."""
 
-    Attributes:
-        layout: see `rrfp.compute.gradients.layout.encode`; ``ABSENT`` if there is no gradient.
-        learns: whether the copy requires grad.
-        tensors: this rank's part of the gradient, cut into pieces: one-dimensional, on the CPU, read-only.
-    """
-
+    #: See `rrfp.compute.gradients.layout.encode`; ``ABSENT`` if there is no gradient.
     layout: int
+    #: Whether the copy requires grad.
     learns: bool
+    #: This rank's part of the gradient, cut into pieces: one-dimensional, on the CPU, read-only.
     tensors: tuple[Tensor, ...] = ()
 
 
@@ -75,7 +72,8 @@ class TiedGradients:
     # Called on the caller's thread.
 
     def read(self) -> None:
-        """Read the values of all copies, which ranks compare in the handshake."""
+        """Read the values of all copies, which ranks compare in the handshake; ConfigError as in `check`."""
+        self.check()
         self.terms = tuple(copy.terms() for copy in self._copies.values())
 
     def agree(self, ties: Iterable[Tie], most_bytes: int = PIECE_BYTES) -> None:
@@ -86,6 +84,19 @@ class TiedGradients:
         for copy in self._copies.values():
             if not copy.is_guest and copy.virtual_stage != self._ties[copy.tie].virtual_stages[0]:
                 self._repeated.append(copy.parameter)
+
+    def check(self) -> None:
+        """Refuse a copy that its module has no more: the gradients of the object in its place would not be summed."""
+        # Why not follow the name? The other ranks would have to compare the values again, and the gradients, totals and
+        # optimizers of the copies belong to the old objects.
+        for copy in self._copies.values():
+            if not copy.is_held():
+                raise ConfigError(
+                    f"tie {copy.tie!r}: parameter {copy.name!r} of {self._text_of(copy.virtual_stage)} is not the "
+                    "object that it was when the pipeline was made, so its gradients would not be summed: must stay "
+                    "the same. load_state_dict(assign=True), to_empty() and assignments replace parameters: do that "
+                    "before the pipeline and the optimizer are made, or copy values into the parameter"
+                )
 
     def open(self) -> None:
         """Prepare for a training step: totals that the first copies keep become zeros elsewhere."""
@@ -167,13 +178,7 @@ class TiedGradients:
 
 
 class ProcessTies:
-    """The ties of the ranks of one process. See `find_copies` for the arguments and errors.
-
-    Attributes:
-        shared: the parameters that virtual stages of the process share.
-        ranks: the tied gradients of each rank.
-        repeated: see `TiedGradients`; of all ranks of the process.
-    """
+    """The ties of the ranks of one process. See `find_copies` for the arguments and errors."""
 
     def __init__(
         self,

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from rrfp.compute.lanes.offers import OfferSlot
 from rrfp.errors import StageError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rrfp.compute.devices.base import Device
+
 
 T = TypeVar("T")
 
@@ -132,3 +133,46 @@ def as_exception(error: BaseException) -> Exception:
     wrapped = StageError(f"the stage program raised {type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped
+
+
+OfferT = TypeVar("OfferT")
+
+
+class OfferSlot:
+    """Holds one call at most. See `Lane.offers` for when a lane takes it."""
+
+    def __init__(self) -> None:
+        self._offered: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
+
+    def offer(self, call: Callable[[], OfferT]) -> asyncio.Future[Execution[OfferT]]:
+        """Let the lane make a call when the running one has returned. Called on the loop of the lane's `start`.
+
+        Args:
+            call: a function without arguments.
+
+        Returns:
+            A future as `Lane.enqueue` returns it. It stays pending if the call is withdrawn, or never made.
+
+        Raises:
+            RuntimeError: if a call is offered already.
+        """
+        if self._offered:
+            raise RuntimeError("a call is offered already, which must be withdrawn first")
+        future: asyncio.Future[Execution[OfferT]] = asyncio.get_running_loop().create_future()
+        self._offered.append((call, future))
+        return future
+
+    def withdraw(self) -> bool:
+        """Take the offered call back.
+
+        Returns:
+            False if there is none: after an `offer` that means that the lane has begun the call, or is about to.
+        """
+        return self.pop() is not None
+
+    def pop(self) -> tuple[Callable[[], Any], asyncio.Future[Any]] | None:
+        """For the lane, on any thread: the offered call with its future, which is offered no more; None without one."""
+        try:
+            return self._offered.popleft()
+        except IndexError:
+            return None

@@ -22,11 +22,35 @@ from torch import Tensor
 
 from rrfp.compute.devices.base import Device, Event, Stream
 from rrfp.compute.lanes.base import Execution, as_exception
-from rrfp.compute.lanes.device_clock import Base
 from rrfp.compute.lanes.thread import ThreadLane, complete, settle
 from rrfp.core import timeouts
 from rrfp.errors import ConfigError
 from rrfp.log import get_logger
+
+
+@dataclass(slots=True)
+class Base:
+    """A point that the device has reached, and its time on the lane's clock, as narrowly as it is known."""
+
+    event: Event
+    time: float
+
+    def times(self, start: Event, end: Event, *, began: float, launched: float) -> tuple[float, float]:
+        """When a call's work started and ended; it was made at ``began``, returned at ``launched``, and is complete."""
+        started, ended = start.seconds_since(self.event), end.seconds_since(self.event)
+        least, most = max(began - started, launched - ended), time.monotonic() - ended
+        self.time = narrowed(self.time, least=least, most=most)
+        return max(self.time + started, began), max(self.time + ended, launched)
+
+
+def narrowed(estimate: float, *, least: float, most: float) -> float:
+    """The time of a base on the lane's clock.
+
+    The thread that read it was late by an unknown time. A call does not reach the device before it was made, nor is it
+    observed before it ended; each such pair of times narrows the estimate.
+    """
+    return max(least, min(estimate, most))
+
 
 T = TypeVar("T")
 
@@ -35,26 +59,23 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class _Issued:
-    """A call and its place in the stream.
+    """A call and its place in the stream."""
 
-    Attributes:
-        future: the call's.
-        base: relates the device's clock to the lane's; None if the device refused that.
-        result: the call's return value.
-        failure: the exception that it raised, or that kept it from being made.
-        began: when it began, on the lane's clock.
-        launched: when it returned, on the same clock.
-        start: the event before its work; None if the device refused it.
-        end: the event behind it; None if the device refused it, or the call was not made.
-    """
-
+    #: The call's.
     future: asyncio.Future[Any]
+    #: Relates the device's clock to the lane's; None if the device refused that.
     base: Base | None = None
+    #: The call's return value.
     result: Any = None
+    #: The exception that it raised, or that kept it from being made.
     failure: Exception | None = None
+    #: When it began, on the lane's clock.
     began: float = 0.0
+    #: When it returned, on the same clock.
     launched: float = 0.0
+    #: The event before its work; None if the device refused it.
     start: Event | None = None
+    #: The event behind it; None if the device refused it, or the call was not made.
     end: Event | None = None
 
 
@@ -70,9 +91,6 @@ class StreamLane(ThreadLane):
         depth: how many calls may be issued and not complete. From 2 on the device need not wait for the loop.
         nice: as for `ThreadLane`.
         is_urgent: whether its work goes before that of other streams.
-
-    Raises:
-        ConfigError: if ``depth`` is not a whole number >= 1, or ``nice`` does not fit.
     """
 
     device: Device

@@ -16,8 +16,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from rrfp.compute.lanes.base import Execution, Lane, as_exception
-from rrfp.compute.lanes.offers import OfferSlot
+from rrfp.compute.lanes.base import Execution, Lane, OfferSlot, as_exception
 from rrfp.compute.tracebacks import stack_of
 from rrfp.core import timeouts
 from rrfp.errors import ConfigError
@@ -49,9 +48,6 @@ class ThreadLane(Lane):
         nice: 0..19, added to the thread's nice value on Linux (ignored elsewhere). If the event loop shares cores with
             computing threads, 10 keeps it fast: it wakes at once instead of after the lane's time slice. Threads that
             torch starts in a call inherit the value. Lowering it again needs privileges.
-
-    Raises:
-        ConfigError: if ``nice`` is not a whole number 0..19.
     """
 
     depth = 1

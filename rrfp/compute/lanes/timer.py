@@ -12,8 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from rrfp.compute.lanes.base import Execution, Lane, as_exception
-from rrfp.compute.lanes.offers import OfferSlot
+from rrfp.compute.lanes.base import Execution, Lane, OfferSlot, as_exception
 
 T = TypeVar("T")
 
@@ -58,12 +57,7 @@ class TimerLane(Lane):
         return future
 
     def spend(self, seconds: float) -> None:
-        """Declare that the running call takes ``seconds``; several declarations add up.
-
-        Raises:
-            ValueError: if ``seconds`` is not a number >= 0.
-            RuntimeError: outside a call.
-        """
+        """Declare that the running call takes ``seconds``; several declarations add up."""
         if self._until is None:
             raise RuntimeError("spend() was called outside a call on the lane")
         if not seconds >= 0:

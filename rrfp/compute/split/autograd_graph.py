@@ -25,15 +25,11 @@ COMPILED = "CompiledFunctionBackward"
 
 @dataclass(frozen=True, slots=True)
 class AutogradGraph:
-    """All nodes that a backward from some roots may visit.
+    """All nodes that a backward from some roots may visit."""
 
-    Attributes:
-        names: by node the name of its operator, such as ``AddmmBackward0``.
-        incoming: by node the edges that lead to it: the node that each starts from, and its position there.
-        roots: where backward enters.
-    """
-
+    #: By node the name of its operator, such as ``AddmmBackward0``.
     names: dict[Node, str]
+    #: By node the edges that lead to it: the node that each starts from, and its position there.
     incoming: dict[Node, list[tuple[Node, int]]]
     roots: frozenset[Node]
 
@@ -84,14 +80,7 @@ def has_hooks(node: Node) -> bool:
 
 
 class OuterGradients:
-    """Within, records the gradients that the engine passes to some nodes, after all hooks in front of them.
-
-    Args:
-        nodes: the nodes, with one output each.
-
-    Attributes:
-        by_node: the recorded gradients, of nodes that the engine ran.
-    """
+    """Within, records the gradients that the engine passes to some nodes, after all hooks in front of them."""
 
     # Why not take the results of autograd.grad? For a node that it also runs, the engine reports the gradient before
     # the prehooks of that node. So each node gets a last prehook. The engine calls no hooks of a node that it does not

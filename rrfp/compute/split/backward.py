@@ -22,6 +22,7 @@ W.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
@@ -31,13 +32,85 @@ from rrfp.compute import engine
 from rrfp.compute.engine import Root
 from rrfp.compute.gradients.module_reduction import needs_whole_backward
 from rrfp.compute.loss_module import class_name
-from rrfp.compute.received import Received
-from rrfp.compute.split.autograd_graph import AutogradGraph, Node, OuterGradients
-from rrfp.compute.split.deferral import Deferral
+from rrfp.compute.split.autograd_graph import AutogradGraph, Node, OuterGradients, has_hooks
 from rrfp.compute.split.pending_weights import Deferred, PendingWeights
-from rrfp.compute.split.weight_rules import RULES
+from rrfp.compute.split.weight_rules import RULES, VIEWS_AND_CASTS, rules_work
 from rrfp.errors import ConfigError, StageError
 from rrfp.log import get_logger
+
+
+@dataclass(frozen=True, slots=True)
+class Deferral:
+    """The gradients that are held and those that are deferred."""
+
+    #: AccumulateGrad nodes of the parameters whose gradients B computes.
+    held: list[Node]
+    #: Operators whose weight gradients are deferred, with the edges that lead to deferred parameters.
+    operators: dict[Node, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, graph: AutogradGraph, inputs: Sequence[Tensor], min_flops: float) -> Deferral:
+        """Decide for all parameters of ``graph``; ``inputs`` are its leaves that are no parameters."""
+        search = _Search(graph, min_flops)
+        input_ids = {id(tensor) for tensor in inputs}
+        held: list[Node] = []
+        operators: dict[Node, list[int]] = {}
+        for node, tensor in graph.leaves():
+            if id(tensor) in input_ids or not tensor.requires_grad:
+                continue
+            sources = None if tensor._backward_hooks else search.sources(node)
+            if sources is None:
+                held.append(node)
+                continue
+            for operator, edge in sources:
+                operators.setdefault(operator, []).append(edge)
+        return cls(held, {node: tuple(sorted(edges)) for node, edges in operators.items()})
+
+
+class _Search:
+    """Finds the operators that together produce the whole gradient of a parameter."""
+
+    def __init__(self, graph: AutogradGraph, min_flops: float) -> None:
+        self._graph = graph
+        self._min_flops = min_flops if rules_work() else float("inf")
+        self._deferrable: dict[Node, bool] = {}
+
+    def sources(self, node: Node) -> list[tuple[Node, int]] | None:
+        """(operator, edge) pairs that lead to ``node``, directly or by views; None if any other operator does."""
+        if node in self._graph.roots:
+            return None
+        incoming = self._graph.incoming.get(node, ())
+        indirect = [self._graph.names[before] in VIEWS_AND_CASTS for before, _ in incoming]
+        if len(incoming) > 2 and any(indirect) and not all(indirect):
+            # Why not defer? W would add the direct ones first, which changes the bits of a sum of three.
+            return None
+        sources: list[tuple[Node, int]] = []
+        for (before, edge), is_indirect in zip(incoming, indirect, strict=True):
+            if is_indirect:
+                further = self.sources(before)
+                if further is None:
+                    return None
+                sources += further
+            elif self._defers(before, edge):
+                sources.append((before, edge))
+            else:
+                return None
+        return list(dict.fromkeys(sources))
+
+    def _defers(self, node: Node, edge: int) -> bool:
+        rule = RULES.get(self._graph.names[node])
+        if rule is None or edge not in rule.edges:
+            return False
+        if node not in self._deferrable:
+            # `can_read` comes first: all others read saved tensors, which a checkpoint would recompute for that.
+            self._deferrable[node] = (
+                rule.can_read(node)
+                and rule.flops(node) >= self._min_flops
+                and rule.save(node) is not None
+                and not has_hooks(node)
+            )
+        return self._deferrable[node]
+
 
 logger = get_logger(__name__)
 
@@ -49,18 +122,47 @@ Unsplittable = Literal["whole", "refuse"]
 
 
 class SplitBackward:
-    """B of one virtual stage; a ConfigError for an unknown value of ``unsplittable``."""
+    """B and W of one virtual stage, from the autograd graph of each forward; hooks run once.
 
-    def __init__(self, module: nn.Module, virtual_stage: int, unsplittable: Unsplittable = "whole") -> None:
+    Args:
+        module: of the virtual stage.
+        virtual_stage: its index, for messages.
+        unsplittable: what to do where a backward is only possible as a whole: ``"whole"`` runs it in B, with one
+            warning, and ``"refuse"`` raises a StageError.
+        may_reduce: whether hooks of ``fully_shard`` reduce gradients in a backward, which then runs as a whole.
+
+    Raises:
+        ConfigError: for an unknown value of ``unsplittable``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        virtual_stage: int,
+        unsplittable: Unsplittable = "whole",
+        *,
+        may_reduce: bool = True,
+    ) -> None:
         if unsplittable not in get_args(Unsplittable):
             raise ConfigError(f"unsplittable is {unsplittable!r}, must be one of: {', '.join(get_args(Unsplittable))}")
         self._name = f"{class_name(module)} on virtual stage {virtual_stage}"
         self._unsplittable = unsplittable
-        self._obstacle = needs_whole_backward(module)
+        self._obstacle = needs_whole_backward(module) if may_reduce else None
         self._has_warned = False
 
-    def run(self, roots: Sequence[Root], gradients: Sequence[Tensor], received: Received) -> PendingWeights | None:
-        """Set the gradients of the received leaves; returns the work left to W, None if the whole backward ran.
+    def run(
+        self, roots: Sequence[Root], gradients: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> PendingWeights | None:
+        """B: set ``.grad`` of the inputs that require grad.
+
+        Args:
+            roots: where backward enters: outputs, or their gradient edges.
+            gradients: of the roots.
+            inputs: the leaves that are no parameters.
+
+        Returns:
+            The work left to W, which its method ``add_to_gradients`` does; None if there is none. That raises a
+            StageError if a tensor which it needs was written meanwhile.
 
         Raises:
             StageError: if the module cannot be split, and ``unsplittable`` is ``"refuse"``.
@@ -72,10 +174,11 @@ class SplitBackward:
             self._report(obstacle)
             engine.backward(roots, gradients)
             return None
-        leaves = [tensor for tensor in received.tensors() if tensor.requires_grad]
+        leaves = [tensor for tensor in inputs if tensor.requires_grad]
         input_grads, pending = input_gradients(roots, gradients, leaves, min_flops=MIN_FLOPS, graph=graph)
         for leaf, gradient in zip(leaves, input_grads, strict=True):
             leaf.grad = gradient
+        pending.owner = self._name
         return pending
 
     def _report(self, obstacle: str) -> None:

@@ -20,52 +20,56 @@ from rrfp.compute import engine
 from rrfp.compute.activations import Storages, storage_pointer
 from rrfp.compute.split.autograd_graph import Node, is_leaf
 from rrfp.compute.split.weight_rules import RULES, Saved
+from rrfp.errors import StageError
 
 
 class Deferred(NamedTuple):
-    """An operator whose weight gradients W computes.
+    """An operator whose weight gradients W computes."""
 
-    Attributes:
-        node: the operator.
-        saved: the tensors that its rule kept.
-        outer: the gradient of its output, after all hooks.
-        edges: positions of its inputs that lead to parameters.
-    """
-
+    #: The operator.
     node: Node
+    #: The tensors that its rule kept.
     saved: Saved
+    #: The gradient of its output, after all hooks.
     outer: Tensor
+    #: Positions of its inputs that lead to parameters.
     edges: tuple[int, ...]
 
 
 @dataclass(slots=True)
 class PendingWeights:
-    """The work that B leaves to W.
+    """The work that B leaves to W."""
 
-    Attributes:
-        held: gradients that B computed, after the parameters' tensor hooks, each with the AccumulateGrad node of its
-            parameter.
-        deferred: operators whose weight gradients B did not compute.
-        num_bytes: bytes kept, storages counted once, parameters not.
-    """
-
+    #: Gradients that B computed, after the parameters' tensor hooks, each with the AccumulateGrad node of its
+    #: parameter.
     held: list[tuple[Node, Tensor]] = field(default_factory=list)
+    #: Operators whose weight gradients B did not compute.
     deferred: list[Deferred] = field(default_factory=list)
+    #: Bytes kept, storages counted once, parameters not.
     num_bytes: int = field(init=False)
+    #: Whose work it is, for errors.
+    owner: str = "a module"
+    _versions: list[tuple[Tensor, int]] = field(init=False)
 
     def __post_init__(self) -> None:
         storages = Storages()
         kept = [gradient for _, gradient in self.held]
         for operator in self.deferred:
-            kept += [
-                tensor for tensor in (*operator.saved.tensors, operator.outer) if not isinstance(tensor, nn.Parameter)
-            ]
+            kept += [*operator.saved.tensors, operator.outer]
         for tensor in kept:
-            storages.add(tensor)
+            if not isinstance(tensor, nn.Parameter):
+                storages.add(tensor)
         self.num_bytes = storages.num_bytes
+        # autograd has checked what it saved, but only up to now.
+        self._versions = [(tensor, tensor._version) for tensor in kept if not tensor.is_inference()]
 
     def add_to_gradients(self) -> None:
         """W: compute the deferred gradients, and add them and the held ones to ``.grad``. Called once."""
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise StageError(
+                f"a tensor that {self.owner} saved for its backward was written between B and W: use an out-of-place "
+                "operation, or write into a clone (x = x.clone())"
+            )
         entrances = _Entrances()
         gradients: list[Tensor] = []
         if self.deferred:
@@ -77,7 +81,7 @@ class PendingWeights:
         with _without_tensor_hooks(node.variable for node, _ in self.held):
             if gradients:
                 engine.backward(entrances.edges, gradients)
-        self.held, self.deferred, self.num_bytes = [], [], 0
+        self.held, self.deferred, self.num_bytes, self._versions = [], [], 0, []
 
     def _deferred_gradients(self, entrances: _Entrances) -> Iterator[Tensor]:
         # The latest operator of the forward first, as in autograd: the order of entries fixes the order of sums.

@@ -22,12 +22,7 @@ from rrfp.compute.split.autograd_graph import Node
 
 
 class Saved:
-    """The values that a rule keeps of one node until W.
-
-    Attributes:
-        tensors: the kept tensors, whose bytes are counted.
-        arguments: further plain arguments of the formula.
-    """
+    """The values that a rule keeps of one node until W."""
 
     __slots__ = ("arguments", "tensors")
 
@@ -37,14 +32,11 @@ class Saved:
 
 
 class Rule(ABC):
-    """The weight gradients of one operator.
+    """The weight gradients of one operator."""
 
-    Attributes:
-        edges: positions of the operator's inputs that may lead to parameters.
-        saved: private attributes of the node that hold tensors.
-    """
-
+    #: Positions of the operator's inputs that may lead to parameters.
     edges: tuple[int, ...]
+    #: Private attributes of the node that hold tensors.
     saved: tuple[str, ...]
 
     def can_read(self, node: Node) -> bool:

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from rrfp.errors import ConfigError
-from rrfp.integrations.splitting.layered import Layered
+from rrfp.integrations.splitting.layered import Layered, Sample, evaluating, tensors_of
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """What each piece of a model costs, in one unit of any kind.
+    """What each piece of a model costs, in one unit of any kind."""
 
-    Attributes:
-        before: of all that is ahead of the first layer.
-        layers: of each layer.
-        after: of all that is behind the last layer.
-    """
-
+    #: Of all that is ahead of the first layer.
     before: float
+    #: The cost of each layer.
     layers: Sequence[float]
+    #: Of all that is behind the last layer.
     after: float
 
     @classmethod
@@ -58,11 +58,7 @@ class LayerCosts:
 
 
 def check_cuts(cuts: Any, layers: int, parts: int) -> tuple[int, ...]:
-    """The caller's ``cuts``, if they cut ``layers`` layers into ``parts`` parts with one layer or more each.
-
-    Raises:
-        ConfigError: if they do not.
-    """
+    """The caller's ``cuts``, if they cut ``layers`` layers into ``parts`` parts with one layer or more each."""
     numbers = f"{parts - 1} layer number{'s' * (parts != 2)} in 1..{layers - 1}"
     wanted = f"{numbers}, ascending: the first layer of each part but the first"
     if not isinstance(cuts, list | tuple) or any(type(cut) is not int for cut in cuts):
@@ -75,3 +71,73 @@ def check_cuts(cuts: Any, layers: int, parts: int) -> tuple[int, ...]:
 def _count(modules: Sequence[nn.Module]) -> int:
     parameters = {id(each): each.numel() for module in modules for each in module.parameters()}
     return sum(parameters.values())
+
+
+#: Each layer runs so often; the shortest time counts.
+REPEATS = 3
+
+
+def measure(layered: Layered, sample: Sample) -> LayerCosts:
+    """Seconds of a forward and a backward of each layer, in eval mode. No ``.grad`` is written."""
+    with torch.random.fork_rng(), evaluating(layered.model):
+        calls = _calls(layered, sample)
+
+        def seconds(modules: Sequence[nn.Module]) -> float:
+            return sum(_seconds(module, *calls[module]) for module in modules if module in calls)
+
+        return LayerCosts(
+            seconds(layered.before), [seconds([layer]) for layer in layered.layers], seconds(layered.after)
+        )
+
+
+#: By module, the positional and keyword arguments of its first call.
+_Calls = dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def _calls(layered: Layered, sample: Sample) -> _Calls:
+    calls: _Calls = {}
+
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.setdefault(module, (args, kwargs))
+
+    with ExitStack() as stack, torch.no_grad():
+        for module in {*layered.before, *layered.layers, *layered.after}:
+            stack.callback(module.register_forward_pre_hook(record, with_kwargs=True).remove)
+        layered.run(sample)
+    return calls
+
+
+def _seconds(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+    args = tuple(_learning(value) for value in args)
+    kwargs = {name: _learning(value) for name, value in kwargs.items()}
+    wanted = [tensor for tensor in (*tensors_of((args, kwargs)), *module.parameters()) if tensor.requires_grad]
+    times = []
+    with torch.enable_grad():
+        for _ in range(REPEATS):
+            with _timed(wanted) as taken:
+                outputs = [tensor for tensor in tensors_of(module(*args, **kwargs)) if tensor.requires_grad]
+                if outputs:
+                    ones = [torch.ones_like(tensor) for tensor in outputs]
+                    torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
+            times += taken
+    return min(times)
+
+
+def _learning(value: Any) -> Any:
+    """A floating tensor as a leaf whose gradient is formed; anything else as it is."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.detach().requires_grad_()
+    return value
+
+
+@contextmanager
+def _timed(tensors: Sequence[Tensor]) -> Iterator[list[float]]:
+    taken: list[float] = []
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    for device in devices:
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    yield taken
+    for device in devices:
+        torch.cuda.synchronize(device)
+    taken.append(time.perf_counter() - start)

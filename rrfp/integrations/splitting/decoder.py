@@ -17,8 +17,133 @@ import torch
 from torch import Tensor, nn
 
 from rrfp.errors import ConfigError
-from rrfp.integrations.splitting.decoder_part import AbsentModule, DecoderPart, NoOffset, PassingLayer
 from rrfp.integrations.splitting.layered import Layered, Sample
+from rrfp.log import get_logger
+
+logger = get_logger(__name__)
+
+#: What every part can take, from the caller or from the part before it.
+OPTIONS = frozenset({"attention_mask", "position_ids", "output_router_logits"})
+
+#: What only the first part takes; the first two exclude each other.
+INPUTS = frozenset({"input_ids", "inputs_embeds"})
+
+
+class PassingLayer(nn.Module):
+    """Stands where another part has a layer, a dropout or a norm. The layers keep their places in their list."""
+
+    def forward(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        return hidden_states
+
+
+class NoOffset(nn.Module):
+    """Stands where the first part has position embeddings that it has added already."""
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return torch.zeros((), device=positions.device)
+
+
+class AbsentModule(nn.Module):
+    """Stands for a module of another part that this part must not call."""
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        raise RuntimeError("this part of the model has no such module: the whole model was not cut by a rule that fits")
+
+
+class DecoderPart(nn.Module):
+    """Some layers of a decoder, with the embedding in the first part and the head in the last.
+
+    The first part is called as the model is: with ``input_ids``, or with keyword arguments. It returns the hidden
+    states, and beside them all that later parts need: masks, positions, and the logits of routers, if they are wanted.
+    A part that has keyword arguments of its own prefers those. The last part returns the model's own output.
+
+    Parameters and submodules have the names that they have in the whole model.
+    """
+
+    _model: Any
+
+    def __init__(self, model: Any, base: str, is_first: bool, is_last: bool, first_inputs: frozenset[str]) -> None:
+        super().__init__()
+        self._base, self._is_first, self._is_last = base, is_first, is_last
+        self._first_inputs = (INPUTS | first_inputs) if is_first else frozenset()
+        self._has_told_of_packing = False
+        # Not a submodule, which would prefix all names; its tables are this module's, so there is one set of children.
+        self.__dict__["_model"] = model
+        self.__dict__.update(_modules=model._modules, _parameters=model._parameters, _buffers=model._buffers)
+        self.training = model.training
+
+    @property
+    def config(self) -> Any:
+        """The configuration of the model."""
+        return self._model.config
+
+    def train(self, mode: bool = True) -> DecoderPart:
+        self._model.train(mode)
+        return super().train(mode)
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        """See the class."""
+        self._check(arguments, options)
+        routers: Sequence[Tensor] = ()
+        if self._is_first:
+            self._tell_of_packing(options)
+            inputs = {"input_ids": arguments[0]} if arguments else {}
+            inputs |= {name: options.pop(name) for name in self._first_inputs & options.keys()}
+        else:
+            hidden, carried, routers = arguments
+            inputs, options = {"inputs_embeds": hidden}, {**carried, **options}
+        output = self._run(routers, **inputs, **options)
+        if self._is_last:
+            return output
+        return output.last_hidden_state, options, list(output.get("router_logits") or ())
+
+    def _run(self, routers: Sequence[Tensor], **options: Any) -> Any:
+        """The output of the model, or of its base model in all parts but the last."""
+        base = self._model.get_submodule(self._base)
+
+        def with_earlier(module: nn.Module, arguments: Any, output: Any) -> Any:
+            output["router_logits"] = (*routers, *output["router_logits"])
+            return output
+
+        # The head is given the routers of all parts through the output of its base model.
+        handle = base.register_forward_hook(with_earlier) if routers else None
+        # Not through the head in other parts: what it does to logits (a cap, say) it would do to hidden states.
+        called: Callable[..., Any] = self._model if self._is_last else base
+        try:
+            return called(use_cache=False, return_dict=True, **options)
+        finally:
+            if handle is not None:
+                handle.remove()
+
+    def _tell_of_packing(self, options: Mapping[str, Any]) -> None:
+        """Say once that packed sequences are masked from each other, as in the whole model only without a cache."""
+        if self._has_told_of_packing or options.get("attention_mask") is not None:
+            return
+        positions = options.get("position_ids")
+        if not isinstance(positions, Tensor) or not bool((positions.diff(dim=-1) != 1).any()):
+            return
+        self._has_told_of_packing = True
+        logger.warning(
+            "position_ids begin again and there is no attention_mask: packed sequences do not attend to each other, as "
+            "in model(**inputs, use_cache=False); model(**inputs), which has a cache by default, lets them attend "
+            "(docs/how-to/transformers.md)"
+        )
+
+    def _check(self, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
+        if "labels" in options:
+            raise ConfigError("labels are given with the inputs, must be the targets of the step")
+        allowed = OPTIONS | self._first_inputs
+        if unknown := sorted(options.keys() - allowed):
+            raise ConfigError(
+                f"a part of a {type(self._model).__name__} is given {unknown[0]!r}, must be one of: "
+                f"{', '.join(sorted(allowed))}"
+            )
+        if self._is_first and len(arguments) + len(INPUTS & options.keys()) != 1:
+            raise ConfigError(
+                f"inputs have {len(arguments)} positional arguments and the keywords {sorted(options)}, must have one "
+                "of input_ids, as a tensor or by keyword, and inputs_embeds; masks and positions by keyword"
+            )
+
 
 #: The families (``config.model_type``) whose parts RRFP's tests compare with the whole model.
 TESTED = frozenset({"gemma2", "gpt2", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3", "qwen3_moe"})
@@ -28,25 +153,22 @@ _StandIn = Callable[[], nn.Module]
 
 
 @dataclass(frozen=True, slots=True)
-class Anatomy:
-    """The children of a base model, by name, in the order in which they run.
+class DecoderLayout:
+    """The children of a base model, by name, in the order in which they run."""
 
-    Attributes:
-        before: those ahead of the layers, with their stand-ins in parts that receive hidden states.
-        layers: the list of layers.
-        after: those behind the layers, which return what they receive in all parts but the last.
-        head: the children of the model with the head that run behind the base model.
-        first_inputs: keyword arguments that only the first part can take.
-    """
-
+    #: Those ahead of the layers, with their stand-ins in parts that receive hidden states.
     before: Mapping[str, _StandIn]
+    #: The list of layers.
     layers: str
+    #: Those behind the layers, which return what they receive in all parts but the last.
     after: tuple[str, ...]
+    #: The children of the model with the head that run behind the base model.
     head: tuple[str, ...]
+    #: Keyword arguments that only the first part can take.
     first_inputs: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, model: Any) -> Anatomy:
+    def of(cls, model: Any) -> DecoderLayout:
         """That of ``model``; a ConfigError if nothing tells it."""
         kind = str(getattr(model.config, "model_type", None))
         if kind in _WITHOUT_PLAN:
@@ -69,7 +191,7 @@ class Anatomy:
 
 #: Families without a plan. GPT-2 adds positions to whatever it receives, hidden states included.
 _WITHOUT_PLAN = {
-    "gpt2": Anatomy(
+    "gpt2": DecoderLayout(
         {"wte": AbsentModule, "wpe": NoOffset, "drop": PassingLayer},
         "h",
         ("ln_f",),
@@ -104,44 +226,26 @@ def _is_of_library(model: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CausalLoss:
-    """A causal language model's own loss, with the auxiliary loss of its routers where the output has one.
-
-    Args:
-        loss: the model's ``loss_function``.
-        vocabulary: the number of tokens.
-        auxiliary_weight: of the auxiliary loss.
-    """
+    """A causal language model's own loss, with the auxiliary loss of its routers where the output has one."""
 
     loss: Callable[..., Tensor]
     vocabulary: int
     auxiliary_weight: float
 
     def __call__(self, output: Any, labels: Tensor) -> Tensor:
-        """The mean over the labels that are not -100; each is predicted by the token before.
-
-        Args:
-            output: of the model's last part.
-            labels: token numbers, of the shape of ``input_ids``.
-        """
+        """The mean over the labels that are not -100; each is predicted by the token before."""
         loss = self.loss(logits=output.logits, labels=labels, vocab_size=self.vocabulary)
         auxiliary = getattr(output, "aux_loss", None)
         return loss if auxiliary is None else loss + self.auxiliary_weight * auxiliary.to(loss.device)
 
 
 class LayeredDecoder(Layered):
-    """A decoder of transformers: a bare one, or one with a head for causal language modelling.
-
-    Args:
-        model: a ``PreTrainedModel``.
-
-    Raises:
-        ConfigError: if its family has no plan, or it has parameters or options that no part could handle.
-    """
+    """A decoder of transformers: a bare one, or one with a head for causal language modelling."""
 
     model: Any
 
     def __init__(self, model: Any) -> None:
-        self._anatomy = anatomy = Anatomy.of(model)
+        self._anatomy = anatomy = DecoderLayout.of(model)
         self.model, base = model, model.base_model
         self._base = next(name for name, module in model.named_modules() if module is base)
         head = [name for name in anatomy.head if self._base and hasattr(model, name)]
@@ -149,6 +253,7 @@ class LayeredDecoder(Layered):
         self.layers = list(getattr(base, anatomy.layers))
         self.after = [*(getattr(base, name) for name in anatomy.after), *(getattr(model, name) for name in head)]
         self._check_covered()
+        self._check_positions()
         for field in ("output_hidden_states", "output_attentions"):
             if getattr(model.config, field, False):
                 raise ConfigError(f"config.{field} is True, must be False: the parts return no layer's own outputs")
@@ -192,6 +297,20 @@ class LayeredDecoder(Layered):
             memo |= {id(module): AbsentModule() for module in self.after[norms:]}
         part = copy.deepcopy(self.model, memo)
         return DecoderPart(part, self._base, is_first, is_last, self._anatomy.first_inputs)
+
+    def _check_positions(self) -> None:
+        """Raise a ConfigError for rotary embeddings whose frequencies depend on earlier microbatches."""
+        for name, module in self.model.named_modules():
+            kinds = vars(module).get("rope_type")  # one, or one for each type of layer
+            for kind in kinds.values() if isinstance(kinds, Mapping) else [kinds]:
+                if isinstance(kind, str) and "dynamic" in kind:
+                    raise ConfigError(
+                        f"rope_type is {kind!r} in {name} of a {type(self.model).__name__}, must be another: its "
+                        "frequencies depend on the longest sequence so far, so each stage would have its own; where no "
+                        "sequence is longer than max_position_embeddings "
+                        f"({getattr(self.model.config, 'max_position_embeddings', None)}), a model that is built with "
+                        "'default' has the same"
+                    )
 
     def _check_covered(self) -> None:
         """Raise a ConfigError for parameters that are in no layer and in nothing that the plan names."""

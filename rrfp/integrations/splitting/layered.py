@@ -13,14 +13,11 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A batch on which a model can be tried.
+    """A batch on which a model can be tried."""
 
-    Attributes:
-        inputs: arguments of the first stage, as an entry of ``inputs`` of a step: a tensor, a tuple or a dict.
-        target: for the loss; None where the model has no loss of its own.
-    """
-
+    #: Arguments of the first stage, as an entry of ``inputs`` of a step: a tensor, a tuple or a dict.
     inputs: Any
+    #: For the loss; None where the model has no loss of its own.
     target: Tensor | None = None
 
     def call(self, *modules: nn.Module) -> Any:
@@ -35,22 +32,19 @@ class Sample:
 
 
 class Layered(ABC):
-    """See the module's docstring.
+    """See the module's docstring."""
 
-    Attributes:
-        model: the whole model.
-        before: modules that run ahead of the first layer, such as an embedding; always in the first part.
-        layers: the modules between which cuts may be made, in order.
-        after: modules that run behind the last layer, such as a head; always in the last part.
-        loss_fn: the model's own loss, ``loss_fn(output, target)``; None if it has none.
-        is_tested: whether RRFP's tests compare the parts of such a model with the whole.
-    """
-
+    #: The whole model.
     model: nn.Module
+    #: Modules that run ahead of the first layer, such as an embedding; always in the first part.
     before: Sequence[nn.Module]
+    #: The modules between which cuts may be made, in order.
     layers: Sequence[nn.Module]
+    #: Modules that run behind the last layer, such as a head; always in the last part.
     after: Sequence[nn.Module]
+    #: The model's own loss, ``loss_fn(output, target)``; None if it has none.
     loss_fn: Callable[[Any, Any], Tensor] | None = None
+    #: Whether RRFP's tests compare the parts of such a model with the whole.
     is_tested: bool = False
 
     @abstractmethod

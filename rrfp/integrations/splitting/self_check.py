@@ -21,9 +21,6 @@ def check_parts(layered: Layered, parts: Sequence[nn.Module], sample: Sample) ->
     """Compare output and gradients of the parts, one after the other, with those of the whole, in eval mode.
 
     Needs memory for two gradients of each parameter; writes no ``.grad``.
-
-    Raises:
-        ConfigError: naming the output or the parameter that deviates most, and by how much.
     """
     learning = {name: each for name, each in layered.model.named_parameters() if each.requires_grad}
     with torch.random.fork_rng(), torch.enable_grad(), evaluating(layered.model, *parts):

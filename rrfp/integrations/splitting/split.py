@@ -3,20 +3,73 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from rrfp.errors import ConfigError
 from rrfp.hints import Placement
-from rrfp.integrations.splitting.cuts import LayerCosts, check_cuts
-from rrfp.integrations.splitting.layer_times import measure
+from rrfp.integrations.splitting.cuts import LayerCosts, check_cuts, measure
 from rrfp.integrations.splitting.layered import Layered, Sample
 from rrfp.integrations.splitting.self_check import check_parts
-from rrfp.integrations.splitting.sequential import LayeredSequential
 from rrfp.integrations.splitting.stages import Split
+
+
+class SequentialPart(nn.Sequential):
+    """Some blocks of a chain, under the names that they have in the whole."""
+
+    def __init__(self, blocks: OrderedDict[str, nn.Module], *, is_last: bool) -> None:
+        super().__init__(blocks)
+        self._is_last = is_last
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        first, *others = self
+        value = first(*arguments, **keywords)
+        for block in others:
+            value = block(value)
+        # The next block takes one argument, also where that is a tuple or a dict, which would be spread.
+        return value if self._is_last or isinstance(value, Tensor) else (value,)
+
+
+class LayeredSequential(Layered):
+    """A chain of blocks, each called with the output of the block before.
+
+    Args:
+        model: an ``nn.Sequential``, ``nn.ModuleList``, or list or tuple of modules.
+    """
+
+    def __init__(self, model: nn.Sequential | nn.ModuleList | Sequence[nn.Module]) -> None:
+        if isinstance(model, nn.Sequential) and type(model).forward is not nn.Sequential.forward:
+            raise ConfigError(
+                f"model is a {type(model).__name__} with a forward of its own, must be an nn.Sequential that calls its "
+                "blocks in turn"
+            )
+        for index, block in enumerate(model):
+            if not isinstance(block, nn.Module):
+                raise ConfigError(f"model[{index}] is a {type(block).__name__}, must be an nn.Module")
+        self.model = model if isinstance(model, nn.Sequential) else nn.Sequential(*model)
+        self.before, self.layers, self.after = (), tuple(self.model), ()
+        self.is_tested = True
+
+    def parts(self, cuts: Sequence[int]) -> list[nn.Module]:
+        # Not named_children(), which leaves out a block's second occurrence.
+        blocks = list(self.model._modules.items())
+        bounds = list(pairwise((0, *cuts, len(blocks))))
+        return [
+            SequentialPart(
+                OrderedDict((name, block) for name, block in blocks[start:stop] if block is not None),
+                is_last=stop == len(blocks),
+            )
+            for start, stop in bounds
+        ]
+
+    def sample(self) -> Sample | None:
+        return None
+
 
 #: The base class of all models of transformers, which is not imported for this.
 _LIBRARY_MODEL = ("transformers.modeling_utils", "PreTrainedModel")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import torch
 from torch import Tensor, nn
 
 from rrfp.core.topology import Topology
@@ -19,6 +20,7 @@ from rrfp.pipeline.api import LocalPipeline, Pipeline, local
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+
 #: Under this name a state dict's ``_metadata`` says which stage of which split it is.
 METADATA = "rrfp.split"
 
@@ -28,26 +30,23 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class SplitStage:
-    """One stage of a model. It keeps nothing of the others: ``del`` the model and the split to free those.
+    """One stage of a model. It keeps nothing of the others: ``del`` the model and the split to free those."""
 
-    Attributes:
-        index: of this stage, 0..N-1.
-        stages: N.
-        chunks: its modules, shallowest first; one, unless the split has several chunks a stage.
-        ties: parameters of which other virtual stages have copies too, by name.
-        placement: which virtual stages a stage holds: ``"looped"`` or ``"v"``.
-        loss_fn: the model's own loss, ``loss_fn(output, labels)``; None if it has none.
-        partition: the model's class, its number of layers and the cuts, as text: the same for all stages.
-        layers: the layers of each chunk, as the whole model numbers them.
-    """
-
+    #: Of this stage, 0..N-1.
     index: int
+    #: N.
     stages: int
+    #: Its modules, shallowest first; one, unless the split has several chunks a stage.
     chunks: tuple[nn.Module, ...] = field(repr=False)
+    #: Parameters of which other virtual stages have copies too, by name.
     ties: Mapping[str, nn.Parameter] = field(repr=False)
+    #: Which virtual stages a stage holds: ``"looped"`` or ``"v"``.
     placement: Literal["looped", "v"]
+    #: The model's own loss, ``loss_fn(output, labels)``; None if it has none.
     loss_fn: LossFunction | None = field(repr=False)
+    #: The model's class, its number of layers and the cuts, as text: the same for all stages.
     partition: str = field(repr=False)
+    #: The layers of each chunk, as the whole model numbers them.
     layers: tuple[range, ...]
 
     def pipeline(self, topology: Topology | None = None, *, mesh: DeviceMesh | None = None, **options: Any) -> Pipeline:
@@ -58,12 +57,6 @@ class SplitStage:
             mesh: instead of ``topology``: a mesh with named dims, one of them ``pp``.
             options: of `rrfp.Pipeline`; ``loss_fn`` is the model's own by default. Ranks compare ``partition`` at the
                 start.
-
-        Returns:
-            The pipeline, not entered.
-
-        Raises:
-            ConfigError: as `rrfp.Pipeline`, and where the topology places this rank elsewhere.
         """
         own = _topology(topology, mesh, options)
         if (own.stage, own.stages) != (self.index, self.stages):
@@ -84,11 +77,7 @@ class SplitStage:
         return list({id(each): each for chunk in self.chunks for each in chunk.parameters()}.values())
 
     def train(self, mode: bool = True) -> None:
-        """Put all modules into train mode, or into eval mode.
-
-        Args:
-            mode: False for eval mode.
-        """
+        """Put all modules into train mode, or into eval mode."""
         for chunk in self.chunks:
             chunk.train(mode)
 
@@ -113,9 +102,6 @@ class SplitStage:
 
         Args:
             state: of the whole model, or of this stage; the entries of other stages are passed over.
-
-        Raises:
-            ConfigError: if an entry of this stage is missing.
         """
         for chunk in self.chunks:
             if missing := chunk.load_state_dict(state, strict=False).missing_keys:
@@ -127,15 +113,13 @@ class Split(Sequence[SplitStage]):
     """All stages of a model, by index; an index that there is not is an ``IndexError``.
 
     Parameters are the model's own objects: in one process the model trains with its parts.
-
-    Attributes:
-        all_stages: the stages, in order.
-        cuts: the first layer of each virtual stage but the first.
-        loss_fn: the model's own loss, ``loss_fn(output, labels)``; None if it has none.
     """
 
+    #: The stages, in order.
     all_stages: tuple[SplitStage, ...]
+    #: The first layer of each virtual stage but the first.
     cuts: tuple[int, ...]
+    #: The model's own loss, ``loss_fn(output, labels)``; None if it has none.
     loss_fn: LossFunction | None = field(repr=False)
 
     @classmethod
@@ -194,7 +178,7 @@ class Split(Sequence[SplitStage]):
 def _topology(topology: Topology | None, mesh: DeviceMesh | None, options: Mapping[str, Any]) -> Topology:
     if topology is not None or mesh is None:
         return topology or Topology.from_env()
-    coordinate = {name: options[name] for name in ("coordinate",) if options.get(name) is not None}
+    coordinate = {name: options[name] for name in ("coordinate", "reduce") if options.get(name) is not None}
     return Topology.from_mesh(mesh, **coordinate)
 
 
@@ -206,3 +190,68 @@ def _ties(model: nn.Module, parts: Sequence[nn.Module]) -> dict[str, nn.Paramete
     """The parameters that several parts have, by their names in the model."""
     holders = Counter(id(parameter) for part in parts for parameter in part.parameters())
     return {name: parameter for name, parameter in model.named_parameters() if holders[id(parameter)] > 1}
+
+
+def merge_state_dict(states: Iterable[Mapping[str, Any]], model: nn.Module | None = None) -> dict[str, Any]:
+    """The state dict of the whole model from those of its parts, for ``save_pretrained(..., state_dict=)``.
+
+    Those of stages, also as ``torch.save`` has written them, say which stages there are; so one that is missing is
+    noticed. Those that other ways of saving have written, and those of single modules, do not: pass ``model``.
+
+    Args:
+        states: ``stage.state_dict()`` of every stage, or ``module.state_dict()`` of every part.
+        model: the whole model, whose names the result must have; it may be on the meta device.
+
+    Returns:
+        All entries, under their names. An entry that several parts have must be the same in all.
+
+    Raises:
+        ConfigError: if ``states`` is no list of state dicts, lacks a stage or an entry of ``model``, is of several
+            splits, or has two values of one name.
+    """
+    parts = _checked(states)
+    _check_complete(parts)
+    merged: dict[str, Any] = {}
+    for state in parts:
+        for name, value in state.items():
+            if name in merged and not _equal(merged[name], value):
+                raise ConfigError(f"states have two values of {name!r}, must have one: are the parts of one model?")
+            merged.setdefault(name, value)
+    if model is not None and (different := model.state_dict().keys() ^ merged.keys()):
+        name = min(different)
+        problem = f"have {name!r}, which model lacks" if name in merged else f"lack {name!r}"
+        raise ConfigError(f"states {problem}, must have all entries of model and no others")
+    return merged
+
+
+def _checked(states: Any) -> list[Mapping[str, Any]]:
+    """The state dicts, which may come from an iterator."""
+    wanted = "must be a list of state dicts, one of each stage"
+    if isinstance(states, Mapping | str) or not isinstance(states, Iterable):
+        raise ConfigError(f"states is a {type(states).__name__}, {wanted}")
+    parts = list(states)
+    for index, state in enumerate(parts):
+        if not isinstance(state, Mapping):
+            raise ConfigError(f"states[{index}] is a {type(state).__name__}, {wanted}: load files first")
+    if not parts:
+        raise ConfigError(f"states is empty, {wanted}")
+    return parts
+
+
+def _check_complete(parts: Sequence[Mapping[str, Any]]) -> None:
+    """Raise a ConfigError for stages of several splits, and for a stage that is missing if all say which they are."""
+    marks = [(getattr(part, "_metadata", None) or {}).get(METADATA) for part in parts]
+    known = [mark for mark in marks if mark is not None]
+    splits = list(dict.fromkeys(f"{mark['partition']}, {mark['stages']} stages" for mark in known))
+    if len(splits) > 1:
+        raise ConfigError(f"states are of {splits[0]!r} and of {splits[1]!r}, must be of one split")
+    if known and len(known) == len(marks):
+        stages = known[0]["stages"]
+        if missing := sorted({*range(stages)} - {mark["stage"] for mark in known}):
+            raise ConfigError(f"states lack stage {missing[0]}, must have all stages of the model, 0..{stages - 1}")
+
+
+def _equal(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return value is other or torch.equal(value, other)
+    return bool(value == other)

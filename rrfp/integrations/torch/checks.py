@@ -21,7 +21,6 @@ OTHERWISE = {
     "reduction": "use scale_grads, which is torch's",
     "seed": "torch's stages draw from torch's generators",
     "first_step": "torch's stages draw from torch's generators",
-    "unsplittable": "torch's stages split by torch's rules",
     "topology": "the stages' group says it; see mesh",
     "name": "it has one of its own",
     "rendezvous": "ranks meet in torch's default store",
@@ -34,11 +33,7 @@ PREPARED: WeakKeyDictionary[Stage, int] = WeakKeyDictionary()
 
 
 def check_stages(stages: Any) -> list[Stage]:
-    """The stages in ascending order.
-
-    Raises:
-        ConfigError: if they are no stages, or not of one pipeline.
-    """
+    """The stages in ascending order."""
     listed = list(stages) if isinstance(stages, list | tuple) else [stages]
     if not listed:
         raise ConfigError("stages is empty, must hold the stages of this rank")
@@ -93,8 +88,8 @@ def check_options(options: Mapping[str, Any], stages: Sequence[Stage]) -> None:
     refused = [f"{name} ({OTHERWISE[name]})" for name in options if name in OTHERWISE]
     if refused:
         raise ConfigError(f"ScheduleRRFP does not take {', '.join(refused)}")
-    limit = options.get("limit")
-    if isinstance(limit, Limit) and limit.bytes is not None:
+    limit = Limit.resolve(options.get("limit"), 0, 1)
+    if limit.bytes is not None:
         raise ConfigError(
             f"limit: bytes is {limit.bytes}, must be None: torch's stages do not report the bytes that they hold"
         )
@@ -105,15 +100,6 @@ def check_options(options: Mapping[str, Any], stages: Sequence[Stage]) -> None:
                     f"deterministic is True with split=True, but stage {stage.stage_index} has a dw_builder, which "
                     "forms gradients in the order of backwards: must be False, or split=False"
                 )
-
-
-def check_splits(stage: Stage) -> None:
-    """Refuse a compiled module where backward is split, as torch's schedules do."""
-    if (part := next(private.compiled(stage.submod), None)) is not None:
-        raise ConfigError(
-            f"split is True, but {_named(part)} of stage {stage.stage_index} is compiled, and its backward forms all "
-            "gradients at once: must be False, or the module not compiled"
-        )
 
 
 def check_collectives(stage: Stage, *, coordinated: bool) -> None:

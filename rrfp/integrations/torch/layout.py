@@ -26,16 +26,13 @@ _WORDS = {"loss_fn": ("None", "a function"), "scale_grads": ("False", "True")}
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The stages of a pipeline.
+    """The stages of a pipeline."""
 
-    Attributes:
-        placement: how they lie on the ranks.
-        stages_of: the stages of each rank of the group.
-        token: a number that the ranks of this schedule share, and no others.
-    """
-
+    #: How they lie on the ranks.
     placement: PlacementName
+    #: The stages of each rank of the group.
     stages_of: tuple[tuple[int, ...], ...]
+    #: a number that the ranks of this schedule share, and no others.
     token: int
 
     @property
@@ -45,12 +42,7 @@ class Layout:
 
     @classmethod
     def gather(cls, stages: Sequence[Stage], microbatches: int, *, has_loss: bool, scales_grads: bool) -> Layout:
-        """Exchange the stages of all ranks of the stages' group; blocks until all ranks call it.
-
-        Raises:
-            ConfigError: the same on all ranks, where they differ in an argument or in V, or hold stages in a way
-                that is neither looped nor a V.
-        """
+        """Exchange the stages of all ranks of the stages' group; blocks until all ranks call it."""
         first = stages[0]
         numbers = [first.num_stages, microbatches, has_loss, scales_grads, secrets.randbits(62)]
         by_rank = _all_gather(first, numbers)

@@ -7,13 +7,12 @@ one (`tests/integrations/torch_names.json`). Where the two differ, a comment her
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import OptimizedModule
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining._utils import PipeliningMetadataError
@@ -214,6 +213,51 @@ def take_gradients(stage: Stage, microbatch: int) -> tuple[Tensor | None, ...]:
     return gradients
 
 
+#: B of `rrfp.SplitBackward`: roots, their gradients, inputs.
+InputGradients = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None]
+
+
+def backward_one_chunk(stage: Stage, microbatch: int, loss: Tensor | None, run: InputGradients) -> None:
+    """As the stage's own, with ``run`` in place of torch's backward."""
+
+    def differentiate(_: str, arguments: Mapping[str, Any], **__: Any) -> tuple[tuple[Tensor | None, ...], None]:
+        outputs, values = outputs_of(arguments["stage_output"]), arguments["input_values"]
+        if loss is not None and loss.numel() != 1:
+            raise RuntimeError(f"the loss is of shape {tuple(loss.shape)}, must be a scalar")
+        gradients = [torch.ones_like(loss)] if loss is not None else arguments["output_grads"]
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(outputs, gradients, strict=True)
+            if output.requires_grad and gradient is not None
+        ]
+        leaves = [value for value in values if isinstance(value, Tensor) and value.is_leaf and value.requires_grad]
+        with unreduced(stage):
+            run([output for output, _ in pairs], [gradient for _, gradient in pairs], leaves)
+        sent = tuple(value.grad if isinstance(value, Tensor) and value.is_leaf else None for value in values)
+        for leaf in leaves:  # as torch does
+            leaf.grad = None
+        return sent, None
+
+    # Why not the stage's attributes around it? They are private, too, and more of them.
+    vars(stage)["backward_maybe_with_nosync"] = differentiate
+    try:
+        stage.backward_one_chunk(microbatch, loss=loss, full_backward=True, last_backward=False)
+    finally:
+        del vars(stage)["backward_maybe_with_nosync"]
+
+
+@contextmanager
+def unreduced(stage: Stage) -> Iterator[None]:
+    """Within, a backward through the stage's module reduces no gradients and frees no parameters."""
+    module = stage.submod
+    if isinstance(module, FSDPModule):
+        module.set_is_last_backward(False)
+        module.set_reshard_after_backward(False)
+        module.set_requires_gradient_sync(False)
+    with module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext():
+        yield
+
+
 def _release(infos: Sequence[Any]) -> None:
     """Drop buffers: torch 2.13 keeps one for each microbatch from the first step on, 2.15 none between tasks."""
     for info in infos:
@@ -222,11 +266,6 @@ def _release(infos: Sequence[Any]) -> None:
 
 
 # Modules of other makes.
-
-
-def compiled(module: nn.Module) -> Iterator[str]:
-    """The names of the modules in ``module`` that ``torch.compile`` made."""
-    return (name for name, part in module.named_modules() if isinstance(part, OptimizedModule))
 
 
 def resharded(module: nn.Module) -> Iterator[str]:

@@ -2,40 +2,63 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from rrfp import AdoptedGradients, Batch, CallerModes, Mode, Payload, StageProgram, StepId, Task
+from rrfp import AdoptedGradients, Batch, CallerModes, Mode, Payload, SplitBackward, StageProgram, StepId, Task
 from rrfp.errors import StageError
 from rrfp.integrations.torch import private
-from rrfp.integrations.torch.causes import unwrapped
 from rrfp.integrations.torch.private import Stage
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: The first line of torch's wrappers.
+_WRAPPER = re.compile(r"\s*(\[Stage \d+\] failed to run forward:|Failed to run stage backward)")
+
+
+def unwrapped(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """The result of ``call``, of torch's.
+
+    What the caller's module raises in it passes as it was raised, with a note that has torch's text: the arguments.
+    """
+    try:
+        return call(*args, **kwargs)
+    except RuntimeError as error:
+        cause, text = error.__cause__, str(error)
+        if not isinstance(cause, Exception) or not _WRAPPER.match(text):
+            raise
+    cause.add_note(" ".join(text.split()))
+    raise cause
+
+
+#: What a split backward does with a module that differentiates only as a whole.
+Unsplittable = Literal["whole", "refuse"]
 
 
 @dataclass(frozen=True, slots=True)
 class StepData:
-    """The caller's data for one step: lists by microbatch.
+    """The caller's data for one step: lists by microbatch."""
 
-    Attributes:
-        args: positional arguments of the first stage.
-        kwargs: keyword arguments of every stage of this rank.
-        targets: second argument of the loss; None where no loss is computed.
-        loss: ``loss(output, target)``; None where no loss is computed.
-        keeps_outputs: whether the outputs of the last stage are wanted.
-        finalizes: whether FSDP's gradients are reduced at the end.
-    """
-
+    #: Positional arguments of the first stage.
     args: Sequence[tuple[Any, ...]]
+    #: Keyword arguments of every stage of this rank.
     kwargs: Sequence[dict[str, Any]]
+    #: Second argument of the loss; None where no loss is computed.
     targets: Sequence[Any] | None
+    #: ``loss(output, target)``; None where no loss is computed.
     loss: Callable[[Any, Any], Tensor] | None
+    #: Whether the outputs of the last stage are wanted.
     keeps_outputs: bool
+    #: Whether FSDP's gradients are reduced at the end.
     finalizes: bool
 
 
@@ -45,22 +68,25 @@ class StageTasks(StageProgram):
     Args:
         stages: by index, ascending.
         microbatches: M.
-        split: whether a backward leaves the gradients of weights to W.
+        split: None if a backward forms all gradients; else it leaves those of weights to W, and where that cannot be,
+            it does as ``unsplittable`` of `rrfp.SplitBackward` says.
         divisor: of the gradients of a step, once all are formed.
-
-    Attributes:
-        data: of the step that runs; None between steps.
-        step_losses: by microbatch, of the last step.
-        step_outputs: by microbatch, of the last step.
     """
 
-    def __init__(self, stages: Sequence[Stage], microbatches: int, *, split: bool, divisor: int) -> None:
+    def __init__(self, stages: Sequence[Stage], microbatches: int, *, split: Unsplittable | None, divisor: int) -> None:
         self.data: StepData | None = None
         self.step_losses: dict[int, Tensor] = {}
         self.step_outputs: dict[int, Any] = {}
         self._stages = {stage.stage_index: stage for stage in stages}
         self._microbatches = microbatches
-        self._split = split
+        #: Of stages whose weights have work of their own, torch's.
+        self._splits = {
+            # Reductions are off in all backwards of a step: `_reduce` runs them.
+            stage.stage_index: SplitBackward(stage.submod, stage.stage_index, split, may_reduce=False)
+            for stage in stages
+            if split is not None and stage.dw_builder is None
+        }
+        self._is_split = split is not None
         self._divisor = divisor
 
     def open(self, step: StepId, batch: Batch) -> None:
@@ -71,7 +97,8 @@ class StageTasks(StageProgram):
         self.step_losses.clear()
         self.step_outputs.clear()
         self._received: dict[tuple[int, int], tuple[Tensor | None, ...]] = {}
-        self._memory: dict[tuple[int, int], frozenset[int]] = {}
+        #: By microbatch and stage: the work that B has left to W, and the addresses in which no gradient may lie.
+        self._left: dict[tuple[int, int], tuple[Callable[[], None], frozenset[int]]] = {}
         self._adopted: dict[int, AdoptedGradients] = {}
         #: Of stages with a dw_builder, the microbatches whose B has run and whose W has not, in the order of their Bs.
         self._before_weight: dict[int, deque[int]] = {v: deque() for v in self._stages}
@@ -80,11 +107,7 @@ class StageTasks(StageProgram):
         self._formed: set[int] = set()
 
     def forward(self, task: Task, inputs: tuple[Payload, ...]) -> Payload:
-        """See `rrfp.StageProgram.forward`.
-
-        Raises:
-            StageError: if the module wrote into a received tensor, or its output cannot be sent.
-        """
+        """See `rrfp.StageProgram.forward`."""
         return self._modes.forward(self._forward, task, inputs)
 
     def backward(self, task: Task, grads: tuple[Payload, ...]) -> tuple[Payload, ...]:
@@ -102,6 +125,10 @@ class StageTasks(StageProgram):
         self._formed.add(virtual_stage)
         while self._to_reduce and self._to_reduce[0] in self._formed:
             self._modes.backward(self._in_grad_mode, self._reduce, self._stages[self._to_reduce.popleft()])
+
+    def name_of(self, virtual_stage: int) -> str:
+        """See `rrfp.StageProgram.name_of`: the class of the module."""
+        return type(self._stages[virtual_stage].submod).__name__
 
     def losses(self) -> Mapping[int, float]:
         """See `rrfp.StageProgram.losses`. None where one is no ordinary scalar, as a DTensor or an evaluation's."""
@@ -133,7 +160,10 @@ class StageTasks(StageProgram):
             if stage.is_last:
                 self._keep(m, output, data)
         outputs = () if stage.is_last else private.outputs_of(output)
-        payload = Payload.pack(tuple(map(private.local_shard, outputs))).sent()
+        try:
+            payload = Payload.pack(tuple(map(private.local_shard, outputs))).sent()
+        except StageError as error:
+            raise StageError(f"{type(stage.submod).__name__} on stage {v}: {error}") from None
         if not stage.has_backward:  # torch would keep inputs and outputs of all microbatches
             stage.clear_runtime_states()
         return payload
@@ -150,31 +180,49 @@ class StageTasks(StageProgram):
         stage = self._stages[v]
         if v not in self._adopted:  # not before the first forward, in which FSDP2 gathers the parameters
             self._adopted[v] = AdoptedGradients(stage.submod)
-        with record_function(f"PP:{v}{'I' if self._split else 'B'}{m}"):
+        with record_function(f"PP:{v}{'I' if self._is_split else 'B'}{m}"):
             if grads:
                 private.put_gradients(stage, m, grads[0].tensors)
             loss = self.step_losses[m] if stage.is_last else None
-            unwrapped(stage.backward_one_chunk, m, loss=loss, full_backward=not self._split, last_backward=False)
+            work = self._differentiate(stage, m, loss)
             gradients = private.take_gradients(stage, m)
         received = self._received.pop((m, v), ())
         sent = (Payload(tuple(map(_sent_gradient, gradients, received))).sent(),) if received else ()
         memory = self._adopted[v].memory_of((*grads, *sent))
-        if self._split:
-            if stage.dw_builder is not None:
-                self._before_weight[v].append(m)
-            self._memory[m, v] = memory
-        else:
+        if work is None:
             self._adopted[v].copy_out_of(memory)
+        else:
+            self._left[m, v] = (work, memory)
         return sent
+
+    def _differentiate(self, stage: Stage, m: int, loss: Tensor | None) -> Callable[[], None] | None:
+        """Run B; returns the work left to W, None if there is none."""
+        if (split := self._splits.get(stage.stage_index)) is None:
+            unwrapped(stage.backward_one_chunk, m, loss=loss, full_backward=not self._is_split, last_backward=False)
+            if not self._is_split:
+                return None
+            self._before_weight[stage.stage_index].append(m)
+            return partial(unwrapped, stage.backward_weight_one_chunk, m, last_backward=False)
+        pending: list[Callable[[], None]] = []
+
+        def run(roots: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+            if (left := split.run(roots, gradients, inputs)) is not None:
+                pending.append(left.add_to_gradients)
+
+        unwrapped(private.backward_one_chunk, stage, m, loss, run)
+        return pending[0] if pending else None
 
     def _weight(self, task: Task) -> None:
         _, m, v = task
         stage = self._stages[v]
         if stage.dw_builder is not None:  # it may hand out its runners first in, first out
             m = self._before_weight[v].popleft()
-        with record_function(f"PP:{v}W{m}"):
-            unwrapped(stage.backward_weight_one_chunk, m, last_backward=False)
-        self._adopted[v].copy_out_of(self._memory.pop((m, v)))
+        if (left := self._left.pop((m, v), None)) is None:
+            return
+        work, memory = left
+        with record_function(f"PP:{v}W{m}"), private.unreduced(stage):
+            work()
+        self._adopted[v].copy_out_of(memory)
 
     def _reduce(self, stage: Stage) -> None:
         if private.is_ddp(stage.submod):

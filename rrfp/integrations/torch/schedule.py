@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import sys
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -9,19 +14,92 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from rrfp import CallerModes, Mode, PipelineAborted, StepResult
-from rrfp.errors import ConfigError, Faults
+from rrfp import CallerModes, Mode, Pipeline, PipelineAborted, StepResult
+from rrfp.errors import ConfigError, Faults, RrfpError
 from rrfp.integrations.torch import checks, private
-from rrfp.integrations.torch.arrivals import STAGES, Arrivals, shapes_of
-from rrfp.integrations.torch.causes import unwrapped
 from rrfp.integrations.torch.layout import Layout
-from rrfp.integrations.torch.lifetime import OpenPipeline, pipeline_of
-from rrfp.integrations.torch.limits import INIT_S, within
+from rrfp.integrations.torch.limits import INIT_S, STAGES, ReceiveWatch, shapes_of, within
 from rrfp.integrations.torch.private import Stage, TorchSchedule
-from rrfp.integrations.torch.program import StageTasks, StepData
+from rrfp.integrations.torch.program import StageTasks, StepData, Unsplittable, unwrapped
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.microbatch import TensorChunkSpec
+
+
+logger = logging.getLogger(__name__)
+
+
+class OpenPipeline:
+    """A pipeline that is left once: by `close`, because of a failure, or when its owner or the interpreter ends."""
+
+    def __init__(self, pipeline: Pipeline, owner: object) -> None:
+        self.calls = pipeline.blocking()
+        self.calls.__enter__()
+        self._failure = ""
+        self._leave = weakref.finalize(owner, leave_unasked, self.calls)
+
+    def check_usable(self) -> None:
+        """Refuse another step of a schedule that has ended."""
+        if self._failure:
+            raise RrfpError(f"this schedule ended with {self._failure}; build a new one")
+        if not self._leave.alive:
+            raise RrfpError("this schedule was closed; build a new one")
+
+    def close(self) -> None:
+        """Leave in order; a second call does nothing."""
+        if self._leave.detach() is not None:
+            self.calls.__exit__(None, None, None)
+
+    def fail(self, error: BaseException) -> None:
+        """Leave because of ``error``, on all ranks."""
+        self._failure = type(error).__name__
+        if self._leave.detach() is not None:
+            self.calls.__exit__(type(error), error, error.__traceback__)
+
+
+def pipeline_of(
+    tasks: StageTasks,
+    stages: Sequence[Stage],
+    layout: Layout,
+    mesh: DeviceMesh | None,
+    coordinate: Sequence[str] | None,
+    options: dict[str, Any],
+) -> Pipeline:
+    """The pipeline of the stages' group, not entered."""
+    first = stages[0]
+    device = torch.device(first.device)
+    if device.type != "cpu":
+        options = {"device": device, **options}
+    options = {"chunks": len(stages), "placement": layout.placement, **options}
+    if mesh is not None:
+        return Pipeline(tasks, mesh=mesh, coordinate=coordinate, **options)
+    group: Any = torch.distributed.group.WORLD if first.group is None else first.group
+    alone = DeviceMesh.from_group(group, device.type, mesh_dim_names=("pp",))
+    return Pipeline(tasks, mesh=alone, name=f"torch-{layout.token:x}", **options)
+
+
+def leave_unasked(pipe: Any) -> None:
+    """Leave, where the last reference to a schedule is gone, or the interpreter ends: in order, or by its error."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        _leave_quietly(pipe)
+    else:  # the garbage collector may run on the pipeline's own loop, which must not wait for itself
+        threading.Thread(target=_leave_quietly, args=(pipe,), name="rrfp-leaving").start()
+
+
+def _end_of_program() -> BaseException | None:
+    """The exception that ends this program, of which the other ranks are to learn; None if it goes on, or is done."""
+    # In a session that goes on, this may be an earlier error: the main thread counts as alive until exit handlers run.
+    return None if threading.main_thread().is_alive() else getattr(sys, "last_value", None)
+
+
+def _leave_quietly(pipe: Any) -> None:
+    error = _end_of_program()
+    try:
+        pipe.__exit__(None if error is None else type(error), error, None)
+    except PipelineAborted as error:
+        logger.warning("a schedule of this process, which nothing uses any more, had ended: %s", error)
 
 
 class ScheduleRRFP(TorchSchedule):
@@ -45,7 +123,8 @@ class ScheduleRRFP(TorchSchedule):
         use_full_backward: torch ignores it, with a warning; see ``split``.
         scale_grads: whether `step` divides all that ``.grad`` holds by M at its end.
         backward_requires_autograd: whether a `step` under ``no_grad`` is refused.
-        split: whether a backward is split into the gradients of inputs and those of weights.
+        split: whether a backward is split into the gradients of inputs and those of weights, by RRFP's own rules
+            (`rrfp.SplitBackward`); stages with a ``dw_builder`` split by that.
         mesh: where tasks contain collectives, such as those of tensor parallelism: the mesh with the dims of the
             pipeline, ``pp``, and of those collectives.
         coordinate: the dims of ``mesh`` whose ranks run tasks in the same order; by default ``("tp",)``.
@@ -100,8 +179,6 @@ class ScheduleRRFP(TorchSchedule):
                 checks.check_options(options, listed)
                 for stage in listed:
                     checks.check_collectives(stage, coordinated=mesh is not None)
-                    if options.get("split"):
-                        checks.check_splits(stage)
         super().__init__(
             listed,
             n_microbatches,
@@ -118,14 +195,14 @@ class ScheduleRRFP(TorchSchedule):
         gather = partial(
             Layout.gather, listed, n_microbatches, has_loss=loss_fn is not None, scales_grads=bool(scale_grads)
         )
-        arrivals = Arrivals(listed[0], STAGES)
+        arrivals = ReceiveWatch(listed[0], STAGES)
         arrivals.come()
         layout = self._in_time(arrivals, gather)
         self.map_stages(layout.rank_of)
         divisor = n_microbatches if scale_grads else 1
-        self._tasks = StageTasks(listed, n_microbatches, split=options.get("split") is True, divisor=divisor)
+        self._tasks = StageTasks(listed, n_microbatches, split=_split_of(options), divisor=divisor)
         self._pipe = OpenPipeline(pipeline_of(self._tasks, listed, layout, mesh, coordinate, options), self)
-        self._shapes = Arrivals(listed[0], shapes_of(layout.token))
+        self._shapes = ReceiveWatch(listed[0], shapes_of(layout.token))
         #: Whether the stages know the shapes of training or of evaluations; None before the first call.
         self._shapes_train: bool | None = None
 
@@ -289,10 +366,20 @@ class ScheduleRRFP(TorchSchedule):
         tasks.step_losses.clear()
         tasks.step_outputs.clear()
 
-    def _in_time(self, arrivals: Arrivals, call: Callable[[], Any], check: Callable[[], None] = lambda: None) -> Any:
+    def _in_time(
+        self, arrivals: ReceiveWatch, call: Callable[[], Any], check: Callable[[], None] = lambda: None
+    ) -> Any:
         """``call``, an exchange, in the caller's modes, under the time limit; ends early if ``check`` raises."""
         modes = CallerModes.capture(Mode.TRAIN if torch.is_grad_enabled() else Mode.FORWARD)
         return within(self._init_timeout, arrivals.name, partial(modes.forward, call), check, arrivals.missing)
+
+
+def _split_of(options: dict[str, Any]) -> Unsplittable | None:
+    """What a split backward does with modules that need a whole one; None where backward is not split."""
+    if options.get("split") is not True:
+        return None
+    # A whole backward in B would add gradients out of the order of Ws.
+    return "refuse" if options.get("deterministic") else options.get("unsplittable", "whole")
 
 
 def _loss_of(schedule: ScheduleRRFP, loss_kwargs: dict[str, Any] | None, output: Any, target: Any) -> Any:

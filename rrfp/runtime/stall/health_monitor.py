@@ -4,23 +4,64 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from rrfp.core import timeouts
-from rrfp.errors import PeerLostError
+from rrfp.errors import OverdueError, PeerLostError
 from rrfp.log import get_logger
 from rrfp.runtime import records
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import RankContext
+from rrfp.runtime.handshake import StartDigests
 from rrfp.runtime.processes import ProcessIdentity, ProcessWatch, ended
+from rrfp.runtime.stall.awake import AwakeTime
 from rrfp.runtime.stall.peer_monitor import PeerMonitor
-from rrfp.runtime.stall.progress import Progress
+from rrfp.runtime.stall.progress import StallProgress
 from rrfp.runtime.stall.survey import Surveys
-from rrfp.runtime.stall.task_timeout import TaskTimeout
 from rrfp.runtime.stall.watchdog import Watchdog
 from rrfp.transports.base import Message
 
+#: A check is late by this part of the limit at most.
+_PRECISION = 0.01
+
+
+class TaskTimeout:
+    """Watches the lane of one rank, whose tasks may take ``limit`` seconds."""
+
+    def __init__(
+        self, context: RankContext, progress: StallProgress, limit: float, describe: Callable[[int], str]
+    ) -> None:
+        self._rank = context.topology.rank
+        self._stack = context.lane.stack
+        self._fail = context.fail
+        self._progress = progress
+        self._limit = limit
+        self._describe = describe
+
+    async def watch(self) -> None:
+        """Fail once something has run for too long."""
+        awake = AwakeTime(self._limit)
+        while (seconds := min(self._progress.running_seconds(), awake.seconds())) < self._limit:
+            await awake.sleep(max(self._limit - seconds, _PRECISION * self._limit))
+        running, task = self._progress.running(), self._progress.running_task()
+        stack = self._stack()
+        text = (
+            f"{running} has not completed for {seconds:.1f} s, longer than abort_after, which is {self._limit:g}, on "
+            f"{self._describe(self._rank)}"
+        )
+        self._fail(OverdueError(f"{text}, in:\n{stack}" if stack else text), task)
+
+
 logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Introduction:
+    """What a rank tells all others first."""
+
+    process: ProcessIdentity
+    agreement: StartDigests
 
 
 class HealthMonitor:
@@ -29,7 +70,7 @@ class HealthMonitor:
     def __init__(
         self,
         context: RankContext,
-        progress: Progress,
+        progress: StallProgress,
         all_gather: TreeAllGather,
         post: Callable[[int, Message], None],
         stall_after: float,
@@ -59,13 +100,20 @@ class HealthMonitor:
         if self._task_timeout is not None:
             yield self._task_timeout.watch()
 
-    async def meet(self) -> None:
-        """Wait for all ranks, and exchange the identities of their processes. Once, at the start."""
+    async def meet(self, agreement: StartDigests) -> list[StartDigests]:
+        """Wait for all ranks, and exchange what they introduce themselves with. Once, at the start.
+
+        Returns the agreements of all ranks, by rank.
+        """
         own = ProcessIdentity.own()
-        gathered = await self._all_gather.all_gather("start", 0, records.pack(own))
+        gathered = await self._all_gather.all_gather("start", 0, records.pack(_Introduction(own, agreement)))
+        agreements = []
         for rank, data in enumerate(gathered):
-            self._identities[rank] = records.unpack(ProcessIdentity, data, "the identity of a process")
+            introduction = records.unpack(_Introduction, data, "the introduction of a rank")
+            self._identities[rank] = introduction.process
+            agreements.append(introduction.agreement)
         self._processes.start(self._peers, self._identities, own)
+        return agreements
 
     def on_message(self, message: Message) -> None:
         """A PROBE arrived: part of a survey or of a poll."""
@@ -76,19 +124,20 @@ class HealthMonitor:
         """The process of ``rank``, once all ranks have met."""
         return self._identities[rank]
 
-    async def let_end(self, rank: int, why: str) -> None:
-        """Wait until the process of ``rank``, which failed, has ended and its launcher has seen it.
+    async def let_end(self, rank: int, why: str, *, is_lost: bool) -> bool:
+        """Log that this rank ends because ``rank`` failed; wait until the launcher has seen the end of that process.
 
-        Takes `CULPRIT_GRACE_S` and `LAUNCHER_LOOKS_S` at most. Returns at once where the process is this one, or cannot
-        be watched.
+        Takes `FAILED_PROCESS_GRACE_S` and `LAUNCHER_LOOKS_S` at most. It waits for no process that is lost, that cannot
+        be watched, or that is this one. Returns whether ``rank`` is another one, so that its failure was logged here.
         """
         own = self._identities.get(self._topology.rank)
         process = self._identities.get(rank)
         if rank == self._topology.rank or own is None or process is None:
-            return
+            return False
         logger.error("%s ends: aborted by %s", self._topology.name, why)
-        if process.pid != own.pid and await ended(process, own, timeouts.CULPRIT_GRACE_S):
+        if not is_lost and process.pid != own.pid and await ended(process, own, timeouts.FAILED_PROCESS_GRACE_S):
             await asyncio.sleep(timeouts.LAUNCHER_LOOKS_S)
+        return True
 
     def close(self) -> None:
         """Stop watching. May be called twice."""

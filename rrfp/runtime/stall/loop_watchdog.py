@@ -1,71 +1,28 @@
 """Prints the stacks of a process whose own event loop does not run.
 
 The loop sets a beat. When it misses it for too long, a thread logs the Python stacks of all threads, by name. A call
-that keeps the interpreter's lock stops that thread too; then `faulthandler`'s timer, which needs no lock, prints the
-stacks to the standard error stream. A process has one such timer, and Python cannot report whether it is in use: so
-the caller can forbid its use.
+that keeps the interpreter's lock stops that thread too; then a second process has them printed to the standard error
+stream, see `kept_lock`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import faulthandler
+import math
 import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from rrfp.compute.tracebacks import all_stacks
 from rrfp.core import timeouts
 from rrfp.log import get_logger
+from rrfp.runtime.stall.kept_lock import LockWatch
 
 logger = get_logger(__name__)
 
 #: Beats in the time that may pass without one.
 _BEATS = 4
-
-#: The file descriptor of the standard error stream.
-_STDERR = 2
-
-
-class _StackTimer:
-    """Shares the one timer of the process among the loops of it: it fires for the first that is late."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._due: dict[int, float] = {}
-
-    def set(self, user: int, due: float) -> None:
-        """Fire at ``due``, a time of ``time.monotonic()``, unless ``user`` sets another time before."""
-        with self._lock:
-            self._due[user] = due
-            self._arm()
-
-    def drop(self, user: int) -> None:
-        """Do not fire for ``user``."""
-        with self._lock:
-            if self._due.pop(user, None) is not None:
-                self._arm()
-
-    def _arm(self) -> None:
-        now = time.monotonic()
-        to_come = [due for due in self._due.values() if due > now]  # it has fired for the others
-        if to_come:
-            with suppress(ValueError, OSError, RuntimeError):  # no such stream, or no further thread
-                faulthandler.dump_traceback_later(min(to_come) - now, file=_STDERR)
-        else:
-            faulthandler.cancel_dump_traceback_later()
-
-    def forget(self) -> None:
-        """In a forked child nothing of it is there."""
-        self._lock = threading.Lock()
-        self._due = {}
-
-
-_timer = _StackTimer()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_timer.forget)
 
 
 class LoopWatchdog:
@@ -74,7 +31,8 @@ class LoopWatchdog:
     Args:
         name: the display names of the ranks that run there.
         limit: seconds without a beat after which stacks are printed; at least `ANSWER_S`.
-        use_timer: print with `faulthandler`'s timer where the interpreter's lock is not free.
+        awake_every: its thread wakes up at least so often, in seconds, whatever the loop does.
+        watch_lock: let a second process print the stacks where the interpreter's lock is not free.
         abort_after: seconds without a beat after which `give_up` is called; None: never.
         matters: whether a loop that does not run is a problem now; called on another thread.
         give_up: called with the seconds for which the loop has not run, on another thread.
@@ -86,7 +44,8 @@ class LoopWatchdog:
         name: str,
         limit: float,
         *,
-        use_timer: bool = True,
+        awake_every: float = math.inf,
+        watch_lock: bool = False,
         abort_after: float | None = None,
         matters: Callable[[], bool] = lambda: True,
         give_up: Callable[[float], None] = lambda seconds: None,
@@ -94,12 +53,12 @@ class LoopWatchdog:
     ) -> None:
         self._name = name
         self._limit = max(limit, timeouts.ANSWER_S)
-        self._use_timer = use_timer
         self._abort_after = abort_after
         self._matters = matters
         self._give_up = give_up
         self._stalled = stalled
-        self._pause = self._limit / _BEATS
+        self._pause = min(self._limit / _BEATS, awake_every)
+        self._lock_watch = LockWatch(name, self._pause, self._limit + timeouts.ANSWER_S) if watch_lock else None
         self._beat_at = 0.0
         self._loop_thread = 0
         self._beating: asyncio.Task[None] | None = None
@@ -116,14 +75,11 @@ class LoopWatchdog:
     def close(self) -> None:
         """End; never waits. May be called twice, and on any thread; on the loop's own the beat ends at once."""
         self._done.set()
-        _timer.drop(id(self))
         if self._beating is not None and threading.get_ident() == self._loop_thread:
             self._beating.cancel()
 
     def _beat(self) -> None:
         self._beat_at = time.monotonic()
-        if self._use_timer and not self._done.is_set():
-            _timer.set(id(self), self._beat_at + self._limit + timeouts.ANSWER_S)
 
     async def _beat_on(self) -> None:
         try:
@@ -132,16 +88,24 @@ class LoopWatchdog:
                 self._beat()
         finally:  # the loop ends too: a loop that ran again after it was given up is closed without a call of `close`
             self._done.set()
-            _timer.drop(id(self))
 
     # On the thread.
 
     def _watch(self) -> None:
+        try:
+            self._watch_on()
+        finally:
+            if self._lock_watch is not None:
+                self._lock_watch.close()
+
+    def _watch_on(self) -> None:
         logged = given_up_on = looked_at = 0.0
+        self._beat_of_lock()
         while not self._done.wait(self._pause):
+            self._beat_of_lock()
             now, beat_at = time.monotonic(), self._beat_at
             # If this thread overslept too, the whole process stood still, and the loop gets its chance first.
-            overslept, looked_at = now - looked_at > 2 * self._pause and looked_at > 0, now
+            overslept, looked_at = now - looked_at > self._limit / 2 and looked_at > 0, now
             if overslept or not self._matters():
                 continue
             if now - beat_at >= self._limit and beat_at != logged:
@@ -151,8 +115,16 @@ class LoopWatchdog:
                 given_up_on = beat_at
                 self._give_up(now - beat_at)
 
+    def _beat_of_lock(self) -> None:
+        if self._lock_watch is not None:
+            try:
+                self._lock_watch.beat(self._loop_thread)
+            except Exception as error:  # whatever keeps it from starting, the loop is watched
+                logger.info("%s: calls that keep the interpreter's lock cannot be watched: %s", self._name, error)
+                self._lock_watch.close()
+                self._lock_watch = None
+
     def _log(self, seconds: float) -> None:
         text = f"{self._name} (pid {os.getpid()}): its event loop has not run for {seconds:.1f} s"
         logger.error("%s; the Python stacks of its threads:\n%s", text, all_stacks(self._loop_thread))
         self._stalled(text)
-        _timer.drop(id(self))  # logged; the next beat sets it anew

@@ -24,16 +24,13 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class _Question:
-    """Asked and not acknowledged.
+    """Asked and not acknowledged."""
 
-    Attributes:
-        since: when it was asked.
-        timers: run while it is open.
-        announced: this rank has announced that the peer does not answer.
-    """
-
+    #: When it was asked.
     since: float
+    #: Run while it is open.
     timers: list[asyncio.TimerHandle]
+    #: This rank has announced that the peer does not answer.
     announced: bool = False
 
 

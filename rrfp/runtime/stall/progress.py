@@ -13,7 +13,7 @@ from rrfp.runtime.messenger import Messenger
 from rrfp.runtime.stall.status import RankStatus, StepStatus
 
 
-class Progress:
+class StallProgress:
     """Asks the parts of one rank what they do and wait for.
 
     ``awaited`` gives what the rank waits for beside inputs of tasks and credits, one line each; ``dispute`` a task that

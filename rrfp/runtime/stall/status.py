@@ -17,75 +17,67 @@ _MOST_STACKS = 4
 
 @dataclass(frozen=True, slots=True)
 class StepStatus:
-    """The step that a rank is in.
+    """The step that a rank is in."""
 
-    Attributes:
-        mode: ``train`` or ``forward``.
-        enqueued: tasks of the step that were enqueued on this rank.
-        tasks: all of them.
-        ready: tasks that may be enqueued now.
-        holding: the memory that it holds.
-        slots: the most chunk tasks that it may hold; None: any.
-        limit_bytes: the most bytes that it may hold; None: any.
-    """
-
+    #: ``train`` or ``forward``.
     mode: str
+    #: Tasks of the step that were enqueued on this rank.
     enqueued: int
+    #: All of them.
     tasks: int
+    #: Tasks that may be enqueued now.
     ready: int
+    #: The memory that it holds.
     holding: Holding
+    #: The most chunk tasks that it may hold; None: any.
     slots: int | None
+    #: The most bytes that it may hold; None: any.
     limit_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """One rank's answer.
-
-    Attributes:
-        stage: its stage.
-        step: the step that it is in, or None between steps.
-        steps_ended: steps that it has completed.
-        running: the task, or other work, on its lane, or None.
-        running_s: for how long, in seconds.
-        can_run: a task is ready and about to be enqueued.
-        completed: tasks completed since the start.
-        sent: messages of a step (tensors, credits) sent since the start.
-        received: messages of a step received since the start.
-        awaits: what it waits for, one line a task.
-        gathering: the call of all ranks between two steps that it is in, such as ``clip_grad_norm_``; empty if none.
-        gatherings_ended: how many such calls it has completed.
-        name: its display name; empty where that is its stage.
-        process: its host and process id.
-        stack: the Python stack of its lane, where it has been running something for long.
-        has_returned: its call of the step has returned, and no caller there waits for the reports of the others.
-        waits_for: inside a step, the cause for which its lane is idle; empty while it runs something.
-        waits_s: for how long, in seconds.
-        training_step: the number of the step that it is in, or was in last, as people count.
-        current: the step that it is in; None between steps.
-        at: when it answered, in seconds of its own clock.
-    """
+    """One rank's answer."""
 
     stage: int
+    #: The step that it is in, or None between steps.
     step: int | None
+    #: Steps that it has completed.
     steps_ended: int
+    #: The task, or other work, on its lane, or None.
     running: str | None
+    #: For how long, in seconds.
     running_s: float
+    #: a task is ready and about to be enqueued.
     can_run: bool
+    #: Tasks completed since the start.
     completed: int
+    #: Messages of a step (tensors, credits) sent since the start.
     sent: int
+    #: Messages of a step received since the start.
     received: int
+    #: What it waits for, one line a task.
     awaits: tuple[str, ...] = ()
+    #: The call of all ranks between two steps that it is in, such as ``clip_grad_norm_``; empty if none.
     gathering: str = ""
+    #: How many such calls it has completed.
     gatherings_ended: int = 0
+    #: Its display name; empty where that is its stage.
     name: str = ""
     process: str = ""
+    #: The Python stack of its lane, where it has been running something for long.
     stack: str = ""
+    #: Its call of the step has returned, and no caller there waits for the reports of the others.
     has_returned: bool = False
+    #: Inside a step, the cause for which its lane is idle; empty while it runs something.
     waits_for: str = ""
+    #: For how long, in seconds.
     waits_s: float = 0.0
+    #: The number of the step that it is in, or was in last, as people count.
     training_step: int = 0
+    #: The step that it is in; None between steps.
     current: StepStatus | None = None
+    #: When it answered, in seconds of its own clock.
     at: float = 0.0
 
     @property
@@ -101,16 +93,13 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What all answers mean.
+    """What all answers mean."""
 
-    Attributes:
-        deadlock: nothing will ever happen again.
-        certain: False if the verdict needs a second poll.
-        text: one line that names the rank for which all others wait, and its lane's task; for a deadlock the report.
-    """
-
+    #: Nothing will ever happen again.
     deadlock: bool
+    #: False if the verdict needs a second poll.
     certain: bool
+    #: One line that names the rank for which all others wait, and its lane's task; for a deadlock the report.
     text: str
 
 
@@ -188,3 +177,26 @@ def _elsewhere(status: RankStatus, current: int | None) -> str:
     where = "its program has not called step() yet" if status.step is None else f"it is still in step {status.step}"
     where = f"it is in {status.gathering}" if status.gathering else where
     return f"{status.who} is not in step {current}: {where}"
+
+
+@dataclass(frozen=True, slots=True)
+class RankAnswer:
+    """The answer of one rank, or why there is none."""
+
+    #: Which.
+    rank: int
+    stage: int
+    name: str
+    #: Its answer; None where none came in time.
+    status: RankStatus | None
+    #: Why none came; empty where it came.
+    absent: str
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """All ranks, at about one time."""
+
+    #: The rank that asked.
+    asker: int
+    answers: tuple[RankAnswer, ...]

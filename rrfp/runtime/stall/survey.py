@@ -22,8 +22,7 @@ from rrfp.runtime import records
 from rrfp.runtime.all_gather import to_tensor
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.control_tree import neighbours, towards
-from rrfp.runtime.stall.answers import RankAnswer, Survey
-from rrfp.runtime.stall.status import RankStatus
+from rrfp.runtime.stall.status import RankAnswer, RankStatus, Survey
 from rrfp.transports.base import Channel, Message, MessageKind, Plain
 
 #: A rank that has so many questions of surveys to answer is asked no more: they would pile up where its loop stands.

@@ -20,8 +20,9 @@ from rrfp.runtime import records
 from rrfp.runtime.all_gather import SupersededError, TreeAllGather
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.control_tree import children, parent
+from rrfp.runtime.stall.awake import AwakeTime
 from rrfp.runtime.stall.peer_monitor import PeerMonitor
-from rrfp.runtime.stall.progress import Progress
+from rrfp.runtime.stall.progress import StallProgress
 from rrfp.runtime.stall.status import RankStatus, judge
 from rrfp.transports.base import Channel, Message, MessageKind
 
@@ -39,7 +40,7 @@ class Watchdog:
     def __init__(
         self,
         context: RankContext,
-        progress: Progress,
+        progress: StallProgress,
         all_gather: TreeAllGather,
         peer_monitor: PeerMonitor,
         stall_after: float,
@@ -62,16 +63,16 @@ class Watchdog:
 
     async def watch(self) -> None:
         """Ask whenever this rank has been idle for too long, until cancelled."""
-        asked_at = 0.0
+        asked_at, awake = 0.0, AwakeTime(self._stall_after)
         while True:
-            idle = self._progress.idle_seconds()
+            idle = min(self._progress.idle_seconds(), awake.seconds())
             if idle < max(asked_at, self._stall_after):  # it began anew, or did not last so long
                 asked_at = 0.0
             due = asked_at + self._stall_after - idle
             if due <= 0:
                 asked_at, due = idle, self._stall_after
                 self._ask()
-            await asyncio.sleep(max(due, _PRECISION * self._stall_after))
+            await awake.sleep(max(due, _PRECISION * self._stall_after))
 
     async def answer(self) -> None:
         """Join every poll, until cancelled."""

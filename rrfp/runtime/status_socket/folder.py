@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import stat
+import struct
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2s
@@ -25,16 +26,11 @@ _NAME = re.compile(r"([0-9a-f]{12})\.(\d+)\.(\d+)\.sock")
 
 @dataclass(frozen=True, slots=True, order=True)
 class SocketFile:
-    """A socket of one process.
+    """A socket of one process."""
 
-    Attributes:
-        job: the same on all ranks of a job, and on no other job's.
-        rank: the lowest of the process.
-        pid: its id.
-        path: of the file.
-    """
-
+    #: The same on all ranks of a job, and on no other job's.
     job: str
+    #: The lowest of the process.
     rank: int
     pid: int
     path: Path
@@ -76,11 +72,7 @@ class SocketFile:
 
 
 def chosen_folder() -> Path | None:
-    """This user's folder; None where sockets are turned off.
-
-    Raises:
-        ConfigError: if the environment variable is neither.
-    """
+    """This user's folder; None where sockets are turned off."""
     value = os.environ.get(VARIABLE, "")
     if value == "0":
         return None
@@ -90,22 +82,14 @@ def chosen_folder() -> Path | None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make ``folder``, if it is not there.
-
-    Raises:
-        OSError: if it cannot be made, or others could have put something into it.
-    """
+    """Make ``folder``, if it is not there."""
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     check_folder(folder)
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder to which another user has access.
-
-    Raises:
-        OSError: naming the reason.
-    """
+    """Refuse a folder to which another user has access."""
     state = folder.lstat()
     if not stat.S_ISDIR(state.st_mode):
         raise NotADirectoryError(f"{folder} is not a folder")
@@ -116,11 +100,7 @@ def check_folder(folder: Path) -> None:
 
 
 def sockets_in(folder: Path) -> list[SocketFile]:
-    """The sockets in ``folder``, by job and rank; those of ended processes are removed.
-
-    Raises:
-        OSError: if the folder is there and cannot be used.
-    """
+    """The sockets in ``folder``, by job and rank; those of ended processes are removed."""
     try:
         check_folder(folder)
     except FileNotFoundError:
@@ -135,3 +115,17 @@ def _is_stale(file: SocketFile) -> bool:
         return False
     file.remove()
     return True
+
+
+#: Process, user, group.
+_CREDENTIALS = struct.Struct("=iII")
+
+#: Whether this system tells; Linux does.
+KNOWN = hasattr(socket, "SO_PEERCRED")
+
+
+def user_at(sock: socket.socket) -> int:
+    """The user id of the process that connected, or that listens, at the other end."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    return int(user)

@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from rrfp.core import timeouts
 from rrfp.errors import ConfigError, RrfpError
-from rrfp.runtime.status_socket.folder import VARIABLE, SocketFile, chosen_folder, sockets_in
-from rrfp.runtime.status_socket.reader import read_report
-from rrfp.runtime.status_socket.report import JobReport
+from rrfp.runtime.status_socket.folder import VARIABLE, SocketFile, chosen_folder, sockets_in, user_at
+from rrfp.runtime.status_socket.report import MOST_BYTES, JobReport
+
+
+def read_report(file: SocketFile) -> JobReport:
+    """The report of the process at ``file``; takes `STATUS_S` at most."""
+    deadline = time.monotonic() + timeouts.STATUS_S
+    with socket.socket(socket.AF_UNIX) as sock:
+        _connect(sock, file, deadline)
+        if (user := user_at(sock)) != os.geteuid():
+            raise RrfpError(f"{file.path}: the process that listens there belongs to user {user}")
+        line = bytearray()
+        while not line.endswith(b"\n") and len(line) <= MOST_BYTES:
+            sock.settimeout(max(deadline - time.monotonic(), 0.001))
+            received = sock.recv(1 << 16)
+            if not received:
+                raise ConnectionResetError
+            line += received
+    return JobReport.read(bytes(line))
+
+
+def _connect(sock: socket.socket, file: SocketFile, deadline: float) -> None:
+    while True:
+        try:
+            sock.settimeout(max(deadline - time.monotonic(), 0.001))
+            sock.connect(os.fspath(file.path))
+            return
+        except BlockingIOError:  # other programs look too
+            if time.monotonic() >= deadline:
+                raise TimeoutError from None
+            time.sleep(timeouts.STATUS_PAUSE_S)
+
 
 #: Characters of a command line in a list of jobs.
 _COMMAND_LENGTH = 60
@@ -56,13 +89,7 @@ class Job:
         return bool(self._files)
 
     def read(self) -> JobReport:
-        """The report of the first process that answers; the next time it is asked first.
-
-        Raises:
-            JobEnded: if no process listens.
-            SilentJobError: if none answers in time.
-            RrfpError: see `read_report`.
-        """
+        """The report of the first process that answers; the next time it is asked first."""
         for _ in list(self._files):
             try:
                 return read_report(self._files[0])
@@ -81,10 +108,6 @@ def find_job(wanted: str | None) -> Job:
 
     Args:
         wanted: the id of one of its processes, or the path of a socket; None where there is only one.
-
-    Raises:
-        RrfpError: if there is none.
-        ConfigError: if there are several, and the one that is wanted is not among them.
     """
     if wanted is not None and not wanted.isdecimal():
         return _at(Path(wanted))

@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 
 from rrfp.core import timeouts
 from rrfp.log import get_logger
-from rrfp.runtime.status_socket.credentials import KNOWN, user_at
-from rrfp.runtime.status_socket.folder import SocketFile, make_folder, sockets_in
+from rrfp.runtime.status_socket.folder import KNOWN, SocketFile, make_folder, sockets_in, user_at
 from rrfp.runtime.status_socket.report import JobReport
 
 T = TypeVar("T")
@@ -31,14 +30,7 @@ MOST_READERS = 4
 
 
 class StatusServer:
-    """Serves one process. Used on one loop only.
-
-    Args:
-        folder: of the socket.
-        job: any text that is equal on all ranks of the job, and on no others.
-        rank: the lowest of this process.
-        report: makes the answer; not called while a call of it is running.
-    """
+    """Serves one process. Used on one loop only."""
 
     def __init__(self, folder: Path, job: str, rank: int, report: Callable[[], Awaitable[JobReport]]) -> None:
         self.file = SocketFile.of(folder, job, rank)
@@ -51,11 +43,7 @@ class StatusServer:
         _servers.add(self)
 
     def start(self) -> None:
-        """Listen, and remove what killed processes have left.
-
-        Raises:
-            OSError: if that is not possible.
-        """
+        """Listen, and remove what killed processes have left."""
         if not KNOWN:
             raise OSError("this system does not tell the user at the other end of a socket")
         folder = self.file.path.parent

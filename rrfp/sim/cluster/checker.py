@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rrfp.core.admission import Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.core.visits import Visits
 from rrfp.sim.cluster.ranks import Rank
@@ -17,7 +17,7 @@ from rrfp.sim.cluster.ranks import Rank
 class MemoryChecker:
     """Counts the slots (D) and bytes that one rank holds; ``most_bytes`` bounds the bytes, None does not."""
 
-    def __init__(self, graph: Graph, stage: int, limit: Limit, most_bytes: int | None = None) -> None:
+    def __init__(self, graph: TaskGraph, stage: int, limit: Limit, most_bytes: int | None = None) -> None:
         self._graph = graph
         self._stage = stage
         chunks = graph.placement.chunks_of(stage)
@@ -110,7 +110,7 @@ class RankChecker:
     def __init__(
         self,
         rank: Rank,
-        graph: Graph,
+        graph: TaskGraph,
         limit: Limit,
         most_bytes: int | None = None,
         visits_of: Callable[[StepId], Visits] = lambda step: Visits(step.microbatches),
@@ -127,11 +127,7 @@ class RankChecker:
         self._completed: set[Task] = set()
 
     def object_to(self, what: str) -> None:
-        """Something is wrong.
-
-        Raises:
-            AssertionError: always.
-        """
+        """Something is wrong."""
         raise AssertionError(self.named(what))
 
     def named(self, what: str) -> str:

@@ -20,19 +20,19 @@ from rrfp.arbiter.leader import LeaderProtocol
 from rrfp.arbiter.offers import Offers, may_offer
 from rrfp.arbiter.pauses import PauseTimer
 from rrfp.core import events as ev
-from rrfp.core.order_log import Group
+from rrfp.core.group_step import GroupMembership
 from rrfp.core.tasks import StepId, Task
 from rrfp.core.usage import WaitCause
 from rrfp.sim.cluster.coordination import CoordinationName
+from rrfp.sim.cluster.node import TaskSlot
 from rrfp.sim.cluster.rank_group import NodeT, RankGroup
 from rrfp.sim.cluster.ranks import Rank
-from rrfp.sim.cluster.slot import TaskSlot
 
 #: What one rank sends to another.
 Content = ev.Arrived | ev.Consumed | ev.Announced | GroupMessage
 
 
-class Packet(NamedTuple):
+class Envelope(NamedTuple):
     """A message from one rank to another."""
 
     sender: Rank
@@ -85,7 +85,7 @@ class Cluster(ABC, Generic[NodeT]):
     ) -> None:
         dispatch, send = partial(self.dispatch, node), partial(self._send_to_member, node)
         if coordination == "agreement":
-            group = Group(node.rank.member, self.members)
+            group = GroupMembership(node.rank.member, self.members)
             node.arbiter = node.agreement = AgreementArbiter(
                 node.core, depth, dispatch, _ignore, group=group, send=send
             )
@@ -104,7 +104,7 @@ class Cluster(ABC, Generic[NodeT]):
     # For subclasses: a network and a clock.
 
     @abstractmethod
-    def send(self, packet: Packet) -> None:
+    def send(self, packet: Envelope) -> None:
         """Carry ``packet``; `deliver` takes it where it arrives."""
 
     @abstractmethod
@@ -182,7 +182,7 @@ class Cluster(ABC, Generic[NodeT]):
         for instruction in node.core.apply(event):
             self.perform(node, instruction)
 
-    def deliver(self, packet: Packet) -> None:
+    def deliver(self, packet: Envelope) -> None:
         """``packet`` arrives."""
         node, content = self.nodes[packet.receiver], packet.content
         if isinstance(content, GroupMessage):
@@ -255,22 +255,18 @@ class Cluster(ABC, Generic[NodeT]):
     # What a core asks for.
 
     def perform(self, node: NodeT, instruction: ev.Instruction) -> None:
-        """Do what the core of ``node`` asks for.
-
-        Raises:
-            AssertionError: if a core does not ask for such a thing here.
-        """
+        """Do what the core of ``node`` asks for."""
         match instruction:
             case ev.Send(task, peer, consumed):
                 arrived = ev.Arrived(node.step, task, self.output_bytes(node, task), consumed)
-                self.send(Packet(node.rank, self._counterpart(node, peer), arrived))
+                self.send(Envelope(node.rank, self._counterpart(node, peer), arrived))
                 self.release(node, ev.SendReleased(task, peer))
             case ev.Announce(task, peer, seconds):
                 announced = ev.Announced(node.step, task, seconds)
-                self.send(Packet(node.rank, self._counterpart(node, peer), announced))
+                self.send(Envelope(node.rank, self._counterpart(node, peer), announced))
             case ev.Credit(peer, task):
                 consumed_here = ev.Consumed(node.step, node.rank.stage, task)
-                self.send(Packet(node.rank, self._counterpart(node, peer), consumed_here))
+                self.send(Envelope(node.rank, self._counterpart(node, peer), consumed_here))
             case ev.Release(task):
                 self.drop(node, task)
             case ev.ReduceChunk(virtual_stage):
@@ -287,7 +283,7 @@ class Cluster(ABC, Generic[NodeT]):
         return self.nodes[node.rank + (stage - node.rank.stage) * self._ranks_per_stage].rank
 
     def _send_to_member(self, node: NodeT, member: int, message: GroupMessage) -> None:
-        self.send(Packet(node.rank, self.nodes[node.rank - node.rank.member + member].rank, message))
+        self.send(Envelope(node.rank, self.nodes[node.rank - node.rank.member + member].rank, message))
 
 
 def _ignore(cause: WaitCause) -> None:

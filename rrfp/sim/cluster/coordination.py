@@ -25,19 +25,13 @@ CONTROL_SECONDS = GATHER_SECONDS / 2
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """Rank 0 decides over what is ready on all ranks; every rank runs its log.
+    """Rank 0 decides over what is ready on all ranks; every rank runs its log."""
 
-    Attributes:
-        depth: tasks that a rank has enqueued and not completed, at most. 1: the leader decides when a task ends, with
-            all that is known then, and the order travels while lanes are idle. 2: it decides one task ahead: the order
-            travels behind compute, and the decision knows less.
-        control_seconds: how long a report or an order travels.
-
-    Raises:
-        ConfigError: if a value is out of range.
-    """
-
+    #: Tasks that a rank has enqueued and not completed, at most. 1: the leader decides when a task ends, with all that
+    #: is known then, and the order travels while lanes are idle. 2: it decides one task ahead: the order travels behind
+    #: compute, and the decision knows less.
     depth: int = 1
+    #: How long a report or an order travels.
     control_seconds: float = CONTROL_SECONDS
 
     def __post_init__(self) -> None:
@@ -47,14 +41,7 @@ class Leader:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Every rank proposes its own pick in an all-gather before each task: see `rrfp.sim.cluster.all_gather`.
-
-    Attributes:
-        gather_seconds: how long an all-gather takes.
-
-    Raises:
-        ConfigError: if it is out of range.
-    """
+    """Every rank proposes its own pick in an all-gather before each task: see `rrfp.sim.cluster.all_gather`."""
 
     gather_seconds: float = GATHER_SECONDS
 
@@ -71,11 +58,7 @@ Coordination = Leader | Agreement | Independent
 
 
 def resolve_coordination(spec: Coordination | str | None) -> Coordination:
-    """A way to agree from its name, with its default times, or as it is; None: a leader.
-
-    Raises:
-        ConfigError: for an unknown name.
-    """
+    """A way to agree from its name, with its default times, or as it is; None: a leader."""
     if spec is None:
         return Leader()
     if not isinstance(spec, str):

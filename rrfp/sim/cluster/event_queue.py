@@ -10,12 +10,15 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
+from rrfp.sim.cluster.cluster import Cluster
+from rrfp.sim.cluster.rank_group import NodeT
+
 #: Called with the rank and the argument that were put into the queue.
 Handler = Callable[[int, Any], None]
 
 
 class EventQueue:
-    """See the module's docstring.
+    """Events of all ranks in order of time.
 
     Args:
         availability: for ranks that may stand still or end, when a rank takes in what happens to it at a time: then,
@@ -59,3 +62,22 @@ class EventQueue:
             touched.add(rank)
             self.num_happened += 1
         return sorted(touched)
+
+
+class TimedCluster(Cluster[NodeT]):
+    """A simulated cluster in virtual time; a subclass says how long tasks and messages take."""
+
+    def __init__(self, queue: EventQueue, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.queue = queue
+
+    def now(self) -> float:
+        """Virtual time."""
+        return self.queue.now
+
+    def wake(self, node: NodeT, seconds: float, pause: int) -> None:
+        """After these seconds of virtual time."""
+        self.queue.put(self.queue.now + seconds, node.rank, self._pause_over, pause)
+
+    def _pause_over(self, rank: int, pause: int) -> None:
+        self.pause_over(self.nodes[rank], pause)

@@ -7,39 +7,106 @@ any group decides.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 from rrfp.arbiter.group_messages import GroupMessage
 from rrfp.core import events as ev
 from rrfp.core.admission import Limit
+from rrfp.core.group_step import GroupMembership
 from rrfp.core.hint import Hint
-from rrfp.core.order_log import Group
-from rrfp.core.readiness import ForcedOrder
+from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.core.topology import Topology
-from rrfp.core.usage import Peaks
+from rrfp.core.usage import Peaks, WaitCause
 from rrfp.core.waiting import describe, wait_line
 from rrfp.costs.rank_latency import RankLatencies
 from rrfp.costs.table import CostTable
 from rrfp.errors import DeadlockError, ProtocolError
 from rrfp.sim.cluster.all_gather import AllGather
 from rrfp.sim.cluster.checker import RankChecker
-from rrfp.sim.cluster.cluster import Packet
+from rrfp.sim.cluster.cluster import Envelope
 from rrfp.sim.cluster.coordination import Agreement, Coordination, Leader
-from rrfp.sim.cluster.event_queue import EventQueue
+from rrfp.sim.cluster.event_queue import EventQueue, TimedCluster
 from rrfp.sim.cluster.node import Node
 from rrfp.sim.cluster.ranks import Rank, ranks_of
 from rrfp.sim.cluster.result import GroupCounts, TensorParallelResult
-from rrfp.sim.cluster.timed import TimedCluster
-from rrfp.sim.cluster.timeline import GroupTimeline
 from rrfp.sim.engine import graph_of
-from rrfp.sim.never_asked import NeverAsked
-from rrfp.trace.spans import MessageSpan
+from rrfp.sim.unused_hint import UnusedHint
+from rrfp.trace.spans import MessageSpan, TaskSpan, WaitSpan
+
+
+class GroupTimeline:
+    """The spans and waits of one stage of ranks that begin and end their tasks together.
+
+    It has one more core of the stage, which learns what is true of all ranks, without delay: what it would run is ready
+    on every rank. That core never decides anything.
+    """
+
+    def __init__(self, core: StageCore, members: int) -> None:
+        self.core = core
+        self.spans: list[TaskSpan] = []
+        #: When its lanes were idle. ORDER: a task was ready on all ranks; any other cause: none was.
+        self.waits: list[WaitSpan] = []
+        self._members = members
+        self._num_arrived: Counter[Task] = Counter()
+        self._is_running = False
+        #: Why the lanes are idle, and since when; None while they are not.
+        self._idle: tuple[WaitCause, float] | None = None
+        #: The cause as of the last event that was applied to the core.
+        self._cause: WaitCause | None = None
+
+    def apply(self, event: ev.Event) -> None:
+        """Apply ``event``, which has happened on all ranks, to the core."""
+        # The core has no peers and nothing to reduce: its instructions are of no interest.
+        self.core.apply(event)
+        self._cause = None
+
+    def begin(self, task: Task, start: float, end: float) -> None:
+        """All ranks begin ``task``."""
+        self._is_running = True
+        self.spans.append(TaskSpan(self.core.stage, task, start, end))
+        self.apply(ev.Enqueued(task))
+
+    def complete(self, completed: ev.Completed) -> None:
+        """All ranks end the task that they ran."""
+        self._is_running = False
+        self.apply(completed)
+
+    def arrive(self, arrived: ev.Arrived) -> None:
+        """One more rank has this message."""
+        self._num_arrived[arrived.task] += 1
+        if self._num_arrived[arrived.task] == self._members:
+            self.apply(arrived)
+
+    def decided(self, now: float, *, is_pausing: bool = False) -> None:
+        """The ranks have enqueued what they may: from now on the lanes are busy, or idle for a cause."""
+        cause = WaitCause.CHOICE if is_pausing else self._wait_cause()
+        self._wait(None if self._is_running else cause, now)
+
+    def end(self, now: float) -> None:
+        """The step is over."""
+        self._wait(None, now)
+
+    def _wait_cause(self) -> WaitCause:
+        if self._cause is None:
+            is_ready = self.core.decide() is not None
+            self._cause = WaitCause.ORDER if is_ready else self.core.wait_cause()
+        return self._cause
+
+    def _wait(self, cause: WaitCause | None, now: float) -> None:
+        before = self._idle
+        if before is not None and before[0] is cause:
+            return
+        if before is not None and before[1] < now:
+            self.waits.append(WaitSpan(self.core.stage, before[0], before[1], now))
+        self._idle = None if cause is None else (cause, now)
 
 
 class GroupRun(TimedCluster[Node]):
-    """See the module's docstring; the arguments are those of `rrfp.sim.cluster.tensor_parallel.run_tensor_parallel`.
+    """One simulated step of tensor-parallel groups; arguments as for `rrfp.sim.cluster.simulation.run_tensor_parallel`.
 
     The costs are those of the slowest rank of a group.
     """
@@ -52,16 +119,17 @@ class GroupRun(TimedCluster[Node]):
         limits: Sequence[Limit],
         coordination: Coordination,
         sizes: Sequence[float] | None = None,
+        size_correlation: float | None = None,
         in_order: Collection[ForcedOrder] = (),
     ) -> None:
         graph, is_led = graph_of(costs), isinstance(coordination, Leader)
 
-        def core(stage: int, stage_hint: Hint, group: Group | None = None) -> StageCore:
+        def core(stage: int, stage_hint: Hint, group: GroupMembership | None = None) -> StageCore:
             return StageCore(graph, stage, stage_hint, limits[stage], group=group, in_order=in_order)
 
         def node(rank: Rank) -> Node:
-            group = Group(rank.member, latencies.ranks) if is_led else None
-            rank_hint = NeverAsked() if is_led and rank.member else hint()
+            group = GroupMembership(rank.member, latencies.ranks) if is_led else None
+            rank_hint = UnusedHint() if is_led and rank.member else hint()
             return Node(rank, core(rank.stage, rank_hint, group), RankChecker(rank, graph, limits[rank.stage]))
 
         super().__init__(
@@ -73,6 +141,7 @@ class GroupRun(TimedCluster[Node]):
             coordination="leader" if is_led else None,
             sizes=None if sizes is None else tuple(sizes),
         )
+        self._size_correlation = size_correlation
         self._control_s = coordination.control_seconds if isinstance(coordination, Leader) else 0.0
         self._timelines = [GroupTimeline(core(stage, hint()), self.members) for stage in range(costs.stages)]
         self._gathers = (
@@ -87,12 +156,12 @@ class GroupRun(TimedCluster[Node]):
         self._messages: list[MessageSpan] = []
         self._num_messages = [0] * len(self.groups)
 
-    def run(self) -> TensorParallelResult:
-        """Simulate the step.
+    def opened(self, step: StepId) -> ev.StepOpened:
+        """See `Cluster.opened`."""
+        return replace(super().opened(step), size_correlation=self._size_correlation)
 
-        Raises:
-            DeadlockError: if tasks remain and nothing will ever happen.
-        """
+    def run(self) -> TensorParallelResult:
+        """Simulate the step."""
         for node in self.nodes:
             self.open_step(node)
         for timeline in self._timelines:
@@ -107,7 +176,7 @@ class GroupRun(TimedCluster[Node]):
 
     # A network and a clock.
 
-    def send(self, packet: Packet) -> None:
+    def send(self, packet: Envelope) -> None:
         """Carry it for the latency of its rank; inside a group for `control_seconds`, at once if that is none."""
         content, queue, (stage, member) = packet.content, self.queue, (packet.sender.stage, packet.sender.member)
         if isinstance(content, GroupMessage):
@@ -140,17 +209,13 @@ class GroupRun(TimedCluster[Node]):
         """There is one step."""
 
     def mismatch(self, node: Node, task: Task, other: Task) -> None:
-        """Refuse it.
-
-        Raises:
-            ProtocolError: the collectives of the two would not match.
-        """
+        """Refuse it."""
         raise ProtocolError(
             f"collective mismatch on stage {node.rank.stage}: rank {node.rank.member} runs {task} as number "
             f"{len(node.order) - 1} of the step, where another rank runs {other}"
         )
 
-    def _arrive(self, rank: int, packet: Packet) -> None:
+    def _arrive(self, rank: int, packet: Envelope) -> None:
         self.deliver(packet)
         if isinstance(packet.content, ev.Arrived):
             stage = packet.receiver.stage

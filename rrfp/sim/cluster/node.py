@@ -13,7 +13,27 @@ from rrfp.core.tasks import StepId, Task
 from rrfp.errors import Origin
 from rrfp.sim.cluster.checker import RankChecker
 from rrfp.sim.cluster.ranks import Rank
-from rrfp.sim.cluster.slot import TaskSlot
+
+
+class TaskSlot:
+    """Holds the task that is offered to a simulated lane."""
+
+    def __init__(self) -> None:
+        self.task: Task | None = None
+
+    def offer(self, task: Task) -> None:
+        """Let the lane begin ``task`` when its running one has ended."""
+        assert self.task is None, f"{task} is offered beside {self.task}"
+        self.task = task
+
+    def withdraw(self) -> bool:
+        """Take the task back; False if the lane has begun it."""
+        return self.pop() is not None
+
+    def pop(self) -> Task | None:
+        """The lane begins what is offered, if anything is."""
+        task, self.task = self.task, None
+        return task
 
 
 class Node:

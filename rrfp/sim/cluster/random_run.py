@@ -17,18 +17,18 @@ from typing import Literal
 from rrfp.arbiter.group_messages import GroupMessage
 from rrfp.core import events as ev
 from rrfp.core.admission import Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
+from rrfp.core.group_step import GroupMembership
 from rrfp.core.hint import Hint
 from rrfp.core.mesh import Mesh
-from rrfp.core.order_log import Group
-from rrfp.core.readiness import ForcedOrder
+from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.core.topology import Topology
 from rrfp.core.visits import Skipped, Visits
 from rrfp.core.waiting import describe, wait_line
 from rrfp.sim.cluster.checker import RankChecker
-from rrfp.sim.cluster.cluster import Cluster, Packet
+from rrfp.sim.cluster.cluster import Cluster, Envelope
 from rrfp.sim.cluster.node import Node
 from rrfp.sim.cluster.ranks import Rank, ranks_of
 
@@ -70,7 +70,7 @@ class RandomRun(Cluster[Node]):
 
     def __init__(
         self,
-        graph: Graph,
+        graph: TaskGraph,
         hints: Sequence[Hint],
         limits: Sequence[Limit],
         *,
@@ -90,7 +90,7 @@ class RandomRun(Cluster[Node]):
         self._skips = skips
 
         def core(rank: Rank) -> StageCore:
-            group = Group(rank.member, members)
+            group = GroupMembership(rank.member, members)
             return make_core(graph, rank.stage, hints[rank.stage], limits[rank.stage], group=group, in_order=in_order)
 
         def node(rank: Rank) -> Node:
@@ -113,7 +113,7 @@ class RandomRun(Cluster[Node]):
         self._likely = [1.0] * 4 if members == 1 else [self._random.choice(_LIKELY) for _ in range(4)]
         #: What has not happened yet; and messages inside groups on their way, by sender and receiver.
         self._pending: list[tuple[Callable[..., None], tuple[object, ...]]] = []
-        self._in_groups: dict[tuple[Rank, Rank], deque[Packet]] = {}
+        self._in_groups: dict[tuple[Rank, Rank], deque[Envelope]] = {}
 
     def order_of(self, stage: int, member: int) -> list[list[Task]]:
         """For each step, the tasks in the order in which ``member`` of ``stage`` enqueued them."""
@@ -124,11 +124,7 @@ class RandomRun(Cluster[Node]):
         return self.nodes[stage * self.members + member].checker.memory.peak_bytes
 
     def run(self, steps: Sequence[tuple[Mode, int]]) -> None:
-        """Run one step for each (mode, M), and check that every rank does every task of each.
-
-        Raises:
-            AssertionError: with what went wrong, or what each stage waits for if nothing can happen any longer.
-        """
+        """Run one step for each (mode, M), and check that every rank does every task of each."""
         self.steps = [StepId(number, mode, count) for number, (mode, count) in enumerate(steps)]
         for node in self.nodes:
             node.arbiter.kick()
@@ -202,7 +198,7 @@ class RandomRun(Cluster[Node]):
         """At some time."""
         self._pending.append((self.pause_over, (node, pause)))
 
-    def send(self, packet: Packet) -> None:
+    def send(self, packet: Envelope) -> None:
         """Let it arrive at some time."""
         if isinstance(packet.content, GroupMessage):
             on_the_way = self._in_groups.setdefault((packet.sender, packet.receiver), deque())

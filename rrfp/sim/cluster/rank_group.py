@@ -1,4 +1,4 @@
-"""The members of one group in a simulated cluster: they begin steps together, run one order, and meet in its tasks.
+"""The members of a group in a simulated cluster: they begin steps together and run the same tasks in the same order.
 
 It has no time, and is independent of how they agree on an order.
 """

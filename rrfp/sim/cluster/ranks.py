@@ -1,7 +1,7 @@
 """The ranks of a simulated cluster: how they are numbered and called.
 
 A pipeline of N stages has R replicas of T members. Member t exchanges tensors with member t of the other stages of its
-replica; the members of a stage and replica are a group, which runs one order; ranks that differ in the replica alone
+replica; the members of a stage and replica are a group with the same order; ranks that differ in the replica alone
 sum their gradients.
 """
 
@@ -9,25 +9,20 @@ from __future__ import annotations
 
 import functools
 
-from rrfp.core.mesh import Mesh, Place
+from rrfp.core.mesh import Mesh, MeshPosition
 
 
 class Rank(int):
-    """A rank's number, with its coordinate.
-
-    Attributes:
-        stage: its stage.
-        replica: its replica.
-        member: its index in its group; 0 leads.
-        name: "stage 1" where a stage has one rank, else "stage 1 replica 0 member 2", less what is always 0.
-    """
+    """A rank's number, with its coordinate."""
 
     stage: int
     replica: int
+    #: Its index in its group; 0 leads.
     member: int
+    #: "stage 1" where a stage has one rank, else "stage 1 replica 0 member 2", less what is always 0.
     name: str
 
-    def __new__(cls, number: int, coordinate: Place, name: str) -> Rank:
+    def __new__(cls, number: int, coordinate: MeshPosition, name: str) -> Rank:
         """Make one; see the class."""
         self = super().__new__(cls, number)
         self.stage, self.replica, self.member = coordinate
@@ -64,7 +59,7 @@ def ranks_of(stages: int, replicas: int = 1, members: int = 1) -> tuple[Rank, ..
     return tuple(Rank(number, mesh.place_of(number), _name(mesh.place_of(number), mesh)) for number in range(mesh.size))
 
 
-def _name(coordinate: Place, mesh: Mesh) -> str:
+def _name(coordinate: MeshPosition, mesh: Mesh) -> str:
     replica = f" replica {coordinate.replica}" if mesh.replicas > 1 else ""
     member = f" member {coordinate.member}" if mesh.members > 1 else ""
     return f"stage {coordinate.stage}{replica}{member}"

@@ -12,18 +12,15 @@ from rrfp.sim.engine_record import EngineResult
 
 @dataclass(frozen=True, slots=True)
 class GroupCounts:
-    """What the ranks of one group did to agree.
+    """What the ranks of one group did to agree."""
 
-    Attributes:
-        rounds: decisions taken together: entries of the leader's log, or all-gathers.
-        failed_rounds: those after which no task ran.
-        disputed_rounds: failed ones in which two ranks proposed different tasks; in the others some ranks had nothing.
-        messages: words from one rank to another rank of the group, however a collective routes them.
-    """
-
+    #: Decisions taken together: entries of the leader's log, or all-gathers.
     rounds: int = 0
+    #: Those after which no task ran.
     failed_rounds: int = 0
+    #: Failed ones in which two ranks proposed different tasks; in the others some ranks had nothing.
     disputed_rounds: int = 0
+    #: Words from one rank to another rank of the group, however a collective routes them.
     messages: int = 0
 
 

@@ -5,35 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Placement
 from rrfp.core.tasks import Mode
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds by stage, in chunk tasks or inputs. Every count of inputs is bounded by M*C as well.
+    """Bounds by stage, in chunk tasks or inputs. Every count of inputs is bounded by M*C as well."""
 
-    Attributes:
-        held: of D.
-        received: of inputs from other stages that no task here has started to use up.
-        buffered: of forward inputs from other stages, kept until their backward (forward only: their forward) has run.
-    """
-
+    #: The bound on D.
     held: tuple[int, ...]
+    #: Of inputs from other stages that no task here has started to use up.
     received: tuple[int, ...]
+    #: Of forward inputs from other stages, kept until their backward (forward only: their forward) has run.
     buffered: tuple[int, ...]
 
 
 def bounds_of(placement: Placement, limits: Sequence[int], mode: Mode, rule: str) -> Bounds:
-    """The bounds for a chain.
-
-    Args:
-        placement: where virtual stages live.
-        limits: K by stage.
-        mode: training or forward only.
-        rule: ``"paper"``, or any other name for the staircase.
-    """
+    """The bounds for a chain."""
     chunks = placement.chunks
     serves = rule == "paper" and chunks > 1 and mode is Mode.TRAIN
     held = tuple(limit * chunks + (chunks if serves else 0) for limit in limits)
@@ -47,14 +37,8 @@ def bounds_of(placement: Placement, limits: Sequence[int], mode: Mode, rule: str
     return Bounds(held, received, buffered)
 
 
-def graph_bounds_of(graph: Graph, slots: Sequence[int], mode: Mode) -> Bounds:
-    """The bounds for any graph, under the rule that ships, where no stage follows the paper's.
-
-    Args:
-        graph: the graph.
-        slots: by stage, in chunk tasks.
-        mode: training or forward only.
-    """
+def graph_bounds_of(graph: TaskGraph, slots: Sequence[int], mode: Mode) -> Bounds:
+    """The bounds for any graph, under the rule that ships, where no stage follows the paper's."""
     stage_of, stages = graph.stage_of, range(graph.placement.stages)
     assert graph.edges is not None
     crossing = [(u, v) for u, v in graph.edges if stage_of[u] != stage_of[v]]

@@ -13,14 +13,61 @@ from itertools import product
 from typing import Generic, Literal, Protocol, TypeVar
 
 from rrfp.core.admission import Admission, AdmissionRule, Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Layout, Placement
-from rrfp.core.readiness import ForcedOrder
+from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.tasks import Kind, Mode
 from rrfp.sim.explore.bounds import Bounds, bounds_of
-from rrfp.sim.explore.result import Exploration
-from rrfp.sim.explore.search import Oracles, explore
-from rrfp.sim.explore.wrong_rules import BackwardDrain, LastSlotReserved, StepReserved, Unreserved
+from rrfp.sim.explore.search import Exploration, Oracles, explore
+
+# Memory rules that deadlock, so that the explorer can show how. Each differs from `Admission` only in how many slots a
+# forward leaves free when it starts; docs/memory-rules.md has what each deadlocks on.
+
+
+class BackwardDrain(Admission):
+    """Any forward while D < K*C, only backwards from there on: the paper's rule for C = 1, wrong for C > 1.
+
+    This is what remains of the staircase when no slot is kept for the deeper chunks.
+    """
+
+    __slots__ = ()
+
+    def kept_free(self, chunk: int, *, is_lowest: bool) -> int:
+        """None; the reserve rule is left as it is."""
+        return 0 if is_lowest else self._chunks
+
+
+class Unreserved(Admission):
+    """The staircase without the reserve rule, wrong as soon as an order is forced."""
+
+    __slots__ = ()
+
+    def kept_free(self, chunk: int, *, is_lowest: bool) -> int:
+        """What the staircase keeps, for every microbatch."""
+        return self._chunks - 1 - chunk
+
+
+class LastSlotReserved(Admission):
+    """The staircase with one reserved slot, the last: right for C = 1 in a forced order, wrong for C > 1."""
+
+    __slots__ = ()
+
+    def kept_free(self, chunk: int, *, is_lowest: bool) -> int:
+        """What the staircase keeps, and the last slot for the lowest microbatch."""
+        staircase = self._chunks - 1 - chunk
+        return staircase if is_lowest else max(staircase, 1)
+
+
+class StepReserved(Admission):
+    """The staircase with one reserved slot on each of its steps; in a forced order wrong for C > 1 as well."""
+
+    __slots__ = ()
+
+    def kept_free(self, chunk: int, *, is_lowest: bool) -> int:
+        """What the staircase keeps, and one slot more for the lowest microbatch of the chunk."""
+        staircase = self._chunks - 1 - chunk
+        return staircase if is_lowest else staircase + 1
+
 
 #: Whether virtual stages split their backward: none, all, or those of even number.
 Backward = Literal["whole", "split", "mixed"]
@@ -39,10 +86,10 @@ RULES: dict[str, type[Admission]] = {
 
 
 class Explorable(Protocol):
-    """What can be explored: a `Case`, or a `rrfp.sim.explore.graph_cases.GraphCase`."""
+    """What can be explored: a `ChainCase`, or a `rrfp.sim.explore.graph_cases.GraphCase`."""
 
     @property
-    def graph(self) -> Graph:
+    def graph(self) -> TaskGraph:
         """The dependency graph."""
 
     @property
@@ -66,31 +113,27 @@ CaseT_co = TypeVar("CaseT_co", bound=Explorable, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """One pipeline under one rule.
+class ChainCase:
+    """One pipeline under one rule."""
 
-    Attributes:
-        stages: N.
-        microbatches: M.
-        chunks: C.
-        layout: where chunks live.
-        backward: which virtual stages split it.
-        mode: training or forward only.
-        limit: K, or ``"1f1b"``.
-        rule: a name of `RULES`.
-        in_order: the kind that runs in microbatch order, or None.
-        where: on which virtual stages it does.
-    """
-
+    #: N.
     stages: int
+    #: M.
     microbatches: int
+    #: C.
     chunks: int = 1
     layout: Layout = "looped"
+    #: Which virtual stages split it.
     backward: Backward = "whole"
+    #: Training or forward only.
     mode: Mode = Mode.TRAIN
+    #: K, or ``"1f1b"``.
     limit: int | Literal["1f1b"] = 1
+    #: a name of `RULES`.
     rule: str = "staircase"
+    #: The kind that runs in microbatch order, or None.
     in_order: Kind | None = None
+    #: On which virtual stages it does.
     where: Where = "all"
 
     @property
@@ -99,10 +142,12 @@ class Case:
         return Placement(self.stages, self.chunks, self.layout)
 
     @property
-    def graph(self) -> Graph:
+    def graph(self) -> TaskGraph:
         """The dependency graph."""
         all_of_them = range(self.placement.num_virtual_stages)
-        return Graph(self.placement, split=tuple(self.backward == "split" or self._is_mixed_in(v) for v in all_of_them))
+        return TaskGraph(
+            self.placement, split=tuple(self.backward == "split" or self._is_mixed_in(v) for v in all_of_them)
+        )
 
     def _is_mixed_in(self, virtual_stage: int) -> bool:
         return self.backward == "mixed" and virtual_stage % 2 == 0
@@ -155,16 +200,12 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Explored(Generic[CaseT_co]):
-    """One case and its exploration.
+    """One case and its exploration."""
 
-    Attributes:
-        case: the case.
-        exploration: its result.
-        seconds: processor time that this took.
-    """
-
+    #: The case.
     case: CaseT_co
     exploration: Exploration
+    #: Processor time that this took.
     seconds: float
 
     @property
@@ -191,41 +232,37 @@ class Explored(Generic[CaseT_co]):
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Lists of values; every sensible combination is a `Case`.
+    """Lists of values; every sensible combination is a `ChainCase`."""
 
-    Attributes:
-        stages: values of N.
-        microbatches: values of M.
-        chunks: values of C.
-        layouts: values of layout.
-        backwards: values of backward.
-        modes: values of mode.
-        limits: values of the limit.
-        rules: names of rules.
-        in_order: kinds in microbatch order; None for no forced order.
-        where: where a forced order holds.
-    """
-
+    #: Values of N.
     stages: Sequence[int] = (1, 2, 3, 4)
+    #: Values of M.
     microbatches: Sequence[int] = (1, 2, 3, 4)
+    #: Values of C.
     chunks: Sequence[int] = (1, 2)
+    #: Values of layout.
     layouts: Sequence[Layout] = ("looped", "v")
+    #: Values of backward.
     backwards: Sequence[Backward] = ("whole", "split", "mixed")
+    #: Values of mode.
     modes: Sequence[Mode] = (Mode.TRAIN, Mode.FORWARD)
+    #: Values of the limit.
     limits: Sequence[int | Literal["1f1b"]] = (1, 2, 3, 4, "1f1b")
+    #: Names of rules.
     rules: Sequence[str] = ("staircase", "paper")
+    #: Kinds in microbatch order; None for no forced order.
     in_order: Sequence[Kind | None] = (None,)
     where: Sequence[Where] = ("all", "last", "middle")
 
-    def __iter__(self) -> Iterator[Case]:
+    def __iter__(self) -> Iterator[ChainCase]:
         shapes = product(self.stages, self.microbatches, self.chunks, self.layouts)
         rest = list(product(self.backwards, self.modes, self.limits, self.rules, self.in_order, self.where))
         for (stages, microbatches, chunks, layout), (backward, mode, limit, rule, kind, where) in product(shapes, rest):
-            case = Case(stages, microbatches, chunks, layout, backward, mode, limit, rule, kind, where)
+            case = ChainCase(stages, microbatches, chunks, layout, backward, mode, limit, rule, kind, where)
             if self._says_something(case):
                 yield case
 
-    def _says_something(self, case: Case) -> bool:
+    def _says_something(self, case: ChainCase) -> bool:
         if case.chunks == 1 and (case.layout != self.layouts[0] or (case.rule == "paper" and len(self.rules) > 1)):
             return False
         if case.mode is Mode.FORWARD and case.backward != self.backwards[0]:
@@ -238,7 +275,7 @@ class Grid:
 
 
 def explored(cases: Iterable[CaseT_co], *, reduce: bool | None = None) -> Iterator[Explored[CaseT_co]]:
-    """Explore each case as `Case.explore` does, and time it.
+    """Explore each case as `ChainCase.explore` does, and time it.
 
     Cases of one pipeline that follow each other share the answers of the stages that they have in common, such as
     those of stage 1 for limit 2 and for 1f1b on three stages.

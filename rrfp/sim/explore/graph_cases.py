@@ -12,14 +12,13 @@ from itertools import combinations, product
 
 from rrfp.core.admission import Admission, Limit
 from rrfp.core.banker import Banker
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import TablePlacement
-from rrfp.core.readiness import ForcedOrder
+from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.tasks import Kind, Mode
 from rrfp.core.visits import Skipped
 from rrfp.sim.explore.bounds import Bounds, graph_bounds_of
-from rrfp.sim.explore.result import Exploration
-from rrfp.sim.explore.search import Oracles, explore
+from rrfp.sim.explore.search import Exploration, Oracles, explore
 
 #: The rules by name. "hybrid" is what ships, "banker" its one half on every stage, and "staircase" the other, with the
 #: reserve rule where an order is forced: that one is wrong where branches join.
@@ -28,12 +27,9 @@ GRAPH_RULES: dict[str, type[Admission] | None] = {"hybrid": None, "banker": Bank
 
 @dataclass(frozen=True, slots=True)
 class SlotLimit(Limit):
-    """A limit on the chunk tasks of a stage, whatever its chunks.
+    """A limit on the chunk tasks of a stage, whatever its chunks."""
 
-    Attributes:
-        chunk_tasks: the slots, at least 1.
-    """
-
+    #: The slots, at least 1.
     chunk_tasks: int = 1
 
     def slots(self, chunks: int) -> int:
@@ -43,34 +39,30 @@ class SlotLimit(Limit):
 
 @dataclass(frozen=True, slots=True)
 class GraphCase:
-    """One pipeline under one rule.
+    """One pipeline under one rule."""
 
-    Attributes:
-        table: the stage of each virtual stage.
-        edges: pairs (u, v), u < v: v reads u.
-        microbatches: M.
-        slots: of each stage, in chunk tasks.
-        skipped: for each microbatch the virtual stages that it does not visit; empty: each one visits all.
-        is_split: whether backward is split.
-        mode: training or forward only.
-        rule: a name of `GRAPH_RULES`.
-        in_order: what runs in microbatch order.
-    """
-
+    #: The stage of each virtual stage.
     table: tuple[int, ...]
+    #: Pairs (u, v), u < v: v reads u.
     edges: tuple[tuple[int, int], ...]
+    #: M.
     microbatches: int
+    #: Of each stage, in chunk tasks.
     slots: tuple[int, ...]
+    #: For each microbatch the virtual stages that it does not visit; empty: each one visits all.
     skipped: tuple[Skipped, ...] = ()
+    #: Whether backward is split.
     is_split: bool = False
+    #: Training or forward only.
     mode: Mode = Mode.TRAIN
+    #: a name of `GRAPH_RULES`.
     rule: str = "hybrid"
     in_order: tuple[ForcedOrder, ...] = ()
 
     @property
-    def graph(self) -> Graph:
+    def graph(self) -> TaskGraph:
         """The dependency graph."""
-        return Graph(TablePlacement(self.table), self.edges, (self.is_split,) * len(self.table))
+        return TaskGraph(TablePlacement(self.table), self.edges, (self.is_split,) * len(self.table))
 
     @property
     def bounds(self) -> Bounds:

@@ -47,16 +47,61 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from rrfp.core.admission import Admission, Limit
-from rrfp.core.graph import Graph
-from rrfp.core.readiness import ForcedOrder
+from rrfp.core.graph import TaskGraph
+from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.core.topology import Topology
 from rrfp.core.visits import Skipped
-from rrfp.core.waiting import describe
-from rrfp.sim.explore.result import Deadlock, Exploration
+from rrfp.core.waiting import describe, wait_line
 from rrfp.sim.explore.stage import Answer, Move, StageOracle, StageProblem, State, bits_of, visited_bits
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlock:
+    """A state in which tasks are left and nothing can run."""
+
+    #: a sequence of tasks that leads there; all such sequences have one length, that of what has run.
+    trace: tuple[Task, ...]
+    #: D of each stage.
+    held: tuple[int, ...]
+    #: For each stage, its first task that has not run, and why; empty where all have run.
+    waits: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"deadlock after {' '.join(map(str, self.trace))}"]
+        for stage, (held, text) in enumerate(zip(self.held, self.waits, strict=True)):
+            lines.append(f"  {wait_line(f'stage {stage} holds {held},', (text,) if text else ())}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Exploration:
+    """What was found."""
+
+    #: States visited, over all searches (up to renumbering of microbatches where they are alike).
+    states: int
+    #: Ways taken from one to the next.
+    transitions: int
+    #: Every state that cannot be left with tasks undone, nearest first.
+    deadlocks: tuple[Deadlock, ...]
+    #: The largest D of each stage in any state.
+    peak_held: tuple[int, ...]
+    #: The most inputs from other stages that lay on each stage without a task having started to use them up.
+    peak_received: tuple[int, ...]
+    #: The most forward inputs from other stages on each stage, counted until their backward (forward only: their
+    #: forward) has run: the paper's "forward-ready" buffer.
+    peak_buffered: tuple[int, ...]
+
+    def __str__(self) -> str:
+        head = (
+            f"{self.states} states, {self.transitions} transitions, {len(self.deadlocks)} deadlocks; "
+            f"largest D by stage: {' '.join(map(str, self.peak_held))}"
+        )
+        return "\n".join([head, *map(str, self.deadlocks[:1])])
+
 
 __all__ = ["Deadlock", "Exploration", "Oracles", "explore"]
 
@@ -65,7 +110,7 @@ Oracles = dict[StageProblem, StageOracle]
 
 
 def explore(
-    graph: Graph,
+    graph: TaskGraph,
     microbatches: int,
     limits: Sequence[Limit | int | None] | Limit | int | str | None = None,
     mode: Mode = Mode.TRAIN,
@@ -87,7 +132,7 @@ def explore(
         limits: one limit a stage, or one for all in any form that `Limit.resolve` takes, such as ``2`` or ``"1f1b"``.
         mode: training or forward only.
         in_order: (kind, virtual stage) pairs that run in microbatch order.
-        admission: the memory rule, such as one of `rrfp.sim.explore.wrong_rules` to see what is wrong with it. None:
+        admission: the memory rule, such as one of `rrfp.sim.explore.cases` to see what is wrong with it. None:
             what the core chooses for each stage.
         sizes: bytes that a chunk task of each microbatch holds, for byte limits; one each by default.
         estimates: for each microbatch, the number that is known of its forwards beforehand; None: nothing is known.

@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 
 from rrfp.core.admission import Admission, Limit
 from rrfp.core.events import Arrived, Completed, Consumed, Enqueued, Previewed, StepOpened
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import View
 from rrfp.core.memory_rule import rule_of
-from rrfp.core.readiness import ForcedOrder
+from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.core.visits import Skipped, Visits
-from rrfp.sim.never_asked import NeverAsked
+from rrfp.sim.unused_hint import UnusedHint
 
 #: For each microbatch, which of its tasks have run: bit i stands for the i-th kind and virtual stage of the graph.
 State = tuple[int, ...]
@@ -35,26 +35,24 @@ class StageProblem:
     """All that the answers of one stage depend on.
 
     Explorations may have a stage in common: its answers in one then serve the other.
-
-    Attributes:
-        in_order: (kind, virtual stage) pairs that run in microbatch order. Of orders forced elsewhere a stage knows
-            only that there are any: one pair stands for them.
-        admission: the memory rule; None: the one that ships.
-        sizes: bytes that a chunk task of each microbatch holds.
-        estimates: for each microbatch, the number that is known of its forwards beforehand.
-        skipped: for each microbatch the virtual stages that it does not visit; empty: each one visits all.
-        growth: bytes that a split backward adds, until its weight task has run.
     """
 
-    graph: Graph
+    graph: TaskGraph
     step: StepId
     stage: int
     limit: Limit
+    #: (kind, virtual stage) pairs that run in microbatch order. Of orders forced elsewhere a stage knows only that
+    #: there are any: one pair stands for them.
     in_order: frozenset[ForcedOrder]
+    #: The memory rule; None: the one that ships.
     admission: type[Admission] | None
+    #: Bytes that a chunk task of each microbatch holds.
     sizes: tuple[int, ...]
+    #: For each microbatch, the number that is known of its forwards beforehand.
     estimates: tuple[int, ...] | None = None
+    #: For each microbatch the virtual stages that it does not visit; empty: each one visits all.
     skipped: tuple[Skipped, ...] = ()
+    #: Bytes that a split backward adds, until its weight task has run.
     growth: int = 0
 
     def __post_init__(self) -> None:
@@ -92,7 +90,7 @@ class StageProblem:
     def core(self) -> StageCore:
         """A new core, in its step."""
         core = StageCore(
-            self.graph, self.stage, NeverAsked(), self.limit, in_order=self.in_order, admission=self.admission
+            self.graph, self.stage, UnusedHint(), self.limit, in_order=self.in_order, admission=self.admission
         )
         step, visits = self.step, self.visits
         core.apply(StepOpened(step.number, step.mode, step.microbatches, self.estimates, skipped=self.skipped))
@@ -105,32 +103,24 @@ class StageProblem:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a stage says of a state.
-
-    Attributes:
-        moves: what may run on it.
-        safe: one of these that may be run before all else when only other stages are looked at, or None.
-        held: D.
-        most_held: D once a forward of these moves has been enqueued; a slot may be free again when it has run.
-        received: inputs that came from other stages and that no task here has started to use up.
-        buffered: forward inputs that came from other stages, kept until their backward (forward only: their forward)
-            has run. This is what the paper's "forward-ready" buffer holds.
-    """
+    """What a stage says of a state."""
 
     moves: tuple[Move, ...]
+    #: One of these that may be run before all else when only other stages are looked at, or None.
     safe: Move | None
+    #: D.
     held: int
+    #: D once a forward of these moves has been enqueued; a slot may be free again when it has run.
     most_held: int
+    #: Inputs that came from other stages and that no task here has started to use up.
     received: int
+    #: Forward inputs that came from other stages, kept until their backward (forward only: their forward) has run. This
+    #: is what the paper's "forward-ready" buffer holds.
     buffered: int
 
 
 class StageOracle:
-    """Answers for one stage.
-
-    Args:
-        problem: the stage's part of the problem.
-    """
+    """Answers for one stage."""
 
     def __init__(self, problem: StageProblem) -> None:
         self._problem = problem
@@ -251,7 +241,7 @@ class StageOracle:
         return [(bit, peer, readers) for (bit, peer), readers in credits.items() if peer != self._problem.stage]
 
 
-def bits_of(graph: Graph, mode: Mode) -> dict[tuple[Kind, int], int]:
+def bits_of(graph: TaskGraph, mode: Mode) -> dict[tuple[Kind, int], int]:
     """The bit of every kind and virtual stage, each above those of all that it reads."""
     upward = range(graph.placement.num_virtual_stages)
     pairs = [(Kind.F, v) for v in upward]

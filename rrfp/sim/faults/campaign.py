@@ -24,18 +24,13 @@ from rrfp.sim.faults.scenario import Scenario
 
 @dataclass(frozen=True)
 class FaultRun:
-    """One run, and what the checkers say of it.
-
-    Attributes:
-        scenario: what was run.
-        ending: how it ended.
-        text: the error that it ended with, or empty.
-        problems: what is wrong with that; none: the run is as it must be.
-    """
+    """One run, and what the checkers say of it."""
 
     scenario: Scenario
     ending: Ending
+    #: The error that it ended with, or empty.
     text: str
+    #: What is wrong with that; none: the run is as it must be.
     problems: tuple[str, ...]
 
 
@@ -46,14 +41,7 @@ def run_seed(
     make_core: CoreFactory = StageCore,
     trace: Callable[[str], None] | None = None,
 ) -> FaultRun:
-    """Make the run of a seed, run it, and judge it.
-
-    Args:
-        seed: any whole number; decides everything.
-        hint: use this hint instead of the one that the seed picks.
-        make_core: makes the cores, called like `StageCore`.
-        trace: receives everything that happens, in lines of text.
-    """
+    """Make the run of a seed, run it, and judge it."""
     return run_scenario(make_scenario(seed, hint), make_core=make_core, trace=trace)
 
 
@@ -72,7 +60,7 @@ def run_scenario(
 
 
 def _problems(scenario: Scenario, cluster: FaultCluster, ending: Ending, text: str) -> Iterator[str]:
-    yield from cluster.objections
+    yield from cluster.violations
     if ending not in allowed_endings(scenario) and ending is not Ending.UNFIT:
         faults = ", ".join(map(name_of, scenario.faults)) or "no fault"
         yield f"with {faults} it must not end {ending}: {text}"
@@ -145,16 +133,12 @@ def _of_an_abort(scenario: Scenario, cluster: FaultCluster, ending: Ending, text
 
 @dataclass
 class Campaign:
-    """Many runs.
-
-    Attributes:
-        runs: how many.
-        endings: by kind of fault, how runs with that fault alone ended; "none" and "several" for the others.
-        failed: runs with problems: seed, and the first of its problems.
-    """
+    """Many runs."""
 
     runs: int = 0
+    #: By kind of fault, how runs with that fault alone ended; "none" and "several" for the others.
     endings: dict[str, Counter[Ending]] = field(default_factory=dict)
+    #: Runs with problems: seed, and the first of its problems.
     failed: list[tuple[int, str]] = field(default_factory=list)
 
     def add(self, run: FaultRun) -> None:

@@ -10,27 +10,140 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from typing import TypeVar
 
 from rrfp.arbiter.group_messages import GroupMessage
 from rrfp.core import events as ev
-from rrfp.core.order_log import Group
+from rrfp.core.group_step import GroupMembership
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Mode, StepId, Task
-from rrfp.errors import ConfigError
-from rrfp.sim.cluster.cluster import Packet
-from rrfp.sim.cluster.event_queue import EventQueue
+from rrfp.errors import ConfigError, Origin, PeerLostError, ProtocolError
+from rrfp.sim.cluster.cluster import Envelope
+from rrfp.sim.cluster.event_queue import EventQueue, TimedCluster
 from rrfp.sim.cluster.ranks import Rank
-from rrfp.sim.cluster.timed import TimedCluster
-from rrfp.sim.faults.availability import Availability
-from rrfp.sim.faults.checker import Ending
+from rrfp.sim.faults.checker import ContractViolation, Ending
 from rrfp.sim.faults.dataflow import MissingInputError, Reference
 from rrfp.sim.faults.deadlock_report import DeadlockReport
-from rrfp.sim.faults.failures import Failures
-from rrfp.sim.faults.faults import Death
-from rrfp.sim.faults.message_checker import Breach
-from rrfp.sim.faults.network import Network, Parcel, identity_of
+from rrfp.sim.faults.faults import Death, Fault, Pause
+from rrfp.sim.faults.network import FaultyNetwork, Parcel, identity_of
 from rrfp.sim.faults.node import FaultNode
 from rrfp.sim.faults.scenario import Scenario
+
+T = TypeVar("T")
+
+Failure = tuple[Ending, Origin]
+
+
+class Failures:
+    """Those of one run of ``num_steps``; for each stage that it passes, a report travels ``latency`` seconds."""
+
+    def __init__(
+        self,
+        nodes: Sequence[FaultNode],
+        queue: EventQueue,
+        latency: float,
+        num_steps: int,
+        report: Callable[[FaultNode, str, object], None],
+    ) -> None:
+        self._nodes = nodes
+        self._queue = queue
+        self._latency = latency
+        self._num_steps = num_steps
+        self._report = report
+        #: The first failure of the run, by any rank.
+        self.first: Failure | None = None
+        self.violations: list[str] = []
+
+    @property
+    def all_finished(self) -> bool:
+        """Whether every rank has done every step."""
+        return all(node.num_finished == self._num_steps for node in self._nodes)
+
+    def accept(
+        self, node: FaultNode, receive: Callable[[], T], what: object, breach: ContractViolation | None
+    ) -> T | None:
+        """``node`` must refuse ``what`` if it is a breach, and only then; returns its answer, None if it refused."""
+        try:
+            result = receive()
+        except ProtocolError as error:
+            self.refused(node, what, error, breach)
+            return None
+        if breach is not None:
+            self.violations.append(f"{node.rank.name} accepted {breach.parcel.id}, which {breach.how}")
+        return result
+
+    def refused(self, node: FaultNode, what: object, error: ProtocolError, breach: ContractViolation | None) -> None:
+        """``node`` refused ``what``, and all end; it must have been a breach, and the error must name it."""
+        self._report(node, "refuses:", error)
+        if breach is None:
+            self.violations.append(f"{node.rank.name} refused {what}, which keeps the contract: {error}")
+        elif unnamed := [word for word in breach.words if word not in str(error)]:
+            self.violations.append(f"the refusal of {breach.parcel.id} does not name {', '.join(unnamed)}: {error}")
+        failure = Ending.REFUSED, self._origin(node.rank, f"ProtocolError: {error}")
+        self._abort(node.rank, failure)
+        self._spread(node.rank, failure, self._queue.now)
+
+    def expect_failure(self, death: Death) -> None:
+        """Notify every other rank of ``death`` once it is detected."""
+        error = PeerLostError(death.rank, "its connection ended or fell silent")
+        rank = self._nodes[death.rank].rank
+        failure = Ending.ABORTED, self._origin(rank, f"{type(error).__name__}: {error.reason}")
+        self._spread(rank, failure, death.at + death.detection)
+
+    def _origin(self, rank: Rank, cause: str) -> Origin:
+        is_alone = rank.name == f"stage {rank.stage}"
+        return Origin(rank.stage, None, cause, None if is_alone else int(rank))
+
+    def _spread(self, origin: Rank, failure: Failure, time: float) -> None:
+        """From ``time`` on the report of a failure travels from stage to stage."""
+        for node in self._nodes:
+            if node.rank != origin:
+                delay = self._latency * max(1, abs(origin.stage - node.rank.stage))
+                self._queue.put(time + delay, node.rank, self._abort, failure)
+
+    def _abort(self, rank: int, failure: Failure) -> None:
+        node, (ending, origin) = self._nodes[rank], failure
+        if node.origin is not None:
+            return  # only the first failure counts
+        if self.first is None and ending is Ending.ABORTED and self.all_finished:
+            return  # all ranks had left in order before any of them noticed
+        self._report(node, "is notified of a failure:", origin)
+        node.origin = origin
+        self.first = self.first or failure
+        for instruction in node.core.apply(ev.Aborted(origin)):
+            if isinstance(instruction, ev.Abort):
+                node.aborts.append(instruction.origin)
+            else:
+                self.violations.append(f"{node.rank.name} answers an abort with {instruction}")
+
+
+class Availability:
+    """When a rank takes in what happens to it; see `rrfp.sim.cluster.event_queue.Availability`."""
+
+    def __init__(self, faults: Iterable[Fault]) -> None:
+        pauses = [fault for fault in faults if isinstance(fault, Pause)]
+        self._pauses = sorted(pauses, key=lambda pause: pause.start)
+        self._deaths = {fault.rank: fault.at for fault in faults if isinstance(fault, Death)}
+
+    def __call__(self, rank: int, now: float) -> float | None:
+        """When ``rank`` takes in what happens to it ``now``: now, unless it is paused; None if it has ended."""
+        if self.is_dead(rank, now):
+            return None
+        time = now
+        for pause in self._pauses:  # by their starts, so that one may run into the next
+            if pause.rank == rank and pause.start <= time:
+                time = max(time, pause.start + pause.seconds)
+        return time
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether any rank ever stands still or ends."""
+        return bool(self._pauses or self._deaths)
+
+    def is_dead(self, rank: int, now: float) -> bool:
+        """Whether ``rank`` has ended."""
+        return self._deaths.get(rank, now + 1.0) <= now
+
 
 #: Makes the core of a rank; tests pass broken ones, to show that the checkers notice.
 CoreFactory = Callable[..., StageCore]
@@ -46,10 +159,6 @@ class FaultCluster(TimedCluster[FaultNode]):
         scenario: what to run.
         make_core: makes the cores, called like `StageCore`.
         trace: called with everything that happens, in lines of text; None: with nothing.
-
-    Attributes:
-        network: the links.
-        failures: who failed, and what is wrong with how others took it.
     """
 
     def __init__(
@@ -60,7 +169,7 @@ class FaultCluster(TimedCluster[FaultNode]):
         self._trace = trace
         self._death = next((fault for fault in scenario.faults if isinstance(fault, Death)), None)
         self._availability = Availability(scenario.faults)
-        self.network = Network(scenario.faults)
+        self.network = FaultyNetwork(scenario.faults)
         super().__init__(
             EventQueue(self._availability if self._availability.is_limited else None),
             [self._node(rank, make_core) for rank in scenario.ranks],
@@ -76,7 +185,9 @@ class FaultCluster(TimedCluster[FaultNode]):
         self._reference = cache(lambda step, salt: Reference(scenario.graph, step, salt, scenario.visits_of(step)))
         #: By step, virtual stage, stage and member: the gradients of the replicas that have come to their sum.
         self._gradients: dict[tuple[int, ...], list[tuple[FaultNode, int]]] = {}
-        self._breach: Breach | None = None  # how the event that a core receives next breaks the contract, if it does
+        self._breach: ContractViolation | None = (
+            None  # how the event that a core receives next breaks the contract, if it does
+        )
 
     def opened(self, step: StepId) -> ev.StepOpened:
         """See `Cluster.opened`."""
@@ -85,7 +196,7 @@ class FaultCluster(TimedCluster[FaultNode]):
     def _node(self, rank: Rank, make_core: CoreFactory) -> FaultNode:
         scenario, parallelism = self._scenario, self._parallelism
         hint, limit = scenario.make_hint(rank.stage), scenario.limits[rank.stage]
-        group = Group(rank.member, parallelism.members) if parallelism.is_led else None
+        group = GroupMembership(rank.member, parallelism.members) if parallelism.is_led else None
         core = make_core(scenario.graph, rank.stage, hint, limit, group=group, in_order=scenario.in_order)
         return FaultNode(rank, core, scenario)
 
@@ -94,7 +205,7 @@ class FaultCluster(TimedCluster[FaultNode]):
         for node in self.nodes:
             self.queue.put(0.0, node.rank, self._open, None)
         if self._death is not None:
-            self.failures.foretell(self._death)
+            self.failures.expect_failure(self._death)
         try:
             self._let_happen()
         except ConfigError as error:
@@ -109,9 +220,9 @@ class FaultCluster(TimedCluster[FaultNode]):
         return Ending.STALLED, str(DeadlockReport(self.nodes))
 
     @property
-    def objections(self) -> list[str]:
+    def violations(self) -> list[str]:
         """What was wrong on the way."""
-        return [what for node in self.nodes for what in node.checker.objections] + self.failures.objections
+        return [what for node in self.nodes for what in node.checker.violations] + self.failures.violations
 
     def _let_happen(self) -> None:
         queue = self.queue
@@ -175,7 +286,7 @@ class FaultCluster(TimedCluster[FaultNode]):
             node.arbiter.kick()
             node.arbiter.decide()
         elif (run := node.core.decide()) is not None:
-            self.failures.objections.append(f"{node.rank.name} wants to run {run.task} after it was aborted")
+            self.failures.violations.append(f"{node.rank.name} wants to run {run.task} after it was aborted")
 
     def begin(self, nodes: Sequence[FaultNode]) -> None:
         """Each computes its value, and takes its time."""
@@ -185,7 +296,7 @@ class FaultCluster(TimedCluster[FaultNode]):
             try:
                 node.running = node.values.compute(node.step.number, task)
             except MissingInputError as error:
-                self.failures.objections.append(f"{node.rank.name}: {error}, in {node.step}")
+                self.failures.violations.append(f"{node.rank.name}: {error}, in {node.step}")
             # As a lane would measure it, to the last bit.
             end = now + self._scenario.durations[task.kind][task.virtual_stage][task.microbatch]
             self.queue.put(end, node.rank, self._complete, end - now)
@@ -224,7 +335,7 @@ class FaultCluster(TimedCluster[FaultNode]):
 
     # Messages.
 
-    def send(self, packet: Packet) -> None:
+    def send(self, packet: Envelope) -> None:
         """Over the faulty links."""
         content, sender = packet.content, self.nodes[packet.sender]
         if isinstance(content, ev.Announced):  # no fault is planned for advice
@@ -290,7 +401,7 @@ class FaultCluster(TimedCluster[FaultNode]):
         if instructions is None:
             return
         if node.origin is not None and instructions:
-            self.failures.objections.append(f"{node.rank.name} gave {instructions[0]} after it was aborted")
+            self.failures.violations.append(f"{node.rank.name} gave {instructions[0]} after it was aborted")
             return
         for instruction in instructions:
             self.perform(node, instruction)

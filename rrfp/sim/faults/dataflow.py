@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.core.visits import Visits
 
@@ -29,7 +29,7 @@ def value_of(step: int, task: Task, read: tuple[int, ...], salt: int = 0) -> int
     return hash((_CODES[task.kind], step, task.microbatch, task.virtual_stage, salt, *read))
 
 
-def adds_to_gradient(graph: Graph, task: Task) -> bool:
+def adds_to_gradient(graph: TaskGraph, task: Task) -> bool:
     """Whether ``task`` forms weight gradients: W, or B where backward is not split."""
     return task.kind is Kind.W or (task.kind is Kind.B and not graph.split[task.virtual_stage])
 
@@ -40,9 +40,8 @@ class Reference:
     ``visits`` says what its microbatches visit, by default everything.
     """
 
-    def __init__(self, graph: Graph, step: StepId, salt: int = 0, visits: Visits | None = None) -> None:
+    def __init__(self, graph: TaskGraph, step: StepId, salt: int = 0, visits: Visits | None = None) -> None:
         exists = (Visits(step.microbatches) if visits is None else visits).exists
-        #: By task.
         self.values: dict[Task, int] = {}
         #: By virtual stage: the sum over its microbatches.
         self.gradients: dict[int, int] = {}
@@ -66,7 +65,7 @@ class Reference:
 class StageValues:
     """The values that one rank holds, as a mailbox and activations would; ``salt`` as of `value_of`."""
 
-    def __init__(self, graph: Graph, salt: int = 0) -> None:
+    def __init__(self, graph: TaskGraph, salt: int = 0) -> None:
         self._graph = graph
         self._salt = salt
         #: Outputs, of this rank and received; the core says when they are dropped.
@@ -99,21 +98,13 @@ class StageValues:
             self._outputs[task] = value
 
     def output(self, task: Task) -> int:
-        """The output of ``task``, to be sent.
-
-        Raises:
-            MissingInputError: if it was dropped.
-        """
+        """The output of ``task``, to be sent."""
         if task not in self._outputs:
             raise MissingInputError(f"{task} is to be sent, and its output was dropped")
         return self._outputs[task]
 
     def compute(self, step: int, task: Task) -> int:
-        """Run ``task`` on what is here.
-
-        Raises:
-            MissingInputError: naming the input that is not here.
-        """
+        """Run ``task`` on what is here."""
         read = []
         for source in filter(self._visits.exists, self._graph.inputs(task)):
             held = self._kept if source.virtual_stage == task.virtual_stage else self._outputs

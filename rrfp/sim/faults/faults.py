@@ -21,20 +21,17 @@ Channel = tuple[int, int, str]
 
 @dataclass(frozen=True, slots=True)
 class MessageId:
-    """One message between two stages. Every one that a run without faults sends has exactly one.
+    """One message between two stages. Every one that a run without faults sends has exactly one."""
 
-    Attributes:
-        step: number of the step that it belongs to.
-        task: the task whose output it carries, or, for a credit, whose output was consumed.
-        sender: the rank that sends it; the stage where each has one rank.
-        receiver: the rank that it goes to.
-        is_credit: a `Consumed` of a forward-only step; else it carries an output.
-    """
-
+    #: Number of the step that it belongs to.
     step: int
+    #: The task whose output it carries, or, for a credit, whose output was consumed.
     task: Task
+    #: The rank that sends it; the stage where each has one rank.
     sender: int
+    #: The rank that it goes to.
     receiver: int
+    #: a `Consumed` of a forward-only step; else it carries an output.
     is_credit: bool = False
 
     @property
@@ -54,20 +51,16 @@ class MessageId:
 
 @dataclass(frozen=True, slots=True)
 class GroupMessageId:
-    """One message inside a group.
+    """One message inside a group."""
 
-    Attributes:
-        step: number of the step that it belongs to.
-        kind: what it says.
-        about: the entry of the log, the task that is reported, or the round.
-        sender: the rank that sends it.
-        receiver: the rank that it goes to.
-    """
-
+    #: Number of the step that it belongs to.
     step: int
     kind: GroupMessageKind
+    #: The entry of the log, the task that is reported, or the round.
     about: int | Task
+    #: The rank that sends it.
     sender: int
+    #: The rank that it goes to.
     receiver: int
 
     @property
@@ -131,18 +124,15 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """``rank`` ends at ``at``; its peers learn of it ``detection`` seconds later, as from the transport.
+    """``rank`` ends at ``at``; its peers learn of it ``detection`` seconds later, as from the transport."""
 
-    Attributes:
-        rank: the rank that ends.
-        at: when.
-        detection: seconds until a transport notices.
-        drops: whether its messages on their way are gone with it.
-    """
-
+    #: The rank that ends.
     rank: int
+    #: When.
     at: float
+    #: Seconds until a transport notices.
     detection: float
+    #: Whether its messages on their way are gone with it.
     drops: bool
 
     def __str__(self) -> str:
@@ -190,13 +180,11 @@ class Delay:
 
     A receiver does not end a step without the messages of that step, so the message itself arrives, overtaken by all
     others of its channel, once nothing else can happen. A stale copy does arrive in the later step.
-
-    Attributes:
-        message: the message.
-        is_copy: the message arrives in time as well, and what comes late is a copy.
     """
 
+    #: The message.
     message: AnyId
+    #: The message arrives in time as well, and what comes late is a copy.
     is_copy: bool
 
     def __str__(self) -> str:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
 from rrfp.core.events import Consumed
 from rrfp.core.tasks import StepId
-from rrfp.sim.cluster.cluster import Content, Packet
+from rrfp.sim.cluster.cluster import Content, Envelope
 from rrfp.sim.faults.faults import (
     AnyId,
     Channel,
@@ -36,8 +36,8 @@ class Parcel(NamedTuple):
 
     id: AnyId
     number: int
-    packet: Packet | None = None
-    #: Of the output in it.
+    packet: Envelope | None = None
+    #: The value of the output in it.
     value: int = 0
 
     @property
@@ -52,7 +52,7 @@ class Parcel(NamedTuple):
         return self.content.step
 
 
-def identity_of(packet: Packet) -> AnyId:
+def identity_of(packet: Envelope) -> AnyId:
     """Which message of the run ``packet`` is."""
     sender, receiver, content = packet
     number = content.step.number
@@ -64,7 +64,7 @@ def identity_of(packet: Packet) -> AnyId:
     return GroupMessageId(number, content.kind, about, sender, receiver)
 
 
-class Network:
+class FaultyNetwork:
     """Every link of one run; faults of ranks other than spikes are none of its business.
 
     Attributes:

@@ -10,8 +10,8 @@ from rrfp.errors import Origin
 from rrfp.sim.cluster.checker import RankChecker
 from rrfp.sim.cluster.node import Node
 from rrfp.sim.cluster.ranks import Rank
+from rrfp.sim.faults.checker import MessageChecker
 from rrfp.sim.faults.dataflow import Reference, StageValues
-from rrfp.sim.faults.message_checker import MessageChecker
 from rrfp.sim.faults.scenario import Scenario
 
 
@@ -28,11 +28,11 @@ class FaultChecker(RankChecker):
         extra = graph.placement.chunks_of(rank.stage) * max(parallelism.bytes_held) * (2 if scenario.in_order else 1)
         most_bytes = None if limit.bytes is None else limit.bytes + extra
         super().__init__(rank, graph, limit, most_bytes, scenario.visits_of)
-        self.objections: list[str] = []
+        self.violations: list[str] = []
 
     def object_to(self, what: str) -> None:
         """Keep it for the report."""
-        self.objections.append(self.named(what))
+        self.violations.append(self.named(what))
 
     def compare(self, task: Task, value: int) -> None:
         """``task`` has computed ``value``."""
@@ -47,15 +47,7 @@ class FaultChecker(RankChecker):
 
 
 class FaultNode(Node):
-    """One rank of a run.
-
-    Attributes:
-        messages: judges what it receives.
-        values: what it holds.
-        running: what the task on its lane will have computed.
-        sums: gradients of this step, by virtual stage, summed over replicas.
-        aborts: the origins that it passed on to its peers.
-    """
+    """One rank of a run."""
 
     checker: FaultChecker
 

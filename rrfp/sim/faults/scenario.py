@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from rrfp.core.admission import Limit
 from rrfp.core.events import Arrived
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint
 from rrfp.core.placement import Placement, TablePlacement
-from rrfp.core.readiness import ForcedOrder
+from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.tasks import Kind, StepId
 from rrfp.core.visits import Skipped, Visits
 from rrfp.sim.cluster.coordination import CoordinationName
@@ -25,24 +25,21 @@ _HOW: dict[CoordinationName, str] = {"leader": "a leader", "agreement": "agreeme
 
 @dataclass(frozen=True, slots=True)
 class Parallelism:
-    """How many ranks a stage has, and how they work together.
+    """How many ranks a stage has, and how they work together."""
 
-    Attributes:
-        replicas: copies of the pipeline.
-        members: ranks of a group.
-        coordination: how a group agrees on an order: a leader's log, or proposals until all agree.
-        coupled: a task ends on no member before all have begun it, as with collectives inside.
-        bytes_held: by member, what a microbatch holds on a chunk from its forward to its last task.
-        is_numbered: outputs carry their index in their channel; if not, cores find repetitions by the task alone.
-        jitter: outputs reach the members of a group up to so many seconds apart.
-    """
-
+    #: Copies of the pipeline.
     replicas: int = 1
+    #: Ranks of a group.
     members: int = 1
+    #: How a group agrees on an order: a leader's log, or proposals until all agree.
     coordination: CoordinationName = "leader"
+    #: a task ends on no member before all have begun it, as with collectives inside.
     coupled: bool = True
+    #: By member, what a microbatch holds on a chunk from its forward to its last task.
     bytes_held: tuple[int, ...] = (0,)
+    #: Outputs carry their index in their channel; if not, cores find repetitions by the task alone.
     is_numbered: bool = True
+    #: Outputs reach the members of a group up to so many seconds apart.
     jitter: float = 0.0
 
     def lag(self, step: int, microbatch: int, virtual_stage: int, member: int) -> float:
@@ -76,47 +73,42 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class Scenario:
-    """One run. Times are in seconds.
-
-    Attributes:
-        seed: what it was made from.
-        graph: the dependency graph.
-        method: how it is scheduled, in words: "bf", "random", "strict 1f1b".
-        make_hint: makes the hint of a stage.
-        limits: one a stage.
-        in_order: (kind, virtual stage) pairs that run in microbatch order.
-        depth: tasks enqueued and not complete, at most, a stage.
-        steps: the steps, in order.
-        sizes: of the microbatches, where hints receive them.
-        durations: of a task, by kind, virtual stage and microbatch.
-        latencies: of an output, by kind, virtual stage and microbatch of its task.
-        control_latency: of credits, and of the report that a rank failed, for each stage that it passes.
-        release_after: from the start of a send until its memory is free.
-        gaps: for each stage, from the end of one step to the beginning of the next.
-        faults: what goes wrong.
-        parallelism: the ranks of a stage, and how they work together; one by default.
-        takes_offers: lanes take offered tasks: see `rrfp.arbiter.offers`.
-        skipped: by microbatch the virtual stages that it skips, in every step; empty: none does. There is one step
-            then: ranks that have nothing in common in a step may be any number of steps apart.
-    """
+    """One run. Times are in seconds."""
 
     seed: int
-    graph: Graph
+    #: The dependency graph.
+    graph: TaskGraph
+    #: How it is scheduled, in words: "bf", "random", "strict 1f1b".
     method: str
+    #: Makes the hint of a stage.
     make_hint: Callable[[int], Hint]
+    #: One a stage.
     limits: tuple[Limit, ...]
+    #: (kind, virtual stage) pairs that run in microbatch order.
     in_order: frozenset[ForcedOrder]
+    #: Tasks enqueued and not complete, at most, a stage.
     depth: int
+    #: The steps, in order.
     steps: tuple[StepId, ...]
+    #: Of the microbatches, where hints receive them.
     sizes: tuple[float, ...] | None
+    #: Of a task, by kind, virtual stage and microbatch.
     durations: Mapping[Kind, Rows]
+    #: Of an output, by kind, virtual stage and microbatch of its task.
     latencies: Mapping[Kind, Rows]
+    #: Of credits, and of the report that a rank failed, for each stage that it passes.
     control_latency: float
+    #: From the start of a send until its memory is free.
     release_after: float
+    #: For each stage, from the end of one step to the beginning of the next.
     gaps: tuple[float, ...]
     faults: tuple[Fault, ...]
+    #: The ranks of a stage, and how they work together; one by default.
     parallelism: Parallelism = Parallelism()
+    #: Lanes take offered tasks: see `rrfp.arbiter.offers`.
     takes_offers: bool = False
+    #: By microbatch the virtual stages that it skips, in every step; empty: none does. There is one step then: ranks
+    #: that have nothing in common in a step may be any number of steps apart.
     skipped: tuple[Skipped, ...] = ()
 
     def visits_of(self, step: StepId) -> Visits:

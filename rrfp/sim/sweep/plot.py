@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rrfp.errors import ConfigError
-from rrfp.sim.sweep.rows import Row
-from rrfp.sim.sweep.summary import Group, Spread, changing, in_common, label, named, summarise
+from rrfp.sim.sweep.rows import SweepRow
+from rrfp.sim.sweep.summary import MethodSummary, Spread, changing, in_common, label, named, summarise
 from rrfp.trace.looks import DARK, DPI, MUTED, TEXT_SIZE, TITLE_SIZE
 from rrfp.trace.picture_file import save_picture
 from rrfp.trace.plot import require_matplotlib
@@ -47,11 +47,7 @@ APART, SPREAD_OUT = 0.025, 0.12
 
 
 def check_size(methods: int, workloads: int) -> None:
-    """Refuse an unreadable picture before the sweep runs.
-
-    Raises:
-        ConfigError: for more methods or workloads (seeds not counted) than fit.
-    """
+    """Refuse an unreadable picture before the sweep runs."""
     for what, count, most in (("methods", methods, MOST_METHODS), ("workloads", workloads, MOST_WORKLOADS)):
         if count > most:
             raise ConfigError(
@@ -59,29 +55,16 @@ def check_size(methods: int, workloads: int) -> None:
             )
 
 
-def plot_sweep(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
-    """Draw a sweep and write a PNG, SVG or PDF, replacing an old file; see `draw_sweep`.
-
-    Raises:
-        ConfigError: if matplotlib is not installed, the sweep is too large, the suffix is none of these, or the file
-            cannot be written.
-        ValueError: if there is no row.
-    """
+def plot_sweep(rows: Sequence[SweepRow], path: str | os.PathLike[str]) -> None:
+    """Draw a sweep and write a PNG, SVG or PDF, replacing an old file; see `draw_sweep`."""
     save_picture(path, lambda: draw_sweep(rows))
 
 
-def draw_sweep(rows: Sequence[Row]) -> Figure:
+def draw_sweep(rows: Sequence[SweepRow]) -> Figure:
     """Draw the rows of a sweep.
 
     The first of `ACROSS` that varies is the horizontal axis, every combination of the others a panel. Speed is the
     speed-up over the first strict method where every workload has one, else makespan over lower bound.
-
-    Returns:
-        A figure on a canvas of its own, unknown to pyplot.
-
-    Raises:
-        ConfigError: if matplotlib is not installed, or the sweep is too large.
-        ValueError: if there is no row.
     """
     if not rows:
         raise ValueError("a plot needs at least one row")
@@ -98,14 +81,14 @@ class _Panel:
     """What one combination of workload values shows."""
 
     title: str
-    groups: list[Group]
+    groups: list[MethodSummary]
 
 
 @dataclass(frozen=True, slots=True)
 class _Picture:
     """All panels and what they share."""
 
-    rows: Sequence[Row]
+    rows: Sequence[SweepRow]
     panels: list[_Panel]
     columns: int
     #: Column of the horizontal axis, and its values.
@@ -117,7 +100,7 @@ class _Picture:
     over: str | None
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> _Picture:
+    def of(cls, rows: Sequence[SweepRow]) -> _Picture:
         groups = summarise(rows)
         methods = {name: index for index, name in enumerate(dict.fromkeys(group.label for group in groups))}
         check_size(len(methods), len({tuple(group.workload.values()) for group in groups}))
@@ -181,7 +164,7 @@ class _Picture:
             _style(axes, text if is_first else "", has_numbers=is_first)
         speed.tick_params(labelbottom=False)
 
-    def _draw_method(self, axes: Axes, name: str, groups: list[Group], spreads: list[Spread]) -> None:
+    def _draw_method(self, axes: Axes, name: str, groups: list[MethodSummary], spreads: list[Spread]) -> None:
         if not groups:
             return
         step = min(APART, SPREAD_OUT / len(self.methods))
@@ -192,7 +175,7 @@ class _Picture:
         high = [max(0.0, spread.max - spread.mean) for spread in spreads]
         axes.errorbar(x, mean, yerr=[low, high], elinewidth=0.8, **self._look(name))
 
-    def _speed(self, group: Group) -> Spread:
+    def _speed(self, group: MethodSummary) -> Spread:
         speed_up = None if self.over is None else group.speed_up
         return group.spread("ratio") if speed_up is None else speed_up
 

@@ -49,11 +49,6 @@ def run_all(run: Callable[[Item], Outcome], items: Sequence[Item], *, jobs: int)
         run: what to calculate; its outcomes must be picklable.
         items: of what. One that cannot be pickled (a class defined in a function, say) runs in this process.
         jobs: processes, at least 1; with 1 everything happens in this process.
-
-    Raises:
-        WorkerLostError: if a process ended by itself, such as for want of memory.
-        Exception: what ``run`` raises for the first item that fails, with the worker's traceback as its cause; as
-            `LocalError` where it cannot be pickled, or where a worker cannot load the item.
     """
     jobs = min(jobs, len(items))
     if jobs <= 1:

@@ -18,7 +18,7 @@ from rrfp.costs.streams import whole
 from rrfp.errors import ConfigError, DeadlockError, HintError
 from rrfp.sim.sweep.experiment import Experiment
 from rrfp.sim.sweep.pool import run_all, usable_cores
-from rrfp.sim.sweep.rows import Row
+from rrfp.sim.sweep.rows import SweepRow
 
 #: Simulated tasks that take about as long as starting two processes, which is a second.
 TASKS_WORTH_A_PROCESS = 100_000
@@ -26,27 +26,21 @@ TASKS_WORTH_A_PROCESS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """A run that was not made because its method does not fit its workload.
+    """A run that was not made because its method does not fit its workload."""
 
-    Attributes:
-        experiment: the run.
-        reason: what does not fit, in one line.
-    """
-
+    #: The run.
     experiment: Experiment
+    #: What does not fit, in one line.
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """The outcomes of a sweep, both in the order of its experiments.
+    """The outcomes of a sweep, both in the order of its experiments."""
 
-    Attributes:
-        rows: a row a run.
-        skipped: experiments that do not fit.
-    """
-
-    rows: tuple[Row, ...]
+    #: a row a run.
+    rows: tuple[SweepRow, ...]
+    #: Experiments that do not fit.
     skipped: tuple[Skip, ...]
 
 
@@ -54,7 +48,7 @@ def sweep(
     experiments: Sequence[Experiment],
     *,
     jobs: int | None = None,
-    progress: Callable[[Row | Skip], object] | None = None,
+    progress: Callable[[SweepRow | Skip], object] | None = None,
 ) -> SweepResult:
     """Run every experiment. The rows do not depend on ``jobs``.
 
@@ -63,14 +57,9 @@ def sweep(
         jobs: processes; None: up to one for every usable core, as far as there is work for more than their start.
             Each holds one run, about 1 KiB a task, at a time. A hint that cannot be pickled runs in this process.
         progress: called with every outcome, in the order of the experiments, as soon as it and all before it are known.
-
-    Raises:
-        ConfigError: if ``jobs`` is below 1.
-        DeadlockError, HintError: as soon as a run deadlocks or its hint breaks its contract; the message names the run.
-        WorkerLostError: if a process was killed.
     """
     jobs = _worthwhile(experiments) if jobs is None else whole("jobs", jobs, 1)
-    rows: list[Row] = []
+    rows: list[SweepRow] = []
     skipped: list[Skip] = []
     with closing(run_all(_outcome, experiments, jobs=jobs)) as outcomes:
         for experiment, answer in zip(experiments, outcomes, strict=True):
@@ -90,10 +79,10 @@ def _worthwhile(experiments: Sequence[Experiment]) -> int:
     return min(usable_cores(), 1 + tasks // TASKS_WORTH_A_PROCESS)
 
 
-def _outcome(experiment: Experiment) -> Row | str:
+def _outcome(experiment: Experiment) -> SweepRow | str:
     """The row, or why there is none. An experiment itself may not be picklable."""
     try:
-        return Row.of(experiment, experiment.simulate())
+        return SweepRow.of(experiment, experiment.simulate())
     except (DeadlockError, HintError) as error:
         raise type(error)(f"{experiment}: {error}") from error
     except ConfigError as error:  # its values are right each by itself: it is the combination

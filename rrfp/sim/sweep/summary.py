@@ -5,35 +5,40 @@ It knows rows, not how they were made.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rrfp.sim.sweep.rows import Row
+from rrfp.core.admission import Limit
+from rrfp.sim.limit_texts import SAME_BYTES
+from rrfp.sim.sweep.rows import SweepRow
 
 #: The columns that a workload has beside its seed, and those of a method.
 WORKLOAD_COLUMNS = (
     *("costs", "profile", "stages", "microbatches", "chunks", "placement", "split", "tp", "jitter", "latency"),
 )
-METHOD_COLUMNS = ("method", "kind", "limit", "admission", "sends", "coordination")
+METHOD_COLUMNS = ("method", "kind", "limit", "admission", "sends", "coordination", "sizes")
 #: The columns that have a spread, and those that only groups of ranks have.
 NUMBERS = ("makespan", "ratio", "peak_max", "received_peak_max", "busy_share")
 GROUP_NUMBERS = ("coordination_share", "failed_rounds_per_task", "messages_per_task")
 
+#: A makespan that is shorter by no more than this, relatively, is the same.
+SAME_STEP = 0.002
+#: A stage that waits for memory for a smaller part of the makespan does not make it longer by much.
+HARDLY_WAITS = 0.005
+
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Several measurements of one thing.
+    """Several measurements of one thing."""
 
-    Attributes:
-        mean, min, max: of all.
-        std: sample standard deviation (of n - 1); None for one measurement, which says nothing of it.
-    """
-
+    #: mean, min, max: of all.
     mean: float
     min: float
     max: float
+    #: Sample standard deviation (of n - 1); None for one measurement, which says nothing of it.
     std: float | None
 
     @classmethod
@@ -45,16 +50,13 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """One method on one workload, over all its seeds.
+class MethodSummary:
+    """One method on one workload, over all its seeds."""
 
-    Attributes:
-        rows: a row a seed, at least one.
-        baseline: the rows of the first strict method on the same workload; empty where there is none.
-    """
-
-    rows: tuple[Row, ...]
-    baseline: tuple[Row, ...]
+    #: a row a seed, at least one.
+    rows: tuple[SweepRow, ...]
+    #: The rows of the first strict method on the same workload; empty where there is none.
+    baseline: tuple[SweepRow, ...]
 
     @property
     def workload(self) -> Mapping[str, Any]:
@@ -101,9 +103,9 @@ class Group:
         }
 
 
-def summarise(rows: Sequence[Row]) -> list[Group]:
+def summarise(rows: Sequence[SweepRow]) -> list[MethodSummary]:
     """The groups of rows that differ in the seed only, in the order in which they first appear."""
-    by_workload: dict[tuple[Any, ...], dict[tuple[Any, ...], list[Row]]] = {}
+    by_workload: dict[tuple[Any, ...], dict[tuple[Any, ...], list[SweepRow]]] = {}
     for row in rows:
         methods = by_workload.setdefault(tuple(_values(row, WORKLOAD_COLUMNS).values()), {})
         methods.setdefault(tuple(_values(row, METHOD_COLUMNS).values()), []).append(row)
@@ -111,24 +113,78 @@ def summarise(rows: Sequence[Row]) -> list[Group]:
     for methods in by_workload.values():
         strict = (runs for runs in methods.values() if runs[0].kind == "strict")
         baseline = tuple(next(strict, ()))
-        groups += [Group(tuple(runs), baseline) for runs in methods.values()]
+        groups += [MethodSummary(tuple(runs), baseline) for runs in methods.values()]
     return groups
 
 
-def label(row: Row) -> str:
+def useless_limits(groups: Sequence[MethodSummary]) -> list[tuple[MethodSummary, MethodSummary]]:
+    """Pairs of limits of one hint on one workload: one, and the next larger one, with which the step is no shorter."""
+    by_hint: dict[tuple[Any, ...], list[MethodSummary]] = {}
+    columns = (*WORKLOAD_COLUMNS, *(column for column in METHOD_COLUMNS if column != "limit"))
+    for group in groups:
+        if group.rows[0].kind == "hint":
+            kind = _limits_of(group)[0].bytes is None, str(group.rows[0].limit).startswith(SAME_BYTES)
+            by_hint.setdefault((*_values(group.rows[0], columns).values(), *kind), []).append(group)
+    pairs = (pair for same in by_hint.values() for pair in itertools.pairwise(sorted(same, key=_amount)))
+    return [
+        (smaller, larger)
+        for smaller, larger in pairs
+        if _amount(smaller) < _amount(larger)
+        and larger.spread("makespan").mean >= (1 - SAME_STEP) * smaller.spread("makespan").mean
+    ]
+
+
+def why_useless(smaller: MethodSummary, larger: MethodSummary) -> str:
+    """Why the larger limit of a pair of `useless_limits` gains nothing, from what stages waited for."""
+    before, after = (group.spread("memory_wait_share").mean for group in (smaller, larger))
+    stage = max(smaller.rows, key=lambda row: row.memory_wait_share).memory_wait_stage
+    few, many = smaller.rows[0].limit, larger.rows[0].limit
+    ratio = larger.spread("ratio").mean
+    if ratio <= 1 + SAME_STEP:
+        return f"with {few} the step is already at the lower bound of {many}: no order is faster"
+    rest = f"; the step is {ratio:.3f} x its lower bound"
+    if stage is None or before < HARDLY_WAITS:
+        less = "" if stage is None else f" for more than {before:.1%} of the step"
+        return f"with {few} no stage idles for memory{less}{rest}"
+    own = [_limits_of(group)[stage].microbatches for group in (smaller, larger)]
+    if own[0] is not None and own[0] == own[1] and smaller.rows[0].placement != "table":
+        entry = ", and every microbatch passes it" if stage == 0 and smaller.rows[0].chunks == 1 else ""
+        return f"stage {stage} holds at most {own[0]} under both{entry}; it idles {before:.1%} of the step for memory"
+    if after < before:
+        return (
+            f"stage {stage} idles {before:.1%} of the step for memory with {few}, and with {many} at most {after:.1%}: "
+            f"it waits for inputs, or has nothing left, instead{rest}"
+        )
+    return f"a stage idles {after:.1%} of the step for memory with {many} too{rest}"
+
+
+def _limits_of(group: MethodSummary) -> list[Limit]:
+    """The limit of each stage, as on a chain."""
+    row = group.rows[0]
+    text = str(row.limit).removeprefix(SAME_BYTES)
+    return [Limit.resolve(text, stage, row.stages) for stage in range(row.stages)]
+
+
+def _amount(group: MethodSummary) -> int:
+    """What all stages may hold: of limits of one kind the larger number is the larger limit."""
+    return sum(limit.bytes or limit.microbatches or 0 for limit in _limits_of(group))
+
+
+def label(row: SweepRow) -> str:
     """A method in a few words: what it is, and the memory that it may hold."""
     if row.kind == "strict":
         return f"{row.method} (strict)" + (", blocking sends" if row.sends == "blocking" else "")
     rule = ", paper's rule" if row.admission == "paper" else ""
-    return f"{row.method}, limit {row.limit}" + rule + (f", {row.coordination}" if row.coordination else "")
+    sizes = f", {'no' if row.sizes == 'none' else row.sizes} sizes" if row.sizes in ("none", "planned") else ""
+    return f"{row.method}, limit {row.limit}" + rule + (f", {row.coordination}" if row.coordination else "") + sizes
 
 
-def varied(rows: Sequence[Row], columns: Iterable[str]) -> list[str]:
+def varied(rows: Sequence[SweepRow], columns: Iterable[str]) -> list[str]:
     """Those of the columns that do not have the same value in all rows."""
     return [column for column in columns if len({getattr(row, column) for row in rows}) > 1]
 
 
-def changing(rows: Sequence[Row]) -> list[str]:
+def changing(rows: Sequence[SweepRow]) -> list[str]:
     """The columns in which workloads differ. Not chunks beside a graph, whose stages need not have equally many."""
     return [column for column in varied(rows, WORKLOAD_COLUMNS) if column != "chunks" or not _have_graph(rows)]
 
@@ -147,7 +203,7 @@ def named(column: str, value: Any) -> str:
     return shown(column, value) if column in ("costs", "profile", "placement", "jitter") else f"{column} {value}"
 
 
-def in_common(rows: Sequence[Row]) -> str:
+def in_common(rows: Sequence[SweepRow]) -> str:
     """What the workloads of all rows share, in one line."""
     first = rows[0]
     alike = set(WORKLOAD_COLUMNS).difference(varied(rows, WORKLOAD_COLUMNS))
@@ -163,9 +219,9 @@ def in_common(rows: Sequence[Row]) -> str:
     return fixed if first.seed is None else f"{fixed}, seed {first.seed}"
 
 
-def _have_graph(rows: Sequence[Row]) -> bool:
+def _have_graph(rows: Sequence[SweepRow]) -> bool:
     return any(row.placement == "table" for row in rows)
 
 
-def _values(row: Row, columns: Iterable[str]) -> dict[str, Any]:
+def _values(row: SweepRow, columns: Iterable[str]) -> dict[str, Any]:
     return {column: getattr(row, column) for column in columns}

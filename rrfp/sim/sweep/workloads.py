@@ -13,26 +13,20 @@ from typing import Any
 
 from rrfp.core.placement import Layout
 from rrfp.costs.files import read_costs, read_sizes
+from rrfp.costs.multimodal import IMAGES, MULTIMODAL, SOUNDS, GraphName, multimodal_costs, multimodal_sizes
 from rrfp.costs.profiles import make_costs, microbatch_sizes
 from rrfp.costs.rank_latency import SHUFFLED
 from rrfp.costs.streams import whole
 from rrfp.costs.table import CostTable
 from rrfp.sim.simulation import planned_sizes
 
-#: ``sizes`` of a cost file that stand for the table's own times.
+#: ``sizes`` of a cost file that stand for the sums of its times.
 PLANNED = "planned"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A named and seeded workload: the arguments of `rrfp.costs.make_costs`.
-
-    Attributes:
-        tp: T, ranks of a tensor-parallel group, each of which draws its messages from ``latency``; None: single ranks.
-
-    Raises:
-        ConfigError: a value is not allowed; one line naming it and the allowed values.
-    """
+    """A named and seeded workload: the arguments of `rrfp.costs.make_costs`."""
 
     profile: str
     stages: int
@@ -43,6 +37,7 @@ class Workload:
     jitter: str = "J0"
     latency: str = "none"
     seed: int = 0
+    #: T, ranks of a tensor-parallel group, each of which draws its messages from ``latency``; None: single ranks.
     tp: int | None = None
 
     def __post_init__(self) -> None:
@@ -93,20 +88,13 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostFile:
-    """A workload that a cost file holds.
-
-    Attributes:
-        costs_file: its path.
-        sizes_from: what hints receive as sizes of microbatches: nothing, the table's own sums of times
-            (``planned``), or the numbers of a JSON file, by its path.
-        tp: as of `Workload`; further ranks have the file's own latencies of an edge in another order.
-
-    Raises:
-        ConfigError: the file, or that of the sizes, cannot be read or holds a wrong value.
-    """
+    """A workload that a cost file holds."""
 
     costs_file: str
+    #: What hints receive as sizes of microbatches: the file's own, if it has any (None), the sums of its times
+    #: (``planned``), or the numbers of a JSON file, by its path.
     sizes_from: str | None = None
+    #: As of `Workload`; further ranks have the file's own latencies of an edge in another order.
     tp: int | None = None
 
     def __post_init__(self) -> None:
@@ -129,7 +117,7 @@ class CostFile:
         """How large each microbatch is; None: untold."""
         costs = self.costs()
         if self.sizes_from is None:
-            return None
+            return costs.sizes
         return planned_sizes(costs) if self.sizes_from == PLANNED else read_sizes(self.sizes_from, costs.microbatches)
 
     @property
@@ -153,6 +141,12 @@ class CostFile:
 
     def __str__(self) -> str:
         return _written(self)
+
+
+def with_sizes(workload: Workload | CostFile | MultimodalWorkload, *, sized: bool = False) -> CostTable:
+    """The cost table with the sizes that hints receive: what a cost file of the workload holds."""
+    table, sizes = workload.sized_costs() if sized else workload.costs(), workload.sizes()
+    return table if sizes is None else replace(table, sizes=tuple(sizes))
 
 
 def _check_ranks(workload: Workload | CostFile) -> None:
@@ -186,3 +180,85 @@ def _made(workload: Workload, *, sized: bool = False) -> CostTable:
 def _read(path: str, version: tuple[int, ...]) -> CostTable:
     """Read once for all methods, and again when the file has another version."""
     return read_costs(path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MultimodalWorkload:
+    """The arguments of `rrfp.costs.multimodal.multimodal_costs`, by the same names."""
+
+    graph: GraphName = "branch"
+    stages: int = 8
+    microbatches: int = 32
+    images: float = IMAGES
+    sounds: float = SOUNDS
+    skip: bool = True
+    split: bool = False
+    latency: str = "none"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("stages", 1), ("microbatches", 1), ("seed", 0)):
+            object.__setattr__(self, name, whole(name, getattr(self, name), least))
+        # A table of one microbatch refuses every word that the real one would.
+        multimodal_costs(self.graph, 1, 1, images=self.images, sounds=self.sounds, latency=self.latency)
+
+    def costs(self) -> CostTable:
+        """The cost table, which has bytes."""
+        return _made_multimodal(self)
+
+    def sized_costs(self) -> CostTable:
+        """The same."""
+        return self.costs()
+
+    def sizes(self) -> Sequence[float]:
+        """How large each microbatch is, as a trainer would know it before the step."""
+        return multimodal_sizes(self.microbatches, images=self.images, sounds=self.sounds, seed=self.seed)
+
+    @property
+    def profile(self) -> str:
+        """Its name."""
+        return MULTIMODAL
+
+    @property
+    def tp(self) -> None:
+        """Stages of one rank."""
+        return None
+
+    @property
+    def chunks(self) -> int:
+        """The most chunks of a stage."""
+        return self.costs().chunks
+
+    @property
+    def num_tasks(self) -> int:
+        """Tasks of a step."""
+        return self.costs().num_tasks
+
+    @property
+    def rank_draws(self) -> Mapping[str, Any]:
+        """Nothing: there are no groups of ranks."""
+        return {}
+
+    def without_seed(self) -> MultimodalWorkload:
+        """The same for all seeds."""
+        return replace(self, seed=0)
+
+    def __str__(self) -> str:
+        shares = f"images {self.images:g}, sounds {self.sounds:g}, {'skipped' if self.skip else 'visited'} where absent"
+        size = f"stages {self.stages}, microbatches {self.microbatches}"
+        return f"{MULTIMODAL} as {self.graph}, {size}, {shares}, latency {self.latency}, seed {self.seed}"
+
+
+@lru_cache(maxsize=4)
+def _made_multimodal(workload: MultimodalWorkload) -> CostTable:
+    return multimodal_costs(
+        workload.graph,
+        workload.stages,
+        workload.microbatches,
+        images=workload.images,
+        sounds=workload.sounds,
+        skip=workload.skip,
+        split=workload.split,
+        seed=workload.seed,
+        latency=workload.latency,
+    )

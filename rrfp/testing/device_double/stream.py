@@ -3,17 +3,85 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
+import torch
+import torch._dynamo  # the first dispatch mode would import it, for a second, perhaps on an event loop
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rrfp.compute.devices.base import Event, Stream
 from rrfp.testing.device_double.memory import Memory, Segment
-from rrfp.testing.device_double.regions import Clock, Work
+from rrfp.testing.device_double.regions import Clock, Work, storages
 from rrfp.testing.device_double.timeline import Barrier, DoubleError, DoubleEvent, Queue, Timeline
-from rrfp.testing.device_double.watching import Watch
+
+#: Called before an operator: its name, the tensors that it reads, and those that it writes.
+Use = Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
+
+#: Called after it: its results, and the keys of storages that are not new.
+Made = Callable[[Sequence[Tensor], Set[int]], None]
+
+_RUNNING = frozenset({"running_mean", "running_var"})
+_BATCH_NORMS = frozenset({"aten::native_batch_norm", "aten::batch_norm", "aten::_batch_norm_impl_index"})
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Reports the operators of a block."""
+
+    def __init__(self, use: Use, made: Made) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._use = use
+        self._made = made
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(map(_is_composed, types)):
+            return NotImplemented  # the operators on its components follow
+        reads = _tensors((args, kwargs))
+        if func is torch.ops.aten.lift_fresh.default:  # a tensor that was made of Python's numbers
+            self._made(reads, frozenset())
+            return func(*args, **kwargs)
+        self._use(str(func), reads, _tensors(_written(func, args, kwargs)))
+        known = {storage._cdata for tensor in reads for storage in storages(tensor)}
+        result = func(*args, **kwargs)
+        self._made(_tensors(result), known)
+        return result
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _is_composed(kind: type) -> bool:
+    """Whether tensors of the type dispatch operators to their components."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterable[Any]:
+    if func.namespace in ("c10d", "_c10d_functional"):  # a collective's schema does not say what it writes
+        return (args, kwargs)
+    places, names = _written_arguments(func)
+    return [*(args[i] for i in places if i < len(args)), *(kwargs[name] for name in names if name in kwargs)]
+
+
+@cache
+def _written_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The positions and the names of the arguments that an operator writes."""
+    # The schemas of most batch norms do not say that they write the running statistics.
+    unsaid = _RUNNING if func._schema.name in _BATCH_NORMS else frozenset()
+    written = [
+        (i, argument.name)
+        for i, argument in enumerate(func._schema.arguments)
+        if argument.name in unsaid or (argument.alias_info is not None and argument.alias_info.is_write)
+    ]
+    return tuple(i for i, _ in written), tuple(name for _, name in written)
 
 
 class DoubleStream(Stream):
@@ -62,7 +130,7 @@ class DoubleStream(Stream):
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class StreamBlock:
     """A block of `Stream.issuing` that a thread is in.
 
     Attributes:
@@ -85,7 +153,7 @@ class Issuing:
     """
 
     watch: Watch
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[StreamBlock] = field(default_factory=list)
     segment: Segment | None = None
 
     @property
@@ -131,7 +199,7 @@ class Issuer:
         stream.turn.acquire()  # as the current one
         with self._timeline.changed:
             self._end_segment(here)
-            here.blocks.append(Block(stream, stream))
+            here.blocks.append(StreamBlock(stream, stream))
             self._begin_segment(here)
         if len(here.blocks) == 1:
             here.watch.__enter__()  # type: ignore[no-untyped-call]

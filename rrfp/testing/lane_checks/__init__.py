@@ -15,10 +15,10 @@ the check needs.
 
 from __future__ import annotations
 
+from rrfp.testing.checks import SkippedError
 from rrfp.testing.lane_checks.makers import double_lane, made_by
 from rrfp.testing.lane_checks.subject import Check, MakeLane, Subject
 from rrfp.testing.lane_checks.suite import ALL_CHECKS, run_lane_checks
-from rrfp.testing.skipped import SkippedError
 
 __all__ = [
     "ALL_CHECKS",

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from rrfp.errors import StageError
-from rrfp.testing.lane_checks.subject import QUIET_S, Check, Gate, MakeLane, Subject, completed, failure, soon
-from rrfp.testing.skipped import SkippedError
+from rrfp.testing.checks import SkippedError
+from rrfp.testing.lane_checks.subject import QUIET_S, Check, LaneGate, MakeLane, Subject, completed, failure, soon
 
 #: Seconds after which nothing of a completed call may be left: less than any of the lane's own timeouts.
 FREED_S = 0.5
@@ -42,7 +42,7 @@ async def check_begins_after_return(make_lane: MakeLane) -> None:
     begun: list[int] = []
     async with make_lane() as subject:
         subject.needs_blocking()
-        gate = Gate()
+        gate = LaneGate()
         first = subject.lane.enqueue(gate.wait_here)
         second = subject.lane.enqueue(lambda: begun.append(1))
         await soon(gate.is_reached.wait(), "a call begins")
@@ -179,7 +179,7 @@ async def check_close_does_not_wait(make_lane: MakeLane) -> None:
     ran: list[str] = []
     async with make_lane() as subject:
         subject.needs_blocking()
-        gate = Gate()
+        gate = LaneGate()
         running = subject.lane.enqueue(gate.wait_here)
         waiting = subject.lane.enqueue(lambda: ran.append("after close"))
         await soon(gate.is_reached.wait(), "a call begins")
@@ -202,7 +202,7 @@ async def check_stack(make_lane: MakeLane) -> None:
     """`stack` names the function that runs, and nothing once no call runs."""
     async with make_lane() as subject:
         subject.needs_blocking()
-        gate = Gate()
+        gate = LaneGate()
         running = subject.lane.enqueue(partial(_users_function(), gate.wait_here))
         await soon(gate.is_reached.wait(), "a call begins")
         during = subject.lane.stack()

@@ -9,6 +9,7 @@ from functools import partial
 
 from torch import Tensor
 
+from rrfp.testing.checks import SkippedError
 from rrfp.testing.lane_checks.subject import (
     Check,
     MakeLane,
@@ -20,7 +21,6 @@ from rrfp.testing.lane_checks.subject import (
     soon,
     synchronized,
 )
-from rrfp.testing.skipped import SkippedError
 
 #: A check of overlap is repeated so often, since the machine may suspend the lane for as long as the device computes.
 ATTEMPTS = 10

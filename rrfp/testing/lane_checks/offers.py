@@ -6,19 +6,19 @@ import asyncio
 import threading
 from functools import partial
 
-from rrfp.compute.lanes.offers import OfferSlot
+from rrfp.compute.lanes.base import OfferSlot
+from rrfp.testing.checks import SkippedError
 from rrfp.testing.lane_checks.subject import (
     PATIENCE_S,
     QUIET_S,
     Check,
-    Gate,
+    LaneGate,
     MakeLane,
     Subject,
     completed,
     failure,
     soon,
 )
-from rrfp.testing.skipped import SkippedError
 
 
 def _slot(subject: Subject) -> OfferSlot:
@@ -32,7 +32,7 @@ async def check_offered_call_follows_without_the_loop(make_lane: MakeLane) -> No
     async with make_lane() as subject:
         slot = _slot(subject)
         subject.needs_blocking()
-        gate, has_run = Gate(), threading.Event()
+        gate, has_run = LaneGate(), threading.Event()
         running = subject.lane.enqueue(gate.wait_here)
         await soon(gate.is_reached.wait(), "a call begins")
         offered = slot.offer(has_run.set)
@@ -61,7 +61,7 @@ async def check_enqueued_calls_come_before_an_offered_one(make_lane: MakeLane) -
     """A call in the queue comes before an offered one, whichever was first."""
     ran: list[str] = []
     async with make_lane() as subject:
-        slot, gate = _slot(subject), Gate()
+        slot, gate = _slot(subject), LaneGate()
         subject.lane.enqueue(gate.wait_here if subject.may_block else int)
         offered = slot.offer(partial(ran.append, "offered"))
         for name in ("first", "second"):
@@ -95,7 +95,7 @@ async def check_closed_lane_takes_no_offer(make_lane: MakeLane) -> None:
     async with make_lane() as subject:
         slot = _slot(subject)
         subject.needs_blocking()
-        gate = Gate()
+        gate = LaneGate()
         running = subject.lane.enqueue(gate.wait_here)
         await soon(gate.is_reached.wait(), "a call begins")
         offered = slot.offer(partial(ran.append, "after close"))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rrfp.compute.devices.base import Device
 from rrfp.compute.lanes.base import Execution, Lane
-from rrfp.testing.skipped import SkippedError
+from rrfp.testing.checks import SkippedError
 
 T = TypeVar("T")
 
@@ -132,7 +132,7 @@ def holds(tensor: Tensor, value: float) -> bool:
     return bool((tensor.cpu() == value).all())
 
 
-class Gate:
+class LaneGate:
     """Holds a call until it is opened; by itself after `PATIENCE_S`, lest a breach hang.
 
     Attributes:

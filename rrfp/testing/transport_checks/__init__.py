@@ -15,7 +15,7 @@ check is about an option, such as `deliver_to`, that the transport does not offe
 
 from __future__ import annotations
 
-from rrfp.testing.skipped import NotOfferedError, SkippedError
+from rrfp.testing.checks import NotOfferedError, SkippedError
 from rrfp.testing.transport_checks.frames import check_codec
 from rrfp.testing.transport_checks.pair import Check, MakePair, Pair, PairOptions
 from rrfp.testing.transport_checks.suite import ALL_CHECKS, run_transport_checks

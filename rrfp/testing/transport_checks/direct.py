@@ -9,12 +9,11 @@ from dataclasses import replace
 from functools import partial, wraps
 
 from rrfp.errors import RrfpError
-from rrfp.testing.skipped import NotOfferedError
+from rrfp.testing.checks import NotOfferedError
 from rrfp.testing.transport_checks import data, ends, flow, frames, peers
 from rrfp.testing.transport_checks.pair import Check, MakePair, Pair, PairOptions
 from rrfp.testing.wrapped import WrappedTransport
-from rrfp.transports.base import Message, Transport
-from rrfp.transports.direct import delivering, sending_at_once
+from rrfp.transports.base import Message, Transport, delivering, sending_at_once
 
 
 class _Direct(WrappedTransport):

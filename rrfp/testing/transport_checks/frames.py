@@ -13,7 +13,8 @@ import msgpack
 import torch
 
 from rrfp.errors import FrameError
-from rrfp.testing.skipped import SkippedError
+from rrfp.testing.checks import SkippedError
+from rrfp.testing.transport_checks.losses import naming_losses
 from rrfp.testing.transport_checks.pair import Check, MakePair, Pair, PairOptions, data, index_of, pass_on, soon
 from rrfp.transports.base import Channel, TransportContext
 from rrfp.transports.rendezvous import LocalRendezvous
@@ -98,6 +99,7 @@ BAD_FRAMES: tuple[BadFrame, ...] = (
 )
 
 
+@naming_losses
 async def check_bad_frames(make_pair: MakePair) -> None:
     """Malformed, oversized, foreign and wrong-run frames are dropped and named; messages between them arrive."""
     async with make_pair(PairOptions(max_message_bytes=_MAX_MESSAGE_BYTES)) as pair:

@@ -95,13 +95,22 @@ def index_of(message: Message) -> int:
     return message.task.microbatch
 
 
+class DidNotHappenError(AssertionError):
+    """An event that must happen did not, within `PATIENCE_S`."""
+
+    @classmethod
+    def of(cls, event: str) -> DidNotHappenError:
+        """For ``event``, a sentence."""
+        return cls(f"{event}: did not happen within {PATIENCE_S:g} s")
+
+
 async def soon(awaitable: Awaitable[_Result], event: str) -> _Result:
     """Await for `PATIENCE_S` at most; ``event`` is the sentence that did not come true."""
     try:
         async with asyncio.timeout(PATIENCE_S):
             return await awaitable
     except TimeoutError:
-        raise AssertionError(f"{event}: did not happen within {PATIENCE_S:g} s") from None
+        raise DidNotHappenError.of(event) from None
 
 
 async def stays_pending(task: asyncio.Task[Any], breach: str) -> None:
@@ -143,9 +152,11 @@ async def pass_on(pair: Pair, message: Message) -> Message:
         done, _ = await asyncio.wait({sending, receiving}, timeout=PATIENCE_S, return_when=asyncio.FIRST_EXCEPTION)
         if sending in done:
             sending.result()
-        assert receiving in done, f"a message arrives: did not happen within {PATIENCE_S:g} s"
+        if receiving not in done:
+            raise DidNotHappenError.of("a message arrives")
         received = receiving.result()
-        assert sending in done, f"send returns once the message was received: did not happen within {PATIENCE_S:g} s"
+        if sending not in done:
+            raise DidNotHappenError.of("send returns once the message was received")
     return received
 
 

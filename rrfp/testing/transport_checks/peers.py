@@ -7,8 +7,9 @@ from contextlib import AsyncExitStack
 import torch
 
 from rrfp.errors import PeerLostError
-from rrfp.testing.skipped import SkippedError
+from rrfp.testing.checks import SkippedError
 from rrfp.testing.transport_checks.ends import raises
+from rrfp.testing.transport_checks.losses import naming_losses
 from rrfp.testing.transport_checks.pair import (
     Check,
     MakePair,
@@ -28,6 +29,7 @@ from rrfp.transports.base import Channel, Transport
 _COUNT = 5
 
 
+@naming_losses
 async def check_three_ranks(make_pair: MakePair) -> None:
     """Each of three ranks receives from both others, in order by peer and channel, with the right sender."""
     async with make_pair(PairOptions(ranks=3)) as pair:
@@ -39,6 +41,7 @@ async def check_three_ranks(make_pair: MakePair) -> None:
                 await _receive_from_others(rank, transport)
 
 
+@naming_losses
 async def check_one_of_three_dies(make_pair: MakePair) -> None:
     """Of three ranks one dies: receive raises once on both others and names it, and these two continue."""
     async with make_pair(PairOptions(ranks=3)) as pair:
@@ -54,6 +57,7 @@ async def check_one_of_three_dies(make_pair: MakePair) -> None:
             await stays_pending(receiving, "a lost peer was reported twice")
 
 
+@naming_losses
 async def check_silent_peer(make_pair: MakePair) -> None:
     """A peer that stops answering without ending is reported by receive, once, within the transport's patience."""
     async with make_pair(PairOptions()) as pair:

@@ -34,15 +34,12 @@ _RESERVED = frozenset({EDGE, CREDIT, WANT, FAREWELL})
 
 
 @dataclass(frozen=True, slots=True)
-class Announced:
-    """A checked announcement.
+class TensorHeader:
+    """A checked announcement."""
 
-    Attributes:
-        message: without the tensors that come over the edge, and without the entry that names them.
-        specs: one for each tensor of the message; None where it is not the edge's.
-    """
-
+    #: Without the tensors that come over the edge, and without the entry that names them.
     message: Message
+    #: One for each tensor of the message; None where it is not the edge's.
     specs: tuple[TensorSpec | None, ...]
 
     @property
@@ -82,12 +79,8 @@ def number_of(message: Message) -> int:
     return check.integer(f"{EDGE}.number", check.array(EDGE, message.body[EDGE], 2)[0])
 
 
-def announced(message: Message, max_message_bytes: int) -> Announced:
-    """Check an announcement whose number is known to be good.
-
-    Raises:
-        FrameError: names the field that is wrong.
-    """
+def announced(message: Message, max_message_bytes: int) -> TensorHeader:
+    """Check an announcement whose number is known to be good."""
     check = HeaderChecks(message.sender)
     specs = check.tensors(check.array(EDGE, message.body[EDGE], 2)[1])
     if len(specs) != len(message.tensors):
@@ -96,7 +89,7 @@ def announced(message: Message, max_message_bytes: int) -> Announced:
         if tensor is not None and spec is not None:
             check.fail(f"tensors[{index}]", "came with the announcement, must come over the edge")
     body = {key: value for key, value in message.body.items() if key != EDGE}
-    whole = Announced(replace(message, body=body), specs)
+    whole = TensorHeader(replace(message, body=body), specs)
     if whole.num_bytes > max_message_bytes:
         check.fail("tensors", f"have {whole.num_bytes} bytes, max_message_bytes is {max_message_bytes}")
     return whole

@@ -17,25 +17,21 @@ from torch import Tensor
 
 from rrfp.errors import FrameError
 from rrfp.transports.base import Channel, Message
-from rrfp.transports.carried.announcements import EDGE, Announced, announced, number_of
-from rrfp.transports.carried.edge import Edge
-from rrfp.transports.carried.wires import Backend
+from rrfp.transports.carried.announcements import EDGE, TensorHeader, announced, number_of
+from rrfp.transports.carried.wires import Backend, Edge
 
 
 @dataclass(slots=True, eq=False)
 class Arriving:
-    """A message on its way.
+    """A message on its way."""
 
-    Attributes:
-        message: whole; None while tensors are missing.
-        num_bytes: of its tensors.
-    """
-
+    #: Whole; None while tensors are missing.
     message: Message | None
+    #: Bytes of its tensors.
     num_bytes: int
 
 
-class Arrivals:
+class AnnouncedReceives:
     """See the module's docstring. Used on one loop only.
 
     Args:
@@ -61,16 +57,12 @@ class Arrivals:
         self._on_failed = on_failed
         self._queues: dict[Channel, deque[Arriving]] = {channel: deque() for channel in Channel}
         #: By number, the announced transfers that wait for earlier ones; None for those that are left out.
-        self._early: dict[int, tuple[Announced, Arriving] | None] = {}
+        self._early: dict[int, tuple[TensorHeader, Arriving] | None] = {}
         #: How many transfers are posted and have not ended.
         self.posted = 0
 
     def add(self, message: Message) -> None:
-        """A message or an announcement arrived.
-
-        Raises:
-            FrameError: the announcement is malformed, and dropped.
-        """
+        """A message or an announcement arrived."""
         if EDGE not in message.body:
             self._queue(message.channel, Arriving(message, message.num_bytes))
             return
@@ -96,7 +88,7 @@ class Arrivals:
             elif not edge.skip():
                 self._on_failed(RuntimeError("an announcement was refused, so later ones cannot be matched"))
 
-    def _post(self, edge: Edge, whole: Announced, arriving: Arriving) -> None:
+    def _post(self, edge: Edge, whole: TensorHeader, arriving: Arriving) -> None:
         assert self._backend is not None
         try:
             tensors = [self._backend.empty(spec) for spec in whole.specs if spec is not None]
@@ -109,7 +101,7 @@ class Arrivals:
         done.add_done_callback(partial(self._on_moved, whole, tensors, arriving))
 
     def _on_moved(
-        self, whole: Announced, tensors: list[Tensor], arriving: Arriving, done: asyncio.Future[None]
+        self, whole: TensorHeader, tensors: list[Tensor], arriving: Arriving, done: asyncio.Future[None]
     ) -> None:
         self.posted -= 1
         if (error := done.exception()) is None:

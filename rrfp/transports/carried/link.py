@@ -1,8 +1,8 @@
 """All that one peer needs: windows and turns to send, edges both ways, and how its end is noticed and reported.
 
 Two observers see a peer's end. The carrier reports it once, after the peer's last message and with the reason. An edge
-only fails. So a failed edge is no loss before the carrier had `LAST_WORDS_S` to report one, or the peer's farewell; and
-a loss that the carrier reports waits `LAST_MESSAGES_S` for the transfers that still move.
+only fails. So a failed edge is no loss before the carrier had `FAREWELL_TIMEOUT_S` to report one, or the peer's
+farewell; and a loss that the carrier reports waits `LAST_MESSAGES_S` for the transfers that still move.
 """
 
 from __future__ import annotations
@@ -15,20 +15,17 @@ from typing import Protocol
 
 from rrfp.core import timeouts
 from rrfp.errors import FrameError, PeerLostError, RrfpError, TransportError
-from rrfp.transports.base import Channel, Message, MessageKind, Plain, Transport, TransportContext
+from rrfp.transports.base import Channel, Message, MessageKind, Plain, Transport, TransportContext, sending_at_once
 from rrfp.transports.carried.announcements import CREDIT, FAREWELL, WANT
-from rrfp.transports.carried.arrivals import Arrivals
-from rrfp.transports.carried.edge import Edge
-from rrfp.transports.carried.outlet import Outlet, Sender
-from rrfp.transports.carried.wires import Backend
-from rrfp.transports.credits import Credits, grant
-from rrfp.transports.direct import sending_at_once
-from rrfp.transports.flow import HomeLoop, Window
+from rrfp.transports.carried.arrivals import AnnouncedReceives
+from rrfp.transports.carried.outlet import Sender, TunnelOutlet
+from rrfp.transports.carried.wires import Backend, Edge
+from rrfp.transports.flow import Credits, HomeLoop, Window, grant
 
 LEFT = "it closed its end"
 
 
-class Owner(Protocol):
+class TunnelOwner(Protocol):
     """The transport, to which links report."""
 
     context: TransportContext
@@ -49,8 +46,8 @@ class Owner(Protocol):
         """One link has left; returns when all have, and the carrier is closed."""
 
 
-class Link:
-    """The connection to one peer; see `rrfp.transports.linked.LinkOf`.
+class TunnelLink:
+    """The connection to one peer; see `rrfp.transports.linked.LinkFactory`.
 
     Args:
         peer: its rank.
@@ -65,7 +62,7 @@ class Link:
     def __init__(
         self,
         peer: int,
-        owner: Owner,
+        owner: TunnelOwner,
         carrier: Transport,
         backend: Backend | None,
         outgoing: Edge | None,
@@ -84,7 +81,7 @@ class Link:
         self._home = home
         self._sender = self._new_sender(outgoing, backend)
         self._outlets = {
-            channel: Outlet(self._sender, Window(context.queue_bytes, home, partial(self._ask, channel)))
+            channel: TunnelOutlet(self._sender, Window(context.queue_bytes, home, partial(self._ask, channel)))
             for channel in Channel
         }
         self._arrivals = self._new_arrivals(incoming, backend)
@@ -107,11 +104,13 @@ class Link:
         limit = self._owner.context.max_message_bytes
         return Sender(self._peer, self._carrier, edge, backend, limit, self._reason)
 
-    def _new_arrivals(self, edge: Edge | None, backend: Backend | None) -> Arrivals:
-        return Arrivals(edge, backend, self._owner.context.max_message_bytes, self._on_whole, self._on_arrival_failed)
+    def _new_arrivals(self, edge: Edge | None, backend: Backend | None) -> AnnouncedReceives:
+        return AnnouncedReceives(
+            edge, backend, self._owner.context.max_message_bytes, self._on_whole, self._on_arrival_failed
+        )
 
     @property
-    def outlets(self) -> Mapping[Channel, Outlet]:
+    def outlets(self) -> Mapping[Channel, TunnelOutlet]:
         """One for each channel."""
         return self._outlets
 
@@ -173,7 +172,7 @@ class Link:
                 self._report()
         elif self._error is None and self._timer is None:
             lost = PeerLostError(self._peer, f"its edge failed: {error!s:.200}")
-            self._timer = self._home.loop.call_later(timeouts.LAST_WORDS_S, self.on_lost, lost)
+            self._timer = self._home.loop.call_later(timeouts.FAREWELL_TIMEOUT_S, self.on_lost, lost)
 
     def _on_arrival_failed(self, error: Exception) -> None:
         """A transfer to this rank failed: a message of which ``receive`` must not say nothing, farewell or not."""

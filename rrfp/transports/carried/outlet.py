@@ -13,11 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from rrfp.errors import ConfigError, RrfpError
-from rrfp.transports.base import Channel, Message, Transport
+from rrfp.transports.base import Channel, Message, Transport, sending_at_once
 from rrfp.transports.carried.announcements import announcement, check_body
-from rrfp.transports.carried.edge import Edge
-from rrfp.transports.carried.wires import Backend
-from rrfp.transports.direct import sending_at_once
+from rrfp.transports.carried.wires import Backend, Edge
 from rrfp.transports.flow import Window, cost_of
 from rrfp.transports.tensor_bytes import check_sendable
 
@@ -111,13 +109,8 @@ class Sender:
             self._edge.end(error)
 
 
-class Outlet:
-    """One channel to a peer; see `rrfp.transports.linked.OutletOf`.
-
-    Args:
-        sender: shared with the other channels.
-        window: the channel's.
-    """
+class TunnelOutlet:
+    """One channel to a peer; see `rrfp.transports.linked.OutletFactory`."""
 
     def __init__(self, sender: Sender, window: Window) -> None:
         self.window = window

@@ -6,20 +6,15 @@ import asyncio
 from dataclasses import replace
 
 from rrfp.errors import FrameError, PeerLostError, RrfpError, TransportClosedError, TransportError
-from rrfp.transports.base import Message, Transport, TransportContext, TransportStatistics
-from rrfp.transports.carried.link import Link
-from rrfp.transports.direct import delivering
+from rrfp.transports.base import Message, Transport, TransportContext, TransportStatistics, delivering
+from rrfp.transports.carried.link import TunnelLink
 from rrfp.transports.linked import LinkedTransport
 
 
-class CarriedTransport(LinkedTransport[Link]):
+class CarriedTransport(LinkedTransport[TunnelLink]):
     """What the kind of links does not matter to. A subclass starts the carrier, makes the links, and calls `_attach`.
 
     It calls `_receive_all` before or after that.
-
-    Args:
-        context: this rank, its peers and the limits.
-        carrier: not started; belongs to this transport.
     """
 
     def __init__(self, context: TransportContext, carrier: Transport) -> None:
@@ -38,7 +33,7 @@ class CarriedTransport(LinkedTransport[Link]):
         else:
             self._pump = asyncio.create_task(self._receive_from_carrier())
 
-    def _attach(self, links: dict[int, Link]) -> None:
+    def _attach(self, links: dict[int, TunnelLink]) -> None:
         """Use the links, one for each peer, from now on."""
         self._links = links
         self._staying = len(links)

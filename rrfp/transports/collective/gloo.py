@@ -40,13 +40,7 @@ class _Posted:
 
 
 class GlooWire:
-    """See `Wire`.
-
-    Args:
-        group: of source and target, in this order.
-        edge: its name.
-        is_source: whether this is the sending end.
-    """
+    """See `Wire`."""
 
     def __init__(self, group: Any, edge: EdgeName, *, is_source: bool) -> None:
         self._group = group
@@ -101,12 +95,7 @@ def _close_connection(group: Any, peer: int) -> None:
 
 
 class GlooBackend:
-    """See `Backend`.
-
-    Args:
-        rank: this rank.
-        address: of the interface over which peers reach this rank.
-    """
+    """See `Backend`."""
 
     name = "gloo"
 

@@ -40,11 +40,7 @@ _INSTEAD = "choose transport='auto', which copies tensors through host memory"
 
 
 def check_environment(environ: Mapping[str, str]) -> None:
-    """Refuse settings under which edges over NCCL can deadlock.
-
-    Raises:
-        ConfigError: names the variable, and the ways that are left.
-    """
+    """Refuse settings under which edges over NCCL can deadlock."""
     # Streams that share a hardware queue start their kernels in the order of launch: a receive blocks the computation
     # behind it. With one queue that is certain; a rank has a stream for its tasks and up to four edges.
     queues = environ.get("CUDA_DEVICE_MAX_CONNECTIONS", str(_LEAST_QUEUES))
@@ -63,13 +59,7 @@ def check_environment(environ: Mapping[str, str]) -> None:
 
 
 class NcclPipe:
-    """See `Pipe`: one end of a communicator of two, with a stream of its own.
-
-    Args:
-        group: of source and target, in this order.
-        device: this rank's.
-        is_source: whether this is the sending end.
-    """
+    """See `Pipe`: one end of a communicator of two, with a stream of its own."""
 
     def __init__(self, group: Any, device: torch.device, *, is_source: bool) -> None:
         self._group = group
@@ -99,16 +89,7 @@ class NcclPipe:
 
 
 class NcclBackend:
-    """See `Backend`.
-
-    Args:
-        rank: this rank.
-        device: its CUDA device.
-        environ: the process's variables.
-
-    Raises:
-        ConfigError: see `check_environment`.
-    """
+    """See `Backend`."""
 
     name = "nccl"
 

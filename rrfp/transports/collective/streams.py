@@ -24,7 +24,7 @@ class DeviceEvent(Protocol):
         """Wait until the device has passed it; raises the device's error."""
 
 
-class Pipe(Protocol):
+class StreamChannel(Protocol):
     """One end of a directed edge on a device: a stream, and what moves tensors on it. One thread uses it at a time."""
 
     def move(self, number: int, tensors: Sequence[Tensor]) -> None:
@@ -48,14 +48,9 @@ class _Transfer:
 
 
 class StreamWire:
-    """See `Wire`.
+    """See `Wire`."""
 
-    Args:
-        pipe: belongs to the wire.
-        edge: its name.
-    """
-
-    def __init__(self, pipe: Pipe, edge: EdgeName) -> None:
+    def __init__(self, pipe: StreamChannel, edge: EdgeName) -> None:
         self._pipe = pipe
         self._edge = edge
         self._to_post: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()

@@ -13,7 +13,7 @@ from typing import Any
 
 from rrfp.errors import ConfigError, FrameError
 from rrfp.transports.base import Message
-from rrfp.transports.carried.announcements import EDGE, Announced, announced, announcement, number_of
+from rrfp.transports.carried.announcements import EDGE, TensorHeader, announced, announcement, number_of
 from rrfp.transports.header_checks import HeaderChecks, TensorSpec
 
 #: For each tensor that is not in the message, in order, the fields of its memory; null for an empty one.
@@ -26,17 +26,14 @@ Fields = Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """A checked announcement.
+class SharedTensors:
+    """A checked announcement."""
 
-    Attributes:
-        whole: the message without the tensors that are pulled, and their specs.
-        number: for the acknowledgement.
-        fields: one for each spec that is not None.
-    """
-
-    whole: Announced
+    #: The message without the tensors that are pulled, and their specs.
+    whole: TensorHeader
+    #: For the acknowledgement.
     number: int
+    #: One for each spec that is not None.
     fields: list[Fields]
 
     @property
@@ -58,17 +55,10 @@ def shared_announcement(message: Message, number: int, moved: Sequence[bool], fi
     return replace(whole, body={**whole.body, SHARED: list(fields)})
 
 
-def shared(message: Message, max_message_bytes: int, check_shared: Callable[[Mapping[str, Any], int], None]) -> Shared:
-    """Check an announcement.
-
-    Args:
-        message: as the carrier brought it.
-        max_message_bytes: larger announced messages are refused.
-        check_shared: see `SharesDeviceMemory.check_shared`.
-
-    Raises:
-        FrameError: names the field that is wrong.
-    """
+def shared(
+    message: Message, max_message_bytes: int, check_shared: Callable[[Mapping[str, Any], int], None]
+) -> SharedTensors:
+    """Check an announcement."""
     check = HeaderChecks(message.sender)
     if not message.body.keys() >= {EDGE, SHARED}:
         check.fail("body", f"must have both {EDGE} and {SHARED}, or none")
@@ -88,4 +78,4 @@ def shared(message: Message, max_message_bytes: int, check_shared: Callable[[Map
             check_shared(fields, spec.num_bytes)
         except FrameError as error:
             raise FrameError(message.sender, f"{name}.{error.field}", error.reason) from None
-    return Shared(replace(whole, message=replace(whole.message, body=body)), number, entries)
+    return SharedTensors(replace(whole, message=replace(whole.message, body=body)), number, entries)

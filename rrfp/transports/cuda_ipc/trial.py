@@ -19,7 +19,7 @@ from torch import Tensor
 from rrfp.core import timeouts
 from rrfp.errors import FrameError, TransportClosedError
 from rrfp.transports.base import TransportContext
-from rrfp.transports.device_sharing import SharesDeviceMemory
+from rrfp.transports.device_copies import SharesDeviceMemory
 from rrfp.transports.header_checks import TensorSpec
 from rrfp.transports.host_choice import lookup_peer
 from rrfp.transports.rendezvous import publish_in_time
@@ -34,11 +34,7 @@ _SPEC = TensorSpec(torch.uint8, (TRIED_BYTES,), False)
 async def try_pulls(
     context: TransportContext, copies: SharesDeviceMemory, peers: Collection[int], deadline_s: float
 ) -> dict[int, str]:
-    """For each of ``peers``, why the two cannot pull from each other; empty where they can.
-
-    Raises:
-        TransportError: if a peer takes no part in it; names it.
-    """
+    """For each of ``peers``, why the two cannot pull from each other; empty where they can."""
     if not peers:
         return {}
     trial = _Trial(context, copies, deadline_s)

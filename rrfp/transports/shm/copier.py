@@ -13,12 +13,7 @@ _Job = tuple[Callable[[], None], asyncio.Future[None]]
 
 
 class Copier:
-    """Runs functions one after the other in a thread, which starts with the first. Used on one loop only.
-
-    Args:
-        home: the loop.
-        name: of the thread.
-    """
+    """Runs functions one after the other in a thread, which starts with the first. Used on one loop only."""
 
     def __init__(self, home: HomeLoop, name: str) -> None:
         self._home = home

@@ -28,35 +28,32 @@ MAX_DATAGRAM_BYTES = _PREFIX.size + MAX_HEADER_BYTES + INLINE_BYTES
 BUFFER_BYTES = MAX_DATAGRAM_BYTES + 4096
 
 
-class Payload(NamedTuple):
-    """The tensors of a datagram.
+class DatagramBody(NamedTuple):
+    """The tensors of a datagram."""
 
-    Attributes:
-        tensors: their number.
-        num_bytes: of all of them.
-        slot: the number of their slot; 0: they follow the header.
-        room: bytes of that slot.
-    """
-
+    #: Their number.
     tensors: int = 0
+    #: Bytes of all tensors.
     num_bytes: int = 0
+    #: The number of their slot; 0: they follow the header.
     slot: int = 0
+    #: Bytes of that slot.
     room: int = 0
 
 
 #: Of a datagram without tensors.
-NOWHERE = Payload()
+NOWHERE = DatagramBody()
 
 
 class Datagram(NamedTuple):
     """A datagram that was read; the views end with the buffer's next use."""
 
     header: memoryview
-    payload: Payload
+    payload: DatagramBody
     inline: memoryview
 
 
-def pack(header: bytes, payload: Payload = NOWHERE, inline: Sequence[memoryview] = ()) -> list[bytes | memoryview]:
+def pack(header: bytes, payload: DatagramBody = NOWHERE, inline: Sequence[memoryview] = ()) -> list[bytes | memoryview]:
     """The parts of a datagram."""
     start = _PREFIX.pack(len(header), *payload) + header
     return [start, *inline] if len(inline) < _MAX_PARTS else [start, b"".join(inline)]
@@ -68,7 +65,7 @@ def unpack(peer: int | None, datagram: memoryview) -> Datagram:
     if size < _PREFIX.size:
         raise FrameError(peer, "prefix", f"has {size} bytes, must have {_PREFIX.size}")
     header_bytes, *fields = _PREFIX.unpack_from(datagram)
-    payload, end = Payload(*fields), _PREFIX.size + header_bytes
+    payload, end = DatagramBody(*fields), _PREFIX.size + header_bytes
     inline = size - end
     if inline != (0 if payload.slot else payload.num_bytes):
         raise FrameError(peer, "prefix", f"names {header_bytes} bytes of header and {payload}, but {size} arrived")

@@ -16,8 +16,12 @@ from typing import NamedTuple
 from rrfp.errors import TransportError
 from rrfp.log import get_logger
 from rrfp.transports.flow import HomeLoop
+from rrfp.transports.shm.slots import with_limit
 
 _log = get_logger(__name__)
+
+#: Connections accepted in one turn of the loop: a flood of them must not keep it from the ranks.
+_BATCH = 32
 
 #: This process may open no more files: a pause before the next attempt.
 _PAUSE_S = 0.1
@@ -38,12 +42,7 @@ def new_address(rank: int) -> str:
 
 
 def connect(address: str) -> Connected | None:
-    """Connect to a listening rank; None while it has too many connections waiting.
-
-    Raises:
-        OSError: if nothing listens there.
-        TransportError: if the process at the other end is not one of this user that this process can see.
-    """
+    """Connect to a listening rank; None while it has too many connections waiting."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.setblocking(False)
@@ -68,25 +67,18 @@ def _process_at(sock: socket.socket) -> int:
 
 
 class Listener:
-    """Accepts connections at an address of its own. Used on one loop only.
-
-    Args:
-        rank: of this process, for the address.
-        home: the loop.
-        on_connected: takes each connection, or raises a TransportError.
-        on_stranger: takes a sentence for each connection that was refused.
-    """
+    """Accepts connections at an address of its own. Used on one loop only."""
 
     def __init__(
         self,
         rank: int,
         home: HomeLoop,
         on_connected: Callable[[Connected], None],
-        on_stranger: Callable[[str], None],
+        on_rejected: Callable[[str], None],
     ) -> None:
         self._loop = home.loop
         self._on_connected = on_connected
-        self._on_stranger = on_stranger
+        self._on_rejected = on_rejected
         self.address = new_address(rank)
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock.setblocking(False)
@@ -95,7 +87,7 @@ class Listener:
             self._sock.listen()
         except OSError as error:
             self._sock.close()
-            raise TransportError(f"cannot listen on a Unix socket: {error}") from error
+            raise TransportError(f"cannot listen on a Unix socket: {with_limit(error)}") from error
         self._listen()
 
     def _listen(self) -> None:
@@ -103,7 +95,9 @@ class Listener:
             self._loop.add_reader(self._sock.fileno(), self._accept)
 
     def _accept(self) -> None:
-        while self._sock.fileno() >= 0:
+        for _ in range(_BATCH):
+            if self._sock.fileno() < 0:  # closed by a connection
+                return
             try:
                 sock, _ = self._sock.accept()
             except BlockingIOError:
@@ -117,7 +111,7 @@ class Listener:
                 self._on_connected(Connected(sock, _process_at(sock)))
             except TransportError as error:
                 sock.close()
-                self._on_stranger(f"a connection was refused: {error}")
+                self._on_rejected(f"a connection was refused: {error}")
 
     def close(self) -> None:
         """Accept nothing more. May be called twice."""

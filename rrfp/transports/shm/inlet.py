@@ -10,10 +10,10 @@ from rrfp.errors import FrameError, TransportError
 from rrfp.transports.announcements import Announcement
 from rrfp.transports.base import Channel, Message
 from rrfp.transports.header_checks import HeaderChecks
-from rrfp.transports.shm.datagrams import BUFFER_BYTES, Datagram, Payload, unpack
+from rrfp.transports.shm.datagrams import BUFFER_BYTES, Datagram, DatagramBody, unpack
 from rrfp.transports.shm.packets import Packet
-from rrfp.transports.shm.shared import Shared
-from rrfp.transports.shm.slots import Slot, padded
+from rrfp.transports.shm.shared import TransportState
+from rrfp.transports.shm.slots import Slot, padded, with_limit
 from rrfp.transports.wire import Sealed
 
 #: The kinds of the link's own frames; every other kind is a message's.
@@ -21,7 +21,7 @@ LINK_KINDS = ("hello", "welcome", "credit", "want", "drop", "lost", "bye")
 HELLO, WELCOME, CREDIT, WANT, DROP, LOST, BYE = LINK_KINDS
 
 
-class Receiver(Protocol):
+class ShmReceiver(Protocol):
     """The owner of an inlet, to which it reports."""
 
     def on_message(self, message: Message, num_bytes: int) -> None:
@@ -37,10 +37,10 @@ class Receiver(Protocol):
         """The slot of a good message with ``num_bytes`` of tensors cannot be mapped here; `on_bad_frame` says why."""
 
 
-class Inlet:
+class ShmInlet:
     """One channel of ``peer``. Used on one loop only; calls ``receiver`` with messages and frames."""
 
-    def __init__(self, peer: int, channel: Channel, shared: Shared, receiver: Receiver) -> None:
+    def __init__(self, peer: int, channel: Channel, shared: TransportState, receiver: ShmReceiver) -> None:
         self._peer = peer
         self._channel = channel
         self._codec = shared.codec
@@ -115,7 +115,7 @@ class Inlet:
                 self._slots[payload.slot] = self._open(payload, packet.descriptor)
         except OSError as error:
             self._lose(datagram)
-            raise TransportError(f"a message of rank {self._peer} was lost: {error}") from error
+            raise TransportError(f"a message of rank {self._peer} was lost: {with_limit(error)}") from error
         if payload.slot == 0:
             return None
         slot = self._slots.get(payload.slot)
@@ -123,7 +123,7 @@ class Inlet:
             raise FrameError(self._peer, "slot", f"is {payload.slot} with {payload.room} bytes, which is unknown here")
         return slot
 
-    def _open(self, payload: Payload, descriptor: int) -> Slot:
+    def _open(self, payload: DatagramBody, descriptor: int) -> Slot:
         try:
             slot = Slot.open(payload.slot, payload.room, descriptor)
         except ValueError as error:

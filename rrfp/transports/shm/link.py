@@ -15,21 +15,20 @@ from typing import Protocol
 
 from rrfp.errors import FrameError, PeerLostError, RrfpError
 from rrfp.transports.base import Channel
-from rrfp.transports.credits import Credits, apply_credit
-from rrfp.transports.flow import Window
+from rrfp.transports.flow import Credits, Window, apply_credit
 from rrfp.transports.header_checks import HeaderChecks
 from rrfp.transports.shm.datagrams import pack
-from rrfp.transports.shm.inlet import BYE, CREDIT, HELLO, LOST, WANT, WELCOME, Inlet, Receiver
-from rrfp.transports.shm.outlet import Outlet
+from rrfp.transports.shm.inlet import BYE, CREDIT, HELLO, LOST, WANT, WELCOME, ShmInlet, ShmReceiver
+from rrfp.transports.shm.outlet import ShmOutlet
 from rrfp.transports.shm.packets import PacketSocket
-from rrfp.transports.shm.shared import Shared
+from rrfp.transports.shm.shared import TransportState
 from rrfp.transports.wire import Sealed
 
 #: Datagrams that are read of one channel before the loop runs.
 _BATCH = 32
 
 
-class LinkOwner(Receiver, Protocol):
+class LinkOwner(ShmReceiver, Protocol):
     """The owner of links: also learns of their ends."""
 
     def on_lost(self, error: PeerLostError) -> None:
@@ -41,29 +40,21 @@ class _Connection:
     """One channel: its socket, and what arrives."""
 
     packets: PacketSocket
-    inlet: Inlet
+    inlet: ShmInlet
     has_ended: bool = False
 
 
-class Link:
-    """The connection to one peer. Used on one loop only.
+class ShmLink:
+    """The connection to one peer. Used on one loop only."""
 
-    Attributes:
-        peer: the rank at its other end.
-        outlets: the sending sides of the channels that are connected.
-        process: that rank's process, once the first socket is connected.
-        is_connected: messages can flow both ways.
-        opened: set when they can, or when they never will.
-    """
-
-    def __init__(self, peer: int, shared: Shared, owner: LinkOwner) -> None:
+    def __init__(self, peer: int, shared: TransportState, owner: LinkOwner) -> None:
         self.peer = peer
         self.process: int | None = None
         self.is_connected = False
         self.opened = asyncio.Event()
         self._shared = shared
         self._owner = owner
-        self.outlets: dict[Channel, Outlet] = {}
+        self.outlets: dict[Channel, ShmOutlet] = {}
         self._connections: dict[Channel, _Connection] = {}
         self._welcomed: set[Channel] = set()
         self._byes: set[Channel] = set()
@@ -77,9 +68,9 @@ class Link:
             return
         shared = self._shared
         self.process = process
-        outlet = Outlet(self.peer, packets, shared, partial(self._post, Channel.CONTROL, WANT, channel.value))
+        outlet = ShmOutlet(self.peer, packets, shared, partial(self._post, Channel.CONTROL, WANT, channel.value))
         self.outlets = {**self.outlets, channel: outlet}  # a new one: `statistics` may be reading it in another thread
-        self._connections[channel] = _Connection(packets, Inlet(self.peer, channel, shared, self._owner))
+        self._connections[channel] = _Connection(packets, ShmInlet(self.peer, channel, shared, self._owner))
         packets.on_readable(partial(self._read, channel))
         if accepted:
             self._post(channel, WELCOME)

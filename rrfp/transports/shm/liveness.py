@@ -1,8 +1,13 @@
-"""Whether the processes of the peers are alive: a pidfd says that one ended, /proc that one is stopped.
+"""Whether the processes of the peers are alive: a pidfd says that one ended, /proc that one is stopped or frozen.
 
 Mostly the end of a socket comes first. But a child that a rank forked keeps the rank's sockets open, and a stopped
-process (SIGSTOP, a debugger) ends none. No peer is asked to answer: its loop may rightly be busy for seconds with a
-call that keeps the interpreter's lock.
+process (SIGSTOP, a debugger) or a frozen one (its cgroup: a paused container) ends none. No peer is asked to answer:
+its loop may rightly be busy for seconds with a call that keeps the interpreter's lock.
+
+A frozen process has no state of its own: it shows D with the first version of cgroups, S with the second. Its cgroup
+says it. Where that cannot be read, as from another container, a process counts as frozen while none of its threads is
+given a core. A rank that is only stuck has the thread of its `LoopWatchdog`, which wakes up several times in the time
+that the watch has patience.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from rrfp.errors import TransportError
@@ -26,17 +32,13 @@ class _Process:
     pid: int
     descriptor: int
     on_lost: Callable[[str], None]
-    stopped_s: float | None = None  # for how long; None while it runs
+    ticks: int = -1  # of processor time
+    switches: int = -1  # how often its threads gave up a core
+    still_s: float | None = None  # for how long it has been stopped or frozen; None while it runs
 
 
-class ProcessWatch:
-    """Watches processes. Used on one loop only.
-
-    Args:
-        home: the loop.
-        interval_s: seconds between two looks at /proc.
-        patience_s: how long a process may be stopped.
-    """
+class PeerLiveness:
+    """Watches processes. Used on one loop only."""
 
     def __init__(self, home: HomeLoop, interval_s: float, patience_s: float) -> None:
         self._loop = home.loop
@@ -47,7 +49,7 @@ class ProcessWatch:
         self._looked_s = home.loop.time()
 
     def watch(self, peer: int, pid: int, on_lost: Callable[[str], None]) -> None:
-        """Call ``on_lost`` with the reason once the process of ``peer`` has ended, or was stopped for too long.
+        """Call ``on_lost`` with the reason once the process of ``peer`` has ended, or was stopped or frozen too long.
 
         Raises a TransportError if this process may open no more files.
         """
@@ -81,13 +83,13 @@ class ProcessWatch:
         seen_s = min(now_s - self._looked_s, 2 * self._interval_s)
         self._looked_s = now_s
         for peer, process in list(self._processes.items()):
-            if not _is_stopped(process.pid):
-                process.stopped_s = None
+            if not (how := _stands_still(process)):
+                process.still_s = None
                 continue
-            process.stopped_s = 0.0 if process.stopped_s is None else process.stopped_s + seen_s
-            if process.stopped_s >= self._patience_s:
+            process.still_s = 0.0 if process.still_s is None else process.still_s + seen_s
+            if process.still_s >= self._patience_s:
                 self.forget(peer)
-                process.on_lost(f"its process is stopped, for {self._patience_s:g} s already")
+                process.on_lost(f"its process {how}, for {self._patience_s:g} s already")
 
     def close(self) -> None:
         """Watch nothing more. May be called twice."""
@@ -97,8 +99,72 @@ class ProcessWatch:
             self._timer.cancel()
 
 
-def _is_stopped(pid: int) -> bool:
-    with suppress(OSError):  # it has ended, which its pidfd says
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-        return stat.rpartition(b")")[2].split()[0] in _STOPPED
-    return False
+def _stands_still(process: _Process) -> str:
+    """How ``process`` stands still; empty if it runs, has ended, or may run. Remembers what it used so far."""
+    try:
+        fields = Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:  # it has ended, which its pidfd says
+        return ""
+    ticks_before, process.ticks = process.ticks, int(fields[11]) + int(fields[12])
+    if fields[0] in _STOPPED:
+        return "is stopped"
+    if process.ticks != ticks_before:
+        return ""
+    if (frozen := is_frozen(process.pid)) is not None:
+        return "is frozen with its cgroup" if frozen else ""
+    switches_before, process.switches = process.switches, _switches(process.pid)
+    return "" if process.switches != switches_before else "is given no core, as if its container were paused"
+
+
+def _switches(pid: int) -> int:
+    """How often the threads of a process gave up a core; differs from the last answer if threads came or went."""
+    count = 0
+    for thread in Path(f"/proc/{pid}/task").glob("*/status"):
+        with suppress(OSError):
+            lines = thread.read_text().splitlines()
+            count += 1 + sum(int(line.split()[1]) for line in lines if "ctxt_switches:" in line)
+    return count
+
+
+def is_frozen(pid: int) -> bool | None:
+    """Whether a cgroup of process ``pid`` is frozen; None where that cannot be read from here."""
+    answers = set()
+    try:
+        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+            number, controllers, path = line.split(":", 2)
+            if number == "0" or "freezer" in controllers.split(","):
+                answers.add(_is_frozen("" if number == "0" else "freezer", path))
+    except (OSError, ValueError):
+        return None
+    return True if True in answers else None if None in answers or not answers else False
+
+
+def _is_frozen(controller: str, path: str) -> bool | None:
+    if (mount := _mounts().get(controller)) is None:
+        return None
+    top, folder = mount[0].rstrip("/"), mount[1]
+    if ".." in path.split("/") or not f"{path}/".startswith(f"{top}/"):  # outside of what this process sees
+        return None
+    own = Path(folder, path.removeprefix(top).lstrip("/"))
+    try:
+        if controller:
+            return (own / "freezer.state").read_text().strip() != "THAWED"
+        return "frozen 1" in (own / "cgroup.events").read_text().splitlines()
+    except FileNotFoundError:  # the root of all has no such file, and is never frozen
+        return False if (own / "cgroup.procs").exists() and path == "/" else None
+    except OSError:
+        return None
+
+
+@cache
+def _mounts() -> dict[str, tuple[str, str]]:
+    """Of the second version of cgroups, key "", and of the freezer of the first: the cgroup and folder of its mount."""
+    mounts: dict[str, tuple[str, str]] = {}
+    with suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            fields, _, rest = line.partition(" - ")
+            kind, _, options = rest.split(" ", 2)
+            if kind == "cgroup2" or (kind == "cgroup" and "freezer" in options.split(" ")[-1].split(",")):
+                root, folder = fields.split(" ")[3:5]
+                mounts.setdefault("" if kind == "cgroup2" else "freezer", (root, folder))
+    return mounts

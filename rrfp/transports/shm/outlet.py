@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from rrfp.errors import PeerLostError, RrfpError, TransportError
 from rrfp.transports.base import Message
 from rrfp.transports.flow import Window, cost_of
-from rrfp.transports.shm.datagrams import INLINE_BYTES, Payload, pack
+from rrfp.transports.shm.datagrams import INLINE_BYTES, DatagramBody, pack
 from rrfp.transports.shm.inlet import DROP
-from rrfp.transports.shm.loans import SlotLoan, is_same
 from rrfp.transports.shm.packets import PacketSocket
-from rrfp.transports.shm.shared import Shared
-from rrfp.transports.shm.slot_pool import SlotPool
-from rrfp.transports.shm.slots import Slot, padded
+from rrfp.transports.shm.shared import TransportState
+from rrfp.transports.shm.slot_pool import SlotLoan, SlotPool, is_same
+from rrfp.transports.shm.slots import Slot, padded, with_limit
 from rrfp.transports.tensor_bytes import copy_bytes
 
 #: Larger messages are copied in the helper thread. Up to here a copy keeps the loop busy for less than half a
@@ -24,10 +22,10 @@ from rrfp.transports.tensor_bytes import copy_bytes
 COPIED_ON_LOOP_BYTES = 2 << 20
 
 
-class Outlet:
+class ShmOutlet:
     """One channel to ``peer`` over ``packets``; ``ask`` is the window's. Used on one loop only."""
 
-    def __init__(self, peer: int, packets: PacketSocket, shared: Shared, ask: Callable[[], None]) -> None:
+    def __init__(self, peer: int, packets: PacketSocket, shared: TransportState, ask: Callable[[], None]) -> None:
         home = shared.home
         self.window = Window(shared.queue_bytes, home, ask)
         self.pool = SlotPool(home.loop.time, self._on_dropped, shared.register, shared.make_room)
@@ -53,7 +51,7 @@ class Outlet:
             try:
                 header, frames = self._codec.encode(message, self._sequence)
                 if num_bytes <= INLINE_BYTES:
-                    await self._send(pack(header, Payload(len(frames), num_bytes), frames))
+                    await self._send(pack(header, DatagramBody(len(frames), num_bytes), frames))
                 else:
                     await self._send_in_slot(header, frames, num_bytes)
             except BaseException:
@@ -83,12 +81,12 @@ class Outlet:
     def _push(self, message: Message, num_bytes: int) -> bool:
         header, frames = self._codec.encode(message, self._sequence)
         if num_bytes <= INLINE_BYTES:
-            return self._packets.push(pack(header, Payload(len(frames), num_bytes), frames))
+            return self._packets.push(pack(header, DatagramBody(len(frames), num_bytes), frames))
         slot = self._slot_for(frames)
         sent = False
         try:
             _fill(slot, _copies_into(slot, frames))
-            payload = Payload(len(frames), num_bytes, slot.ident, slot.num_bytes)
+            payload = DatagramBody(len(frames), num_bytes, slot.ident, slot.num_bytes)
             sent = self._packets.push(pack(header, payload), slot.descriptor)
         finally:
             if not sent:
@@ -103,7 +101,7 @@ class Outlet:
         filled = self._copier.run(partial(_fill, slot, copies), now=is_short)
         try:
             await asyncio.shield(filled)
-            payload = Payload(len(frames), num_bytes, slot.ident, slot.num_bytes)
+            payload = DatagramBody(len(frames), num_bytes, slot.ident, slot.num_bytes)
             await self._send(pack(header, payload), slot.descriptor)
         except BaseException as error:
             # A slot in the middle of a copy must not be lent to another message.
@@ -157,9 +155,9 @@ class Outlet:
             raise type(error)(*error.args) from None
 
     def _no_memory(self, num_bytes: int, error: OSError) -> TransportError:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        reason = f"no {num_bytes} bytes of shared memory for a message to rank {self._peer}: {error}"
-        return TransportError(f"{reason} (RLIMIT_NOFILE is {limit})")
+        return TransportError(
+            f"no {num_bytes} bytes of shared memory for a message to rank {self._peer}: {with_limit(error)}"
+        )
 
     async def post_in_turn(self, header: bytes) -> None:
         """Send a frame of the link itself behind all accepted messages, or raise the error passed to `fail`."""

@@ -35,28 +35,20 @@ Parts = Sequence[bytes | memoryview]
 
 
 class Packet(NamedTuple):
-    """A datagram that was read.
+    """A datagram that was read."""
 
-    Attributes:
-        size: its bytes in the buffer; 0: the peer's end was closed, and all its datagrams were read.
-        descriptor: the one that came along, now this process's.
-        is_cut: the buffer was too small for it.
-        lacks_descriptor: this process may have no more descriptors, so that the kernel kept it.
-    """
-
+    #: Its bytes in the buffer; 0: the peer's end was closed, and all its datagrams were read.
     size: int
+    #: The one that came along, now this process's.
     descriptor: int | None
+    #: The buffer was too small for it.
     is_cut: bool
+    #: This process may have no more descriptors, so that the kernel kept it.
     lacks_descriptor: bool
 
 
 class PacketSocket:
-    """See the module's docstring. Used on one loop only, and by one sender at a time.
-
-    Args:
-        sock: connected; this object closes it.
-        home: the loop.
-    """
+    """See the module's docstring. Used on one loop only, and by one sender at a time."""
 
     def __init__(self, sock: socket.socket, home: HomeLoop) -> None:
         sock.setblocking(False)

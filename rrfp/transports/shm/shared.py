@@ -1,4 +1,4 @@
-"""What the connections of one transport share."""
+"""State shared by the connections of one transport."""
 
 from __future__ import annotations
 
@@ -13,23 +13,19 @@ from rrfp.transports.wire import Codec
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """See the module's docstring.
+class TransportState:
+    """See the module's docstring."""
 
-    Attributes:
-        home: the loop.
-        codec: of the rank.
-        copier: for large messages.
-        queue_bytes: the window of each channel.
-        buffer: for the datagram that is read.
-        register: registers the memory of a new slot with the rank's device; the handle keeps it pinned.
-        make_room: see `SlotPool`.
-    """
-
+    #: The loop.
     home: HomeLoop
     codec: Codec
+    #: For large messages.
     copier: Copier
+    #: The window of each channel.
     queue_bytes: int
+    #: For the datagram that is read.
     buffer: bytearray
+    #: Registers the memory of a new slot with the rank's device; the handle keeps it pinned.
     register: Callable[[Tensor], object]
+    #: See `SlotPool`.
     make_room: Callable[[], None]

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from rrfp.transports.shm.slots import Slot, size_class
@@ -25,14 +27,7 @@ IDLE_S = 10.0
 
 
 class SlotPool:
-    """See the module's docstring. Used on one loop only.
-
-    Args:
-        clock: the loop's time in seconds.
-        on_dropped: makes the receiver forget the slot of this number.
-        register: registers the memory of a new slot with the rank's device.
-        make_room: called before a slot is made; see `drop_surplus`.
-    """
+    """See the module's docstring. Used on one loop only."""
 
     def __init__(
         self,
@@ -108,3 +103,41 @@ def drop_surplus(pools: list[SlotPool], unused_since_s: float = math.inf) -> Non
             return
         pools[index].drop(slot)
         excess -= slot.num_bytes
+
+
+class SlotLoan:
+    """One slot for the tensors of one message, of these ``sizes``; see `rrfp.transports.base.Loan`."""
+
+    def __init__(self, slot: Slot, sizes: Sequence[int], pool: SlotPool) -> None:
+        self.slot = slot
+        self.frames = slot.frames(sizes)
+        self._sizes = list(sizes)
+        self._pool = pool
+        self._is_open = True
+
+    def accept(self, frames: Sequence[memoryview]) -> bool:
+        """Whether ``frames`` are the message's; the slot is the caller's then."""
+        fits = self._is_open and [frame.nbytes for frame in frames] == self._sizes
+        if not (fits and any(map(is_same, self.frames, frames))):
+            return False
+        self._is_open = False
+        return True
+
+    def close(self) -> None:
+        """Drop the slot unless it was accepted: a device may still write to it, so no other message may use it."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self.slot.descriptor is None:
+            self._pool.drop(self.slot)
+        else:
+            self._pool.forget(self.slot)
+
+
+def is_same(target: memoryview, frame: memoryview) -> bool:
+    """Whether two views are of the same memory."""
+    return frame.nbytes > 0 and _address(target) == _address(frame)
+
+
+def _address(view: memoryview) -> Any:
+    return np.asarray(view).__array_interface__["data"][0]

@@ -11,8 +11,11 @@ when nothing refers to the message's tensors any more. So giving back costs no m
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import re
+import resource
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -30,6 +33,34 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _FREE, _LENT = 0, 1
 
 _PAGE = 4096
+
+#: How torch's error ends its first line: the text of an errno, and its number.
+_ERROR_NUMBER = re.compile(r"\((\d+)\)$", re.MULTILINE)
+
+
+def with_limit(error: OSError) -> str:
+    """The text of ``error``, and the limit that it comes from, if it comes from one."""
+    limit = {
+        errno.EMFILE: f"RLIMIT_NOFILE is {_soft_limit(resource.RLIMIT_NOFILE)}; ulimit -n",
+        errno.ENFILE: "all processes of this system together have as many files open as /proc/sys/fs/file-max allows",
+        errno.EFBIG: f"RLIMIT_FSIZE is {_soft_limit(resource.RLIMIT_FSIZE)} bytes; ulimit -f",
+        errno.ENOMEM: f"the memory of this machine or cgroup is full, or RLIMIT_AS, {_soft_limit(resource.RLIMIT_AS)}",
+        errno.ENOSPC: "the memory of this machine or cgroup is full",
+    }.get(error.errno or 0)
+    return f"{error} ({limit})" if limit else str(error)
+
+
+def _soft_limit(which: int) -> str:
+    limit = resource.getrlimit(which)[0]
+    return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
+
+
+def obstacle_of_limits(num_bytes: int) -> str:
+    """Why no message of ``num_bytes`` could have a slot here, whatever memory is free; empty if it could."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit == resource.RLIM_INFINITY or limit >= HEAD_BYTES + size_class(num_bytes):
+        return ""
+    return f"RLIMIT_FSIZE is {limit} bytes (ulimit -f), and max_message_bytes is {num_bytes}"
 
 
 def size_class(num_bytes: int) -> int:
@@ -145,7 +176,10 @@ def _map(descriptor: int, num_bytes: int) -> Tensor:
     try:
         return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=num_bytes, dtype=torch.uint8)
     except RuntimeError as error:
-        raise OSError(f"cannot map {num_bytes} bytes of shared memory: {error!s:.200}") from error
+        failed = OSError(f"cannot map {num_bytes} bytes of shared memory: {error!s:.200}")
+        if (number := _ERROR_NUMBER.search(str(error))) is not None:
+            failed.errno = int(number[1])
+        raise failed from error
 
 
 def _cut(memory: memoryview, sizes: Sequence[int]) -> list[memoryview]:

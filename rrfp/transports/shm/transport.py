@@ -14,31 +14,93 @@ at most. A slot has up to 12.5% and a page more than its tensors, each of which 
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from torch import Tensor
 
 from rrfp.core import timeouts
-from rrfp.errors import ConfigError, FrameError, TransportClosedError, TransportError
+from rrfp.errors import ConfigError, FrameError, RrfpError, TransportClosedError, TransportError
 from rrfp.transports.base import Channel, TransportContext
 from rrfp.transports.flow import HomeLoop
+from rrfp.transports.header_checks import HeaderChecks, shown
 from rrfp.transports.linked import LinkedTransport
 from rrfp.transports.rendezvous import publish_in_time
 from rrfp.transports.shm.copier import Copier
-from rrfp.transports.shm.datagrams import BUFFER_BYTES
-from rrfp.transports.shm.endpoint import Listener, connect
-from rrfp.transports.shm.link import Link
-from rrfp.transports.shm.liveness import ProcessWatch
-from rrfp.transports.shm.loans import SlotLoan
+from rrfp.transports.shm.datagrams import BUFFER_BYTES, unpack
+from rrfp.transports.shm.endpoint import Connected, Listener, connect
+from rrfp.transports.shm.inlet import HELLO
+from rrfp.transports.shm.link import ShmLink
+from rrfp.transports.shm.liveness import PeerLiveness
 from rrfp.transports.shm.packets import PacketSocket
-from rrfp.transports.shm.shared import Shared
-from rrfp.transports.shm.slot_pool import IDLE_S, SlotPool, drop_surplus
-from rrfp.transports.shm.strangers import Strangers
-from rrfp.transports.wire import Sealed
+from rrfp.transports.shm.shared import TransportState
+from rrfp.transports.shm.slot_pool import IDLE_S, SlotLoan, SlotPool, drop_surplus
+from rrfp.transports.shm.slots import with_limit
+from rrfp.transports.wire import Codec, Sealed
+
+#: Takes a greeted connection: rank, channel, socket and process. Raises a FrameError if that channel has one already.
+OnGreeted = Callable[[int, Channel, PacketSocket, int], None]
 
 
-class ShmTransport(LinkedTransport[Link]):
+class PendingConnections:
+    """Reads the greeting of each accepted connection; closes one that greets wrongly, and reports it."""
+
+    def __init__(
+        self,
+        codec: Codec,
+        home: HomeLoop,
+        buffer: bytearray,
+        on_greeted: OnGreeted,
+        on_rejected: Callable[[str], None],
+    ) -> None:
+        self._codec = codec
+        self._home = home
+        self._buffer = buffer
+        self._on_greeted = on_greeted
+        self._on_rejected = on_rejected
+        self._waiting: dict[PacketSocket, int] = {}
+
+    def add(self, connected: Connected) -> None:
+        """Wait for the greeting of an accepted connection."""
+        packets = PacketSocket(connected.sock, self._home)
+        self._waiting[packets] = connected.process
+        packets.on_readable(partial(self._read, packets))
+
+    def _read(self, packets: PacketSocket) -> None:
+        packet = packets.read(self._buffer)
+        if packet is None:
+            return
+        process = self._waiting.pop(packets)
+        try:
+            if packet.descriptor is not None:
+                os.close(packet.descriptor)
+            if packet.size == 0:
+                raise TransportError("it ended before its greeting")
+            sealed = self._codec.open(unpack(None, memoryview(self._buffer)[: packet.size]).header)
+            if sealed.kind != HELLO:
+                raise FrameError(sealed.sender, "kind", f"is {shown(sealed.kind)}, must be {HELLO!r}")
+            check = HeaderChecks(sealed.sender)
+            (name,) = check.array("hello", sealed.fields, 1)
+            self._on_greeted(sealed.sender, check.choice("hello.channel", name, Channel), packets, process)
+        except RrfpError as error:
+            packets.close()
+            self._on_rejected(f"a connection from process {process} was refused: {error}")
+
+    def close(self) -> None:
+        """Close all that have not greeted. May be called twice."""
+        for packets in self._waiting:
+            packets.close()
+        self._waiting.clear()
+
+
+#: No fault of the peer.
+_OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
+
+
+class ShmTransport(LinkedTransport[ShmLink]):
     """Between processes of one user on one Linux host: tensors in shared memory, received without a copy.
 
     The processes must share the network and pid namespace, as those of one container do.
@@ -54,28 +116,28 @@ class ShmTransport(LinkedTransport[Link]):
             raise ConfigError(f"transport shm needs Linux, this is {sys.platform}; use transport zmq")
         self._copier: Copier | None = None
         self._listener: Listener | None = None
-        self._strangers: Strangers | None = None
-        self._watch: ProcessWatch | None = None
+        self._pending: PendingConnections | None = None
+        self._watch: PeerLiveness | None = None
         self._trimming: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
         """Listen, publish the address, and connect to every peer; see `Transport.start`."""
         await super().start()
         assert self._listener is not None
-        assert self._strangers is not None
+        assert self._pending is not None
         self._listener.close()
-        self._strangers.close()
+        self._pending.close()
 
     async def _connect(self, home: HomeLoop, deadline_s: float) -> None:
         context = self.context
         self._copier = Copier(home, f"rrfp-shm-copies-{context.rank}")
         register = _not_pinned if context.copies is None else context.copies.register
         buffer = bytearray(BUFFER_BYTES)
-        shared = Shared(home, self._codec, self._copier, context.queue_bytes, buffer, register, self._make_room)
-        self._links = {peer: Link(peer, shared, self) for peer in context.peers}
-        self._watch = ProcessWatch(home, context.heartbeat_s, context.patience_s)
-        self._strangers = Strangers(self._codec, home, shared.buffer, self._on_greeted, self.on_stranger)
-        self._listener = Listener(context.rank, home, self._strangers.add, self.on_stranger)
+        shared = TransportState(home, self._codec, self._copier, context.queue_bytes, buffer, register, self._make_room)
+        self._links = {peer: ShmLink(peer, shared, self) for peer in context.peers}
+        self._watch = PeerLiveness(home, context.heartbeat_s, context.patience_s)
+        self._pending = PendingConnections(self._codec, home, shared.buffer, self._on_greeted, self.on_rejected)
+        self._listener = Listener(context.rank, home, self._pending.add, self.on_rejected)
         await publish_in_time(context, address_key(context, context.rank), self._listener.address.encode())
         for peer in context.peers:
             if peer < context.rank:
@@ -92,9 +154,11 @@ class ShmTransport(LinkedTransport[Link]):
             except TransportClosedError:
                 raise
             except (OSError, TransportError, ValueError) as error:
+                if isinstance(error, OSError) and error.errno in _OWN_LIMITS:
+                    raise TransportError(f"cannot connect to rank {peer}: {with_limit(error)}") from error
                 raise TransportError(
-                    f"cannot connect to {address!r:.200}, which rank {peer} published: {error}; shm joins processes of "
-                    "one host and network namespace, zmq all others"
+                    f"cannot connect to {address!r:.200}, which rank {peer} or another program wrote to the store: "
+                    f"{error}; shm joins processes of one host and network namespace, zmq all others"
                 ) from error
             if connected is None:
                 limit_s = self.context.connect_timeout_s
@@ -132,14 +196,14 @@ class ShmTransport(LinkedTransport[Link]):
         return [outlet.pool for link in self._links.values() for outlet in link.outlets.values()]
 
     def lend(self, peer: int, channel: Channel, sizes: Sequence[int]) -> SlotLoan | None:
-        """See `rrfp.transports.lending.LendsMemory`."""
+        """See `rrfp.transports.base.LendsMemory`."""
         link = None if self._closing or self._is_closed else self._links.get(peer)
         outlet = None if link is None else link.outlets.get(channel)
         return None if outlet is None else outlet.lend(sizes)
 
     def _free(self) -> None:
-        parts: Iterable[Copier | Listener | Strangers | ProcessWatch | None] = (
-            *(self._listener, self._strangers, self._watch, self._copier),
+        parts: Iterable[Copier | Listener | PendingConnections | PeerLiveness | None] = (
+            *(self._listener, self._pending, self._watch, self._copier),
         )
         for part in parts:
             if part is not None:

@@ -14,12 +14,13 @@ from pathlib import Path
 from rrfp.core import timeouts
 from rrfp.errors import TransportError
 from rrfp.log import get_logger
+from rrfp.transports.base import DEFAULT_MAX_MESSAGE_BYTES
 from rrfp.transports.flow import HomeLoop
-from rrfp.transports.refusals import Refusals
+from rrfp.transports.rate_limited_log import RateLimitedLog
 from rrfp.transports.shm.datagrams import BUFFER_BYTES
 from rrfp.transports.shm.endpoint import Connected, Listener, connect
 from rrfp.transports.shm.packets import PacketSocket
-from rrfp.transports.shm.slots import Slot
+from rrfp.transports.shm.slots import Slot, obstacle_of_limits, with_limit
 
 _TOKEN_BYTES = 16
 _SLOT = 1
@@ -57,27 +58,29 @@ class Host:
         return cls(**fields)
 
 
-def this_host() -> Host:
-    """The facts of this process."""
+def this_host(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> Host:
+    """The facts of this process, whose messages have ``max_message_bytes`` at most."""
     if sys.platform != "linux":
         return Host("", "", "", "", "", f"shared memory needs Linux, this is {sys.platform}")
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         users, networks, processes = (os.readlink(f"/proc/self/ns/{name}") for name in ("user", "net", "pid"))
-        return Host(boot, str(os.geteuid()), users, networks, processes, _obstacle())
+        return Host(boot, str(os.geteuid()), users, networks, processes, _obstacle(max_message_bytes))
     except OSError as error:
         return Host("", "", "", "", "", f"/proc does not say what a process shares with others: {error}")
 
 
-def _obstacle() -> str:
+def _obstacle(max_message_bytes: int) -> str:
     """Why this process cannot share memory at all; empty if it can."""
+    if obstacle := obstacle_of_limits(max_message_bytes):
+        return obstacle
     try:
         slot = Slot.make(_SLOT, _ROOM)
         slot.reserve()
         slot.close_descriptor()
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
-        return f"the system refuses what shared memory needs (memfd, pidfd): {error}"
+        return f"the system refuses what shared memory needs (memfd, pidfd): {with_limit(error)}"
     return ""
 
 
@@ -104,21 +107,13 @@ _log = get_logger(__name__)
 
 
 class TrialAnswers:
-    """Answers the trials of peers: reverses the token in each slot that arrives. Used on one loop only.
-
-    Args:
-        rank: of this process.
-        home: the loop.
-
-    Attributes:
-        address: for `try_slot`.
-    """
+    """Answers the trials of peers: reverses the token in each slot that arrives. Used on one loop only."""
 
     def __init__(self, rank: int, home: HomeLoop) -> None:
         self._home = home
         self._open: set[PacketSocket] = set()
         self._buffer = bytearray(BUFFER_BYTES)
-        self._listener = Listener(rank, home, self._on_connected, Refusals(_log).add)
+        self._listener = Listener(rank, home, self._on_connected, RateLimitedLog(_log).add)
         self.address = self._listener.address
 
     def _on_connected(self, connected: Connected) -> None:
@@ -152,18 +147,14 @@ class TrialAnswers:
 
 
 async def try_slot(address: str, home: HomeLoop, timeout_s: float) -> str:
-    """Pass a slot to the rank that answers at ``address``, and look whether it reads and writes it.
-
-    Returns:
-        Why that failed; empty if it did not.
-    """
+    """Pass a slot to the rank that answers at ``address``, and look whether it reads and writes it."""
     try:
         async with asyncio.timeout(timeout_s):
             return await _try_slot(address, home)
     except TimeoutError:
         return f"passing shared memory took more than {timeout_s:g} s"
     except (OSError, TransportError) as error:
-        return f"passing shared memory failed: {error}"
+        return f"passing shared memory failed: {with_limit(error) if isinstance(error, OSError) else error}"
 
 
 async def _try_slot(address: str, home: HomeLoop) -> str:

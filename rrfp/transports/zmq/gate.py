@@ -34,15 +34,10 @@ class _Request(NamedTuple):
 
 
 class Gate:
-    """Used on one loop only. Create it before a listener binds: without a handler libzmq accepts every connection.
+    """Used on one loop only. Create it before a listener binds: without a handler libzmq accepts every connection."""
 
-    Args:
-        sockets: whose listeners it guards.
-        on_stranger: takes a sentence for each connection that was refused.
-    """
-
-    def __init__(self, sockets: zmq.Context[zmq.Socket[bytes]], on_stranger: Callable[[str], None]) -> None:
-        self._on_stranger = on_stranger
+    def __init__(self, sockets: zmq.Context[zmq.Socket[bytes]], on_rejected: Callable[[str], None]) -> None:
+        self._on_rejected = on_rejected
         self._keys: dict[bytes, int] = {}
         self._passwords: dict[bytes, tuple[int, bytes]] = {}
         self._knows_all = False
@@ -91,7 +86,7 @@ class Gate:
             self._waiting.append(request)
         else:
             self._answer(request, _REFUSED, b"")
-            self._on_stranger(f"refused a connection from {request.address!r:.60} without a rank's key or password")
+            self._on_rejected(f"refused a connection from {request.address!r:.60} without a rank's key or password")
 
     def _answer(self, request: _Request, status: bytes, name: bytes) -> None:
         self._socket.send_multipart([*request.envelope, status, b"", name, b""], _NOBLOCK)

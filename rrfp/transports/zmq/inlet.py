@@ -53,24 +53,21 @@ _EVENT = struct.Struct("=Hi")
 
 @dataclass(slots=True)
 class Route:
-    """One inbound connection: a channel of a peer.
+    """One inbound connection: a channel of a peer."""
 
-    Attributes:
-        peer: the rank at its other end.
-        channel: the FIFO that it carries.
-        assembly: the message that is arriving, or None between messages.
-        sequence: of the next message.
-        out_of_step: a bad frame was reported, and pieces are dropped until the next message starts.
-    """
-
+    #: The rank at its other end.
     peer: int
+    #: The FIFO that it carries.
     channel: Channel
+    #: The message that is arriving, or None between messages.
     assembly: Assembly | None = None
+    #: The number of the next message.
     sequence: int = 0
+    #: a bad frame was reported, and pieces are dropped until the next message starts.
     out_of_step: bool = False
 
 
-class Receiver(Protocol):
+class ZmqReceiver(Protocol):
     """The owner of an inlet, to which it reports."""
 
     def on_message(self, message: Message, num_bytes: int) -> None:
@@ -82,7 +79,7 @@ class Receiver(Protocol):
     def on_bad_frame(self, error: FrameError) -> None:
         """A frame was dropped."""
 
-    def on_stranger(self, sentence: str) -> None:
+    def on_rejected(self, sentence: str) -> None:
         """A frame of no rank was dropped, as the sentence says."""
 
     def on_disconnected(self, peer: int, channel: Channel) -> None:
@@ -99,7 +96,7 @@ def _milliseconds(seconds: float) -> int:
     return max(1, round(1000 * seconds))
 
 
-class Inlet:
+class ZmqInlet:
     """See the module's docstring. Used on one loop only; calls ``receiver`` with messages, frames and ends.
 
     ``security`` protects a listener on tcp, which brings the ``channels`` of all peers.
@@ -110,7 +107,7 @@ class Inlet:
         sockets: zmq.Context[zmq.Socket[bytes]],
         codec: Codec,
         context: TransportContext,
-        receiver: Receiver,
+        receiver: ZmqReceiver,
         channels: Sequence[Channel] = tuple(Channel),
         security: Security | None = None,
     ) -> None:
@@ -175,7 +172,7 @@ class Inlet:
             if event == zmq.EVENT_ACCEPTED:
                 self._open.add(value)
             elif event & _FAILED_HANDSHAKES:
-                self._receiver.on_stranger("a connection ended in its handshake")
+                self._receiver.on_rejected("a connection ended in its handshake")
             else:
                 self._open.discard(value)
                 if (route := self._greeted.pop(value, None)) is not None:
@@ -224,7 +221,7 @@ class Inlet:
             self._refuse(authenticated_rank(part), identity)
             return num_bytes
         if route is None:
-            self._receiver.on_stranger(f"dropped {num_bytes} bytes of an unauthenticated sender, {identity!r:.80}")
+            self._receiver.on_rejected(f"dropped {num_bytes} bytes of an unauthenticated sender, {identity!r:.80}")
             return num_bytes
         try:
             if not is_bounded:
@@ -240,7 +237,7 @@ class Inlet:
     def _refuse(self, rank: int | None, identity: bytes) -> None:
         """Drop a frame that came under the identity of another rank's connection, or of none."""
         if rank is None:
-            self._receiver.on_stranger(f"dropped a frame of an unauthenticated sender, {identity!r:.80}")
+            self._receiver.on_rejected(f"dropped a frame of an unauthenticated sender, {identity!r:.80}")
         else:
             self._receiver.on_bad_frame(FrameError(rank, "sender", f"is {identity!r:.80}, not a connection of its own"))
 

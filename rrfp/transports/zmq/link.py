@@ -2,7 +2,7 @@
 
 Greeting (hello on every channel, then welcome back) -> open -> leaving in order (bye on every channel, farewell back)
 or lost. Connecting a zmq socket succeeds before the peer listens, so only a frame that arrives shows that a channel is
-open: hence a greeting on each. Knows no sockets; `Link` posts headers to outlets and receives frames from the inlet.
+open: hence a greeting on each. Knows no sockets; `ZmqLink` posts headers to outlets and receives frames from the inlet.
 """
 
 from __future__ import annotations
@@ -15,27 +15,21 @@ from functools import partial
 from rrfp.core import timeouts
 from rrfp.errors import FrameError, PeerLostError, RrfpError
 from rrfp.transports.base import Channel
-from rrfp.transports.credits import Credits, apply_credit
-from rrfp.transports.flow import Window
+from rrfp.transports.flow import Credits, Window, apply_credit
 from rrfp.transports.wire import Codec, Sealed
 from rrfp.transports.zmq.inlet import BYE, CREDIT, FAREWELL, HELLO, WANT, WELCOME, Route
-from rrfp.transports.zmq.outlet import Outlet
+from rrfp.transports.zmq.outlet import ZmqOutlet
 
 
-class Link:
+class ZmqLink:
     """The connection to one peer. Used on one loop only.
 
     ``on_lost`` is called once when the peer is lost, after its last message.
-
-    Attributes:
-        is_connected: frames have travelled both ways.
-        opened: set when they have, or when they never will.
-        delivered: set when the peer has received everything, or is gone.
     """
 
     def __init__(self, peer: int, codec: Codec, queue_bytes: int, on_lost: Callable[[PeerLostError], None]) -> None:
         self.peer = peer
-        self.outlets: dict[Channel, Outlet] = {}
+        self.outlets: dict[Channel, ZmqOutlet] = {}
         self.is_connected = False
         self.opened = asyncio.Event()
         self.delivered = asyncio.Event()
@@ -49,7 +43,7 @@ class Link:
         self._welcomed = False
         self._is_over = False
 
-    def connect(self, outlets: dict[Channel, Outlet]) -> None:
+    def connect(self, outlets: dict[Channel, ZmqOutlet]) -> None:
         """Greet on each of the connected ``outlets``."""
         self.outlets = outlets
         for channel, outlet in outlets.items():

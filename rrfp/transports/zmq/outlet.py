@@ -67,7 +67,7 @@ class _Stream:
         return self._frames[piece.frame][piece.start : piece.stop]
 
 
-class Outlet:
+class ZmqOutlet:
     """One channel to one peer, over a connected DEALER that it owns. Used on one loop only."""
 
     def __init__(self, socket: zmq.Socket[bytes], codec: Codec, window: Window, home: HomeLoop) -> None:

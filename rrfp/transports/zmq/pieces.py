@@ -72,17 +72,7 @@ def _chain(first: Piece, others: Iterator[Piece]) -> Iterator[Piece]:
 
 
 class Assembly:
-    """One message that is arriving.
-
-    Args:
-        announcement: its checked header.
-        inline: the parts after the header.
-        pool: provides its memory.
-
-    Raises:
-        FrameError: if the lengths of ``inline`` differ from the announced (nothing was allocated then), or its memory
-            cannot be allocated.
-    """
+    """One message that is arriving."""
 
     def __init__(self, announcement: Announcement, inline: Sequence[memoryview], pool: BufferPool) -> None:
         self._announcement = announcement

@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import hmac
 import secrets
 from typing import NamedTuple
 
@@ -41,18 +40,15 @@ DATA_CHANNELS: tuple[Channel, ...] = (Channel.FORWARD, Channel.BACKWARD)
 
 
 class Published(NamedTuple):
-    """What a rank publishes, as text with blanks between the fields; those at the end that are empty are left out.
+    """What a rank publishes, as text with blanks between the fields; those at the end that are empty are left out."""
 
-    Attributes:
-        endpoint: of all channels, or of control alone.
-        data_endpoint: of the other channels, where it is another one.
-        key: its CURVE public key with a secret; else the password of plain connections to it.
-        voucher: HMAC of all this.
-    """
-
+    #: Of all channels, or of control alone.
     endpoint: str
+    #: Of the other channels, where it is another one.
     data_endpoint: str = ""
+    #: Its CURVE public key with a secret; else the password of plain connections to it.
     key: bytes = b""
+    #: HMAC of all this.
     voucher: bytes = b""
 
     def pack(self) -> bytes:
@@ -79,14 +75,7 @@ class Published(NamedTuple):
 
 
 class Security:
-    """Protects the connections of one rank.
-
-    Args:
-        context: of the rank.
-
-    Raises:
-        ConfigError: for a secret, if libzmq has no CURVE.
-    """
+    """Protects the connections of one rank."""
 
     def __init__(self, context: TransportContext) -> None:
         self._context = context
@@ -139,25 +128,23 @@ class Security:
         published = Published(endpoint, data_endpoint)
         if self._secret is not None:
             published = published._replace(key=self._key)
-            return published._replace(voucher=self._voucher(self._secret, self._context.rank, published)).pack()
+            return published._replace(voucher=self._secret.mac(*self._parts(self._context.rank, published))).pack()
         return (published._replace(key=self._password) if published.is_tcp else published).pack()
 
-    def _voucher(self, secret: Secret, rank: int, published: Published) -> bytes:
+    def _parts(self, rank: int, published: Published) -> tuple[str | int | bytes, ...]:
+        """What the voucher of ``rank`` is about."""
         context = self._context
-        parts = (published.endpoint, published.data_endpoint, published.key)
-        return secret.mac(_VOUCHER, context.run_id, context.restart, rank, *parts)
+        fields = (published.endpoint, published.data_endpoint, published.key)
+        return _VOUCHER, context.run_id, context.restart, rank, *fields
 
     def check(self, peer: int, value: bytes) -> Published:
-        """What ``peer`` published.
-
-        Raises:
-            TransportError: if it is malformed, or the secret does not vouch for it; names the rank.
-            ConfigError: if it is a tcp endpoint, and there is neither a secret nor ``allow_insecure``.
-        """
+        """What ``peer`` published."""
         try:
             published = Published.unpack(value)
         except ValueError as error:
-            raise TransportError(f"cannot connect to {value!r:.200}, which rank {peer} published: {error}") from error
+            raise TransportError(
+                f"cannot connect to {value!r:.200}, which rank {peer} or another program wrote to the store: {error}"
+            ) from error
         if self._secret is not None:
             self._check_voucher(self._secret, peer, published)
         elif published.voucher:
@@ -169,16 +156,8 @@ class Security:
         return published
 
     def _check_voucher(self, secret: Secret, peer: int, published: Published) -> None:
-        if not published.voucher:
-            raise TransportError(
-                f"the rendezvous store has an endpoint of rank {peer} without a voucher: the rank has no secret "
-                "(RRFP_SECRET_FILE on its host), or another program wrote to the store"
-            )
-        if not hmac.compare_digest(self._voucher(secret, peer, published), published.voucher):
-            raise TransportError(
-                f"the rendezvous store has an endpoint of rank {peer} that the secret of this job does not vouch for: "
-                f"the rank has another secret than rank {self._context.rank}, or another program wrote to the store"
-            )
+        reader = f"rank {self._context.rank}"
+        secret.check(published.voucher, f"an endpoint of rank {peer}", reader, *self._parts(peer, published))
         if published.is_tcp and bool(published.data_endpoint) != self._context.plain_data:
             takes = "plain" if published.data_endpoint else "encrypted"
             raise TransportError(f"rank {peer} takes tensors {takes}: data must be the same on all ranks")

@@ -23,15 +23,15 @@ from rrfp.transports.rendezvous import publish_in_time
 from rrfp.transports.wire import Sealed
 from rrfp.transports.zmq.endpoint import IPC, choose_address
 from rrfp.transports.zmq.gate import Gate
-from rrfp.transports.zmq.inlet import Inlet, Route, identity_of
-from rrfp.transports.zmq.link import Link
-from rrfp.transports.zmq.outlet import Outlet, open_socket
+from rrfp.transports.zmq.inlet import Route, ZmqInlet, identity_of
+from rrfp.transports.zmq.link import ZmqLink
+from rrfp.transports.zmq.outlet import ZmqOutlet, open_socket
 from rrfp.transports.zmq.security import ALL_CHANNELS, Published, Security
 
 _log = get_logger(__name__)
 
 
-class ZmqTransport(LinkedTransport[Link]):
+class ZmqTransport(LinkedTransport[ZmqLink]):
     """Between processes: ipc within a host, tcp between hosts.
 
     Cancelling a `send` after its first frame left copies the rest and sends it in the background.
@@ -47,16 +47,16 @@ class ZmqTransport(LinkedTransport[Link]):
         self._address = address
         self._zmq: zmq.Context[zmq.Socket[bytes]] | None = None
         self._gate: Gate | None = None
-        self._inlets: list[Inlet] = []
+        self._inlets: list[ZmqInlet] = []
 
     async def _connect(self, home: HomeLoop, deadline_s: float) -> None:
         context = self.context
-        self._links = {peer: Link(peer, self._codec, context.queue_bytes, self.on_lost) for peer in context.peers}
+        self._links = {peer: ZmqLink(peer, self._codec, context.queue_bytes, self.on_lost) for peer in context.peers}
         security = Security(context)
         address = await choose_address(context, self._address)
         self._check_open()
         self._zmq = zmq.Context()
-        self._gate = Gate(self._zmq, self.on_stranger)
+        self._gate = Gate(self._zmq, self.on_rejected)
         security.admit_passwords(self._gate)
         endpoints = self._listen(address, security)
         await publish_in_time(context, endpoint_key(context, context.rank), security.publish(endpoints))
@@ -73,7 +73,8 @@ class ZmqTransport(LinkedTransport[Link]):
                 outlets = {channel: self._outlet(peer, each, channel, security, home) for channel in Channel}
             except zmq.ZMQError as error:
                 raise TransportError(
-                    f"cannot connect to {each.endpoint.encode()!r:.200}, which rank {peer} published: {error}"
+                    f"cannot connect to {each.endpoint.encode()!r:.200}, which rank {peer} or another program wrote "
+                    f"to the store: {error}"
                 ) from error
             self._links[peer].connect(outlets)
 
@@ -82,7 +83,7 @@ class ZmqTransport(LinkedTransport[Link]):
         assert self._zmq is not None
         context, is_tcp = self.context, address != IPC
         for channels in security.listeners if is_tcp else (ALL_CHANNELS,):
-            inlet = Inlet(self._zmq, self._codec, context, self, channels, security if is_tcp else None)
+            inlet = ZmqInlet(self._zmq, self._codec, context, self, channels, security if is_tcp else None)
             self._inlets.append(inlet)
         if len(self._inlets) > 1:
             _log.warning("rank %d exchanges tensors in plain text over tcp, as data='plain' asks", context.rank)
@@ -95,13 +96,15 @@ class ZmqTransport(LinkedTransport[Link]):
         security.admit(peer, published, self._gate)
         return published
 
-    def _outlet(self, peer: int, published: Published, channel: Channel, security: Security, home: HomeLoop) -> Outlet:
+    def _outlet(
+        self, peer: int, published: Published, channel: Channel, security: Security, home: HomeLoop
+    ) -> ZmqOutlet:
         assert self._zmq is not None
         identity = identity_of(self.context.rank, channel)
         protect = partial(security.protect_outlet, peer=peer, published=published, channel=channel)
         socket = open_socket(self._zmq, identity, channel, protect)
         window = Window(self.context.queue_bytes, home, partial(self._links[peer].ask, channel))
-        return Outlet(socket, self._codec, window, home)
+        return ZmqOutlet(socket, self._codec, window, home)
 
     def _free(self) -> None:
         for inlet in self._inlets:

@@ -52,6 +52,28 @@ def a_write_into_a_received_tensor_is_named() -> None:
         rank.schedule.step(*args, **kwargs)
 
 
+class Reuses(Block):
+    """Returns the same memory for every microbatch."""
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        output = super().forward(x, scale)
+        self.output = getattr(self, "output", torch.empty_like(output)).detach()
+        return self.output.copy_(output)
+
+
+def a_write_into_a_returned_tensor_is_named() -> None:
+    rank = Rank(1, 4, make=Reuses)
+    args, kwargs = rank.arguments(*batch(0, 8), [])
+    with (
+        _without_a_launcher(),
+        pytest.raises(
+            rrfp.PipelineAborted,
+            match=r"StageError: Reuses on virtual stage 0 wrote in F1@0 into tensor .* it had returned in F0@0",
+        ),
+    ):
+        rank.schedule.step(*args, **kwargs)
+
+
 class Fails(Block):
     """Raises in the third microbatch of a step that trains."""
 
@@ -110,7 +132,7 @@ def the_error_of_a_module_passes_unwrapped() -> None:
     cases: tuple[tuple[type[Block], bool, str, str], ...] = (
         (Fails, False, "F", "ValueError: enough; "),
         (Differentiated, False, "B", "LookupError: of the backward; "),
-        (Differentiated, True, "B", "LookupError: of the backward; "),
+        (Differentiated, True, "B", "LookupError: of the backward"),
     )
     for make, split, kind, text in cases:
         FailsInBackward.calls = 0
@@ -121,7 +143,7 @@ def the_error_of_a_module_passes_unwrapped() -> None:
         origin = failure.value.origin
         assert str(origin.task).startswith(kind)
         assert origin.cause.startswith(text), origin.cause
-        assert "Tensor(" in origin.cause  # torch's description of the arguments
+        assert ("Tensor(" in origin.cause) is not split  # torch's description of the arguments
         if dist.get_rank() == 1:
             assert type(failure.value.__cause__).__name__ == text.partition(":")[0]
             assert f"{__file__}:" in failure.value.__notes__[-1]

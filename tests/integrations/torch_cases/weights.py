@@ -1,17 +1,22 @@
-"""Work of weights that a stage does itself, by a ``dw_builder``."""
+"""Split backwards: hooks, compiled modules, and work of weights that a stage does itself, by a ``dw_builder``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from integrations.torch_parts import CPU, WIDTH, Reference, WeightsLast, batch, blocks, loss_fn, only
+from integrations.torch_parts import CPU, WIDTH, Block, Rank, Reference, WeightsLast, batch, blocks, loss_fn, only
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 import rrfp
+from rrfp.compute.split import backward as split_backward
 from rrfp.integrations.torch import ScheduleRRFP
 
 
@@ -100,3 +105,100 @@ def weight_work_of_the_callers_own() -> None:
                 own, other = modules[v].weight.grad, plain[v].weight.grad
                 assert torch.allclose(own, other, rtol=0, atol=1e-12), (split, v)
         schedule.close()
+
+
+class Hooked(Block):
+    """Hooks of every kind, which change gradients; it keeps how often they were called, and with what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[tuple[str, float]] = Counter()
+        self.retained: list[Tensor] = []
+        self.up.weight.register_hook(self.scaled("weight", 2.0))  # type: ignore[no-untyped-call]
+        self.down.register_full_backward_hook(self.of_module)
+
+    def of_module(self, module: nn.Module, gradients: Any, _: Any) -> Any:
+        return tuple(None if one is None else self.scaled("module", 3.0)(one) for one in gradients)
+
+    def scaled(self, kind: str, factor: float) -> Callable[[Tensor], Tensor]:
+        def hook(gradient: Tensor) -> Tensor:
+            self.calls[kind, gradient.sum().item()] += 1
+            return factor * gradient
+
+        return hook
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        product = self.up(x.flatten(0, 1))  # of matrices: torch's own split calls hooks of its output twice
+        product.register_hook(self.scaled("product", 10.0))
+        hidden = torch.tanh(product).view(*x.shape[:-1], -1)
+        hidden.register_hook(self.scaled("activation", 7.0))  # type: ignore[no-untyped-call]
+        hidden.retain_grad()
+        self.retained.append(hidden)
+        view = self.down.weight.view_as(self.down.weight)
+        view.register_hook(self.scaled("view", 5.0))  # type: ignore[no-untyped-call]
+        output: Tensor = x + self.down(hidden) + nn.functional.linear(hidden, view)
+        assert output.grad_fn is not None
+        output.grad_fn.register_prehook(lambda grads: tuple(map(self.scaled("node", 1.5), grads)))
+        return output
+
+
+@contextmanager
+def _everything_is_deferred() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(split_backward, "MIN_FLOPS", 0.0)
+        yield
+
+
+def hooks_run_once_in_a_split_backward() -> None:
+    """And so gradients are those of a whole one, to the bit, in looped and V placement."""
+
+    def trained(**options: Any) -> dict[str, Any]:
+        rank = Rank(2, 4, make=Hooked, deterministic=True, **options)
+        modules: dict[int, Any] = rank.modules
+        for number in range(2):
+            for module in modules.values():  # of the first step are those of torch's inference of shapes, too
+                module.calls.clear()
+                module.retained.clear()
+            args, kwargs = rank.arguments(*batch(number, 8), [])
+            rank.schedule.step(*args, **kwargs)
+        rank.schedule.close()
+        seen: dict[str, Any] = {}
+        for v, module in modules.items():
+            seen |= {f"{v}.{name}": parameter.grad.tolist() for name, parameter in module.named_parameters()}
+            seen[f"{v} called"] = module.calls
+            # Forwards come in any order.
+            seen[f"{v} retained"] = sorted(one.grad.flatten().tolist() for one in module.retained)
+            assert len(module.retained) == 4
+        return seen
+
+    whole, split = trained(), trained(split=True)
+    with _everything_is_deferred():
+        deferred = trained(split=True)
+    vee = [trained(vee=True, split=split) for split in (False, True)]
+    for actual, wanted in ((split, whole), (deferred, whole), vee):
+        differing = [name for name in wanted if actual[name] != wanted[name]]
+        assert not differing, differing
+
+
+def compiled_modules_have_a_whole_backward() -> None:
+    """In B, with one warning for each; or they are refused."""
+
+    def compiled() -> nn.Module:
+        module: Any = torch.compile(nn.Linear(WIDTH, WIDTH), backend="aot_eager")
+        return nn.Sequential(module, nn.Tanh())
+
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("rrfp").addHandler(handler)
+    rank = Rank(1, 4, make=compiled, split=True)
+    rank.steps(2)
+    rank.schedule.close()
+    logging.getLogger("rrfp").removeHandler(handler)
+    said = [message for message in messages if "is not split: it is compiled by torch.compile" in message]
+    assert len(said) == 1, messages
+    for options in ({"unsplittable": "refuse"}, {"deterministic": True}):
+        rank = Rank(1, 4, make=compiled, split=True, **options)
+        args, kwargs = rank.arguments(*batch(0, 8), [])
+        with pytest.raises(rrfp.PipelineAborted, match="cannot be split: it is compiled by torch"):
+            rank.schedule.step(*args, **kwargs)

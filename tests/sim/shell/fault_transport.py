@@ -1,8 +1,8 @@
 """A fault plan for the real shell: transport `simulated` with FIFO channels, and what the plan does to messages.
 
-The plan is the one that `rrfp.sim.faults.cluster` applies to bare cores, by the same `Network`. Outputs and credits
-take part; what else travels (reports, polls, aborts) arrives at once and unharmed. A message that is kept back arrives
-when its receiver has begun a later step, or after `Links.late_after` at the latest.
+The plan is the one that `rrfp.sim.faults.cluster` applies to bare cores, by the same `FaultyNetwork`. Outputs and
+credits take part; what else travels (reports, polls, aborts) arrives at once and unharmed. A message that is kept back
+arrives when its receiver has begun a later step, or after `Links.late_after` at the latest.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 
 from rrfp.errors import FrameError
 from rrfp.sim.faults.faults import AnyId, Death, Fault, MessageId
-from rrfp.sim.faults.network import Network, Parcel
+from rrfp.sim.faults.network import FaultyNetwork, Parcel
 from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
 from rrfp.transports.flow import Window
 from rrfp.transports.simulated import Latency, SimulatedTransport, no_latency
@@ -34,7 +34,7 @@ class Links:
     def __init__(
         self, faults: tuple[Fault, ...], latency: Latency = no_latency, *, checks: bool, late_after: float
     ) -> None:
-        self.network = Network(faults)
+        self.network = FaultyNetwork(faults)
         self.checks = checks
         self.late_after = late_after
         self._latency = latency

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from rrfp.compute.emulated import Durations, EmulatedStage
 from rrfp.compute.lanes.timer import TimerLane
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Task
 from rrfp.errors import ProtocolError
 
@@ -103,7 +103,7 @@ class MeetingStage(EmulatedStage):
         lane: where they meet.
     """
 
-    def __init__(self, graph: Graph, durations: Durations, lane: GroupLane) -> None:
+    def __init__(self, graph: TaskGraph, durations: Durations, lane: GroupLane) -> None:
         super().__init__(graph, durations)
         self._meet = lane.meet
 

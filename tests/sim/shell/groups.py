@@ -2,7 +2,7 @@
 
 As `sim.shell.runs` does it for single ranks. Words between the ranks of a group take their time as messages do, and
 the tasks of a group meet (`sim.shell.group_lane`). With a leader, orders, starts, messages and peaks are those that
-`rrfp.sim.cluster.tensor_parallel` tells for the same arguments, to the last bit: so each of the two checks the other.
+`rrfp.sim.cluster.simulation` tells for the same arguments, to the last bit: so each of the two checks the other.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from sim.shell.runs import patience, run_ranks
 from rrfp.arbiter.group_messages import GroupMessageKind
 from rrfp.compute.emulated import Durations
 from rrfp.core.admission import Limit
+from rrfp.core.group_step import GroupMembership
 from rrfp.core.hint import Hint
-from rrfp.core.mesh import Mesh, Place
-from rrfp.core.order_log import Group
-from rrfp.core.readiness import ForcedOrder
+from rrfp.core.mesh import Mesh, MeshPosition
+from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.core.topology import Topology
@@ -35,7 +35,7 @@ from rrfp.runtime.control_tree import peers
 from rrfp.runtime.result import StepResult
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.sim.cluster.coordination import Agreement, Leader
-from rrfp.sim.cluster.tensor_parallel import slowest_durations
+from rrfp.sim.cluster.simulation import slowest_durations
 from rrfp.sim.engine import graph_of
 from rrfp.trace.spans import MessageSpan, TaskSpan
 from rrfp.transports.base import Message, MessageKind, TransportContext
@@ -115,7 +115,7 @@ class GroupRun:
         return tuple(MessageSpan(*key, sent[key], arrived[key]) for key in sorted(sent))
 
     def _spans(self, stage: int, step: int, replica: int) -> list[tuple[TaskSpan, ...]]:
-        ranks = (self.mesh.rank(Place(stage, replica, member)) for member in range(self.mesh.members))
+        ranks = (self.mesh.rank(MeshPosition(stage, replica, member)) for member in range(self.mesh.members))
         return [self.results[rank][step].trace.tasks for rank in ranks]
 
     def _origin(self, step: int) -> float:
@@ -188,9 +188,9 @@ class _Job:
         self._stall_after = stall_after
 
     def _core(
-        self, place: Place, hint: Callable[[], Hint], limits: Sequence[Limit], in_order: Collection[ForcedOrder]
+        self, place: MeshPosition, hint: Callable[[], Hint], limits: Sequence[Limit], in_order: Collection[ForcedOrder]
     ) -> StageCore:
-        group = Group(place.member, self.mesh.members) if isinstance(self._coordination, Leader) else None
+        group = GroupMembership(place.member, self.mesh.members) if isinstance(self._coordination, Leader) else None
         return StageCore(self._graph, place.stage, hint(), limits[place.stage], group=group, in_order=in_order)
 
     async def run(self, modes: Sequence[Mode], sizes: Sequence[float] | None) -> GroupRun:

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 from rrfp.compute.emulated import EmulatedStage, table_durations
 from rrfp.compute.lanes.timer import TimerLane
 from rrfp.core.admission import Limit
-from rrfp.core.graph import Graph
+from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint
-from rrfp.core.readiness import ForcedOrder
+from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Mode
 from rrfp.core.topology import Topology
@@ -208,7 +208,7 @@ def patience(costs: CostTable) -> float:
     return 1.0 + sum(float(matrix.sum()) for matrix in matrices if matrix is not None)
 
 
-def _as_simulated(result: StepResult, graph: Graph) -> EngineResult:
+def _as_simulated(result: StepResult, graph: TaskGraph) -> EngineResult:
     """A step of the shell as the engine tells it."""
     trace = result.trace
     if trace.dropped:

@@ -1,0 +1,196 @@
+"""A rank that cannot start says so through the rendezvous: the others would wait for it until their time is up.
+
+Once ranks are connected a failure travels as an abort, and what is in the store has no effect any more. Without a
+secret any program may have written it, so an error that follows from it says where it comes from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import hmac
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+from rrfp.compute.tracebacks import print_no_traceback
+from rrfp.core import timeouts
+from rrfp.core.topology import Topology
+from rrfp.errors import PipelineAborted, ProtocolError, TransportError
+from rrfp.log import get_logger
+from rrfp.runtime import records
+from rrfp.runtime.abort import describe
+from rrfp.runtime.handshake import printable
+from rrfp.runtime.processes import ProcessIdentity, ended
+from rrfp.transports.base import Rendezvous
+from rrfp.transports.rendezvous import StoreRendezvous
+from rrfp.transports.secret import Secret, split_voucher, vouch
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+#: Of the vouchers; see `vouch`.
+_PURPOSE = "rrfp failed start 1"
+
+#: A rank's reason is cut, in characters.
+_MOST_CHARACTERS = 2000
+
+#: More than a failed start with such a reason has, in bytes.
+_MOST_BYTES = 16 * _MOST_CHARACTERS
+
+#: Rendezvous over which this process reported a failure: it may host their store, which others read until it ends.
+_kept: list[Rendezvous] = []
+
+
+@dataclass(frozen=True, slots=True)
+class FailedStart:
+    """What a rank reports to the others."""
+
+    #: The rank that cannot start.
+    rank: int
+    #: Its error, in a line.
+    reason: str
+    process: ProcessIdentity
+
+
+class _Reported(NamedTuple):
+    """What this rank makes of another one's failed start: the text of an error, and the process to wait for."""
+
+    text: str
+    process: ProcessIdentity | None = None
+
+
+class FailedStarts:
+    """Of one rank of a pipeline: reports its own failed start to the others, and learns of theirs."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        run_id: str,
+        meet: Callable[[float], Awaitable[Rendezvous]],
+        secret: Secret | None,
+    ) -> None:
+        #: Whether the error of this rank's start is one that all ranks raise: then there is nothing to report.
+        self.is_known_to_all = False
+        self._topology = topology
+        self._meet = meet
+        self._secret = secret
+        self._key = f"failed/{run_id}/{topology.restart}"
+        self._about = (_PURPOSE, run_id, topology.restart, self._key)
+        self._rendezvous: Rendezvous | None = None
+        self._has_met = asyncio.Event()
+
+    async def meet(self, timeout_s: float) -> Rendezvous:
+        """Connect to the rendezvous."""
+        self._rendezvous = await self._meet(timeout_s)
+        self._has_met.set()
+        return self._rendezvous
+
+    def report_now(self, error: BaseException) -> None:
+        """Tell the others of ``error``, before there is a loop. Takes `NOTIFY_S` at most and raises nothing."""
+        if self._topology.world == 1:
+            return
+
+        async def report() -> None:
+            with suppress(Exception):  # no store, or one that is a plugin: there is an error to report already
+                await self.meet(timeouts.NOTIFY_S)
+                await self._report(error)
+
+        # On another thread, since this one may run a loop; it is left behind if the store does not answer.
+        reporting = threading.Thread(target=partial(asyncio.run, report()), name="rrfp-failed-start", daemon=True)
+        reporting.start()
+        reporting.join(timeouts.NOTIFY_S)
+
+    async def unless_reported(self, start: Coroutine[Any, Any, T]) -> T:
+        """Wait for ``start`` of this rank, and report it to the others if it fails."""
+        if self._topology.world == 1:
+            return await start
+        starting, listening = asyncio.create_task(start), asyncio.create_task(self._listen())
+        try:
+            await asyncio.wait({starting, listening}, return_when=asyncio.FIRST_COMPLETED)
+            if listening.done() and not starting.done():
+                await self._raise(listening.result())
+            try:
+                return await starting
+            except PipelineAborted:  # which travelled over the transport
+                raise
+            except Exception as error:
+                await self._failed(error, listening)
+                raise
+        finally:
+            starting.cancel()
+            listening.cancel()
+            await asyncio.gather(starting, listening, return_exceptions=True)
+
+    async def _failed(self, error: Exception, listening: asyncio.Task[_Reported]) -> None:
+        """This rank's start failed: because of another rank that reports one, or for a reason of its own."""
+        if self.is_known_to_all:
+            return
+        if isinstance(error, TransportError):  # such as a peer that is gone: it may have reported why
+            await asyncio.wait({listening}, timeout=2 * timeouts.LOOK_S)
+            if listening.done():
+                await self._raise(listening.result(), error)
+        await self._report(error)
+
+    async def _report(self, error: BaseException) -> None:
+        if self._rendezvous is None:
+            return
+        reason = describe(error)[:_MOST_CHARACTERS]
+        value = records.pack(FailedStart(self._topology.rank, reason, ProcessIdentity.own()))
+        with suppress(TransportError, TimeoutError):
+            async with asyncio.timeout(timeouts.NOTIFY_S):
+                await self._rendezvous.publish(self._key, vouch(self._secret, value, *self._about))
+        is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if self._topology.rank == 0 and not is_hosted and isinstance(self._rendezvous, StoreRendezvous):
+            if not _kept:
+                atexit.register(_linger, time.monotonic() + timeouts.NOTIFY_S)
+            _kept.append(self._rendezvous)
+
+    async def _listen(self) -> _Reported:
+        """Wait until another rank reports that it cannot start."""
+        await asyncio.sleep(timeouts.LOOK_S)  # ranks that start together need no look
+        await self._has_met.wait()
+        assert self._rendezvous is not None
+        try:
+            return self._read(await self._rendezvous.lookup(self._key, timeouts.LISTEN_S))
+        except Exception:  # of the store, which the start itself notices
+            return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+    def _read(self, data: bytes) -> _Reported:
+        voucher, value = split_voucher(data)
+        try:
+            failed = records.unpack(FailedStart, value[:_MOST_BYTES], "a failed start")
+            name = self._topology.name_of(failed.rank) if failed.rank in range(self._topology.world) else ""
+        except ProtocolError:
+            name = ""
+        if not name:
+            return _Reported(
+                "the rendezvous store has a failed start that cannot be read: another program wrote to the store"
+            )
+        reason = printable(failed.reason, _MOST_CHARACTERS)
+        if self._secret is not None and hmac.compare_digest(self._secret.mac(*self._about, value), voucher):
+            return _Reported(f"{name} cannot start: {reason}", failed.process)
+        doubt = "" if self._secret is None else " (the secret of this job does not vouch for it)"
+        return _Reported(f"{name} says, through the store: {reason}{doubt}", failed.process)
+
+    async def _raise(self, reported: _Reported, cause: BaseException | None = None) -> NoReturn:
+        """Raise it; under torchrun as `LocalRanks.wait_for_failed_process` does."""
+        error = TransportError(reported.text)
+        if "TORCHELASTIC_RUN_ID" in os.environ and reported.process is not None:
+            logger.error("%s ends: %s", self._topology.name, reported.text)
+            print_no_traceback(error)
+            grace_s = timeouts.NOTIFY_S - timeouts.LAUNCHER_LOOKS_S
+            if await ended(reported.process, ProcessIdentity.own(), grace_s):
+                await asyncio.sleep(timeouts.LAUNCHER_LOOKS_S)
+        raise error from cause
+
+
+def _linger(until_s: float) -> None:
+    """Keep this process, which hosts the store, until the others have read it."""
+    time.sleep(max(0.0, until_s - time.monotonic()))

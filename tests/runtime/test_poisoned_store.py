@@ -1,0 +1,135 @@
+"""Another program writes to the ranks' store: no rank trains on what it wrote, and no rank is blamed for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import msgpack
+import pytest
+from fork_server import fork_server
+from runtime.children import Children, End
+from runtime.starting import ENTERED, FAILED, TERMS, Ranks, foreign, forge
+
+__all__ = ["fork_server"]
+
+SECRET = {"RRFP_SECRET": "0123456789abcdef" * 2}
+NOBODY = 65534
+
+
+@pytest.fixture
+def children() -> Iterator[list[Children]]:
+    made: list[Children] = []
+    yield made
+    for each in made:
+        each.kill()
+
+
+def forged(children: list[Children], ranks: Ranks, keys: list[str], value: bytes, awaited: Sequence[str] = ()) -> None:
+    """Have another user write ``value``."""
+    other = Children()
+    children.append(other)
+    other.start("forger", forge, ranks.port, keys, value, list(awaited), NOBODY)
+    assert other.hear(0) == "forged"
+    other.join(time.monotonic())
+
+
+def started(children: list[Children], count: int = 3, **options: object) -> Ranks:
+    ranks = Ranks(count, **options)
+    children.append(ranks)
+    return ranks
+
+
+def ends(ranks: Ranks, count: int = 3) -> list[End]:
+    return [ranks.end(index) for index in range(count)]
+
+
+VERDICT = msgpack.packb({"ties": [], "read": bytes(32)})
+
+
+@pytest.mark.parametrize("value", [VERDICT, b"garbage"])
+def test_with_a_secret_a_forged_verdict_is_refused_and_the_store_blamed(children: list[Children], value: bytes) -> None:
+    ranks = started(children, connect_timeout=20.0)
+    forged(children, ranks, [TERMS + "verdict"], value)
+    for rank in (1, 2):
+        ranks.go(rank, SECRET)
+    outcomes = ends(ranks, 2)
+    since = time.monotonic()
+    ranks.go(0, SECRET)
+    outcomes.append(ranks.end(2))
+    assert time.monotonic() - since < 10
+    assert [end.error for end in outcomes] == ["TransportError"] * 3, outcomes
+    for end in outcomes:
+        assert "store has a verdict of rank 0 without a voucher" in end.text
+        assert "or another program wrote to the store" in end.text
+
+
+def test_without_a_secret_a_verdict_that_rank_0_did_not_reach_ends_all(children: list[Children]) -> None:
+    ranks = started(children, connect_timeout=20.0)
+    forged(children, ranks, [TERMS + "verdict"], VERDICT)
+    for rank in (1, 2):
+        ranks.go(rank)
+    store = foreign(ranks.port)
+    store.wait([TERMS + "1", TERMS + "2"])
+    ranks.go(0)
+    for end in ends(ranks):
+        assert "ranks found two different verdicts of rank 0 in the rendezvous store: another program" in end.text
+
+
+def test_without_a_secret_terms_that_no_rank_published_end_all(children: list[Children]) -> None:
+    """Rank 1 has another seed; who writes rank 2's terms in its place would hide that from rank 0."""
+    ranks = started(children, connect_timeout=20.0)
+    ranks.go(1, seed=5)
+    ranks.go(2)
+    store = foreign(ranks.port)
+    store.wait([TERMS + "1", TERMS + "2"])
+    forged(children, ranks, [TERMS + "1"], store.get(TERMS + "2"))
+    ranks.go(0)
+    for end in ends(ranks):
+        assert "ranks found terms that no rank of this job has published in the rendezvous store" in end.text
+
+
+@pytest.mark.parametrize("variables", [{}, SECRET], ids=["no secret", "secret"])
+@pytest.mark.parametrize("value", [b"\xc1garbage", b""], ids=["garbage", "deleted"])
+def test_terms_that_are_garbage_or_gone_blame_no_rank(
+    children: list[Children], value: bytes, variables: dict[str, str]
+) -> None:
+    ranks = started(children, connect_timeout=3.0)
+    for rank in (1, 2):
+        ranks.go(rank, variables)
+    foreign(ranks.port).wait([TERMS + "1", TERMS + "2"])
+    forged(children, ranks, [TERMS + "1"], value)
+    ranks.go(0, variables)
+    for end in ends(ranks):
+        assert end.error in ("TransportError", "ProtocolError"), end
+        assert "or another program wrote to the store" in end.text
+
+
+@pytest.mark.parametrize("variables", [{}, SECRET], ids=["no secret", "secret"])
+def test_garbage_in_place_of_a_failed_start_ends_the_start_and_blames_the_store(
+    children: list[Children], variables: dict[str, str]
+) -> None:
+    ranks = started(children, 2, connect_timeout=20.0)
+    forged(children, ranks, [FAILED], b"\xc1garbage")
+    ranks.go(1, variables)
+    end = ranks.end(0)
+    assert end.error == "TransportError"
+    assert end.text == "the rendezvous store has a failed start that cannot be read: another program wrote to the store"
+
+
+@pytest.mark.parametrize("variables", [{}, SECRET], ids=["no secret", "secret"])
+def test_what_is_written_once_ranks_are_connected_has_no_effect(
+    children: list[Children], variables: dict[str, str]
+) -> None:
+    ranks = started(children, steps=3)
+    for rank in range(3):
+        ranks.go(rank, variables)
+    assert [ranks.hear(rank) for rank in range(3)] == ["started"] * 3
+    transports = [f"{name}/job/0/0/{rank}" for name in ("auto", "shm", "zmq") for rank in range(3)]
+    keys = [FAILED, TERMS + "verdict", TERMS + "1", TERMS + "2", ENTERED + "0", *transports]
+    forged(children, ranks, keys, b"\xc1garbage")
+    for connection in ranks.connections:
+        connection.send("go on")
+    outcomes = ends(ranks)
+    assert [end.error for end in outcomes] == [""] * 3, outcomes
+    assert all(len(end.value) == 3 for end in outcomes)
