@@ -260,8 +260,9 @@ def write_as(user: int, endpoint: str, messages: list[list[bytes]]) -> object:
     socket.setsockopt(zmq.ROUTING_ID, b"0/control")
     monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
     socket.connect(endpoint)
-    for message in messages:
-        socket.send_multipart(message, zmq.NOBLOCK)
+    with suppress(zmq.Again):  # the connection has ended between two messages, and no other has begun
+        for message in messages:
+            socket.send_multipart(message, zmq.NOBLOCK)
     refused = bool(monitor.poll(10_000))
     socket.disable_monitor()
     sockets.destroy(linger=0)

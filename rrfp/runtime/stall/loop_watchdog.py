@@ -99,13 +99,14 @@ class LoopWatchdog:
                 self._lock_watch.close()
 
     def _watch_on(self) -> None:
-        logged = given_up_on = looked_at = 0.0
+        logged = given_up_on = 0.0
+        looked_at = time.monotonic()
         self._beat_of_lock()
         while not self._done.wait(self._pause):
             self._beat_of_lock()
             now, beat_at = time.monotonic(), self._beat_at
             # If this thread overslept too, the whole process stood still, and the loop gets its chance first.
-            overslept, looked_at = now - looked_at > self._limit / 2 and looked_at > 0, now
+            overslept, looked_at = now - looked_at > self._limit / 2, now
             if overslept or not self._matters():
                 continue
             if now - beat_at >= self._limit and beat_at != logged:
