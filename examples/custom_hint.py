@@ -9,8 +9,8 @@ returns one ready task. It cannot break correctness or the memory limit: readine
 import rrfp
 from rrfp.costs import make_costs, microbatch_sizes
 from rrfp.hints.registry import HintSpec, hint_names
+from rrfp.lab.simulation import simulate
 from rrfp.schedules.registry import schedule_names
-from rrfp.sim.simulation import simulate
 
 
 class DrainWhenFull(rrfp.Hint):

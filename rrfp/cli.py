@@ -15,16 +15,12 @@ import typer
 import rrfp
 from rrfp.commands.check import check
 from rrfp.commands.command_line import Command, CommandGroup, UsageError, usage_text
-from rrfp.commands.costs import costs
-from rrfp.commands.demo import demo
 from rrfp.commands.doctor import doctor
 from rrfp.commands.plugins import hints, transports
 from rrfp.commands.secret import secret
-from rrfp.commands.simulate import SimulateCommand, simulate
-from rrfp.commands.sweep import SweepCommand, sweep
 from rrfp.commands.top import top
-from rrfp.commands.trace import trace
 from rrfp.errors import ConfigError, DeadlockError, RrfpError
+from rrfp.laboratory import COMMAND_CLASSES, COMMANDS, load
 
 FAILED, USAGE, DEADLOCK, INTERRUPTED = 1, 2, 3, 130
 
@@ -91,14 +87,14 @@ def _rrfp(
     """Pipeline-parallel training in which a schedule is a hint, never a command."""
 
 
-app.command(cls=Command, rich_help_panel=FIRST)(demo)
-app.command(cls=Command, rich_help_panel=MY_JOB)(trace)
+app.command(cls=Command, rich_help_panel=FIRST)(load(COMMANDS["demo"]))
+app.command(cls=Command, rich_help_panel=MY_JOB)(load(COMMANDS["trace"]))
 app.command(cls=Command, rich_help_panel=MY_JOB)(top)
-app.command(cls=Command, rich_help_panel=MY_JOB)(costs)
+app.command(cls=Command, rich_help_panel=MY_JOB)(load(COMMANDS["costs"]))
 app.command(cls=Command, rich_help_panel=MY_JOB)(doctor)
 app.command(cls=Command, rich_help_panel=MY_JOB)(secret)
-app.command(cls=SimulateCommand, rich_help_panel=WHAT_IF)(simulate)
-app.command(cls=SweepCommand, rich_help_panel=WHAT_IF)(sweep)
+app.command(cls=load(COMMAND_CLASSES["simulate"]), rich_help_panel=WHAT_IF)(load(COMMANDS["simulate"]))
+app.command(cls=load(COMMAND_CLASSES["sweep"]), rich_help_panel=WHAT_IF)(load(COMMANDS["sweep"]))
 app.command(cls=Command, rich_help_panel=EXTEND)(hints)
 app.command(cls=Command, rich_help_panel=EXTEND)(transports)
 app.add_typer(check, name="check", rich_help_panel=EXTEND)

@@ -37,7 +37,7 @@ PRELOADED = (
     "torch.fx.experimental.symbolic_shapes",
     "rrfp.checkpoint",
     "rrfp.pipeline.api",
-    "rrfp.testing.device_double",
+    "rrfp.lab.device_double",
     "rrfp.testing.reference",
     "rrfp.transports.zmq.transport",
     "on_device",

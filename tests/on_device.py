@@ -19,9 +19,9 @@ import pytest
 
 from rrfp.compute.devices.base import Device
 from rrfp.compute.lanes.stream import StreamLane
+from rrfp.lab.device_double import DoubleDevice
 from rrfp.pipeline import build, device_choice
 from rrfp.pipeline.options import Options
-from rrfp.testing.device_double import DoubleDevice
 
 #: Environment variable with the depth of the lanes.
 DEPTH = "RRFP_TEST_DEVICE_DOUBLE"

@@ -96,7 +96,7 @@ def _of_contracts() -> Iterator[str]:
 def _of_testing() -> Iterator[str]:
     for module in TESTING:
         home = f"rrfp.testing.{module}"
-        yield from (f"{home}.{name}" for name in vars(import_module(home)) if name.startswith("run_"))
+        yield from (f"{home}.{name}" for name in dir(import_module(home)) if name.startswith("run_"))
     yield "rrfp.testing.reference.reference"
 
 

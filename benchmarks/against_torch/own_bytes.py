@@ -23,11 +23,11 @@ from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Task
 from rrfp.core.topology import Topology
 from rrfp.costs import CostTable
+from rrfp.engine.engine import run
 from rrfp.hints.registry import DEFAULT_HINT, create_hint
 from rrfp.pipeline.api import Pipeline
 from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.pipeline.options import Options
-from rrfp.sim.engine import run
 
 #: Bytes are whole numbers, so that proportions are a byte off; a limit would be missed by that byte.
 _SLACK = 1.001

@@ -12,8 +12,8 @@ from rrfp.core.graph import TaskGraph
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.costs import make_costs
+from rrfp.engine.engine import run
 from rrfp.hints.registry import create_hint
-from rrfp.sim.engine import run
 
 #: Stages of the pipeline whose stage 1 decides.
 _STAGES = 4

@@ -15,7 +15,7 @@ import zmq
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from benchmarks.dispatch.ranks import GAP_S, MESSAGE_BYTES, TRANSPORTS, FilingClock, Rank, Sender
-from rrfp.compute.emulated import sleep_until
+from rrfp.lab.emulated import sleep_until
 from rrfp.pipeline.loop_thread import LoopThread
 from rrfp.trace.plain import from_plain, to_plain
 from rrfp.trace.spans import StepTrace

@@ -16,13 +16,13 @@ from typing import Unpack
 
 import torch
 
-from rrfp.compute.emulated import sleep_until
 from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch, StageProgram
 from rrfp.core import events as ev
 from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.core.topology import Topology
 from rrfp.hints.alternating import BackwardForward
+from rrfp.lab.emulated import sleep_until
 from rrfp.pipeline.build import RankBuilder
 from rrfp.pipeline.loop_thread import LoopThread
 from rrfp.pipeline.options import Options, complete

@@ -33,10 +33,10 @@ from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.tasks import Kind
 from rrfp.costs import JITTER_LEVELS, PROFILES, make_costs, microbatch_sizes
 from rrfp.costs.table import CostTable
+from rrfp.engine.engine import run
 from rrfp.hints.pyramid import LENGTH_PER_STAGE, pyramids
 from rrfp.hints.registry import create_hint
-from rrfp.sim.engine import run
-from rrfp.sim.sweep.pool import run_all, usable_cores
+from rrfp.lab.sweep.pool import run_all, usable_cores
 
 STAGES, MICROBATCHES = (4, 8, 16), 64
 QUICK_STAGES, QUICK_MICROBATCHES = (2, 4), 8

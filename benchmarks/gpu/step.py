@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import rrfp
 from benchmarks.gpu.target import Target
-from rrfp.demo.model import GptConfig, build_stages, loss_fn
+from rrfp.lab.demo.model import GptConfig, build_stages, loss_fn
 
 STAGES = 4
 

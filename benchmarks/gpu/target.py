@@ -17,7 +17,7 @@ import rrfp
 from rrfp.commands.doctor import gpu_report
 from rrfp.compute.devices.base import Device
 from rrfp.compute.devices.cuda import CudaDevice
-from rrfp.testing.device_double import DoubleDevice
+from rrfp.lab.device_double import DoubleDevice
 
 #: How long the double takes for a piece of work.
 DOUBLE_S = 0.0003

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import rrfp
 from benchmarks.graphs.runs import FORMS, LIMITS, MICROBATCHES
 from benchmarks.shared.tables import scaled
-from rrfp.costs.multimodal import PARTS, multimodal_costs, multimodal_sizes
 from rrfp.costs.table import CostTable
+from rrfp.lab.generators.multimodal import PARTS, multimodal_costs, multimodal_sizes
 
 #: Bytes held, and limits, over those of the tables: outputs on their way count too, and must be small beside them.
 SCALE = 64

@@ -34,7 +34,7 @@ from benchmarks.shared.load import OtherLoad
 from benchmarks.shared.options import parsed, parser_of
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import DEFAULT_HINT, hint_names
-from rrfp.sim.sweep.pool import usable_cores
+from rrfp.lab.sweep.pool import usable_cores
 
 FIRST_SEED = 1000
 LATENCIES = ("wire", "spike")

@@ -11,11 +11,11 @@ from rich.progress import Progress
 
 from rrfp.core.admission import Limit
 from rrfp.costs import CostTable
-from rrfp.costs.multimodal import GraphName, multimodal_costs, multimodal_sizes
-from rrfp.costs.profiles import PLAIN_BYTES, PLAIN_FORWARD
+from rrfp.engine.engine import run
 from rrfp.hints.registry import create_hint
-from rrfp.sim.engine import run
-from rrfp.sim.sweep.pool import run_all
+from rrfp.lab.generators.multimodal import GraphName, multimodal_costs, multimodal_sizes
+from rrfp.lab.generators.profiles import PLAIN_BYTES, PLAIN_FORWARD
+from rrfp.lab.sweep.pool import run_all
 
 #: What a rank of the whole model's 80 ms holds of as many microbatches of average size as eight stages, and twice that.
 LIMITS = {"N": int(0.080 / PLAIN_FORWARD * PLAIN_BYTES), "2N": int(0.160 / PLAIN_FORWARD * PLAIN_BYTES)}

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from benchmarks.hints.figures import Figure, Figures
 from benchmarks.hints.runs import ALIASES, LIMITS, STRICT, Row
-from rrfp.trace.looks import DARK, MUTED, TEXT_SIZE, TITLE_SIZE
-from rrfp.trace.picture_file import save_picture
-from rrfp.trace.plot import require_matplotlib
+from rrfp.lab.traces.looks import DARK, MUTED, TEXT_SIZE, TITLE_SIZE
+from rrfp.lab.traces.picture_file import save_picture
+from rrfp.lab.traces.plot import require_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -26,7 +26,7 @@ from benchmarks.paper.theorem import theorem
 from benchmarks.shared.figures import table_of
 from benchmarks.shared.load import OtherLoad
 from benchmarks.shared.options import parsed, parser_of
-from rrfp.sim.sweep.pool import usable_cores
+from rrfp.lab.sweep.pool import usable_cores
 
 ALL: dict[str, Section] = {
     **{name: SECTIONS[name] for name in ("table-1", "table-2")},

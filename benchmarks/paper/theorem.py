@@ -18,7 +18,7 @@ from benchmarks.paper.runs import Method, Runs
 from benchmarks.paper.tables import Section, Table
 from benchmarks.paper.workloads import Workload
 from rrfp.costs import CostTable
-from rrfp.costs.streams import Matrix
+from rrfp.costs.table import Matrix
 
 _BF = Method("hint", "bf")
 _FACTORS = (1.0, 1.5, 2.0)

@@ -35,7 +35,7 @@ from benchmarks.shared.load import OtherLoad
 from benchmarks.shared.options import parsed, parser_of
 from rrfp.costs import JITTER_LEVELS, PROFILES
 from rrfp.errors import ConfigError
-from rrfp.sim.sweep.pool import usable_cores
+from rrfp.lab.sweep.pool import usable_cores
 
 FIRST_SEED = 1000
 

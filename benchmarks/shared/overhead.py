@@ -10,8 +10,8 @@ from rrfp.core.admission import Limit
 from rrfp.core.schedule import Schedule
 from rrfp.core.tasks import Kind
 from rrfp.costs import CostTable
+from rrfp.engine.engine import run
 from rrfp.hints.schedule import Strict
-from rrfp.sim.engine import run
 from rrfp.trace.spans import TaskSpan
 
 

@@ -10,7 +10,7 @@ from statistics import median
 from benchmarks.shared.comparison import Cell, Comparison
 from benchmarks.shared.overhead import Overhead
 from benchmarks.shared.steps import Step
-from rrfp.sim.bound import lower_bound
+from rrfp.engine.bound import lower_bound
 
 
 @dataclass(frozen=True, slots=True)

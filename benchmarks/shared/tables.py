@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from rrfp.core.placement import Layout
 from rrfp.costs import CostTable, make_costs
-from rrfp.costs.profiles import PLAIN_BYTES
+from rrfp.lab.generators.profiles import PLAIN_BYTES
 
 #: Chunks of a stage that has several.
 CHUNKS = 2

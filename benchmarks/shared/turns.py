@@ -20,7 +20,7 @@ from benchmarks.shared.clocks import Reading
 from benchmarks.shared.comparison import Comparison, Turn
 from benchmarks.shared.sleeping import Stages
 from benchmarks.shared.tables import scaled
-from rrfp.compute.emulated import sleep_until
+from rrfp.lab.emulated import sleep_until
 from rrfp.pipeline.options import Options
 
 #: Runs a step with so many microbatches' sizes, or none; returns what waits for the work that it has left behind.

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.tp.settings import METHODS, Settings
-from rrfp.compute.emulated import EmulatedStage
 from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Task
 from rrfp.core.topology import Topology
+from rrfp.lab.emulated import EmulatedStage
 from rrfp.pipeline.api import Pipeline
 from rrfp.trace.plain import to_plain
 from rrfp.transports.base import Channel, Message, MessageKind, TransportContext

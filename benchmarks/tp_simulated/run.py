@@ -44,7 +44,7 @@ from benchmarks.tp_simulated.ways import (
     compare,
     slower_control,
 )
-from rrfp.sim.sweep.pool import run_all, usable_cores
+from rrfp.lab.sweep.pool import run_all, usable_cores
 
 
 @dataclass(frozen=True, slots=True)

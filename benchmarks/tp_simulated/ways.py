@@ -9,14 +9,14 @@ from functools import partial
 
 from rrfp.core.admission import Limit
 from rrfp.core.hint import Hint
-from rrfp.costs.profiles import make_costs
-from rrfp.costs.rank_latency import RankLatencies, rank_latencies
 from rrfp.costs.table import CostTable
+from rrfp.engine.engine import run
 from rrfp.hints.registry import create_hint, create_strict
-from rrfp.sim.cluster.coordination import Agreement, Coordination, Leader
-from rrfp.sim.cluster.result import TensorParallelResult
-from rrfp.sim.cluster.simulation import run_tensor_parallel
-from rrfp.sim.engine import run
+from rrfp.lab.cluster.coordination import Agreement, Coordination, Leader
+from rrfp.lab.cluster.result import TensorParallelResult
+from rrfp.lab.cluster.simulation import run_tensor_parallel
+from rrfp.lab.generators.profiles import make_costs
+from rrfp.lab.generators.rank_latency import RankLatencies, rank_latencies
 
 PROFILE, STAGES, LATENCY = "mllm", 8, "spike"
 HINTS = ("bf", "bfw")

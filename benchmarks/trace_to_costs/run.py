@@ -32,9 +32,9 @@ from benchmarks.shared.load import OtherLoad
 from benchmarks.shared.options import parsed, parser_of
 from benchmarks.shared.workers import run_workers
 from benchmarks.trace_to_costs.settings import METHODS, WORKLOADS, Settings
-from rrfp.sim.simulation import simulate
-from rrfp.trace.chrome_reader import read_chrome
-from rrfp.trace.measured_costs import measured_costs
+from rrfp.lab.simulation import simulate
+from rrfp.lab.traces.chrome_reader import read_chrome
+from rrfp.lab.traces.measured_costs import measured_costs
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ class Method:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of `rrfp.Pipeline`, and of `rrfp.sim.simulation.simulate`."""
+        """Of `rrfp.Pipeline`, and of `rrfp.lab.simulation.simulate`."""
         return {"hint": self.name, "limit": self.limit} if self.limit else {"strict": self.name}
 
     def __str__(self) -> str:

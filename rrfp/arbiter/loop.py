@@ -16,7 +16,7 @@ from rrfp.arbiter.arbiter import Arbiter
 
 @runtime_checkable
 class SettlingLoop(Protocol):
-    """An event loop that can tell when an instant is over, as `rrfp.sim.virtual.clock.VirtualClockLoop` can."""
+    """An event loop that can tell when an instant is over, as `rrfp.lab.virtual_clock.VirtualClockLoop` can."""
 
     def settled(self) -> Awaitable[None]:
         """Wait until nothing else is runnable now."""

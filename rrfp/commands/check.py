@@ -16,19 +16,18 @@ from typing import Annotated, Any, Literal, TypeVar
 import typer
 
 import rrfp
-from rrfp.commands.check_admission import admission
-from rrfp.commands.check_faults import faults
 from rrfp.commands.command_line import Command, CommandGroup, completed
 from rrfp.commands.known_names import known_hints, known_lanes, known_transports
 from rrfp.commands.output import Json, first_line, print_json
 from rrfp.errors import ConfigError, misspelt
+from rrfp.laboratory import COMMANDS, load
 from rrfp.testing.checks import NotOfferedError, SkippedError
 
 _Contract = TypeVar("_Contract", bound=Callable[..., object])
 
 check = typer.Typer(cls=CommandGroup, help="Check that a plugin keeps its contract; exit code 1 if it does not.")
-check.command(cls=Command)(faults)
-check.command(cls=Command)(admission)
+check.command(cls=Command)(load(COMMANDS["check faults"]))
+check.command(cls=Command)(load(COMMANDS["check admission"]))
 
 #: The folders of Python's own modules.
 _STANDARD = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"])

@@ -29,24 +29,3 @@ def known_transports() -> Iterable[str]:
 def known_lanes() -> Iterable[str]:
     """The lanes that come with RRFP, as ``check lane`` names them."""
     return ("thread", "timer", "double", "cuda")
-
-
-def known_profiles() -> Iterable[str]:
-    """All profiles of workloads."""
-    from rrfp.costs.workloads import PROFILES
-
-    return PROFILES
-
-
-def known_jitter() -> Iterable[str]:
-    """All levels of jitter."""
-    from rrfp.costs.jitter import JITTER_LEVELS
-
-    return JITTER_LEVELS
-
-
-def known_latencies() -> Iterable[str]:
-    """All models of latency."""
-    from rrfp.costs.latency import LATENCY_MODELS
-
-    return [name for name in LATENCY_MODELS if name.islower()]

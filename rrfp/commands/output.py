@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rrfp.errors import ConfigError, Faults
+from rrfp.errors import ConfigError
 
 #: The option that every command has.
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON instead of text.")]
@@ -27,20 +27,6 @@ def check_output(path: Path, *inputs: str | Path) -> None:
         raise ConfigError(f"{path}: is read by this command, must be another file to be written")
     if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         raise ConfigError(f"{path}: cannot be written (no such folder, or not allowed)")
-
-
-def check_picture(path: Path, picture: str) -> None:
-    """Refuse a picture that could not be written, before anything runs."""
-    from rrfp.trace.picture_file import picture_format
-    from rrfp.trace.plot import require_matplotlib
-
-    with Faults() as faults:
-        with faults.kept():
-            require_matplotlib(picture)
-        with faults.kept():
-            picture_format(path)
-        with faults.kept():
-            check_output(path)
 
 
 def first_line(text: str | None) -> str:

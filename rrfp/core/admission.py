@@ -25,7 +25,7 @@ chunk tasks; there are K * C. Backwards and weight tasks free memory: only the p
   forward that was ordered once a slot is free on itself, so that D keeps its bound on every rank. The slots that the
   leader saw free become so there too: by tasks that are in the log before it, and by successors that run those.
 
-Rejected, each with a deadlock that `rrfp check admission --rule` prints (`rrfp.sim.explore.cases`):
+Rejected, each with a deadlock that `rrfp check admission --rule` prints (`rrfp.lab.explore.cases`):
 
 - D < K*C for every forward, and only backwards from there on. It is what the paper says for one chunk; with two, the
   shallow chunk takes all slots and the deep one, whose backward would free them, gets none.

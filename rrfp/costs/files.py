@@ -13,10 +13,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rrfp.costs.atomic_files import write_atomically
+from rrfp.atomic_files import write_atomically
 from rrfp.costs.graph_fields import GRAPH_FIELDS, graph_fields, read_graph
-from rrfp.costs.streams import Matrix
-from rrfp.costs.table import CostTable, checked_sizes
+from rrfp.costs.table import CostTable, Matrix, checked_sizes
 from rrfp.errors import ConfigError, Faults
 
 #: Name in the file of a chain -> attribute of the table, in the order of writing.

@@ -19,9 +19,9 @@ from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import TablePlacement
 from rrfp.core.visits import Skipped
 from rrfp.costs.graph_names import ARROW, check_names, edge_names
-from rrfp.costs.streams import whole
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError
+from rrfp.plain import whole
 
 #: In the order of writing.
 GRAPH_FIELDS = ("stages", "microbatches", "virtual_stages", "placement", "edges", "skipped")

@@ -12,18 +12,26 @@ import hashlib
 import json
 import math
 import reprlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Layout, Placement, TablePlacement
+from rrfp.core.tasks import Kind
 from rrfp.core.visits import Skipped, Visits
 from rrfp.costs.graph_names import named
-from rrfp.costs.streams import Bits, Matrix, whole
 from rrfp.errors import ConfigError
+from rrfp.plain import whole
+
+#: Rows are virtual stages (or the edges between them), columns microbatches.
+Matrix: TypeAlias = npt.NDArray[np.float64]
+#: Of the same shape: whether something is there.
+Bits: TypeAlias = npt.NDArray[np.bool_]
 
 
 def _length(value: object) -> int | None:
@@ -382,3 +390,27 @@ class CostTable:
 
 def _most_chunks(graph: TaskGraph) -> int:
     return max(map(graph.placement.chunks_of, range(graph.placement.stages)))
+
+
+#: Of each virtual stage: the stage that its output goes to -> seconds by microbatch. Arrays of Python: a number of one
+#: of numpy costs more to read than an operation on a heap.
+MessageTimes = dict[Kind, Sequence[dict[int, "array[float]"]]]
+
+
+def message_times(costs: CostTable) -> MessageTimes:
+    """The seconds of every message of a step, by kind, sending virtual stage, receiving stage and microbatch.
+
+    Args:
+        costs: of the step. Where several edges lead from a virtual stage to one other stage, the longest time counts.
+    """
+    nodes = range(costs.num_virtual_stages)
+    times: dict[Kind, list[dict[int, Matrix]]] = {kind: [{} for _ in nodes] for kind in (Kind.F, Kind.B)}
+    for (u, v), forward, backward in zip(costs.edges(), costs.latency_forward, costs.latency_backward, strict=True):
+        here, there = costs.stage_of(u), costs.stage_of(v)
+        if here != there:
+            for rows, peer, row in ((times[Kind.F][u], there, forward), (times[Kind.B][v], here, backward)):
+                rows[peer] = np.maximum(rows[peer], row) if peer in rows else row
+    return {
+        kind: [{peer: array("d", row.tobytes()) for peer, row in rows.items()} for rows in of_kind]
+        for kind, of_kind in times.items()
+    }

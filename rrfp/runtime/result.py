@@ -122,7 +122,7 @@ class StepResult(_Reported):
 
     def __str__(self) -> str:
         """One line with the loss and the time, and where the time of each stage went; waits for the reports."""
-        from rrfp.trace.report import breakdown_text, duration
+        from rrfp.trace.breakdown_table import breakdown_text, duration
 
         name = f"step {self.step}" if self.mode is Mode.TRAIN else f"evaluation before step {self.step}"
         loss = "" if self.loss is None else f", loss {self.loss:.6g}"

@@ -10,9 +10,26 @@ A whole pipeline runs in virtual time with ``rrfp.local(programs, loop="caller",
 where ``lane`` makes the stages' `TimerLane`s and the programs are `EmulatedStage`s, whose tasks last on these lanes.
 """
 
-from rrfp.compute.emulated import EmulatedStage
-from rrfp.compute.lanes.timer import TimerLane
-from rrfp.sim.virtual.clock import VirtualClockLoop, run_virtual
-from rrfp.transports.simulated import SimulatedTransport
+from __future__ import annotations
 
-__all__ = ["EmulatedStage", "SimulatedTransport", "TimerLane", "VirtualClockLoop", "run_virtual"]
+from typing import TYPE_CHECKING, Any
+
+from rrfp.laboratory import PUBLIC, public_name
+
+# For type checkers, which do not run __getattr__: `as` marks a public name.
+if TYPE_CHECKING:
+    from rrfp.lab.emulated import EmulatedStage as EmulatedStage
+    from rrfp.lab.simulated_transport import SimulatedTransport as SimulatedTransport
+    from rrfp.lab.timer_lane import TimerLane as TimerLane
+    from rrfp.lab.virtual_clock import VirtualClockLoop as VirtualClockLoop
+    from rrfp.lab.virtual_clock import run_virtual as run_virtual
+
+__all__ = sorted(PUBLIC[__name__])
+
+
+def __getattr__(name: str) -> Any:
+    return public_name(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

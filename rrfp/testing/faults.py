@@ -6,29 +6,39 @@ repeated, late or overtaken message, a latency spike, a rank that pauses or one 
 hint for some pipelines only raises `ConfigError` in ``open_step`` on the others; such a run is "unfit".
 """
 
-from rrfp.sim.faults.campaign import Campaign, FaultRun, run_campaign, run_scenario, run_seed
-from rrfp.sim.faults.checker import REQUIRED, Ending
-from rrfp.sim.faults.faults import Death, Delay, Duplicate, Fault, Lose, MessageId, Pause, Spike, Swap
-from rrfp.sim.faults.random_scenario import make_scenario
-from rrfp.sim.faults.scenario import Scenario
+from __future__ import annotations
 
-__all__ = [
-    "REQUIRED",
-    "Campaign",
-    "Death",
-    "Delay",
-    "Duplicate",
-    "Ending",
-    "Fault",
-    "FaultRun",
-    "Lose",
-    "MessageId",
-    "Pause",
-    "Scenario",
-    "Spike",
-    "Swap",
-    "make_scenario",
-    "run_campaign",
-    "run_scenario",
-    "run_seed",
-]
+from typing import TYPE_CHECKING, Any
+
+from rrfp.laboratory import PUBLIC, public_name
+
+# For type checkers, which do not run __getattr__: `as` marks a public name.
+if TYPE_CHECKING:
+    from rrfp.lab.faults.campaign import Campaign as Campaign
+    from rrfp.lab.faults.campaign import FaultRun as FaultRun
+    from rrfp.lab.faults.campaign import run_campaign as run_campaign
+    from rrfp.lab.faults.campaign import run_scenario as run_scenario
+    from rrfp.lab.faults.campaign import run_seed as run_seed
+    from rrfp.lab.faults.checker import REQUIRED as REQUIRED
+    from rrfp.lab.faults.checker import Ending as Ending
+    from rrfp.lab.faults.faults import Death as Death
+    from rrfp.lab.faults.faults import Delay as Delay
+    from rrfp.lab.faults.faults import Duplicate as Duplicate
+    from rrfp.lab.faults.faults import Fault as Fault
+    from rrfp.lab.faults.faults import Lose as Lose
+    from rrfp.lab.faults.faults import MessageId as MessageId
+    from rrfp.lab.faults.faults import Pause as Pause
+    from rrfp.lab.faults.faults import Spike as Spike
+    from rrfp.lab.faults.faults import Swap as Swap
+    from rrfp.lab.faults.random_scenario import make_scenario as make_scenario
+    from rrfp.lab.faults.scenario import Scenario as Scenario
+
+__all__ = sorted(PUBLIC[__name__])
+
+
+def __getattr__(name: str) -> Any:
+    return public_name(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

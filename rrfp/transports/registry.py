@@ -25,7 +25,7 @@ TRANSPORTS: Registry[TransportFactory] = Registry(
         "zmq": "rrfp.transports.zmq.transport:ZmqTransport",
         "cuda_ipc": "rrfp.transports.cuda_ipc.transport:CudaIpcTransport",
         "collective": "rrfp.transports.collective.transport:CollectiveTransport",
-        "simulated": "rrfp.transports.simulated:SimulatedTransport",
+        "simulated": "rrfp.lab.simulated_transport:SimulatedTransport",
     },
 )
 

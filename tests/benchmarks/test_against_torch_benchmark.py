@@ -25,9 +25,9 @@ from benchmarks.shared.step_figures import Results, results_of
 from benchmarks.shared.steps import Step
 from benchmarks.shared.tables import Form, scaled
 from rrfp.core.admission import Limit
+from rrfp.engine.bound import lower_bound
+from rrfp.engine.engine import run
 from rrfp.hints.registry import DEFAULT_HINT, create_hint, create_strict
-from rrfp.sim.bound import lower_bound
-from rrfp.sim.engine import run
 
 ROOT = Path(__file__).resolve().parents[2]
 

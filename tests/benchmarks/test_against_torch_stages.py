@@ -13,7 +13,7 @@ from benchmarks.shared.comparison import Cell, Turn
 from benchmarks.shared.sleeping import SleepingStage, TaskLog
 from benchmarks.shared.tables import Form, make_table, scaled
 from rrfp.compute.split.backward import input_gradients
-from rrfp.sim.bound import lower_bound
+from rrfp.engine.bound import lower_bound
 
 
 def test_a_v_has_the_work_of_the_whole_in_layers_in_depth_order() -> None:

@@ -10,7 +10,7 @@ from fork_server import fork_server, run
 
 from benchmarks.graphs.figures import AIMS, COMPARED, Figures
 from benchmarks.graphs.runs import CHAIN, FORMS, LIMITS, Case, Outcome, run_case
-from rrfp.costs.multimodal import multimodal_costs
+from rrfp.lab.generators.multimodal import multimodal_costs
 
 __all__ = ["fork_server"]
 

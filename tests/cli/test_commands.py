@@ -300,7 +300,7 @@ def test_check_of_the_lane_of_a_gpu_says_that_there_is_none() -> None:
 WRONG_LANE = """
 from rrfp.compute.lanes.stream import StreamLane
 from rrfp.compute.lanes.thread import ThreadLane
-from rrfp.testing.device_double import DoubleDevice
+from rrfp.lab.device_double import DoubleDevice
 from rrfp.testing.lane_checks import Subject
 
 def good(stage):

@@ -12,7 +12,7 @@ from cli.shell import rrfp
 
 from rrfp.core.placement import Layout
 from rrfp.costs import make_costs, read_costs
-from rrfp.sim.simulation import planned_sizes, simulate
+from rrfp.lab.simulation import planned_sizes, simulate
 from rrfp.trace.chrome import ChromeRun, write_chrome, write_runs
 
 

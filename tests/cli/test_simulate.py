@@ -11,9 +11,9 @@ from cli.shell import rrfp, rrfp_process
 
 from rrfp.core.graph import TaskGraph
 from rrfp.costs import CostTable, make_costs, write_costs
+from rrfp.lab.cluster.simulation import simulate_tensor_parallel
 from rrfp.schedules.csv import to_csv
 from rrfp.schedules.registry import make_schedule
-from rrfp.sim.cluster.simulation import simulate_tensor_parallel
 
 KEYS = ["makespan", "lower_bound", "ratio", "busy", "peak", "received_peak", "limit", "order", "start"]
 #: Every hint but the schedules that need a split backward or two chunks.

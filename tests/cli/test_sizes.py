@@ -11,8 +11,8 @@ import pytest
 from cli.shell import rrfp
 
 from rrfp.costs import CostTable, make_costs, read_costs, write_costs
-from rrfp.sim.simulation import planned_sizes, simulate
-from rrfp.trace.chrome_reader import read_chrome
+from rrfp.lab.simulation import planned_sizes, simulate
+from rrfp.lab.traces.chrome_reader import read_chrome
 
 TABLE = make_costs("mllm", 4, 16, seed=3)
 PYRAMID, WITHIN = "slot-aware-pyramid", "slot-aware"

@@ -18,8 +18,8 @@ import pytest
 from cli.shell import rrfp, rrfp_process
 
 from rrfp.costs import make_costs, write_costs
-from rrfp.sim.sweep.rows import COLUMNS
-from rrfp.sim.sweep.workloads import Workload
+from rrfp.lab.sweep.rows import COLUMNS
+from rrfp.lab.sweep.workloads import Workload
 
 SMALL = ("sweep", "--profile", "mllm", "--microbatches", "6")
 LISTS = (

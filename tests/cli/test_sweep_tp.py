@@ -10,8 +10,8 @@ import pytest
 from cli.shell import rrfp
 
 from rrfp.costs import make_costs, write_costs
-from rrfp.sim.cluster.simulation import simulate_tensor_parallel
-from rrfp.sim.simulation import simulate
+from rrfp.lab.cluster.simulation import simulate_tensor_parallel
+from rrfp.lab.simulation import simulate
 
 SMALL = ("sweep", "--profile", "mllm", "--stages", "3", "--microbatches", "6", "--latency", "spike")
 FIGURES = ["coordination_share", "failed_rounds_per_task", "messages_per_task"]

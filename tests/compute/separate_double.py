@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rrfp.compute.devices.base import Device
-from rrfp.testing.device_double import DoubleDevice
+from rrfp.lab.device_double import DoubleDevice
 
 #: A reference to a storage that does not keep it alive; torch has no types for it.
 WeakStorage: Any = StorageWeakRef

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rrfp.compute.devices.copies import StreamCopies
 from rrfp.errors import TransportClosedError
-from rrfp.testing.device_double import DoubleDevice, DoubleError
+from rrfp.lab.device_double import DoubleDevice, DoubleError
 from rrfp.testing.transport_checks.pair import assert_same, running, soon, stays_pending
 from rrfp.transports.tensor_bytes import DTYPES
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from rrfp.compute.devices.copies import SharingCopies, copies_of
 from rrfp.compute.devices.cuda_sharing import CudaSharing
 from rrfp.errors import FrameError
-from rrfp.testing.device_double import DoubleDevice
+from rrfp.lab.device_double import DoubleDevice
 from rrfp.testing.transport_checks.pair import assert_same
 from rrfp.transports.device_copies import SharesDeviceMemory
 from rrfp.transports.header_checks import TensorSpec

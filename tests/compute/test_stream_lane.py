@@ -15,7 +15,7 @@ import torch
 
 from rrfp.compute.lanes.stream import StreamLane, narrowed
 from rrfp.errors import ConfigError
-from rrfp.testing.device_double import DoubleDevice, DoubleError
+from rrfp.lab.device_double import DoubleDevice, DoubleError
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rrfp.compute.split.backward import input_gradients
-from rrfp.demo.model import GptConfig, TransformerBlock
+from rrfp.lab.demo.model import GptConfig, TransformerBlock
 
 WIDTH, ROWS = 128, 256
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import rrfp
 from rrfp.compute.lanes.stream import StreamLane
-from rrfp.testing.device_double import DoubleDevice
+from rrfp.lab.device_double import DoubleDevice
 from rrfp.testing.lane_checks import calls, device_work, subject
 
 CAUGHT = [

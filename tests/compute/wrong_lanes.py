@@ -13,7 +13,7 @@ from rrfp.compute.devices.base import Device
 from rrfp.compute.lanes.base import Execution
 from rrfp.compute.lanes.stream import StreamLane, _Issued
 from rrfp.compute.lanes.thread import settle
-from rrfp.testing.device_double import DoubleDevice
+from rrfp.lab.device_double import DoubleDevice
 from rrfp.testing.lane_checks import MakeLane, Subject
 
 

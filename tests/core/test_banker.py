@@ -15,7 +15,7 @@ from rrfp.core.placement import TablePlacement
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import F, Kind, Mode, StepId, Task
 from rrfp.hints.alternating import BackwardForward
-from rrfp.sim.explore.search import explore
+from rrfp.lab.explore.search import explore
 
 #: Two sources of one sink, all on one stage; and each on a stage of its own.
 TOGETHER = TaskGraph(TablePlacement((0, 0, 0)), ((0, 2), (1, 2)))

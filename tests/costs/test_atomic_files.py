@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rrfp.costs.atomic_files import write_atomically
+from rrfp.atomic_files import write_atomically
 from rrfp.errors import ConfigError
 
 

@@ -15,7 +15,7 @@ from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Placement
 from rrfp.core.tasks import Kind
 from rrfp.costs import CostTable, from_json, make_costs, to_json, with_jitter, with_latency
-from rrfp.costs.latency import message_times
+from rrfp.costs.table import message_times
 from rrfp.errors import ConfigError
 
 GOOD: dict[str, Any] = {

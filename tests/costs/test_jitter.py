@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rrfp.costs import JITTER_LEVELS, CostTable, make_costs, with_jitter
-from rrfp.costs.streams import RandomStream, generator
+from rrfp.lab.generators.streams import RandomStream, generator
 
 LEVELS = ["J1", "J2", "J3"]
 

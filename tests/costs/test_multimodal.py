@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rrfp.costs.multimodal import GRAPHS, GraphName, multimodal_costs, multimodal_sizes
 from rrfp.errors import ConfigError
+from rrfp.lab.generators.multimodal import GRAPHS, GraphName, multimodal_costs, multimodal_sizes
 
 
 def test_eight_stages_hold_two_one_and_five_tenths_of_the_parts() -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from rrfp.costs import make_costs
-from rrfp.costs.rank_latency import RankLatencies, rank_latencies
 from rrfp.errors import ConfigError
+from rrfp.lab.generators.rank_latency import RankLatencies, rank_latencies
 
 SPIKY = make_costs("mllm", 4, 500, seed=3, latency="spike")
 

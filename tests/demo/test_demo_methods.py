@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from cli.shell import rrfp
 
-from rrfp.demo.methods import METHODS, DemoMethod, demo_methods
-from rrfp.demo.settings import DemoSettings
 from rrfp.errors import ConfigError
+from rrfp.lab.demo.methods import METHODS, DemoMethod, demo_methods
+from rrfp.lab.demo.settings import DemoSettings
 
 PLUGINS = """
 from rrfp import Hint

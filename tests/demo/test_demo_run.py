@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from batches import long
 
-from rrfp.demo.methods import METHODS
+from rrfp.lab.demo.methods import METHODS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -47,7 +47,7 @@ def workers(out: Path) -> list[int]:
             arguments = (process / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        is_worker = b"rrfp.demo.worker" in arguments and b"torch.distributed.run" not in arguments
+        is_worker = b"rrfp.lab.demo.worker" in arguments and b"torch.distributed.run" not in arguments
         if is_worker and any(f'"{out}"'.encode() in argument for argument in arguments):
             found.append(int(process.name))
     return sorted(found)

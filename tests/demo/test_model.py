@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rrfp.demo.model import GptConfig, build_stages, loss_fn
-from rrfp.demo.text import batches, load_text
 from rrfp.errors import ConfigError
+from rrfp.lab.demo.model import GptConfig, build_stages, loss_fn
+from rrfp.lab.demo.text import batches, load_text
 
 SMALL = GptConfig(sequence_length=32, layers=6, width=16, heads=2)
 

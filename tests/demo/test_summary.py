@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from rrfp.demo.methods import METHODS
-from rrfp.demo.report import MethodFigures, Steps
-from rrfp.demo.settings import DemoSettings
+from rrfp.engine.bound import lower_bound
 from rrfp.errors import ConfigError
-from rrfp.sim.bound import lower_bound
+from rrfp.lab.demo.methods import METHODS
+from rrfp.lab.demo.report import MethodFigures, Steps
+from rrfp.lab.demo.settings import DemoSettings
 from rrfp.trace.breakdown import Breakdown
 
 SETTINGS = DemoSettings(out="unused", stages=2, microbatches=3, warm_up=1, steps=3)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rrfp.demo.text import Microbatch, batches, load_text
 from rrfp.errors import ConfigError
+from rrfp.lab.demo.text import Microbatch, batches, load_text
 
 TEXT = bytes(range(256)) * 4
 

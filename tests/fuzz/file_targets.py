@@ -16,24 +16,24 @@ from typing import Any
 from fuzz.mutations import JSON, to_json
 from fuzz.targets import Decode, Target, plain
 
-from rrfp.commands.method_options import _named_or_read_schedule
 from rrfp.core.graph import TaskGraph
 from rrfp.core.measured import Largest, Measured, Spent
 from rrfp.core.tasks import Kind, Task
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.costs.files import read_costs, read_sizes
 from rrfp.costs.files import to_json as to_json_text
-from rrfp.costs.multimodal import multimodal_costs
-from rrfp.costs.profiles import make_costs
 from rrfp.errors import ConfigError
+from rrfp.lab.commands.method_options import _named_or_read_schedule
+from rrfp.lab.generators.multimodal import multimodal_costs
+from rrfp.lab.generators.profiles import make_costs
+from rrfp.lab.traces.chrome_reader import read_chrome
+from rrfp.lab.traces.measured_costs import measured_costs
+from rrfp.lab.traces.report import RunReport
 from rrfp.pipeline.state import VERSION, PipelineState
 from rrfp.runtime import records
 from rrfp.schedules.csv import CsvSchedule, to_csv
 from rrfp.schedules.registry import make_schedule
 from rrfp.trace.chrome import ChromeRun, write_runs
-from rrfp.trace.chrome_reader import read_chrome
-from rrfp.trace.measured_costs import measured_costs
-from rrfp.trace.report import RunReport
 from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
 
 #: A file that is read a thousand times a second belongs into memory.

@@ -22,6 +22,7 @@ from rrfp.core.tasks import Kind, Task
 from rrfp.core.topology import Topology
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.errors import ConfigError, FrameError, PeerLostError, ProtocolError, StageError, TransportError
+from rrfp.lab.device_double.device import DoubleSharing
 from rrfp.runtime import records
 from rrfp.runtime.abort import origin_of
 from rrfp.runtime.all_gather import TreeAllGather
@@ -35,7 +36,6 @@ from rrfp.runtime.reports import StageReport
 from rrfp.runtime.stall.status import RankStatus
 from rrfp.runtime.step_report import LossShare, WeightShare
 from rrfp.runtime.trace_saver import ClockOffset, HostClock, TraceOffer, TraceSize, _write
-from rrfp.testing.device_double.device import DoubleSharing
 from rrfp.trace.plain import to_plain
 from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
 from rrfp.transports.base import MessageKind, TransportContext

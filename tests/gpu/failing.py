@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import rrfp
 from benchmarks.gpu.target import Target, open_target
 from rrfp.errors import PipelineAborted
-from rrfp.testing.device_double import DoubleDevice
+from rrfp.lab.device_double import DoubleDevice
 
 #: The last forward of the last stage; under `gpipe` every other stage has run its forwards, and no backward begins.
 STAGES, MICROBATCH = 4, 3

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.target import Target
 from rrfp.core.placement import Layout, Placement
-from rrfp.demo.model import GptConfig, build_stages, loss_fn
+from rrfp.lab.demo.model import GptConfig, build_stages, loss_fn
 from rrfp.testing.reference import ReferenceResult, reference
 
 __all__ = ["DEMO", "LARGE", "Model", "loss_fn", "placed"]

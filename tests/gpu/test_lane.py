@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.target import Target
-from rrfp.testing.lane_checks import ALL_CHECKS, Check, SkippedError
-from rrfp.testing.lane_checks.makers import DEPTHS, cuda_lane, double_lane
+from rrfp.testing.lane_checks import ALL_CHECKS, Check, SkippedError, double_lane
+from rrfp.testing.lane_checks.makers import DEPTHS, cuda_lane
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 

@@ -17,15 +17,15 @@ import rrfp
 from rrfp.cli import app
 from rrfp.core.tasks import Kind
 from rrfp.costs import read_costs
-from rrfp.costs.multimodal import multimodal_costs
 from rrfp.errors import ConfigError
 from rrfp.graphs.model_graph import ModelGraph
+from rrfp.lab.generators.multimodal import multimodal_costs
+from rrfp.lab.simulation import simulate
+from rrfp.lab.traces.chrome_reader import TracedRun, read_chrome
+from rrfp.lab.traces.measured_costs import measured_costs, traced_step
+from rrfp.lab.traces.plot import draw_timelines
 from rrfp.pipeline.blocking import BlockingPipeline
-from rrfp.sim.simulation import simulate
 from rrfp.trace.chrome import write_chrome
-from rrfp.trace.chrome_reader import TracedRun, read_chrome
-from rrfp.trace.measured_costs import measured_costs, traced_step
-from rrfp.trace.plot import draw_timelines
 from rrfp.trace.spans import skips
 
 STEPS = 4

@@ -15,8 +15,8 @@ from batches import long
 
 from rrfp.core.admission import Limit
 from rrfp.costs import CostTable, make_costs, microbatch_sizes
+from rrfp.engine.engine import run
 from rrfp.hints.registry import create_hint
-from rrfp.sim.engine import run
 
 MICROBATCHES = 64
 SEEDS = (0, 1, 2)

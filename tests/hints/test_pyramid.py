@@ -15,11 +15,11 @@ from rrfp.core.placement import TablePlacement
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.costs import make_costs
+from rrfp.engine.engine import run
 from rrfp.hints.alternating import BackwardForward
 from rrfp.hints.pyramid import LENGTH_PER_STAGE, Pyramids, bfw_pyramid, pyramids, slot_aware_pyramid
 from rrfp.hints.registry import create_hint, create_strict
 from rrfp.hints.slot_aware import SlotAware
-from rrfp.sim.engine import run
 
 SIZES = st.lists(st.floats(0, 1e9), min_size=1, max_size=100)
 

@@ -20,8 +20,8 @@ from rrfp.hints.priority import ForwardPriority
 from rrfp.hints.pyramid import Pyramids
 from rrfp.hints.registry import HINTS, create_hint
 from rrfp.hints.slot_aware import SlotAware
-from rrfp.sim.cluster.random_run import RandomRun
-from rrfp.sim.explore.graph_cases import SlotLimit, random_skips
+from rrfp.lab.cluster.random_run import RandomRun
+from rrfp.lab.explore.graph_cases import SlotLimit, random_skips
 
 #: On both of two stages a part of an image encoder (0, 1), of an audio encoder (2, 3) and of the model (4, 5).
 COLOCATED = TaskGraph(TablePlacement((0, 1, 0, 1, 0, 1)), ((0, 1), (2, 3), (1, 4), (3, 4), (4, 5)))

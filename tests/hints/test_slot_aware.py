@@ -14,10 +14,10 @@ from rrfp.core.placement import Layout, Placement
 from rrfp.core.ready_set import ChunkOrder, ReadySet
 from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.costs import make_costs
+from rrfp.engine.engine import run
 from rrfp.hints.slot_aware import SlotAware
-from rrfp.sim.cluster.random_run import RandomRun
-from rrfp.sim.engine import run
-from rrfp.sim.simulation import simulate
+from rrfp.lab.cluster.random_run import RandomRun
+from rrfp.lab.simulation import simulate
 
 
 def stage(

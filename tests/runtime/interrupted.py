@@ -20,8 +20,8 @@ from runtime.toys import data, loss_fn, stages
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 import rrfp
+from rrfp.lab.device_double import DoubleDevice
 from rrfp.pipeline.blocking import BlockingPipeline
-from rrfp.testing.device_double import DoubleDevice
 from rrfp.transports.rendezvous import StoreRendezvous
 
 #: How long the runtime's threads may take to end, once its caller has left it.

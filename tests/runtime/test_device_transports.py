@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import rrfp
 from rrfp.errors import PipelineAborted
-from rrfp.testing.device_double import DoubleDevice
+from rrfp.lab.device_double import DoubleDevice
 from rrfp.testing.reference import reference
 from rrfp.transports.base import Transport, TransportContext
 from rrfp.transports.inproc import InprocTransport

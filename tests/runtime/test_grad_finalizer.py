@@ -7,11 +7,11 @@ import asyncio
 from runtime.contexts import context_of
 from torch import nn
 
-from rrfp.compute.emulated import EmulatedStage
 from rrfp.compute.gradients.tied import ProcessTies
 from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Mode, StepId
 from rrfp.core.topology import Topology
+from rrfp.lab.emulated import EmulatedStage
 from rrfp.runtime.grad_finalizer import GradientFinalizer
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.transports.base import Message

@@ -6,11 +6,11 @@ import asyncio
 
 from runtime.contexts import context_of
 
-from rrfp.compute.emulated import EmulatedStage
 from rrfp.core import events as ev
 from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Task
 from rrfp.core.topology import Topology
+from rrfp.lab.emulated import EmulatedStage
 from rrfp.runtime.lane_executor import LaneExecutor
 
 

@@ -17,7 +17,7 @@ from runtime.toys import TOLERANCE, data, expect, largest_difference, loss_fn, p
 from under_torchrun import reports
 
 import rrfp
-from rrfp.testing.device_double import DoubleDevice
+from rrfp.lab.device_double import DoubleDevice
 
 TESTS = Path(__file__).parents[1]
 

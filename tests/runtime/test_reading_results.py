@@ -20,11 +20,11 @@ from runtime.ranks import SOON_S, ThreadedRanks
 from runtime.test_callers import in_a_forked_child
 
 import rrfp
-from rrfp.compute.emulated import EmulatedStage
 from rrfp.core.graph import TaskGraph
 from rrfp.core.mesh import Mesh
 from rrfp.core.tasks import Kind, Task
 from rrfp.errors import PipelineAborted, RrfpError
+from rrfp.lab.emulated import EmulatedStage
 from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.runtime.batching import Plan
 from rrfp.runtime.stage_runner import StageRunner

@@ -18,10 +18,10 @@ import rrfp
 from rrfp.core.graph import TaskGraph
 from rrfp.core.mesh import Mesh
 from rrfp.core.tasks import Task
+from rrfp.lab.traces.chrome_reader import TracedRun, read_chrome
 from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.runtime import trace_saver
 from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual
-from rrfp.trace.chrome_reader import TracedRun, read_chrome
 
 
 def only_run(path: Path) -> TracedRun:

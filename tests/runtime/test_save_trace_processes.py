@@ -14,9 +14,9 @@ import pytest
 from fork_server import fork_server  # noqa: F401 - a fixture
 from runtime.processes import BATCH, Processes, Program
 
+from rrfp.lab.traces.chrome_reader import read_chrome
 from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.runtime import trace_saver
-from rrfp.trace.chrome_reader import read_chrome
 
 Start = Callable[..., Processes]
 

@@ -11,7 +11,6 @@ import torch
 from runtime.contexts import context_of
 from torch import Tensor, nn
 
-from rrfp.compute.emulated import EmulatedStage
 from rrfp.compute.gradients.layout import encode
 from rrfp.compute.gradients.tie_copies import Tie
 from rrfp.compute.gradients.tied import ProcessTies
@@ -19,6 +18,7 @@ from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Mode, StepId
 from rrfp.core.topology import Topology
 from rrfp.errors import ProtocolError
+from rrfp.lab.emulated import EmulatedStage
 from rrfp.runtime.grad_finalizer import TiedReduction
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.transports.base import Channel, Message, MessageKind

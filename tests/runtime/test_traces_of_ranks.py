@@ -14,8 +14,8 @@ from rrfp.core.tasks import Kind, Task
 from rrfp.core.topology import Topology
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.errors import ProtocolError
+from rrfp.lab.traces.chrome_reader import read_chrome
 from rrfp.runtime.trace_saver import ClockOffset, HostClock, _write
-from rrfp.trace.chrome_reader import read_chrome
 from rrfp.trace.plain import to_plain
 from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
 

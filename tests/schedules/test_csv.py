@@ -16,11 +16,11 @@ from rrfp.core.tasks import Mode
 from rrfp.costs import make_costs
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import create_strict
+from rrfp.lab.cluster.random_run import RandomRun
+from rrfp.lab.cluster.simulation import simulate_tensor_parallel
+from rrfp.lab.simulation import simulate
 from rrfp.schedules.csv import CsvSchedule, from_csv, to_csv
 from rrfp.schedules.registry import make_schedule
-from rrfp.sim.cluster.random_run import RandomRun
-from rrfp.sim.cluster.simulation import simulate_tensor_parallel
-from rrfp.sim.simulation import simulate
 
 UNSPLIT, SPLIT = TaskGraph.chain(2), TaskGraph.chain(2, split=True)
 MIXED = TaskGraph(Placement(2), split=(False, True))

@@ -14,12 +14,12 @@ from rrfp.core.placement import Layout
 from rrfp.core.schedule import Schedule
 from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.costs import CostTable
+from rrfp.engine.engine import graph_of, run
+from rrfp.engine.record import EngineResult
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import create_hint, create_strict
+from rrfp.lab.simulation import simulate
 from rrfp.schedules.registry import make_schedule, schedule_names
-from rrfp.sim.engine import graph_of, run
-from rrfp.sim.engine_record import EngineResult
-from rrfp.sim.simulation import simulate
 
 #: Names with the pipelines they are made for: chunks, layout, split; None: draw any.
 MADE_FOR: dict[str, tuple[int | None, Layout, bool | None]] = {

@@ -12,7 +12,7 @@ from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Task
 from rrfp.hints.registry import create_hint
 from rrfp.hints.run_ahead import EncoderAware, RunAhead
-from rrfp.sim.faults.random_scenario import AnyReady
+from rrfp.lab.faults.random_scenario import AnyReady
 
 
 class Worst(Hint):

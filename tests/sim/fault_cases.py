@@ -9,9 +9,9 @@ from rrfp.core.admission import Limit
 from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.hints.registry import create_hint
-from rrfp.sim.faults.campaign import FaultRun, run_scenario
-from rrfp.sim.faults.faults import Fault, MessageId
-from rrfp.sim.faults.scenario import Scenario
+from rrfp.lab.faults.campaign import FaultRun, run_scenario
+from rrfp.lab.faults.faults import Fault, MessageId
+from rrfp.lab.faults.scenario import Scenario
 
 TRAIN, FORWARD = Mode.TRAIN, Mode.FORWARD
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from sim.shell.fault_transport import FaultyTransport, Links
 
-from rrfp.compute.lanes.timer import TimerLane
 from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch, StageProgram
 from rrfp.core.graph import TaskGraph
@@ -18,20 +17,21 @@ from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.core.topology import Topology
 from rrfp.errors import PipelineAborted
+from rrfp.lab.faults.dataflow import Reference, adds_to_gradient, value_of
+from rrfp.lab.faults.faults import Death, Pause, Spike
+from rrfp.lab.faults.scenario import Rows, Scenario
+from rrfp.lab.timer_lane import TimerLane
+from rrfp.lab.virtual_clock import run_virtual
 from rrfp.runtime.batching import plan_step
 from rrfp.runtime.control_tree import peers
 from rrfp.runtime.result import StepResult
 from rrfp.runtime.stage_runner import StageRunner
-from rrfp.sim.faults.dataflow import Reference, adds_to_gradient, value_of
-from rrfp.sim.faults.faults import Death, Pause, Spike
-from rrfp.sim.faults.scenario import Rows, Scenario
-from rrfp.sim.virtual.clock import run_virtual
 from rrfp.transports.base import Message, MessageKind, TransportContext
 from rrfp.transports.rendezvous import LocalRendezvous
 
 
 class HashStage(StageProgram):
-    """Computes what `rrfp.sim.faults.dataflow` says that tasks compute, from the tensors that really arrived."""
+    """Computes what `rrfp.lab.faults.dataflow` says that tasks compute, from the tensors that really arrived."""
 
     def __init__(self, graph: TaskGraph, durations: Mapping[Kind, Rows], lane: TimerLane) -> None:
         self._graph = graph

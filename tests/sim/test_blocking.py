@@ -13,12 +13,12 @@ from rrfp.core.admission import Limit
 from rrfp.core.tasks import Kind
 from rrfp.core.usage import WaitCause
 from rrfp.costs import CostTable
+from rrfp.engine.engine import graph_of, run
+from rrfp.engine.record import EngineResult
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import create_strict
+from rrfp.lab.blocking import run_blocking
 from rrfp.schedules.registry import make_schedule
-from rrfp.sim.blocking import run_blocking
-from rrfp.sim.engine import graph_of, run
-from rrfp.sim.engine_record import EngineResult
 from rrfp.trace.spans import MessageSpan, WaitSpan
 
 

@@ -13,14 +13,14 @@ from rrfp.core.admission import Limit
 from rrfp.core.hint import Hint
 from rrfp.core.tasks import Mode
 from rrfp.costs import CostTable, make_costs, microbatch_sizes
-from rrfp.costs.multimodal import GraphName, multimodal_costs, multimodal_sizes
+from rrfp.engine.engine import run
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import create_hint
-from rrfp.sim.engine import run
-from rrfp.sim.simulation import Simulation, simulate
-from rrfp.sim.sweep.experiment import Experiment as Run
-from rrfp.sim.sweep.experiment import SimulatedMethod
-from rrfp.sim.sweep.workloads import Workload
+from rrfp.lab.generators.multimodal import GraphName, multimodal_costs, multimodal_sizes
+from rrfp.lab.simulation import Simulation, simulate
+from rrfp.lab.sweep.experiment import Experiment as Run
+from rrfp.lab.sweep.experiment import SimulatedMethod
+from rrfp.lab.sweep.workloads import Workload
 
 
 def uneven(seed: int) -> CostTable:

@@ -13,10 +13,10 @@ from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Kind, Task
 from rrfp.core.usage import WaitCause
 from rrfp.costs import CostTable
+from rrfp.engine.engine import run
+from rrfp.engine.record import EngineResult
 from rrfp.errors import DeadlockError, HintError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict
-from rrfp.sim.engine import run
-from rrfp.sim.engine_record import EngineResult
 from rrfp.trace.spans import MessageSpan, WaitSpan
 
 

@@ -24,10 +24,10 @@ from rrfp.core.placement import Layout
 from rrfp.core.ready_set import ForcedOrder, ReadySet
 from rrfp.core.tasks import Kind, Task
 from rrfp.costs import make_costs
+from rrfp.engine.engine import run
+from rrfp.engine.record import EngineResult
 from rrfp.errors import HintError
 from rrfp.hints.registry import create_hint, create_strict
-from rrfp.sim.engine import run
-from rrfp.sim.engine_record import EngineResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rrfp.sim.cluster.event_queue import EventQueue
+from rrfp.lab.cluster.event_queue import EventQueue
 
 
 def test_an_instant_happens_in_the_order_of_insertion_and_names_the_ranks_that_it_touched() -> None:

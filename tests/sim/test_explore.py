@@ -16,10 +16,10 @@ from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.core.visits import Skipped, Visits
 from rrfp.hints.alternating import BackwardForward
-from rrfp.sim.explore.cases import Unreserved
-from rrfp.sim.explore.graph_cases import random_skips
-from rrfp.sim.explore.search import Deadlock, Exploration, Oracles, _Explorer, explore
-from rrfp.sim.explore.stage import StageProblem
+from rrfp.lab.explore.cases import Unreserved
+from rrfp.lab.explore.graph_cases import random_skips
+from rrfp.lab.explore.search import Deadlock, Exploration, Oracles, _Explorer, explore
+from rrfp.lab.explore.stage import StageProblem
 
 SKIPPING = TaskGraph(Placement(3), edges=((0, 1), (1, 2), (0, 2)))
 

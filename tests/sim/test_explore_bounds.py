@@ -6,8 +6,8 @@ import pytest
 
 from rrfp.core.placement import Layout, Placement
 from rrfp.core.tasks import Mode
-from rrfp.sim.explore.bounds import Bounds, bounds_of
-from rrfp.sim.explore.cases import ChainCase, Explored, explored
+from rrfp.lab.explore.bounds import Bounds, bounds_of
+from rrfp.lab.explore.cases import ChainCase, Explored, explored
 
 
 def only(case: ChainCase) -> Explored[ChainCase]:

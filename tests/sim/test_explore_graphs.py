@@ -14,9 +14,9 @@ from rrfp.core.admission import Limit
 from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import TablePlacement
 from rrfp.core.tasks import Kind, Mode
-from rrfp.sim.explore.cases import explored
-from rrfp.sim.explore.graph_cases import GraphCase, everywhere, graphs_of, random_skips, slots_of, tables_of
-from rrfp.sim.explore.search import explore
+from rrfp.lab.explore.cases import explored
+from rrfp.lab.explore.graph_cases import GraphCase, everywhere, graphs_of, random_skips, slots_of, tables_of
+from rrfp.lab.explore.search import explore
 
 Edges = tuple[tuple[int, int], ...]
 

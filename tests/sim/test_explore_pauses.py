@@ -1,6 +1,6 @@
 """Every order in which things can happen to small pipelines that idle by choice: none is stuck, and all tasks run.
 
-The explorer of `rrfp.sim.explore` knows no hints, as a wait that ends by itself is one more delay to it. Here the waits
+The explorer of `rrfp.lab.explore` knows no hints, as a wait that ends by itself is one more delay to it. Here the waits
 are explored as such, on the real cores of all stages: at any moment any output or announcement on its way arrives
 (announcements may be late, or in any order), any wait ends, and any stage decides: it runs a task at one go, or where
 its core prefers to wait, the wait begins or is declined. What comes while a task runs changes no decision before its

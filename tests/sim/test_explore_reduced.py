@@ -13,9 +13,9 @@ from rrfp.core.admission import Admission, Limit
 from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Placement
 from rrfp.core.tasks import Kind, Mode
-from rrfp.sim.explore.cases import RULES, Backward, Grid
-from rrfp.sim.explore.graph_cases import GRAPH_RULES, GraphCase, everywhere, graphs_of, random_skips, slots_of
-from rrfp.sim.explore.search import Exploration, Oracles, explore
+from rrfp.lab.explore.cases import RULES, Backward, Grid
+from rrfp.lab.explore.graph_cases import GRAPH_RULES, GraphCase, everywhere, graphs_of, random_skips, slots_of
+from rrfp.lab.explore.search import Exploration, Oracles, explore
 
 
 def what_matters(found: Exploration) -> tuple[Any, ...]:

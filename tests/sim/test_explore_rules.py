@@ -10,8 +10,8 @@ from rrfp.core.admission import Limit
 from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Layout
 from rrfp.core.tasks import Kind, Mode
-from rrfp.sim.explore.cases import Backward, ChainCase, Grid, Where, explored
-from rrfp.sim.explore.search import explore
+from rrfp.lab.explore.cases import Backward, ChainCase, Grid, Where, explored
+from rrfp.lab.explore.search import explore
 
 TRAIN, FORWARD = (Mode.TRAIN,), (Mode.FORWARD,)
 EVERYWHERE: tuple[Where, ...] = ("all", "last", "middle")

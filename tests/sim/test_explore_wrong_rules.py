@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rrfp.core.tasks import Kind, Mode
-from rrfp.sim.explore.cases import Backward, ChainCase, Grid, explored
+from rrfp.lab.explore.cases import Backward, ChainCase, Grid, explored
 
 
 def nearest(

@@ -17,13 +17,13 @@ from batches import batches
 from rrfp.core.placement import Placement
 from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.costs import CostTable
-from rrfp.sim.engine import run
-from rrfp.sim.faults.campaign import replay_command, run_campaign, run_seed
-from rrfp.sim.faults.checker import REQUIRED, Ending
-from rrfp.sim.faults.cluster import FaultCluster
-from rrfp.sim.faults.node import FaultNode
-from rrfp.sim.faults.random_scenario import make_scenario
-from rrfp.sim.faults.scenario import Scenario
+from rrfp.engine.engine import run
+from rrfp.lab.faults.campaign import replay_command, run_campaign, run_seed
+from rrfp.lab.faults.checker import REQUIRED, Ending
+from rrfp.lab.faults.cluster import FaultCluster
+from rrfp.lab.faults.node import FaultNode
+from rrfp.lab.faults.random_scenario import make_scenario
+from rrfp.lab.faults.scenario import Scenario
 
 QUICK, NUM_RUNS, NUM_MORE = 250, 6_000, 60_000
 BATCH = 250

@@ -16,11 +16,11 @@ from rrfp.core.stage_core import StageCore
 from rrfp.core.step import Instructions
 from rrfp.core.tasks import Mode, Task
 from rrfp.hints.registry import create_hint
-from rrfp.sim.cluster.ranks import Rank, ranks_of
-from rrfp.sim.faults.campaign import run_scenario
-from rrfp.sim.faults.checker import Ending
-from rrfp.sim.faults.faults import Death, Delay, Duplicate, Fault, GroupMessageId, Lose, MessageId, Pause, Swap
-from rrfp.sim.faults.scenario import Parallelism, Scenario
+from rrfp.lab.cluster.ranks import Rank, ranks_of
+from rrfp.lab.faults.campaign import run_scenario
+from rrfp.lab.faults.checker import Ending
+from rrfp.lab.faults.faults import Death, Delay, Duplicate, Fault, GroupMessageId, Lose, MessageId, Pause, Swap
+from rrfp.lab.faults.scenario import Parallelism, Scenario
 
 LED = Parallelism(members=2, bytes_held=(0, 0))
 AGREEING = replace(LED, coordination="agreement")

@@ -20,9 +20,9 @@ from rrfp.core.stage_core import StageCore
 from rrfp.core.step import Instructions
 from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.errors import ProtocolError
-from rrfp.sim.faults.campaign import run_campaign, run_scenario, run_seed
-from rrfp.sim.faults.checker import Ending
-from rrfp.sim.faults.faults import Lose
+from rrfp.lab.faults.campaign import run_campaign, run_scenario, run_seed
+from rrfp.lab.faults.checker import Ending
+from rrfp.lab.faults.faults import Lose
 
 SEEDS = range(300)
 

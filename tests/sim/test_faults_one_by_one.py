@@ -8,10 +8,10 @@ from sim.fault_cases import FORWARD, TRAIN, credit, events, limited, output, sce
 from rrfp.core.admission import Limit
 from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Mode
-from rrfp.sim.explore.search import explore
-from rrfp.sim.faults.campaign import run_scenario
-from rrfp.sim.faults.checker import Ending
-from rrfp.sim.faults.faults import Death, Delay, Duplicate, Fault, Lose, Pause, Spike, Swap
+from rrfp.lab.explore.search import explore
+from rrfp.lab.faults.campaign import run_scenario
+from rrfp.lab.faults.checker import Ending
+from rrfp.lab.faults.faults import Death, Delay, Duplicate, Fault, Lose, Pause, Spike, Swap
 
 #: Stage 0 runs F0 0-1, F1 1-2, F2 2-3; they arrive at 1.1, 2.1, 3.1.
 TRAINING = ((TRAIN, 3),)

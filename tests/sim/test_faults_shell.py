@@ -19,9 +19,9 @@ from sim.fault_cases import FORWARD, TRAIN, credit, output, scenario
 from sim.fault_shell import ShellRun, run_shell
 
 from rrfp.errors import PipelineAborted
-from rrfp.sim.faults.faults import Death, Duplicate, Fault, Lose, MessageFault, Pause, name_of
-from rrfp.sim.faults.random_scenario import make_scenario
-from rrfp.sim.faults.scenario import Scenario
+from rrfp.lab.faults.faults import Death, Duplicate, Fault, Lose, MessageFault, Pause, name_of
+from rrfp.lab.faults.random_scenario import make_scenario
+from rrfp.lab.faults.scenario import Scenario
 
 NUM_SEEDS, QUICK = 400, 100
 BATCH = 50

@@ -15,15 +15,15 @@ from sim.tables import graph_table, graph_tables
 from rrfp.core.admission import Limit
 from rrfp.core.tasks import Kind, Task
 from rrfp.costs import CostTable
-from rrfp.costs.multimodal import multimodal_costs
+from rrfp.engine.bound import lower_bound
+from rrfp.engine.engine import run
+from rrfp.engine.record import EngineResult
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import create_hint
-from rrfp.sim.blocking import run_blocking
-from rrfp.sim.bound import lower_bound
-from rrfp.sim.cluster.simulation import simulate_tensor_parallel
-from rrfp.sim.engine import run
-from rrfp.sim.engine_record import EngineResult
-from rrfp.sim.simulation import simulate
+from rrfp.lab.blocking import run_blocking
+from rrfp.lab.cluster.simulation import simulate_tensor_parallel
+from rrfp.lab.generators.multimodal import multimodal_costs
+from rrfp.lab.simulation import simulate
 
 #: 0 feeds 1 and 2, which feed 3.
 DIAMOND = [(0, 1), (0, 2), (1, 3), (2, 3)]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from rrfp.costs import from_json
-from rrfp.sim.engine_record import EngineResult
-from rrfp.sim.simulation import simulate
+from rrfp.engine.record import EngineResult
+from rrfp.lab.simulation import simulate
 
 
 def chart_of(result: EngineResult, stages: int) -> str:

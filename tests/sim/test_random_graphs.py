@@ -17,8 +17,8 @@ from rrfp.hints.alternating import BackwardForward
 from rrfp.hints.priority import ForwardPriority
 from rrfp.hints.registry import create_hint
 from rrfp.hints.slot_aware import SlotAware
-from rrfp.sim.cluster.random_run import Delivery, RandomRun
-from rrfp.sim.explore.graph_cases import random_skips
+from rrfp.lab.cluster.random_run import Delivery, RandomRun
+from rrfp.lab.explore.graph_cases import random_skips
 
 #: Graphs of the long run, in one test, and in a quick one.
 NUM_GRAPHS, BATCH, QUICK = 10_000, 100, 200

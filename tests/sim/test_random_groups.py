@@ -23,7 +23,7 @@ from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.errors import HintError, ProtocolError, RrfpError
-from rrfp.sim.cluster.random_run import Carry, Delivery, RandomRun
+from rrfp.lab.cluster.random_run import Carry, Delivery, RandomRun
 
 NUM_PIPELINES, QUICK = 10_000, 250
 BATCH = 250

@@ -16,7 +16,7 @@ from sim.adversaries import ADVERSARIES, random_limit
 from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Placement
 from rrfp.core.tasks import Kind, Mode, Task
-from rrfp.sim.cluster.random_run import Delivery, RandomRun
+from rrfp.lab.cluster.random_run import Delivery, RandomRun
 
 NUM_PIPELINES, QUICK = 10_000, 500
 BATCH = 500

@@ -17,7 +17,7 @@ from rrfp.core.placement import Placement
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, Task
-from rrfp.sim.cluster.random_run import RandomRun
+from rrfp.lab.cluster.random_run import RandomRun
 
 
 class AnyReady(Hint):

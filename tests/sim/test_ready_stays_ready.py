@@ -19,8 +19,8 @@ from rrfp.core.stage_core import StageCore
 from rrfp.core.step import Instructions
 from rrfp.core.tasks import Mode, Task
 from rrfp.hints.registry import create_hint
-from rrfp.sim.faults.campaign import run_scenario
-from rrfp.sim.faults.random_scenario import make_scenario
+from rrfp.lab.faults.campaign import run_scenario
+from rrfp.lab.faults.random_scenario import make_scenario
 
 NUM_SEEDS, QUICK = 3000, 300
 BATCH = 300

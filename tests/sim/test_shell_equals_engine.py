@@ -27,11 +27,11 @@ from rrfp.core.size_order import correlation
 from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.core.usage import WaitCause
 from rrfp.costs import CostTable, make_costs, with_jitter, with_latency
+from rrfp.engine.engine import graph_of, run
+from rrfp.engine.record import EngineResult
 from rrfp.errors import ConfigError, DeadlockError, HintError, RrfpError
 from rrfp.hints.registry import create_hint, create_strict, hint_names
 from rrfp.schedules.registry import make_schedule, schedule_names
-from rrfp.sim.engine import graph_of, run
-from rrfp.sim.engine_record import EngineResult
 
 
 @dataclass(frozen=True)

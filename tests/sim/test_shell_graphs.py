@@ -14,11 +14,11 @@ from sim.test_shell_equals_engine import Case, named
 
 from rrfp.core.admission import Limit
 from rrfp.core.tasks import Kind
-from rrfp.costs.multimodal import GraphName, multimodal_costs
+from rrfp.engine.engine import run
+from rrfp.engine.record import EngineResult
 from rrfp.hints.registry import hint_names
+from rrfp.lab.generators.multimodal import GraphName, multimodal_costs
 from rrfp.schedules.registry import schedule_names
-from rrfp.sim.engine import run
-from rrfp.sim.engine_record import EngineResult
 
 #: Schedules know chains only.
 HINTS = [name for name in hint_names() if name not in schedule_names()]

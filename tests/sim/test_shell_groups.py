@@ -23,13 +23,13 @@ from rrfp.core.hint import Hint
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.costs import CostTable, make_costs, with_jitter
-from rrfp.costs.rank_latency import Cube, RankLatencies, rank_latencies
+from rrfp.engine.engine import graph_of
 from rrfp.errors import ConfigError, ProtocolError
 from rrfp.hints.registry import create_hint
-from rrfp.sim.cluster.coordination import Agreement, Leader
-from rrfp.sim.cluster.result import TensorParallelResult
-from rrfp.sim.cluster.simulation import run_tensor_parallel
-from rrfp.sim.engine import graph_of
+from rrfp.lab.cluster.coordination import Agreement, Leader
+from rrfp.lab.cluster.result import TensorParallelResult
+from rrfp.lab.cluster.simulation import run_tensor_parallel
+from rrfp.lab.generators.rank_latency import Cube, RankLatencies, rank_latencies
 
 COSTS = table([[1, 1], [1, 1]], [[2, 2], [2, 2]])
 

@@ -19,14 +19,14 @@ from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.costs import CostTable, from_json, make_costs, to_json
+from rrfp.engine.bound import lower_bound
+from rrfp.engine.engine import graph_of
+from rrfp.engine.engine import run as run_engine
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import create_hint
-from rrfp.sim.bound import lower_bound
-from rrfp.sim.cluster.coordination import Leader
-from rrfp.sim.cluster.simulation import simulate_tensor_parallel
-from rrfp.sim.engine import graph_of
-from rrfp.sim.engine import run as run_engine
-from rrfp.sim.simulation import Simulation, planned_sizes, shown_correlation, simulate
+from rrfp.lab.cluster.coordination import Leader
+from rrfp.lab.cluster.simulation import simulate_tensor_parallel
+from rrfp.lab.simulation import Simulation, planned_sizes, shown_correlation, simulate
 from rrfp.trace.breakdown import by_stage
 from rrfp.trace.spans import TaskSpan
 

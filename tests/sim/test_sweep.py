@@ -13,14 +13,14 @@ from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Task
 from rrfp.costs import write_costs
 from rrfp.errors import ConfigError, DeadlockError
-from rrfp.sim.cluster.simulation import simulate_tensor_parallel
-from rrfp.sim.simulation import simulate
-from rrfp.sim.sweep import runs
-from rrfp.sim.sweep.experiment import Experiment, SimulatedMethod
-from rrfp.sim.sweep.pool import run_all
-from rrfp.sim.sweep.rows import COLUMNS, SweepFile, SweepRow
-from rrfp.sim.sweep.runs import Skip, sweep
-from rrfp.sim.sweep.workloads import CostFile, Workload
+from rrfp.lab.cluster.simulation import simulate_tensor_parallel
+from rrfp.lab.simulation import simulate
+from rrfp.lab.sweep import runs
+from rrfp.lab.sweep.experiment import Experiment, SimulatedMethod
+from rrfp.lab.sweep.pool import run_all
+from rrfp.lab.sweep.rows import COLUMNS, SweepFile, SweepRow
+from rrfp.lab.sweep.runs import Skip, sweep
+from rrfp.lab.sweep.workloads import CostFile, Workload
 
 WORKLOAD = Workload(profile="mllm", stages=3, microbatches=6, split=True, jitter="J2", latency="wire", seed=4)
 METHODS = (

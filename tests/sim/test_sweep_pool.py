@@ -12,7 +12,7 @@ from multiprocessing import active_children
 import pytest
 
 from rrfp.errors import LocalError
-from rrfp.sim.sweep.pool import WorkerLostError, run_all
+from rrfp.lab.sweep.pool import WorkerLostError, run_all
 
 
 def broken(item: int) -> int:

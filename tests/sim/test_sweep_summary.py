@@ -17,9 +17,9 @@ from matplotlib.image import imread
 from matplotlib.text import Text
 
 from rrfp.errors import ConfigError
-from rrfp.sim.sweep.plot import MOST_METHODS, draw_sweep, plot_sweep
-from rrfp.sim.sweep.rows import SweepRow
-from rrfp.sim.sweep.summary import Spread, in_common, label, summarise, useless_limits, varied, why_useless
+from rrfp.lab.sweep.plot import MOST_METHODS, draw_sweep, plot_sweep
+from rrfp.lab.sweep.rows import SweepRow
+from rrfp.lab.sweep.summary import Spread, in_common, label, summarise, useless_limits, varied, why_useless
 
 HINT = SweepRow(
     costs=None,

@@ -18,14 +18,14 @@ from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Task
 from rrfp.core.usage import WaitCause
 from rrfp.costs import make_costs
-from rrfp.costs.rank_latency import RankLatencies, rank_latencies
+from rrfp.engine.engine import run
 from rrfp.errors import ConfigError, DeadlockError, ProtocolError
 from rrfp.hints.registry import create_hint, create_strict
-from rrfp.sim.cluster import group_run
-from rrfp.sim.cluster.coordination import Agreement, Coordination, Independent, Leader
-from rrfp.sim.cluster.result import GroupCounts, TensorParallelResult
-from rrfp.sim.cluster.simulation import run_tensor_parallel
-from rrfp.sim.engine import run
+from rrfp.lab.cluster import group_run
+from rrfp.lab.cluster.coordination import Agreement, Coordination, Independent, Leader
+from rrfp.lab.cluster.result import GroupCounts, TensorParallelResult
+from rrfp.lab.cluster.simulation import run_tensor_parallel
+from rrfp.lab.generators.rank_latency import RankLatencies, rank_latencies
 from rrfp.trace.spans import WaitSpan
 
 #: Two stages, one microbatch, every task takes 1.

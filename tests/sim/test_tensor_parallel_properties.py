@@ -18,13 +18,13 @@ from rrfp.core.hint import Hint
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.tasks import Kind
 from rrfp.costs import CostTable, make_costs
-from rrfp.costs.rank_latency import RankLatencies, rank_latencies
+from rrfp.engine.engine import graph_of, run
+from rrfp.engine.record import EngineResult
 from rrfp.hints.registry import create_hint, create_strict
-from rrfp.sim.cluster.coordination import Agreement, Coordination, Independent, Leader
-from rrfp.sim.cluster.result import TensorParallelResult
-from rrfp.sim.cluster.simulation import run_tensor_parallel
-from rrfp.sim.engine import graph_of, run
-from rrfp.sim.engine_record import EngineResult
+from rrfp.lab.cluster.coordination import Agreement, Coordination, Independent, Leader
+from rrfp.lab.cluster.result import TensorParallelResult
+from rrfp.lab.cluster.simulation import run_tensor_parallel
+from rrfp.lab.generators.rank_latency import RankLatencies, rank_latencies
 
 FREE: tuple[Coordination, ...] = (Leader(control_seconds=0), Agreement(gather_seconds=0))
 

@@ -9,11 +9,11 @@ import pytest
 
 from rrfp.core.admission import Limit
 from rrfp.costs import make_costs
-from rrfp.costs.rank_latency import rank_latencies
 from rrfp.errors import ConfigError
-from rrfp.sim.cluster.coordination import Agreement, Independent, Leader
-from rrfp.sim.cluster.simulation import simulate_tensor_parallel
-from rrfp.sim.simulation import simulate
+from rrfp.lab.cluster.coordination import Agreement, Independent, Leader
+from rrfp.lab.cluster.simulation import simulate_tensor_parallel
+from rrfp.lab.generators.rank_latency import rank_latencies
+from rrfp.lab.simulation import simulate
 
 COSTS = make_costs("mllm", 4, 12, latency="spike")
 KEYS = {"makespan", "lower_bound", "ratio", "busy", "peak", "received_peak", "limit", "order", "start", "tp"}

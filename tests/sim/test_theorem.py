@@ -10,9 +10,9 @@ from sim.tables import table
 
 from rrfp.core.admission import Limit
 from rrfp.costs import CostTable
+from rrfp.engine.engine import run
 from rrfp.errors import ConfigError
 from rrfp.hints.alternating import BackwardForward
-from rrfp.sim.engine import run
 
 INSTANCES, QUICK = 1000, 250
 

@@ -14,8 +14,8 @@ from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.tasks import Kind, Task
 from rrfp.costs import CostTable
-from rrfp.costs.rank_latency import RankLatencies
 from rrfp.hints.registry import create_hint
+from rrfp.lab.generators.rank_latency import RankLatencies
 
 PURE = ("bf", "fb", "b-priority", "f-priority", "bfw")
 

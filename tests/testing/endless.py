@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from torch import Tensor
 
-from rrfp.testing.device_double import DoubleDevice
+from rrfp.lab.device_double import DoubleDevice
 
 #: Longer than any test: work that is not complete until `close`, which runs it at once.
 FOREVER_S = 1e6

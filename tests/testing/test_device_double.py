@@ -12,7 +12,7 @@ import torch
 from testing.endless import device, is_garbage
 from torch import nn
 
-from rrfp.testing.device_double import DoubleDevice
+from rrfp.lab.device_double import DoubleDevice
 
 __all__ = ["device"]
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rrfp.errors import ConfigError
-from rrfp.testing.device_double import DoubleDevice, DoubleError
+from rrfp.lab.device_double import DoubleDevice, DoubleError
 
 __all__ = ["device"]
 

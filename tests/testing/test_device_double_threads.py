@@ -11,7 +11,7 @@ import pytest
 import torch
 from testing.endless import device
 
-from rrfp.testing.device_double import DoubleDevice, DoubleStream
+from rrfp.lab.device_double import DoubleDevice, DoubleStream
 
 __all__ = ["device"]
 

@@ -15,9 +15,9 @@ from rrfp.core.tasks import Kind, Task
 from rrfp.core.usage import WaitCause
 from rrfp.costs import make_costs
 from rrfp.errors import ConfigError
-from rrfp.sim.simulation import simulate
+from rrfp.lab.simulation import simulate
+from rrfp.lab.traces.chrome_reader import read_chrome
 from rrfp.trace.chrome import STEPS_THREAD, chrome_events, write_chrome
-from rrfp.trace.chrome_reader import read_chrome
 from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan, WaitSpan
 
 Events = list[dict[str, Any]]

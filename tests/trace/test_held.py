@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rrfp.core.tasks import Kind, Task
 from rrfp.costs import make_costs
-from rrfp.sim.simulation import simulate
+from rrfp.lab.simulation import simulate
 from rrfp.trace.held import Level, held_levels, peak_held
 from rrfp.trace.spans import StepTrace, TaskSpan
 

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 
 import rrfp
-from rrfp.compute.emulated import table_durations
 from rrfp.core.graph import TaskGraph
 from rrfp.core.placement import Layout
 from rrfp.core.tasks import Kind, Task
 from rrfp.costs import CostTable, make_costs
 from rrfp.errors import ConfigError
-from rrfp.sim.simulation import simulate
+from rrfp.lab.emulated import table_durations
+from rrfp.lab.simulation import simulate
+from rrfp.lab.traces.chrome_reader import TracedRun, read_chrome
+from rrfp.lab.traces.measured_costs import MeasuredCosts, measured_costs
 from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual
 from rrfp.trace.chrome import write_chrome
-from rrfp.trace.chrome_reader import TracedRun, read_chrome
-from rrfp.trace.measured_costs import MeasuredCosts, measured_costs
 from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan
 from rrfp.transports.base import Message, MessageKind
 

@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 
 from rrfp.costs import make_costs
 from rrfp.errors import ConfigError
-from rrfp.sim.simulation import simulate
-from rrfp.trace.picture_file import save_picture
-from rrfp.trace.plot import plot_timelines
+from rrfp.lab.simulation import simulate
+from rrfp.lab.traces.picture_file import save_picture
+from rrfp.lab.traces.plot import plot_timelines
 
 BEGINNINGS = {"a.png": b"\x89PNG", "a.svg": b"<?xml", "a.pdf": b"%PDF", "A.SVG": b"<?xml"}
 

@@ -22,11 +22,11 @@ from rrfp.core.tasks import Kind, Task
 from rrfp.core.usage import WaitCause
 from rrfp.costs import make_costs
 from rrfp.errors import ConfigError
-from rrfp.sim.simulation import simulate
-from rrfp.trace.looks import DPI
-from rrfp.trace.plot import draw_timelines, plot_timelines
+from rrfp.lab.simulation import simulate
+from rrfp.lab.traces.looks import DPI
+from rrfp.lab.traces.plot import draw_timelines, plot_timelines
+from rrfp.lab.traces.window import WHOLE, TimeWindow
 from rrfp.trace.spans import StepTrace, TaskSpan, WaitSpan
-from rrfp.trace.window import WHOLE, TimeWindow
 
 
 @pytest.fixture(scope="module")
@@ -267,5 +267,5 @@ def test_without_matplotlib_the_error_says_what_to_install(
 
 
 def test_importing_the_package_imports_neither_matplotlib_nor_a_backend() -> None:
-    code = "import sys, rrfp.trace.plot, rrfp.trace.report; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, rrfp.lab.traces.plot, rrfp.lab.traces.report; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,10 +7,10 @@ import pytest
 from rrfp.core.tasks import Kind, Task
 from rrfp.core.usage import WaitCause
 from rrfp.costs import make_costs
-from rrfp.sim.simulation import simulate
+from rrfp.lab.simulation import simulate
+from rrfp.lab.traces.timeline import shares
 from rrfp.trace.breakdown import breakdown, idle_waits
 from rrfp.trace.spans import StepTrace, TaskSpan, WaitSpan
-from rrfp.trace.timeline import shares
 
 
 def test_an_interval_counts_the_part_that_a_span_covers() -> None:

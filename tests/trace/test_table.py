@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rrfp.trace.breakdown import Breakdown
-from rrfp.trace.report import breakdown_table, duration, peaks_table
+from rrfp.trace.breakdown_table import breakdown_table, duration, peaks_table
 
 STAGES = (
     Breakdown(step=0.2, compute=0.15, input=0.03, drained=0.014, other=0.006),

@@ -15,7 +15,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from transports.peer_process import PATIENCE_S, RUN_ID, copies_for, serve
 
 from rrfp.errors import PeerLostError
-from rrfp.testing.device_double import DoubleDevice
+from rrfp.lab.device_double import DoubleDevice
 from rrfp.testing.transport_checks.pair import soon
 from rrfp.transports.base import Message, Transport, TransportContext
 from rrfp.transports.registry import create_transport

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import zmq
 from transports.relay import RelayingRendezvous
 
+from rrfp.lab.simulated_transport import Latency, SimulatedTransport, no_latency
 from rrfp.testing.transport_checks import MakePair, Pair, PairOptions
 from rrfp.transports.auto import AutoTransport
 from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
@@ -23,7 +24,6 @@ from rrfp.transports.secret import Secret
 from rrfp.transports.shm.datagrams import DatagramBody, pack
 from rrfp.transports.shm.transport import ShmTransport
 from rrfp.transports.shm.trial import Host
-from rrfp.transports.simulated import Latency, SimulatedTransport, no_latency
 from rrfp.transports.zmq.transport import ZmqTransport
 
 _Result = TypeVar("_Result")

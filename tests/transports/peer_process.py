@@ -12,7 +12,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from rrfp.compute.devices.copies import StreamCopies, copies_of
 from rrfp.errors import PeerLostError
-from rrfp.testing.device_double import DoubleDevice
+from rrfp.lab.device_double import DoubleDevice
 from rrfp.testing.transport_checks.pair import data
 from rrfp.transports.base import Message, Transport, TransportContext
 from rrfp.transports.registry import create_transport

@@ -16,8 +16,8 @@ import transports.makers as makers
 from batches import long
 
 from rrfp.errors import FrameError, PeerLostError, RrfpError
+from rrfp.lab.collective_double import DoubleBackend, DoubleNetwork, DoublePipe
 from rrfp.testing.checks import SkippedError
-from rrfp.testing.collective_double import DoubleBackend, DoubleNetwork, DoublePipe
 from rrfp.testing.transport_checks import ALL_CHECKS, Check, MakePair, Pair, PairOptions
 from rrfp.testing.transport_checks.data import check_every_dtype
 from rrfp.testing.transport_checks.ends import check_peer_that_dies

@@ -17,6 +17,7 @@ from batches import long
 from fork_server import fork_server
 
 from rrfp.errors import PeerLostError
+from rrfp.lab.simulated_transport import SimulatedTransport
 from rrfp.testing.checks import NotOfferedError, SkippedError
 from rrfp.testing.clock import run_virtual
 from rrfp.testing.transport_checks import ALL_CHECKS, Check, MakePair, Pair, PairOptions, run_transport_checks
@@ -31,7 +32,6 @@ from rrfp.testing.transport_checks.flow import check_cancelled_receive, check_fi
 from rrfp.testing.transport_checks.frames import check_codec
 from rrfp.testing.transport_checks.peers import check_silent_peer, check_three_ranks
 from rrfp.transports.base import Channel, Message
-from rrfp.transports.simulated import SimulatedTransport
 
 # complex32 is experimental to torch, which says so once.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -12,7 +12,7 @@ from transports.staged_ends import on
 
 from rrfp.core import timeouts
 from rrfp.errors import PeerLostError, TransportClosedError, TransportError
-from rrfp.testing.device_double import DoubleError, DoubleEvent
+from rrfp.lab.device_double import DoubleError, DoubleEvent
 from rrfp.testing.transport_checks.pair import (
     assert_same,
     data,

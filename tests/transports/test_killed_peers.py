@@ -20,7 +20,7 @@ from transports.shm_state import descriptors, mappings, until
 
 from rrfp.compute.devices.copies import SharingCopies
 from rrfp.errors import PeerLostError
-from rrfp.testing.device_double import DoubleDevice
+from rrfp.lab.device_double import DoubleDevice
 from rrfp.testing.transport_checks.pair import data, index_of, soon
 from rrfp.transports.base import Message, Transport
 from rrfp.transports.cuda_ipc.transport import CudaIpcTransport, PulledTransport

@@ -9,9 +9,9 @@ import pytest
 import transports.makers as makers
 
 from rrfp.errors import ConfigError
+from rrfp.lab.simulated_transport import SimulatedTransport
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.registry import TRANSPORTS, create_transport
-from rrfp.transports.simulated import SimulatedTransport
 from rrfp.transports.zmq.transport import ZmqTransport
 
 

@@ -17,12 +17,12 @@ from sim.tables import table
 from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.costs import CostTable
 from rrfp.errors import ConfigError, PeerLostError, TransportError
+from rrfp.lab.simulated_transport import Latency, SimulatedTransport, table_latency
 from rrfp.testing.clock import run_virtual
 from rrfp.testing.transport_checks import PairOptions
 from rrfp.testing.transport_checks.pair import data, index_of, note
 from rrfp.transports.base import Channel, Message, MessageKind, Transport
 from rrfp.transports.inproc import InprocTransport
-from rrfp.transports.simulated import Latency, SimulatedTransport, table_latency
 
 
 def now() -> float:

@@ -16,7 +16,7 @@ from transports.staged_ends import MakeTransport, ends, is_on, on, zmq
 
 from rrfp.compute.devices.copies import StreamCopies
 from rrfp.errors import ConfigError, FrameError
-from rrfp.testing.device_double import DoubleEvent
+from rrfp.lab.device_double import DoubleEvent
 from rrfp.testing.order import reordered
 from rrfp.testing.transport_checks import Check, PairOptions
 from rrfp.testing.transport_checks.data import check_every_dtype, check_large_tensor, check_memory_layouts

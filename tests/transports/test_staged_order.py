@@ -12,7 +12,7 @@ from transports.on_device import CpuOnlyInproc
 from transports.staged_ends import MakeTransport, ends, on, zmq
 
 from rrfp.errors import PeerLostError, TransportClosedError
-from rrfp.testing.device_double import DoubleError
+from rrfp.lab.device_double import DoubleError
 from rrfp.testing.transport_checks.pair import assert_same, data, index_of, note, receive, running, soon, stays_pending
 from rrfp.transports.base import Channel
 from rrfp.transports.inproc import InprocTransport

@@ -7,7 +7,7 @@ import pytest
 from rrfp_plugin_example import ShortQueue
 
 from rrfp.costs import CostTable
-from rrfp.sim.simulation import simulate
+from rrfp.lab.simulation import simulate
 from rrfp.testing.hint_checks import ALL_CHECKS, Check
 
 

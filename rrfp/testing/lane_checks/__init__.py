@@ -15,10 +15,17 @@ the check needs.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from rrfp.laboratory import public_name
 from rrfp.testing.checks import SkippedError
-from rrfp.testing.lane_checks.makers import double_lane, made_by
+from rrfp.testing.lane_checks.makers import made_by
 from rrfp.testing.lane_checks.subject import Check, MakeLane, Subject
 from rrfp.testing.lane_checks.suite import ALL_CHECKS, run_lane_checks
+
+# For type checkers, which do not run __getattr__: `as` marks a public name.
+if TYPE_CHECKING:
+    from rrfp.lab.lane_makers import double_lane as double_lane
 
 __all__ = [
     "ALL_CHECKS",
@@ -30,3 +37,7 @@ __all__ = [
     "made_by",
     "run_lane_checks",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return public_name(__name__, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
@@ -12,16 +11,9 @@ from rrfp.compute.devices.cuda import CudaDevice
 from rrfp.compute.lanes.base import Lane
 from rrfp.compute.lanes.stream import StreamLane
 from rrfp.compute.lanes.thread import ThreadLane
-from rrfp.compute.lanes.timer import TimerLane
 from rrfp.errors import ConfigError
-from rrfp.testing.device_double import DoubleDevice
+from rrfp.laboratory import LANES, load
 from rrfp.testing.lane_checks.subject import MakeLane, Subject
-
-#: How long the double takes for each block.
-SLOW_S = 0.03
-
-#: The names of lanes that come with RRFP.
-LANES = ("thread", "timer", "double", "cuda")
 
 #: A lane in front of a device is checked at these depths.
 DEPTHS = (1, 2, 3)
@@ -31,7 +23,8 @@ SLOW_CYCLES = 100_000_000
 
 
 @asynccontextmanager
-async def _started(subject: Subject) -> AsyncIterator[Subject]:
+async def started_lane(subject: Subject) -> AsyncIterator[Subject]:
+    """Start the lane of ``subject``, and close it in the end."""
     subject.lane.start()
     try:
         yield subject
@@ -42,40 +35,8 @@ async def _started(subject: Subject) -> AsyncIterator[Subject]:
 @asynccontextmanager
 async def thread_lane() -> AsyncIterator[Subject]:
     """The lane of a rank on a CPU."""
-    async with _started(Subject(ThreadLane())) as subject:
+    async with started_lane(Subject(ThreadLane())) as subject:
         yield subject
-
-
-def timer_lane(*, takes_offers: bool = False) -> MakeLane:
-    """The lane of virtual time. Its calls run on the loop."""
-
-    @asynccontextmanager
-    async def make() -> AsyncIterator[Subject]:
-        async with _started(Subject(TimerLane(takes_offers=takes_offers), may_block=False)) as subject:
-            yield subject
-
-    return make
-
-
-def double_lane(depth: int = 2) -> MakeLane:
-    """The lane in front of a device, over the device double.
-
-    Args:
-        depth: of the lane.
-    """
-
-    @asynccontextmanager
-    async def make() -> AsyncIterator[Subject]:
-        device = DoubleDevice(SLOW_S)
-        lane = StreamLane(device, depth=depth)
-        subject = Subject(lane, device=device, break_next=device.fail, problems=lambda: device.problems)
-        try:
-            async with _started(subject):
-                yield subject
-        finally:
-            await asyncio.to_thread(device.close)
-
-    return make
 
 
 def cuda_lane(depth: int = 2) -> MakeLane:
@@ -91,7 +52,7 @@ def cuda_lane(depth: int = 2) -> MakeLane:
     async def make() -> AsyncIterator[Subject]:
         device = CudaDevice()
         lane = StreamLane(device, depth=depth)
-        async with _started(Subject(lane, device=device, delay=_delay)) as subject:
+        async with started_lane(Subject(lane, device=device, delay=_delay)) as subject:
             yield subject
 
     return make
@@ -103,14 +64,17 @@ def lanes_named(name: str) -> Mapping[str, MakeLane]:
     Raises:
         ConfigError: if there is no such lane, or no such device here.
     """
-    if name in ("double", "cuda"):
-        of_depth = double_lane if name == "double" else cuda_lane
-        return {f" (depth {depth})": of_depth(depth) for depth in DEPTHS}
-    if name == "timer":
-        return {"": timer_lane(), " (takes offers)": timer_lane(takes_offers=True)}
+    if name == "cuda":
+        return {f" (depth {depth})": cuda_lane(depth) for depth in DEPTHS}
     if name == "thread":
         return {"": thread_lane}
-    raise ConfigError(f"lane is {name!r}, must be one of: {', '.join(LANES)}, or module:attribute, file.py:attribute")
+    if name in LANES:
+        makers: Mapping[str, MakeLane] = load(LANES[name])()
+        return makers
+    raise ConfigError(
+        f"lane is {name!r}, must be one of: {', '.join(('thread', *LANES, 'cuda'))}, or module:attribute, "
+        "file.py:attribute"
+    )
 
 
 def made_by(factory: Callable[[int], object]) -> MakeLane:
@@ -133,7 +97,7 @@ def made_by(factory: Callable[[int], object]) -> MakeLane:
         subject = Subject(made) if isinstance(made, Lane) else made
         if not isinstance(subject, Subject):
             raise ConfigError(f"the factory returned {made!r}, must return a Lane or a Subject")
-        async with _started(subject) as started:
+        async with started_lane(subject) as started:
             yield started
 
     return make

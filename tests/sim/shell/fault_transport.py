@@ -1,6 +1,6 @@
 """A fault plan for the real shell: transport `simulated` with FIFO channels, and what the plan does to messages.
 
-The plan is the one that `rrfp.sim.faults.cluster` applies to bare cores, by the same `FaultyNetwork`. Outputs and
+The plan is the one that `rrfp.lab.faults.cluster` applies to bare cores, by the same `FaultyNetwork`. Outputs and
 credits take part; what else travels (reports, polls, aborts) arrives at once and unharmed. A message that is kept back
 arrives when its receiver has begun a later step, or after `Links.late_after` at the latest.
 """
@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from rrfp.errors import FrameError
-from rrfp.sim.faults.faults import AnyId, Death, Fault, MessageId
-from rrfp.sim.faults.network import FaultyNetwork, Parcel
+from rrfp.lab.faults.faults import AnyId, Death, Fault, MessageId
+from rrfp.lab.faults.network import FaultyNetwork, Parcel
+from rrfp.lab.simulated_transport import Latency, SimulatedTransport, no_latency
 from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
 from rrfp.transports.flow import Window
-from rrfp.transports.simulated import Latency, SimulatedTransport, no_latency
 
 
 class Links:

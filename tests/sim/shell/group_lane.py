@@ -11,11 +11,11 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rrfp.compute.emulated import Durations, EmulatedStage
-from rrfp.compute.lanes.timer import TimerLane
 from rrfp.core.graph import TaskGraph
 from rrfp.core.tasks import Task
 from rrfp.errors import ProtocolError
+from rrfp.lab.emulated import Durations, EmulatedStage
+from rrfp.lab.timer_lane import TimerLane
 
 
 @dataclass(slots=True)

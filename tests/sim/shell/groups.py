@@ -2,7 +2,7 @@
 
 As `sim.shell.runs` does it for single ranks. Words between the ranks of a group take their time as messages do, and
 the tasks of a group meet (`sim.shell.group_lane`). With a leader, orders, starts, messages and peaks are those that
-`rrfp.sim.cluster.simulation` tells for the same arguments, to the last bit: so each of the two checks the other.
+`rrfp.lab.cluster.simulation` tells for the same arguments, to the last bit: so each of the two checks the other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from sim.shell.group_lane import GroupLane, Meetings, MeetingStage
 from sim.shell.runs import patience, run_ranks
 
 from rrfp.arbiter.group_messages import GroupMessageKind
-from rrfp.compute.emulated import Durations
 from rrfp.core.admission import Limit
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.hint import Hint
@@ -26,21 +25,22 @@ from rrfp.core.stage_core import StageCore
 from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.core.topology import Topology
 from rrfp.core.usage import Peaks
-from rrfp.costs.rank_latency import Cube, RankLatencies
 from rrfp.costs.table import CostTable
+from rrfp.engine.engine import graph_of
+from rrfp.lab.cluster.coordination import Agreement, Leader
+from rrfp.lab.cluster.simulation import slowest_durations
+from rrfp.lab.emulated import Durations
+from rrfp.lab.generators.rank_latency import Cube, RankLatencies
+from rrfp.lab.simulated_transport import SimulatedTransport
 from rrfp.pipeline.handle import PipelineHandle
 from rrfp.pipeline.local_ranks import LocalRanks
 from rrfp.pipeline.options import complete
 from rrfp.runtime.control_tree import peers
 from rrfp.runtime.result import StepResult
 from rrfp.runtime.stage_runner import StageRunner
-from rrfp.sim.cluster.coordination import Agreement, Leader
-from rrfp.sim.cluster.simulation import slowest_durations
-from rrfp.sim.engine import graph_of
 from rrfp.trace.spans import MessageSpan, TaskSpan
 from rrfp.transports.base import Message, MessageKind, TransportContext
 from rrfp.transports.rendezvous import LocalRendezvous
-from rrfp.transports.simulated import SimulatedTransport
 
 _GROUP_KINDS = frozenset(MessageKind(kind.value) for kind in GroupMessageKind)
 

@@ -1,8 +1,8 @@
 """The real shell on a cost table in virtual time: pipeline, runners, arbiters, messages and lanes, not an imitation.
 
 It builds a `PipelineHandle` whose ranks are the usual ones, over transport `simulated` and `TimerLane`s, and runs it on
-a `VirtualClockLoop`. What it tells is what `rrfp.sim.engine.run` tells for the same arguments, to the last bit: so each
-of the two checks the other. The engine is several times as fast.
+a `VirtualClockLoop`. What it tells is what `rrfp.engine.engine.run` tells for the same arguments, to the last bit: so
+each of the two checks the other. The engine is several times as fast.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from rrfp.compute.emulated import EmulatedStage, table_durations
-from rrfp.compute.lanes.timer import TimerLane
 from rrfp.core.admission import Limit
 from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint
@@ -25,7 +23,13 @@ from rrfp.core.topology import Topology
 from rrfp.core.usage import WaitCause
 from rrfp.core.visits import Skipped
 from rrfp.costs.table import CostTable
+from rrfp.engine.engine import graph_of
+from rrfp.engine.record import EngineResult
 from rrfp.errors import ConfigError, PipelineAborted, RrfpError
+from rrfp.lab.emulated import EmulatedStage, table_durations
+from rrfp.lab.simulated_transport import SimulatedTransport, table_latency
+from rrfp.lab.timer_lane import TimerLane
+from rrfp.lab.virtual_clock import run_virtual
 from rrfp.pipeline.handle import PipelineHandle
 from rrfp.pipeline.local_ranks import LocalRanks
 from rrfp.pipeline.options import complete
@@ -33,13 +37,9 @@ from rrfp.runtime.batching import Plan
 from rrfp.runtime.control_tree import peers
 from rrfp.runtime.result import StepResult
 from rrfp.runtime.stage_runner import StageRunner
-from rrfp.sim.engine import graph_of
-from rrfp.sim.engine_record import EngineResult
-from rrfp.sim.virtual.clock import run_virtual
 from rrfp.trace.spans import WaitSpan
 from rrfp.transports.base import TransportContext
 from rrfp.transports.rendezvous import LocalRendezvous
-from rrfp.transports.simulated import SimulatedTransport, table_latency
 
 T = TypeVar("T")
 

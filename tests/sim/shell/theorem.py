@@ -14,7 +14,7 @@ whole way and then Flast of all others, B at least Blast of all but microbatch M
 the sums say how far the last stage is from being the slowest, and vanish where it is.
 
 A stage that waits for memory is outside the theorem: with a limit below M the bound may fail. Its other side, what no
-run can beat, is `rrfp.sim.bound`.
+run can beat, is `rrfp.engine.bound`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,304 @@
+"""The fast engine: drives the real cores of all stages on a heap of virtual events.
+
+There is no scheduling in here. Cores decide; the engine only moves time: a task started at s on an idle stage ends at
+s + its duration, its output arrives at that end + its latency. At one instant everything that completes or arrives
+takes effect before any stage decides. The same costs, hints and limits give the same result on every machine.
+"""
+
+from __future__ import annotations
+
+import gc
+from array import array
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count
+
+from rrfp.arbiter.pauses import PauseTimer
+from rrfp.core import events as ev
+from rrfp.core.admission import Limit
+from rrfp.core.graph import TaskGraph
+from rrfp.core.hint import Hint
+from rrfp.core.ready_set import ForcedOrder
+from rrfp.core.stage_core import StageCore
+from rrfp.core.tasks import B, F, Mode, StepId, Task, W
+from rrfp.core.topology import Topology
+from rrfp.core.visits import Visits
+from rrfp.core.waiting import describe, wait_line
+from rrfp.costs.table import CostTable, Matrix, message_times
+from rrfp.engine.record import EngineRecord, EngineResult
+from rrfp.errors import DeadlockError
+
+
+@dataclass(frozen=True, slots=True)
+class PauseOver:
+    """The longest wait of pause ``number`` of a stage is over."""
+
+    number: int
+
+
+#: What happens on a stage at a time.
+Happening = ev.Arrived | ev.Completed | ev.Announced | PauseOver
+
+
+class EngineClock:
+    """The engine's heap of events as a clock: the time, and timers for the pauses of stages.
+
+    ``heap`` has (time, order of insertion, stage, event), ``pushed`` the next order. It is not the engine itself, so
+    that a run makes no reference cycles.
+    """
+
+    def __init__(self, heap: list[tuple[float, int, int, Happening]], pushed: Iterator[int]) -> None:
+        self.now = 0.0
+        self._heap = heap
+        self._pushed = pushed
+
+    def time(self) -> float:
+        """Virtual seconds."""
+        return self.now
+
+    def wake(self, stage: int, seconds: float, pause: int) -> None:
+        """``pause`` of ``stage`` is over after ``seconds``."""
+        heappush(self._heap, (self.now + seconds, next(self._pushed), stage, PauseOver(pause)))
+
+
+def graph_of(costs: CostTable) -> TaskGraph:
+    """The graph of virtual stages that a cost table describes."""
+    return costs.to_graph()
+
+
+def run(
+    costs: CostTable,
+    hints: Sequence[Hint],
+    limits: Sequence[Limit],
+    *,
+    sizes: Sequence[float] | None = None,
+    size_correlation: float | None = None,
+    shows_inputs: bool = True,
+    in_order: Collection[ForcedOrder] = (),
+    takes_offers: bool = False,
+) -> EngineResult:
+    """Simulate one training step.
+
+    Python's cyclic garbage collector is paused meanwhile, for all threads.
+
+    Args:
+        costs: what tasks and messages take.
+        hints: one fresh hint a stage.
+        limits: one a stage.
+        sizes: how large each microbatch is, for hints that ask; None: untold.
+        size_correlation: as a step before would have shown it, see `rrfp.hints.View`; None: there was none.
+        shows_inputs: whether the inputs of forwards show how many bytes they will hold, where the table has bytes.
+        in_order: (kind, virtual stage) pairs that run in microbatch order.
+        takes_offers: a stage runs what its core had decided before its task ended, as `rrfp.arbiter.offers` has it. If
+            not, each decision knows all that happened until then.
+    """
+    graph = graph_of(costs)
+    cores = [
+        StageCore(graph, stage, hint, limit, in_order=in_order)
+        for stage, (hint, limit) in enumerate(zip(hints, limits, strict=True))
+    ]
+    with _collector_paused():
+        engine = (_OfferingEngine if takes_offers else _Engine)(costs, graph, cores)
+        engine.shows_inputs = shows_inputs and costs.held is not None
+        return engine.run(None if sizes is None else tuple(sizes), size_correlation)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Without the cyclic garbage collector, where it is on: a run makes no cycles, only up to millions of objects that
+    stay, and looking through them over and over takes a fifth of the time.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class _Engine:
+    _takes_offers = False
+
+    def __init__(self, costs: CostTable, graph: TaskGraph, cores: list[StageCore]) -> None:
+        self.shows_inputs = False
+        self._cores = cores
+        self._step = StepId(0, Mode.TRAIN, costs.microbatches)
+        self._graph = graph
+        self._visits = Visits(costs.microbatches, costs.skipped)
+        self._durations = {F: _rows(costs.forward), B: _rows(costs.backward)}
+        if costs.weight is not None:
+            self._durations[W] = _rows(costs.weight)
+        self._held = None if costs.held is None else _rows(costs.held)
+        self._message_times = message_times(costs)
+        #: Outputs of forwards, and the stages on which they are; only where inputs show sizes.
+        self._here: set[tuple[Task, int]] = set()
+        # (time, order of insertion, stage, event): the order makes the heap total, and ties first come, first served.
+        self._heap: list[tuple[float, int, int, Happening]] = []
+        self._pushed = count()
+        self._idle = [True] * len(cores)
+        self._record = EngineRecord(graph.stage_of, len(cores))
+        self._clock = clock = EngineClock(self._heap, self._pushed)
+        self._pauses = [PauseTimer(core, clock.time, partial(clock.wake, core.stage)) for core in cores]
+
+    def run(self, sizes: tuple[float, ...] | None, size_correlation: float | None) -> EngineResult:
+        step = self._step
+        skipped = self._visits.skipped
+        opened = ev.StepOpened(step.number, step.mode, step.microbatches, sizes, size_correlation, skipped)
+        for core in self._cores:
+            core.apply(opened)
+        self._preview_inputs_of_the_caller()
+        for stage in range(len(self._cores)):
+            self._decide(stage, 0.0)
+        heap = self._heap
+        while heap:
+            now, _, stage, event = heappop(heap)
+            self._clock.now = now
+            touched = [stage]
+            self._apply(stage, event, now)
+            while heap and heap[0][0] == now:
+                _, _, stage, event = heappop(heap)
+                touched.append(stage)
+                self._apply(stage, event, now)
+            for stage in touched if len(touched) == 1 else sorted({*touched}):
+                if self._idle[stage] or self._takes_offers:
+                    self._decide(stage, now)
+        self._check_finished()
+        return self._record.result(tuple(core.peaks for core in self._cores))
+
+    def _apply(self, stage: int, event: Happening, now: float) -> None:
+        if type(event) is ev.Completed:
+            self._idle[stage] = True
+        elif type(event) is ev.Announced:
+            self._pauses[stage].announced(event)
+        elif isinstance(event, PauseOver):
+            self._pauses[stage].over(event.number)
+            return
+        core = self._cores[stage]
+        instructions = core.apply(event)
+        if self.shows_inputs and isinstance(event, ev.Arrived | ev.Completed) and event.task.kind is F:
+            self._here.add((event.task, stage))
+            self._preview_readers(stage, event.task)
+        for instruction in instructions:
+            if type(instruction) is ev.Send:
+                self._send(stage, instruction, now)
+            elif type(instruction) is ev.ReduceChunk:
+                self._reduce(stage, instruction)
+
+    def _preview_inputs_of_the_caller(self) -> None:
+        """The caller's inputs of the forwards that read nothing else show their sizes at once."""
+        if self.shows_inputs:
+            for v in range(len(self._graph.stage_of)):
+                for m in self._visits.visitors(v):
+                    self._preview(Task(F, m, v))
+
+    def _preview_readers(self, stage: int, task: Task) -> None:
+        """The output of a forward, which is here now, may be the last that shows the size of forwards that read it."""
+        for reader in self._graph.successors[task.virtual_stage]:
+            forward = Task(F, task.microbatch, reader)
+            if self._graph.stage_of[reader] == stage and self._visits.exists(forward):
+                self._preview(forward)
+
+    def _preview(self, forward: Task) -> None:
+        """Tell the core how many bytes a forward will hold, once all that it reads is on its stage."""
+        inputs = filter(self._visits.exists, self._graph.inputs(forward))
+        stage = self._graph.stage_of[forward.virtual_stage]
+        if all((task, stage) in self._here for task in inputs):
+            assert self._held is not None
+            num_bytes = int(self._held[forward.virtual_stage][forward.microbatch])
+            self._cores[stage].apply(ev.Previewed(forward, num_bytes))
+
+    def _bytes_after(self, task: Task) -> int:
+        return 0 if self._held is None else int(self._held[task.virtual_stage][task.microbatch])
+
+    def _reduce(self, stage: int, reduce: ev.ReduceChunk) -> None:
+        self._cores[stage].apply(ev.ChunkReduced(reduce.virtual_stage))
+
+    def _send(self, stage: int, send: ev.Send, now: float) -> None:
+        task, peer = send.task, send.peer
+        kind, m, virtual_stage = task
+        arrival = now + self._message_times[kind][virtual_stage][peer][m]
+        self._record.sent(task, peer, now, arrival)
+        heappush(self._heap, (arrival, next(self._pushed), peer, ev.Arrived(self._step, task, 0, send.consumed)))
+        self._cores[stage].apply(ev.SendReleased(task, peer))
+
+    def _decide(self, stage: int, now: float) -> None:
+        core = self._cores[stage]
+        choice = core.decide()
+        if type(choice) is ev.Pause and not self._pauses[stage].idles(choice):
+            choice = core.decide()
+        if type(choice) is not ev.Run:
+            self._record.waits(stage, core.wait_cause(), now)
+            return
+        self._record.waits(stage, None, now)
+        self._begin(stage, choice.task, now)
+
+    def _begin(self, stage: int, task: Task, now: float) -> None:
+        for instruction in self._cores[stage].apply(ev.Enqueued(task)):
+            if type(instruction) is ev.Announce:
+                announced = ev.Announced(self._step, instruction.task, instruction.seconds)
+                heappush(self._heap, (now, next(self._pushed), instruction.peer, announced))
+        self._idle[stage] = False
+        kind, m, virtual_stage = task
+        end = now + self._durations[kind][virtual_stage][m]
+        self._record.began(stage, task, now, end)
+        # As a lane would measure it, to the last bit.
+        completed = ev.Completed(task, self._bytes_after(task), end - now)
+        heappush(self._heap, (end, next(self._pushed), stage, completed))
+
+    def _check_finished(self) -> None:
+        ranks = ((core, Topology(core.stage, len(self._cores))) for core in self._cores)
+        waits = ((rank.name, describe(core, rank, most=1)) for core, rank in ranks)
+        lines = [f"  {wait_line(name, texts)}" for name, texts in waits if texts]
+        if lines:
+            raise DeadlockError("deadlock: every stage is idle and nothing is in flight\n" + "\n".join(lines))
+
+
+class _OfferingEngine(_Engine):
+    """A stage that ends a task takes the one that was offered to it last, without another decision.
+
+    A call that waits on the lane comes first: the one that finalizes the gradients of a chunk, which the end of the
+    chunk's last task asks for. It takes no time, but the loop hears of the end meanwhile, and decides again.
+    """
+
+    _takes_offers = True
+
+    def __init__(self, costs: CostTable, graph: TaskGraph, cores: list[StageCore]) -> None:
+        super().__init__(costs, graph, cores)
+        self._offered: list[ev.Run | None] = [None] * len(cores)
+        self._finalizes = [False] * len(cores)
+
+    def _apply(self, stage: int, event: Happening, now: float) -> None:
+        if type(event) is not ev.Completed:
+            super()._apply(stage, event, now)
+            return
+        offered, self._offered[stage] = self._offered[stage], None
+        if self._finalizes[stage]:
+            offered = None
+        is_taken = offered is not None
+        self._finalizes[stage] = False
+        if offered is not None:
+            self._begin(stage, offered.task, now)  # before the core hears of the end
+        super()._apply(stage, event, now)
+        self._idle[stage] = not is_taken
+        self._finalizes[stage] &= is_taken  # a lane without a task makes the call at once
+
+    def _reduce(self, stage: int, reduce: ev.ReduceChunk) -> None:
+        super()._reduce(stage, reduce)
+        self._finalizes[stage] = True
+
+    def _decide(self, stage: int, now: float) -> None:
+        if self._idle[stage]:
+            super()._decide(stage, now)
+        if not self._idle[stage]:
+            decision = self._cores[stage].decide()
+            self._offered[stage] = decision if type(decision) is ev.Run else None
+
+
+def _rows(matrix: Matrix) -> list[array[float]]:
+    """The rows as arrays: a number of a numpy array costs more to read than the whole heap operation."""
+    return [array("d", row.tobytes()) for row in matrix]

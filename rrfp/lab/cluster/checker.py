@@ -1,0 +1,192 @@
+"""Counts anew what one rank of a simulated cluster runs and holds. It never asks the core.
+
+Every task runs once, where it belongs, after all of its inputs; D and bytes keep their limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rrfp.core.admission import Limit
+from rrfp.core.graph import TaskGraph
+from rrfp.core.tasks import Kind, Mode, StepId, Task
+from rrfp.core.visits import Visits
+from rrfp.lab.cluster.ranks import Rank
+
+
+class MemoryChecker:
+    """Counts the slots (D) and bytes that one rank holds; ``most_bytes`` bounds the bytes, None does not."""
+
+    def __init__(self, graph: TaskGraph, stage: int, limit: Limit, most_bytes: int | None = None) -> None:
+        self._graph = graph
+        self._stage = stage
+        chunks = graph.placement.chunks_of(stage)
+        self._last_kinds = [graph.last_kind(v, Mode.TRAIN) for v in range(graph.placement.num_virtual_stages)]
+        self._slots = None if limit.microbatches is None else limit.microbatches * chunks
+        #: By how much D may pass K * C: under the paper's rule by C, where what is served frees memory.
+        self._excess = chunks if limit.rule == "paper" and chunks > 1 else 0
+        self._most_bytes = most_bytes
+        self._mode = Mode.TRAIN
+        self._visits = Visits(0)
+        self._held = self._num_bytes = 0
+        self._bytes: dict[tuple[int, int], int] = {}
+        #: Forward only: readers of a forward that have not consumed its output: a stage, or a task here.
+        self._readers: dict[Task, set[int | Task]] = {}
+        #: The most bytes held after any task, outputs not counted.
+        self.peak_bytes = 0
+
+    def open(self, step: StepId, visits: Visits) -> None:
+        """A step begins, with nothing held."""
+        self._visits = visits
+        self._mode, self._held, self._num_bytes = step.mode, 0, 0
+        self._bytes, self._readers = {}, {}
+
+    def enqueue(self, task: Task) -> str | None:
+        """``task`` was started; returns what is wrong with that, if anything."""
+        # A lane runs its tasks in order: D as it is when the lane comes to this one.
+        self._held += task.kind is Kind.F
+        most, wrong = self.most_held, None
+        if most is not None and self._held > most:
+            wrong = f"holds {self._held} chunk tasks after starting {task}, the most allowed is {most}"
+        self._held -= self._mode is Mode.TRAIN and self._is_last(task)
+        return wrong
+
+    def complete(self, task: Task, num_bytes: int) -> str | None:
+        """``task`` has completed and left ``num_bytes``; returns what is wrong with what is held then, if anything."""
+        self._keep(task, 0 if self._is_last(task) else num_bytes)
+        held, wrong = self._num_bytes, None
+        self.peak_bytes = max(self.peak_bytes, held)
+        if self._most_bytes is not None and held > self._most_bytes:
+            wrong = f"holds {held} bytes after {task}, the most allowed is {self._most_bytes}"
+        if self._mode is Mode.FORWARD:
+            self._await_readers(task)
+        return wrong
+
+    @property
+    def most_held(self) -> int | None:
+        """The bound on D in this step."""
+        if self._slots is None:
+            return None
+        return self._slots + (self._excess if self._mode is Mode.TRAIN else 0)
+
+    def consume(self, task: Task, reader: int | Task) -> None:
+        """Forward only: a stage, or a task here, is done with the output of ``task``."""
+        readers = self._readers.get(task)
+        if readers is not None:
+            readers.discard(reader)
+            self._forget_if_read(task, readers)
+
+    def _keep(self, task: Task, num_bytes: int) -> None:
+        """From now on the microbatch and chunk of ``task`` hold ``num_bytes``."""
+        key = task.microbatch, task.virtual_stage
+        self._num_bytes += num_bytes - self._bytes.get(key, 0)
+        self._bytes[key] = num_bytes
+
+    def _is_last(self, task: Task) -> bool:
+        """Whether a training step frees what a microbatch holds on a chunk with ``task``."""
+        return task.kind is self._last_kinds[task.virtual_stage]
+
+    def _await_readers(self, task: Task) -> None:
+        stage_of = self._graph.stage_of
+        for source in self._graph.inputs(task):
+            if stage_of[source.virtual_stage] == self._stage:
+                self.consume(source, task)
+        readers = [task._replace(virtual_stage=w) for w in self._graph.successors[task.virtual_stage]]
+        readers = [reader for reader in readers if self._visits.exists(reader)]
+        stages = [stage_of[reader.virtual_stage] for reader in readers]
+        self._readers[task] = {r if s == self._stage else s for r, s in zip(readers, stages, strict=True)}
+        self._forget_if_read(task, self._readers[task])
+
+    def _forget_if_read(self, task: Task, readers: set[int | Task]) -> None:
+        if not readers:
+            self._readers.pop(task, None)
+            self._keep(task, 0)
+            self._held -= 1
+
+
+class RankChecker:
+    """Checks what one rank runs; ``visits_of`` says of each step what its microbatches visit, by default everything."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        graph: TaskGraph,
+        limit: Limit,
+        most_bytes: int | None = None,
+        visits_of: Callable[[StepId], Visits] = lambda step: Visits(step.microbatches),
+    ) -> None:
+        self.memory = MemoryChecker(graph, rank.stage, limit, most_bytes)
+        self.step: StepId | None = None
+        self._rank = rank
+        self._graph = graph
+        self._visits_of = visits_of
+        #: The tasks of this step whose outputs a task here may read: those that arrived or were enqueued.
+        self._present: set[Task] = set()
+        #: Outputs of later steps that came early, by step.
+        self._early: dict[int, set[Task]] = {}
+        self._completed: set[Task] = set()
+
+    def object_to(self, what: str) -> None:
+        """Something is wrong."""
+        raise AssertionError(self.named(what))
+
+    def named(self, what: str) -> str:
+        """``what`` is wrong, on which rank and in which step."""
+        return f"{self._rank.name} {what}, in {self.step}"
+
+    def open(self, step: StepId) -> None:
+        """``step`` opens."""
+        self.step = step
+        self._present, self._completed = self._early.pop(step.number, set()), set()
+        self.memory.open(step, self._visits_of(step))
+
+    def arrive(self, step: StepId, task: Task) -> None:
+        """The output of ``task``, which ran on another stage in ``step``, is here."""
+        if self._runs_here(task):
+            self.object_to(f"received {task}, which runs here")
+        elif step == self.step:
+            self._present.add(task)
+        else:
+            self._early.setdefault(step.number, set()).add(task)
+
+    def lacks(self, task: Task, step: StepId) -> list[Task]:
+        """The outputs of other stages that ``task`` needs in ``step`` and that have not arrived."""
+        present = self._present if step == self.step else ()
+        return [s for s in self._inputs(task, step) if s not in present and not self._runs_here(s)]
+
+    def enqueue(self, task: Task) -> None:
+        """The core started ``task``."""
+        assert self.step is not None, "no step was opened"
+        if not self._runs_here(task):
+            self.object_to(f"started {task}, which runs elsewhere")
+        if task in self._present:
+            self.object_to(f"started {task} twice")
+        for source in self._inputs(task, self.step):
+            if source not in self._present:
+                self.object_to(f"started {task} before {source}")
+        self._present.add(task)
+        if wrong := self.memory.enqueue(task):
+            self.object_to(wrong)
+
+    def complete(self, task: Task, num_bytes: int) -> None:
+        """``task`` has completed, and left ``num_bytes`` for its microbatch."""
+        self._completed.add(task)
+        if wrong := self.memory.complete(task, num_bytes):
+            self.object_to(wrong)
+
+    def finish(self, step: StepId) -> None:
+        """The core says that ``step`` is done."""
+        if step != self.step:
+            self.object_to(f"finished {step}")
+        visits = self._visits_of(step)
+        expected = {*filter(visits.exists, self._graph.tasks(self._rank.stage, step.microbatches, step.mode))}
+        if undone := expected - self._completed:
+            self.object_to(f"finished without {' '.join(map(str, sorted(undone)))}")
+        if strange := self._completed - expected:
+            self.object_to(f"ran {' '.join(map(str, sorted(strange)))}, which it does not run in this step")
+
+    def _inputs(self, task: Task, step: StepId) -> list[Task]:
+        return [*filter(self._visits_of(step).exists, self._graph.inputs(task))]
+
+    def _runs_here(self, task: Task) -> bool:
+        return self._graph.stage_of[task.virtual_stage] == self._rank.stage

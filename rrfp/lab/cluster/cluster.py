@@ -1,0 +1,290 @@
+"""A simulated cluster: the real cores of all ranks of a job, joined together. It knows no time.
+
+What a core asks for is done here: outputs, credits and messages inside groups become packets, tasks go to lanes, steps
+follow each other, and the checker of each rank sees it. A subclass adds time and a network: it says when a packet
+arrives and when a task ends. `rrfp.lab.cluster.group_run` simulates tensor-parallel groups on a cost table,
+`rrfp.lab.cluster.random_run` lets anything happen in any order, `rrfp.lab.faults.cluster` lets things go wrong.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import partial
+from typing import Generic, NamedTuple
+
+from rrfp.arbiter.agreement import AgreementArbiter
+from rrfp.arbiter.arbiter import Arbiter
+from rrfp.arbiter.group_messages import GroupMessage
+from rrfp.arbiter.leader import LeaderProtocol
+from rrfp.arbiter.offers import Offers, may_offer
+from rrfp.arbiter.pauses import PauseTimer
+from rrfp.core import events as ev
+from rrfp.core.group_step import GroupMembership
+from rrfp.core.tasks import StepId, Task
+from rrfp.core.usage import WaitCause
+from rrfp.lab.cluster.coordination import CoordinationName
+from rrfp.lab.cluster.node import TaskSlot
+from rrfp.lab.cluster.rank_group import NodeT, RankGroup
+from rrfp.lab.cluster.ranks import Rank
+
+#: What one rank sends to another.
+Content = ev.Arrived | ev.Consumed | ev.Announced | GroupMessage
+
+
+class Envelope(NamedTuple):
+    """A message from one rank to another."""
+
+    sender: Rank
+    receiver: Rank
+    content: Content
+
+
+class Cluster(ABC, Generic[NodeT]):
+    """See the module's docstring.
+
+    Args:
+        nodes: the ranks, by number.
+        steps: the steps that each of them runs, in order.
+        members: ranks of a group.
+        depth: tasks enqueued and not complete, at most, a rank.
+        coordination: how the ranks of a group agree on an order; None: each runs the tasks that its own core decides.
+        coupled: whether a task begins when the last member of a group reaches it.
+        takes_offers: whether lanes take offered tasks, where `may_offer` allows that.
+        sizes: how large each microbatch is, for hints that ask; None: unknown.
+    """
+
+    #: Whether followers report the bytes that tasks hold although no limit counts bytes.
+    reports_all_bytes = False
+
+    def __init__(
+        self,
+        nodes: Sequence[NodeT],
+        steps: Sequence[StepId] = (),
+        *,
+        members: int = 1,
+        depth: int = 1,
+        coordination: CoordinationName | None = None,
+        coupled: bool = True,
+        takes_offers: bool = False,
+        sizes: tuple[float, ...] | None = None,
+    ) -> None:
+        self.nodes = tuple(nodes)
+        self.steps = steps
+        self.members = members
+        self.groups = [
+            RankGroup(self.nodes[first : first + members], coupled=coupled) for first in range(0, len(nodes), members)
+        ]
+        self._sizes = sizes
+        self._ranks_per_stage = sum(node.rank.stage == 0 for node in nodes)
+        for node in self.nodes:
+            self._join_group(node, depth, coordination if members > 1 else None, takes_offers=takes_offers)
+
+    def _join_group(
+        self, node: NodeT, depth: int, coordination: CoordinationName | None, *, takes_offers: bool
+    ) -> None:
+        dispatch, send = partial(self.dispatch, node), partial(self._send_to_member, node)
+        if coordination == "agreement":
+            group = GroupMembership(node.rank.member, self.members)
+            node.arbiter = node.agreement = AgreementArbiter(
+                node.core, depth, dispatch, _ignore, group=group, send=send
+            )
+            return
+        offers = None
+        if takes_offers and self.members == 1 and may_offer(node.core, depth):
+            node.slot = TaskSlot()
+            offers = Offers(node.core, node.slot, partial(self.enqueued, node))
+        node.pauses = PauseTimer(node.core, self.now, partial(self.wake, node))
+        node.arbiter = Arbiter(node.core, depth, dispatch, _ignore, offers, node.pauses)
+        if coordination == "leader":
+            reports_bytes = self.reports_all_bytes or node.core.limit.bytes is not None
+            apply = partial(self.notify, node)
+            node.leader_protocol = LeaderProtocol(node.core.group, send, apply, reports_bytes=reports_bytes)
+
+    # For subclasses: a network and a clock.
+
+    @abstractmethod
+    def send(self, packet: Envelope) -> None:
+        """Carry ``packet``; `deliver` takes it where it arrives."""
+
+    @abstractmethod
+    def begin(self, nodes: Sequence[NodeT]) -> None:
+        """``nodes`` begin the first task on their lanes; `complete` ends it on each."""
+
+    @abstractmethod
+    def allow_step(self, nodes: Sequence[NodeT]) -> None:
+        """``nodes``, which waited for others of their group, may open their next step."""
+
+    @abstractmethod
+    def now(self) -> float:
+        """The time, in seconds."""
+
+    @abstractmethod
+    def wake(self, node: NodeT, seconds: float, pause: int) -> None:
+        """Call `pause_over` for ``node`` after ``seconds``."""
+
+    def pause_over(self, node: NodeT, pause: int) -> None:
+        """``node`` has idled by choice as long as it may."""
+        if node.pauses is not None and node.pauses.over(pause):
+            node.arbiter.kick()
+
+    def release(self, node: NodeT, released: ev.SendReleased) -> None:
+        """Memory that is sent becomes free: at once."""
+        self.notify(node, released)
+
+    def drop(self, node: NodeT, task: Task) -> None:
+        """``node`` needs the output of ``task`` no longer."""
+
+    def reduce(self, node: NodeT, virtual_stage: int) -> None:
+        """``node`` sums gradients over replicas: there is nothing to sum."""
+        self.notify(node, ev.ChunkReduced(virtual_stage))
+
+    def finish_step(self, node: NodeT) -> None:
+        """``node`` has done its step: it must have run all of its tasks."""
+        node.checker.finish(node.step)
+        node.num_finished += 1
+
+    def bytes_held(self, node: NodeT, task: Task) -> int:
+        """The bytes that ``task``, which has completed, leaves behind for its microbatch on ``node``."""
+        return 0
+
+    def output_bytes(self, node: NodeT, task: Task) -> int:
+        """The size of an output that ``node`` sends."""
+        return 0
+
+    # What happens to a rank.
+
+    def group_of(self, node: NodeT) -> RankGroup[NodeT]:
+        """The group of ``node``."""
+        return self.groups[node.rank // self.members]
+
+    def open_step(self, node: NodeT) -> None:
+        """``node`` opens its next step; its group must have opened the last one."""
+        step = self.steps[node.num_opened]
+        node.open_step(step)
+        if node.agreement is not None:
+            node.agreement.open_step(step)
+        self.notify(node, self.opened(step))
+        self.allow_step(self.group_of(node).take_waiting())
+
+    def opened(self, step: StepId) -> ev.StepOpened:
+        """The event that opens ``step``."""
+        sizes = None if self._sizes is None else self._sizes[: step.microbatches]
+        return ev.StepOpened(step.number, step.mode, step.microbatches, sizes)
+
+    def notify(self, node: NodeT, event: ev.Event) -> None:
+        """Apply ``event`` on ``node``, where a decision is due then."""
+        node.arbiter.kick()
+        self.apply(node, event)
+
+    def apply(self, node: NodeT, event: ev.Event) -> None:
+        """Apply ``event`` to the core of ``node``, and do what it asks for."""
+        for instruction in node.core.apply(event):
+            self.perform(node, instruction)
+
+    def deliver(self, packet: Envelope) -> None:
+        """``packet`` arrives."""
+        node, content = self.nodes[packet.receiver], packet.content
+        if isinstance(content, GroupMessage):
+            protocol = node.agreement or node.leader_protocol
+            assert protocol is not None, f"{node.rank.name} runs alone, and gets {content}"
+            protocol.on_message(packet.sender.member, content)
+            return
+        if isinstance(content, ev.Announced):
+            if node.pauses is not None:
+                node.pauses.announced(content)
+        elif isinstance(content, ev.Arrived):
+            node.checker.arrive(content.step, content.task)
+        elif content.step == node.step_or_none:
+            node.checker.memory.consume(content.task, content.peer)
+        self.notify(node, content)
+
+    def dispatch(self, node: NodeT, task: Task) -> None:
+        """``node`` enqueues ``task``."""
+        self._accept(node, task)
+        self.enqueued(node, task)
+        node.lane.append(task)
+        if len(node.lane) == 1:
+            self._reach(node)
+
+    def enqueued(self, node: NodeT, task: Task) -> None:
+        """The core of ``node`` hears that ``task`` was enqueued: now, or after its lane has begun what was offered."""
+        self.apply(node, ev.Enqueued(task))
+
+    def take_offer(self, node: NodeT) -> None:
+        """The first task on the lane of ``node`` has returned. The lane begins an offered one; the core hears later."""
+        if node.slot is not None and (task := node.slot.pop()) is not None:
+            self._accept(node, task)
+            node.lane.append(task)
+
+    def _accept(self, node: NodeT, task: Task) -> None:
+        """``task`` must be one that may run now, here and on all followers of a leader."""
+        group = self.group_of(node)
+        node.checker.enqueue(task)
+        if node.leader_protocol is not None and node.rank.member == 0:
+            for follower in group.nodes[1:]:
+                if lacks := follower.checker.lacks(task, node.step):
+                    what = " ".join(map(str, lacks))
+                    node.checker.object_to(f"ordered {task}, and {follower.rank.name} has not got {what}")
+        other = group.enqueue(node, task)
+        if other is not None:
+            self.mismatch(node, task, other)
+
+    def mismatch(self, node: NodeT, task: Task, other: Task) -> None:
+        """``node`` runs ``task`` where another member of its group runs ``other``."""
+        node.checker.object_to(f"runs {task} where others of its group run {other}")
+
+    def complete(self, node: NodeT, seconds: float = 0.0) -> None:
+        """The first task on the lane of ``node`` ends."""
+        task = node.lane.popleft()
+        num_bytes = self.bytes_held(node, task)
+        node.checker.complete(task, num_bytes)
+        completed = ev.Completed(task, num_bytes, seconds)
+        node.arbiter.before_completion()
+        if node.leader_protocol is not None and node.origin is None:
+            node.leader_protocol.on_completed(completed, node.step)
+        self.notify(node, completed)
+        if node.lane and node.origin is None:
+            self._reach(node)
+
+    def _reach(self, node: NodeT) -> None:
+        nodes = self.group_of(node).reach(node)
+        if nodes:
+            self.begin(nodes)
+
+    # What a core asks for.
+
+    def perform(self, node: NodeT, instruction: ev.Instruction) -> None:
+        """Do what the core of ``node`` asks for."""
+        match instruction:
+            case ev.Send(task, peer, consumed):
+                arrived = ev.Arrived(node.step, task, self.output_bytes(node, task), consumed)
+                self.send(Envelope(node.rank, self._counterpart(node, peer), arrived))
+                self.release(node, ev.SendReleased(task, peer))
+            case ev.Announce(task, peer, seconds):
+                announced = ev.Announced(node.step, task, seconds)
+                self.send(Envelope(node.rank, self._counterpart(node, peer), announced))
+            case ev.Credit(peer, task):
+                consumed_here = ev.Consumed(node.step, node.rank.stage, task)
+                self.send(Envelope(node.rank, self._counterpart(node, peer), consumed_here))
+            case ev.Release(task):
+                self.drop(node, task)
+            case ev.ReduceChunk(virtual_stage):
+                self.reduce(node, virtual_stage)
+            case ev.ReportReady() | ev.Order() if node.leader_protocol is not None:
+                node.leader_protocol.perform(instruction, node.step)
+            case ev.FinishStep():
+                self.finish_step(node)
+            case _:
+                raise AssertionError(f"{node.rank.name} gave {instruction}, which has no place here")
+
+    def _counterpart(self, node: NodeT, stage: int) -> Rank:
+        """The rank of another stage that ``node`` exchanges tensors with."""
+        return self.nodes[node.rank + (stage - node.rank.stage) * self._ranks_per_stage].rank
+
+    def _send_to_member(self, node: NodeT, member: int, message: GroupMessage) -> None:
+        self.send(Envelope(node.rank, self.nodes[node.rank - node.rank.member + member].rank, message))
+
+
+def _ignore(cause: WaitCause) -> None:
+    """A simulated lane records no wait; the timeline asks the core for the cause."""

@@ -1,0 +1,73 @@
+"""How the ranks of a group agree on an order: `Leader`, this package's way, and `Agreement`, the paper's.
+
+A strict schedule is the same order on all ranks already (`Independent`). `docs/simulator-tp.md` has the cost of each.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from rrfp.errors import ConfigError
+from rrfp.plain import whole
+
+#: The ways to agree that have messages, by name.
+CoordinationName = Literal["leader", "agreement"]
+COORDINATIONS: tuple[str, ...] = get_args(CoordinationName)
+
+#: Seconds of a scalar all-gather. The paper's Table 3 gives 156 us of coordination a task at TP 2 and 234 us at TP 4;
+#: at the 1.4 and 2.0 rounds a task that the simulation counts there, a round takes about this.
+GATHER_SECONDS = 120e-6
+#: Seconds that a report or an order travels: one way, where an all-gather is there and back.
+CONTROL_SECONDS = GATHER_SECONDS / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """Rank 0 decides over what is ready on all ranks; every rank runs its log."""
+
+    #: Tasks that a rank has enqueued and not completed, at most. 1: the leader decides when a task ends, with all that
+    #: is known then, and the order travels while lanes are idle. 2: it decides one task ahead: the order travels behind
+    #: compute, and the decision knows less.
+    depth: int = 1
+    #: How long a report or an order travels.
+    control_seconds: float = CONTROL_SECONDS
+
+    def __post_init__(self) -> None:
+        whole("depth", self.depth, 1)
+        _check_seconds("control_seconds", self.control_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Every rank proposes its own pick in an all-gather before each task: see `rrfp.lab.cluster.all_gather`."""
+
+    gather_seconds: float = GATHER_SECONDS
+
+    def __post_init__(self) -> None:
+        _check_seconds("gather_seconds", self.gather_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Independent:
+    """Every rank follows its own core. For strict schedules only, whose order is the same on all ranks."""
+
+
+Coordination = Leader | Agreement | Independent
+
+
+def resolve_coordination(spec: Coordination | str | None) -> Coordination:
+    """A way to agree from its name, with its default times, or as it is; None: a leader."""
+    if spec is None:
+        return Leader()
+    if not isinstance(spec, str):
+        return spec
+    if spec not in COORDINATIONS:
+        raise ConfigError(f"coordination is {spec!r}, must be one of: {', '.join(COORDINATIONS)}")
+    return Leader() if spec == "leader" else Agreement()
+
+
+def _check_seconds(field: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"{field} is {value}, must be a finite number >= 0")

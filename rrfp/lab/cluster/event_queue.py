@@ -1,0 +1,83 @@
+"""Virtual time: what happens to which rank, and when.
+
+Everything that happens at one instant happens before any rank decides, in the order in which it was put into the queue,
+as in `rrfp.engine.engine`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+from rrfp.lab.cluster.cluster import Cluster
+from rrfp.lab.cluster.rank_group import NodeT
+
+#: Called with the rank and the argument that were put into the queue.
+Handler = Callable[[int, Any], None]
+
+
+class EventQueue:
+    """Events of all ranks in order of time.
+
+    Args:
+        availability: for ranks that may stand still or end, when a rank takes in what happens to it at a time: then,
+            later while it stands still, never (None) once it has ended. None: all ranks are always there.
+    """
+
+    def __init__(self, availability: Callable[[int, float], float | None] | None = None) -> None:
+        self.now = 0.0
+        self.num_happened = 0
+        self._availability = availability
+        # (time, order of insertion, rank, handler, its argument): the order makes the heap total.
+        self._heap: list[tuple[float, int, int, Handler, Any]] = []
+        self._num_inserted = 0
+
+    def put(self, time: float, rank: int, handle: Handler, argument: Any) -> None:
+        """At ``time``, call ``handle(rank, argument)``."""
+        heapq.heappush(self._heap, (time, self._num_inserted, rank, handle, argument))
+        self._num_inserted += 1
+
+    def instant(self) -> list[int] | None:
+        """Let everything of the next instant happen.
+
+        Returns:
+            The ranks that something happened to, ascending; None if nothing will ever happen again.
+        """
+        heap = self._heap
+        if not heap:
+            return None
+        self.now = now = heap[0][0]
+        touched: set[int] = set()
+        while heap and heap[0][0] == now:
+            _, _, rank, handle, argument = heapq.heappop(heap)
+            if self._availability is not None:
+                time = self._availability(rank, now)
+                if time is None:
+                    continue
+                if time > now:
+                    self.put(time, rank, handle, argument)
+                    continue
+            handle(rank, argument)
+            touched.add(rank)
+            self.num_happened += 1
+        return sorted(touched)
+
+
+class TimedCluster(Cluster[NodeT]):
+    """A simulated cluster in virtual time; a subclass says how long tasks and messages take."""
+
+    def __init__(self, queue: EventQueue, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.queue = queue
+
+    def now(self) -> float:
+        """Virtual time."""
+        return self.queue.now
+
+    def wake(self, node: NodeT, seconds: float, pause: int) -> None:
+        """After these seconds of virtual time."""
+        self.queue.put(self.queue.now + seconds, node.rank, self._pause_over, pause)
+
+    def _pause_over(self, rank: int, pause: int) -> None:
+        self.pause_over(self.nodes[rank], pause)

@@ -1,0 +1,97 @@
+"""One rank of a simulated cluster: its real core, its checker, what decides for it in its group, and its lane."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from rrfp.arbiter.agreement import AgreementArbiter
+from rrfp.arbiter.arbiter import Arbiter
+from rrfp.arbiter.leader import LeaderProtocol
+from rrfp.arbiter.pauses import PauseTimer
+from rrfp.core.stage_core import StageCore
+from rrfp.core.tasks import StepId, Task
+from rrfp.errors import Origin
+from rrfp.lab.cluster.checker import RankChecker
+from rrfp.lab.cluster.ranks import Rank
+
+
+class TaskSlot:
+    """Holds the task that is offered to a simulated lane."""
+
+    def __init__(self) -> None:
+        self.task: Task | None = None
+
+    def offer(self, task: Task) -> None:
+        """Let the lane begin ``task`` when its running one has ended."""
+        assert self.task is None, f"{task} is offered beside {self.task}"
+        self.task = task
+
+    def withdraw(self) -> bool:
+        """Take the task back; False if the lane has begun it."""
+        return self.pop() is not None
+
+    def pop(self) -> Task | None:
+        """The lane begins what is offered, if anything is."""
+        task, self.task = self.task, None
+        return task
+
+
+class Node:
+    """One rank; the cluster makes its arbiter.
+
+    Attributes:
+        leader_protocol: its part in a group under a leader.
+        agreement: its arbiter, where the group agrees by proposals.
+        pauses: times its waits by choice; None where the group agrees by proposals.
+        lane: tasks enqueued, or begun from an offer, and not complete; the first runs once its group has begun it.
+        slot: for the task that is offered to its lane; None where lanes take no offers.
+        orders: for each step that it opened, the tasks in the order in which they were enqueued.
+        num_begun: how many tasks of this step its lane has reached.
+        num_finished: steps done.
+        origin: why it was aborted, if it was.
+        step_or_none: the step that it is in, or was in last; None before its first.
+    """
+
+    arbiter: Arbiter
+
+    def __init__(self, rank: Rank, core: StageCore, checker: RankChecker) -> None:
+        self.rank = rank
+        self.core = core
+        self.checker = checker
+        self.leader_protocol: LeaderProtocol | None = None
+        self.agreement: AgreementArbiter | None = None
+        self.pauses: PauseTimer | None = None
+        self.lane: deque[Task] = deque()
+        self.slot: TaskSlot | None = None
+        self.orders: list[list[Task]] = []
+        self.num_begun = self.num_finished = 0
+        self.origin: Origin | None = None
+        self.step_or_none: StepId | None = None
+
+    @property
+    def step(self) -> StepId:
+        """The step that it is in, or was in last."""
+        assert self.step_or_none is not None, f"{self.rank.name} has not opened a step"
+        return self.step_or_none
+
+    @property
+    def num_opened(self) -> int:
+        """Steps begun."""
+        return len(self.orders)
+
+    @property
+    def order(self) -> list[Task]:
+        """The tasks of this step, in the order in which they were enqueued."""
+        return self.orders[-1]
+
+    @property
+    def num_completed(self) -> int:
+        """How many tasks of this step have completed."""
+        return len(self.order) - len(self.lane)
+
+    def open_step(self, step: StepId) -> None:
+        """Its next step begins, with nothing enqueued."""
+        self.step_or_none = step
+        self.orders.append([])
+        self.num_begun = 0
+        self.checker.open(step)

@@ -1,0 +1,109 @@
+"""`rrfp check faults`: seeded runs of small pipelines with faults, one in detail or many in a table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rrfp.commands.command_line import option
+from rrfp.commands.known_names import known_hints
+from rrfp.commands.output import Json, print_json
+from rrfp.errors import ConfigError, Faults, RrfpError
+from rrfp.lab.commands.method_options import HINT_FORMS, check_hint
+from rrfp.tables import Column, print_table
+
+if TYPE_CHECKING:
+    from rrfp.hints.registry import HintSpec
+    from rrfp.lab.faults.campaign import Campaign
+
+_SEED = "The run to make; with --runs the first one."
+_RUNS = "Make this many runs, and summarise how they ended."
+_HINT = f"Use this hint in every run: {HINT_FORMS}. Default: one drawn from the seed."
+
+
+def faults(
+    seed: Annotated[int, typer.Option("--seed", metavar="S", help=_SEED)] = 0,
+    runs: Annotated[int | None, option("runs", "N", _RUNS)] = None,
+    hint: Annotated[str | None, option("hint", "NAME", _HINT, check=check_hint, values=known_hints)] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Print everything that happens in the run.")] = False,
+    json: Json = False,
+) -> None:
+    """Simulate faults: each run must end well or with one error that names its cause; exit code 1 if one does not."""
+    from rrfp.hints.registry import named_or_loaded_hint
+
+    with Faults() as wrong:
+        with wrong.kept():
+            if runs is not None and runs < 1:
+                raise ConfigError(f"runs is {runs}, must be at least 1")
+        with wrong.kept():
+            if runs is not None and trace:
+                raise ConfigError("--trace goes with one run: leave --runs out")
+    spec = None if hint is None else named_or_loaded_hint(hint)
+    suffix = "" if hint is None else f" --hint {hint}"
+    if runs is None:
+        failed = _run_one(seed, spec, suffix, trace=trace, json=json)
+    else:
+        failed = _run_many(seed, runs, spec, suffix, json=json)
+    if failed:
+        raise RrfpError(failed)
+
+
+def _run_one(seed: int, hint: HintSpec | None, suffix: str, *, trace: bool, json: bool) -> str:
+    """Make one run and print it; returns its failure, or an empty text."""
+    from rrfp.lab.faults.campaign import run_seed
+
+    events: list[str] = []
+    run = run_seed(seed, hint, trace=events.append if trace else None)
+    lines = run.scenario.describe()
+    if json:
+        document: dict[str, Any] = {"seed": seed, "scenario": lines, "ending": run.ending, "text": run.text}
+        document |= {"ok": not run.problems, "problems": list(run.problems)}
+        print_json(document | {"trace": events} if trace else document)
+    else:
+        for line in [f"seed {seed}", *lines, *events, f"ending: {run.ending}", *([run.text] if run.text else [])]:
+            typer.echo(line)
+    return _failure(seed, run.problems[0], suffix) if run.problems else ""
+
+
+def _run_many(first: int, runs: int, hint: HintSpec | None, suffix: str, *, json: bool) -> str:
+    """Make many runs and print their summary; returns the first failure, or an empty text."""
+    from rrfp.lab.faults.campaign import run_campaign
+
+    campaign = run_campaign(_shown(range(first, first + runs), quiet=json), hint)
+    failures = [_failure(seed, problem, suffix) for seed, problem in campaign.failed]
+    if json:
+        print_json({"first": first, "runs": runs, "ok": not failures, "endings": campaign.endings, "failed": failures})
+    else:
+        _print_endings(campaign)
+        typer.echo(f"{runs} runs from seed {first} on, {len(failures)} failed")
+    return failures[0] if failures else ""
+
+
+def _failure(seed: int, problem: str, suffix: str) -> str:
+    from rrfp.lab.faults.campaign import replay_command
+
+    return f"seed {seed} failed: {problem}; replay it with: {replay_command(seed)}{suffix} --trace"
+
+
+def _shown(seeds: range, *, quiet: bool) -> Iterable[int]:
+    """``seeds``, with a progress bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(seeds, "runs", console=console, transient=True, disable=quiet or not sys.stderr.isatty())
+
+
+def _print_endings(campaign: Campaign) -> None:
+    """One row for each kind of fault."""
+    from rrfp.lab.faults.checker import Ending
+
+    rows = sorted(campaign.endings.items())
+    columns = [
+        Column(ending, [str(endings[ending]) if ending in endings else "" for _, endings in rows]) for ending in Ending
+    ]
+    typer.echo("how runs with one fault ended")
+    print_table([Column("fault", [kind for kind, _ in rows], "left")], columns)

@@ -1,0 +1,290 @@
+"""Cases for the explorer: every combination of what a caller lists, each with the bound that its rule promises.
+
+Combinations that say nothing are left out: a V of one chunk, the paper's rule of one chunk (it is the staircase there),
+a split or a forced B in a forward-only step, a forced W without W, and a limit above M, which never binds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Generic, Literal, Protocol, TypeVar
+
+from rrfp.core.admission import Admission, AdmissionRule, Limit
+from rrfp.core.graph import TaskGraph
+from rrfp.core.placement import Layout, Placement
+from rrfp.core.ready_set import ForcedOrder
+from rrfp.core.tasks import Kind, Mode
+from rrfp.lab.explore.bounds import Bounds, bounds_of
+from rrfp.lab.explore.search import Exploration, Oracles, explore
+
+# Memory rules that deadlock, so that the explorer can show how. Each differs from `Admission` only in how many slots a
+# forward leaves free when it starts; docs/memory-rules.md has what each deadlocks on.
+
+
+class BackwardDrain(Admission):
+    """Any forward while D < K*C, only backwards from there on: the paper's rule for C = 1, wrong for C > 1.
+
+    This is what remains of the staircase when no slot is kept for the deeper chunks.
+    """
+
+    __slots__ = ()
+
+    def kept_free(self, chunk: int, *, is_lowest: bool) -> int:
+        """None; the reserve rule is left as it is."""
+        return 0 if is_lowest else self._chunks
+
+
+class Unreserved(Admission):
+    """The staircase without the reserve rule, wrong as soon as an order is forced."""
+
+    __slots__ = ()
+
+    def kept_free(self, chunk: int, *, is_lowest: bool) -> int:
+        """What the staircase keeps, for every microbatch."""
+        return self._chunks - 1 - chunk
+
+
+class LastSlotReserved(Admission):
+    """The staircase with one reserved slot, the last: right for C = 1 in a forced order, wrong for C > 1."""
+
+    __slots__ = ()
+
+    def kept_free(self, chunk: int, *, is_lowest: bool) -> int:
+        """What the staircase keeps, and the last slot for the lowest microbatch."""
+        staircase = self._chunks - 1 - chunk
+        return staircase if is_lowest else max(staircase, 1)
+
+
+class StepReserved(Admission):
+    """The staircase with one reserved slot on each of its steps; in a forced order wrong for C > 1 as well."""
+
+    __slots__ = ()
+
+    def kept_free(self, chunk: int, *, is_lowest: bool) -> int:
+        """What the staircase keeps, and one slot more for the lowest microbatch of the chunk."""
+        staircase = self._chunks - 1 - chunk
+        return staircase if is_lowest else staircase + 1
+
+
+#: Whether virtual stages split their backward: none, all, or those of even number.
+Backward = Literal["whole", "split", "mixed"]
+#: Which virtual stages run a kind in microbatch order: all, the last, or the middle one.
+Where = Literal["all", "last", "middle"]
+
+#: The rules by name: those that ship, then those known to be wrong.
+RULES: dict[str, type[Admission]] = {
+    "staircase": Admission,
+    "paper": Admission,
+    "backward-drain": BackwardDrain,
+    "unreserved": Unreserved,
+    "last-slot": LastSlotReserved,
+    "step-slot": StepReserved,
+}
+
+
+class Explorable(Protocol):
+    """What can be explored: a `ChainCase`, or a `rrfp.lab.explore.graph_cases.GraphCase`."""
+
+    @property
+    def graph(self) -> TaskGraph:
+        """The dependency graph."""
+
+    @property
+    def microbatches(self) -> int:
+        """M."""
+
+    @property
+    def mode(self) -> Mode:
+        """Training or forward only."""
+
+    @property
+    def bounds(self) -> Bounds:
+        """What the rule promises."""
+
+    def explore(self, *, reduce: bool | None = None, oracles: Oracles | None = None) -> Exploration:
+        """Explore it."""
+        ...
+
+
+CaseT_co = TypeVar("CaseT_co", bound=Explorable, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ChainCase:
+    """One pipeline under one rule."""
+
+    #: N.
+    stages: int
+    #: M.
+    microbatches: int
+    #: C.
+    chunks: int = 1
+    layout: Layout = "looped"
+    #: Which virtual stages split it.
+    backward: Backward = "whole"
+    #: Training or forward only.
+    mode: Mode = Mode.TRAIN
+    #: K, or ``"1f1b"``.
+    limit: int | Literal["1f1b"] = 1
+    #: a name of `RULES`.
+    rule: str = "staircase"
+    #: The kind that runs in microbatch order, or None.
+    in_order: Kind | None = None
+    #: On which virtual stages it does.
+    where: Where = "all"
+
+    @property
+    def placement(self) -> Placement:
+        """Where virtual stages live."""
+        return Placement(self.stages, self.chunks, self.layout)
+
+    @property
+    def graph(self) -> TaskGraph:
+        """The dependency graph."""
+        all_of_them = range(self.placement.num_virtual_stages)
+        return TaskGraph(
+            self.placement, split=tuple(self.backward == "split" or self._is_mixed_in(v) for v in all_of_them)
+        )
+
+    def _is_mixed_in(self, virtual_stage: int) -> bool:
+        return self.backward == "mixed" and virtual_stage % 2 == 0
+
+    @property
+    def limits(self) -> list[Limit]:
+        """The limit of each stage."""
+        rule: AdmissionRule = "paper" if self.rule == "paper" else "staircase"
+        return [replace(Limit.resolve(self.limit, stage, self.stages), rule=rule) for stage in range(self.stages)]
+
+    @property
+    def forced(self) -> list[ForcedOrder]:
+        """What runs in microbatch order."""
+        if self.in_order is None:
+            return []
+        graph, count = self.graph, self.stages * self.chunks
+        where = {"all": range(count), "last": [count - 1], "middle": [(count - 1) // 2]}[self.where]
+        return [(self.in_order, v) for v in where if self.in_order in graph.kinds(v, self.mode)]
+
+    @property
+    def bounds(self) -> Bounds:
+        """What its rule promises; docs/memory-rules.md says why."""
+        return bounds_of(self.placement, [limit.microbatches or 0 for limit in self.limits], self.mode, self.rule)
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether `explore` leaves out orders by default: where that saves more than its searches repeat."""
+        return self.rule != "paper" or self.backward != "whole"
+
+    def explore(self, *, reduce: bool | None = None, oracles: Oracles | None = None) -> Exploration:
+        """Explore it; arguments as of `rrfp.lab.explore.search.explore`, ``reduce`` as `is_reduced` says where None."""
+        return explore(
+            self.graph,
+            self.microbatches,
+            self.limits,
+            self.mode,
+            in_order=self.forced,
+            admission=RULES[self.rule],
+            reduce=self.is_reduced if reduce is None else reduce,
+            oracles=oracles,
+        )
+
+    def __str__(self) -> str:
+        shape = f"N={self.stages} M={self.microbatches} C={self.chunks}"
+        layout = f" {self.layout}" if self.chunks > 1 else ""
+        backward = f", {self.backward} backward" if self.mode is Mode.TRAIN else ", forward only"
+        order = "" if self.in_order is None else f", {self.in_order} in order ({self.where})"
+        return f"{shape}{layout}{backward}, limit {self.limit}, {self.rule}{order}"
+
+
+@dataclass(frozen=True, slots=True)
+class Explored(Generic[CaseT_co]):
+    """One case and its exploration."""
+
+    #: The case.
+    case: CaseT_co
+    exploration: Exploration
+    #: Processor time that this took.
+    seconds: float
+
+    @property
+    def broken(self) -> tuple[str, ...]:
+        """The bounds that were passed on some stage, in words."""
+        bounds, exploration = self.case.bounds, self.exploration
+        pairs = {
+            "D": (exploration.peak_held, bounds.held),
+            "received inputs": (exploration.peak_received, bounds.received),
+            "buffered inputs": (exploration.peak_buffered, bounds.buffered),
+        }
+        return tuple(
+            f"{name} reached {seen} on stage {stage}, bound {most}"
+            for name, (peaks, mosts) in pairs.items()
+            for stage, (seen, most) in enumerate(zip(peaks, mosts, strict=True))
+            if seen > most
+        )
+
+    @property
+    def is_safe(self) -> bool:
+        """No deadlock, and every bound kept."""
+        return not self.exploration.deadlocks and not self.broken
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Lists of values; every sensible combination is a `ChainCase`."""
+
+    #: Values of N.
+    stages: Sequence[int] = (1, 2, 3, 4)
+    #: Values of M.
+    microbatches: Sequence[int] = (1, 2, 3, 4)
+    #: Values of C.
+    chunks: Sequence[int] = (1, 2)
+    #: Values of layout.
+    layouts: Sequence[Layout] = ("looped", "v")
+    #: Values of backward.
+    backwards: Sequence[Backward] = ("whole", "split", "mixed")
+    #: Values of mode.
+    modes: Sequence[Mode] = (Mode.TRAIN, Mode.FORWARD)
+    #: Values of the limit.
+    limits: Sequence[int | Literal["1f1b"]] = (1, 2, 3, 4, "1f1b")
+    #: Names of rules.
+    rules: Sequence[str] = ("staircase", "paper")
+    #: Kinds in microbatch order; None for no forced order.
+    in_order: Sequence[Kind | None] = (None,)
+    where: Sequence[Where] = ("all", "last", "middle")
+
+    def __iter__(self) -> Iterator[ChainCase]:
+        shapes = product(self.stages, self.microbatches, self.chunks, self.layouts)
+        rest = list(product(self.backwards, self.modes, self.limits, self.rules, self.in_order, self.where))
+        for (stages, microbatches, chunks, layout), (backward, mode, limit, rule, kind, where) in product(shapes, rest):
+            case = ChainCase(stages, microbatches, chunks, layout, backward, mode, limit, rule, kind, where)
+            if self._says_something(case):
+                yield case
+
+    def _says_something(self, case: ChainCase) -> bool:
+        if case.chunks == 1 and (case.layout != self.layouts[0] or (case.rule == "paper" and len(self.rules) > 1)):
+            return False
+        if case.mode is Mode.FORWARD and case.backward != self.backwards[0]:
+            return False
+        if isinstance(case.limit, int) and case.limit > case.microbatches:
+            return False
+        if case.in_order is None:
+            return case.where == self.where[0]
+        return bool(case.forced)
+
+
+def explored(cases: Iterable[CaseT_co], *, reduce: bool | None = None) -> Iterator[Explored[CaseT_co]]:
+    """Explore each case as `ChainCase.explore` does, and time it.
+
+    Cases of one pipeline that follow each other share the answers of the stages that they have in common, such as
+    those of stage 1 for limit 2 and for 1f1b on three stages.
+    """
+    oracles: Oracles = {}
+    shape = None
+    for case in cases:
+        if shape != (shape := (case.graph, case.microbatches, case.mode)):
+            oracles = {}
+        start = time.process_time()
+        exploration = case.explore(reduce=reduce, oracles=oracles)
+        yield Explored(case, exploration, time.process_time() - start)

@@ -1,0 +1,142 @@
+"""Cases for the explorer that need not be chains: every small graph, on every placement, at every limit.
+
+Limits count the slots of each stage, from the fewest that are legal: those that one microbatch takes there.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+
+from rrfp.core.admission import Admission, Limit
+from rrfp.core.banker import Banker
+from rrfp.core.graph import TaskGraph
+from rrfp.core.placement import TablePlacement
+from rrfp.core.ready_set import ForcedOrder
+from rrfp.core.tasks import Kind, Mode
+from rrfp.core.visits import Skipped
+from rrfp.lab.explore.bounds import Bounds, graph_bounds_of
+from rrfp.lab.explore.search import Exploration, Oracles, explore
+
+#: The rules by name. "hybrid" is what ships, "banker" its one half on every stage, and "staircase" the other, with the
+#: reserve rule where an order is forced: that one is wrong where branches join.
+GRAPH_RULES: dict[str, type[Admission] | None] = {"hybrid": None, "banker": Banker, "staircase": Admission}
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLimit(Limit):
+    """A limit on the chunk tasks of a stage, whatever its chunks."""
+
+    #: The slots, at least 1.
+    chunk_tasks: int = 1
+
+    def slots(self, chunks: int) -> int:
+        """The slots."""
+        return self.chunk_tasks
+
+
+@dataclass(frozen=True, slots=True)
+class GraphCase:
+    """One pipeline under one rule."""
+
+    #: The stage of each virtual stage.
+    table: tuple[int, ...]
+    #: Pairs (u, v), u < v: v reads u.
+    edges: tuple[tuple[int, int], ...]
+    #: M.
+    microbatches: int
+    #: Of each stage, in chunk tasks.
+    slots: tuple[int, ...]
+    #: For each microbatch the virtual stages that it does not visit; empty: each one visits all.
+    skipped: tuple[Skipped, ...] = ()
+    #: Whether backward is split.
+    is_split: bool = False
+    #: Training or forward only.
+    mode: Mode = Mode.TRAIN
+    #: a name of `GRAPH_RULES`.
+    rule: str = "hybrid"
+    in_order: tuple[ForcedOrder, ...] = ()
+
+    @property
+    def graph(self) -> TaskGraph:
+        """The dependency graph."""
+        return TaskGraph(TablePlacement(self.table), self.edges, (self.is_split,) * len(self.table))
+
+    @property
+    def bounds(self) -> Bounds:
+        """What every rule promises; docs/memory-rules.md says why."""
+        return graph_bounds_of(self.graph, self.slots, self.mode)
+
+    def explore(self, *, reduce: bool | None = None, oracles: Oracles | None = None) -> Exploration:
+        """Explore it; arguments as of `rrfp.lab.explore.search.explore`."""
+        return explore(
+            self.graph,
+            self.microbatches,
+            [SlotLimit(chunk_tasks=slots) for slots in self.slots],
+            self.mode,
+            in_order=self.in_order,
+            admission=GRAPH_RULES[self.rule],
+            skipped=self.skipped,
+            reduce=reduce is not False,
+            oracles=oracles,
+        )
+
+    def __str__(self) -> str:
+        edges = " ".join(f"{u}->{v}" for u, v in self.edges) or "no edges"
+        skipped = [f"{m} skips {' '.join(map(str, sorted(vs)))}" for m, vs in enumerate(self.skipped) if vs]
+        step = "forward only" if self.mode is Mode.FORWARD else "split backward" if self.is_split else "whole backward"
+        order = [f"{kind}@{v}" for kind, v in self.in_order]
+        parts = [
+            f"{edges} on stages {' '.join(map(str, self.table))}",
+            f"M={self.microbatches}, {step}, slots {' '.join(map(str, self.slots))}, {self.rule}",
+            *skipped,
+            *([f"in order {' '.join(order)}"] if order else []),
+        ]
+        return ", ".join(parts)
+
+
+def graphs_of(count: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """The edges of every acyclic graph of ``count`` virtual stages that are numbered along them."""
+    pairs = list(combinations(range(count), 2))
+    for kept in product((False, True), repeat=len(pairs)):
+        yield tuple(pair for pair, is_kept in zip(pairs, kept, strict=True) if is_kept)
+
+
+def tables_of(count: int) -> Iterator[tuple[int, ...]]:
+    """Every placement of ``count`` virtual stages, up to the numbers of the stages."""
+    for table in product(range(count), repeat=count):
+        if all(stage <= max(table[:v], default=-1) + 1 for v, stage in enumerate(table)):
+            yield table
+
+
+def slots_of(
+    table: Sequence[int], microbatches: int, skipped: Sequence[Skipped] = (), most_spare: int | None = None
+) -> Iterator[tuple[int, ...]]:
+    """Every limit, from the fewest slots that one microbatch needs to the most that all of them take.
+
+    Args:
+        table: the stage of each virtual stage.
+        microbatches: M.
+        skipped: for each microbatch the virtual stages that it does not visit; empty: each one visits all.
+        most_spare: so many slots above the fewest at most; None: no bound.
+    """
+    choices = []
+    for stage in range(max(table) + 1):
+        here = {v for v, at in enumerate(table) if at == stage}
+        taken = [len(here - skips) for skips in skipped or [frozenset[int]()] * microbatches]
+        fewest, most = max(1, *taken), max(1, sum(taken))
+        spare = most - fewest if most_spare is None else min(most_spare, most - fewest)
+        choices.append(range(fewest, fewest + spare + 1))
+    yield from product(*choices)
+
+
+def random_skips(count: int, microbatches: int, rng: random.Random, share: float = 0.3) -> tuple[Skipped, ...]:
+    """For each microbatch the virtual stages that it skips: each of ``count`` with the probability ``share``."""
+    return tuple(frozenset(v for v in range(count) if rng.random() < share) for _ in range(microbatches))
+
+
+def everywhere(kind: Kind, count: int) -> tuple[ForcedOrder, ...]:
+    """``kind`` in microbatch order on all of ``count`` virtual stages."""
+    return tuple((kind, v) for v in range(count))

@@ -1,0 +1,196 @@
+"""How a run with faults must end, by the contracts alone; the checkers of its ranks watch the way there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
+from rrfp.core import events as ev
+from rrfp.core.tasks import StepId
+from rrfp.lab.cluster.ranks import Rank, stage_of_rank
+from rrfp.lab.faults.faults import AnyId, Channel
+from rrfp.lab.faults.network import Parcel
+
+#: Reports of a follower; with the log they are for a core, the other messages of a group for its `AgreementArbiter`.
+_REPORTS = frozenset({GroupMessageKind.READY, GroupMessageKind.HELD})
+
+
+@dataclass(frozen=True, slots=True)
+class ContractViolation:
+    """A message that breaks the contract as its receiver gets it: in what way, and the words a refusal must name."""
+
+    parcel: Parcel
+    how: str
+    words: tuple[str, ...]
+
+
+class MessageChecker:
+    """Which messages keep the transport's contract as one rank receives them, by the contract alone.
+
+    Numbered outputs, entries of the log and messages of rounds of agreement come in order, each once. Credits, reports
+    and outputs without numbers name their task and are in no order, but come once. ``is_numbered`` says whether outputs
+    carry their index in their channel.
+    """
+
+    def __init__(self, *, is_numbered: bool) -> None:
+        self._is_numbered = is_numbered
+        self._step: StepId | None = None
+        self._is_over = True
+        self._early: list[Parcel] = []
+        self._due: dict[Channel, int] = {}
+        self._seen: set[AnyId] = set()
+
+    def open_step(self, step: StepId) -> tuple[ContractViolation | None, ContractViolation | None]:
+        """The step opens, and what came early counts; returns the first breach for the arbiter, and for the core."""
+        self._step, self._is_over = step, False
+        self._due, self._seen = {}, set()
+        early, self._early = self._early, []
+        first: dict[bool, ContractViolation] = {}
+        for parcel in early:
+            if breach := self.judge(parcel):
+                first.setdefault(_is_for_core(parcel), breach)
+        return first.get(False), first.get(True)
+
+    def finish_step(self) -> None:
+        """The core says that its step is done."""
+        self._is_over = True
+
+    def is_early(self, parcel: Parcel) -> bool:
+        """Whether ``parcel`` is for the step that opens next. Answers to the rank never are."""
+        content = parcel.content
+        is_answer = isinstance(content, ev.Consumed)
+        is_answer |= isinstance(content, GroupMessage) and content.kind is GroupMessageKind.HELD
+        return parcel.step.number == (0 if self._step is None else self._step.number + 1) and not is_answer
+
+    def judge(self, parcel: Parcel) -> ContractViolation | None:
+        """``parcel`` reaches the rank; returns how it breaks the contract, if it does."""
+        if self.is_early(parcel):
+            self._early.append(parcel)
+            return None
+        if self._is_idle_report(parcel):
+            return None
+        if parcel.step != self._step or (self._is_over and _is_for_core(parcel)):
+            return ContractViolation(parcel, "belongs to another step", _words(parcel, f"step {parcel.step.number}"))
+        return self._out_of_order(parcel) if self._is_in_order(parcel) else self._repeated(parcel)
+
+    def _is_idle_report(self, parcel: Parcel) -> bool:
+        """Whether ``parcel`` reports bytes of a step that the leader has ended: no task waits for the last of them."""
+        content, step = parcel.content, self._step
+        is_of_bytes = isinstance(content, GroupMessage) and content.kind is GroupMessageKind.HELD
+        return is_of_bytes and step is not None and parcel.step.number < step.number + self._is_over
+
+    def _is_in_order(self, parcel: Parcel) -> bool:
+        content = parcel.content
+        if isinstance(content, GroupMessage):
+            return content.kind not in _REPORTS
+        return isinstance(content, ev.Arrived) and self._is_numbered
+
+    def _repeated(self, parcel: Parcel) -> ContractViolation | None:
+        if parcel.id not in self._seen:
+            self._seen.add(parcel.id)
+            return None
+        is_credit = isinstance(parcel.content, ev.Consumed)
+        return ContractViolation(parcel, "arrived twice", _words(parcel) if is_credit else (_task(parcel), "twice"))
+
+    def _out_of_order(self, parcel: Parcel) -> ContractViolation | None:
+        due = self._due.get(parcel.id.channel, 0)
+        self._due[parcel.id.channel] = max(due, parcel.number + 1)
+        if parcel.number == due:
+            return None
+        is_repeated = parcel.number < due
+        if not isinstance(parcel.content, GroupMessage):
+            words = (_task(parcel), "twice") if is_repeated else _words(parcel, f"message {due} is due")
+        elif parcel.content.kind is GroupMessageKind.ORDER:
+            words = _task(parcel), f"entry {parcel.number}", f"expected {due}"
+        else:
+            words = _words(parcel)
+        return ContractViolation(
+            parcel, "arrived twice" if is_repeated else "overtook another message, or that was lost", words
+        )
+
+
+def _is_for_core(parcel: Parcel) -> bool:
+    """Whether a core gets it, which keeps what comes a step early; if not, an `AgreementArbiter` does."""
+    content = parcel.content
+    return not isinstance(content, GroupMessage) or content.kind in _REPORTS or content.kind is GroupMessageKind.ORDER
+
+
+def _task(parcel: Parcel) -> str:
+    return str(parcel.content.task)
+
+
+def _words(parcel: Parcel, *more: str) -> tuple[str, ...]:
+    """How a refusal must call ``parcel``: by its task and sender, or by its sender in a group."""
+    sender = parcel.id.sender
+    if not _is_for_core(parcel):
+        return (f"member {sender.member if isinstance(sender, Rank) else 0} of the group",)
+    if isinstance(parcel.content, GroupMessage):
+        return _task(parcel), *more
+    return _task(parcel), f"stage {stage_of_rank(sender)}", *more
+
+
+class Ending(StrEnum):
+    """How a run ends."""
+
+    FINISHED = "finished"  # every task ran once, on the right inputs
+    REFUSED = "refused"  # a core raised ProtocolError, which names the message
+    STALLED = "stalled"  # nothing can happen any longer; the report names the message and the stage that owes it
+    ABORTED = "aborted"  # every living core received an abort that names the dead rank
+    CRASHED = "crashed"  # an exception that is no ProtocolError, or events without end: always wrong
+    UNFIT = "unfit"  # the hint said, by a ConfigError, that it is not made for this pipeline
+
+
+_FINISHED = frozenset({Ending.FINISHED})
+_REFUSED = frozenset({Ending.REFUSED})
+_STALLED = frozenset({Ending.STALLED})
+
+#: How a run with only this fault may end. Which of two it is, the rules below say for each run:
+#: - lose: refused if a later message of the channel and step arrives, stalled if none does;
+#: - swap, delay of the message itself: refused if a later one of the channel and step overtakes it, else harmless;
+#: - death: aborted, unless every stage had finished.
+#: Credits and a follower's reports name their task and are in no order: swapped or late ones are harmless. Of the bytes
+#: that a follower reports, the leader waits for those of a forward of a new signature; without others it counts too
+#: little, and transports lose nothing.
+#: The log and the rounds of an agreement are in order, and come to a stand at what is missing.
+REQUIRED: Mapping[str, frozenset[Ending]] = {
+    "spike": _FINISHED,
+    "pause": _FINISHED,
+    "death": frozenset({Ending.ABORTED, Ending.FINISHED}),
+    "lose": _REFUSED | _STALLED,
+    "lose credit": _STALLED,
+    "lose order": _REFUSED | _STALLED,
+    "lose report": _STALLED,
+    "lose bytes": _FINISHED | _STALLED,
+    "lose proposal": _STALLED,
+    "lose outcome": _REFUSED | _STALLED,
+    "duplicate": _REFUSED,
+    "duplicate credit": _REFUSED,
+    "duplicate order": _REFUSED,
+    "duplicate report": _REFUSED,
+    "duplicate bytes": _REFUSED | _FINISHED,
+    "duplicate proposal": _REFUSED,
+    "duplicate outcome": _REFUSED,
+    "swap": _REFUSED | _FINISHED,
+    "swap credit": _FINISHED,
+    "swap order": _REFUSED | _FINISHED,
+    "swap report": _FINISHED,
+    "swap bytes": _FINISHED,
+    "swap proposal": _FINISHED,
+    "swap outcome": _REFUSED | _FINISHED,
+    "delay": _REFUSED | _FINISHED,
+    "delay credit": _FINISHED,
+    "delay order": _REFUSED | _FINISHED,
+    "delay report": _FINISHED,
+    "delay bytes": _FINISHED,
+    "delay proposal": _FINISHED,
+    "delay outcome": _REFUSED | _FINISHED,
+    "delay copy": _REFUSED,
+    "delay copy credit": _REFUSED,
+    "delay copy order": _REFUSED,
+    "delay copy report": _REFUSED,
+    "delay copy bytes": _FINISHED,
+    "delay copy proposal": _REFUSED,
+    "delay copy outcome": _REFUSED,
+}

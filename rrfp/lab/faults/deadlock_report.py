@@ -1,0 +1,153 @@
+"""Why a pipeline stands still for good: who waits for what, who owes it, and which messages were sent and got lost.
+
+Asked of the cores once every rank is idle and nothing is in flight. It knows neither time nor why a message is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rrfp.arbiter.group_messages import GroupMessageKind
+from rrfp.core.tasks import StepId, Task
+from rrfp.core.topology import Topology
+from rrfp.core.usage import WaitCause
+from rrfp.core.waiting import describe_task, unconsumed, wait_line, waiting
+from rrfp.lab.cluster.node import Node
+from rrfp.lab.cluster.ranks import name_of_rank
+from rrfp.lab.faults.faults import AnyId, GroupMessageId, MessageId
+
+
+@dataclass(frozen=True, slots=True)
+class Debt:
+    """A message that a rank waits for; its sender owes it."""
+
+    message: AnyId
+    #: Its sender has done all that it takes, so the message was lost.
+    was_sent: bool
+
+    def __str__(self) -> str:
+        message = self.message
+        what = str(message.task) if isinstance(message, MessageId) else f"{message.sort} {message.about}"
+        if isinstance(message, MessageId) and message.is_credit:
+            what = f"the credit for {message.task}"
+        fate = "sent, and which never arrived" if self.was_sent else "has not sent"
+        return f"{name_of_rank(message.receiver)} waits for {what}, which {name_of_rank(message.sender)} {fate}"
+
+
+class DeadlockReport:
+    """The debts of all ranks of a pipeline in which nothing can happen any longer."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._nodes = nodes
+        self._at = {(n.rank.stage, n.rank.replica, n.rank.member): n for n in nodes}
+        #: For each rank, the tasks of its step that have not completed, and those that were not enqueued.
+        self._waiting = {n.rank: {entry.task: entry for entry in waiting(n.core, most=None)} for n in nodes}
+        self._undone = {n.rank: {*self._waiting[n.rank], *n.core.in_flight} for n in nodes}
+        #: Every message that some rank waits for, those that were sent first.
+        debts = (debt for node in nodes for debt in self._debts(node))
+        self.debts = sorted(debts, key=lambda debt: not debt.was_sent)
+
+    @property
+    def lost(self) -> list[AnyId]:
+        """Messages that were sent and never arrived."""
+        return [debt.message for debt in self.debts if debt.was_sent]
+
+    @property
+    def disputed(self) -> set[tuple[int, int]]:
+        """The groups (stage, replica) in which a proposal has come to nothing."""
+        return {(n.rank.stage, n.rank.replica) for n in self._nodes if n.agreement is not None and n.agreement.dispute}
+
+    def __str__(self) -> str:
+        lines = ["deadlock: every stage is idle and nothing is in flight", *map(str, self.debts)]
+        for node in self._nodes:
+            core = node.core
+            if node.agreement is not None and (dispute := node.agreement.dispute):
+                lines.append(f"{node.rank.name}: {dispute[0]} is {dispute[1]}")
+                continue
+            if core.in_flight:
+                lines.append(f"{node.rank.name}: {core.in_flight[0]} waits for others of its group to begin it")
+                continue
+            for entry in waiting(core, most=1):  # other causes are debts, named above
+                if not core.group.follows and entry.cause in (None, WaitCause.MEMORY) and not entry.unmeasured:
+                    topology = Topology(core.stage, core.graph.placement.stages)
+                    lines.append(wait_line(node.rank.name, [describe_task(core, topology, entry)]))
+        return "\n  ".join(lines)
+
+    def _debts(self, node: Node) -> Iterator[Debt]:
+        step = node.step_or_none
+        if step is None:
+            return
+        yield from self._outputs(node, step)
+        yield from self._credits(node, step)
+        core, rank = node.core, node.rank
+        if core.group.follows:
+            yield from self._orders(node, self._at[rank.stage, rank.replica, 0], step)
+        yield from self._reports(node, step)
+
+    def _reports(self, node: Node, step: StepId) -> Iterator[Debt]:
+        """What the leader of a group waits for: its followers' reports of ready tasks, and of bytes."""
+        rank = node.rank
+        entries = self._waiting[rank]
+        for task, entry in entries.items():
+            for member in entry.unreported:
+                follower = self._at[rank.stage, rank.replica, member]
+                ready = GroupMessageId(step.number, GroupMessageKind.READY, task, follower.rank, rank)
+                yield Debt(ready, self._has_all(follower, step, task))
+        for member, task in sorted({late for entry in entries.values() for late in entry.unmeasured}):
+            follower = self._at[rank.stage, rank.replica, member]
+            held = GroupMessageId(step.number, GroupMessageKind.HELD, task, follower.rank, rank)
+            yield Debt(held, self._has_run(follower, step, [task]))
+
+    def _outputs(self, node: Node, step: StepId) -> Iterator[Debt]:
+        where, rank = node.core.graph.placement.stage_of, node.rank
+        owed = {source for entry in self._waiting[rank].values() for source in entry.absent}
+        for source in sorted(owed, key=lambda task: (task.microbatch, task.kind, task.virtual_stage)):
+            if (stage := where(source.virtual_stage)) != rank.stage:
+                sender = self._at[stage, rank.replica, rank.member]
+                message = MessageId(step.number, source, sender.rank, rank)
+                yield Debt(message, self._has_run(sender, step, [source]))
+
+    def _credits(self, node: Node, step: StepId) -> Iterator[Debt]:
+        core, rank = node.core, node.rank
+        where = core.graph.placement.stage_of
+        for output, peers in unconsumed(core, most=None):
+            for peer in peers:
+                sender = self._at[peer, rank.replica, rank.member]
+                readers = [output._replace(virtual_stage=w) for w in core.graph.successors[output.virtual_stage]]
+                message = MessageId(step.number, output, sender.rank, rank, is_credit=True)
+                here = [reader for reader in readers if where(reader.virtual_stage) == peer]
+                yield Debt(message, self._has_run(sender, step, here))
+
+    def _orders(self, node: Node, leader: Node, step: StepId) -> Iterator[Debt]:
+        """Entries of the log that a follower has not got: those that its leader has sent, or else the next one."""
+        core = node.core
+        if core.step is None or not self._waiting[node.rank]:
+            return
+        total = core.step.num_tasks
+        known = core.step.num_enqueued + len(core.step.group.pending())
+        current = leader.step_or_none
+        sent = 0
+        if current is not None and current.number >= step.number:
+            sent = total - (len(self._waiting[leader.rank]) if current == step else 0)
+        if known < total:
+            for sequence in range(known, max(sent, known + 1)):
+                yield Debt(
+                    GroupMessageId(step.number, GroupMessageKind.ORDER, sequence, leader.rank, node.rank),
+                    sequence < sent,
+                )
+
+    def _has_all(self, follower: Node, step: StepId, task: Task) -> bool:
+        """Whether ``follower`` has got what ``task`` needs from other stages, in ``step``."""
+        if follower.step_or_none != step:
+            return False
+        where = follower.core.graph.placement.stage_of
+        entry = self._waiting[follower.rank].get(task)
+        return entry is None or all(where(source.virtual_stage) == follower.rank.stage for source in entry.absent)
+
+    def _has_run(self, node: Node, step: StepId, tasks: list[Task]) -> bool:
+        """Whether ``node`` has completed ``tasks``, in ``step``."""
+        current = node.step_or_none
+        if current is None or current.number < step.number:
+            return False
+        return current.number > step.number or self._undone[node.rank].isdisjoint(tasks)

@@ -1,0 +1,137 @@
+"""The links between simulated ranks: FIFO channels with latency, and what a fault plan does to single messages.
+
+A channel is one kind of message from one rank to another. Without faults each is a FIFO: a message arrives at
+max(arrival of the one before, now + latency). The network knows messages and time, and no cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
+from rrfp.core.events import Consumed
+from rrfp.core.tasks import StepId
+from rrfp.lab.cluster.cluster import Content, Envelope
+from rrfp.lab.faults.faults import (
+    AnyId,
+    Channel,
+    Delay,
+    Duplicate,
+    Fault,
+    GroupMessageId,
+    Lose,
+    MessageFault,
+    MessageId,
+    Spike,
+    Swap,
+)
+
+
+class Parcel(NamedTuple):
+    """A message on its way; its number is its index, from 0, among the messages of its channel in its step.
+
+    One that travels elsewhere than between bare cores has no packet.
+    """
+
+    id: AnyId
+    number: int
+    packet: Envelope | None = None
+    #: The value of the output in it.
+    value: int = 0
+
+    @property
+    def content(self) -> Content:
+        """The message itself."""
+        assert self.packet is not None, f"{self.id} has no content"
+        return self.packet.content
+
+    @property
+    def step(self) -> StepId:
+        """The sender's step."""
+        return self.content.step
+
+
+def identity_of(packet: Envelope) -> AnyId:
+    """Which message of the run ``packet`` is."""
+    sender, receiver, content = packet
+    number = content.step.number
+    if not isinstance(content, GroupMessage):
+        return MessageId(number, content.task, sender, receiver, isinstance(content, Consumed))
+    is_report = content.kind in (GroupMessageKind.READY, GroupMessageKind.HELD)
+    about = content.task if is_report else content.numbers[0]
+    assert about is not None, f"{content} is about nothing"
+    return GroupMessageId(number, content.kind, about, sender, receiver)
+
+
+class FaultyNetwork:
+    """Every link of one run; faults of ranks other than spikes are none of its business.
+
+    Attributes:
+        kept: messages, or copies, that are kept back: by `Swap` until the next of their channel is sent, by `Delay`
+            until their receiver opens a later step.
+        lost: messages that never arrive.
+        applied: the faults that have had their chance.
+    """
+
+    def __init__(self, faults: tuple[Fault, ...]) -> None:
+        self.kept: list[tuple[MessageFault, Parcel]] = []
+        self.lost: list[AnyId] = []
+        self.applied: list[Fault] = []
+        self._spikes = [fault for fault in faults if isinstance(fault, Spike)]
+        self._hits = {fault.message: fault for fault in faults if isinstance(fault, MessageFault)}
+        #: When the last message of a channel arrives.
+        self._last: dict[Channel, float] = {}
+        #: The number of the next message of a channel in a step.
+        self._next_numbers: dict[tuple[int, Channel], int] = {}
+
+    def next_number(self, message: AnyId) -> int:
+        """The number of ``message``, which is about to be sent, in its channel and step."""
+        key = (message.step, message.channel)
+        number = self._next_numbers.get(key, 0)
+        self._next_numbers[key] = number + 1
+        return number
+
+    def send(self, parcel: Parcel, now: float, latency: float) -> list[tuple[float, Parcel]]:
+        """A rank sends ``parcel``, which travels ``latency`` seconds without any spike; returns what arrives when."""
+        channel = parcel.id.channel
+        for spike in self._spikes:
+            if channel[:2] == (spike.sender, spike.receiver) and spike.start <= now < spike.end:
+                latency += spike.extra
+                self._note(spike)
+        fault = self._hits.get(parcel.id)
+        if fault is not None:
+            self._note(fault)
+        if isinstance(fault, Lose):
+            self.lost.append(parcel.id)
+            return []
+        if isinstance(fault, Swap | Delay):
+            self.kept.append((fault, parcel))
+            if not (isinstance(fault, Delay) and fault.is_copy):
+                return []
+        arrival = self._last[channel] = max(self._last.get(channel, 0.0), now + latency)
+        arrivals = [(arrival, parcel)]
+        if isinstance(fault, Duplicate):
+            arrivals.append((arrival + fault.lag, parcel))
+        swapped = self.release(lambda fault, other: isinstance(fault, Swap) and other.id.channel == channel)
+        return arrivals + [(arrival, other) for other in swapped]
+
+    def step_opened(self, rank: int, step: int) -> list[Parcel]:
+        """``rank`` opened step ``step``: what was kept for a later step of it arrives."""
+        return self.release(
+            lambda fault, parcel: isinstance(fault, Delay) and parcel.id.receiver == rank and parcel.id.step < step
+        )
+
+    def flush(self) -> list[Parcel]:
+        """Nothing else can happen: whatever is kept arrives, what was swapped first."""
+        return self.release(lambda fault, _: isinstance(fault, Swap)) + self.release(lambda *_: True)
+
+    def release(self, is_due: Callable[[MessageFault, Parcel], bool]) -> list[Parcel]:
+        """Keep back no longer what is due; returns it, in the order in which it was sent."""
+        due = [parcel for fault, parcel in self.kept if is_due(fault, parcel)]
+        self.kept = [(fault, parcel) for fault, parcel in self.kept if not is_due(fault, parcel)]
+        return due
+
+    def _note(self, fault: Fault) -> None:
+        if fault not in self.applied:
+            self.applied.append(fault)

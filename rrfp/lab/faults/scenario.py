@@ -1,0 +1,168 @@
+"""One run with faults as data: a small pipeline, how it is scheduled, its steps, their times, and its faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from rrfp.core.admission import Limit
+from rrfp.core.events import Arrived
+from rrfp.core.graph import TaskGraph
+from rrfp.core.hint import Hint
+from rrfp.core.placement import Placement, TablePlacement
+from rrfp.core.ready_set import ForcedOrder
+from rrfp.core.tasks import Kind, StepId
+from rrfp.core.visits import Skipped, Visits
+from rrfp.lab.cluster.coordination import CoordinationName
+from rrfp.lab.cluster.ranks import Rank, ranks_of
+from rrfp.lab.faults.faults import Fault
+
+#: For each virtual stage, a number of seconds for each microbatch.
+Rows = tuple[tuple[float, ...], ...]
+
+_HOW: dict[CoordinationName, str] = {"leader": "a leader", "agreement": "agreement"}
+
+
+@dataclass(frozen=True, slots=True)
+class Parallelism:
+    """How many ranks a stage has, and how they work together."""
+
+    #: Copies of the pipeline.
+    replicas: int = 1
+    #: Ranks of a group.
+    members: int = 1
+    #: How a group agrees on an order: a leader's log, or proposals until all agree.
+    coordination: CoordinationName = "leader"
+    #: a task ends on no member before all have begun it, as with collectives inside.
+    coupled: bool = True
+    #: By member, what a microbatch holds on a chunk from its forward to its last task.
+    bytes_held: tuple[int, ...] = (0,)
+    #: Outputs carry their index in their channel; if not, cores find repetitions by the task alone.
+    is_numbered: bool = True
+    #: Outputs reach the members of a group up to so many seconds apart.
+    jitter: float = 0.0
+
+    def lag(self, step: int, microbatch: int, virtual_stage: int, member: int) -> float:
+        """How much later than it must an output reaches a member, in seconds."""
+        return self.jitter * (hash((step, microbatch, virtual_stage, member)) % 997) / 997 if self.jitter else 0.0
+
+    @property
+    def is_led(self) -> bool:
+        """Whether there are followers."""
+        return self.members > 1 and self.coordination == "leader"
+
+    @property
+    def agrees(self) -> bool:
+        """Whether there are proposals."""
+        return self.members > 1 and self.coordination == "agreement"
+
+    def describe(self) -> list[str]:
+        """What differs from one rank a stage, in words."""
+        parts = []
+        if self.replicas > 1:
+            parts.append(f"{self.replicas} replicas")
+        if self.members > 1:
+            pace = "which meet in each task" if self.coupled else "each at its own pace"
+            parts.append(f"groups of {self.members} under {_HOW[self.coordination]}, {pace}")
+        if any(self.bytes_held):
+            parts.append(f"a microbatch holds {' and '.join(map(str, self.bytes_held))} bytes a chunk")
+        if not self.is_numbered:
+            parts.append("outputs are not numbered")
+        return parts
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One run. Times are in seconds."""
+
+    seed: int
+    #: The dependency graph.
+    graph: TaskGraph
+    #: How it is scheduled, in words: "bf", "random", "strict 1f1b".
+    method: str
+    #: Makes the hint of a stage.
+    make_hint: Callable[[int], Hint]
+    #: One a stage.
+    limits: tuple[Limit, ...]
+    #: (kind, virtual stage) pairs that run in microbatch order.
+    in_order: frozenset[ForcedOrder]
+    #: Tasks enqueued and not complete, at most, a stage.
+    depth: int
+    #: The steps, in order.
+    steps: tuple[StepId, ...]
+    #: Of the microbatches, where hints receive them.
+    sizes: tuple[float, ...] | None
+    #: Of a task, by kind, virtual stage and microbatch.
+    durations: Mapping[Kind, Rows]
+    #: Of an output, by kind, virtual stage and microbatch of its task.
+    latencies: Mapping[Kind, Rows]
+    #: Of credits, and of the report that a rank failed, for each stage that it passes.
+    control_latency: float
+    #: From the start of a send until its memory is free.
+    release_after: float
+    #: For each stage, from the end of one step to the beginning of the next.
+    gaps: tuple[float, ...]
+    faults: tuple[Fault, ...]
+    #: The ranks of a stage, and how they work together; one by default.
+    parallelism: Parallelism = Parallelism()
+    #: Lanes take offered tasks: see `rrfp.arbiter.offers`.
+    takes_offers: bool = False
+    #: By microbatch the virtual stages that it skips, in every step; empty: none does. There is one step then: ranks
+    #: that have nothing in common in a step may be any number of steps apart.
+    skipped: tuple[Skipped, ...] = ()
+
+    def visits_of(self, step: StepId) -> Visits:
+        """What the microbatches of ``step`` visit."""
+        return Visits(step.microbatches, self.skipped[: step.microbatches])
+
+    def _pipeline(self) -> Iterator[str]:
+        graph, placement = self.graph, self.graph.placement
+        if isinstance(placement, Placement):
+            chunks = "" if placement.chunks == 1 else f" x {placement.chunks} chunks ({placement.layout})"
+        else:
+            chunks = f" with virtual stages {' | '.join(_on_each_stage(placement))}"
+        yield f"{placement.stages} stage(s){chunks}"
+        yield f"{sum(graph.split)} of {placement.num_virtual_stages} virtual stages split"
+        edges = [f"{u}->{v}" for u, v in graph.edges or () if v != u + 1 or not graph.is_chain]
+        if edges:
+            yield f"{'skip edges' if graph.is_chain else 'edges'} {' '.join(edges)}"
+        for m, skipped in enumerate(self.skipped):
+            if skipped:
+                yield f"microbatch {m} skips {' '.join(map(str, sorted(skipped)))}"
+
+    def describe(self) -> list[str]:
+        """The run in lines of text: the pipeline, how it is scheduled, its steps, and a line a fault."""
+        forced = " ".join(f"{kind}@{v}" for kind, v in sorted(self.in_order))
+        limits = " ".join("-" if limit.microbatches is None else str(limit.microbatches) for limit in self.limits)
+        parallelism = self.parallelism.describe()
+        return [
+            f"pipeline: {', '.join(self._pipeline())}",
+            *([f"ranks: {'; '.join(parallelism)}"] if parallelism else []),
+            f"schedule: {self.method}, limits by stage: {limits} ({self._rule}), depth {self.depth}"
+            f"{', tasks are offered' if self.takes_offers else ''}",
+            *([f"in microbatch order: {forced}"] if forced else []),
+            f"steps: {'; '.join(f'{step.mode}, {step.microbatches} microbatches' for step in self.steps)}",
+            *[f"fault: {fault}" for fault in self.faults],
+        ]
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        """All ranks, by number."""
+        return ranks_of(self.graph.placement.stages, self.parallelism.replicas, self.parallelism.members)
+
+    def latency(self, output: Arrived, member: int) -> float:
+        """How long ``output`` travels to ``member`` of the stage that reads it, in seconds."""
+        kind, microbatch, virtual_stage = output.task
+        lag = self.parallelism.lag(output.step.number, microbatch, virtual_stage, member)
+        return self.latencies[kind][virtual_stage][microbatch] + lag
+
+    @property
+    def _rule(self) -> str:
+        first = self.limits[0]
+        return first.rule if first.bytes is None else f"{first.rule}, {first.bytes} bytes"
+
+
+def _on_each_stage(placement: TablePlacement) -> Iterator[str]:
+    """The virtual stages of each stage."""
+    for stage in range(placement.stages):
+        yield " ".join(map(str, placement.virtual_stages(stage)))

@@ -1,0 +1,1 @@
+"""Generators of cost tables: seeded workloads, jitter and latencies."""

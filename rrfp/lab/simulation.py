@@ -1,0 +1,268 @@
+"""`rrfp simulate` as a function: one method on one cost table, beside the lower bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from rrfp.core.admission import AdmissionRule, Limit
+from rrfp.core.size_order import followed, least
+from rrfp.core.usage import Peaks
+from rrfp.costs.table import CostTable, Matrix
+from rrfp.engine.bound import lower_bound
+from rrfp.engine.engine import graph_of, run
+from rrfp.engine.record import EngineResult
+from rrfp.errors import ConfigError
+from rrfp.hints.registry import HintSpec, create_hint, create_strict
+from rrfp.lab.limit_texts import SAME_BYTES
+from rrfp.schedules.registry import ScheduleSpec, make_schedule
+
+#: The limit of a simulated hint where none is given.
+DEFAULT_LIMIT = "2n"
+
+#: How a strict schedule sends: a message leaves while its lane goes on, or sender and receiver wait for each other.
+Sends = Literal["eager", "blocking"]
+SENDS: tuple[str, ...] = get_args(Sends)
+#: The only schedule with blocking sends: it is Megatron's.
+BLOCKING_SCHEDULE = "1f1b"
+
+#: A run below its bound by no more than this, relatively, is at it: the two add the same numbers in another order, and
+#: each addition may lose the last bit. The first is for all of a small table, the second for each number of a large
+#: one.
+_ROUNDING, _ROUNDING_EACH = 1e-12, 4 * 2.0**-53
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """One method on one cost table.
+
+    Attributes:
+        costs: the table, with the sizes that hints received.
+        result: what happened.
+        limits: K of each stage, None for a strict schedule and where bytes are limited.
+        lower_bound: no method that holds as much can be faster; in seconds.
+        limits_in_bytes: of each stage, or None.
+    """
+
+    costs: CostTable
+    result: EngineResult
+    limits: tuple[int, ...] | None
+    lower_bound: float
+    limits_in_bytes: tuple[int, ...] | None = None
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the start to the end of the last task."""
+        return self.result.makespan
+
+    @property
+    def ratio(self) -> float:
+        """Makespan over lower bound; 1 when both are zero."""
+        return self.makespan / self.lower_bound if self.lower_bound else 1.0
+
+    @property
+    def peaks(self) -> tuple[Peaks, ...]:
+        """The most that each stage held."""
+        return self.result.peaks
+
+    def to_json(self) -> Mapping[str, Any]:
+        """The stable interface of ``rrfp simulate --json``."""
+        spans = self.result.spans
+        in_bytes = {
+            "limit_bytes": list(self.limits_in_bytes or ()),
+            "peak_bytes": [peak.num_bytes for peak in self.peaks],
+        }
+        return {
+            "makespan": self.makespan,
+            "lower_bound": self.lower_bound,
+            "ratio": self.ratio,
+            "busy": list(self.result.busy),
+            "peak": [peak.held for peak in self.peaks],
+            "received_peak": [peak.received for peak in self.peaks],
+            "limit": None if self.limits is None else list(self.limits),
+            "order": [[str(span.task) for span in stage] for stage in spans],
+            "start": [[span.start for span in stage] for stage in spans],
+            **({} if self.limits_in_bytes is None else in_bytes),
+        }
+
+
+def simulate(
+    costs: CostTable,
+    *,
+    hint: HintSpec | None = None,
+    strict: ScheduleSpec | None = None,
+    limit: Limit | int | str | None = None,
+    admission: AdmissionRule | None = None,
+    sends: Sends = "eager",
+    sizes: Sequence[float] | None = None,
+) -> Simulation:
+    """Simulate one training step with a hint, or with a schedule consumed strictly.
+
+    Args:
+        costs: what tasks and messages take.
+        hint: a hint's name, class or instance.
+        strict: a schedule's name, or a schedule file's text; its stages wait for their next task.
+        limit: with a hint, how many microbatches a stage may hold (default ``2n``), or, where the table has bytes, how
+            many bytes: ``8MB`` on each stage; ``bytes:K``, ``bytes:1f1b`` ... limit the bytes of each stage to the most
+            that it holds under that limit, so that both take the same memory. A strict schedule takes none, and its
+            bound uses the memory that the schedule itself needs.
+        admission: with a hint, how chunks share the limit's slots; None: the limit's own rule, ``staircase`` unless it
+            says otherwise.
+        sends: ``blocking`` makes strict 1f1b send as Megatron does, where sender and receiver wait for each other.
+        sizes: how large each microbatch is, in any unit, for hints that ask; None: as the table says, if it does. Hints
+            also know how closely the times follow them, as in every step of a job but the first.
+
+    Raises:
+        ConfigError: unless exactly one of ``hint`` and ``strict`` is given, for an unknown name, for what does not go
+            together, for a limit on bytes where the table has none, for times whose sum is no float, or for wrong
+            sizes.
+        DeadlockError: if the run deadlocks.
+    """
+    if (hint is None) == (strict is None):
+        raise ConfigError("exactly one of hint and strict is needed")
+    if sends not in SENDS:
+        raise ConfigError(f"sends is {sends!r}, must be one of: {', '.join(SENDS)}")
+    _check_sum(costs)
+    costs = costs if sizes is None else replace(costs, sizes=tuple(sizes))
+    if strict is not None:
+        if limit is not None or admission is not None:
+            what = "limit" if limit is not None else "admission"
+            raise ConfigError(f"{what} goes with a hint; a strict schedule holds what its order holds")
+        return _strict(costs, strict, sends)
+    assert hint is not None
+    if sends != "eager":
+        raise ConfigError(f"sends is {sends!r}, must be eager with a hint: readiness-driven stages never wait to send")
+    if isinstance(limit, str) and limit.startswith(SAME_BYTES):
+        counted = resolve_limits(costs, limit.removeprefix(SAME_BYTES), admission)
+        return _dispatched(costs, hint, _same_bytes(costs, hint, counted))
+    return _dispatched(costs, hint, resolve_limits(costs, limit, admission))
+
+
+def planned_sizes(costs: CostTable) -> list[float]:
+    """The time that all tasks of each microbatch take together, in seconds: sizes for a hint that asks for them.
+
+    No estimate made before a step can be better, since the table's own jitter is in them.
+    """
+    total = costs.forward + costs.backward if costs.weight is None else costs.forward + costs.backward + costs.weight
+    sizes: list[float] = total.sum(axis=0).tolist()
+    return sizes
+
+
+def shown_correlation(costs: CostTable) -> float | None:
+    """How closely the times of all stages follow the sizes, as an equal step before shows it: see `rrfp.hints.View`.
+
+    Returns:
+        None without sizes, or where all are equal.
+    """
+    if costs.sizes is None:
+        return None
+    backward = costs.backward if costs.weight is None else costs.backward + costs.weight
+    by_stage = []
+    for stage in range(costs.stages):
+        own = list(costs.virtual_stages_of(stage))
+        halves = (rows[own].sum(axis=0).tolist() for rows in (costs.forward, backward))
+        by_stage.append(followed(costs.sizes, *halves))
+    return least(by_stage)
+
+
+def _sizes(costs: CostTable) -> Mapping[str, Any]:
+    """What hints know of sizes in any step of a job but the first."""
+    return {"sizes": costs.sizes, "size_correlation": shown_correlation(costs)}
+
+
+def _strict(costs: CostTable, strict: ScheduleSpec, sends: Sends) -> Simulation:
+    hints = [create_strict(strict) for _ in range(costs.stages)]
+    _check_fits_strict(costs, strict)
+    graph = graph_of(costs)
+    schedule = make_schedule(strict, graph, costs.microbatches)
+    # The bound counts microbatches, as a limit does; peaks are in chunk tasks.
+    peaks = (schedule.peak_held(stage, graph) for stage in range(costs.stages))
+    needed = [-(-peak // costs.chunks_of(stage)) for stage, peak in enumerate(peaks)]
+    if sends == "blocking":
+        if strict != BLOCKING_SCHEDULE:
+            raise ConfigError(f"sends is 'blocking', must be eager with strict {strict}: only 1f1b has a blocking form")
+        from rrfp.lab.blocking import run_blocking
+
+        result = run_blocking(costs)
+    else:
+        result = run(costs, hints, [Limit()] * costs.stages)
+    return beside_bound(costs, result, None, needed)
+
+
+def _check_fits_strict(costs: CostTable, strict: ScheduleSpec) -> None:
+    """Refuse orders that know nothing of the graph."""
+    if costs.skipped:
+        raise ConfigError("strict needs microbatches that visit every virtual stage, and some skip one: take a hint")
+    if costs.graph is not None and isinstance(strict, str):
+        raise ConfigError(f"strict is {strict!r}, must be a schedule file on a graph: named schedules are for chains")
+
+
+def _same_bytes(costs: CostTable, hint: HintSpec, limits: Sequence[Limit]) -> list[Limit]:
+    """As many bytes on each stage as it holds under ``limits``."""
+    _check_has_bytes(costs)
+    counted = run(costs, [create_hint(hint) for _ in limits], limits, **_sizes(costs))
+    return [Limit(bytes=max(1, peaks.num_bytes)) for peaks in counted.peaks]
+
+
+def _dispatched(costs: CostTable, hint: HintSpec, limits: Sequence[Limit]) -> Simulation:
+    result = run(costs, [create_hint(hint) for _ in limits], limits, **_sizes(costs))
+    if any(limit.bytes is not None for limit in limits):
+        # The bound of what holds as many microbatches as this run did.
+        held = [max(1, -(-peaks.held // costs.chunks_of(stage))) for stage, peaks in enumerate(result.peaks)]
+        in_bytes = tuple(limit.bytes or 0 for limit in limits)
+        return replace(beside_bound(costs, result, None, held), limits_in_bytes=in_bytes)
+    counts = tuple(costs.microbatches if limit.microbatches is None else limit.microbatches for limit in limits)
+    # Under the paper's rule D may pass K * C by C, as under a limit of K + 1.
+    extra = 1 if costs.chunks > 1 and any(limit.rule == "paper" for limit in limits) else 0
+    return beside_bound(costs, result, counts, [count + extra for count in counts])
+
+
+def resolve_limits(
+    costs: CostTable, spec: Limit | int | str | None, admission: AdmissionRule | None = None
+) -> list[Limit]:
+    """The limit of every stage of a simulated hint.
+
+    Raises:
+        ConfigError: for a limit on bytes where the table has none.
+    """
+    spec = DEFAULT_LIMIT if spec is None else spec
+    graph, stages = graph_of(costs), costs.stages
+    limits = [Limit.resolve(spec, stage, stages, distance=graph.distance_to_sink(stage)) for stage in range(stages)]
+    if any(limit.bytes is not None for limit in limits):
+        _check_has_bytes(costs)
+    return limits if admission is None else [replace(limit, rule=admission) for limit in limits]
+
+
+def _check_has_bytes(costs: CostTable) -> None:
+    if costs.held is None:
+        raise ConfigError("the limit is in bytes, and the cost table has none: it needs the field bytes")
+
+
+def _check_sum(costs: CostTable) -> None:
+    """No step takes longer than the sum of everything in the table."""
+    with np.errstate(over="ignore"):
+        total = sum(float(matrix.sum()) for matrix in _matrices(costs))
+    if not math.isfinite(total):
+        raise ConfigError("the sum of all times is too large for a float")
+
+
+def _matrices(costs: CostTable) -> list[Matrix]:
+    """Everything in the table."""
+    matrices = (costs.forward, costs.backward, costs.weight, costs.latency_forward, costs.latency_backward)
+    return [matrix for matrix in matrices if matrix is not None]
+
+
+def beside_bound(
+    costs: CostTable, result: EngineResult, limits: tuple[int, ...] | None, needed: Sequence[int]
+) -> Simulation:
+    """A result beside the lower bound of what holds as many microbatches as ``needed`` on each stage."""
+    bound = lower_bound(costs, needed)
+    slack = max(_ROUNDING, _ROUNDING_EACH * sum(matrix.size for matrix in _matrices(costs)))
+    if result.makespan < bound <= result.makespan * (1 + slack):
+        bound = result.makespan
+    assert bound <= result.makespan, f"a run of {result.makespan} s is below its lower bound of {bound} s"
+    return Simulation(costs, result, limits, bound)

@@ -1,0 +1,1 @@
+"""Readers and pictures of traces."""

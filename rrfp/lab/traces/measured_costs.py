@@ -1,0 +1,409 @@
+"""A cost table from recorded steps, so that the simulator compares hints and limits on a real job."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from rrfp.core.graph import TaskGraph
+from rrfp.core.placement import Layout, Placement
+from rrfp.core.tasks import Kind, Task
+from rrfp.core.visits import Skipped, Visits
+from rrfp.costs.graph_names import edge_names
+from rrfp.costs.table import PLACEMENTS, Bits, CostTable, Matrix
+from rrfp.errors import ConfigError
+from rrfp.lab.generators.latency import LATENCY_MODELS, with_latency
+from rrfp.lab.traces.chrome_reader import TracedRun
+from rrfp.trace.spans import Skip, StepTrace, TaskSpan
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What steps must have in common to be averaged, beside M."""
+
+    #: N.
+    stages: int
+    #: C.
+    chunks: int
+    #: Which stage holds which virtual stage.
+    placement: Layout | Literal["table"]
+    #: Whether weight gradients are tasks of their own, on any virtual stage.
+    split: bool
+    #: Of virtual stages with names; then ``chunks`` is that of the stage with most.
+    graph: TaskGraph | None = None
+
+    def to_graph(self) -> TaskGraph:
+        """The graph: of a chain too."""
+        if self.placement != "table":
+            return TaskGraph.chain(self.stages, chunks=self.chunks, layout=self.placement)
+        assert self.graph is not None
+        return self.graph
+
+    def __str__(self) -> str:
+        if self.graph is not None:
+            edges = ", ".join(edge_names(self.graph))
+            return f"{self.stages} stages ({edges}), {'split' if self.split else 'whole'} backward"
+        chunks = "" if self.chunks == 1 else f" x {self.chunks} chunks ({self.placement})"
+        return f"{self.stages} stages{chunks}, {'split' if self.split else 'whole'} backward"
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """A whole step."""
+
+    #: The step's.
+    number: int
+    shape: Shape
+    #: M.
+    microbatches: int
+    #: From its start to its end.
+    seconds: float
+    #: The span of every task; a virtual stage that is not split has no W.
+    tasks: Mapping[Task, TaskSpan]
+    #: For each message between stages whose arrival is known, by the task that made it and the stage that it went to:
+    #: seconds from the end of that task to the arrival.
+    latencies: Mapping[tuple[Task, int], float]
+    #: Of a graph, by microbatch the virtual stages that have no tasks; empty: all have.
+    skipped: tuple[Skipped, ...] = ()
+    #: Of its microbatches, where they were recorded.
+    sizes: tuple[float, ...] | None = None
+
+
+def is_training(trace: StepTrace) -> bool:
+    """Whether ``trace`` is of a training step: an evaluation has no backward."""
+    return any(span.task.kind is Kind.B for span in trace.tasks)
+
+
+def traced_step(trace: StepTrace, num_stages: int, graph: TaskGraph | None = None) -> TracedStep:
+    """Check a recorded training step."""
+    tasks = _tasks(trace)
+    microbatches = 1 + max(task.microbatch for task in tasks)
+    weighted = {task.virtual_stage for task in tasks if task.kind is Kind.W}
+    if graph is None:
+        stage_of = _stages_of(tasks.values())
+        _check_whole(tasks, range(len(stage_of)), microbatches, weighted)
+        shape = Shape(num_stages, *_placement(stage_of, num_stages), bool(weighted))
+    else:
+        _check_placed(tasks.values(), graph)
+        _check_whole(tasks, range(len(graph.stage_of)), microbatches, weighted, frozenset(trace.skipped))
+        chunks = max(map(graph.placement.chunks_of, range(graph.placement.stages)))
+        shape = Shape(num_stages, chunks, "table", bool(weighted), graph)
+    latencies = _traced_latencies(trace, tasks, shape.to_graph())
+    seconds = trace.end - trace.start
+    skipped = _by_microbatch(trace.skipped, microbatches)
+    if trace.sizes is not None and len(trace.sizes) != microbatches:
+        raise ConfigError(f"sizes has {len(trace.sizes)} entries, must have {microbatches}, one a microbatch")
+    return TracedStep(trace.step, shape, microbatches, seconds, tasks, latencies, skipped, trace.sizes)
+
+
+def _tasks(trace: StepTrace) -> dict[Task, TaskSpan]:
+    """The spans by task, each of which ran once."""
+    tasks: dict[Task, TaskSpan] = {}
+    for span in trace.tasks:
+        if span.task in tasks:
+            raise ConfigError(f"{span.task} ran twice, must run once in a step")
+        if span.end < span.start:
+            raise ConfigError(f"{span.task} ends {span.start - span.end:g} s before it starts")
+        tasks[span.task] = span
+    return tasks
+
+
+def _check_whole(
+    tasks: Collection[Task],
+    virtual_stages: Iterable[int],
+    microbatches: int,
+    weighted: Collection[int],
+    skipped: Collection[Skip] = (),
+) -> None:
+    """Refuse a step that lacks a task, or has one that it skipped."""
+    if wrong := next((task for task in tasks if (task.microbatch, task.virtual_stage) in skipped), None):
+        raise ConfigError(f"{wrong} ran, and its microbatch skips that virtual stage")
+    if (missing := _missing(tasks, virtual_stages, microbatches, weighted, skipped)) is not None:
+        raise ConfigError(f"{missing} is missing: the file lacks a rank, or the rank's trace was cut")
+
+
+def _missing(
+    tasks: Collection[Task],
+    virtual_stages: Iterable[int],
+    microbatches: int,
+    weighted: Collection[int],
+    skipped: Collection[Skip],
+) -> Task | None:
+    """The first task that the step must have and lacks."""
+    # Not by itertools.product, which makes a list of all microbatches: their number is one that a file names.
+    for v in virtual_stages:
+        kinds = [kind for kind in Kind if kind is not Kind.W or v in weighted]
+        for m in range(microbatches):
+            for kind in kinds:
+                if (task := Task(kind, m, v)) not in tasks and (m, v) not in skipped:
+                    return task
+    return None
+
+
+def _stages_of(spans: Iterable[TaskSpan]) -> list[int]:
+    """The stage of each virtual stage."""
+    stages: dict[int, int] = {}
+    for span in spans:
+        v = span.task.virtual_stage
+        if stages.setdefault(v, span.stage) != span.stage:
+            raise ConfigError(f"virtual stage {v} ran on stages {stages[v]} and {span.stage}, must run on one")
+    missing = next((v for v in range(1 + max(stages)) if v not in stages), None)
+    if missing is not None:
+        raise ConfigError(f"virtual stage {missing} is missing: the file lacks a rank, or the rank's trace was cut")
+    return [stages[v] for v in range(len(stages))]
+
+
+def _check_placed(spans: Iterable[TaskSpan], graph: TaskGraph) -> None:
+    """Refuse a task that ran elsewhere than the graph says."""
+    for span in spans:
+        v = span.task.virtual_stage
+        if v >= len(graph.stage_of) or graph.stage_of[v] != span.stage:
+            placed = f"on stage {graph.stage_of[v]}" if v < len(graph.stage_of) else "nowhere"
+            raise ConfigError(f"{span.task} ran on stage {span.stage}, and the graph has that virtual stage {placed}")
+
+
+def _by_microbatch(skips: Iterable[Skip], microbatches: int) -> tuple[Skipped, ...]:
+    by_microbatch: list[set[int]] = [set() for _ in range(microbatches)]
+    for microbatch, v in skips:
+        if microbatch >= microbatches:
+            raise ConfigError(f"microbatch {microbatch} skips a virtual stage, and has no task at all")
+        by_microbatch[microbatch].add(v)
+    return tuple(map(frozenset, by_microbatch)) if any(by_microbatch) else ()
+
+
+def _placement(stage_of: list[int], num_stages: int) -> tuple[int, Layout]:
+    """The chunks of a stage, and where they are."""
+    chunks, rest = divmod(len(stage_of), num_stages)
+    layouts: tuple[Layout, ...] = PLACEMENTS  # type: ignore[assignment]
+    for layout in layouts if chunks and not rest else ():
+        if [Placement(num_stages, chunks, layout).stage_of(v) for v in range(len(stage_of))] == stage_of:
+            return chunks, layout
+    ran = ", ".join(f"{v} on {stage}" for v, stage in enumerate(stage_of))
+    raise ConfigError(f"virtual stages ran on stages ({ran}), must be placed as one of: {', '.join(PLACEMENTS)}")
+
+
+def _traced_latencies(
+    trace: StepTrace, tasks: Mapping[Task, TaskSpan], graph: TaskGraph
+) -> dict[tuple[Task, int], float]:
+    latencies: dict[tuple[Task, int], float] = {}
+    for message in trace.messages:
+        task, arrived = message.task, message.arrived
+        if task not in tasks or arrived is None:
+            continue
+        readers = (graph.successors if task.kind is Kind.F else graph.predecessors)[task.virtual_stage]
+        targets = {graph.stage_of[reader] for reader in readers}
+        if message.source == tasks[task].stage and message.target in targets - {message.source}:
+            latencies[task, message.target] = max(
+                0.0, arrived - tasks[task].end
+            )  # clocks of two hosts may differ by a little
+    return latencies
+
+
+#: Which costs: of the recorded step whose time is the median of all, or of each task over all steps.
+Choice = Literal["typical", "median", "mean"]
+
+#: Makes one time of several.
+Middle = Callable[[Sequence[float]], float]
+
+#: Training steps that are left out at the beginning of a run: they import libraries and fill caches.
+WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCosts:
+    """The costs of a recorded step, or of several."""
+
+    #: The costs. Of several steps it has sizes of microbatches only where these have the same.
+    table: CostTable
+    #: The number of the step whose costs these are; None for those of several.
+    step: int | None
+    #: Recorded steps that were considered.
+    steps: int
+    #: The steps that were not, one line a reason.
+    left_out: tuple[str, ...]
+    #: What the step took; of several, the median.
+    seconds: float
+    #: Messages between stages of one step whose time is measured.
+    measured: int
+    #: Those for which a typical one of the others stands.
+    filled: int
+    #: The most seconds by which a message's time is wrong because clocks of hosts differ.
+    clock_error: float
+    #: Whether sizes of microbatches are recorded in a step that counts; the table has them unless they differ between
+    #: the steps.
+    has_sizes: bool
+
+
+def measured_costs(
+    runs: Sequence[tuple[str, TracedRun]],
+    *,
+    skip_first: int = WARM_UP_STEPS,
+    step: int | Choice = "typical",
+    latency: str | None = None,
+) -> MeasuredCosts:
+    """The costs of the training steps of one or several runs of a job.
+
+    The typical step keeps how microbatches differ, which is what hints are about. Averages over steps with other data
+    in each make microbatches alike, and the simulated step too short.
+
+    Args:
+        runs: each with its name for errors.
+        skip_first: training steps to leave out at the beginning of each run.
+        step: ``"typical"``, the step whose time is the median; ``"median"`` or ``"mean"`` of each task and message over
+            the steps; or a number: the step of that number, also at the beginning.
+        latency: a model of `with_latency` instead of the recorded times of messages.
+    """
+    if type(step) is not int and step not in get_args(Choice):
+        raise ConfigError(f"step is {step!r}, must be a step's number or one of: {', '.join(get_args(Choice))}")
+    left_out: Counter[str] = Counter()
+    named = [pair for name, run in runs for pair in _chosen(name, run, skip_first, step, left_out)]
+    if not named:
+        raise ConfigError(_nothing_left(runs, skip_first, step))
+    for name, other in named:
+        if other.shape != named[0][1].shape:
+            raise ConfigError(f"{name} has {other.shape}, {named[0][0]} has {named[0][1].shape}: must be one job's")
+    [(microbatches, _)] = Counter(each.microbatches for _, each in named).most_common(1)
+    steps = [each for _, each in named if each.microbatches == microbatches]
+    left_out.update(f"of {each.microbatches} microbatches" for _, each in named if each.microbatches != microbatches)
+    chosen = steps
+    if step in ("median", "mean") and len({each.skipped for each in steps}) > 1:
+        raise ConfigError(
+            f"step is {step!r}, and microbatches skip other parts in one step than in another: must be 'typical' or "
+            "the number of a step"
+        )
+    if step == "typical":
+        chosen = [sorted(steps, key=lambda each: each.seconds)[(len(steps) - 1) // 2]]
+    table, measured, filled = _table(chosen, np.mean if step == "mean" else np.median, latency)
+    return MeasuredCosts(
+        table,
+        None if step in ("median", "mean") else chosen[0].number,
+        len(steps),
+        tuple(f"{count} {reason}" for reason, count in left_out.items()),
+        float(np.median([each.seconds for each in chosen])),
+        measured,
+        filled,
+        0.0 if latency is not None else max(run.clock_error for _, run in runs),
+        any(each.sizes is not None for each in chosen),
+    )
+
+
+def _chosen(
+    name: str, run: TracedRun, skip_first: int, step: int | Choice, left_out: Counter[str]
+) -> list[tuple[str, TracedStep]]:
+    training = [trace for trace in run.steps if is_training(trace)]
+    left_out["evaluation(s)"] += len(run.steps) - len(training)
+    is_number = type(step) is int
+    chosen = [trace for trace in training if trace.step == step] if is_number else training[skip_first:]
+    left_out["other step(s)" if is_number else "at the beginning"] += len(training) - len(chosen)
+    for reason in [reason for reason, count in left_out.items() if not count]:
+        del left_out[reason]
+    checked = []
+    for trace in chosen:
+        where = f"{name}, step {trace.step}"
+        try:
+            checked.append((where, traced_step(trace, run.num_stages, run.graph)))
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+    return checked
+
+
+def _nothing_left(runs: Sequence[tuple[str, TracedRun]], skip_first: int, step: int | Choice) -> str:
+    name, run = runs[0]
+    numbers = [trace.step for trace in run.steps if is_training(trace)]
+    if not numbers:
+        return f"{name} has no training step, must have one (evaluations have no backward)"
+    if type(step) is int:
+        return f"step is {step}, must be one of: {', '.join(map(str, numbers))}"
+    return f"{name} has {len(numbers)} training step(s), and skip-first is {skip_first}, must be less"
+
+
+def _table(steps: Sequence[TracedStep], middle: Middle, latency: str | None) -> tuple[CostTable, int, int]:
+    """The table, and how many of its latencies are measured and filled in."""
+    shape, microbatches, skipped = steps[0].shape, steps[0].microbatches, steps[0].skipped
+    sizes = steps[0].sizes if len({step.sizes for step in steps}) == 1 else None
+    graph, visits = shape.to_graph(), Visits(microbatches, skipped)
+    forward, backward = _latencies(steps, graph, Kind.F, middle), _latencies(steps, graph, Kind.B, middle)
+    sent = [_sent(graph, visits, kind) for kind in (Kind.F, Kind.B)]
+    filled = sum(int(np.isnan(rows[mask]).sum()) for rows, mask in zip((forward, backward), sent, strict=True))
+    messages = int(sum(mask.sum() for mask in sent))
+    if latency is None and messages and filled == messages:
+        raise ConfigError(f"no time of a message is recorded: give latency, one of: {', '.join(LATENCY_MODELS)}")
+    there, back = _filled(forward, backward, _crosses(graph))
+    others: dict[str, Any] = {
+        "forward": _durations(steps, graph, Kind.F, middle),
+        "backward": _durations(steps, graph, Kind.B, middle),
+        "weight": _durations(steps, graph, Kind.W, middle) if shape.split else None,
+        "latency_forward": there,
+        "latency_backward": back,
+        "sizes": sizes,
+    }
+    if shape.graph is not None:
+        table = CostTable.of_graph(shape.graph, microbatches, skipped=skipped, **others)
+    else:
+        table = CostTable(shape.stages, shape.chunks, shape.placement, microbatches, **others)
+    if latency is not None:
+        return with_latency(table, latency), 0, 0
+    return table, messages - filled, filled
+
+
+def _edges(graph: TaskGraph) -> tuple[tuple[int, int], ...]:
+    return graph.edges or ()
+
+
+def _crosses(graph: TaskGraph) -> list[bool]:
+    """Whether each edge leads to another stage."""
+    return [graph.stage_of[u] != graph.stage_of[v] for u, v in _edges(graph)]
+
+
+def _sent(graph: TaskGraph, visits: Visits, kind: Kind) -> Bits:
+    """By edge and microbatch, whether there is a message: one for all edges from a virtual stage to one other stage."""
+    sent = np.zeros((len(_edges(graph)), visits.microbatches), dtype=bool)
+    known: set[tuple[int, int, int]] = set()
+    for e, m in np.ndindex(sent.shape):
+        u, v = _edges(graph)[e]
+        message = (m, u, graph.stage_of[v]) if kind is Kind.F else (m, v, graph.stage_of[u])
+        exists = not {u, v} & visits.skipped_by(m) and graph.stage_of[u] != graph.stage_of[v]
+        if exists and message not in known:
+            known.add(message)
+            sent[e, m] = True
+    return sent
+
+
+def _durations(steps: Sequence[TracedStep], graph: TaskGraph, kind: Kind, middle: Middle) -> Matrix:
+    """By virtual stage and microbatch; 0 where a virtual stage has no such tasks."""
+    rows = np.zeros((len(graph.stage_of), steps[0].microbatches))
+    for v, m in np.ndindex(rows.shape):
+        task = Task(kind, m, v)
+        spans = [step.tasks[task] for step in steps if task in step.tasks]
+        rows[v, m] = middle([span.end - span.start for span in spans]) if spans else 0.0
+    return rows
+
+
+def _latencies(steps: Sequence[TracedStep], graph: TaskGraph, kind: Kind, middle: Middle) -> Matrix:
+    """By edge and microbatch; nan where none is known."""
+    rows = np.full((len(_edges(graph)), steps[0].microbatches), np.nan)
+    for e, m in np.ndindex(rows.shape):
+        u, v = _edges(graph)[e]
+        source, target = (u, v) if kind is Kind.F else (v, u)
+        message = (Task(kind, m, source), graph.stage_of[target])
+        known = [step.latencies[message] for step in steps if message in step.latencies]
+        rows[e, m] = middle(known) if known else np.nan
+    return rows
+
+
+def _filled(forward: Matrix, backward: Matrix, crosses: Sequence[bool]) -> list[Matrix]:
+    """The same latencies, with the edge's median, or that of all, where one is unknown; 0 inside a stage."""
+    known = np.concatenate([forward[crosses].ravel(), backward[crosses].ravel()])
+    typical = float(np.nanmedian(known)) if np.isfinite(known).any() else 0.0
+    matrices = []
+    for rows in (forward, backward):
+        rows = rows.copy()
+        for v, row in enumerate(rows):
+            usual = float(np.nanmedian(row)) if np.isfinite(row).any() else typical
+            rows[v] = np.where(np.isnan(row), usual, row) if crosses[v] else 0.0
+        matrices.append(rows)
+    return matrices

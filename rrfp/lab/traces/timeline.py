@@ -1,0 +1,408 @@
+"""Draws timelines: the boxes, their numbers or the panel of shares, and the legend.
+
+The figure is as wide as its boxes need for their microbatch numbers to be read at 100% zoom. Where that would be too
+wide it has the dense form: thin rows without numbers, and below each run the share of its stages that compute or wait.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rrfp.core.tasks import Kind
+from rrfp.core.usage import WaitCause
+from rrfp.lab.traces.looks import (
+    DARK,
+    DPI,
+    FRAME,
+    IDLE_LOOKS,
+    KIND_COLOURS,
+    KIND_LABELS,
+    MUTED,
+    NUMBER_SIZE,
+    TEXT_SIZE,
+    TITLE_SIZE,
+    contrast,
+    kind_colour,
+)
+from rrfp.lab.traces.window import TimeWindow
+from rrfp.trace.breakdown import CAUSE_LABELS, blank_seconds, idle_waits
+from rrfp.trace.spans import StepTrace, TaskSpan, WaitSpan
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+#: A kind of task in a chunk.
+Tint = tuple[Kind, int]
+
+#: What the breakdown calls time that is left blank.
+OTHER_LABEL = "other: the runtime"
+
+#: Inches of an entry beside its text, of a character, and of the axis' label beside the legend.
+_ENTRY, _CHARACTER, _LABEL = 0.5, 0.068, 1.6
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a picture shows: kinds by chunk, the causes of idle times, and whether a visible part is blank.
+
+    Of graphs, ``parts`` are the names of the parts, which stand for the chunks.
+    """
+
+    tints: Collection[Tint]
+    causes: Collection[WaitCause]
+    has_blank: bool
+    parts: Sequence[str] = ()
+
+
+def part_of(name: str) -> str:
+    """The part that a virtual stage's name begins with: ``vision`` of ``vision.0``."""
+    return name.partition(".")[0]
+
+
+def legend_lines(drawn: Drawn, width: float) -> int:
+    """Lines that the legend needs beside the axis' label, in a picture that is ``width`` inches wide."""
+    labels = [*_kinds(drawn).values(), *map(_cause_label, drawn.causes), *[OTHER_LABEL] * drawn.has_blank]
+    return max(1, math.ceil(sum(_ENTRY + _CHARACTER * len(label) for label in labels) / (width - _LABEL)))
+
+
+def draw_legend(figure: Figure, drawn: Drawn, chunks: int, corner: tuple[float, float], lines: int) -> None:
+    """Put the legend at ``corner``, inches from the left and from below.
+
+    A kind has one entry, with a patch for each of its chunks.
+    """
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.patches import Patch
+
+    entries: list[tuple[Any, str]] = []
+    for kind, label in _kinds(drawn).items():
+        colours = [kind_colour(kind, chunk, chunks) for chunk in _chunks(drawn.tints, kind)]
+        entries.append((tuple(Patch(facecolor=colour) for colour in colours), label))
+    for cause in [cause for cause in WaitCause if cause in drawn.causes]:
+        look = IDLE_LOOKS[cause]
+        # The frame has the hatch's ink: matplotlib draws both in one colour.
+        edge = FRAME if look.hatch is None else look.ink
+        patch = Patch(facecolor=look.face, edgecolor=edge, hatch=look.hatch, linewidth=0.5)
+        entries.append((patch, _cause_label(cause)))
+    if drawn.has_blank:
+        entries.append((Patch(facecolor="white", edgecolor=FRAME, linewidth=0.5), OTHER_LABEL))
+    total, height = figure.get_size_inches()
+    handles, labels = zip(*entries, strict=True)
+    figure.legend(
+        handles,
+        labels,
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0.15)},
+        loc="lower left",
+        bbox_to_anchor=(corner[0] / total, corner[1] / height),
+        ncols=math.ceil(len(entries) / lines),
+        frameon=False,
+        fontsize=TEXT_SIZE,
+        borderaxespad=0,
+        borderpad=0,
+        handlelength=1.6 * max(1.0, 0.8 * chunks),
+        columnspacing=1.6,
+        labelspacing=0.35,
+    )
+
+
+def _kinds(drawn: Drawn) -> dict[Kind, str]:
+    """The label of every kind that is drawn, with its parts, or the numbers of its chunks where a kind has several."""
+    tints = drawn.tints
+    several = len({chunk for _, chunk in tints}) > 1
+    labels = {}
+    for kind in [kind for kind in Kind if _chunks(tints, kind)]:
+        numbers = _chunks(tints, kind)
+        if drawn.parts:
+            labels[kind] = f"{KIND_LABELS[kind]}: {', '.join(drawn.parts[number] for number in numbers)}"
+            continue
+        chunks = ", ".join(map(str, numbers)) if len(numbers) < 4 else f"{numbers[0]} to {numbers[-1]}"
+        labels[kind] = f"{KIND_LABELS[kind]}, chunk {chunks}" if several else KIND_LABELS[kind]
+    return labels
+
+
+def _chunks(tints: Collection[Tint], kind: Kind) -> list[int]:
+    return sorted(chunk for other, chunk in tints if other is kind)
+
+
+def _cause_label(cause: WaitCause) -> str:
+    return f"idle: {CAUSE_LABELS[cause]}"
+
+
+State = Kind | WaitCause
+
+
+def shares(
+    trace: StepTrace, waits: Iterable[WaitSpan], stages: int, start: float, end: float, bins: int
+) -> dict[State, list[float]]:
+    """The part of the stages in each state, 0..1, by intervals of equal length."""
+    width = (end - start) / bins
+    seconds: dict[State, list[float]] = defaultdict(lambda: [0.0] * bins)
+    tasks: list[tuple[State, TaskSpan | WaitSpan]] = [(span.task.kind, span) for span in trace.tasks]
+    for state, span in [*tasks, *((wait.cause, wait) for wait in waits)]:
+        low, high = max(span.start - trace.start, start), min(span.end - trace.start, end)
+        if high <= low:
+            continue
+        for index in range(int((low - start) / width), min(bins - 1, int((high - start) / width)) + 1):
+            begin = start + index * width
+            seconds[state][index] += max(0.0, min(high, begin + width) - max(low, begin))
+    return {state: [part / (width * stages) for part in parts] for state, parts in seconds.items()}
+
+
+#: Inches: a run's title above its rows, the left and the other margins, the axis at the bottom, a line of the legend.
+HEAD, SIDE, EDGE, AXIS, LINE = 0.36, 0.66, 0.18, 0.22, 0.17
+#: Inches: a row with numbers, a dense row of a run with few stages and with many, the panel of shares and its gap.
+ROW, DENSE_ROW, THIN_ROW, SHARES, GAP = 0.29, 0.2, 0.11, 1.1, 0.12
+#: The most stages that have rows of DENSE_ROW.
+FEW_STAGES = 24
+#: Inches of the time axis: wide enough for the boxes within these limits.
+NARROWEST, WIDEST = 9.0, 18.0
+#: Part of the row's height that a box fills.
+FILL = 0.86
+#: A digit's width and height, and the padding around a number, as parts of its font size.
+DIGIT, DIGIT_HEIGHT, PADDING = 0.64, 0.73, 0.12
+#: With fewer boxes a picture never has the dense form; and it has it where a smaller share of them has a number.
+FEW_BOXES, NUMBERED = 100, 0.5
+#: The least part of a stage's time that, left blank, has an entry in the legend.
+BLANK = 0.03
+#: Intervals of the panel of shares.
+BINS = 180
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineRun:
+    """One run: what is drawn of it."""
+
+    title: str
+    trace: StepTrace
+    #: The recorded stages; each has a row.
+    stages: list[int]
+    waits: list[WaitSpan]
+
+    @classmethod
+    def of(cls, title: str, trace: StepTrace) -> TimelineRun:
+        stages = sorted({span.stage for span in trace.tasks} | {span.stage for span in trace.waits})
+        return cls(title, trace, stages, [wait for stage in stages for wait in idle_waits(trace, stage)])
+
+    @property
+    def makespan(self) -> float:
+        return self.trace.end - self.trace.start
+
+
+@dataclass(frozen=True, slots=True)
+class Timelines:
+    """The runs, and what they share."""
+
+    runs: list[TimelineRun]
+    window: TimeWindow
+    #: start, end: seconds after each step's start between which it is shown.
+    start: float
+    end: float
+    #: Inches of the time axis.
+    width: float
+    #: Whether the boxes have no numbers.
+    is_dense: bool
+    chunk_of: dict[tuple[int, int], int]
+    #: Chunk of each virtual stage on its stage, and how many there are at most; of graphs, its part.
+    chunks: int
+    #: The names of the parts of graphs.
+    parts: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[str, StepTrace]], window: TimeWindow, names: Sequence[str] = ()) -> Timelines:
+        """Decide the form. ``names`` are those of virtual stages, if they have any."""
+        runs = [TimelineRun.of(title, trace) for title, trace in rows]
+        start, end = window.within(max(run.makespan for run in runs))
+        end = end if end > start else start + 1.0
+        held: dict[int, set[int]] = {}
+        for run in runs:
+            for box in run.trace.tasks:
+                held.setdefault(box.stage, set()).add(box.task.virtual_stage)
+        chunk_of = {(stage, v): chunk for stage, vs in held.items() for chunk, v in enumerate(sorted(vs))}
+        shown = [box for run in runs for box in run.trace.tasks if _is_inside(box, run.trace.start, start, end)]
+        width = _width(shown, end - start)
+        numbered = sum(_room(box, width / (end - start)) is not None for box in shown)
+        is_dense = len(shown) > FEW_BOXES and numbered < NUMBERED * len(shown)
+        chunks, parts = max(map(len, held.values())), list(dict.fromkeys(map(part_of, names)))
+        if parts:
+            chunk_of = {(stage, v): parts.index(part_of(names[v])) for stage, v in chunk_of}
+        return cls(runs, window, start, end, width, is_dense, chunk_of, len(parts) or chunks, parts)
+
+    def draw(self) -> Figure:
+        """The figure, without a canvas."""
+        from matplotlib.figure import Figure
+
+        drawn = self._drawn()
+        lines = legend_lines(drawn, self.width)
+        rows = [self._row_height(run) * len(run.stages) for run in self.runs]
+        below = SHARES + GAP if self.is_dense else 0.0
+        height = sum(HEAD + row + below for row in rows) + AXIS + LINE * lines + EDGE
+        total = SIDE + self.width + EDGE
+        figure = Figure(figsize=(total, height), dpi=DPI, facecolor="white")
+
+        def axes(bottom: float, inches: float) -> Axes:
+            return figure.add_axes((SIDE / total, bottom / height, self.width / total, inches / height))
+
+        top = height
+        for run, row in zip(self.runs, rows, strict=True):
+            top -= HEAD + row
+            is_last = run is self.runs[-1]
+            self._draw_run(boxes := axes(top, row), run)
+            self._style_time(boxes, has_numbers=is_last and not self.is_dense)
+            if self.is_dense:
+                top -= below
+                self._draw_shares(panel := axes(top, SHARES), run)
+                self._style_time(panel, has_numbers=is_last)
+        draw_legend(figure, drawn, self.chunks, (SIDE, EDGE), lines)
+        style: dict[str, Any] = {"ha": "right", "va": "bottom", "fontsize": TEXT_SIZE, "color": MUTED}
+        figure.text(1 - EDGE / total, EDGE / height, f"time in the step ({self._unit[1]})", **style)
+        return figure
+
+    @property
+    def _unit(self) -> tuple[float, str]:
+        return (1.0, "s") if self.end >= 10 else (1e3, "ms")
+
+    def _row_height(self, run: TimelineRun) -> float:
+        if not self.is_dense:
+            return ROW
+        return DENSE_ROW if len(run.stages) <= FEW_STAGES else THIN_ROW
+
+    def _drawn(self) -> Drawn:
+        tints, causes = set(), set()
+        for run in self.runs:
+            tints |= {(b.task.kind, self._chunk(b)) for b in run.trace.tasks if self._shows(b, run)}
+            causes |= {wait.cause for wait in run.waits if self._shows(wait, run)}
+        is_blank = any(self._is_blank(run, stage) for run in self.runs for stage in run.stages)
+        return Drawn(tints, causes, is_blank, self.parts)
+
+    def _is_blank(self, run: TimelineRun, stage: int) -> bool:
+        """Whether the runtime's own time is a visible part of what the picture shows of a stage."""
+        origin, end = run.trace.start, min(self.end, run.makespan)
+        blank = blank_seconds(run.trace, stage, origin + self.start, origin + end)
+        return blank > BLANK * (end - self.start) > 0
+
+    def _shows(self, span: TaskSpan | WaitSpan, run: TimelineRun) -> bool:
+        return _is_inside(span, run.trace.start, self.start, self.end)
+
+    def _chunk(self, box: TaskSpan) -> int:
+        return self.chunk_of[box.stage, box.task.virtual_stage]
+
+    def _draw_run(self, axes: Axes, run: TimelineRun) -> None:
+        row_of = {stage: row for row, stage in enumerate(run.stages)}
+        tasks = [box for box in run.trace.tasks if self._shows(box, run)]
+        for cause, look in IDLE_LOOKS.items():
+            waits = [wait for wait in run.waits if wait.cause is cause and self._shows(wait, run)]
+            shapes = [self._rectangle(wait, run, row_of[wait.stage]) for wait in waits]
+            _add_boxes(axes, shapes, [look.face], look.ink, hatch=look.hatch, linewidths=0)
+        shapes = [self._rectangle(box, run, row_of[box.stage]) for box in tasks]
+        colours = [kind_colour(box.task.kind, self._chunk(box), self.chunks) for box in tasks]
+        # A white edge would cover most of a thin box.
+        _add_boxes(axes, shapes, colours, "white", linewidths=0 if self.is_dense else 0.5)
+        if not self.is_dense:
+            for box, colour in zip(tasks, colours, strict=True):
+                self._draw_number(axes, box, run, row_of[box.stage], contrast(colour))
+        if self.start <= run.makespan <= self.end:
+            axes.axvline(run.makespan, color=DARK, linewidth=0.9, clip_on=False)
+        self._label_rows(axes, run)
+
+    def _label_rows(self, axes: Axes, run: TimelineRun) -> None:
+        rows = len(run.stages)
+        axes.set_ylim(rows - 0.5, -0.5)
+        every = 1 if self._row_height(run) > THIN_ROW else 4
+        ticks = range(0, rows, every)
+        axes.set_yticks(ticks, [f"stage {run.stages[row]}" for row in ticks], fontsize=TEXT_SIZE, color=DARK)
+        above: dict[str, Any] = {"textcoords": "offset points", "va": "bottom", "fontsize": TITLE_SIZE}
+        head = axes.annotate(run.title, (0, 1), (0, 3), xycoords="axes fraction", weight="bold", color=DARK, **above)
+        scale, unit = self._unit
+        text = f"makespan {run.makespan * scale:.4g} {unit}"
+        if not self.window.is_whole:
+            text += f"; {self.start * scale:.6g} to {self.end * scale:.6g} {unit} shown"
+        axes.annotate(text, (1, 0), (10, 0), xycoords=head, color=MUTED, **above)
+
+    def _draw_number(self, axes: Axes, box: TaskSpan, run: TimelineRun, row: int, colour: str) -> None:
+        """The microbatch in the visible part of the box: upright if there is room, else turned, else not at all."""
+        low = max(box.start - run.trace.start, self.start)
+        high = min(box.end - run.trace.start, self.end)
+        rotation = _room(box, self.width / (self.end - self.start), high - low)
+        if rotation is None:
+            return
+        centred: dict[str, Any] = {"ha": "center", "va": "center" if rotation else "center_baseline"}
+        text = str(box.task.microbatch)
+        axes.text((low + high) / 2, row, text, fontsize=NUMBER_SIZE, color=colour, rotation=rotation, **centred)
+
+    def _draw_shares(self, axes: Axes, run: TimelineRun) -> None:
+        """Bottom to top: tasks by kind, idle times by cause; what is left blank is the runtime's own time."""
+        end = min(self.end, run.makespan)
+        if end <= self.start:
+            return
+        parts = shares(run.trace, run.waits, len(run.stages), self.start, end, BINS)
+        edges = [self.start + (end - self.start) * index / BINS for index in range(BINS + 1)]
+        floor = [0.0] * BINS
+        for state in (*Kind, *WaitCause):
+            if state not in parts:
+                continue
+            top = [low + part for low, part in zip(floor, parts[state], strict=True)]
+            style: dict[str, Any] = {"linewidth": 0, "step": "post"}
+            if isinstance(state, Kind):
+                style |= {"facecolor": KIND_COLOURS[state]}
+            else:
+                look = IDLE_LOOKS[state]
+                style |= {"facecolor": look.face, "edgecolor": look.ink, "hatch": look.hatch}
+            axes.fill_between(edges, [*floor, floor[-1]], [*top, top[-1]], **style)
+            floor = top
+        axes.set_ylim(0, 1)
+        axes.set_yticks([0, 0.5, 1], ["0%", "50%", "100%"], fontsize=TEXT_SIZE, color=MUTED)
+        axes.set_ylabel("of the stages", fontsize=TEXT_SIZE, color=MUTED, labelpad=2)
+
+    def _rectangle(self, span: TaskSpan | WaitSpan, run: TimelineRun, row: int) -> list[tuple[float, float]]:
+        start, end = span.start - run.trace.start, span.end - run.trace.start
+        top, bottom = row - FILL / 2, row + FILL / 2
+        return [(start, top), (end, top), (end, bottom), (start, bottom)]
+
+    def _style_time(self, axes: Axes, *, has_numbers: bool) -> None:
+        """The common time axis."""
+        scale, _ = self._unit
+        axes.set_xlim(self.start, self.end)
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0)
+        axes.tick_params(axis="x", labelsize=TEXT_SIZE, labelcolor=MUTED, labelbottom=has_numbers)
+        axes.xaxis.set_major_formatter(lambda seconds, _: f"{seconds * scale:g}")
+        axes.grid(axis="x", color="#d5d9e0", linewidth=0.5)
+        axes.set_axisbelow(True)
+
+
+def _add_boxes(axes: Axes, shapes: Any, colours: Any, edge: Any, **style: Any) -> None:
+    from matplotlib.collections import PolyCollection
+
+    if shapes:
+        axes.add_collection(PolyCollection(shapes, facecolors=colours, edgecolors=[edge], **style))
+
+
+def _is_inside(span: TaskSpan | WaitSpan, origin: float, start: float, end: float) -> bool:
+    """Whether any part of the span is shown; one of no length at the edge is."""
+    return span.start - origin <= end and span.end - origin >= start
+
+
+def _width(boxes: Sequence[TaskSpan], span: float) -> float:
+    """Inches of the time axis: wide enough for the numbers of nine boxes in ten, within the limits."""
+    needed = sorted(
+        _needed(str(box.task.microbatch)) / 72 * span / (box.end - box.start) for box in boxes if box.end > box.start
+    )
+    return min(max(needed[len(needed) * 9 // 10], NARROWEST), WIDEST) if needed else NARROWEST
+
+
+def _room(box: TaskSpan, inches_a_second: float, seconds: float | None = None) -> int | None:
+    """Degrees by which the box's number must be turned to fit; None where it cannot."""
+    points = (box.end - box.start if seconds is None else seconds) * inches_a_second * 72
+    if points >= _needed(str(box.task.microbatch)):
+        return 0
+    return 90 if points >= (DIGIT_HEIGHT + PADDING) * NUMBER_SIZE else None
+
+
+def _needed(text: str) -> float:
+    """Points that a number needs."""
+    return (DIGIT * len(text) + PADDING) * NUMBER_SIZE

@@ -1,0 +1,94 @@
+"""The ways from the product into the laboratory, all by name: the laboratory is imported when one is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+#: By module of the product: its public names that are made in the laboratory, and their homes.
+PUBLIC: Mapping[str, Mapping[str, str]] = {
+    "rrfp.costs": {
+        "JITTER_LEVELS": "rrfp.lab.generators.jitter",
+        "JitterLevel": "rrfp.lab.generators.jitter",
+        "LATENCY_MODELS": "rrfp.lab.generators.latency",
+        "PROFILES": "rrfp.lab.generators.workloads",
+        "Profile": "rrfp.lab.generators.workloads",
+        "make_costs": "rrfp.lab.generators.profiles",
+        "microbatch_sizes": "rrfp.lab.generators.profiles",
+        "with_jitter": "rrfp.lab.generators.jitter",
+        "with_latency": "rrfp.lab.generators.latency",
+    },
+    "rrfp.testing.clock": {
+        "EmulatedStage": "rrfp.lab.emulated",
+        "SimulatedTransport": "rrfp.lab.simulated_transport",
+        "TimerLane": "rrfp.lab.timer_lane",
+        "VirtualClockLoop": "rrfp.lab.virtual_clock",
+        "run_virtual": "rrfp.lab.virtual_clock",
+    },
+    "rrfp.testing.faults": {
+        "Campaign": "rrfp.lab.faults.campaign",
+        "Death": "rrfp.lab.faults.faults",
+        "Delay": "rrfp.lab.faults.faults",
+        "Duplicate": "rrfp.lab.faults.faults",
+        "Ending": "rrfp.lab.faults.checker",
+        "Fault": "rrfp.lab.faults.faults",
+        "FaultRun": "rrfp.lab.faults.campaign",
+        "Lose": "rrfp.lab.faults.faults",
+        "MessageId": "rrfp.lab.faults.faults",
+        "Pause": "rrfp.lab.faults.faults",
+        "REQUIRED": "rrfp.lab.faults.checker",
+        "Scenario": "rrfp.lab.faults.scenario",
+        "Spike": "rrfp.lab.faults.faults",
+        "Swap": "rrfp.lab.faults.faults",
+        "make_scenario": "rrfp.lab.faults.random_scenario",
+        "run_campaign": "rrfp.lab.faults.campaign",
+        "run_scenario": "rrfp.lab.faults.campaign",
+        "run_seed": "rrfp.lab.faults.campaign",
+    },
+    "rrfp.testing.hint_checks": {
+        "ALL_CHECKS": "rrfp.lab.hint_checks",
+        "Check": "rrfp.lab.hint_checks",
+        "HintFactory": "rrfp.lab.hint_checks",
+        "run_hint_checks": "rrfp.lab.hint_checks",
+    },
+    "rrfp.testing.lane_checks": {"double_lane": "rrfp.lab.lane_makers"},
+    "rrfp.testing.reference": {"reference": "rrfp.lab.reference"},
+}
+
+#: Commands of the console script, by their names there.
+COMMANDS: Mapping[str, str] = {
+    "demo": "rrfp.lab.commands.demo:demo",
+    "trace": "rrfp.lab.commands.trace:trace",
+    "costs": "rrfp.lab.commands.costs:costs",
+    "simulate": "rrfp.lab.commands.simulate:simulate",
+    "sweep": "rrfp.lab.commands.sweep:sweep",
+    "check faults": "rrfp.lab.commands.check_faults:faults",
+    "check admission": "rrfp.lab.commands.check_admission:admission",
+}
+
+#: Classes of commands whose help and checks are their own.
+COMMAND_CLASSES: Mapping[str, str] = {
+    "simulate": "rrfp.lab.commands.simulate:SimulateCommand",
+    "sweep": "rrfp.lab.commands.sweep:SweepCommand",
+}
+
+#: Lanes that `rrfp check lane` knows: each makes the lanes to check, by suffixes that tell them apart.
+LANES: Mapping[str, str] = {
+    "timer": "rrfp.lab.lane_makers:timer_lanes",
+    "double": "rrfp.lab.lane_makers:double_lanes",
+}
+
+
+def public_name(module: str, name: str) -> Any:
+    """The public ``name`` of a module of the product; an AttributeError if it has none."""
+    homes = PUBLIC[module]
+    if name not in homes:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    return getattr(import_module(homes[name]), name)
+
+
+def load(target: str) -> Any:
+    """What ``module:attribute`` names."""
+    module, _, attribute = target.partition(":")
+    return getattr(import_module(module), attribute)

@@ -1,1 +1,0 @@
-"""Virtual time: an event loop whose clock jumps to the next timer."""

@@ -1,0 +1,142 @@
+"""Breakdowns as tables of a terminal, and as plain text."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from rrfp.trace.breakdown import Breakdown, mean
+
+#: Heading and value of the columns between the stage and the peaks; times in seconds.
+_TIMES: tuple[tuple[str, Callable[[Breakdown], float]], ...] = (
+    ("compute", lambda part: part.compute),
+    ("input", lambda part: part.input),
+    ("memory", lambda part: part.memory),
+    ("TP\norder", lambda part: part.order),
+    ("choice", lambda part: part.choice),
+    ("nothing\nleft", lambda part: part.drained),
+    ("other", lambda part: part.other),
+)
+#: Characters of a line that fits any such table.
+_WIDEST = 80
+#: Columns that are left out where they are 0 on every stage.
+_OPTIONAL = ("memory", "TP\norder", "choice")
+
+
+def breakdown_table(
+    stages: Sequence[Breakdown],
+    *,
+    peak_held: Sequence[int] | None = None,
+    peak_bytes: Sequence[int] | None = None,
+    numbers: Sequence[int] | None = None,
+    title: str | None = None,
+) -> Table:
+    """One row a stage, their mean, and the largest peaks; MiB where bytes were held.
+
+    The caption names the unit of the times, which the length of the step decides. It fits 60 columns where no group
+    of ranks waited for its order, else 68, and 54 without peaks.
+
+    Args:
+        stages: the breakdown of every stage, at least one.
+        peak_held: the most chunk tasks held, by stage; None leaves the column out.
+        peak_bytes: the most bytes held, by stage; None, or zeros alone, leave the column out.
+        numbers: the stages' numbers; None counts them from 0.
+        title: the table's title.
+    """
+    average = mean(stages)
+    numbers = _one_a_stage("numbers", range(len(stages)) if numbers is None else numbers, len(stages))
+    columns = [(name, value) for name, value in _TIMES if name not in _OPTIONAL or value(average) > 0]
+    unit, time = _unit(average.step)
+    peaks = _peaks(len(stages), peak_held, peak_bytes)
+    heads = (*(name for name, _ in columns), "blocked", *peaks)
+    table = _table(heads, title, f"times in {unit}; a step took {time(average.step)}")
+    for index, (number, part) in enumerate(zip(numbers, stages, strict=True)):
+        most = [cells[index] for cells, _ in peaks.values()]
+        table.add_row(str(number), *(time(value(part)) for _, value in columns), _blocked(part), *most)
+    table.add_section()
+    table.add_row("mean", *(time(value(average)) for _, value in columns), _blocked(average))
+    if peaks:
+        table.add_row("max", *[""] * (len(heads) - len(peaks)), *(worst for _, worst in peaks.values()))
+    return table
+
+
+def breakdown_text(stages: Sequence[Breakdown], *, peak_held: Sequence[int], peak_bytes: Sequence[int]) -> str:
+    """`breakdown_table` in ASCII, which any stream takes."""
+    table = breakdown_table(stages, peak_held=peak_held, peak_bytes=peak_bytes)
+    console = Console(file=io.StringIO(), width=_WIDEST, color_system=None, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(table)
+    return "\n".join(line.rstrip().replace("─", "-") for line in captured.get().splitlines())
+
+
+def peaks_table(
+    *, peak_held: Sequence[int], peak_bytes: Sequence[int] | None = None, numbers: Sequence[int] | None = None
+) -> Table:
+    """The peaks alone, for a terminal too narrow to have them beside the breakdown; see `breakdown_table`."""
+    numbers = _one_a_stage("numbers", range(len(peak_held)) if numbers is None else numbers, len(peak_held))
+    peaks = _peaks(len(peak_held), peak_held, peak_bytes)
+    table = _table(peaks)
+    for index, number in enumerate(numbers):
+        table.add_row(str(number), *(cells[index] for cells, _ in peaks.values()))
+    table.add_section()
+    table.add_row("max", *(worst for _, worst in peaks.values()))
+    return table
+
+
+def duration(seconds: float) -> str:
+    """A step's time in the unit that its table has."""
+    unit, time = _unit(seconds)
+    return f"{time(seconds)} {unit}"
+
+
+def _table(heads: Iterable[str], title: str | None = None, caption: str | None = None) -> Table:
+    """A table of numbers by stage, without rows."""
+    table = Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
+    table.title_justify = table.caption_justify = "left"
+    table.add_column("stage", no_wrap=True)
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    return table
+
+
+def _peaks(
+    num_stages: int, peak_held: Sequence[int] | None, peak_bytes: Sequence[int] | None
+) -> dict[str, tuple[list[str], str]]:
+    """By heading: the cell of every stage, and the largest."""
+    peaks: dict[str, tuple[list[str], str]] = {}
+    for name, values, heading, text in (
+        ("peak_held", peak_held, "peak\nheld", str),
+        ("peak_bytes", peak_bytes if peak_bytes and any(peak_bytes) else None, "peak\nMiB", _mebibytes),
+    ):
+        if values is None:
+            continue
+        _one_a_stage(name, values, num_stages)
+        peaks[heading] = ([text(value) for value in values], text(max(values)))
+    return peaks
+
+
+def _one_a_stage(name: str, values: Iterable[int], num_stages: int) -> list[int]:
+    entries = list(values)
+    if len(entries) != num_stages:
+        raise ValueError(f"{name} has {len(entries)} entries, must have {num_stages} (one a stage)")
+    return entries
+
+
+def _unit(step: float) -> tuple[str, Callable[[float], str]]:
+    """The unit for a step's times, and their text: at most five characters up to a step of 27 hours."""
+    unit, scale = ("s", 1.0) if step >= 10 else ("ms", 1e3) if step >= 1e-2 else ("us", 1e6)
+    decimals = 1 if step * scale < 1000 else 0
+    return unit, lambda seconds: f"{seconds * scale:.{decimals}f}"
+
+
+def _mebibytes(num_bytes: int) -> str:
+    mebibytes = num_bytes / (1 << 20)
+    return f"{mebibytes:.{1 if mebibytes < 1000 else 0}f}"
+
+
+def _blocked(part: Breakdown) -> str:
+    return f"{part.blocking_share:.1%}"

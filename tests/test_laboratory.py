@@ -1,0 +1,59 @@
+"""The product and the laboratory: what loads which."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from rrfp.laboratory import COMMAND_CLASSES, COMMANDS, LANES, PUBLIC, load
+
+#: Loaded by nothing that a training job does with default options.
+APART = ("lab", "engine")
+
+JOB = """
+import sys, torch, rrfp
+from torch import nn
+with rrfp.local([nn.Linear(4, 4), nn.Linear(4, 4)], loss_fn=nn.functional.mse_loss) as pipe:
+    batch = [torch.ones(2, 4) for _ in range(4)]
+    print(pipe.step(batch, batch))
+    pipe.evaluate(batch, batch)
+"""
+
+
+@pytest.mark.parametrize("program", ["import sys, rrfp", JOB], ids=["import", "job"])
+def test_the_product_loads_neither_laboratory_nor_engine(program: str) -> None:
+    found = f"print(*(name for name in sys.modules if name.split('.')[:2] in {[['rrfp', room] for room in APART]}))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{program}\n{found}"], check=True, capture_output=True, text=True, timeout=50
+    )
+    assert done.stdout.splitlines()[-1] == ""
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names_of_the_laboratory_load_and_type_checkers_see_the_same_names(module: str) -> None:
+    loaded = import_module(module)
+    assert loaded.__file__ is not None
+    source = ast.parse(Path(loaded.__file__).read_text(encoding="utf-8"))
+    block = next(node for node in source.body if isinstance(node, ast.If))
+    declared = {
+        alias.name: statement.module
+        for statement in block.body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+    }
+    assert declared == PUBLIC[module]
+    assert {*PUBLIC[module]} <= {*loaded.__all__}
+    for name, home in PUBLIC[module].items():
+        assert getattr(loaded, name) is getattr(import_module(home), name)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = loaded.nothing
+
+
+@pytest.mark.parametrize("target", [*COMMANDS.values(), *COMMAND_CLASSES.values(), *LANES.values()])
+def test_commands_and_lanes_of_the_laboratory_load(target: str) -> None:
+    assert callable(load(target))
