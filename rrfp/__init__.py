@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from rrfp.compute.program import Batch as Batch
     from rrfp.compute.program import StageProgram as StageProgram
     from rrfp.compute.split.backward import SplitBackward as SplitBackward
-    from rrfp.core.admission import Limit as Limit
     from rrfp.core.hint import Hint as Hint
     from rrfp.core.hint import View as View
     from rrfp.core.ready_set import ReadySet as ReadySet
-    from rrfp.core.tasks import Kind as Kind
-    from rrfp.core.tasks import Mode as Mode
-    from rrfp.core.tasks import StepId as StepId
-    from rrfp.core.tasks import Task as Task
-    from rrfp.core.topology import Topology as Topology
     from rrfp.errors import ConfigError as ConfigError
     from rrfp.errors import PipelineAborted as PipelineAborted
     from rrfp.errors import RrfpError as RrfpError
-    from rrfp.graphs.declared import Graph as Graph
     from rrfp.integrations.splitting.split import split as split
     from rrfp.integrations.splitting.stages import merge_state_dict as merge_state_dict
+    from rrfp.memory.admission import Limit as Limit
+    from rrfp.model.declared import Graph as Graph
+    from rrfp.model.tasks import Kind as Kind
+    from rrfp.model.tasks import Mode as Mode
+    from rrfp.model.tasks import StepId as StepId
+    from rrfp.model.tasks import Task as Task
+    from rrfp.model.topology import Topology as Topology
     from rrfp.pipeline.api import Pipeline as Pipeline
     from rrfp.pipeline.api import local as local
     from rrfp.runtime.result import StepResult as StepResult
@@ -54,13 +54,13 @@ _PUBLIC = {
     "rrfp.compute.payload": ("Payload",),
     "rrfp.compute.program": ("Batch", "StageProgram"),
     "rrfp.compute.split.backward": ("SplitBackward",),
-    "rrfp.core.admission": ("Limit",),
+    "rrfp.memory.admission": ("Limit",),
     "rrfp.core.hint": ("Hint", "View"),
     "rrfp.core.ready_set": ("ReadySet",),
-    "rrfp.core.tasks": ("Kind", "Mode", "StepId", "Task"),
-    "rrfp.core.topology": ("Topology",),
+    "rrfp.model.tasks": ("Kind", "Mode", "StepId", "Task"),
+    "rrfp.model.topology": ("Topology",),
     "rrfp.errors": ("ConfigError", "PipelineAborted", "RrfpError"),
-    "rrfp.graphs.declared": ("Graph",),
+    "rrfp.model.declared": ("Graph",),
     "rrfp.integrations.splitting.stages": ("merge_state_dict",),
     "rrfp.integrations.splitting.split": ("split",),
     "rrfp.pipeline.api": ("local", "Pipeline"),

@@ -53,7 +53,7 @@ PUBLIC: Mapping[str, Mapping[str, str]] = {
         "run_hint_checks": "rrfp.lab.hint_checks",
     },
     "rrfp.testing.lane_checks": {"double_lane": "rrfp.lab.lane_makers"},
-    "rrfp.testing.reference": {"reference": "rrfp.lab.reference"},
+    "rrfp.testing.reference": {"ReferenceResult": "rrfp.lab.reference", "reference": "rrfp.lab.reference"},
 }
 
 #: Commands of the console script, by their names there.

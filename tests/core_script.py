@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from rrfp.core import events as ev
-from rrfp.core.admission import Limit
-from rrfp.core.graph import TaskGraph
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.hint import Hint
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.hints.alternating import BackwardForward
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Mode, StepId, Task
 
 
 class Script:

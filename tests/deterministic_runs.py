@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import rrfp
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.tasks import Task
+from rrfp.model.tasks import Task
 from rrfp.testing.clock import SimulatedTransport, TimerLane, run_virtual
 from rrfp.testing.reference import reference
 from rrfp.transports.base import Message, MessageKind

@@ -11,9 +11,9 @@ from rrfp.core.events import (
     Ordered,
     ReadyReported,
 )
-from rrfp.core.graph import TaskGraph
 from rrfp.core.group_step import GroupMembership
 from rrfp.errors import ProtocolError
+from rrfp.model.graph import TaskGraph
 
 CHAIN = TaskGraph.chain(2)
 

@@ -18,13 +18,13 @@ from benchmarks.shared.tables import scaled
 from benchmarks.shared.turns import SILENT, WARM_UP
 from rrfp.compute.payload import Payload
 from rrfp.compute.torch_stage import TorchStage
-from rrfp.core.admission import Limit
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Task
-from rrfp.core.topology import Topology
 from rrfp.costs import CostTable
 from rrfp.engine.engine import run
 from rrfp.hints.registry import DEFAULT_HINT, create_hint
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Task
+from rrfp.model.topology import Topology
 from rrfp.pipeline.api import Pipeline
 from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.pipeline.options import Options

@@ -14,7 +14,7 @@ from benchmarks.shared.comparison import Runtime
 from benchmarks.shared.sleeping import Stages, loss_fn
 from benchmarks.shared.tables import Form
 from benchmarks.shared.turns import SILENT, Step
-from rrfp.core.topology import Topology
+from rrfp.model.topology import Topology
 from rrfp.pipeline.api import Pipeline
 from rrfp.pipeline.options import Options
 

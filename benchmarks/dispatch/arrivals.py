@@ -14,7 +14,7 @@ from statistics import median
 from benchmarks.dispatch.peer import Peer, rendezvous_in, sent_at
 from benchmarks.dispatch.ranks import GAP_S, MESSAGE_BYTES, TRANSPORTS, FilingClock, Rank, Receiver, Sender
 from benchmarks.shared.figures import Spread
-from rrfp.core.tasks import Kind, Task
+from rrfp.model.tasks import Kind, Task
 from rrfp.pipeline.loop_thread import LoopThread
 from rrfp.trace.spans import StepTrace, merge
 from rrfp.transports.rendezvous import LocalRendezvous

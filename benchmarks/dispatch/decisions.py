@@ -7,13 +7,13 @@ from collections import deque
 from dataclasses import dataclass
 
 from rrfp.core import events as ev
-from rrfp.core.admission import Limit
-from rrfp.core.graph import TaskGraph
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.costs import make_costs
 from rrfp.engine.engine import run
 from rrfp.hints.registry import create_hint
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Mode, StepId, Task
 
 #: Stages of the pipeline whose stage 1 decides.
 _STAGES = 4

@@ -16,9 +16,9 @@ from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch
 from rrfp.compute.received import Returned
 from rrfp.compute.torch_stage import TorchStage
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Kind, Mode, StepId, Task
-from rrfp.core.visits import Visits
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Mode, StepId, Task
+from rrfp.model.visits import Visits
 
 #: The virtual stage that runs, of three.
 _STAGE = 1

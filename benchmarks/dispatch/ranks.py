@@ -19,10 +19,10 @@ import torch
 from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch, StageProgram
 from rrfp.core import events as ev
-from rrfp.core.tasks import Mode, StepId, Task
-from rrfp.core.topology import Topology
 from rrfp.hints.alternating import BackwardForward
 from rrfp.lab.emulated import sleep_until
+from rrfp.model.tasks import Mode, StepId, Task
+from rrfp.model.topology import Topology
 from rrfp.pipeline.build import RankBuilder
 from rrfp.pipeline.loop_thread import LoopThread
 from rrfp.pipeline.options import Options, complete

@@ -28,15 +28,15 @@ from rich.table import Table
 from benchmarks.shared.figures import table_of
 from benchmarks.shared.load import OtherLoad
 from benchmarks.shared.options import parsed, parser_of
-from rrfp.core.admission import Limit
 from rrfp.core.ready_set import ForcedOrder
-from rrfp.core.tasks import Kind
 from rrfp.costs import JITTER_LEVELS, PROFILES, make_costs, microbatch_sizes
 from rrfp.costs.table import CostTable
 from rrfp.engine.engine import run
 from rrfp.hints.pyramid import LENGTH_PER_STAGE, pyramids
 from rrfp.hints.registry import create_hint
 from rrfp.lab.sweep.pool import run_all, usable_cores
+from rrfp.memory.admission import Limit
+from rrfp.model.tasks import Kind
 
 STAGES, MICROBATCHES = (4, 8, 16), 64
 QUICK_STAGES, QUICK_MICROBATCHES = (2, 4), 8

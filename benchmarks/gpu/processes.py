@@ -19,8 +19,8 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from benchmarks.gpu.staging import Rate
 from benchmarks.gpu.target import Target, open_target
 from rrfp.compute.devices.copies import copies_of
-from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import PeerLostError
+from rrfp.model.tasks import Kind, Mode, StepId, Task
 from rrfp.transports.base import Channel, Message, MessageKind, Transport, TransportContext
 from rrfp.transports.cuda_ipc.transport import CudaIpcTransport, PulledTransport
 from rrfp.transports.registry import create_transport

@@ -22,7 +22,7 @@ from rrfp.compute.lanes.thread import ThreadLane
 from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch, StageProgram
 from rrfp.compute.rng import RandomForks
-from rrfp.core.tasks import Kind, StepId, Task
+from rrfp.model.tasks import Kind, StepId, Task
 
 
 class Product:

@@ -46,9 +46,9 @@ from benchmarks.shared.options import parser_of, report
 from benchmarks.shared.step_report import MARK
 from benchmarks.shared.steps import DISTURBED_CORES, others_of
 from benchmarks.shared.workers import run_workers
-from rrfp.core.admission import Limit
 from rrfp.engine.engine import run
 from rrfp.hints.registry import DEFAULT_HINT, create_hint
+from rrfp.memory.admission import Limit
 
 #: The shares of microbatches with an image, and with a sound.
 SHARES = ((1.0, 1.0), AIMED_SHARES, (0.3, 0.2))

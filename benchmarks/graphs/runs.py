@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import Progress
 
-from rrfp.core.admission import Limit
 from rrfp.costs import CostTable
 from rrfp.engine.engine import run
 from rrfp.hints.registry import create_hint
 from rrfp.lab.generators.multimodal import GraphName, multimodal_costs, multimodal_sizes
 from rrfp.lab.generators.profiles import PLAIN_BYTES, PLAIN_FORWARD
 from rrfp.lab.sweep.pool import run_all
+from rrfp.memory.admission import Limit
 
 #: What a rank of the whole model's 80 ms holds of as many microbatches of average size as eight stages, and twice that.
 LIMITS = {"N": int(0.080 / PLAIN_FORWARD * PLAIN_BYTES), "2N": int(0.160 / PLAIN_FORWARD * PLAIN_BYTES)}

@@ -15,10 +15,10 @@ from benchmarks.graphs.forms import SCALE, Settings, Turn, declared, visits_of
 from benchmarks.graphs.runs import CHAIN, LIMITS
 from benchmarks.shared.turns import SILENT, report, timed
 from rrfp.compute.payload import Payload
-from rrfp.core.tasks import Task
 from rrfp.costs.table import CostTable
-from rrfp.graphs.model_graph import ModelGraph
 from rrfp.lab.emulated import EmulatedStage, table_durations
+from rrfp.model.model_graph import ModelGraph
+from rrfp.model.tasks import Task
 from rrfp.pipeline.options import Options
 
 #: The durations of a step that warms up, over a measured one's.

@@ -12,13 +12,13 @@ import numpy as np
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
-from rrfp.core.admission import Limit
 from rrfp.costs import CostTable, make_costs, microbatch_sizes
 from rrfp.engine.bound import lower_bound
 from rrfp.engine.engine import run
 from rrfp.engine.record import EngineResult
 from rrfp.hints.registry import create_hint, create_strict
 from rrfp.lab.sweep.pool import run_all
+from rrfp.memory.admission import Limit
 
 #: bf and bfw are one rule: a weight task, where there is one, is what runs when nothing else is ready.
 HINTS = ("bfw", "fb", "b-priority", "f-priority", "slot-aware", "bfw-pyramid", "slot-aware-pyramid")

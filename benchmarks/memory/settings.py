@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from rrfp.core.admission import Limit
 from rrfp.costs import CostTable, make_costs, microbatch_sizes
+from rrfp.memory.admission import Limit
 
 PROFILE, JITTER = "mllm", "J2"
 #: How many times slower than the table's a task is: real compute on a few cores needs that long.

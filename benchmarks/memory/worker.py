@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from benchmarks.memory.settings import BASELINE, NARROW, OWN_BYTES, PARTS, SLOWER, WIDE, Method, Settings
 from rrfp.compute.torch_stage import TorchStage
-from rrfp.core.graph import TaskGraph
-from rrfp.core.topology import Topology
 from rrfp.lab.emulated import Durations, PacedStage, table_durations
+from rrfp.model.graph import TaskGraph
+from rrfp.model.topology import Topology
 from rrfp.pipeline.api import Pipeline
 from rrfp.runtime.result import StepResult
 

@@ -29,13 +29,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.shared.options import parsed, parser_of
-from rrfp.core.admission import Limit
 from rrfp.costs import JITTER_LEVELS, CostTable, make_costs, microbatch_sizes
 from rrfp.engine.engine import run
 from rrfp.engine.record import EngineResult
 from rrfp.hints.pyramid import ORDERS_ALL
 from rrfp.hints.registry import DEFAULT_HINT, create_hint
 from rrfp.lab.simulation import shown_correlation
+from rrfp.memory.admission import Limit
 
 FIRST_SEED = 1000
 COUNTS = ("1f1b", "n")

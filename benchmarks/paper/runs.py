@@ -13,13 +13,13 @@ from rich.progress import Progress
 
 from benchmarks.paper.claims import DEFAULT_LIMIT
 from benchmarks.paper.workloads import Workload
-from rrfp.core.admission import Limit
 from rrfp.engine.engine import run as run_engine
 from rrfp.engine.record import EngineResult
 from rrfp.hints.registry import create_hint, create_strict
 from rrfp.lab.blocking import run_blocking
 from rrfp.lab.cluster.simulation import simulate_tensor_parallel
 from rrfp.lab.sweep.pool import run_all
+from rrfp.memory.admission import Limit
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from rrfp.core.admission import Limit
 from rrfp.costs import CostTable, make_costs, microbatch_sizes
 from rrfp.engine.engine import run
 from rrfp.engine.record import EngineResult
 from rrfp.hints.registry import DEFAULT_HINT, create_hint, create_strict
 from rrfp.lab.sweep.pool import run_all
+from rrfp.memory.admission import Limit
 
 COUNTS = ("1f1b", "n", "2n")
 #: Bytes are whole numbers, so that proportions are a byte off; a limit would be missed by that byte.

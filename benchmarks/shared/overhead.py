@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.shared.steps import Step
-from rrfp.core.admission import Limit
-from rrfp.core.schedule import Schedule
-from rrfp.core.tasks import Kind
 from rrfp.costs import CostTable
 from rrfp.engine.engine import run
 from rrfp.hints.schedule import Strict
+from rrfp.memory.admission import Limit
+from rrfp.model.schedule import Schedule
+from rrfp.model.tasks import Kind
 from rrfp.trace.spans import TaskSpan
 
 

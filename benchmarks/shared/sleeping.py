@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from benchmarks.shared.tables import Form
-from rrfp.core.placement import Layout, Placement
-from rrfp.core.tasks import Kind, Task
 from rrfp.costs.table import CostTable
 from rrfp.lab.emulated import sleep_until
+from rrfp.model.placement import Layout, Placement
+from rrfp.model.tasks import Kind, Task
 from rrfp.trace.spans import TaskSpan
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from benchmarks.shared.clocks import COPIER, GLOO, GROUPS, LANE, LOOP, ZMQ
 from benchmarks.shared.comparison import Cell, Method, Runtime, Turn
-from rrfp.core.schedule import Schedule
-from rrfp.core.tasks import Kind, Task
 from rrfp.costs import CostTable
+from rrfp.model.schedule import Schedule
+from rrfp.model.tasks import Kind, Task
 from rrfp.trace.held import peak_held
 from rrfp.trace.spans import StepTrace, TaskSpan
 

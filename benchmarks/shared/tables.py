@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from enum import StrEnum
 
-from rrfp.core.placement import Layout
 from rrfp.costs import CostTable, make_costs
 from rrfp.lab.generators.profiles import PLAIN_BYTES
+from rrfp.model.placement import Layout
 
 #: Chunks of a stage that has several.
 CHUNKS = 2

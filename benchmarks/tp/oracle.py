@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rrfp.core import events as ev
-from rrfp.core.admission import Limit
-from rrfp.core.graph import TaskGraph
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.hints.registry import create_hint
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Mode, StepId, Task
 from rrfp.trace.spans import StepTrace
 
 _Happening = tuple[float, int, ev.Event]

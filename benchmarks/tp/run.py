@@ -37,7 +37,7 @@ from benchmarks.shared.options import parsed, parser_of
 from benchmarks.shared.workers import run_workers
 from benchmarks.tp.oracle import GroupStep, measure
 from benchmarks.tp.settings import METHODS, Settings
-from rrfp.core.graph import TaskGraph
+from rrfp.model.graph import TaskGraph
 from rrfp.trace.plain import from_plain
 
 #: The most that a leader's coordination may take of a step, by TP.

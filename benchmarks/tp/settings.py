@@ -9,8 +9,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from rrfp.core.admission import Limit
 from rrfp.costs.table import CostTable
+from rrfp.memory.admission import Limit
 from rrfp.runtime.core_driver import Coordination
 
 #: Methods by name: how the ranks of a group agree on an order, and how far ahead.

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.tp.settings import METHODS, Settings
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Task
-from rrfp.core.topology import Topology
 from rrfp.lab.emulated import EmulatedStage
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Task
+from rrfp.model.topology import Topology
 from rrfp.pipeline.api import Pipeline
 from rrfp.trace.plain import to_plain
 from rrfp.transports.base import Channel, Message, MessageKind, TransportContext

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from rrfp.core.admission import Limit
 from rrfp.core.hint import Hint
 from rrfp.costs.table import CostTable
 from rrfp.engine.engine import run
@@ -17,6 +16,7 @@ from rrfp.lab.cluster.result import TensorParallelResult
 from rrfp.lab.cluster.simulation import run_tensor_parallel
 from rrfp.lab.generators.profiles import make_costs
 from rrfp.lab.generators.rank_latency import RankLatencies, rank_latencies
+from rrfp.memory.admission import Limit
 
 PROFILE, STAGES, LATENCY = "mllm", 8, "spike"
 HINTS = ("bf", "bfw")

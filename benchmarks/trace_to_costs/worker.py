@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from benchmarks.trace_to_costs.settings import METHODS, WIDTH, Method, Settings
 from rrfp.compute.program import StageProgram
 from rrfp.compute.torch_stage import TorchStage
-from rrfp.core.graph import TaskGraph
-from rrfp.core.topology import Topology
 from rrfp.lab.emulated import PacedStage, table_durations
+from rrfp.model.graph import TaskGraph
+from rrfp.model.topology import Topology
 from rrfp.pipeline.api import Pipeline
 
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.transports.settings import DATAGRAM_BYTES
-from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import RrfpError
+from rrfp.model.tasks import Kind, Mode, StepId, Task
 from rrfp.transports.base import Channel, DeliversMessages, Message, MessageKind, Plain, SendsAtOnce, Transport
 
 _ROW = 1024  # of float32: 4 KiB

@@ -17,9 +17,9 @@ from rrfp.arbiter.arbiter import Arbiter
 from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind, SendToMember
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import StepId, Task
 from rrfp.core.usage import WaitCause
 from rrfp.errors import ProtocolError
+from rrfp.model.tasks import StepId, Task
 
 
 def outcome_of(proposals: Iterable[Task | None]) -> Task | None:

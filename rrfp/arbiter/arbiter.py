@@ -12,8 +12,8 @@ from rrfp.arbiter.offers import Offers
 from rrfp.arbiter.pauses import PauseTimer
 from rrfp.core import events as ev
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Task
 from rrfp.core.usage import WaitCause
+from rrfp.model.tasks import Task
 
 
 class Arbiter:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rrfp.core.tasks import StepId, Task
+from rrfp.model.tasks import StepId, Task
 
 
 class GroupMessageKind(StrEnum):

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind, SendToMember
 from rrfp.core import events as ev
 from rrfp.core.group_step import GroupMembership
-from rrfp.core.tasks import StepId
 from rrfp.errors import ProtocolError
+from rrfp.model.tasks import StepId
 
 
 class LeaderProtocol:

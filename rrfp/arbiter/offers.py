@@ -29,7 +29,7 @@ from typing import Protocol
 
 from rrfp.core import events as ev
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Task
+from rrfp.model.tasks import Task
 
 
 class OfferedLane(Protocol):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from rrfp.core import events as ev
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Task
+from rrfp.model.tasks import Task
 
 
 class PauseTimer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rrfp.callbacks.events import Aborted, RunBegun, RunEnded, Stall, StepBegun, StepEnded
-from rrfp.core.topology import Topology
+from rrfp.model.topology import Topology
 
 
 class Callback:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rrfp.core.tasks import Mode
-from rrfp.core.topology import Topology
 from rrfp.core.usage import Peaks
 from rrfp.errors import Origin
+from rrfp.model.tasks import Mode
+from rrfp.model.topology import Topology
 from rrfp.trace.breakdown import Breakdown
 
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 
 from rrfp.callbacks.events import StageFigures, StepEnded
-from rrfp.core.tasks import Mode
 from rrfp.core.usage import WaitCause
 from rrfp.errors import ConfigError
+from rrfp.model.tasks import Mode
 from rrfp.trace.breakdown import Breakdown
 
 Tokens = float | Callable[[StepEnded], float] | None

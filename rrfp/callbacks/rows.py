@@ -10,9 +10,9 @@ from pathlib import Path
 from rrfp.callbacks.base import Callback
 from rrfp.callbacks.events import RunEnded, StepEnded
 from rrfp.callbacks.metrics import Metrics, Tokens, checked_tokens, metric_names, metrics
-from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError, RrfpError
 from rrfp.log import get_logger
+from rrfp.model.topology import Topology
 
 logger = get_logger(__name__)
 

@@ -84,7 +84,7 @@ def transport(
     import asyncio
 
     from rrfp.commands.pair import started_pair
-    from rrfp.core.registry import named_or_loaded
+    from rrfp.plugins import named_or_loaded
     from rrfp.testing.transport_checks import ALL_CHECKS, Check, PairOptions
     from rrfp.transports.registry import TRANSPORTS
     from rrfp.transports.secret import Secret
@@ -124,7 +124,7 @@ def lane(
     """Run the checks for lanes: order, completion, order with the caller's work, memory, late errors."""
     import asyncio
 
-    from rrfp.core.registry import named_or_loaded
+    from rrfp.plugins import named_or_loaded
     from rrfp.testing.lane_checks import ALL_CHECKS, Check, MakeLane, made_by
     from rrfp.testing.lane_checks.makers import lanes_named
 

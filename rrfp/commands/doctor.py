@@ -308,7 +308,7 @@ async def _round_trip_s(transport: str) -> float:
     import torch
 
     from rrfp.commands.pair import started_pair
-    from rrfp.core.tasks import Kind, Mode, StepId, Task
+    from rrfp.model.tasks import Kind, Mode, StepId, Task
     from rrfp.testing.transport_checks import PairOptions
     from rrfp.transports.base import Channel, Message, MessageKind
 

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from rrfp.commands.output import Json, first_line, print_json
-from rrfp.core.registry import Registry, name_of
+from rrfp.plugins import Registry, name_of
 from rrfp.tables import terminal
 
 

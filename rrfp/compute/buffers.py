@@ -23,9 +23,9 @@ from rrfp.compute.async_tensors import inner_tensors
 from rrfp.compute.gradients.layout import checksum
 from rrfp.compute.loss_module import class_name
 from rrfp.core.ready_set import ForcedOrder
-from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import StageError
 from rrfp.log import get_logger
+from rrfp.model.tasks import Kind, Mode, StepId, Task
 
 logger = get_logger(__name__)
 

@@ -17,8 +17,8 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from rrfp.compute.thread_modes import ThreadModes
-from rrfp.core.tasks import Mode
 from rrfp.errors import ConfigError
+from rrfp.model.tasks import Mode
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from rrfp.compute.activations import tensors_in
 from rrfp.compute.named_tuples import is_named, with_items
 from rrfp.compute.program import Batch
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Mode, StepId
 from rrfp.errors import ConfigError, StageError
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Mode, StepId
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rrfp.core.graph import TaskGraph
+from rrfp.model.graph import TaskGraph
 
 #: The prefix of the names of the loss's parameters and buffers.
 LOSS = "loss_fn"

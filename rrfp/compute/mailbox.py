@@ -14,11 +14,11 @@ from torch import Tensor
 from rrfp.compute.payload import ABSENT, Payload
 from rrfp.compute.program import StageProgram
 from rrfp.compute.received import Returned
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Kind, Mode, Task
-from rrfp.core.visits import Visits
 from rrfp.errors import ProtocolError, StageError
-from rrfp.graphs.feeds import Feeds
+from rrfp.model.feeds import Feeds
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Mode, Task
+from rrfp.model.visits import Visits
 
 
 class Mailbox:

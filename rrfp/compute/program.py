@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rrfp.compute.payload import Payload
-from rrfp.core.tasks import StepId, Task
+from rrfp.model.tasks import StepId, Task
 
 
 @dataclass(frozen=True, slots=True)

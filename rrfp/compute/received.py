@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from rrfp.compute.async_tensors import PLAIN
 from rrfp.compute.payload import Payload, Structure, canonical
-from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.errors import StageError
+from rrfp.model.tasks import Kind, Mode, Task
 
 #: How torch's own error about a write into a leaf that requires grad ends.
 _LEAF_ERROR = "leaf Variable that requires grad is being used in an in-place operation"

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from rrfp.compute.lanes.thread import lane_is_closed
-from rrfp.core.tasks import Task
+from rrfp.model.tasks import Task
 
 P = ParamSpec("P")
 T = TypeVar("T")

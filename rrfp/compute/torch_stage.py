@@ -32,11 +32,11 @@ from rrfp.compute.received import ReadOnly, Received, write_counter
 from rrfp.compute.rng import RandomForks, devices_of
 from rrfp.compute.split.backward import SplitBackward, Unsplittable
 from rrfp.compute.split.pending_weights import PendingWeights
-from rrfp.core.graph import TaskGraph
 from rrfp.core.ready_set import ForcedOrder
-from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import StageError
-from rrfp.graphs.feeds import Feeds
+from rrfp.model.feeds import Feeds
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Mode, StepId, Task
 
 
 class _Output(NamedTuple):

@@ -1,4 +1,1 @@
-"""The pure core: tasks, the dependency graph, readiness, admission, and the state machine of one stage.
-
-Nothing in here knows asyncio, a clock, torch, a socket or a thread.
-"""
+"""The state machine of one stage: events in, instructions out, and the hint that ranks ready tasks. Pure."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from rrfp.core.record import record
-from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.errors import Origin
+from rrfp.model.record import record
+from rrfp.model.tasks import Mode, StepId, Task
 
 
 @record

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rrfp.core import events as ev
-from rrfp.core.admission import Admission
 from rrfp.core.ready_set import Readiness, ReadySet
 from rrfp.core.task_state import TaskStates
-from rrfp.core.tasks import StepId, Task
 from rrfp.core.usage import WaitCause
 from rrfp.errors import ConfigError, ProtocolError
+from rrfp.memory.admission import Admission
+from rrfp.model.tasks import StepId, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,8 @@ class GroupStep:
         if (member, task) in self._bytes_reported:
             raise ProtocolError(f"member {member} of the group reported the bytes of {task} twice")
         self._bytes_reported.add((member, task))
-        self._admission.complete_elsewhere(member, self._states.of(task).chunk, event)
+        chunk = self._states.of(task).chunk
+        self._admission.complete_elsewhere(member, chunk, task, event.held, event.output)
         return ()
 
     def _unawaited(self, report: str) -> ProtocolError:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rrfp.core.events import Event
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import Placement, TablePlacement
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.tasks import Kind, Mode, Task
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Placement, TablePlacement
+from rrfp.model.tasks import Kind, Mode, Task
 
 
 class View(Protocol):

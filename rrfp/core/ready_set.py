@@ -11,11 +11,11 @@ from itertools import islice
 from operator import itemgetter
 from typing import Literal
 
-from rrfp.core.admission import Admission
-from rrfp.core.graph import TaskGraph
 from rrfp.core.task_state import TaskState, TaskStates, counters
-from rrfp.core.tasks import B, F, Kind, Task, W
-from rrfp.core.visits import Skipped, Visits
+from rrfp.memory.admission import Admission
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import B, F, Kind, Task, W
+from rrfp.model.visits import Skipped, Visits
 
 
 class DrainOrder:

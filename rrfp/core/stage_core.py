@@ -19,21 +19,21 @@ from dataclasses import replace
 from typing import Any
 
 from rrfp.core import events as ev
-from rrfp.core.admission import Admission, Limit
-from rrfp.core.graph import TaskGraph
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.hint import Hint
-from rrfp.core.measured import MeanDurations, Measured
-from rrfp.core.memory_rule import rule_of
-from rrfp.core.placement import Placement, TablePlacement
 from rrfp.core.ready_set import ForcedOrder, ReadySet
-from rrfp.core.seen_sizes import SeenSizes
-from rrfp.core.size_order import followed
 from rrfp.core.step import HANDLERS, Instructions, Step
-from rrfp.core.tasks import B, Kind, Mode, StepId, Task
 from rrfp.core.usage import Holding, Peaks, WaitCause
-from rrfp.core.visits import Visits
 from rrfp.errors import ConfigError, HintError, ProtocolError, Sender
+from rrfp.memory.admission import Admission, Limit
+from rrfp.memory.measured import MeanDurations, Measured
+from rrfp.memory.memory_rule import rule_of
+from rrfp.memory.seen_sizes import SeenSizes
+from rrfp.memory.size_order import followed
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Placement, TablePlacement
+from rrfp.model.tasks import B, Kind, Mode, StepId, Task
+from rrfp.model.visits import Visits
 
 
 class StageView:

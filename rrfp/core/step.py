@@ -58,17 +58,17 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from rrfp.core import events as ev
-from rrfp.core.admission import Admission
-from rrfp.core.graph import TaskGraph
 from rrfp.core.group_step import GroupMembership, GroupStep
-from rrfp.core.held_bytes import Owner
-from rrfp.core.measured import MeanDurations
 from rrfp.core.ready_set import DrainOrder, ForcedOrder, Readiness, ReadySet
 from rrfp.core.task_state import Outputs, RefCounts, TaskState, TaskStates
-from rrfp.core.tasks import B, F, Kind, Mode, StepId, Task
 from rrfp.core.usage import Holding, Peaks, WaitCause
-from rrfp.core.visits import Visits
 from rrfp.errors import ProtocolError
+from rrfp.memory.admission import Admission
+from rrfp.memory.held_bytes import Owner
+from rrfp.memory.measured import MeanDurations
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import B, F, Kind, Mode, StepId, Task
+from rrfp.model.visits import Visits
 
 
 class Sequences:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import F, Kind, Mode, Task
-from rrfp.core.visits import Skipped, Visits
 from rrfp.errors import ProtocolError
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import F, Kind, Mode, Task
+from rrfp.model.visits import Skipped, Visits
 
 #: A small number for each microbatch. Bytes wherever they do: the state of a thousand stages should fit into a cache.
 Counters = bytearray | list[int]

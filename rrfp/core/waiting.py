@@ -12,9 +12,9 @@ from itertools import islice
 
 from rrfp.core.stage_core import StageCore
 from rrfp.core.step import Step
-from rrfp.core.tasks import F, Task
-from rrfp.core.topology import Topology
 from rrfp.core.usage import WaitCause
+from rrfp.model.tasks import F, Task
+from rrfp.model.topology import Topology
 
 #: Tasks, and credits, that a report names for each rank: in a deep pipeline the others wait for these.
 MOST_NAMED = 8

@@ -15,12 +15,12 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import TablePlacement
-from rrfp.core.visits import Skipped
 from rrfp.costs.graph_names import ARROW, check_names, edge_names
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import TablePlacement
+from rrfp.model.visits import Skipped
 from rrfp.plain import whole
 
 #: In the order of writing.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Sequence
 
-from rrfp.core.graph import TaskGraph
 from rrfp.errors import ConfigError
+from rrfp.model.graph import TaskGraph
 
 #: Between the names of an edge's ends.
 ARROW = " -> "

@@ -20,12 +20,12 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import Layout, Placement, TablePlacement
-from rrfp.core.tasks import Kind
-from rrfp.core.visits import Skipped, Visits
 from rrfp.costs.graph_names import named
 from rrfp.errors import ConfigError
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Layout, Placement, TablePlacement
+from rrfp.model.tasks import Kind
+from rrfp.model.visits import Skipped, Visits
 from rrfp.plain import whole
 
 #: Rows are virtual stages (or the edges between them), columns microbatches.

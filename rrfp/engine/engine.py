@@ -18,18 +18,18 @@ from itertools import count
 
 from rrfp.arbiter.pauses import PauseTimer
 from rrfp.core import events as ev
-from rrfp.core.admission import Limit
-from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import B, F, Mode, StepId, Task, W
-from rrfp.core.topology import Topology
-from rrfp.core.visits import Visits
 from rrfp.core.waiting import describe, wait_line
 from rrfp.costs.table import CostTable, Matrix, message_times
 from rrfp.engine.record import EngineRecord, EngineResult
 from rrfp.errors import DeadlockError
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import B, F, Mode, StepId, Task, W
+from rrfp.model.topology import Topology
+from rrfp.model.visits import Visits
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
-from rrfp.core.tasks import Task
 from rrfp.core.usage import Peaks, WaitCause
+from rrfp.model.tasks import Task
 from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan, WaitSpan
 
 

@@ -18,12 +18,12 @@ from rrfp.core.events import (
     SendReleased,
     StepOpened,
 )
-from rrfp.core.graph import TaskGraph as Graph
 from rrfp.core.hint import Hint, View
-from rrfp.core.placement import Placement
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.hints.registry import create_hint, hint_names
+from rrfp.model.graph import TaskGraph as Graph
+from rrfp.model.placement import Placement
+from rrfp.model.tasks import Kind, Mode, Task
 
 __all__ = [
     "Aborted",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rrfp.core.hint import View
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.tasks import B, F, Kind, Task, W
 from rrfp.hints.run_ahead import EncoderAware
+from rrfp.model.tasks import B, F, Kind, Task, W
 
 
 class Alternating(EncoderAware):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rrfp.core.hint import View
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.tasks import Kind, Task
 from rrfp.hints.run_ahead import EncoderAware
+from rrfp.model.tasks import Kind, Task
 
 
 class FixedPriority(EncoderAware):

@@ -15,7 +15,7 @@ the other stages would idle. Over 4 N microbatches such differences average out,
 Where an earlier step has shown that the sizes order the times of every stage, there are no such differences, and one
 pyramid over the whole step is better.
 
-Why none where bytes are limited and branches join? The in-order banker (`rrfp.core.banker`) keeps room for the
+Why none where bytes are limited and branches join? The in-order banker (`rrfp.memory.banker`) keeps room for the
 microbatches of the lowest numbers first, and a pyramid starts others: the room stays empty.
 """
 
@@ -23,14 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rrfp.core.branches import plain_stages
 from rrfp.core.events import Event
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.tasks import Task
-from rrfp.core.visits import Visits
 from rrfp.hints.alternating import BackwardForwardWeight
 from rrfp.hints.slot_aware import SlotAware
+from rrfp.memory.branches import plain_stages
+from rrfp.model.tasks import Task
+from rrfp.model.visits import Visits
 
 #: Microbatches of one pyramid, for each stage of the pipeline.
 LENGTH_PER_STAGE = 4

@@ -9,9 +9,9 @@ from functools import lru_cache
 from typing import Any
 
 from rrfp.core.hint import Hint
-from rrfp.core.registry import Registry, named_or_loaded, where_defined
 from rrfp.errors import ConfigError, misspelt
 from rrfp.hints.schedule import ScheduleHint, ScheduleSource, Strict
+from rrfp.plugins import Registry, named_or_loaded, where_defined
 from rrfp.schedules.registry import ScheduleSpec, make_schedule, schedule_names
 
 #: The ``hint`` option: a name, a class or other factory, or an instance, of which every stage gets a copy.

@@ -19,7 +19,7 @@ A forward beyond that is held back, and other tasks run. If there is none, the s
 
 - The lowest microbatch that has forwards to start here is never kept waiting. So the lowest one that is not done
   everywhere goes on where the in-order banker, or the paper's rule, holds: these always admit it.
-- On plain stages (`rrfp.core.branches`), where the staircase may hold and need not admit that one, no forward is kept
+- On plain stages (`rrfp.memory.branches`), where the staircase may hold and need not admit that one, no forward is kept
   waiting while no dependent chunk of the stage holds a slot. The deepest of all forwards that wait on plain stages is
   such a one: a slot of a deeper chunk would wait for a forward still further down. And the staircase admits it, as
   docs/memory-rules.md proves.
@@ -29,12 +29,12 @@ It applies to training on graphs that are no chains, under a limit. On chains hi
 
 from __future__ import annotations
 
-from rrfp.core.branches import plain_stages
 from rrfp.core.events import Completed, Enqueued, Event
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ChunkOrder, ReadySet
-from rrfp.core.tasks import F, Kind, Mode, Task
-from rrfp.core.visits import Visits
+from rrfp.memory.branches import plain_stages
+from rrfp.model.tasks import F, Kind, Mode, Task
+from rrfp.model.visits import Visits
 
 
 class RunAhead:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.schedule import Schedule
-from rrfp.core.tasks import Kind, Mode, Task
-from rrfp.core.visits import Visits
 from rrfp.errors import ConfigError
+from rrfp.model.schedule import Schedule
+from rrfp.model.tasks import Kind, Mode, Task
+from rrfp.model.visits import Visits
 
 #: Returns the schedule for the step of a view, with every task of that step, weight tasks included.
 ScheduleSource = Callable[[View], Schedule]

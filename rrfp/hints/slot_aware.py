@@ -32,12 +32,12 @@ from __future__ import annotations
 
 import math
 
-from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import View
 from rrfp.core.ready_set import ChunkOrder, ReadySet
-from rrfp.core.tasks import B, F, Task, W
-from rrfp.core.visits import Visits
 from rrfp.hints.run_ahead import EncoderAware
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import B, F, Task, W
+from rrfp.model.visits import Visits
 
 
 class SlotAware(EncoderAware):

@@ -34,12 +34,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rrfp.core.tasks import Kind, Task
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.costs.table import CostTable
 from rrfp.engine.engine import graph_of
 from rrfp.engine.record import EngineResult
 from rrfp.errors import ConfigError
+from rrfp.model.tasks import Kind, Task
 from rrfp.schedules.registry import make_schedule
 from rrfp.trace.spans import MessageSpan, TaskSpan, WaitSpan
 

@@ -18,9 +18,9 @@ import torch
 
 from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch, StageProgram
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.costs import CostTable
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Mode, StepId, Task
 
 #: Seconds before the deadline at which the sleep ends; about the time in which a thread wakes up.
 _MARGIN_S = 50e-6

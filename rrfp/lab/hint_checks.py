@@ -12,16 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rrfp.core.admission import Limit
 from rrfp.core.events import Event
-from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint, View
-from rrfp.core.placement import TablePlacement
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.tasks import Mode, Task
-from rrfp.core.visits import Skipped
 from rrfp.errors import ConfigError, HintError
 from rrfp.lab.cluster.random_run import Delivery, RandomRun
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import TablePlacement
+from rrfp.model.tasks import Mode, Task
+from rrfp.model.visits import Skipped
 
 __all__ = ["ALL_CHECKS", "Check", "HintFactory", "run_hint_checks"]
 

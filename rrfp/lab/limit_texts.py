@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rrfp.core.admission import Limit, bytes_of
+from rrfp.memory.admission import Limit, bytes_of
 
 #: In front of a limit on microbatches: as many bytes on each stage as the hint holds there under that limit.
 SAME_BYTES = "bytes:"

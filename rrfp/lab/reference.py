@@ -27,11 +27,11 @@ from rrfp.compute.named_tuples import is_named, with_items
 from rrfp.compute.payload import canonical
 from rrfp.compute.rng import RandomForks, devices_of
 from rrfp.compute.weighting import combine_losses, gradient_weights
-from rrfp.core.tasks import Kind, Task
 from rrfp.errors import ConfigError
-from rrfp.graphs.declared import Graph, Part, PartKey, part_of
-from rrfp.graphs.declared import Graph as PartGraph
-from rrfp.graphs.model_graph import ModelGraph
+from rrfp.model.declared import Graph, Part, PartKey, part_of
+from rrfp.model.declared import Graph as PartGraph
+from rrfp.model.model_graph import ModelGraph
+from rrfp.model.tasks import Kind, Task
 
 #: Calls the module of a virtual stage with arguments and keyword arguments; returns its output.
 Call = Callable[[int, tuple[Any, ...], Mapping[str, Any]], Any]

@@ -9,8 +9,6 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from rrfp.core.admission import AdmissionRule, Limit
-from rrfp.core.size_order import followed, least
 from rrfp.core.usage import Peaks
 from rrfp.costs.table import CostTable, Matrix
 from rrfp.engine.bound import lower_bound
@@ -19,6 +17,8 @@ from rrfp.engine.record import EngineResult
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict
 from rrfp.lab.limit_texts import SAME_BYTES
+from rrfp.memory.admission import AdmissionRule, Limit
+from rrfp.memory.size_order import followed, least
 from rrfp.schedules.registry import ScheduleSpec, make_schedule
 
 #: The limit of a simulated hint where none is given.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.tasks import Task
+from rrfp.model.tasks import Task
 
 
 class UnusedHint(Hint):

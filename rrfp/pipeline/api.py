@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Unpack
 
 from rrfp.compute.gradients.process_groups import global_ranks
 from rrfp.compute.gradients.tie_copies import Ties
-from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError, Faults
-from rrfp.graphs.declared import Graph
+from rrfp.model.declared import Graph
+from rrfp.model.topology import Topology
 from rrfp.pipeline.build import RankBuilder
 from rrfp.pipeline.handle import PipelineHandle
 from rrfp.pipeline.loop_thread import LoopChoice, check_loop

@@ -9,7 +9,7 @@ from typing import Any, Literal, NoReturn, Self, Unpack
 
 from torch.optim import Optimizer
 
-from rrfp.core.tasks import Mode
+from rrfp.model.tasks import Mode
 from rrfp.pipeline.between_steps import Scaler
 from rrfp.pipeline.callers import BlockingCaller
 from rrfp.pipeline.session import Session

@@ -30,21 +30,21 @@ from rrfp.compute.gradients.tied import ProcessTies, TiedGradients
 from rrfp.compute.program import StageProgram
 from rrfp.compute.rng import replica_seed
 from rrfp.compute.torch_stage import TorchStage
-from rrfp.core.graph import TaskGraph
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.ready_set import ForcedOrder
-from rrfp.core.registry import name_of
 from rrfp.core.stage_core import StageCore
-from rrfp.core.topology import Topology
 from rrfp.errors import TransportError
-from rrfp.graphs.declared import Graph
 from rrfp.log import get_logger
+from rrfp.model.declared import Graph
+from rrfp.model.graph import TaskGraph
+from rrfp.model.topology import Topology
 from rrfp.pipeline.delivery import Delivery
 from rrfp.pipeline.device_choice import check_on_device, choose_device, generator_devices, new_lane, stage_lane
 from rrfp.pipeline.local_ranks import LocalRanks, together
 from rrfp.pipeline.method import DispatchMethod, summary
 from rrfp.pipeline.options import Options, common_options, seed_of
 from rrfp.pipeline.partition import Partition, StagePart, check_initialised
+from rrfp.plugins import name_of
 from rrfp.runtime.control_tree import data_peers, peers
 from rrfp.runtime.failed_start import FailedStarts
 from rrfp.runtime.grad_clipping import GradientHolder

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 from rrfp.errors import PipelineAborted, RrfpError
 from rrfp.pipeline.calls import Call
 from rrfp.pipeline.session import Session

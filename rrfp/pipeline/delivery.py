@@ -15,15 +15,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import astuple, dataclass, replace
 
+from rrfp import timeouts
 from rrfp.arbiter.loop import SettlingLoop
 from rrfp.callbacks.base import Callback
 from rrfp.callbacks.events import Aborted, Event, RunBegun, RunEnded, StageFigures, Stall, StepBegun, StepEnded
-from rrfp.core import timeouts
-from rrfp.core.registry import name_of
-from rrfp.core.tasks import Mode
-from rrfp.core.topology import Topology
 from rrfp.errors import Origin, RrfpError
 from rrfp.log import get_logger
+from rrfp.model.tasks import Mode
+from rrfp.model.topology import Topology
+from rrfp.plugins import name_of
 from rrfp.runtime.abort import Failure
 from rrfp.runtime.batching import Plan
 from rrfp.runtime.reports import StepFigures

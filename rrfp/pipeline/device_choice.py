@@ -15,8 +15,8 @@ from rrfp.compute.lanes.base import Lane
 from rrfp.compute.lanes.stream import StreamLane
 from rrfp.compute.lanes.thread import ThreadLane
 from rrfp.errors import ConfigError
-from rrfp.graphs.names import TextOf, numbered
 from rrfp.log import get_logger
+from rrfp.model.names import TextOf, numbered
 
 # Names of torch that are not documented. Where a version of torch lacks one, nothing is found by it.
 _CONFIG_OF = "get_compiler_config"

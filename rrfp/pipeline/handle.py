@@ -16,8 +16,8 @@ from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, Self, TypeVar
 
 from torch.optim import Optimizer
 
-from rrfp.core.tasks import Mode
 from rrfp.errors import ConfigError, RrfpError
+from rrfp.model.tasks import Mode
 from rrfp.pipeline.between_steps import Scaler
 from rrfp.pipeline.blocking import NO_COPY, BlockingPipeline
 from rrfp.pipeline.callers import AsyncCaller, BlockingCaller

@@ -16,11 +16,11 @@ from rrfp.compute.nondeterminism import check_torch, device_types
 from rrfp.compute.program import StageProgram
 from rrfp.compute.thread_modes import out_of_reach
 from rrfp.compute.tracebacks import print_no_traceback
-from rrfp.core.tasks import Mode
-from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError, PipelineAborted, RrfpError
-from rrfp.graphs.model_graph import ModelGraph
 from rrfp.log import get_logger
+from rrfp.model.model_graph import ModelGraph
+from rrfp.model.tasks import Mode
+from rrfp.model.topology import Topology
 from rrfp.pipeline.delivery import Delivery
 from rrfp.pipeline.method import summary
 from rrfp.pipeline.options import Options

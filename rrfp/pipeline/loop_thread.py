@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 from rrfp.errors import ConfigError
 from rrfp.log import get_logger
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 
-from rrfp.core.admission import LIMIT_PRESETS, Limit
-from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint
-from rrfp.core.registry import name_of
-from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import DEFAULT_HINT, HintSpec, create_hint, create_strict
 from rrfp.log import get_logger
+from rrfp.memory.admission import LIMIT_PRESETS, Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.topology import Topology
 from rrfp.pipeline.options import Options
+from rrfp.plugins import name_of
 from rrfp.schedules.registry import schedule_names, schedule_needs
 
 logger = get_logger(__name__)

@@ -11,17 +11,17 @@ from typing import Annotated, Any, Literal, TypedDict, cast, get_args, get_type_
 
 import torch
 
+from rrfp import timeouts
 from rrfp.callbacks.base import Callback
 from rrfp.compute.devices.base import Device
 from rrfp.compute.lanes.base import Lane
 from rrfp.compute.lanes.thread import LOWEST_NICE
 from rrfp.compute.split.backward import Unsplittable
 from rrfp.compute.weighting import Reduction
-from rrfp.core import timeouts
-from rrfp.core.admission import Limit
-from rrfp.core.placement import Layout
 from rrfp.errors import ConfigError, Faults, misspelt
 from rrfp.hints.registry import HintSpec, create_hint, create_strict
+from rrfp.memory.admission import Limit
+from rrfp.model.placement import Layout
 from rrfp.runtime.core_driver import Coordination
 from rrfp.transports.base import DEFAULT_MAX_MESSAGE_BYTES, DEFAULT_QUEUE_BYTES
 from rrfp.transports.registry import TRANSPORTS, TransportSpec

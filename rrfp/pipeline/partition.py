@@ -12,14 +12,14 @@ from torch.nn.parameter import is_lazy
 from rrfp.compute.buffers import writes_buffers_in_forward
 from rrfp.compute.loss_module import LossFunction, class_name, losses_by_stage, with_loss
 from rrfp.compute.program import StageProgram
-from rrfp.core.graph import TaskGraph
 from rrfp.core.ready_set import ForcedOrder
-from rrfp.core.tasks import Kind
 from rrfp.errors import ConfigError
-from rrfp.graphs.declared import Graph as PartGraph
-from rrfp.graphs.feeds import Feeds
-from rrfp.graphs.model_graph import ModelGraph
-from rrfp.graphs.names import TextOf, named
+from rrfp.model.declared import Graph as PartGraph
+from rrfp.model.feeds import Feeds
+from rrfp.model.graph import TaskGraph
+from rrfp.model.model_graph import ModelGraph
+from rrfp.model.names import TextOf, named
+from rrfp.model.tasks import Kind
 from rrfp.pipeline.options import Options
 
 _ALLOWED = "an nn.Module, a list of them (one for each chunk), or an rrfp.StageProgram"

@@ -8,8 +8,8 @@ from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from rrfp.core.tasks import Mode
 from rrfp.errors import ConfigError, PipelineAborted, RrfpError, misspelt
+from rrfp.model.tasks import Mode
 from rrfp.pipeline.between_steps import BetweenSteps
 from rrfp.pipeline.calls import AwaitedFutures, Call, CallGate
 from rrfp.pipeline.local_ranks import LocalRanks

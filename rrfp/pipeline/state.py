@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rrfp.core.measured import Measured
-from rrfp.core.tasks import Kind
-from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError, ProtocolError
 from rrfp.log import get_logger
+from rrfp.memory.measured import Measured
+from rrfp.model.tasks import Kind
+from rrfp.model.topology import Topology
 from rrfp.pipeline.method import DispatchMethod
 from rrfp.pipeline.options import Options, seed_of
 from rrfp.runtime import records

@@ -11,12 +11,12 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+from rrfp import timeouts
 from rrfp.compute.tracebacks import place_of, trim
-from rrfp.core import timeouts
-from rrfp.core.tasks import Task
-from rrfp.core.topology import Topology
 from rrfp.errors import Origin, PeerLostError, PipelineAborted, ProtocolError, RrfpError
 from rrfp.log import get_logger
+from rrfp.model.tasks import Task
+from rrfp.model.topology import Topology
 from rrfp.runtime.supervisor import failure_on_loop
 from rrfp.transports.base import Channel, Message, MessageKind, Transport
 

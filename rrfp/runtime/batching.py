@@ -12,10 +12,10 @@ from torch import Tensor
 from rrfp.compute.named_tuples import is_named
 from rrfp.compute.program import Batch
 from rrfp.compute.weighting import Reduction, gradient_weights, shared_gradient_weights
-from rrfp.core.tasks import Mode, StepId
-from rrfp.core.visits import Skipped
 from rrfp.errors import ConfigError
-from rrfp.graphs.model_graph import ModelGraph
+from rrfp.model.model_graph import ModelGraph
+from rrfp.model.tasks import Mode, StepId
+from rrfp.model.visits import Skipped
 from rrfp.runtime.whole_batch import WholeBatches, is_batch
 
 

@@ -9,11 +9,11 @@ from typing import Protocol
 
 from rrfp.compute.lanes.base import Lane
 from rrfp.compute.mailbox import Mailbox
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import StepId, Task
-from rrfp.core.topology import Topology
 from rrfp.errors import Origin, PeerLostError, ProtocolError
-from rrfp.graphs.model_graph import ModelGraph
+from rrfp.model.graph import TaskGraph
+from rrfp.model.model_graph import ModelGraph
+from rrfp.model.tasks import StepId, Task
+from rrfp.model.topology import Topology
 from rrfp.runtime.supervisor import TaskSupervisor
 from rrfp.trace.spans import Recorder
 from rrfp.transports.base import Channel, Message, MessageKind, Transport

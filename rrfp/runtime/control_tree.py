@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from rrfp.compute.gradients.tie_copies import Tie
-from rrfp.core.graph import TaskGraph
-from rrfp.core.topology import Topology
+from rrfp.model.graph import TaskGraph
+from rrfp.model.topology import Topology
 
 
 def parent(rank: int) -> int | None:

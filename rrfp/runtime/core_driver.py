@@ -22,10 +22,10 @@ from rrfp.compute.program import StageProgram
 from rrfp.core import events as ev
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Kind, Task
 from rrfp.core.usage import WaitCause
-from rrfp.core.visits import Visits
 from rrfp.errors import ProtocolError, StageError
+from rrfp.model.tasks import Kind, Task
+from rrfp.model.visits import Visits
 from rrfp.runtime.batching import Plan
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.grad_finalizer import GradientFinalizer, Reduce

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
+from rrfp import timeouts
 from rrfp.compute.tracebacks import print_no_traceback
-from rrfp.core import timeouts
-from rrfp.core.topology import Topology
 from rrfp.errors import PipelineAborted, ProtocolError, TransportError
 from rrfp.log import get_logger
+from rrfp.model.topology import Topology
 from rrfp.runtime import records
 from rrfp.runtime.abort import describe
 from rrfp.runtime.handshake import printable

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from rrfp.compute.gradients.norm import check_norm, clip, combined_norm, local_norm
-from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError
-from rrfp.graphs.names import TextOf, numbered
+from rrfp.model.names import TextOf, numbered
+from rrfp.model.topology import Topology
 from rrfp.runtime import records
 
 

@@ -14,9 +14,9 @@ from rrfp.compute.gradients.shared import SharedGradients
 from rrfp.compute.gradients.tie_copies import Tie
 from rrfp.compute.gradients.tied import Pieces, TiedGradients
 from rrfp.compute.program import StageProgram
-from rrfp.core.tasks import StepId
 from rrfp.errors import ProtocolError
-from rrfp.graphs.names import named
+from rrfp.model.names import named
+from rrfp.model.tasks import StepId
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.transports.base import Channel, Message, MessageKind

@@ -22,11 +22,11 @@ from typing import Any, TypeVar
 
 import msgpack
 
+from rrfp import timeouts
 from rrfp.compute.gradients.tie_copies import CopyTerms, Tie
-from rrfp.core import timeouts
-from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError, ProtocolError, RrfpError, TransportError
-from rrfp.graphs.names import TextOf, numbered
+from rrfp.model.names import TextOf, numbered
+from rrfp.model.topology import Topology
 from rrfp.runtime import records
 from rrfp.transports.base import TransportContext
 from rrfp.transports.rendezvous import publish_in_time

@@ -16,8 +16,8 @@ from rrfp.compute.lanes.base import Execution
 from rrfp.compute.mailbox import bytes_after, run_task
 from rrfp.compute.program import StageProgram
 from rrfp.core import events as ev
-from rrfp.core.tasks import Kind, Task
 from rrfp.log import get_logger
+from rrfp.model.tasks import Kind, Task
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.supervisor import failure_on_loop
 

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import NoReturn
 
+from rrfp import timeouts
 from rrfp.core import events as ev
-from rrfp.core import timeouts
-from rrfp.core.tasks import Kind, StepId, Task
 from rrfp.errors import FrameError, PeerLostError, ProtocolError, RrfpError
 from rrfp.log import get_logger
+from rrfp.model.tasks import Kind, StepId, Task
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.supervisor import failure_on_loop
 from rrfp.transports.base import Channel, Message, MessageKind, delivering, sending_at_once

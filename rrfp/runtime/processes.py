@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 
 
 @dataclass(frozen=True, slots=True)

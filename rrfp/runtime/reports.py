@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from struct import Struct
 
-from rrfp.core.admission import Limit
-from rrfp.core.topology import Topology
 from rrfp.core.usage import Peaks
 from rrfp.errors import ProtocolError, RrfpError
+from rrfp.memory.admission import Limit
+from rrfp.model.topology import Topology
 from rrfp.runtime.abort import Failure
 from rrfp.trace.breakdown import Breakdown
 from rrfp.transports.base import Transport
@@ -88,7 +88,7 @@ class StageReport:
     peaks: Peaks
     #: Its limits, and what it moved, as a `ResourceMeter` reads them.
     resources: bytes = _RESOURCES.pack(_NO_LIMIT, _NO_LIMIT, 0, 0)
-    #: See `rrfp.core.size_order.correlation`.
+    #: See `rrfp.memory.size_order.correlation`.
     size_correlation: float | None = None
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self
 
-from rrfp.core.tasks import Mode
 from rrfp.core.usage import Peaks
+from rrfp.model.tasks import Mode
 from rrfp.runtime.reports import PendingReports, StepFigures
 from rrfp.trace.breakdown import Breakdown
 from rrfp.trace.spans import StepTrace, merge

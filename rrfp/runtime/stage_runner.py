@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from rrfp import timeouts
 from rrfp.arbiter.loop import SettlingLoop, run_arbiter
 from rrfp.compute.activations import tensors_in
 from rrfp.compute.async_tensors import inner_tensors
@@ -22,15 +23,14 @@ from rrfp.compute.gradients.tied import TiedGradients
 from rrfp.compute.lanes.base import Lane
 from rrfp.compute.program import StageProgram
 from rrfp.core import events as ev
-from rrfp.core import timeouts
-from rrfp.core.measured import Measured
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Mode, Task
-from rrfp.core.topology import Topology
 from rrfp.core.usage import Holding, Peaks
 from rrfp.errors import Origin, OverdueError, PeerLostError, PipelineAborted, RrfpError
-from rrfp.graphs.model_graph import ModelGraph
 from rrfp.log import get_logger
+from rrfp.memory.measured import Measured
+from rrfp.model.model_graph import ModelGraph
+from rrfp.model.tasks import Mode, Task
+from rrfp.model.topology import Topology
 from rrfp.runtime.abort import AbortController, Failure, advice_for, failure_of
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.batching import Plan

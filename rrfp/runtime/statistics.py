@@ -6,8 +6,8 @@ from dataclasses import astuple, dataclass
 
 from rrfp.compute.devices.base import Device
 from rrfp.core.stage_core import StageCore
-from rrfp.core.topology import Topology
 from rrfp.core.usage import Holding, Peaks
+from rrfp.model.topology import Topology
 from rrfp.transports.base import Transport, TransportStatistics
 
 

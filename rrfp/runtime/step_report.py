@@ -9,15 +9,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+from rrfp import timeouts
 from rrfp.arbiter.loop import SettlingLoop
 from rrfp.compute.weighting import Reduction, combine_losses
-from rrfp.core import timeouts
-from rrfp.core.size_order import least
-from rrfp.core.tasks import Mode
-from rrfp.core.topology import Topology
 from rrfp.core.usage import Peaks
 from rrfp.errors import ProtocolError
 from rrfp.log import get_logger
+from rrfp.memory.size_order import least
+from rrfp.model.tasks import Mode
+from rrfp.model.topology import Topology
 from rrfp.runtime import records
 from rrfp.runtime.abort import Failure
 from rrfp.runtime.all_gather import TreeAllGather

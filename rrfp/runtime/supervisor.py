@@ -7,8 +7,8 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from rrfp.core.tasks import Task
 from rrfp.errors import LocalError
+from rrfp.model.tasks import Task
 
 Background = Coroutine[Any, Any, None]
 

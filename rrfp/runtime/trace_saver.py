@@ -17,9 +17,9 @@ from typing import Any, Literal, Self, TypeVar
 
 import msgpack
 
-from rrfp.core.graph import TaskGraph
-from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError, ProtocolError
+from rrfp.model.graph import TaskGraph
+from rrfp.model.topology import Topology
 from rrfp.runtime import records
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import RankContext

@@ -13,10 +13,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rrfp.core.graph import TaskGraph
-from rrfp.core.schedule import Schedule
-from rrfp.core.tasks import Kind, Task
 from rrfp.errors import ConfigError
+from rrfp.model.graph import TaskGraph
+from rrfp.model.schedule import Schedule
+from rrfp.model.tasks import Kind, Task
 
 # Nine digits are more than any pipeline has, and an int for certain.
 _CELL = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")

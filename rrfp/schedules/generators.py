@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import Layout
-from rrfp.core.schedule import Schedule
-from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.errors import ConfigError
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Layout
+from rrfp.model.schedule import Schedule
+from rrfp.model.tasks import Kind, Mode, Task
 
 
 @dataclass(frozen=True, slots=True)

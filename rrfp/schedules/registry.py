@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from rrfp.core.graph import TaskGraph
-from rrfp.core.schedule import Schedule
 from rrfp.errors import ConfigError, misspelt
+from rrfp.model.graph import TaskGraph
+from rrfp.model.schedule import Schedule
 from rrfp.schedules import generators
 from rrfp.schedules.csv import CsvSchedule
 from rrfp.schedules.generators import Needs

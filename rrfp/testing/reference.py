@@ -17,6 +17,7 @@ from rrfp.laboratory import PUBLIC, public_name
 
 # For type checkers, which do not run __getattr__: `as` marks a public name.
 if TYPE_CHECKING:
+    from rrfp.lab.reference import ReferenceResult as ReferenceResult
     from rrfp.lab.reference import reference as reference
 
 __all__ = sorted(PUBLIC[__name__])

@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rrfp.atomic_files import write_atomically
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Kind, Task
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Task
 from rrfp.trace.breakdown import CAUSE_LABELS, idle_waits
 from rrfp.trace.graph_data import GRAPH, SKIPPED, graph_to_plain, skipped_to_plain
 from rrfp.trace.held import Level, held_levels

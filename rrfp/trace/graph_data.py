@@ -6,9 +6,9 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rrfp.core.graph import TaskGraph
 from rrfp.costs.graph_fields import read_graph
 from rrfp.costs.graph_names import edge_names, named
+from rrfp.model.graph import TaskGraph
 from rrfp.trace.spans import Skip
 
 #: The argument of a run's name that has its graph, and that of a step that has the skipped virtual stages.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from rrfp.core.tasks import Kind
+from rrfp.model.tasks import Kind
 from rrfp.trace.spans import StepTrace
 
 

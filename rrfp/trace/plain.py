@@ -11,8 +11,8 @@ import reprlib
 from dataclasses import astuple
 from typing import Any
 
-from rrfp.core.tasks import Task
 from rrfp.core.usage import Peaks, WaitCause
+from rrfp.model.tasks import Task
 from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
 
 

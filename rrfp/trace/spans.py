@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
-from rrfp.core.record import record
-from rrfp.core.tasks import Task
 from rrfp.core.usage import Peaks, WaitCause
+from rrfp.model.record import record
+from rrfp.model.tasks import Task
 
 DEFAULT_CAPACITY = 65_536
 

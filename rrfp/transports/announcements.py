@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import msgpack
 from torch import Tensor
 
-from rrfp.core.tasks import StepId, Task
 from rrfp.errors import FrameError
+from rrfp.model.tasks import StepId, Task
 from rrfp.transports.base import Channel, Message, MessageKind
 from rrfp.transports.header_checks import HeaderChecks, TensorSpec
 from rrfp.transports.tensor_bytes import copied_from, from_buffer

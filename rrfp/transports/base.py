@@ -39,10 +39,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from rrfp.core import timeouts
-from rrfp.core.record import record
-from rrfp.core.tasks import StepId, Task
+from rrfp import timeouts
 from rrfp.errors import RrfpError
+from rrfp.model.record import record
+from rrfp.model.tasks import StepId, Task
 from rrfp.transports.secret import Secret, check_security
 
 if TYPE_CHECKING:

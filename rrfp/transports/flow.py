@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 from rrfp.errors import RrfpError, TransportClosedError
 from rrfp.transports.base import Channel, Deliver, Message
 from rrfp.transports.header_checks import HeaderChecks

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
-from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import FrameError
+from rrfp.model.tasks import Kind, Mode, StepId, Task
 from rrfp.transports.tensor_bytes import DTYPES, MAX_DIMENSIONS
 
 #: Bytes of one announced tensor: beyond it, strides would overflow 64 bits.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import msgpack
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 from rrfp.errors import TransportError
 from rrfp.transports.base import TransportContext
 from rrfp.transports.flow import HomeLoop

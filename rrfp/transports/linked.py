@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 from rrfp.errors import ConfigError, PeerLostError, RrfpError, TransportClosedError, TransportError
 from rrfp.log import get_logger
 from rrfp.transports.base import Channel, Deliver, Message, Transport, TransportContext, TransportStatistics

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rrfp.core.registry import Registry, where_defined
 from rrfp.errors import ConfigError
+from rrfp.plugins import Registry, where_defined
 from rrfp.transports.base import Transport, TransportContext
 
 #: Makes one rank's transport: a Transport subclass, or any other callable.

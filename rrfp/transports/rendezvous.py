@@ -14,9 +14,9 @@ from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from rrfp.core import timeouts
-from rrfp.core.topology import Topology
+from rrfp import timeouts
 from rrfp.errors import ConfigError, TransportError
+from rrfp.model.topology import Topology
 from rrfp.transports.base import TransportContext
 from rrfp.transports.flow import settle
 

@@ -12,15 +12,15 @@ from rrfp.arbiter.agreement import AgreementArbiter
 from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
 from rrfp.arbiter.leader import LeaderProtocol
 from rrfp.core import events as ev
-from rrfp.core.graph import TaskGraph
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.core.usage import WaitCause
 from rrfp.errors import ProtocolError
 from rrfp.hints.registry import create_hint
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Mode, StepId, Task
 
 STEP = StepId(0, Mode.TRAIN, 3)
 

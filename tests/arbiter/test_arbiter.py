@@ -5,9 +5,9 @@ from __future__ import annotations
 from core_script import Script, T
 
 from rrfp.arbiter.arbiter import Arbiter
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Task
 from rrfp.core.usage import WaitCause
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Task
 
 
 class Lane:

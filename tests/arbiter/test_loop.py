@@ -10,7 +10,7 @@ from arbiter.test_arbiter import Lane
 from core_script import Script
 
 from rrfp.arbiter.loop import run_arbiter
-from rrfp.core.graph import TaskGraph
+from rrfp.model.graph import TaskGraph
 
 
 @asynccontextmanager

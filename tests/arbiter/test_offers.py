@@ -7,14 +7,14 @@ from core_script import Script, T
 
 from rrfp.arbiter.arbiter import Arbiter
 from rrfp.arbiter.offers import Offers, may_offer
-from rrfp.core.admission import Limit
-from rrfp.core.graph import TaskGraph
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Task
 from rrfp.hints.registry import create_hint
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Task
 
 
 class Lane:

@@ -7,11 +7,11 @@ from core_script import Script, T
 from rrfp.arbiter.arbiter import Arbiter
 from rrfp.arbiter.pauses import PauseTimer
 from rrfp.core import events as ev
-from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import View
-from rrfp.core.tasks import Task
 from rrfp.core.usage import WaitCause
 from rrfp.hints.alternating import BackwardForward
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Task
 
 
 class Patient(BackwardForward):

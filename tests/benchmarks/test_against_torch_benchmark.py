@@ -24,10 +24,10 @@ from benchmarks.shared.overhead import makespan
 from benchmarks.shared.step_figures import Results, results_of
 from benchmarks.shared.steps import Step
 from benchmarks.shared.tables import Form, scaled
-from rrfp.core.admission import Limit
 from rrfp.engine.bound import lower_bound
 from rrfp.engine.engine import run
 from rrfp.hints.registry import DEFAULT_HINT, create_hint, create_strict
+from rrfp.memory.admission import Limit
 
 ROOT = Path(__file__).resolve().parents[2]
 

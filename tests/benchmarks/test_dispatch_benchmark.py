@@ -9,7 +9,7 @@ from benchmarks.dispatch.arrivals import ROWS, Samples, above, idle_times, sprea
 from benchmarks.dispatch.decisions import EngineSpeed
 from benchmarks.dispatch.outputs import CASES, WatchCost, time_watch
 from benchmarks.dispatch.run import aims_of
-from rrfp.core.tasks import Kind, Task
+from rrfp.model.tasks import Kind, Task
 from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan
 
 

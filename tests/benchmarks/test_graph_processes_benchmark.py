@@ -14,7 +14,7 @@ import pytest
 from benchmarks.graphs.forms import Settings, Turn, declared, visits_of
 from benchmarks.graphs.processes import Figure, Step, aims, figure_of, figures_of
 from benchmarks.graphs.runs import CHAIN, FORMS, LIMITS
-from rrfp.graphs.model_graph import ModelGraph
+from rrfp.model.model_graph import ModelGraph
 
 SETTINGS = Settings(4, 0.6, 0.4, microbatches=6, rounds=3)
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.memory.settings import OWN_BYTES, Method, Settings
-from rrfp.core.admission import Limit
+from rrfp.memory.admission import Limit
 
 
 def test_ragged_microbatches_have_rows_in_proportion_to_their_sizes_and_the_same_in_the_mean() -> None:

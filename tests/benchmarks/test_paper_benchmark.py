@@ -13,10 +13,10 @@ import pytest
 from fork_server import fork_server, run
 
 from benchmarks.paper.theorem import flow, terms
-from rrfp.core.admission import Limit
 from rrfp.costs import CostTable, make_costs
 from rrfp.engine.engine import run as run_engine
 from rrfp.hints.registry import create_hint
+from rrfp.memory.admission import Limit
 
 __all__ = ["fork_server"]
 

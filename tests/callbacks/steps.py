@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from rrfp.callbacks import RunBegun, RunEnded, StageFigures, StepEnded
-from rrfp.core.tasks import Mode
-from rrfp.core.topology import Topology
 from rrfp.core.usage import Peaks
+from rrfp.model.tasks import Mode
+from rrfp.model.topology import Topology
 from rrfp.trace.breakdown import Breakdown
 
 STEP = StepEnded(

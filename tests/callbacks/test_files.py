@@ -18,9 +18,9 @@ from runtime.toys import data, loss_fn, stages
 
 import rrfp
 from rrfp.callbacks import Callback, Csv, JsonLines, metric_names, metrics
-from rrfp.core.tasks import Mode
-from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError, RrfpError
+from rrfp.model.tasks import Mode
+from rrfp.model.topology import Topology
 
 BATCH = data(3)
 KINDS = pytest.mark.parametrize("kind", [JsonLines, Csv])

@@ -13,8 +13,8 @@ from runtime.toys import data, loss_fn, stages
 
 import rrfp
 from rrfp.callbacks import Aborted, Callback, Progress, RunBegun, Stall
-from rrfp.core.tasks import Mode
 from rrfp.errors import ConfigError, Origin
+from rrfp.model.tasks import Mode
 
 BATCH = data(3)
 

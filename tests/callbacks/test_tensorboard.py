@@ -11,8 +11,8 @@ import pytest
 from callbacks.steps import RUN_ENDED, begun, ended
 
 from rrfp.callbacks import TensorBoard
-from rrfp.core.tasks import Mode
 from rrfp.errors import ConfigError
+from rrfp.model.tasks import Mode
 
 
 def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_transports_are_listed() -> None:
 
 def test_plugin_that_cannot_be_loaded_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("mine", "no_such_module:Hint", "rrfp.hints")
-    monkeypatch.setattr("rrfp.core.registry.entry_points", lambda group: [point])
+    monkeypatch.setattr("rrfp.plugins.entry_points", lambda group: [point])
     known = {one["name"]: one for one in json.loads(rrfp("hints", "--json").stdout)}
     assert known["mine"]["description"].startswith("cannot be loaded (ModuleNotFoundError")
     assert known["mine"]["origin"].startswith("plugin")
@@ -126,7 +126,7 @@ def test_plugin_that_cannot_be_loaded_does_not_hide_the_others(monkeypatch: pyte
 
 def test_a_plugin_without_a_docstring_is_described_by_its_full_name(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("mine", "cli.test_commands:Plain", "rrfp.hints")
-    monkeypatch.setattr("rrfp.core.registry.entry_points", lambda group: [point])
+    monkeypatch.setattr("rrfp.plugins.entry_points", lambda group: [point])
     known = {one["name"]: one for one in json.loads(rrfp("hints", "--json").stdout)}
     assert known["mine"]["description"] == "cli.test_commands.Plain, which has no docstring"
 
@@ -173,7 +173,7 @@ def list_plugin(monkeypatch: pytest.MonkeyPatch, folder: Path, group: str, code:
     (folder / "bad_plugin.py").write_text(code)
     monkeypatch.syspath_prepend(folder)
     point = EntryPoint("mine", "bad_plugin:Plugin", f"rrfp.{group}")
-    monkeypatch.setattr("rrfp.core.registry.entry_points", lambda group: [point])
+    monkeypatch.setattr("rrfp.plugins.entry_points", lambda group: [point])
 
 
 @pytest.mark.parametrize("name", ["bf", "1f1b"])

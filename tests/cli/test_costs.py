@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from cli.shell import rrfp
 
-from rrfp.core.placement import Layout
 from rrfp.costs import make_costs, read_costs
 from rrfp.lab.simulation import planned_sizes, simulate
+from rrfp.model.placement import Layout
 from rrfp.trace.chrome import ChromeRun, write_chrome, write_runs
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from cli.shell import rrfp, rrfp_process
 
-from rrfp.core.graph import TaskGraph
 from rrfp.costs import CostTable, make_costs, write_costs
 from rrfp.lab.cluster.simulation import simulate_tensor_parallel
+from rrfp.model.graph import TaskGraph
 from rrfp.schedules.csv import to_csv
 from rrfp.schedules.registry import make_schedule
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from cli.shell import rrfp, rrfp_process
 
-from rrfp.core.graph import TaskGraph
-from rrfp.core.schedule import Schedule
-from rrfp.core.tasks import Kind, Task
 from rrfp.costs import make_costs, write_costs
+from rrfp.model.graph import TaskGraph
+from rrfp.model.schedule import Schedule
+from rrfp.model.tasks import Kind, Task
 from rrfp.schedules import registry
 from rrfp.schedules.generators import Needs
 

@@ -15,10 +15,10 @@ from runtime.host_device import HostDevice
 from torch import nn
 
 import rrfp
+from rrfp import timeouts
 from rrfp.compute.gradients import reducer as gradient_buckets
-from rrfp.core import timeouts
-from rrfp.core.mesh import Mesh
 from rrfp.errors import StageError
+from rrfp.model.mesh import Mesh
 
 
 def mixed() -> Any:

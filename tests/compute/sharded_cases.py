@@ -20,8 +20,8 @@ from rrfp.compute.gradients.norm import combined_norm, local_norm
 from rrfp.compute.gradients.process_groups import check_replicas, check_sharded, global_ranks, replica_group
 from rrfp.compute.gradients.reducer import GradientReducer
 from rrfp.compute.lanes.thread import ThreadLane
-from rrfp.core.mesh import Mesh
 from rrfp.errors import ConfigError, StageError
+from rrfp.model.mesh import Mesh
 
 RANKS = 4
 

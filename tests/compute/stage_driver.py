@@ -13,8 +13,8 @@ from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch, StageProgram
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.compute.weighting import gradient_weights
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Kind, Mode, StepId, Task
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Mode, StepId, Task
 
 #: Picks one of the ready tasks.
 Choose = Callable[[Sequence[Task]], Task]

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch
 from rrfp.compute.torch_stage import TorchStage
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Kind, Mode, StepId, Task
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Mode, StepId, Task
 from rrfp.testing.reference import reference
 
 ROWS, WIDTH = 3, 4

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from rrfp.compute.program import Batch
 from rrfp.compute.torch_stage import TorchStage
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import StageError
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Mode, StepId, Task
 
 
 def test_fixed_statistics_may_be_checkpointed() -> None:

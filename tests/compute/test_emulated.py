@@ -11,10 +11,10 @@ from compute.stage_driver import Run, build
 from torch import nn
 
 from rrfp.compute.program import Batch
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.costs import make_costs
 from rrfp.lab.emulated import EmulatedStage, PacedStage, sleep_until, table_durations
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Mode, StepId, Task
 
 STEP = StepId(0, Mode.TRAIN, 2)
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import rrfp
 from rrfp.compute.gradients.norm import clip, combined_norm, local_norm
-from rrfp.core.mesh import Mesh
 from rrfp.errors import ConfigError, ProtocolError, StageError
+from rrfp.model.mesh import Mesh
 from rrfp.runtime.grad_clipping import Clipping, GradientHolder
 
 NORM_TYPES = [2.0, 1.0, 0.5, 3.0, math.inf]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from rrfp.compute.mailbox import Mailbox
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Kind, Task
 from rrfp.errors import ProtocolError
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Task
 
 #: The backward of virtual stage 2, whose gradients virtual stage 1 reads.
 TASK = Task(Kind.B, 0, 2)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rrfp.compute.caller_context import CallerModes
 from rrfp.compute.program import Batch
-from rrfp.core.tasks import Mode, StepId
+from rrfp.model.tasks import Mode, StepId
 from rrfp.testing.reference import reference
 
 T = TypeVar("T")

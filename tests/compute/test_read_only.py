@@ -15,10 +15,10 @@ from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch, StageProgram
 from rrfp.compute.split import backward
 from rrfp.compute.torch_stage import TorchStage
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Kind, Mode, StepId, Task
-from rrfp.core.visits import Visits
 from rrfp.errors import StageError
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Mode, StepId, Task
+from rrfp.model.visits import Visits
 
 
 class Bump(nn.Module):

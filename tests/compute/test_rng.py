@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import rrfp
 from rrfp.compute.rng import RandomForks, fork_seed
-from rrfp.core.tasks import Kind, Task
+from rrfp.model.tasks import Kind, Task
 
 
 def test_seeds_are_fixed_for_ever() -> None:

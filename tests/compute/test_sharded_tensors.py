@@ -29,9 +29,9 @@ from rrfp.compute.program import Batch
 from rrfp.compute.received import Received
 from rrfp.compute.split.backward import SplitBackward, input_gradients
 from rrfp.compute.torch_stage import TorchStage
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Kind, Task
 from rrfp.errors import StageError
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Task
 
 ROWS, WIDTH, HIDDEN, FLOAT = 5, 8, 32, 4
 

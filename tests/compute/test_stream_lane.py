@@ -102,7 +102,7 @@ async def test_an_error_in_python_does_not_wait_for_a_device_that_hangs() -> Non
     lane = StreamLane(device)
     lane.start()
     hanging = lane.enqueue(lambda: torch.ones(3))
-    with patch("rrfp.core.timeouts.DEVICE_VERDICT_S", 0.01):
+    with patch("rrfp.timeouts.DEVICE_VERDICT_S", 0.01):
         assert isinstance(await error_of(lane.enqueue(lambda: 1 // 0)), ZeroDivisionError)
     assert not hanging.done()
     lane.close()

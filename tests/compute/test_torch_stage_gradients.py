@@ -28,9 +28,9 @@ from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch
 from rrfp.compute.split import backward as split_backward
 from rrfp.compute.torch_stage import TorchStage
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import Placement
-from rrfp.core.tasks import Mode, StepId, Task
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Placement
+from rrfp.model.tasks import Mode, StepId, Task
 from rrfp.testing.reference import reference
 
 WIDTH = 6

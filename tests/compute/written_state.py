@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from rrfp.compute.buffers import writes_buffers_in_forward
 from rrfp.compute.program import Batch
 from rrfp.compute.torch_stage import TorchStage
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Kind, Mode, StepId, Task
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Mode, StepId, Task
 
 #: Out of microbatch order, and every kind of neighbour.
 ORDER = "F1 F0 B0 F2 B1 B2"

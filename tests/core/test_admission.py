@@ -8,12 +8,12 @@ import pytest
 from core_script import Script, T
 
 from rrfp.core import events as ev
-from rrfp.core.admission import Limit
 from rrfp.core.events import ChunkReduced
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Kind, Mode, StepId
 from rrfp.core.usage import Peaks
 from rrfp.errors import ConfigError
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Mode, StepId
 
 ONE = TaskGraph.chain(1)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from core_script import Script, T
 
-from rrfp.core.admission import Limit
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import Placement
 from rrfp.core.ready_set import DrainOrder, ForcedOrder
-from rrfp.core.tasks import Kind, Mode
 from rrfp.core.usage import WaitCause
-from rrfp.core.visits import Visits
 from rrfp.errors import ConfigError
 from rrfp.hints.priority import BackwardPriority, ForwardPriority
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Placement
+from rrfp.model.tasks import Kind, Mode
+from rrfp.model.visits import Visits
 
 
 def script_of(

@@ -9,13 +9,13 @@ import pytest
 from core_script import Script, T
 
 from rrfp.core import events as ev
-from rrfp.core.admission import Limit
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import TablePlacement
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import F, Kind, Mode, StepId, Task
 from rrfp.hints.alternating import BackwardForward
 from rrfp.lab.explore.search import explore
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import TablePlacement
+from rrfp.model.tasks import F, Kind, Mode, StepId, Task
 
 #: Two sources of one sink, all on one stage; and each on a stage of its own.
 TOGETHER = TaskGraph(TablePlacement((0, 0, 0)), ((0, 2), (1, 2)))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from rrfp.core.admission import Admission, Limit
-from rrfp.core.banker import Banker
-from rrfp.core.branches import plain_stages
-from rrfp.core.graph import TaskGraph
-from rrfp.core.memory_rule import rule_of
-from rrfp.core.placement import Placement, TablePlacement
-from rrfp.core.visits import Visits
 from rrfp.errors import ConfigError
+from rrfp.memory.admission import Admission, Limit
+from rrfp.memory.banker import Banker
+from rrfp.memory.branches import plain_stages
+from rrfp.memory.memory_rule import rule_of
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Placement, TablePlacement
+from rrfp.model.visits import Visits
 
 ALL = frozenset[frozenset[int]]({frozenset()})
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rrfp.core.admission import Limit
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import Layout, Placement, TablePlacement
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Layout, Placement, TablePlacement
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 8])

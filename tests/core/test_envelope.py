@@ -10,7 +10,7 @@ from batches import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.core.seen_sizes import ConcaveEnvelope, Point
+from rrfp.memory.seen_sizes import ConcaveEnvelope, Point
 
 points: st.SearchStrategy[list[tuple[int, int]]] = st.lists(
     st.tuples(st.integers(1, 12), st.integers(0, 12)), min_size=1, max_size=9

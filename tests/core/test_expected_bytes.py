@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rrfp.core.seen_sizes import REMEMBERED_STEPS, Preview, SeenSizes
+from rrfp.memory.seen_sizes import REMEMBERED_STEPS, Preview, SeenSizes
 
 
 def forwarded(seen: SeenSizes, held: int, preview: Preview) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from core_script import Script, T
 
 from rrfp.core.events import Credit, FinishStep, Release, Send
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import Placement
-from rrfp.core.tasks import Mode
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Placement
+from rrfp.model.tasks import Mode
 
 CHAIN = TaskGraph.chain(3)
 

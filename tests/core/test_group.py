@@ -17,10 +17,10 @@ from rrfp.core.events import (
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.core.usage import WaitCause
 from rrfp.core.waiting import Waiting, waiting
 from rrfp.errors import ConfigError
+from rrfp.model.tasks import Mode, StepId, Task
 
 
 def test_the_leader_runs_what_has_arrived_everywhere() -> None:

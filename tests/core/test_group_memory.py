@@ -8,7 +8,6 @@ import pytest
 from core_script import Script, T
 from group_scripts import CHAIN, ordered, refusal, reported
 
-from rrfp.core.admission import Limit
 from rrfp.core.events import (
     ChunkReduced,
     Completed,
@@ -18,12 +17,13 @@ from rrfp.core.events import (
     Order,
     Run,
 )
-from rrfp.core.graph import TaskGraph
 from rrfp.core.group_step import GroupMembership
-from rrfp.core.mesh import Mesh
-from rrfp.core.tasks import Mode, StepId
-from rrfp.core.topology import Topology
 from rrfp.core.waiting import describe, waiting
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.mesh import Mesh
+from rrfp.model.tasks import Mode, StepId
+from rrfp.model.topology import Topology
 
 
 def test_a_forward_is_ordered_and_enqueued_behind_the_backward_that_gives_its_slot_back() -> None:

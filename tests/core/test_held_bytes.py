@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from core_script import T
 
-from rrfp.core.held_bytes import HeldBytes
+from rrfp.memory.held_bytes import HeldBytes
 
 FIRST, SECOND = (0, 0), (0, 1)
 

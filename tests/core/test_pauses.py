@@ -6,13 +6,13 @@ import pytest
 from core_script import Script, T
 
 from rrfp.core import events as ev
-from rrfp.core.graph import TaskGraph
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.hint import View
-from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.core.usage import WaitCause
 from rrfp.errors import ProtocolError
 from rrfp.hints.alternating import BackwardForward
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Mode, StepId, Task
 
 FORWARD_S, BACKWARD_S = 3.0, 8.0
 

@@ -8,11 +8,11 @@ import pytest
 from core_script import Script, T
 
 from rrfp.core.events import Abort, Aborted, Arrived, ChunkReduced, Consumed, ReadyReported, StepOpened
-from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.errors import ConfigError, HintError, Origin, ProtocolError
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Mode, StepId, Task
 
 HERE = "step 0 (train, 2 microbatches)"
 REMEDY = "; all ranks must make the same calls in order"

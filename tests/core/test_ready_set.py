@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from core_script import Script, T
 
-from rrfp.core.graph import TaskGraph
 from rrfp.core.ready_set import ChunkOrder
-from rrfp.core.tasks import Kind
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind
 
 
 @pytest.fixture

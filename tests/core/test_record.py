@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from rrfp.core.events import Enqueued, Release, Send
-from rrfp.core.tasks import Kind, Task
+from rrfp.model.tasks import Kind, Task
 
 FORWARD, BACKWARD = Task(Kind.F, 3, 5), Task(Kind.B, 3, 5)
 

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.core import events as ev
-from rrfp.core.admission import Limit
 from rrfp.core.events import ChunkReduced
-from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import View
-from rrfp.core.seen_sizes import REMEMBERED_STEPS, SeenSizes
-from rrfp.core.tasks import Kind, Mode, StepId
 from rrfp.hints.alternating import BackwardForward
+from rrfp.memory.admission import Limit
+from rrfp.memory.seen_sizes import REMEMBERED_STEPS, SeenSizes
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Mode, StepId
 
 ONE, SPLIT = TaskGraph.chain(1), TaskGraph.chain(1, split=True)
 

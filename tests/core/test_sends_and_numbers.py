@@ -8,10 +8,10 @@ import pytest
 from core_script import Script, T
 
 from rrfp.core.events import Arrived, ChunkReduced, Send
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import Placement
-from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import ProtocolError
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Placement
+from rrfp.model.tasks import Kind, Mode, StepId, Task
 
 SKIPPING = TaskGraph(Placement(3), ((0, 1), (1, 2), (0, 2)))
 HERE = "step 0 (train, 3 microbatches)"

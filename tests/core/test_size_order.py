@@ -8,9 +8,9 @@ import pytest
 from core_script import Script, T
 
 from rrfp.core import events as ev
-from rrfp.core.graph import TaskGraph
-from rrfp.core.size_order import correlation, followed, least
-from rrfp.core.tasks import Mode, StepId
+from rrfp.memory.size_order import correlation, followed, least
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Mode, StepId
 
 
 @pytest.mark.parametrize(

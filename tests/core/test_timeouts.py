@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 
 
 @pytest.mark.parametrize(

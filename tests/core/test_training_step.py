@@ -6,11 +6,11 @@ import pytest
 from core_script import Script, T
 
 from rrfp.core.events import Aborted, Arrived, ChunkReduced, Event, FinishStep, ReduceChunk, Release, Send
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import Placement
-from rrfp.core.tasks import Kind, Mode, StepId
 from rrfp.errors import Origin
 from rrfp.hints.alternating import BackwardForward
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Placement
+from rrfp.model.tasks import Kind, Mode, StepId
 
 
 class Observer(BackwardForward):

@@ -17,15 +17,15 @@ from rrfp.core.events import (
     Send,
     StepOpened,
 )
-from rrfp.core.graph import TaskGraph
 from rrfp.core.group_step import GroupMembership
-from rrfp.core.placement import Placement, TablePlacement
 from rrfp.core.ready_set import DrainOrder
-from rrfp.core.tasks import Kind, Mode, StepId
-from rrfp.core.topology import Topology
-from rrfp.core.visits import Visits
 from rrfp.core.waiting import describe
 from rrfp.errors import ConfigError, ProtocolError
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Placement, TablePlacement
+from rrfp.model.tasks import Kind, Mode, StepId
+from rrfp.model.topology import Topology
+from rrfp.model.visits import Visits
 
 #: Two sources and a sink, each on a stage of its own; all on one; and a chain with an edge round its middle.
 APART = TaskGraph(Placement(3), ((0, 2), (1, 2)))

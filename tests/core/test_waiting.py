@@ -5,14 +5,14 @@ from __future__ import annotations
 from core_script import Script, T
 
 from rrfp.core.events import ChunkReduced, Completed, Ordered, ReadyReported
-from rrfp.core.graph import TaskGraph
 from rrfp.core.group_step import GroupMembership
-from rrfp.core.mesh import Mesh
-from rrfp.core.placement import TablePlacement
-from rrfp.core.tasks import Kind, Mode, StepId
-from rrfp.core.topology import Topology
 from rrfp.core.usage import WaitCause
 from rrfp.core.waiting import Waiting, describe, unconsumed, waiting
+from rrfp.model.graph import TaskGraph
+from rrfp.model.mesh import Mesh
+from rrfp.model.placement import TablePlacement
+from rrfp.model.tasks import Kind, Mode, StepId
+from rrfp.model.topology import Topology
 
 CHAIN = TaskGraph.chain(3)
 LEADER, FOLLOWER = GroupMembership(0, 2), GroupMembership(1, 2)

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.core import events as ev
-from rrfp.core.admission import Limit
-from rrfp.core.graph import TaskGraph
 from rrfp.core.group_step import GroupMembership
-from rrfp.core.tasks import Kind, Task
 from rrfp.hints.registry import create_strict
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Task
 
 SPLIT = TaskGraph.chain(1, split=True)
 

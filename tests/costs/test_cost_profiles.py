@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rrfp.core.placement import Layout
 from rrfp.costs import PROFILES, make_costs, microbatch_sizes
 from rrfp.errors import ConfigError
+from rrfp.model.placement import Layout
 
 
 def test_llm_is_uniform_but_for_the_last_stage() -> None:

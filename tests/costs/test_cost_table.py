@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rrfp.core.placement import Layout
 from rrfp.costs import CostTable
 from rrfp.errors import ConfigError
+from rrfp.model.placement import Layout
 
 
 def table(**changes: Any) -> CostTable:

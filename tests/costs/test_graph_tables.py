@@ -11,12 +11,12 @@ from batches import examples
 from hypothesis import given
 from sim.tables import graph_table, graph_tables
 
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import Placement
-from rrfp.core.tasks import Kind
 from rrfp.costs import CostTable, from_json, make_costs, to_json, with_jitter, with_latency
 from rrfp.costs.table import message_times
 from rrfp.errors import ConfigError
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Placement
+from rrfp.model.tasks import Kind
 
 GOOD: dict[str, Any] = {
     "stages": 3,

@@ -20,8 +20,8 @@ from rich.console import Console
 
 import rrfp
 from rrfp.callbacks import Progress, StepEnded
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Kind, Mode, Task
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Mode, Task
 from rrfp.testing.clock import EmulatedStage, TimerLane, run_virtual
 
 PICTURE = Path(__file__).parents[2] / "docs" / "progress.svg"

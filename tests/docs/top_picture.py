@@ -16,8 +16,8 @@ from rich.console import Console
 import rrfp
 from rrfp.commands.top_rows import rows
 from rrfp.commands.top_table import table_of
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import B, Task
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import B, Task
 from rrfp.runtime.stall.status import Survey
 from rrfp.runtime.status_socket.report import JobReport
 from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual

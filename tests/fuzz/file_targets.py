@@ -16,9 +16,6 @@ from typing import Any
 from fuzz.mutations import JSON, to_json
 from fuzz.targets import Decode, Target, plain
 
-from rrfp.core.graph import TaskGraph
-from rrfp.core.measured import Largest, Measured, Spent
-from rrfp.core.tasks import Kind, Task
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.costs.files import read_costs, read_sizes
 from rrfp.costs.files import to_json as to_json_text
@@ -29,6 +26,9 @@ from rrfp.lab.generators.profiles import make_costs
 from rrfp.lab.traces.chrome_reader import read_chrome
 from rrfp.lab.traces.measured_costs import measured_costs
 from rrfp.lab.traces.report import RunReport
+from rrfp.memory.measured import Largest, Measured, Spent
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Task
 from rrfp.pipeline.state import VERSION, PipelineState
 from rrfp.runtime import records
 from rrfp.schedules.csv import CsvSchedule, to_csv

@@ -17,12 +17,12 @@ from fuzz.wire_targets import RUN_ID, as_case, context, message
 
 from rrfp.compute.gradients.tie_copies import CopyTerms, Tie
 from rrfp.compute.mailbox import Mailbox
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Kind, Task
-from rrfp.core.topology import Topology
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.errors import ConfigError, FrameError, PeerLostError, ProtocolError, StageError, TransportError
 from rrfp.lab.device_double.device import DoubleSharing
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Task
+from rrfp.model.topology import Topology
 from rrfp.runtime import records
 from rrfp.runtime.abort import origin_of
 from rrfp.runtime.all_gather import TreeAllGather

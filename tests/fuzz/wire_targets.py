@@ -13,9 +13,9 @@ from fuzz.mutations import MSGPACK, pack
 from fuzz.targets import Decode, Target, join, parts, plain
 
 from rrfp.compute.devices.cuda_sharing import CudaSharing
-from rrfp.core.tasks import Kind, Mode
 from rrfp.errors import FrameError, PeerLostError, TransportError
 from rrfp.lab.device_double.device import DoubleSharing
+from rrfp.model.tasks import Kind, Mode
 from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
 from rrfp.transports.carried.announcements import CREDIT, EDGE, FAREWELL, WANT, announced, number_of
 from rrfp.transports.cuda_ipc.announcements import PULLED, SHARED, shared

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu.target import Target
-from rrfp.core.placement import Layout, Placement
 from rrfp.lab.demo.model import GptConfig, build_stages, loss_fn
+from rrfp.model.placement import Layout, Placement
 from rrfp.testing.reference import ReferenceResult, reference
 
 __all__ = ["DEMO", "LARGE", "Model", "loss_fn", "placed"]

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 import rrfp
-from rrfp.core.mesh import Mesh
+from rrfp.model.mesh import Mesh
 from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.testing.reference import reference
 from rrfp.transports.rendezvous import StoreRendezvous

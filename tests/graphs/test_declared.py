@@ -10,7 +10,7 @@ from graphs.graph_models import blocks
 
 import rrfp
 from rrfp.errors import ConfigError
-from rrfp.graphs.model_graph import ModelGraph
+from rrfp.model.model_graph import ModelGraph
 
 
 def declare(build: Callable[[Any], Any]) -> rrfp.Graph:

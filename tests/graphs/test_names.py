@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import rrfp
 from rrfp.compute.gradients.sparse import check_not_sparse
 from rrfp.errors import RrfpError
-from rrfp.graphs.names import named, numbered
+from rrfp.model.names import named, numbered
 
 #: Modules by part.
 Parts = Mapping[str, Any]

@@ -12,7 +12,7 @@ from graphs.graph_models import WIDTH, Block, Model, Modules, loss_fn, tensors
 
 import rrfp
 from rrfp.errors import ConfigError
-from rrfp.graphs.model_graph import ModelGraph
+from rrfp.model.model_graph import ModelGraph
 from rrfp.testing.reference import reference
 
 HINTS = ["bf", "fb", "b-priority", "f-priority", "bfw", "slot-aware", "slot-aware-pyramid", "bfw-pyramid"]

@@ -12,7 +12,7 @@ import torch
 from fork_server import fork_server  # noqa: F401 - a fixture
 from graphs.mesh_ranks import Job, MeshRanks, trains
 
-from rrfp.core.mesh import Mesh
+from rrfp.model.mesh import Mesh
 
 REPLICAS, GROUPS = Mesh((("pp", 2), ("dp", 2))), Mesh((("pp", 2), ("tp", 2)))
 ALL, NONE = [True] * 4, [False] * 4

@@ -15,15 +15,15 @@ from typer.testing import CliRunner
 
 import rrfp
 from rrfp.cli import app
-from rrfp.core.tasks import Kind
 from rrfp.costs import read_costs
 from rrfp.errors import ConfigError
-from rrfp.graphs.model_graph import ModelGraph
 from rrfp.lab.generators.multimodal import multimodal_costs
 from rrfp.lab.simulation import simulate
 from rrfp.lab.traces.chrome_reader import TracedRun, read_chrome
 from rrfp.lab.traces.measured_costs import measured_costs, traced_step
 from rrfp.lab.traces.plot import draw_timelines
+from rrfp.model.model_graph import ModelGraph
+from rrfp.model.tasks import Kind
 from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.trace.chrome import write_chrome
 from rrfp.trace.spans import skips

@@ -8,15 +8,15 @@ import pytest
 from core_script import Script, T
 
 from rrfp.core.events import ChunkReduced
-from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint
-from rrfp.core.schedule import Schedule
-from rrfp.core.tasks import Mode, StepId
 from rrfp.errors import ConfigError
 from rrfp.hints.alternating import BackwardForward, BackwardForwardWeight, ForwardBackward
 from rrfp.hints.priority import BackwardPriority, ForwardPriority
 from rrfp.hints.registry import create_hint, create_strict, hint_factory, hint_names
 from rrfp.hints.schedule import ScheduleHint, Strict
+from rrfp.model.graph import TaskGraph
+from rrfp.model.schedule import Schedule
+from rrfp.model.tasks import Mode, StepId
 from rrfp.schedules.registry import schedule_names
 
 MIDDLE = TaskGraph.chain(3)
@@ -210,14 +210,14 @@ def test_names_list_hints_and_schedules() -> None:
 
 
 def test_built_in_hints_need_no_installed_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rrfp.core.registry.entry_points", lambda group: [])
+    monkeypatch.setattr("rrfp.plugins.entry_points", lambda group: [])
     for name in hint_names():
         assert callable(hint_factory(name)().choose)
 
 
 def test_a_plugin_does_not_hide_or_double_a_name_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [EntryPoint(name, "no_such_module:Hint", "rrfp.hints") for name in ("mine", "bf", "1f1b")]
-    monkeypatch.setattr("rrfp.core.registry.entry_points", lambda group: points)
+    monkeypatch.setattr("rrfp.plugins.entry_points", lambda group: points)
     assert hint_names() == (*BUILT_IN, "mine", *schedule_names())
     assert isinstance(create_hint("1f1b"), ScheduleHint)
 

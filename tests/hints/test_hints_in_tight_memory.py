@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from batches import long
 
-from rrfp.core.admission import Limit
 from rrfp.costs import CostTable, make_costs, microbatch_sizes
 from rrfp.engine.engine import run
 from rrfp.hints.registry import create_hint
+from rrfp.memory.admission import Limit
 
 MICROBATCHES = 64
 SEEDS = (0, 1, 2)

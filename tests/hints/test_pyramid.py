@@ -8,18 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.core import events as ev
-from rrfp.core.admission import Limit
-from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint, View
-from rrfp.core.placement import TablePlacement
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.costs import make_costs
 from rrfp.engine.engine import run
 from rrfp.hints.alternating import BackwardForward
 from rrfp.hints.pyramid import LENGTH_PER_STAGE, Pyramids, bfw_pyramid, pyramids, slot_aware_pyramid
 from rrfp.hints.registry import create_hint, create_strict
 from rrfp.hints.slot_aware import SlotAware
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import TablePlacement
+from rrfp.model.tasks import Kind, Mode, StepId, Task
 
 SIZES = st.lists(st.floats(0, 1e9), min_size=1, max_size=100)
 

@@ -9,12 +9,8 @@ import pytest
 from core_script import Script, T
 from sim.adversaries import holding_back
 
-from rrfp.core.admission import Limit
 from rrfp.core.events import Run
-from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint
-from rrfp.core.placement import TablePlacement
-from rrfp.core.tasks import Mode
 from rrfp.hints.alternating import BackwardForward
 from rrfp.hints.priority import ForwardPriority
 from rrfp.hints.pyramid import Pyramids
@@ -22,6 +18,10 @@ from rrfp.hints.registry import HINTS, create_hint
 from rrfp.hints.slot_aware import SlotAware
 from rrfp.lab.cluster.random_run import RandomRun
 from rrfp.lab.explore.graph_cases import SlotLimit, random_skips
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import TablePlacement
+from rrfp.model.tasks import Mode
 
 #: On both of two stages a part of an image encoder (0, 1), of an audio encoder (2, 3) and of the model (4, 5).
 COLOCATED = TaskGraph(TablePlacement((0, 1, 0, 1, 0, 1)), ((0, 1), (2, 3), (1, 4), (3, 4), (4, 5)))

@@ -7,17 +7,17 @@ from core_script import Script
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.core.admission import Limit
 from rrfp.core.events import Announced, Completed, Enqueued, Pause, Run
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import Layout, Placement
 from rrfp.core.ready_set import ChunkOrder, ReadySet
-from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.costs import make_costs
 from rrfp.engine.engine import run
 from rrfp.hints.slot_aware import SlotAware
 from rrfp.lab.cluster.random_run import RandomRun
 from rrfp.lab.simulation import simulate
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Layout, Placement
+from rrfp.model.tasks import Kind, Mode, Task
 
 
 def stage(

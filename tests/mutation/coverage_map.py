@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 #: The packages that are changed.
-PACKAGES = ("rrfp/core", "rrfp/arbiter", "rrfp/runtime")
+PACKAGES = ("rrfp/model", "rrfp/memory", "rrfp/core", "rrfp/arbiter", "rrfp/runtime")
 
 #: Tests of the runtime in processes of their own: what runs there is not seen, and they take long.
 _IN_PROCESSES = (

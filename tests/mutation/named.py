@@ -53,21 +53,21 @@ class Named:
 NAMED: tuple[Named, ...] = (
     Named(
         "staircase dropped",
-        "rrfp/core/admission.py",
+        "rrfp/memory/admission.py",
         "return self._chunks - 1 - chunk if is_lowest else self._chunks",
         "return 0 if is_lowest else self._chunks",
         (ADMISSION, CAMPAIGN, tests("core/test_admission.py")),
     ),
     Named(
         "K off by one",
-        "rrfp/core/admission.py",
+        "rrfp/memory/admission.py",
         "return None if self.microbatches is None else self.microbatches * chunks",
         "return None if self.microbatches is None else (self.microbatches + 1) * chunks",
         (ADMISSION, CAMPAIGN, tests("core/test_admission.py")),
     ),
     Named(
         "reserve rule dropped",
-        "rrfp/core/admission.py",
+        "rrfp/memory/admission.py",
         "        self.reserve = reserve\n",
         "        self.reserve = False\n",
         (ADMISSION, CAMPAIGN, tests("core/test_admission.py")),

@@ -17,10 +17,10 @@ from runtime.processes import Processes, emulated_steps
 from runtime.toys import WIDTH, Bomb, Trap, data, fail_at, loss_fn, same_bits, stages
 
 import rrfp
+from rrfp import timeouts
 from rrfp.callbacks import Callback
-from rrfp.core import timeouts
-from rrfp.core.mesh import Mesh
 from rrfp.errors import ConfigError, PipelineAborted
+from rrfp.model.mesh import Mesh
 from rrfp.pipeline import delivery
 from rrfp.testing.clock import EmulatedStage, TimerLane, run_virtual
 

@@ -13,10 +13,10 @@ from runtime.stuck_hints import RELEASE, Blocks
 from runtime.toys import Bomb, Hold, data, loss_fn, stages
 
 import rrfp
-from rrfp.core import timeouts
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Kind, Task
+from rrfp import timeouts
 from rrfp.lab.emulated import EmulatedStage
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Task
 from rrfp.pipeline.blocking import BlockingPipeline
 
 BATCH = data(1)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.core.mesh import Mesh
 from rrfp.hints.alternating import BackwardForward
+from rrfp.model.mesh import Mesh
 
 
 class Watched(nn.Linear):

@@ -16,10 +16,10 @@ from runtime.toys import data, loss_fn, placed, same_bits, stages
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.core.measured import Largest
-from rrfp.core.seen_sizes import REMEMBERED_STEPS, SeenSizes
 from rrfp.errors import ConfigError, RrfpError
 from rrfp.hints import Hint, ReadySet, View
+from rrfp.memory.measured import Largest
+from rrfp.memory.seen_sizes import REMEMBERED_STEPS, SeenSizes
 from rrfp.pipeline.blocking import BlockingPipeline
 
 BATCH = data(4)

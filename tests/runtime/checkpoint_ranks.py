@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import rrfp
 from rrfp import checkpoint
-from rrfp.core.placement import Layout, Placement
 from rrfp.errors import ConfigError
+from rrfp.model.placement import Layout, Placement
 
 WIDTH, LAYERS = 6, 4
 

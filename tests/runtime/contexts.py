@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Task
-from rrfp.core.topology import Topology
 from rrfp.lab.timer_lane import TimerLane
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Task
+from rrfp.model.topology import Topology
 from rrfp.runtime.context import RankContext
 from rrfp.transports.base import Rendezvous, TransportContext
 from rrfp.transports.inproc import InprocTransport

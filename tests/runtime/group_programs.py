@@ -10,9 +10,9 @@ from runtime.ranks import SOON_S, Outcome
 from runtime.toys import Ones
 
 import rrfp
-from rrfp.core.mesh import Mesh
-from rrfp.core.tasks import Task
 from rrfp.errors import PipelineAborted
+from rrfp.model.mesh import Mesh
+from rrfp.model.tasks import Task
 from rrfp.pipeline.blocking import BlockingPipeline
 
 #: Rank 2 leads stage 1, rank 3 follows it.

@@ -15,7 +15,7 @@ from typing import Any
 
 from fork_server import context
 
-from rrfp.core.tasks import Task
+from rrfp.model.tasks import Task
 from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.runtime.stall.status import Survey
 from rrfp.runtime.status_socket.folder import SocketFile, chosen_folder, sockets_in

@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 import rrfp
-from rrfp.core.graph import TaskGraph
-from rrfp.core.mesh import Mesh
 from rrfp.lab.emulated import Durations, EmulatedStage
+from rrfp.model.graph import TaskGraph
+from rrfp.model.mesh import Mesh
 from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.transports.rendezvous import StoreRendezvous
 from rrfp.transports.shm import liveness

@@ -13,7 +13,7 @@ from typing import Any
 import runtime.processes as programs
 from runtime.processes import PATIENCE_S, Processes
 
-from rrfp.core.mesh import Mesh
+from rrfp.model.mesh import Mesh
 from rrfp.transports.registry import TransportSpec
 
 MESHES = {

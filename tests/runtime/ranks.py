@@ -14,8 +14,8 @@ from unittest.mock import patch
 from runtime.toys import data, loss_fn
 
 import rrfp
-from rrfp.core.mesh import Mesh
 from rrfp.errors import PipelineAborted
+from rrfp.model.mesh import Mesh
 from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.pipeline.partition import StagePart
 from rrfp.transports.rendezvous import LocalRendezvous

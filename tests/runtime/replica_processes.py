@@ -18,8 +18,8 @@ from runtime.toys import Bomb, data, loss_fn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 import rrfp
-from rrfp.core.mesh import Mesh
 from rrfp.errors import PipelineAborted
+from rrfp.model.mesh import Mesh
 from rrfp.transports.rendezvous import StoreRendezvous
 
 MESH = Mesh((("pp", 2), ("dp", 2)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rrfp.core.tasks import Mode, StepId
+from rrfp.model.tasks import Mode, StepId
 from rrfp.runtime.context import RankActivity
 
 

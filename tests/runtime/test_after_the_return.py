@@ -18,9 +18,9 @@ from runtime.processes import Processes
 from runtime.toys import data, loss_fn, stages
 
 import rrfp
-from rrfp.core.mesh import Mesh
-from rrfp.core.tasks import Kind, Task
 from rrfp.errors import PipelineAborted, RrfpError
+from rrfp.model.mesh import Mesh
+from rrfp.model.tasks import Kind, Task
 from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.pipeline.calls import AwaitedFutures
 

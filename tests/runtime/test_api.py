@@ -14,8 +14,8 @@ from runtime.toys import TOLERANCE, Bomb, Hold, data, expect, largest_difference
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.core.tasks import Kind, Mode
 from rrfp.errors import PipelineAborted, RrfpError
+from rrfp.model.tasks import Kind, Mode
 from rrfp.trace.spans import StepTrace
 
 

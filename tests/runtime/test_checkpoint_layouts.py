@@ -18,7 +18,7 @@ from torch import nn
 
 from rrfp import checkpoint
 from rrfp.checkpoint.files import Contents
-from rrfp.core.placement import Layout
+from rrfp.model.placement import Layout
 
 __all__ = ["fork_server"]
 

@@ -21,8 +21,8 @@ from runtime.toys import (
 from torch import nn
 
 import rrfp
-from rrfp.core.tasks import Kind
 from rrfp.errors import ConfigError, PipelineAborted
+from rrfp.model.tasks import Kind
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from runtime.toys import TOLERANCE, data, expect, largest_difference, loss_fn, p
 
 import rrfp
 from rrfp.compute.split import backward as split_backward
-from rrfp.core.placement import Layout
-from rrfp.core.tasks import Kind
+from rrfp.model.placement import Layout
+from rrfp.model.tasks import Kind
 
 #: Chunks, placement, and how they are run.
 WAYS: list[tuple[int, Layout, dict[str, Any]]] = [

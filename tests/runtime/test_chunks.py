@@ -10,13 +10,13 @@ from torch import Tensor
 
 from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch, StageProgram
-from rrfp.core.admission import Limit
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import Layout
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Kind, Mode, StepId, Task
-from rrfp.core.topology import Topology
 from rrfp.hints.registry import create_hint
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Layout
+from rrfp.model.tasks import Kind, Mode, StepId, Task
+from rrfp.model.topology import Topology
 from rrfp.pipeline.handle import PipelineHandle
 from rrfp.pipeline.local_ranks import LocalRanks
 from rrfp.pipeline.options import complete

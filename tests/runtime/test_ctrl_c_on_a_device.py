@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 
 TESTS = Path(__file__).parents[1]
 

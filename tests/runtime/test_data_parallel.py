@@ -15,8 +15,8 @@ from runtime.replica_processes import Grief, Replicas
 from torch import nn
 
 import rrfp
-from rrfp.core.mesh import Mesh
 from rrfp.errors import ConfigError
+from rrfp.model.mesh import Mesh
 
 __all__ = ["fork_server"]
 

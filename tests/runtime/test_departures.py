@@ -13,9 +13,9 @@ from unittest.mock import patch
 import pytest
 
 import rrfp
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.errors import PeerLostError, PipelineAborted, ProtocolError
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Mode, StepId, Task
 from rrfp.runtime.context import ClosedPeers, RankActivity
 from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual
 from rrfp.transports.base import Channel, Message, MessageKind

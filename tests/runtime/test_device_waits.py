@@ -12,7 +12,7 @@ from runtime.toys import Ones
 import rrfp
 from rrfp.compute.devices.base import Stream
 from rrfp.compute.lanes.base import Execution
-from rrfp.core.tasks import Task
+from rrfp.model.tasks import Task
 from rrfp.runtime.lane_executor import DeviceWaits
 
 #: Started, returned, complete, in milliseconds.

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import rrfp
 from rrfp.core.hint import View
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.tasks import Task
 from rrfp.errors import PipelineAborted
+from rrfp.model.tasks import Task
 from rrfp.testing.order import reordered
 from rrfp.transports.inproc import InprocTransport
 

@@ -11,7 +11,7 @@ from fork_server import fork_server
 from runtime.starting import TERMS, Fragile, Ranks, foreign
 from runtime.test_poisoned_store import SECRET
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 
 __all__ = ["fork_server"]
 

@@ -8,10 +8,10 @@ from runtime.contexts import context_of
 from torch import nn
 
 from rrfp.compute.gradients.tied import ProcessTies
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Mode, StepId
-from rrfp.core.topology import Topology
 from rrfp.lab.emulated import EmulatedStage
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Mode, StepId
+from rrfp.model.topology import Topology
 from rrfp.runtime.grad_finalizer import GradientFinalizer
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.transports.base import Message

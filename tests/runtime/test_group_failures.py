@@ -15,9 +15,9 @@ from runtime.test_watchdog import wait_for_log
 from runtime.toys import Hold, Trap
 
 import rrfp
-from rrfp.core.mesh import Mesh
-from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.errors import Origin, PipelineAborted
+from rrfp.model.mesh import Mesh
+from rrfp.model.tasks import Mode, StepId, Task
 from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.transports.base import Message, MessageKind
 from rrfp.transports.inproc import InprocTransport

@@ -15,7 +15,7 @@ from fork_server import fork_server
 from runtime.processes import Processes, Program
 from runtime.test_processes import DEAD_S, TRANSPORTS
 
-from rrfp.core.mesh import Mesh
+from rrfp.model.mesh import Mesh
 
 __all__ = ["fork_server"]
 

@@ -17,10 +17,10 @@ from runtime.toys import stages
 import rrfp
 from rrfp.compute.lanes.thread import ThreadLane
 from rrfp.core.hint import View
-from rrfp.core.mesh import Mesh
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.tasks import Task
 from rrfp.errors import ConfigError
+from rrfp.model.mesh import Mesh
+from rrfp.model.tasks import Task
 from rrfp.pipeline.blocking import BlockingPipeline
 
 

@@ -7,10 +7,10 @@ import asyncio
 from runtime.contexts import context_of
 
 from rrfp.core import events as ev
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Task
-from rrfp.core.topology import Topology
 from rrfp.lab.emulated import EmulatedStage
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Task
+from rrfp.model.topology import Topology
 from rrfp.runtime.lane_executor import LaneExecutor
 
 

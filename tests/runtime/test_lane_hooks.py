@@ -14,7 +14,7 @@ from runtime.tied_models import tied, words
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.core.graph import TaskGraph
+from rrfp.model.graph import TaskGraph
 from rrfp.pipeline.api import LocalPipeline
 from rrfp.pipeline.loop_thread import LoopChoice
 from rrfp.transports.base import Message, MessageKind

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import msgpack
 import pytest
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 from rrfp.errors import ProtocolError
 from rrfp.runtime.processes import ProcessIdentity, ProcessWatch, ended, open_pidfd, started_at
 from rrfp.runtime.records import pack, unpack

@@ -20,11 +20,11 @@ from runtime.ranks import SOON_S, ThreadedRanks
 from runtime.test_callers import in_a_forked_child
 
 import rrfp
-from rrfp.core.graph import TaskGraph
-from rrfp.core.mesh import Mesh
-from rrfp.core.tasks import Kind, Task
 from rrfp.errors import PipelineAborted, RrfpError
 from rrfp.lab.emulated import EmulatedStage
+from rrfp.model.graph import TaskGraph
+from rrfp.model.mesh import Mesh
+from rrfp.model.tasks import Kind, Task
 from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.runtime.batching import Plan
 from rrfp.runtime.stage_runner import StageRunner
@@ -220,8 +220,8 @@ class KnowsItsLoop(rrfp.Hint):
 
 @pytest.fixture
 def unblock(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    monkeypatch.setattr("rrfp.core.timeouts.LEAVE_S", 0.1)
-    monkeypatch.setattr("rrfp.core.timeouts.JOIN_S", 0.1)
+    monkeypatch.setattr("rrfp.timeouts.LEAVE_S", 0.1)
+    monkeypatch.setattr("rrfp.timeouts.JOIN_S", 0.1)
     event = threading.Event()
     yield event
     event.set()

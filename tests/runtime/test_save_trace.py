@@ -15,10 +15,10 @@ from runtime.test_virtual_time import emulated, one_second
 from runtime.toys import loss_fn, stages
 
 import rrfp
-from rrfp.core.graph import TaskGraph
-from rrfp.core.mesh import Mesh
-from rrfp.core.tasks import Task
 from rrfp.lab.traces.chrome_reader import TracedRun, read_chrome
+from rrfp.model.graph import TaskGraph
+from rrfp.model.mesh import Mesh
+from rrfp.model.tasks import Task
 from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.runtime import trace_saver
 from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual

@@ -12,8 +12,8 @@ from runtime.toys import TOLERANCE, WIDTH, data, expect, largest_difference, los
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.core.tasks import Kind, Mode
 from rrfp.hints.pyramid import pyramids
+from rrfp.model.tasks import Kind, Mode
 from rrfp.runtime.batching import plan_step
 
 

@@ -9,9 +9,9 @@ import pytest
 from runtime.toys import data, loss_fn, stages
 
 import rrfp
-from rrfp.core.tasks import Kind
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import DEFAULT_HINT
+from rrfp.model.tasks import Kind
 from rrfp.pipeline.method import DEFAULT_LIMIT
 
 HINTS = ["bf", "bfw", "bfw-pyramid", "slot-aware", DEFAULT_HINT]

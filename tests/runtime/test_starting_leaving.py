@@ -90,7 +90,7 @@ class Stuck(InprocTransport):
 
 
 def test_leaving_is_bounded_when_a_transport_cannot_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rrfp.core.timeouts.RUNNER_CLOSE_S", 0.2)
+    monkeypatch.setattr("rrfp.timeouts.RUNNER_CLOSE_S", 0.2)
     began = time.monotonic()
     with rrfp.local(stages(2), loss_fn=loss_fn, transport=Stuck).blocking() as pipe:
         pipe.step(BATCH.inputs, BATCH.targets)
@@ -125,8 +125,8 @@ RELEASE = threading.Event()
 async def test_leaving_is_bounded_when_a_hint_blocks_the_loop(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rrfp.core.timeouts.LEAVE_S", 0.1)
-    monkeypatch.setattr("rrfp.core.timeouts.JOIN_S", 0.1)
+    monkeypatch.setattr("rrfp.timeouts.LEAVE_S", 0.1)
+    monkeypatch.setattr("rrfp.timeouts.JOIN_S", 0.1)
     began = time.monotonic()
     try:
         with pytest.raises(TimeoutError):

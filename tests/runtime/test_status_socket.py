@@ -23,7 +23,7 @@ from runtime.looking import reads, reads_without_asking_who_listens, seen_by_ano
 from runtime.toys import data, loss_fn, stages
 
 import rrfp
-from rrfp.core import timeouts
+from rrfp import timeouts
 from rrfp.errors import ProtocolError
 from rrfp.runtime.stall.status import RankAnswer, RankStatus, Survey
 from rrfp.runtime.status_socket.folder import SocketFile, sockets_in

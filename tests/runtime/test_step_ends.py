@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from rrfp.core.graph import TaskGraph
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Kind, Mode, Task
-from rrfp.core.topology import Topology
 from rrfp.errors import PipelineAborted, RrfpError
 from rrfp.hints import create_hint
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Mode, Task
+from rrfp.model.topology import Topology
 from rrfp.runtime.batching import plan_step
 from rrfp.runtime.control_tree import peers
 from rrfp.runtime.result import StepResult

@@ -9,7 +9,7 @@ from runtime.toys import data, loss_fn, same_bits, stages
 from torch import nn
 
 import rrfp
-from rrfp.core.tasks import Mode
+from rrfp.model.tasks import Mode
 
 
 def train(modules: Sequence[nn.Module], steps: range, evaluations: int = 0, **options: int) -> list[float | None]:

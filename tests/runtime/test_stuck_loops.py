@@ -15,7 +15,7 @@ from runtime.stuck_hints import RELEASE, Blocks, BlocksAtOnce
 from runtime.toys import data, loss_fn, stages
 
 import rrfp
-from rrfp.core import timeouts
+from rrfp import timeouts
 from rrfp.errors import PipelineAborted
 from rrfp.runtime.stall.loop_watchdog import LoopWatchdog
 

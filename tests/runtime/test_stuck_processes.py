@@ -14,8 +14,8 @@ from fork_server import fork_server  # noqa: F401 - a fixture
 from runtime.processes import Processes
 from runtime.stuck_hints import BLOCKING, Blocks
 
-from rrfp.core import timeouts
-from rrfp.core.mesh import Mesh
+from rrfp import timeouts
+from rrfp.model.mesh import Mesh
 
 STALL_S = 1.0
 ABORT_S = 4.0

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import weakref
 
-from rrfp.core.tasks import Task
+from rrfp.model.tasks import Task
 from rrfp.runtime.supervisor import TaskSupervisor
 
 

@@ -12,10 +12,10 @@ from runtime.contexts import context_of
 from runtime.toys import data, loss_fn, stages
 
 import rrfp
-from rrfp.core import timeouts
-from rrfp.core.graph import TaskGraph
-from rrfp.core.topology import Topology
+from rrfp import timeouts
 from rrfp.errors import ProtocolError
+from rrfp.model.graph import TaskGraph
+from rrfp.model.topology import Topology
 from rrfp.runtime import records
 from rrfp.runtime.control_tree import neighbours, towards
 from rrfp.runtime.stall.status import RankStatus

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from rrfp.compute.gradients.layout import encode
 from rrfp.compute.gradients.tie_copies import Tie
 from rrfp.compute.gradients.tied import ProcessTies
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Mode, StepId
-from rrfp.core.topology import Topology
 from rrfp.errors import ProtocolError
 from rrfp.lab.emulated import EmulatedStage
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Mode, StepId
+from rrfp.model.topology import Topology
 from rrfp.runtime.grad_finalizer import TiedReduction
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.transports.base import Channel, Message, MessageKind

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import rrfp
 from rrfp.compute.split import backward as split_backward
-from rrfp.core.placement import Layout
+from rrfp.model.placement import Layout
 from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.testing.order import reordered
 from rrfp.testing.reference import reference

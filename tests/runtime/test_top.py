@@ -19,8 +19,8 @@ from runtime.looking import first_is_held, sockets, step_until_released, survey_
 from runtime.processes import Processes
 from runtime.stuck_hints import Blocks
 
-from rrfp.core import timeouts
-from rrfp.core.mesh import Mesh
+from rrfp import timeouts
+from rrfp.model.mesh import Mesh
 from rrfp.runtime.stall.status import Survey
 from rrfp.runtime.status_socket.folder import SocketFile
 

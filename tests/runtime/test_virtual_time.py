@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import rrfp
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Kind, Task
 from rrfp.errors import ConfigError, DeadlockError, PipelineAborted
 from rrfp.lab.emulated import Durations
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Task
 from rrfp.pipeline.api import LocalPipeline
 from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual
 from rrfp.transports.base import Message, MessageKind

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import rrfp
 from rrfp.compute.split import backward as split_backward
-from rrfp.core.mesh import Mesh
+from rrfp.model.mesh import Mesh
 from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.testing.reference import reference
 

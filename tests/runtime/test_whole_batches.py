@@ -12,8 +12,8 @@ from runtime.toys import TOLERANCE, WIDTH, expect, largest_difference, loss_fn, 
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.core.tasks import Mode
 from rrfp.errors import ConfigError
+from rrfp.model.tasks import Mode
 from rrfp.runtime.batching import plan_step
 
 

@@ -8,8 +8,8 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import rrfp
-from rrfp.core.graph import TaskGraph
 from rrfp.lab.emulated import EmulatedStage
+from rrfp.model.graph import TaskGraph
 
 
 class Bomb(EmulatedStage):

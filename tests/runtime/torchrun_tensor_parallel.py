@@ -32,8 +32,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 import rrfp
 from rrfp.compute.rng import replica_seed
 from rrfp.compute.split import backward as split_backward
-from rrfp.core.placement import Placement
 from rrfp.errors import ConfigError, PipelineAborted
+from rrfp.model.placement import Placement
 from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.testing.reference import reference
 

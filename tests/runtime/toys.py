@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.core.placement import Layout, Placement
+from rrfp.model.placement import Layout, Placement
 from rrfp.testing.reference import ReferenceResult, reference
 
 WIDTH = 6

@@ -8,17 +8,17 @@ import pytest
 from core_script import T
 from torch.distributed.pipelining.schedules import _Action
 
-from rrfp.core.admission import Limit
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import Placement, TablePlacement
-from rrfp.core.schedule import Schedule
-from rrfp.core.tasks import Mode
 from rrfp.costs import make_costs
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import create_strict
 from rrfp.lab.cluster.random_run import RandomRun
 from rrfp.lab.cluster.simulation import simulate_tensor_parallel
 from rrfp.lab.simulation import simulate
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Placement, TablePlacement
+from rrfp.model.schedule import Schedule
+from rrfp.model.tasks import Mode
 from rrfp.schedules.csv import CsvSchedule, from_csv, to_csv
 from rrfp.schedules.registry import make_schedule
 

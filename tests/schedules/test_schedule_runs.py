@@ -8,17 +8,17 @@ from batches import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.core.admission import Limit
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import Layout
-from rrfp.core.schedule import Schedule
-from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.costs import CostTable
 from rrfp.engine.engine import graph_of, run
 from rrfp.engine.record import EngineResult
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import create_hint, create_strict
 from rrfp.lab.simulation import simulate
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Layout
+from rrfp.model.schedule import Schedule
+from rrfp.model.tasks import Kind, Mode, Task
 from rrfp.schedules.registry import make_schedule, schedule_names
 
 #: Names with the pipelines they are made for: chunks, layout, split; None: draw any.

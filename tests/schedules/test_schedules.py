@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from core_script import T
 
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import Placement, TablePlacement
-from rrfp.core.schedule import Schedule
-from rrfp.core.tasks import Mode
 from rrfp.errors import ConfigError
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Placement, TablePlacement
+from rrfp.model.schedule import Schedule
+from rrfp.model.tasks import Mode
 from rrfp.schedules.registry import make_schedule, schedule_names
 
 

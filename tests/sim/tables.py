@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import Layout, TablePlacement
 from rrfp.costs import CostTable
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Layout, TablePlacement
 
 Rows = Sequence[Sequence[float]]
 

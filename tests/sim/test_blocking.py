@@ -9,8 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sim.tables import table, tables
 
-from rrfp.core.admission import Limit
-from rrfp.core.tasks import Kind
 from rrfp.core.usage import WaitCause
 from rrfp.costs import CostTable
 from rrfp.engine.engine import graph_of, run
@@ -18,6 +16,8 @@ from rrfp.engine.record import EngineResult
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import create_strict
 from rrfp.lab.blocking import run_blocking
+from rrfp.memory.admission import Limit
+from rrfp.model.tasks import Kind
 from rrfp.schedules.registry import make_schedule
 from rrfp.trace.spans import MessageSpan, WaitSpan
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from sim.optimum import Pipeline
 from sim.tables import table
 
-from rrfp.core.placement import Layout
 from rrfp.costs import CostTable, make_costs
 from rrfp.engine.bound import _one_machine, _Paths, _Tasks, lower_bound
 from rrfp.errors import ConfigError
+from rrfp.model.placement import Layout
 
 
 def assert_valid(costs: CostTable, limits: Sequence[int] | None) -> None:

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 from sim.shell.runs import run_shell_steps
 
-from rrfp.core.admission import Limit
 from rrfp.core.hint import Hint
-from rrfp.core.tasks import Mode
 from rrfp.costs import CostTable, make_costs, microbatch_sizes
 from rrfp.engine.engine import run
 from rrfp.errors import ConfigError
@@ -21,6 +19,8 @@ from rrfp.lab.simulation import Simulation, simulate
 from rrfp.lab.sweep.experiment import Experiment as Run
 from rrfp.lab.sweep.experiment import SimulatedMethod
 from rrfp.lab.sweep.workloads import Workload
+from rrfp.memory.admission import Limit
+from rrfp.model.tasks import Mode
 
 
 def uneven(seed: int) -> CostTable:

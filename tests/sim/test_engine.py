@@ -7,16 +7,16 @@ import math
 import pytest
 from sim.tables import table
 
-from rrfp.core.admission import Limit
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.tasks import Kind, Task
 from rrfp.core.usage import WaitCause
 from rrfp.costs import CostTable
 from rrfp.engine.engine import run
 from rrfp.engine.record import EngineResult
 from rrfp.errors import DeadlockError, HintError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict
+from rrfp.memory.admission import Limit
+from rrfp.model.tasks import Kind, Task
 from rrfp.trace.spans import MessageSpan, WaitSpan
 
 

@@ -18,16 +18,16 @@ from typing import ClassVar
 
 import pytest
 
-from rrfp.core.admission import AdmissionRule, Limit
 from rrfp.core.hint import Hint, View
-from rrfp.core.placement import Layout
 from rrfp.core.ready_set import ForcedOrder, ReadySet
-from rrfp.core.tasks import Kind, Task
 from rrfp.costs import make_costs
 from rrfp.engine.engine import run
 from rrfp.engine.record import EngineResult
 from rrfp.errors import HintError
 from rrfp.hints.registry import create_hint, create_strict
+from rrfp.memory.admission import AdmissionRule, Limit
+from rrfp.model.placement import Layout
+from rrfp.model.tasks import Kind, Task
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,18 +8,18 @@ from collections.abc import Iterator
 import pytest
 
 from rrfp.core import events as ev
-from rrfp.core.admission import Admission, AdmissionRule, Limit
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import Placement, TablePlacement
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Kind, Mode, StepId, Task
-from rrfp.core.visits import Skipped, Visits
 from rrfp.hints.alternating import BackwardForward
 from rrfp.lab.explore.cases import Unreserved
 from rrfp.lab.explore.graph_cases import random_skips
 from rrfp.lab.explore.search import Deadlock, Exploration, Oracles, _Explorer, explore
 from rrfp.lab.explore.stage import StageProblem
+from rrfp.memory.admission import Admission, AdmissionRule, Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Placement, TablePlacement
+from rrfp.model.tasks import Kind, Mode, StepId, Task
+from rrfp.model.visits import Skipped, Visits
 
 SKIPPING = TaskGraph(Placement(3), edges=((0, 1), (1, 2), (0, 2)))
 

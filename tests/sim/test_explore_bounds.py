@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rrfp.core.placement import Layout, Placement
-from rrfp.core.tasks import Mode
 from rrfp.lab.explore.bounds import Bounds, bounds_of
 from rrfp.lab.explore.cases import ChainCase, Explored, explored
+from rrfp.model.placement import Layout, Placement
+from rrfp.model.tasks import Mode
 
 
 def only(case: ChainCase) -> Explored[ChainCase]:

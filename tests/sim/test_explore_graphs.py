@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import pytest
 from batches import batches, long
 
-from rrfp.core.admission import Limit
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import TablePlacement
-from rrfp.core.tasks import Kind, Mode
 from rrfp.lab.explore.cases import explored
 from rrfp.lab.explore.graph_cases import GraphCase, everywhere, graphs_of, random_skips, slots_of, tables_of
 from rrfp.lab.explore.search import explore
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import TablePlacement
+from rrfp.model.tasks import Kind, Mode
 
 Edges = tuple[tuple[int, int], ...]
 

@@ -18,13 +18,13 @@ import pytest
 from batches import long
 
 from rrfp.core import events as ev
-from rrfp.core.admission import Limit
-from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint, View
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.hints.alternating import BackwardForward, ForwardBackward
 from rrfp.hints.slot_aware import SlotAware
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Mode, StepId, Task
 
 
 class Patient(BackwardForward):

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from batches import long
 
-from rrfp.core.admission import Admission, Limit
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import Placement
-from rrfp.core.tasks import Kind, Mode
 from rrfp.lab.explore.cases import RULES, Backward, Grid
 from rrfp.lab.explore.graph_cases import GRAPH_RULES, GraphCase, everywhere, graphs_of, random_skips, slots_of
 from rrfp.lab.explore.search import Exploration, Oracles, explore
+from rrfp.memory.admission import Admission, Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Placement
+from rrfp.model.tasks import Kind, Mode
 
 
 def what_matters(found: Exploration) -> tuple[Any, ...]:

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 import pytest
 
-from rrfp.core.admission import Limit
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import Layout
-from rrfp.core.tasks import Kind, Mode
 from rrfp.lab.explore.cases import Backward, ChainCase, Grid, Where, explored
 from rrfp.lab.explore.search import explore
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Layout
+from rrfp.model.tasks import Kind, Mode
 
 TRAIN, FORWARD = (Mode.TRAIN,), (Mode.FORWARD,)
 EVERYWHERE: tuple[Where, ...] = ("all", "last", "middle")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rrfp.core.tasks import Kind, Mode
 from rrfp.lab.explore.cases import Backward, ChainCase, Grid, explored
+from rrfp.model.tasks import Kind, Mode
 
 
 def nearest(

@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 from batches import batches
 
-from rrfp.core.placement import Placement
-from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.costs import CostTable
 from rrfp.engine.engine import run
 from rrfp.lab.faults.campaign import replay_command, run_campaign, run_seed
@@ -24,6 +22,8 @@ from rrfp.lab.faults.cluster import FaultCluster
 from rrfp.lab.faults.node import FaultNode
 from rrfp.lab.faults.random_scenario import make_scenario
 from rrfp.lab.faults.scenario import Scenario
+from rrfp.model.placement import Placement
+from rrfp.model.tasks import Kind, Mode, Task
 
 QUICK, NUM_RUNS, NUM_MORE = 250, 6_000, 60_000
 BATCH = 250

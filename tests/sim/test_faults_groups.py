@@ -10,17 +10,17 @@ from sim.fault_cases import FORWARD, TRAIN, limited, output, scenario
 
 from rrfp.arbiter.group_messages import GroupMessageKind
 from rrfp.core import events as ev
-from rrfp.core.admission import Limit
-from rrfp.core.graph import TaskGraph
 from rrfp.core.stage_core import StageCore
 from rrfp.core.step import Instructions
-from rrfp.core.tasks import Mode, Task
 from rrfp.hints.registry import create_hint
 from rrfp.lab.cluster.ranks import Rank, ranks_of
 from rrfp.lab.faults.campaign import run_scenario
 from rrfp.lab.faults.checker import Ending
 from rrfp.lab.faults.faults import Death, Delay, Duplicate, Fault, GroupMessageId, Lose, MessageId, Pause, Swap
 from rrfp.lab.faults.scenario import Parallelism, Scenario
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Mode, Task
 
 LED = Parallelism(members=2, bytes_held=(0, 0))
 AGREEING = replace(LED, coordination="agreement")

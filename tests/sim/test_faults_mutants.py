@@ -12,17 +12,17 @@ from batches import long
 from sim.fault_cases import output, scenario
 
 from rrfp.core import events as ev
-from rrfp.core.admission import Limit
-from rrfp.core.graph import TaskGraph
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.hint import Hint
 from rrfp.core.stage_core import StageCore
 from rrfp.core.step import Instructions
-from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.errors import ProtocolError
 from rrfp.lab.faults.campaign import run_campaign, run_scenario, run_seed
 from rrfp.lab.faults.checker import Ending
 from rrfp.lab.faults.faults import Lose
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Mode, Task
 
 SEEDS = range(300)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from sim.fault_cases import FORWARD, TRAIN, credit, events, limited, output, scenario
 
-from rrfp.core.admission import Limit
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Mode
 from rrfp.lab.explore.search import explore
 from rrfp.lab.faults.campaign import run_scenario
 from rrfp.lab.faults.checker import Ending
 from rrfp.lab.faults.faults import Death, Delay, Duplicate, Fault, Lose, Pause, Spike, Swap
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Mode
 
 #: Stage 0 runs F0 0-1, F1 1-2, F2 2-3; they arrive at 1.1, 2.1, 3.1.
 TRAINING = ((TRAIN, 3),)

@@ -12,8 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sim.tables import graph_table, graph_tables
 
-from rrfp.core.admission import Limit
-from rrfp.core.tasks import Kind, Task
 from rrfp.costs import CostTable
 from rrfp.engine.bound import lower_bound
 from rrfp.engine.engine import run
@@ -24,6 +22,8 @@ from rrfp.lab.blocking import run_blocking
 from rrfp.lab.cluster.simulation import simulate_tensor_parallel
 from rrfp.lab.generators.multimodal import multimodal_costs
 from rrfp.lab.simulation import simulate
+from rrfp.memory.admission import Limit
+from rrfp.model.tasks import Kind, Task
 
 #: 0 feeds 1 and 2, which feed 3.
 DIAMOND = [(0, 1), (0, 2), (1, 3), (2, 3)]

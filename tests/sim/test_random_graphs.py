@@ -9,16 +9,16 @@ import pytest
 from batches import batches
 from sim.adversaries import ADVERSARIES, holding_back, random_limit
 
-from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint, View
-from rrfp.core.placement import TablePlacement
-from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.hints.alternating import BackwardForward
 from rrfp.hints.priority import ForwardPriority
 from rrfp.hints.registry import create_hint
 from rrfp.hints.slot_aware import SlotAware
 from rrfp.lab.cluster.random_run import Delivery, RandomRun
 from rrfp.lab.explore.graph_cases import random_skips
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import TablePlacement
+from rrfp.model.tasks import Kind, Mode, Task
 
 #: Graphs of the long run, in one test, and in a quick one.
 NUM_GRAPHS, BATCH, QUICK = 10_000, 100, 200

@@ -17,13 +17,13 @@ from batches import batches
 from sim.adversaries import ADVERSARIES
 
 from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
-from rrfp.core.admission import Limit
-from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.errors import HintError, ProtocolError, RrfpError
 from rrfp.lab.cluster.random_run import Carry, Delivery, RandomRun
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Mode, Task
 
 NUM_PIPELINES, QUICK = 10_000, 250
 BATCH = 250

@@ -13,10 +13,10 @@ import pytest
 from batches import batches
 from sim.adversaries import ADVERSARIES, random_limit
 
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import Placement
-from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.lab.cluster.random_run import Delivery, RandomRun
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Placement
+from rrfp.model.tasks import Kind, Mode, Task
 
 NUM_PIPELINES, QUICK = 10_000, 500
 BATCH = 500

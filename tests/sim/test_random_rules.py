@@ -10,14 +10,14 @@ import pytest
 from batches import long
 
 from rrfp.core import events as ev
-from rrfp.core.admission import AdmissionRule, Limit
-from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint, View
-from rrfp.core.placement import Placement
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.lab.cluster.random_run import RandomRun
+from rrfp.memory.admission import AdmissionRule, Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Placement
+from rrfp.model.tasks import Kind, Mode, Task
 
 
 class AnyReady(Hint):

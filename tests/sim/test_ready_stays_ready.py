@@ -13,14 +13,14 @@ from core_script import T
 
 from rrfp.arbiter.offers import may_offer
 from rrfp.core import events as ev
-from rrfp.core.admission import Admission, Limit
-from rrfp.core.graph import TaskGraph
 from rrfp.core.stage_core import StageCore
 from rrfp.core.step import Instructions
-from rrfp.core.tasks import Mode, Task
 from rrfp.hints.registry import create_hint
 from rrfp.lab.faults.campaign import run_scenario
 from rrfp.lab.faults.random_scenario import make_scenario
+from rrfp.memory.admission import Admission, Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Mode, Task
 
 NUM_SEEDS, QUICK = 3000, 300
 BATCH = 300

@@ -19,18 +19,18 @@ from hypothesis import strategies as st
 from sim.shell.runs import run_shell, run_shell_steps
 from sim.tables import table
 
-from rrfp.core.admission import Limit
 from rrfp.core.hint import Hint, View
-from rrfp.core.placement import Layout
 from rrfp.core.ready_set import ForcedOrder, ReadySet
-from rrfp.core.size_order import correlation
-from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.core.usage import WaitCause
 from rrfp.costs import CostTable, make_costs, with_jitter, with_latency
 from rrfp.engine.engine import graph_of, run
 from rrfp.engine.record import EngineResult
 from rrfp.errors import ConfigError, DeadlockError, HintError, RrfpError
 from rrfp.hints.registry import create_hint, create_strict, hint_names
+from rrfp.memory.admission import Limit
+from rrfp.memory.size_order import correlation
+from rrfp.model.placement import Layout
+from rrfp.model.tasks import Kind, Mode, Task
 from rrfp.schedules.registry import make_schedule, schedule_names
 
 

@@ -12,12 +12,12 @@ from sim.shell.runs import run_shell
 from sim.tables import graph_table, graph_tables
 from sim.test_shell_equals_engine import Case, named
 
-from rrfp.core.admission import Limit
-from rrfp.core.tasks import Kind
 from rrfp.engine.engine import run
 from rrfp.engine.record import EngineResult
 from rrfp.hints.registry import hint_names
 from rrfp.lab.generators.multimodal import GraphName, multimodal_costs
+from rrfp.memory.admission import Limit
+from rrfp.model.tasks import Kind
 from rrfp.schedules.registry import schedule_names
 
 #: Schedules know chains only.

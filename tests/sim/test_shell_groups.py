@@ -18,10 +18,8 @@ from sim.shell.groups import GroupRun, Replica, run_shell_groups
 from sim.tables import table, tables
 from sim.tp_cases import any_makers, latencies, latencies_of, limits_of, settled_makers
 
-from rrfp.core.admission import Limit
 from rrfp.core.hint import Hint
 from rrfp.core.ready_set import ForcedOrder
-from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.costs import CostTable, make_costs, with_jitter
 from rrfp.engine.engine import graph_of
 from rrfp.errors import ConfigError, ProtocolError
@@ -30,6 +28,8 @@ from rrfp.lab.cluster.coordination import Agreement, Leader
 from rrfp.lab.cluster.result import TensorParallelResult
 from rrfp.lab.cluster.simulation import run_tensor_parallel
 from rrfp.lab.generators.rank_latency import Cube, RankLatencies, rank_latencies
+from rrfp.memory.admission import Limit
+from rrfp.model.tasks import Kind, Mode, Task
 
 COSTS = table([[1, 1], [1, 1]], [[2, 2], [2, 2]])
 

@@ -10,13 +10,13 @@ from sim.shell.groups import Replica, run_shell_groups
 from sim.test_shell_groups import COSTS, bf
 from sim.tp_cases import FirstCome, latencies
 
-from rrfp.core.admission import Limit
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.tasks import Kind, Task
 from rrfp.errors import DeadlockError, HintError
 from rrfp.lab.cluster.coordination import Agreement, Leader
 from rrfp.lab.generators.rank_latency import RankLatencies
+from rrfp.memory.admission import Limit
+from rrfp.model.tasks import Kind, Task
 
 #: Rank 0 of stage 1 sees F0 before F1, rank 1 sees them the other way round.
 CROSSED = latencies([[[1, 9], [9, 1]]], [[[0, 0], [0, 0]]])

@@ -14,10 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sim.tables import table, tables
 
-from rrfp.core.admission import Limit
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.costs import CostTable, from_json, make_costs, to_json
 from rrfp.engine.bound import lower_bound
 from rrfp.engine.engine import graph_of
@@ -27,6 +25,8 @@ from rrfp.hints.registry import create_hint
 from rrfp.lab.cluster.coordination import Leader
 from rrfp.lab.cluster.simulation import simulate_tensor_parallel
 from rrfp.lab.simulation import Simulation, planned_sizes, shown_correlation, simulate
+from rrfp.memory.admission import Limit
+from rrfp.model.tasks import Kind, Mode, Task
 from rrfp.trace.breakdown import by_stage
 from rrfp.trace.spans import TaskSpan
 

@@ -10,7 +10,6 @@ import pytest
 
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.tasks import Task
 from rrfp.costs import write_costs
 from rrfp.errors import ConfigError, DeadlockError
 from rrfp.lab.cluster.simulation import simulate_tensor_parallel
@@ -21,6 +20,7 @@ from rrfp.lab.sweep.pool import run_all
 from rrfp.lab.sweep.rows import COLUMNS, SweepFile, SweepRow
 from rrfp.lab.sweep.runs import Skip, sweep
 from rrfp.lab.sweep.workloads import CostFile, Workload
+from rrfp.model.tasks import Task
 
 WORKLOAD = Workload(profile="mllm", stages=3, microbatches=6, split=True, jitter="J2", latency="wire", seed=4)
 METHODS = (

@@ -10,12 +10,9 @@ import pytest
 from sim.tables import table
 from sim.tp_cases import FirstCome, latencies
 
-from rrfp.core.admission import Limit
-from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Kind, Task
 from rrfp.core.usage import WaitCause
 from rrfp.costs import make_costs
 from rrfp.engine.engine import run
@@ -26,6 +23,9 @@ from rrfp.lab.cluster.coordination import Agreement, Coordination, Independent, 
 from rrfp.lab.cluster.result import GroupCounts, TensorParallelResult
 from rrfp.lab.cluster.simulation import run_tensor_parallel
 from rrfp.lab.generators.rank_latency import RankLatencies, rank_latencies
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Task
 from rrfp.trace.spans import WaitSpan
 
 #: Two stages, one microbatch, every task takes 1.

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from sim.tables import tables
 from sim.tp_cases import PURE, any_makers, latencies_of, limits_of, makers, settled_makers
 
-from rrfp.core.admission import Limit
 from rrfp.core.hint import Hint
 from rrfp.core.ready_set import ForcedOrder
-from rrfp.core.tasks import Kind
 from rrfp.costs import CostTable, make_costs
 from rrfp.engine.engine import graph_of, run
 from rrfp.engine.record import EngineResult
@@ -25,6 +23,8 @@ from rrfp.lab.cluster.coordination import Agreement, Coordination, Independent, 
 from rrfp.lab.cluster.result import TensorParallelResult
 from rrfp.lab.cluster.simulation import run_tensor_parallel
 from rrfp.lab.generators.rank_latency import RankLatencies, rank_latencies
+from rrfp.memory.admission import Limit
+from rrfp.model.tasks import Kind
 
 FREE: tuple[Coordination, ...] = (Leader(control_seconds=0), Agreement(gather_seconds=0))
 

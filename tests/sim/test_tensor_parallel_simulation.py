@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from rrfp.core.admission import Limit
 from rrfp.costs import make_costs
 from rrfp.errors import ConfigError
 from rrfp.lab.cluster.coordination import Agreement, Independent, Leader
 from rrfp.lab.cluster.simulation import simulate_tensor_parallel
 from rrfp.lab.generators.rank_latency import rank_latencies
 from rrfp.lab.simulation import simulate
+from rrfp.memory.admission import Limit
 
 COSTS = make_costs("mllm", 4, 12, latency="spike")
 KEYS = {"makespan", "lower_bound", "ratio", "busy", "peak", "received_peak", "limit", "order", "start", "tp"}

@@ -8,11 +8,11 @@ from batches import batches
 from sim.shell.theorem import theorem_6_1
 from sim.tables import table
 
-from rrfp.core.admission import Limit
 from rrfp.costs import CostTable
 from rrfp.engine.engine import run
 from rrfp.errors import ConfigError
 from rrfp.hints.alternating import BackwardForward
+from rrfp.memory.admission import Limit
 
 INSTANCES, QUICK = 1000, 250
 

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from rrfp.core.admission import Limit
 from rrfp.core.events import Arrived, Event
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.tasks import Kind, Task
 from rrfp.costs import CostTable
 from rrfp.hints.registry import create_hint
 from rrfp.lab.generators.rank_latency import RankLatencies
+from rrfp.memory.admission import Limit
+from rrfp.model.tasks import Kind, Task
 
 PURE = ("bf", "fb", "b-priority", "f-priority", "bfw")
 

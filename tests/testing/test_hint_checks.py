@@ -9,9 +9,9 @@ import pytest
 
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
-from rrfp.core.tasks import Kind, Task
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import create_hint, create_strict, hint_names
+from rrfp.model.tasks import Kind, Task
 from rrfp.schedules.registry import schedule_names
 from rrfp.testing.hint_checks import ALL_CHECKS, Check, run_hint_checks
 

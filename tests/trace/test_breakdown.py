@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.core.tasks import Kind, Task
 from rrfp.core.usage import WaitCause
 from rrfp.costs import make_costs
 from rrfp.lab.simulation import simulate
+from rrfp.model.tasks import Kind, Task
 from rrfp.trace.breakdown import Breakdown, breakdown, by_stage, idle_waits, mean
 from rrfp.trace.spans import StepTrace, TaskSpan, WaitSpan
 

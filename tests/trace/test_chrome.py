@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from rrfp.core.tasks import Kind, Task
 from rrfp.core.usage import WaitCause
 from rrfp.costs import make_costs
 from rrfp.errors import ConfigError
 from rrfp.lab.simulation import simulate
 from rrfp.lab.traces.chrome_reader import read_chrome
+from rrfp.model.tasks import Kind, Task
 from rrfp.trace.chrome import STEPS_THREAD, chrome_events, write_chrome
 from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan, WaitSpan
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rrfp.core.tasks import Kind, Task
 from rrfp.costs import make_costs
 from rrfp.lab.simulation import simulate
+from rrfp.model.tasks import Kind, Task
 from rrfp.trace.held import Level, held_levels, peak_held
 from rrfp.trace.spans import StepTrace, TaskSpan
 

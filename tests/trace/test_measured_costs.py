@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 import rrfp
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import Layout
-from rrfp.core.tasks import Kind, Task
 from rrfp.costs import CostTable, make_costs
 from rrfp.errors import ConfigError
 from rrfp.lab.emulated import table_durations
 from rrfp.lab.simulation import simulate
 from rrfp.lab.traces.chrome_reader import TracedRun, read_chrome
 from rrfp.lab.traces.measured_costs import MeasuredCosts, measured_costs
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Layout
+from rrfp.model.tasks import Kind, Task
 from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual
 from rrfp.trace.chrome import write_chrome
 from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan

@@ -18,7 +18,6 @@ from matplotlib.image import imread
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.transforms import Bbox
 
-from rrfp.core.tasks import Kind, Task
 from rrfp.core.usage import WaitCause
 from rrfp.costs import make_costs
 from rrfp.errors import ConfigError
@@ -26,6 +25,7 @@ from rrfp.lab.simulation import simulate
 from rrfp.lab.traces.looks import DPI
 from rrfp.lab.traces.plot import draw_timelines, plot_timelines
 from rrfp.lab.traces.window import WHOLE, TimeWindow
+from rrfp.model.tasks import Kind, Task
 from rrfp.trace.spans import StepTrace, TaskSpan, WaitSpan
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from rrfp.core.tasks import Kind, Task
 from rrfp.core.usage import WaitCause
 from rrfp.costs import make_costs
 from rrfp.lab.simulation import simulate
 from rrfp.lab.traces.timeline import shares
+from rrfp.model.tasks import Kind, Task
 from rrfp.trace.breakdown import breakdown, idle_waits
 from rrfp.trace.spans import StepTrace, TaskSpan, WaitSpan
 

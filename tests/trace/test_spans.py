@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rrfp.core.tasks import Kind, Task
 from rrfp.core.usage import WaitCause
+from rrfp.model.tasks import Kind, Task
 from rrfp.trace.plain import from_plain, to_plain
 from rrfp.trace.spans import MessageSpan, SpanRing, StepTrace, TaskSpan, WaitSpan, merge, shifted
 

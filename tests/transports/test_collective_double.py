@@ -96,7 +96,7 @@ async def ends_with(network: DoubleNetwork, make_pair: MakePair) -> str:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed edge is reported soon."""
-    monkeypatch.setattr("rrfp.core.timeouts.FAREWELL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("rrfp.timeouts.FAREWELL_TIMEOUT_S", 0.05)
 
 
 class Reversed(AnnouncedReceives):
@@ -207,7 +207,7 @@ async def test_kernels_of_more_edges_than_a_device_has_room_for_are_a_named_dead
 
 async def test_an_announcement_that_is_refused_ends_an_edge_without_tags(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tensors may have been posted, so all later ones would be another's."""
-    monkeypatch.setattr("rrfp.core.timeouts.FAREWELL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("rrfp.timeouts.FAREWELL_TIMEOUT_S", 0.05)
     network = DoubleNetwork(slots=4)
     async with over(network)(PairOptions(max_message_bytes=1 << 10)) as pair:
         left: Any = pair.left

@@ -14,7 +14,7 @@ import transports.makers as makers
 from transports.collective_pair import Held, announce, ends
 from transports.shm_state import until
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 from rrfp.errors import PeerLostError, TransportClosedError
 from rrfp.testing.transport_checks import Pair, PairOptions
 from rrfp.testing.transport_checks.pair import data, index_of, note, pass_on, receive, soon

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transports.makers import MAKERS
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 from rrfp.errors import FrameError
 from rrfp.testing.transport_checks.pair import PairOptions, data, index_of, receive, soon
 from rrfp.transports.base import Channel, DeliversMessages

@@ -10,7 +10,7 @@ from compute.separate_double import SeparateDouble, put, scribble
 from transports.pulled_ends import Ends, Stuck, ends, refusing
 from transports.staged_ends import on
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 from rrfp.errors import PeerLostError, TransportClosedError, TransportError
 from rrfp.lab.device_double import DoubleError, DoubleEvent
 from rrfp.testing.transport_checks.pair import (

@@ -22,7 +22,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> None:
         EntryPoint(name, "rrfp.transports.inproc:InprocTransport", "rrfp.transports")
         for name in ("carrier-pigeon", "zmq")
     )
-    monkeypatch.setattr("rrfp.core.registry.entry_points", lambda group: points.select(group=group))
+    monkeypatch.setattr("rrfp.plugins.entry_points", lambda group: points.select(group=group))
 
 
 def test_own_names() -> None:

@@ -14,10 +14,10 @@ import torch
 import transports.makers as makers
 from sim.tables import table
 
-from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.costs import CostTable
 from rrfp.errors import ConfigError, PeerLostError, TransportError
 from rrfp.lab.simulated_transport import Latency, SimulatedTransport, table_latency
+from rrfp.model.tasks import Kind, Mode, StepId, Task
 from rrfp.testing.clock import run_virtual
 from rrfp.testing.transport_checks import PairOptions
 from rrfp.testing.transport_checks.pair import data, index_of, note

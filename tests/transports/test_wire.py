@@ -17,8 +17,8 @@ from batches import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import ConfigError, FrameError
+from rrfp.model.tasks import Kind, Mode, StepId, Task
 from rrfp.testing.transport_checks.pair import assert_same, data
 from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
 from rrfp.transports.header_checks import MAX_BODY_DEPTH

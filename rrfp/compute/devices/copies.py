@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from rrfp import timeouts
 from rrfp.compute.devices.base import Device
 from rrfp.compute.devices.sharing import DeviceSharing
 from rrfp.compute.lanes.stream import StreamLane
-from rrfp.core import timeouts
 from rrfp.errors import TransportClosedError
 from rrfp.log import get_logger
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from rrfp.compute.gradients.layout import as_dtensor, check_dense, local_part
 from rrfp.compute.gradients.reducer import named_parameters
-from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError
-from rrfp.graphs.names import TextOf, numbered
+from rrfp.model.names import TextOf, numbered
+from rrfp.model.topology import Topology
 
 
 def check_norm(max_norm: Any, norm_type: Any, error_if_nonfinite: Any, foreach: Any) -> None:

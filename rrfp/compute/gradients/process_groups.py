@@ -14,11 +14,11 @@ from torch import nn
 
 from rrfp.compute.gradients.layout import as_dtensor
 from rrfp.compute.gradients.reducer import named_parameters
-from rrfp.core.mesh import PIPELINE, REPLICATED
-from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError
-from rrfp.graphs.names import TextOf, numbered
 from rrfp.log import get_logger
+from rrfp.model.mesh import PIPELINE, REPLICATED
+from rrfp.model.names import TextOf, numbered
+from rrfp.model.topology import Topology
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

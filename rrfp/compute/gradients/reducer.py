@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rrfp import timeouts
 from rrfp.compute.gradients.layout import (
     ABSENT,
     TOO_LARGE,
@@ -40,9 +41,8 @@ from rrfp.compute.gradients.layout import (
 )
 from rrfp.compute.gradients.module_reduction import shard_again
 from rrfp.compute.lanes.base import Lane
-from rrfp.core import timeouts
 from rrfp.errors import StageError
-from rrfp.graphs.names import TextOf, numbered
+from rrfp.model.names import TextOf, numbered
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

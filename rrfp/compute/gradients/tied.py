@@ -21,7 +21,7 @@ from rrfp.compute.gradients.layout import ABSENT, empty_totals, encode, local_pa
 from rrfp.compute.gradients.shared import SharedGradients
 from rrfp.compute.gradients.tie_copies import CopyTerms, Tie, TiedCopy, Ties, find_copies
 from rrfp.errors import ConfigError, StageError
-from rrfp.graphs.names import TextOf, numbered
+from rrfp.model.names import TextOf, numbered
 
 #: The most bytes of a piece: large enough for speed, small enough that other messages do not wait long behind it.
 PIECE_BYTES = 4 << 20

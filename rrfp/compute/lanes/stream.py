@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from rrfp import timeouts
 from rrfp.compute.devices.base import Device, Event, Stream
 from rrfp.compute.lanes.base import Execution, as_exception
 from rrfp.compute.lanes.thread import ThreadLane, complete, settle
-from rrfp.core import timeouts
 from rrfp.errors import ConfigError
 from rrfp.log import get_logger
 

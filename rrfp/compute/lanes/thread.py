@@ -16,9 +16,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from rrfp import timeouts
 from rrfp.compute.lanes.base import Execution, Lane, OfferSlot, as_exception
 from rrfp.compute.tracebacks import stack_of
-from rrfp.core import timeouts
 from rrfp.errors import ConfigError
 
 T = TypeVar("T")

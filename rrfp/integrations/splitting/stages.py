@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from rrfp.core.topology import Topology
 from rrfp.errors import ConfigError
 from rrfp.hints import Placement
 from rrfp.integrations.splitting.layered import Layered
+from rrfp.model.topology import Topology
 from rrfp.pipeline.api import LocalPipeline, Pipeline, local
 
 if TYPE_CHECKING:

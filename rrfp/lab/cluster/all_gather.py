@@ -23,10 +23,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rrfp.arbiter.agreement import outcome_of
-from rrfp.core.tasks import Task
 from rrfp.lab.cluster.event_queue import EventQueue
 from rrfp.lab.cluster.node import Node
 from rrfp.lab.cluster.result import GroupCounts
+from rrfp.model.tasks import Task
 
 
 class AllGather:

@@ -21,12 +21,12 @@ from rrfp.arbiter.offers import Offers, may_offer
 from rrfp.arbiter.pauses import PauseTimer
 from rrfp.core import events as ev
 from rrfp.core.group_step import GroupMembership
-from rrfp.core.tasks import StepId, Task
 from rrfp.core.usage import WaitCause
 from rrfp.lab.cluster.coordination import CoordinationName
 from rrfp.lab.cluster.node import TaskSlot
 from rrfp.lab.cluster.rank_group import NodeT, RankGroup
 from rrfp.lab.cluster.ranks import Rank
+from rrfp.model.tasks import StepId, Task
 
 #: What one rank sends to another.
 Content = ev.Arrived | ev.Consumed | ev.Announced | GroupMessage

@@ -13,13 +13,10 @@ from dataclasses import replace
 
 from rrfp.arbiter.group_messages import GroupMessage
 from rrfp.core import events as ev
-from rrfp.core.admission import Limit
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.hint import Hint
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Kind, Mode, StepId, Task
-from rrfp.core.topology import Topology
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.core.waiting import describe, wait_line
 from rrfp.costs.table import CostTable
@@ -35,6 +32,9 @@ from rrfp.lab.cluster.ranks import Rank, ranks_of
 from rrfp.lab.cluster.result import GroupCounts, TensorParallelResult
 from rrfp.lab.generators.rank_latency import RankLatencies
 from rrfp.lab.unused_hint import UnusedHint
+from rrfp.memory.admission import Limit
+from rrfp.model.tasks import Kind, Mode, StepId, Task
+from rrfp.model.topology import Topology
 from rrfp.trace.spans import MessageSpan, TaskSpan, WaitSpan
 
 

@@ -9,10 +9,10 @@ from rrfp.arbiter.arbiter import Arbiter
 from rrfp.arbiter.leader import LeaderProtocol
 from rrfp.arbiter.pauses import PauseTimer
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import StepId, Task
 from rrfp.errors import Origin
 from rrfp.lab.cluster.checker import RankChecker
 from rrfp.lab.cluster.ranks import Rank
+from rrfp.model.tasks import StepId, Task
 
 
 class TaskSlot:

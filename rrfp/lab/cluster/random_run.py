@@ -16,21 +16,21 @@ from typing import Literal
 
 from rrfp.arbiter.group_messages import GroupMessage
 from rrfp.core import events as ev
-from rrfp.core.admission import Limit
-from rrfp.core.graph import TaskGraph
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.hint import Hint
-from rrfp.core.mesh import Mesh
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Mode, StepId, Task
-from rrfp.core.topology import Topology
-from rrfp.core.visits import Skipped, Visits
 from rrfp.core.waiting import describe, wait_line
 from rrfp.lab.cluster.checker import RankChecker
 from rrfp.lab.cluster.cluster import Cluster, Envelope
 from rrfp.lab.cluster.node import Node
 from rrfp.lab.cluster.ranks import Rank, ranks_of
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.mesh import Mesh
+from rrfp.model.tasks import Mode, StepId, Task
+from rrfp.model.topology import Topology
+from rrfp.model.visits import Skipped, Visits
 
 #: Which pending message is delivered: any, the oldest, or the newest.
 Delivery = Literal["any", "oldest", "newest"]

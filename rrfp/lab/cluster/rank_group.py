@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-from rrfp.core.tasks import Task
 from rrfp.lab.cluster.node import Node
+from rrfp.model.tasks import Task
 
 NodeT = TypeVar("NodeT", bound=Node)
 

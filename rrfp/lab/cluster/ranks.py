@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 
-from rrfp.core.mesh import Mesh, MeshPosition
+from rrfp.model.mesh import Mesh, MeshPosition
 
 
 class Rank(int):

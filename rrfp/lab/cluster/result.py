@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from rrfp.core.tasks import Task
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.engine.record import EngineResult
+from rrfp.model.tasks import Task
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from rrfp.core.admission import Limit
 from rrfp.core.hint import Hint
 from rrfp.core.ready_set import ForcedOrder
-from rrfp.core.tasks import Kind
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict
@@ -25,6 +23,8 @@ from rrfp.lab.cluster.group_run import GroupRun
 from rrfp.lab.cluster.result import TensorParallelResult
 from rrfp.lab.generators.rank_latency import SHUFFLED, Cube, RankLatencies, rank_latencies
 from rrfp.lab.simulation import Simulation, beside_bound, resolve_limits, shown_correlation
+from rrfp.memory.admission import Limit
+from rrfp.model.tasks import Kind
 from rrfp.schedules.registry import ScheduleSpec
 
 

@@ -11,9 +11,9 @@ import typer
 
 from rrfp.commands.command_line import listed, option
 from rrfp.commands.output import Json, print_json
-from rrfp.core.placement import Layout
-from rrfp.core.tasks import Kind, Mode
 from rrfp.errors import ConfigError, RrfpError
+from rrfp.model.placement import Layout
+from rrfp.model.tasks import Kind, Mode
 from rrfp.tables import Column, print_table
 
 if TYPE_CHECKING:

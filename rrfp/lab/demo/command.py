@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 from rrfp.errors import ConfigError, RrfpError
 from rrfp.lab.demo.report import DemoReport, Steps
 from rrfp.lab.demo.settings import SEQUENCE_LENGTH, DemoSettings

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import Layout
-from rrfp.core.registry import named_or_loaded
 from rrfp.errors import ConfigError, Faults
 from rrfp.hints.registry import named_or_loaded_hint
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Layout
 from rrfp.pipeline.method import DispatchMethod
 from rrfp.pipeline.options import complete
+from rrfp.plugins import named_or_loaded
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.registry import TRANSPORTS
 

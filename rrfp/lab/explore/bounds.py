@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import Placement
-from rrfp.core.tasks import Mode
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Placement
+from rrfp.model.tasks import Mode
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Generic, Literal, Protocol, TypeVar
 
-from rrfp.core.admission import Admission, AdmissionRule, Limit
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import Layout, Placement
 from rrfp.core.ready_set import ForcedOrder
-from rrfp.core.tasks import Kind, Mode
 from rrfp.lab.explore.bounds import Bounds, bounds_of
 from rrfp.lab.explore.search import Exploration, Oracles, explore
+from rrfp.memory.admission import Admission, AdmissionRule, Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Layout, Placement
+from rrfp.model.tasks import Kind, Mode
 
 # Memory rules that deadlock, so that the explorer can show how. Each differs from `Admission` only in how many slots a
 # forward leaves free when it starts; docs/memory-rules.md has what each deadlocks on.

@@ -10,15 +10,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 
-from rrfp.core.admission import Admission, Limit
-from rrfp.core.banker import Banker
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import TablePlacement
 from rrfp.core.ready_set import ForcedOrder
-from rrfp.core.tasks import Kind, Mode
-from rrfp.core.visits import Skipped
 from rrfp.lab.explore.bounds import Bounds, graph_bounds_of
 from rrfp.lab.explore.search import Exploration, Oracles, explore
+from rrfp.memory.admission import Admission, Limit
+from rrfp.memory.banker import Banker
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import TablePlacement
+from rrfp.model.tasks import Kind, Mode
+from rrfp.model.visits import Skipped
 
 #: The rules by name. "hybrid" is what ships, "banker" its one half on every stage, and "staircase" the other, with the
 #: reserve rule where an order is forced: that one is wrong where branches join.

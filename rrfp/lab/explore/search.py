@@ -49,14 +49,14 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from rrfp.core.admission import Admission, Limit
-from rrfp.core.graph import TaskGraph
 from rrfp.core.ready_set import ForcedOrder
-from rrfp.core.tasks import Kind, Mode, StepId, Task
-from rrfp.core.topology import Topology
-from rrfp.core.visits import Skipped
 from rrfp.core.waiting import describe, wait_line
 from rrfp.lab.explore.stage import Answer, Move, StageOracle, StageProblem, State, bits_of, visited_bits
+from rrfp.memory.admission import Admission, Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Mode, StepId, Task
+from rrfp.model.topology import Topology
+from rrfp.model.visits import Skipped
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,16 +13,16 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rrfp.core.admission import Admission, Limit
 from rrfp.core.events import Arrived, Completed, Consumed, Enqueued, Previewed, StepOpened
-from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import View
-from rrfp.core.memory_rule import rule_of
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Kind, Mode, StepId, Task
-from rrfp.core.visits import Skipped, Visits
 from rrfp.lab.unused_hint import UnusedHint
+from rrfp.memory.admission import Admission, Limit
+from rrfp.memory.memory_rule import rule_of
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Mode, StepId, Task
+from rrfp.model.visits import Skipped, Visits
 
 #: For each microbatch, which of its tasks have run: bit i stands for the i-th kind and virtual stage of the graph.
 State = tuple[int, ...]

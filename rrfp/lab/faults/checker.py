@@ -8,10 +8,10 @@ from enum import StrEnum
 
 from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
 from rrfp.core import events as ev
-from rrfp.core.tasks import StepId
 from rrfp.lab.cluster.ranks import Rank, stage_of_rank
 from rrfp.lab.faults.faults import AnyId, Channel
 from rrfp.lab.faults.network import Parcel
+from rrfp.model.tasks import StepId
 
 #: Reports of a follower; with the log they are for a core, the other messages of a group for its `AgreementArbiter`.
 _REPORTS = frozenset({GroupMessageKind.READY, GroupMessageKind.HELD})

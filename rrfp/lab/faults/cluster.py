@@ -16,7 +16,6 @@ from rrfp.arbiter.group_messages import GroupMessage
 from rrfp.core import events as ev
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Mode, StepId, Task
 from rrfp.errors import ConfigError, Origin, PeerLostError, ProtocolError
 from rrfp.lab.cluster.cluster import Envelope
 from rrfp.lab.cluster.event_queue import EventQueue, TimedCluster
@@ -28,6 +27,7 @@ from rrfp.lab.faults.faults import Death, Fault, Pause
 from rrfp.lab.faults.network import FaultyNetwork, Parcel, identity_of
 from rrfp.lab.faults.node import FaultNode
 from rrfp.lab.faults.scenario import Scenario
+from rrfp.model.tasks import Mode, StepId, Task
 
 T = TypeVar("T")
 

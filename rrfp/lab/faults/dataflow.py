@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Kind, Mode, StepId, Task
-from rrfp.core.visits import Visits
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Mode, StepId, Task
+from rrfp.model.visits import Visits
 
 _CODES = {Kind.F: 1, Kind.B: 2, Kind.W: 3}
 

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rrfp.arbiter.group_messages import GroupMessageKind
-from rrfp.core.tasks import StepId, Task
-from rrfp.core.topology import Topology
 from rrfp.core.usage import WaitCause
 from rrfp.core.waiting import describe_task, unconsumed, wait_line, waiting
 from rrfp.lab.cluster.node import Node
 from rrfp.lab.cluster.ranks import name_of_rank
 from rrfp.lab.faults.faults import AnyId, GroupMessageId, MessageId
+from rrfp.model.tasks import StepId, Task
+from rrfp.model.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rrfp.arbiter.group_messages import GroupMessageKind
-from rrfp.core.tasks import Task
 from rrfp.lab.cluster.ranks import name_of_rank
+from rrfp.model.tasks import Task
 
 #: A FIFO: sender, receiver, and what travels there: "F", "B", "credit" or "group".
 Channel = tuple[int, int, str]

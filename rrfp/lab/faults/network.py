@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
 from rrfp.core.events import Consumed
-from rrfp.core.tasks import StepId
 from rrfp.lab.cluster.cluster import Content, Envelope
 from rrfp.lab.faults.faults import (
     AnyId,
@@ -26,6 +25,7 @@ from rrfp.lab.faults.faults import (
     Spike,
     Swap,
 )
+from rrfp.model.tasks import StepId
 
 
 class Parcel(NamedTuple):

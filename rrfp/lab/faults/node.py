@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import StepId, Task
 from rrfp.errors import Origin
 from rrfp.lab.cluster.checker import RankChecker
 from rrfp.lab.cluster.node import Node
@@ -13,6 +12,7 @@ from rrfp.lab.cluster.ranks import Rank
 from rrfp.lab.faults.checker import MessageChecker
 from rrfp.lab.faults.dataflow import Reference, StageValues
 from rrfp.lab.faults.scenario import Scenario
+from rrfp.model.tasks import StepId, Task
 
 
 class FaultChecker(RankChecker):

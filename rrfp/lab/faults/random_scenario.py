@@ -12,12 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rrfp.arbiter.group_messages import GroupMessageKind
-from rrfp.core.admission import Limit
-from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint, View
-from rrfp.core.placement import Placement, TablePlacement
 from rrfp.core.ready_set import ForcedOrder, ReadySet
-from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict, hint_names
 from rrfp.lab.cluster.ranks import Rank
@@ -37,6 +33,10 @@ from rrfp.lab.faults.faults import (
     Swap,
 )
 from rrfp.lab.faults.scenario import Parallelism, Rows, Scenario
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Placement, TablePlacement
+from rrfp.model.tasks import Kind, Mode, StepId, Task
 from rrfp.schedules.registry import make_schedule, schedule_names
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from rrfp.core.admission import Limit
 from rrfp.core.events import Arrived
-from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint
-from rrfp.core.placement import Placement, TablePlacement
 from rrfp.core.ready_set import ForcedOrder
-from rrfp.core.tasks import Kind, StepId
-from rrfp.core.visits import Skipped, Visits
 from rrfp.lab.cluster.coordination import CoordinationName
 from rrfp.lab.cluster.ranks import Rank, ranks_of
 from rrfp.lab.faults.faults import Fault
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Placement, TablePlacement
+from rrfp.model.tasks import Kind, StepId
+from rrfp.model.visits import Skipped, Visits
 
 #: For each virtual stage, a number of seconds for each microbatch.
 Rows = tuple[tuple[float, ...], ...]

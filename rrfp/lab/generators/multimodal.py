@@ -20,9 +20,6 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import TablePlacement
-from rrfp.core.visits import Skipped
 from rrfp.costs.table import CostTable, Matrix
 from rrfp.errors import ConfigError
 from rrfp.lab.generators.jitter import with_jitter
@@ -30,6 +27,9 @@ from rrfp.lab.generators.latency import with_latency
 from rrfp.lab.generators.profiles import PLAIN_BYTES, PLAIN_FORWARD
 from rrfp.lab.generators.streams import RandomStream, generator
 from rrfp.lab.generators.workloads import lognormal
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import TablePlacement
+from rrfp.model.visits import Skipped
 from rrfp.plain import whole
 
 #: The name of the profile.

@@ -16,13 +16,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from rrfp.core.placement import Layout
 from rrfp.costs.table import CostTable, Matrix
 from rrfp.errors import ConfigError
 from rrfp.lab.generators.jitter import with_jitter
 from rrfp.lab.generators.latency import with_latency
 from rrfp.lab.generators.streams import RandomStream, generator
 from rrfp.lab.generators.workloads import PROFILES, machine_factors, output_layer
+from rrfp.model.placement import Layout
 from rrfp.plain import whole
 
 #: Seconds of a plain stage for one microbatch: F, the input-gradient part of B, and the weight-gradient part.

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from rrfp.core.admission import AdmissionRule, Limit
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict
@@ -19,6 +18,7 @@ from rrfp.lab.cluster.simulation import TensorParallelSimulation, simulate_tenso
 from rrfp.lab.limit_texts import SAME_BYTES, counts_bytes
 from rrfp.lab.simulation import DEFAULT_LIMIT, SENDS, Sends, Simulation, simulate
 from rrfp.lab.sweep.workloads import PLANNED, CostFile, MultimodalWorkload, Workload
+from rrfp.memory.admission import AdmissionRule, Limit
 from rrfp.schedules.csv import CsvSchedule
 from rrfp.schedules.registry import ScheduleSpec, schedule_names, schedule_needs
 
@@ -37,7 +37,7 @@ class SimulatedMethod:
     hint: HintSpec | None = None
     #: a schedule's name, or a schedule file's text. Exactly one of the two is given.
     strict: ScheduleSpec | None = None
-    #: With a hint, the microbatches a stage may hold, see `rrfp.core.admission.Limit.resolve`; or bytes, see
+    #: With a hint, the microbatches a stage may hold, see `rrfp.memory.admission.Limit.resolve`; or bytes, see
     #: `rrfp.lab.simulation.simulate`.
     limit: int | str = DEFAULT_LIMIT
     #: With a hint, how chunks share the limit's slots.

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rrfp.core.admission import Limit
 from rrfp.lab.limit_texts import SAME_BYTES
 from rrfp.lab.sweep.rows import SweepRow
+from rrfp.memory.admission import Limit
 
 #: The columns that a workload has beside its seed, and those of a method.
 WORKLOAD_COLUMNS = (

@@ -11,13 +11,13 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
-from rrfp.core.placement import Layout
 from rrfp.costs.files import read_costs, read_sizes
 from rrfp.costs.table import CostTable
 from rrfp.lab.generators.multimodal import IMAGES, MULTIMODAL, SOUNDS, GraphName, multimodal_costs, multimodal_sizes
 from rrfp.lab.generators.profiles import make_costs, microbatch_sizes
 from rrfp.lab.generators.rank_latency import SHUFFLED
 from rrfp.lab.simulation import planned_sizes
+from rrfp.model.placement import Layout
 from rrfp.plain import whole
 
 #: ``sizes`` of a cost file that stand for the sums of its times.

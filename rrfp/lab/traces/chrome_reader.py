@@ -12,12 +12,12 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Task
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.costs.files import json_fault
 from rrfp.costs.table import checked_sizes
 from rrfp.errors import ConfigError
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Task
 from rrfp.trace.breakdown import CAUSE_LABELS
 from rrfp.trace.chrome import LAUNCHED, SIZES, STEPS_THREAD
 from rrfp.trace.graph_data import GRAPH, SKIPPED, graph_from_plain, skipped_from_plain

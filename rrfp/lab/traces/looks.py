@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rrfp.core.tasks import Kind
 from rrfp.core.usage import WaitCause
+from rrfp.model.tasks import Kind
 
 Colour = tuple[float, float, float]
 

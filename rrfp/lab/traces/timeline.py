@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rrfp.core.tasks import Kind
 from rrfp.core.usage import WaitCause
 from rrfp.lab.traces.looks import (
     DARK,
@@ -29,6 +28,7 @@ from rrfp.lab.traces.looks import (
     kind_colour,
 )
 from rrfp.lab.traces.window import TimeWindow
+from rrfp.model.tasks import Kind
 from rrfp.trace.breakdown import CAUSE_LABELS, blank_seconds, idle_waits
 from rrfp.trace.spans import StepTrace, TaskSpan, WaitSpan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 
 #: Slices of a limit: after each, the loop looks at its clock.
 _SLICES = 4

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 from rrfp.errors import OverdueError, PeerLostError
 from rrfp.log import get_logger
 from rrfp.runtime import records

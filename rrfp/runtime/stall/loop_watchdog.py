@@ -14,8 +14,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from rrfp import timeouts
 from rrfp.compute.tracebacks import all_stacks
-from rrfp.core import timeouts
 from rrfp.log import get_logger
 from rrfp.runtime.stall.kept_lock import LockWatch
 

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 from rrfp.errors import PeerLostError, ProtocolError
 from rrfp.log import get_logger
 from rrfp.runtime.context import RankContext

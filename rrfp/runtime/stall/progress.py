@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Task
 from rrfp.core.waiting import describe
+from rrfp.model.tasks import Task
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.runtime.messenger import Messenger

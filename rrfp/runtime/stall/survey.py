@@ -16,7 +16,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 from rrfp.errors import ProtocolError
 from rrfp.runtime import records
 from rrfp.runtime.all_gather import to_tensor

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 from rrfp.errors import DeadlockError
 from rrfp.log import get_logger
 from rrfp.runtime import records

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 from rrfp.errors import ConfigError, RrfpError
 from rrfp.runtime.status_socket.folder import VARIABLE, SocketFile, chosen_folder, sockets_in, user_at
 from rrfp.runtime.status_socket.report import MOST_BYTES, JobReport

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 from rrfp.log import get_logger
 from rrfp.runtime.status_socket.folder import KNOWN, SocketFile, make_folder, sockets_in, user_at
 from rrfp.runtime.status_socket.report import JobReport

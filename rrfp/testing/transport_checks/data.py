@@ -6,7 +6,7 @@ import asyncio
 
 import torch
 
-from rrfp.core.tasks import Kind, Task
+from rrfp.model.tasks import Kind, Task
 from rrfp.testing.transport_checks.losses import naming_losses
 from rrfp.testing.transport_checks.pair import (
     STEP,

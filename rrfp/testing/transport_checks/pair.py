@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rrfp.core.tasks import Kind, Mode, StepId, Task
 from rrfp.errors import RrfpError
+from rrfp.model.tasks import Kind, Mode, StepId, Task
 from rrfp.transports.base import Channel, Message, MessageKind, Plain, Transport
 
 _Result = TypeVar("_Result")

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 from rrfp.errors import FrameError, PeerLostError, RrfpError, TransportError
 from rrfp.transports.base import Channel, Message, MessageKind, Plain, Transport, TransportContext, sending_at_once
 from rrfp.transports.carried.announcements import CREDIT, FAREWELL, WANT

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 from rrfp.transports.carried.wires import Done, EdgeName
 from rrfp.transports.collective.threads import abort_at_exit, start_thread
 from rrfp.transports.header_checks import TensorSpec

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 from rrfp.errors import ConfigError
 from rrfp.transports.carried.wires import EdgeName
 from rrfp.transports.collective.streams import DeviceEvent, StreamWire

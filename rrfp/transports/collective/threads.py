@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Protocol
 from weakref import WeakSet
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 
 
 class _Wire(Protocol):

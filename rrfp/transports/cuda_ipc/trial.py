@@ -16,7 +16,7 @@ import msgpack
 import torch
 from torch import Tensor
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 from rrfp.errors import FrameError, TransportClosedError
 from rrfp.transports.base import TransportContext
 from rrfp.transports.device_copies import SharesDeviceMemory

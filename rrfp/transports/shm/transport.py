@@ -22,7 +22,7 @@ from functools import partial
 
 from torch import Tensor
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 from rrfp.errors import ConfigError, FrameError, RrfpError, TransportClosedError, TransportError
 from rrfp.transports.base import Channel, TransportContext
 from rrfp.transports.flow import HomeLoop

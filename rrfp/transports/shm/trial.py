@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 from rrfp.errors import TransportError
 from rrfp.log import get_logger
 from rrfp.transports.base import DEFAULT_MAX_MESSAGE_BYTES

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from rrfp.core import timeouts
+from rrfp import timeouts
 from rrfp.errors import FrameError, PeerLostError, RrfpError
 from rrfp.transports.base import Channel
 from rrfp.transports.flow import Credits, Window, apply_credit

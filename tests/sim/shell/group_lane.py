@@ -11,11 +11,11 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Task
 from rrfp.errors import ProtocolError
 from rrfp.lab.emulated import Durations, EmulatedStage
 from rrfp.lab.timer_lane import TimerLane
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Task
 
 
 @dataclass(slots=True)

@@ -16,14 +16,10 @@ from sim.shell.group_lane import GroupLane, Meetings, MeetingStage
 from sim.shell.runs import patience, run_ranks
 
 from rrfp.arbiter.group_messages import GroupMessageKind
-from rrfp.core.admission import Limit
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.hint import Hint
-from rrfp.core.mesh import Mesh, MeshPosition
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Kind, Mode, Task
-from rrfp.core.topology import Topology
 from rrfp.core.usage import Peaks
 from rrfp.costs.table import CostTable
 from rrfp.engine.engine import graph_of
@@ -32,6 +28,10 @@ from rrfp.lab.cluster.simulation import slowest_durations
 from rrfp.lab.emulated import Durations
 from rrfp.lab.generators.rank_latency import Cube, RankLatencies
 from rrfp.lab.simulated_transport import SimulatedTransport
+from rrfp.memory.admission import Limit
+from rrfp.model.mesh import Mesh, MeshPosition
+from rrfp.model.tasks import Kind, Mode, Task
+from rrfp.model.topology import Topology
 from rrfp.pipeline.handle import PipelineHandle
 from rrfp.pipeline.local_ranks import LocalRanks
 from rrfp.pipeline.options import complete

@@ -13,15 +13,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from rrfp.core.admission import Limit
-from rrfp.core.graph import TaskGraph
 from rrfp.core.hint import Hint
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
-from rrfp.core.tasks import Mode
-from rrfp.core.topology import Topology
 from rrfp.core.usage import WaitCause
-from rrfp.core.visits import Skipped
 from rrfp.costs.table import CostTable
 from rrfp.engine.engine import graph_of
 from rrfp.engine.record import EngineResult
@@ -30,6 +25,11 @@ from rrfp.lab.emulated import EmulatedStage, table_durations
 from rrfp.lab.simulated_transport import SimulatedTransport, table_latency
 from rrfp.lab.timer_lane import TimerLane
 from rrfp.lab.virtual_clock import run_virtual
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Mode
+from rrfp.model.topology import Topology
+from rrfp.model.visits import Skipped
 from rrfp.pipeline.handle import PipelineHandle
 from rrfp.pipeline.local_ranks import LocalRanks
 from rrfp.pipeline.options import complete

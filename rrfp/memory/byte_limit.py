@@ -1,8 +1,8 @@
-"""A limit on bytes: which forwards fit. Owned by `rrfp.core.admission.Admission`, beside the ledger of what is held.
+"""A limit on bytes: which forwards fit. Owned by `rrfp.memory.admission.Admission`, beside the ledger of what is held.
 
 A forward of chunk c fits if all of this together is within the limit: what is held; what the backwards to come are
 expected to add to that; what the forwards that run and this one are expected to leave, each microbatch its own bytes
-(`rrfp.core.seen_sizes`); and room for one forward of each deeper chunk, the largest that is still to come there, as far
+(`seen_sizes`); and room for one forward of each deeper chunk, the largest that is still to come there, as far
 as the microbatches that hold that chunk now would not free as much. Under the reserve rule a later microbatch also
 leaves room for a whole lowest one. So the limit is passed by no more than what one forward turns out larger than
 expected: while a forward is in flight whose signature none before it had, no other one starts, and the next one starts
@@ -32,9 +32,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 
-from rrfp.core.held_bytes import HeldBytes, Owner
-from rrfp.core.seen_sizes import Preview, SeenSizes
-from rrfp.core.tasks import B, F, Kind
+from rrfp.memory.held_bytes import HeldBytes, Owner
+from rrfp.memory.seen_sizes import Preview, SeenSizes
+from rrfp.model.tasks import B, F, Kind
 
 
 class ByteLimit:
@@ -83,7 +83,7 @@ class ByteLimit:
         self._previews[owner] = Preview(self._size(owner), input_bytes, signature)
 
     def fits(self, chunk: int, microbatch: int, *, is_lowest: bool) -> bool:
-        """Whether a forward of ``chunk`` leaves room for those that must follow it; see `rrfp.core.admission`."""
+        """Whether a forward of ``chunk`` leaves room for those that must follow it; see `rrfp.memory.admission`."""
         chunks = range(len(self._holders))
         needed = self._expected((chunk, microbatch)) + sum(map(self._expected_in_flight, self._unreported))
         needed += sum(max(0, self._room(deeper) - self._held_on(deeper)) for deeper in chunks[chunk + 1 :])

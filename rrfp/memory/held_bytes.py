@@ -7,7 +7,7 @@ of a group, whose followers report their bytes. Outside groups the two are one.
 
 from __future__ import annotations
 
-from rrfp.core.tasks import Task
+from rrfp.model.tasks import Task
 
 #: A microbatch in work: local chunk and microbatch.
 Owner = tuple[int, int]

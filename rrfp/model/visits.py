@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from rrfp.core.tasks import Task
 from rrfp.errors import ConfigError
+from rrfp.model.tasks import Task
 
 #: The virtual stages that a microbatch skips.
 Skipped = frozenset[int]

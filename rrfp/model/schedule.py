@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from rrfp.core.graph import TaskGraph
-from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.errors import ConfigError
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Kind, Mode, Task
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 The staircase (with the reserve rule, where an order is forced) holds back least, and is right where no two virtual
 stages are beside each other: on chains, with or without skip edges. The in-order banker is right on every graph. It
-leaves less freedom, so only the stages that need it take it: see `rrfp.core.branches`. Where an order is forced, these
+leaves less freedom, so only the stages that need it take it: see `branches`. Where an order is forced, these
 are all stages of a graph that is no chain.
 
 The paper's rule, where it is asked for, is right on any graph for stages of several chunks. For one chunk it is the
@@ -13,11 +13,11 @@ Rules of different stages fit together, as the proofs in docs/memory-rules.md sh
 
 from __future__ import annotations
 
-from rrfp.core.admission import Admission, Limit
-from rrfp.core.banker import Banker
-from rrfp.core.branches import plain_stages
-from rrfp.core.graph import TaskGraph
-from rrfp.core.visits import Visits
+from rrfp.memory.admission import Admission, Limit
+from rrfp.memory.banker import Banker
+from rrfp.memory.branches import plain_stages
+from rrfp.model.graph import TaskGraph
+from rrfp.model.visits import Visits
 
 
 def rule_of(graph: TaskGraph, stage: int, limit: Limit, visits: Visits, *, is_forced: bool) -> type[Admission]:

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from itertools import dropwhile
 from typing import Self
 
-from rrfp.core.measured import Largest
+from rrfp.memory.measured import Largest
 
 Point = tuple[float, float]
 

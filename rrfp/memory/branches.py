@@ -14,8 +14,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from rrfp.core.graph import TaskGraph
-from rrfp.core.visits import Skipped
+from rrfp.model.graph import TaskGraph
+from rrfp.model.visits import Skipped
 
 #: A set of virtual stages: bit v stands for v.
 _Bits = int

@@ -29,10 +29,10 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from rrfp.core.admission import Admission, Limit
-from rrfp.core.byte_limit import ByteLimit
-from rrfp.core.held_bytes import HeldBytes, Owner
-from rrfp.core.seen_sizes import SeenSizes
+from rrfp.memory.admission import Admission, Limit
+from rrfp.memory.byte_limit import ByteLimit
+from rrfp.memory.held_bytes import HeldBytes, Owner
+from rrfp.memory.seen_sizes import SeenSizes
 
 
 class BankerBytes(ByteLimit):

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from rrfp.core.placement import Layout, Placement, TablePlacement
-from rrfp.core.tasks import Kind, Mode, Task
 from rrfp.errors import ConfigError
+from rrfp.model.placement import Layout, Placement, TablePlacement
+from rrfp.model.tasks import Kind, Mode, Task
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ chunk tasks; there are K * C. Backwards and weight tasks free memory: only the p
 - **Bytes**: a forward of chunk c starts only while the bytes held fit together with those that it is expected to hold,
   with room for one forward of each deeper chunk (and, under the reserve rule, for a whole lowest microbatch), and with
   what backwards are expected to add: a split one may hold more than its forward did, and may have to let weight tasks
-  go first. `rrfp.core.byte_limit` says how much is expected; that can be wrong, so one forward is always admitted when
+  go first. `byte_limit` says how much is expected; that can be wrong, so one forward is always admitted when
   no chunk from c on holds anything (under the reserve rule: the lowest one, when they hold later ones only). While a
   forward runs whose size no earlier one has shown, none starts behind it, however deep the lane is.
 - **Graphs that are no chains**: the staircase is wrong above joins, and the reserve rule anywhere; there the in-order
-  banker applies (`rrfp.core.banker`). `rrfp.core.memory_rule` chooses for each stage.
+  banker applies (`rrfp.memory.banker`). `rrfp.memory.memory_rule` chooses for each stage.
 - **Groups**: the leader decides for all, so its byte rule counts the rank that holds the most. A follower starts a
   forward that was ordered once a slot is free on itself, so that D keeps its bound on every rank. The slots that the
   leader saw free become so there too: by tasks that are in the log before it, and by successors that run those.
@@ -46,12 +46,11 @@ from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from rrfp.core.byte_limit import ByteLimit
-from rrfp.core.events import HeldReported
-from rrfp.core.held_bytes import HeldBytes, Owner
-from rrfp.core.seen_sizes import SeenSizes
-from rrfp.core.tasks import Kind
 from rrfp.errors import ConfigError
+from rrfp.memory.byte_limit import ByteLimit
+from rrfp.memory.held_bytes import HeldBytes, Owner
+from rrfp.memory.seen_sizes import SeenSizes
+from rrfp.model.tasks import Kind, Task
 
 LIMIT_PRESETS = ("1f1b", "n", "2n")
 
@@ -285,16 +284,15 @@ class Admission:
         else:
             self.bytes.hold(owner, held)
 
-    def complete_elsewhere(self, member: int, chunk: int, event: HeldReported) -> None:
+    def complete_elsewhere(self, member: int, chunk: int, task: Task, held: int, output: int) -> None:
         """A task completed on follower ``member``: what stays there counts as well, where bytes are limited."""
-        limit, task = self.byte_limit, event.task
-        if limit is None:
+        if (limit := self.byte_limit) is None:
             return
         owner = (chunk, task.microbatch)
-        limit.complete(task.kind, owner, event.held, event.output, member)
+        limit.complete(task.kind, owner, held, output, member)
         if limit.is_in_work(owner):
-            self.bytes.hold(owner, event.held, member)
-        self.bytes.keep_output_elsewhere(task, event.output, member)
+            self.bytes.hold(owner, held, member)
+        self.bytes.keep_output_elsewhere(task, output, member)
 
     def free(self, owner: Owner) -> None:
         """``owner`` holds no bytes any more. Its slot is released apart, when its last task is enqueued."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rrfp.core.tasks import Kind
+from rrfp.model.tasks import Kind
 
 
 @dataclass(slots=True)

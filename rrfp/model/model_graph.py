@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rrfp.core.graph import TaskGraph
-from rrfp.core.placement import TablePlacement
-from rrfp.core.visits import Skipped
 from rrfp.errors import ConfigError
-from rrfp.graphs.declared import Graph, Part, PartKey, part_of
-from rrfp.graphs.feeds import Feed, Feeds
+from rrfp.model.declared import Graph, Part, PartKey, part_of
+from rrfp.model.feeds import Feed, Feeds
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import TablePlacement
+from rrfp.model.visits import Skipped
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rrfp.core.mesh import PIPELINE, Mesh, MeshPosition, check_sizes
 from rrfp.errors import ConfigError
+from rrfp.model.mesh import PIPELINE, Mesh, MeshPosition, check_sizes
 
 #: Stands for the mesh with one rank a stage until the number of stages is known.
 _ONE_RANK_A_STAGE: Any = None
