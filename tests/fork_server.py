@@ -38,7 +38,7 @@ PRELOADED = (
     "rrfp.checkpoint",
     "rrfp.pipeline.api",
     "rrfp.lab.device_double",
-    "rrfp.testing.reference",
+    "rrfp.lab.reference",
     "rrfp.transports.zmq.transport",
     "on_device",
     "runtime.processes",

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from rrfp import timeouts
 from rrfp.compute.tracebacks import print_no_traceback
 from rrfp.errors import PipelineAborted, ProtocolError, TransportError
+from rrfp.host import ProcessIdentity, ended
 from rrfp.log import get_logger
 from rrfp.model.topology import Topology
 from rrfp.runtime import records
 from rrfp.runtime.abort import describe
 from rrfp.runtime.handshake import printable
-from rrfp.runtime.processes import ProcessIdentity, ended
 from rrfp.transports.base import Rendezvous
 from rrfp.transports.rendezvous import StoreRendezvous
 from rrfp.transports.secret import Secret, split_voucher, vouch

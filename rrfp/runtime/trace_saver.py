@@ -12,19 +12,18 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 import msgpack
 
 from rrfp.errors import ConfigError, ProtocolError
+from rrfp.host import ProcessIdentity, boot_id, namespace
 from rrfp.model.graph import TaskGraph
 from rrfp.model.topology import Topology
 from rrfp.runtime import records
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.lane_executor import LaneExecutor
-from rrfp.runtime.processes import ProcessIdentity
 from rrfp.trace.chrome import ChromeRun, write_runs
 from rrfp.trace.history import TraceHistory
 from rrfp.trace.plain import from_plain, to_plain
@@ -87,8 +86,7 @@ def host_clocks(clocks: Sequence[tuple[str, str]], offsets: Sequence[ClockOffset
 def own_clock() -> str:
     """What ranks with the same monotonic clock have in common: the start of the host, and the space of its times."""
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/time')}"
+        return f"{boot_id()} {namespace('time')}"
     return ProcessIdentity.own().host
 
 

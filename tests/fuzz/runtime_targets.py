@@ -19,6 +19,7 @@ from rrfp.compute.gradients.tie_copies import CopyTerms, Tie
 from rrfp.compute.mailbox import Mailbox
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.errors import ConfigError, FrameError, PeerLostError, ProtocolError, StageError, TransportError
+from rrfp.host import ProcessIdentity
 from rrfp.lab.device_double.device import DoubleSharing
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Kind, Task
@@ -31,7 +32,6 @@ from rrfp.runtime.core_driver import GROUP_KINDS, GroupLink
 from rrfp.runtime.failed_start import FailedStart, FailedStarts
 from rrfp.runtime.grad_clipping import NormShare
 from rrfp.runtime.handshake import Handshake
-from rrfp.runtime.processes import ProcessIdentity
 from rrfp.runtime.reports import StageReport
 from rrfp.runtime.stall.status import RankStatus
 from rrfp.runtime.step_report import LossShare, WeightShare

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rrfp.runtime.processes import ProcessIdentity
+from rrfp.host import ProcessIdentity
 from rrfp.runtime.trace_saver import ROUND_TRIPS, ClockOffset, host_clocks, measure_offset, own_clock
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from rrfp import timeouts
 from rrfp.errors import ProtocolError
-from rrfp.runtime.processes import ProcessIdentity, ProcessWatch, ended, open_pidfd, started_at
+from rrfp.host import ProcessIdentity, ProcessWatch, ended, open_pidfd, started_at
 from rrfp.runtime.records import pack, unpack
 
 OWN = ProcessIdentity.own()

@@ -9,12 +9,12 @@ from typing import Any
 
 from rrfp import timeouts
 from rrfp.errors import OverdueError, PeerLostError
+from rrfp.host import ProcessIdentity, ProcessWatch, ended
 from rrfp.log import get_logger
 from rrfp.runtime import records
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.handshake import StartDigests
-from rrfp.runtime.processes import ProcessIdentity, ProcessWatch, ended
 from rrfp.runtime.stall.awake import AwakeTime
 from rrfp.runtime.stall.peer_monitor import PeerMonitor
 from rrfp.runtime.stall.progress import StallProgress

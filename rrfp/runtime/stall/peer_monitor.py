@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from rrfp import timeouts
 from rrfp.errors import PeerLostError, ProtocolError
+from rrfp.host import ProcessIdentity
 from rrfp.log import get_logger
 from rrfp.runtime.context import RankContext
-from rrfp.runtime.processes import ProcessIdentity
 from rrfp.transports.base import Channel, Message, MessageKind
 
 logger = get_logger(__name__)

@@ -10,7 +10,6 @@ import os
 import re
 import socket
 import stat
-import struct
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2s
@@ -115,17 +114,3 @@ def _is_stale(file: SocketFile) -> bool:
         return False
     file.remove()
     return True
-
-
-#: Process, user, group.
-_CREDENTIALS = struct.Struct("=iII")
-
-#: Whether this system tells; Linux does.
-KNOWN = hasattr(socket, "SO_PEERCRED")
-
-
-def user_at(sock: socket.socket) -> int:
-    """The user id of the process that connected, or that listens, at the other end."""
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(credentials)
-    return int(user)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from rrfp import timeouts
 from rrfp.errors import ConfigError, RrfpError
-from rrfp.runtime.status_socket.folder import VARIABLE, SocketFile, chosen_folder, sockets_in, user_at
+from rrfp.host import peer_credentials
+from rrfp.runtime.status_socket.folder import VARIABLE, SocketFile, chosen_folder, sockets_in
 from rrfp.runtime.status_socket.report import MOST_BYTES, JobReport
 
 
@@ -21,7 +22,7 @@ def read_report(file: SocketFile) -> JobReport:
     deadline = time.monotonic() + timeouts.STATUS_S
     with socket.socket(socket.AF_UNIX) as sock:
         _connect(sock, file, deadline)
-        if (user := user_at(sock)) != os.geteuid():
+        if (user := peer_credentials(sock)[1]) != os.geteuid():
             raise RrfpError(f"{file.path}: the process that listens there belongs to user {user}")
         line = bytearray()
         while not line.endswith(b"\n") and len(line) <= MOST_BYTES:

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rrfp import timeouts
+from rrfp.host import KNOWS_USERS, peer_credentials
 from rrfp.log import get_logger
-from rrfp.runtime.status_socket.folder import KNOWN, SocketFile, make_folder, sockets_in, user_at
+from rrfp.runtime.status_socket.folder import SocketFile, make_folder, sockets_in
 from rrfp.runtime.status_socket.report import JobReport
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ class StatusServer:
 
     def start(self) -> None:
         """Listen, and remove what killed processes have left."""
-        if not KNOWN:
+        if not KNOWS_USERS:
             raise OSError("this system does not tell the user at the other end of a socket")
         folder = self.file.path.parent
         make_folder(folder)
@@ -134,7 +135,7 @@ class StatusServer:
 
 def _refusal(sock: socket.socket) -> bytes:
     """The line for a program of another user; empty for this one's."""
-    user = user_at(sock)
+    _, user = peer_credentials(sock)
     if user == os.geteuid():
         return b""
     return JobReport(os.getpid(), "", failure=f"user {user} may not look at a job of user {os.geteuid()}").line()

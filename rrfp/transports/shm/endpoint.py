@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
 from rrfp.errors import TransportError
+from rrfp.host import peer_credentials
 from rrfp.log import get_logger
 from rrfp.transports.flow import HomeLoop
 from rrfp.transports.shm.slots import with_limit
@@ -25,8 +25,6 @@ _BATCH = 32
 
 #: This process may open no more files: a pause before the next attempt.
 _PAUSE_S = 0.1
-
-_CREDENTIALS = struct.Struct("=iII")  # pid, user, group
 
 
 class Connected(NamedTuple):
@@ -57,13 +55,12 @@ def connect(address: str) -> Connected | None:
 
 
 def _process_at(sock: socket.socket) -> int:
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, user, _ = _CREDENTIALS.unpack(credentials)
+    pid, user = peer_credentials(sock)
     if user != os.geteuid():
         raise TransportError(f"the process at the other end belongs to user {user}, must be {os.geteuid()}")
     if pid == 0:
         raise TransportError("the process at the other end is in another pid namespace; use transport zmq")
-    return int(pid)
+    return pid
 
 
 class Listener:

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 from rrfp import timeouts
 from rrfp.errors import TransportError
+from rrfp.host import boot_id, namespace
 from rrfp.log import get_logger
 from rrfp.transports.base import DEFAULT_MAX_MESSAGE_BYTES
 from rrfp.transports.flow import HomeLoop
@@ -63,9 +63,8 @@ def this_host(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> Host:
     if sys.platform != "linux":
         return Host("", "", "", "", "", f"shared memory needs Linux, this is {sys.platform}")
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        users, networks, processes = (os.readlink(f"/proc/self/ns/{name}") for name in ("user", "net", "pid"))
-        return Host(boot, str(os.geteuid()), users, networks, processes, _obstacle(max_message_bytes))
+        users, networks, processes = map(namespace, ("user", "net", "pid"))
+        return Host(boot_id(), str(os.geteuid()), users, networks, processes, _obstacle(max_message_bytes))
     except OSError as error:
         return Host("", "", "", "", "", f"/proc does not say what a process shares with others: {error}")
 

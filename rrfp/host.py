@@ -1,4 +1,4 @@
-"""The processes behind the ranks: on which host each runs, under which id, and whether it still does.
+"""The host of this process: its start, its processes, and the users at the other end of local sockets.
 
 Ranks exchange this at the start. The end of a connection is not enough to notice the end of a process: children that
 were forked from it, such as the workers of a data loader, keep its sockets open. On the same host a pidfd becomes
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import struct
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,28 @@ from functools import cache
 from pathlib import Path
 
 from rrfp import timeouts
+
+#: Process, user, group.
+_CREDENTIALS = struct.Struct("=iII")
+
+#: Whether this system knows the users of local sockets; Linux does.
+KNOWS_USERS = hasattr(socket, "SO_PEERCRED")
+
+
+def boot_id() -> str:
+    """The id of the host's current start; an OSError where /proc does not have it."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def namespace(kind: str) -> str:
+    """This process's namespace of a kind, such as ``pid`` or ``net``; an OSError where /proc does not have it."""
+    return os.readlink(f"/proc/self/ns/{kind}")
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """The process id and the user id of the process at the other end; the id is 0 in another pid namespace."""
+    pid, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(pid), int(user)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +68,7 @@ def _identity(own: int) -> ProcessIdentity:
     """Of this process, whose id is ``own``: a forked child has another."""
     space = ""
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        space = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        space = f"{boot_id()} {namespace('pid')}"
     return ProcessIdentity(socket.gethostname(), own, started_at(own), space)
 
 
