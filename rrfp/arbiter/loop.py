@@ -9,18 +9,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
 
 from rrfp.arbiter.arbiter import Arbiter
 
 
-@runtime_checkable
-class SettlingLoop(Protocol):
-    """An event loop that can tell when an instant is over, as `rrfp.lab.virtual_clock.VirtualClockLoop` can."""
+@dataclass(frozen=True, slots=True)
+class LoopTime:
+    """The time of an event loop: real, or virtual as that of `rrfp.lab.virtual_clock.VirtualClockLoop`."""
 
-    def settled(self) -> Awaitable[None]:
-        """Wait until nothing else is runnable now."""
-        ...
+    #: Waits until nothing else is runnable at this instant; None in real time, which passes by itself.
+    settled: Callable[[], Awaitable[None]] | None = None
+
+    @classmethod
+    def of_running_loop(cls) -> LoopTime:
+        """The time of the loop that runs in this thread: virtual if the loop has a method ``settled``."""
+        return cls(getattr(asyncio.get_running_loop(), "settled", None))
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether the clock jumps to the next timer, and nothing but the loop's callbacks happens in it."""
+        return self.settled is not None
 
 
 async def run_arbiter(arbiter: Arbiter, settled: Callable[[], Awaitable[None]] | None = None) -> None:

@@ -83,7 +83,7 @@ class AsyncCaller:
     async def _free(self) -> None:
         if self._session.thread is None:
             self._session.leave()
-            await self._session.ranks.delivery.delivered()
+            await self._session.ranks.delivered()
         else:  # joining a thread would block the caller's loop
             await asyncio.to_thread(self._session.leave)
 

@@ -16,7 +16,6 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import astuple, dataclass, replace
 
 from rrfp import timeouts
-from rrfp.arbiter.loop import SettlingLoop
 from rrfp.callbacks.base import Callback
 from rrfp.callbacks.events import Aborted, Event, RunBegun, RunEnded, StageFigures, Stall, StepBegun, StepEnded
 from rrfp.errors import Origin, RrfpError
@@ -178,9 +177,7 @@ class Delivery:
 
     async def delivered(self) -> None:
         """As `wait`, without blocking the caller's loop."""
-        if isinstance(asyncio.get_running_loop(), SettlingLoop):  # virtual time, in which nothing else happens
-            self.wait()
-        elif self._thread is not None and self._thread.is_alive():
+        if self._thread is not None and self._thread.is_alive():
             await asyncio.to_thread(self.wait)
 
     def _post(self, method: str, event: Event) -> None:

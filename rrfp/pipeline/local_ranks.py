@@ -9,6 +9,7 @@ from contextlib import nullcontext, suppress
 from typing import Any, Literal, TypeVar
 from weakref import WeakSet
 
+from rrfp.arbiter.loop import LoopTime
 from rrfp.compute.devices.base import Device
 from rrfp.compute.gradients.reducer import GradientReducer
 from rrfp.compute.gradients.tied import TiedGradients
@@ -117,6 +118,7 @@ class LocalRanks:
         self._runners: Sequence[StageRunner] = ()
         self._has_warned = False
         self._onlookers: ProcessMonitor | None = None
+        self._time = LoopTime()
 
     @property
     def first_step(self) -> int:
@@ -218,17 +220,28 @@ class LocalRanks:
         ``give_up`` is called on another thread with the failure when the runtime's own loop has not run for
         ``abort_after`` seconds; None on the caller's loop.
         """
+        self._time = LoopTime.of_running_loop()
         for reducer in self._reducers:
             reducer.start()
         connecting = self._connect()
         try:
             await (connecting if self._failed_starts is None else self._failed_starts.unless_reported(connecting))
-            self._onlookers = ProcessMonitor(self._runners, self._options, str(self), give_up, self.delivery.stalled)
-            self._onlookers.start()
+            if not self._time.is_virtual:  # which is not related to the time of other threads and processes
+                self._onlookers = ProcessMonitor(
+                    self._runners, self._options, str(self), give_up, self.delivery.stalled
+                )
+                self._onlookers.start()
         except BaseException as error:
             self.fail(error)
             await self.close(quiet=True)
             raise
+
+    async def delivered(self) -> None:
+        """Wait until all callbacks have had their events, without blocking the loop unless its time is virtual."""
+        if self._time.is_virtual:
+            self.delivery.wait()
+        else:
+            await self.delivery.delivered()
 
     async def _connect(self) -> None:
         self._runners = await self._make_runners()

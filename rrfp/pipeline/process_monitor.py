@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable, Sequence
 
-from rrfp.arbiter.loop import SettlingLoop
 from rrfp.errors import ConfigError, PipelineAborted
 from rrfp.log import get_logger
 from rrfp.pipeline.options import Options
@@ -43,10 +41,9 @@ class ProcessMonitor:
         self._server: StatusServer | None = None
 
     def start(self) -> None:
-        """Begin, once all ranks have met. Virtual time is not related to real time: no effect there."""
-        if not isinstance(asyncio.get_running_loop(), SettlingLoop):
-            self._watch_loop()
-            self._listen()
+        """Begin, once all ranks have met."""
+        self._watch_loop()
+        self._listen()
 
     async def close(self) -> None:
         """End. May be called twice."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from rrfp.arbiter.loop import LoopTime
 from rrfp.compute.lanes.base import Lane
 from rrfp.compute.mailbox import Mailbox
 from rrfp.errors import Origin, PeerLostError, ProtocolError
@@ -174,6 +175,8 @@ class RankContext:
     recorder: Recorder
     #: Watches the run.
     observer: Observer
+    #: Of the rank's loop.
+    time: LoopTime
     #: Of the model's parts, if it has any.
     model: ModelGraph | None = None
 
@@ -187,6 +190,7 @@ class RankContext:
         fail: Fail,
         observer: Observer | None = None,
         model: ModelGraph | None = None,
+        time: LoopTime | None = None,
     ) -> RankContext:
         """Make the parts that need nothing else."""
         activity = RankActivity(lane.now)
@@ -202,5 +206,6 @@ class RankContext:
             Mailbox(graph, topology.stage, None if model is None else model.feeds),
             Recorder(topology.stage, lane.now),
             Unobserved() if observer is None else observer,
+            LoopTime() if time is None else time,
             model,
         )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rrfp import timeouts
-from rrfp.arbiter.loop import SettlingLoop, run_arbiter
+from rrfp.arbiter.loop import LoopTime, run_arbiter
 from rrfp.compute.activations import tensors_in
 from rrfp.compute.async_tensors import inner_tensors
 from rrfp.compute.devices.base import Device
@@ -139,7 +139,7 @@ class StepRunner:
         driver = self._driver
         # Where a device computes them reading waits for it, and must not keep the lane from issuing tasks. In virtual
         # time nothing may come between two tasks that the simulator does not know.
-        is_last = self._context.lane.device is not None or isinstance(asyncio.get_running_loop(), SettlingLoop)
+        is_last = self._context.lane.device is not None or self._context.time.is_virtual
         await (driver.finished if is_last else driver.outputs_complete).wait()
         return await driver.executor.run_extra("the losses of the step", self._program.losses_by_part)
 
@@ -197,7 +197,9 @@ class StageRunner:
         self._abort = AbortController(topology, transport, self._stop, core.graph.text_of)
         self._device = device
         self._agreement = StartDigests() if agreement is None else agreement
-        self._context = context = RankContext.create(topology, core.graph, transport, lane, self.fail, observer, model)
+        self._context = context = RankContext.create(
+            topology, core.graph, transport, lane, self.fail, observer, model, LoopTime.of_running_loop()
+        )
         self._driver = driver = CoreDriver(context, core, program, coordination, depth, reduce, ties)
         self._all_gather = TreeAllGather(topology.rank, topology.world, post := driver.messenger.post)
         self._reporter = StepReporter(context, self._all_gather)
@@ -222,12 +224,11 @@ class StageRunner:
         """Connect to the peers, begin to serve, and wait until every rank does, so that any failure can reach all."""
         self._abort.check()
         self._context.lane.start()
-        settled = loop.settled if isinstance(loop := asyncio.get_running_loop(), SettlingLoop) else None
         try:
             await self._context.transport.start()
             await self._context.supervisor.start(
                 self._driver.messenger.receive_all(self._handlers),
-                run_arbiter(self._driver.arbiter, settled),
+                run_arbiter(self._driver.arbiter, self._context.time.settled),
                 *self._health.services(),
             )
         except BaseException:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from rrfp import timeouts
-from rrfp.arbiter.loop import SettlingLoop
 from rrfp.compute.weighting import Reduction, combine_losses
 from rrfp.core.usage import Peaks
 from rrfp.errors import ProtocolError
@@ -250,6 +249,7 @@ class StepReporter:
         self._model = context.model
         self._all_gather = all_gather
         self._activity = context.activity
+        self._time = context.time
         self._supervisor = context.supervisor
         self._refused: Sequence[int] = ()
         stages = [context.graph.stage_of[v] for v, readers in enumerate(context.graph.successors) if not readers]
@@ -304,7 +304,7 @@ class StepReporter:
         has_weights = True if plan.weights is not None else None
         share = LossShare(plan.refused, plan.batch.training_step, loss_scale=plan.loss_scale, has_weights=has_weights)
         if not self.has_losses:
-            await _give_way(asyncio.Event())  # to the first task
+            await self._give_way(asyncio.Event())  # to the first task
         else:
             share = self._with_losses(share, plan, await read_losses())
         answers = await self._all_gather.all_gather("losses", plan.step.number, records.pack(share))
@@ -357,7 +357,7 @@ class StepReporter:
         size_correlation: float | None,
         pending: PendingReports,
     ) -> None:
-        await _give_way(self._awaited)  # the caller gets the loss
+        await self._give_way(self._awaited)  # the caller gets the loss
         parts = breakdown(trace, self._topology.stage)
         # Before they have this report, the other ranks send nothing of the next step.
         seconds = trace.end - trace.start
@@ -425,11 +425,10 @@ class StepReporter:
                 )
                 return
 
-
-async def _give_way(until: asyncio.Event) -> None:
-    """Leave the interpreter's lock to the other threads of the rank for a moment, or until ``until``."""
-    if isinstance(asyncio.get_running_loop(), SettlingLoop):  # whose clock jumps, and there are no other threads
-        return
-    with suppress(TimeoutError):
-        async with asyncio.timeout(timeouts.GIVE_WAY_S):
-            await until.wait()
+    async def _give_way(self, until: asyncio.Event) -> None:
+        """Leave the interpreter's lock to the other threads of the rank for a moment, or until ``until``."""
+        if self._time.is_virtual:  # there are no other threads
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeouts.GIVE_WAY_S):
+                await until.wait()

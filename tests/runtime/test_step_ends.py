@@ -58,9 +58,10 @@ class Job:
         #: Messages of all-gathers, by topic.
         self.sent: Counter[object] = Counter()
         self._programs: list[EmulatedStage] = []
-        self.runners = [self._runner(stage, stall_after) for stage in range(3)]
+        self._stall_after = stall_after
+        self.runners: list[StageRunner] = []
 
-    def _runner(self, stage: int, stall_after: float) -> StageRunner:
+    def _runner(self, stage: int) -> StageRunner:
         lane = TimerLane()
         self._programs.append(EmulatedStage(self._graph, self._seconds, spend=partial(self._spend, lane)))
         context = TransportContext(
@@ -68,7 +69,7 @@ class Job:
         )
         core = StageCore(self._graph, stage, create_hint("bfw"))
         return StageRunner(
-            core, self._programs[stage], lane, SimulatedTransport(context, self._latency), stall_after=stall_after
+            core, self._programs[stage], lane, SimulatedTransport(context, self._latency), stall_after=self._stall_after
         )
 
     def _seconds(self, task: Task) -> float:
@@ -102,6 +103,7 @@ class Job:
                 await self.runners[stage].close()
 
         async def all_ranks() -> list[Any]:
+            self.runners += map(self._runner, range(3))
             return await asyncio.gather(*map(rank, range(3)), return_exceptions=True)
 
         return run_virtual(all_ranks())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sim.virtual_loop import here
 
-from rrfp.arbiter.loop import SettlingLoop
+from rrfp.arbiter.loop import LoopTime
 from rrfp.testing.clock import VirtualClockLoop, run_virtual
 
 
@@ -93,7 +93,7 @@ def test_a_waiter_that_was_cancelled_holds_nobody_up() -> None:
 
 def test_only_a_loop_that_settles_is_taken_for_one() -> None:
     async def main() -> bool:
-        return isinstance(asyncio.get_running_loop(), SettlingLoop)
+        return LoopTime.of_running_loop().is_virtual
 
     assert run_virtual(main()) is True
     assert asyncio.run(main()) is False
