@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from rrfp import Hint
 from rrfp.core import events as ev
 from rrfp.core.group_step import GroupMembership
-from rrfp.core.hint import Hint
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.hints.alternating import BackwardForward

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.core.hint import Hint, View
+from rrfp import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.model.tasks import Task
 from rrfp.testing.clock import SimulatedTransport, TimerLane, run_virtual

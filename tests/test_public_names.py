@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,8 +19,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from rrfp.cli import app
-from rrfp.costs.files import FIELDS
-from rrfp.costs.graph_fields import GRAPH_FIELDS
+from rrfp.costs import from_json
+from rrfp.errors import ConfigError
 from rrfp.pipeline.options import option_table
 
 
@@ -118,7 +119,12 @@ def _of_commands() -> Iterator[str]:
 
 def _of_files() -> Iterator[str]:
     """The fields of cost files, and what each category of event in a trace file says of itself."""
-    yield from (f"cost file {field}" for field in (*FIELDS, *GRAPH_FIELDS))
+    for unknown in ({"other": 1}, {"other": 1, "virtual_stages": []}):  # of a chain and of a graph
+        with pytest.raises(ConfigError) as caught:
+            from_json(json.dumps(unknown))
+        known = re.search(r"field 'other' is unknown, must be one of ([^;]*)", str(caught.value))
+        assert known is not None
+        yield from (f"cost file {field}" for field in known[1].split(", "))
     with TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         arguments = [

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from core_script import Script, T
 
+from rrfp import Hint, View
 from rrfp.arbiter.arbiter import Arbiter
 from rrfp.arbiter.offers import Offers, may_offer
 from rrfp.core.group_step import GroupMembership
-from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.stage_core import StageCore
 from rrfp.hints.registry import create_hint

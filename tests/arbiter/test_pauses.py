@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from core_script import Script, T
 
+from rrfp import View
 from rrfp.arbiter.arbiter import Arbiter
 from rrfp.arbiter.pauses import PauseTimer
 from rrfp.core import events as ev
-from rrfp.core.hint import View
 from rrfp.core.usage import WaitCause
 from rrfp.hints.alternating import BackwardForward
 from rrfp.model.graph import TaskGraph

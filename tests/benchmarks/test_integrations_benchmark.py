@@ -65,6 +65,7 @@ def test_all_schedules_alternate_on_the_same_stages_and_do_the_same_work() -> No
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_case_of_172668_runs_in_all_ways_on_the_same_stages() -> None:
     settings = Settings(2, (CASE_PROFILE,), ("none",), tuple(CASE), microbatches=4, rounds=1)
 

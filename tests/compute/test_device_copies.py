@@ -139,7 +139,10 @@ async def test_a_cancelled_copy_keeps_its_source_until_the_device_is_done(call: 
     check_races([device])  # such as a source that was freed before
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(
+    "call",
+    [pytest.param(call, id=name, marks=pytest.mark.long if name != "copy" else ()) for name, call in CALLS.items()],
+)
 async def test_a_failure_of_the_device_is_raised(call: Call) -> None:
     device = SeparateDouble()
     copies, tensor = StreamCopies(device), put(device, torch.ones(2))

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from rrfp.compute.lanes.base import OfferSlot
+from rrfp import OfferSlot
 from rrfp.compute.lanes.thread import ThreadLane
 
 

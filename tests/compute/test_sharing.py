@@ -22,7 +22,7 @@ from rrfp.compute.devices.cuda_sharing import CudaSharing
 from rrfp.errors import FrameError
 from rrfp.lab.device_double import DoubleDevice
 from rrfp.testing.transport_checks.pair import assert_same
-from rrfp.transports.device_copies import SharesDeviceMemory
+from rrfp.transports import SharesDeviceMemory
 from rrfp.transports.header_checks import TensorSpec
 
 __all__ = ["fork_server"]

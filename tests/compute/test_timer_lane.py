@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rrfp.compute.lanes.base import Execution
+from rrfp import Execution
 from rrfp.errors import StageError
 from rrfp.testing.clock import TimerLane, run_virtual
 

@@ -14,30 +14,32 @@ from torch import nn
 import rrfp
 from rrfp.compute.lanes.stream import StreamLane
 from rrfp.lab.device_double import DoubleDevice
-from rrfp.testing.lane_checks import calls, device_work, subject
+from rrfp.testing.lane_checks import ALL_CHECKS
+
+CHECKS = {check.__name__: check for check in ALL_CHECKS}
 
 CAUGHT = [
-    (wrong_lanes.CompleteAtReturn, device_work.check_complete_means_complete, "before the device had run"),
-    (wrong_lanes.NoFence, device_work.check_fence, "before work that its caller had issued"),
-    (wrong_lanes.NoAdopt, device_work.check_adopt, "freed before it was complete"),
-    (wrong_lanes.NoHandOver, device_work.check_hand_over, "freed before it was complete"),
-    (wrong_lanes.ManyStreams, device_work.check_later_calls_see_earlier_results, "did not see the result"),
-    (wrong_lanes.WaitsForDevice, device_work.check_depth, "never pending at once"),
-    (wrong_lanes.NamesLast, device_work.check_late_error, "later calls failed with"),
-    (wrong_lanes.KeepsResult, calls.check_nothing_outlives_completion, "its outcome still lived"),
-    (wrong_lanes.WaitsInClose, calls.check_close_does_not_wait, "close waited for the running call"),
-    (wrong_lanes.WrongOrder, calls.check_order, "in another order"),
+    (wrong_lanes.CompleteAtReturn, "check_complete_means_complete", "before the device had run"),
+    (wrong_lanes.NoFence, "check_fence", "before work that its caller had issued"),
+    (wrong_lanes.NoAdopt, "check_adopt", "freed before it was complete"),
+    (wrong_lanes.NoHandOver, "check_hand_over", "freed before it was complete"),
+    (wrong_lanes.ManyStreams, "check_later_calls_see_earlier_results", "did not see the result"),
+    (wrong_lanes.WaitsForDevice, "check_depth", "never pending at once"),
+    (wrong_lanes.NamesLast, "check_late_error", "later calls failed with"),
+    (wrong_lanes.KeepsResult, "check_nothing_outlives_completion", "its outcome still lived"),
+    (wrong_lanes.WaitsInClose, "check_close_does_not_wait", "close waited for the running call"),
+    (wrong_lanes.WrongOrder, "check_order", "in another order"),
 ]
 
 
 @pytest.mark.allow_blocking("one of the lanes waits in close")
-@pytest.mark.parametrize(("lane", "check", "message"), CAUGHT, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(("lane", "check", "message"), CAUGHT, ids=lambda value: getattr(value, "__name__", None))
 async def test_a_wrong_lane_fails_a_check(
-    lane: type[StreamLane], check: subject.Check, message: str, monkeypatch: pytest.MonkeyPatch
+    lane: type[StreamLane], check: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subject, "PATIENCE_S", 2.0)
+    monkeypatch.setattr("rrfp.testing.lane_checks.subject.PATIENCE_S", 2.0)
     with pytest.raises(AssertionError, match=message):
-        await check(wrong_lanes.subject_with(lane))
+        await CHECKS[check](wrong_lanes.subject_with(lane))
 
 
 def train(lane: type[StreamLane]) -> tuple[list[nn.Module], list[nn.Module], list[str]]:

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from rrfp.compute.lanes.thread import ThreadLane
-from rrfp.testing.lane_checks import made_by, offers, subject
+from rrfp.testing.lane_checks import ALL_CHECKS, made_by
+
+CHECKS = {check.__name__: check for check in ALL_CHECKS}
 
 
 class TakesNone(ThreadLane):
@@ -62,17 +64,17 @@ class KeepsIt(ThreadLane):
 @pytest.mark.parametrize(
     ("lane", "check", "message"),
     [
-        (TakesNone, offers.check_offered_call_follows_without_the_loop, "did not make the offered call"),
-        (TakesFirst, offers.check_enqueued_calls_come_before_an_offered_one, "these calls ran"),
-        (TakesAlways, offers.check_withdrawn_and_failed, "after a call that had raised"),
-        (Copies, offers.check_offered_call_is_withdrawn_or_made, "a withdrawn call was made"),
-        (KeepsIt, offers.check_closed_lane_takes_no_offer, "still holds the offered call"),
+        (TakesNone, "check_offered_call_follows_without_the_loop", "did not make the offered call"),
+        (TakesFirst, "check_enqueued_calls_come_before_an_offered_one", "these calls ran"),
+        (TakesAlways, "check_withdrawn_and_failed", "after a call that had raised"),
+        (Copies, "check_offered_call_is_withdrawn_or_made", "a withdrawn call was made"),
+        (KeepsIt, "check_closed_lane_takes_no_offer", "still holds the offered call"),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
+    ids=lambda value: getattr(value, "__name__", None),
 )
 async def test_a_wrong_lane_fails_a_check(
-    lane: type[ThreadLane], check: subject.Check, message: str, monkeypatch: pytest.MonkeyPatch
+    lane: type[ThreadLane], check: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offers, "PATIENCE_S", 0.5)
+    monkeypatch.setattr("rrfp.testing.lane_checks.offers.PATIENCE_S", 0.5)
     with pytest.raises(AssertionError, match=message):
-        await check(made_by(lambda stage: lane()))
+        await CHECKS[check](made_by(lambda stage: lane()))

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from rrfp import Execution
 from rrfp.compute.devices.base import Device
-from rrfp.compute.lanes.base import Execution
 from rrfp.compute.lanes.stream import StreamLane, _Issued
 from rrfp.compute.lanes.thread import settle
 from rrfp.lab.device_double import DoubleDevice

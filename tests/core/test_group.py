@@ -6,6 +6,7 @@ import pytest
 from core_script import Script, T
 from group_scripts import CHAIN, follower, leader, ordered, refusal, reported
 
+from rrfp import Hint, View
 from rrfp.core.events import (
     Order,
     Ordered,
@@ -15,7 +16,6 @@ from rrfp.core.events import (
     Send,
 )
 from rrfp.core.group_step import GroupMembership
-from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.usage import WaitCause
 from rrfp.core.waiting import Waiting, waiting

@@ -8,6 +8,7 @@ import pytest
 from core_script import Script, T
 from group_scripts import CHAIN, ordered, refusal, reported
 
+from rrfp import Topology
 from rrfp.core.events import (
     ChunkReduced,
     Completed,
@@ -23,7 +24,6 @@ from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.mesh import Mesh
 from rrfp.model.tasks import Mode, StepId
-from rrfp.model.topology import Topology
 
 
 def test_a_forward_is_ordered_and_enqueued_behind_the_backward_that_gives_its_slot_back() -> None:

@@ -9,9 +9,9 @@ from batches import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rrfp import Topology
 from rrfp.errors import ConfigError
 from rrfp.model.mesh import Mesh, MeshPosition
-from rrfp.model.topology import Topology
 
 NAMES = ("pp", "dp", "tp", "cp")
 

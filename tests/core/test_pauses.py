@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from core_script import Script, T
 
+from rrfp import View
 from rrfp.core import events as ev
 from rrfp.core.group_step import GroupMembership
-from rrfp.core.hint import View
 from rrfp.core.usage import WaitCause
 from rrfp.errors import ProtocolError
 from rrfp.hints.alternating import BackwardForward

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from core_script import Script, T
 
+from rrfp import Hint, View
 from rrfp.core.events import Abort, Aborted, Arrived, ChunkReduced, Consumed, ReadyReported, StepOpened
-from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.errors import ConfigError, HintError, Origin, ProtocolError
 from rrfp.model.graph import TaskGraph

@@ -9,9 +9,9 @@ from core_script import Script, T
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rrfp import View
 from rrfp.core import events as ev
 from rrfp.core.events import ChunkReduced
-from rrfp.core.hint import View
 from rrfp.hints.alternating import BackwardForward
 from rrfp.memory.admission import Limit
 from rrfp.memory.seen_sizes import REMEMBERED_STEPS, SeenSizes

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from core_script import T
 
+from rrfp import Topology
 from rrfp.core.task_state import counters
 from rrfp.errors import ConfigError
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Layout, Placement
 from rrfp.model.tasks import Kind, Mode, StepId, Task
-from rrfp.model.topology import Topology
 
 
 @pytest.mark.parametrize("task", [Task(kind, m, v) for kind in Kind for m, v in [(0, 0), (3, 5), (120, 64)]], ids=str)

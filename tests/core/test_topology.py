@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from rrfp import Topology
 from rrfp.errors import ConfigError
 from rrfp.model.mesh import Mesh
-from rrfp.model.topology import Topology
 
 
 def environment(rank: int, world: int, **others: str) -> dict[str, str]:

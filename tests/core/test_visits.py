@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from core_script import Script, T
 
+from rrfp import Topology
 from rrfp.core.events import (
     Arrived,
     ChunkReduced,
@@ -24,7 +25,6 @@ from rrfp.errors import ConfigError, ProtocolError
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Placement, TablePlacement
 from rrfp.model.tasks import Kind, Mode, StepId
-from rrfp.model.topology import Topology
 from rrfp.model.visits import Visits
 
 #: Two sources and a sink, each on a stage of its own; all on one; and a chain with an edge round its middle.

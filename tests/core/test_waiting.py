@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from core_script import Script, T
 
+from rrfp import Topology
 from rrfp.core.events import ChunkReduced, Completed, Ordered, ReadyReported
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.usage import WaitCause
@@ -12,7 +13,6 @@ from rrfp.model.graph import TaskGraph
 from rrfp.model.mesh import Mesh
 from rrfp.model.placement import TablePlacement
 from rrfp.model.tasks import Kind, Mode, StepId
-from rrfp.model.topology import Topology
 
 CHAIN = TaskGraph.chain(3)
 LEADER, FOLLOWER = GroupMembership(0, 2), GroupMembership(1, 2)

@@ -12,11 +12,10 @@ from hypothesis import given
 from sim.tables import graph_table, graph_tables
 
 from rrfp.costs import CostTable, from_json, make_costs, to_json, with_jitter, with_latency
-from rrfp.costs.table import message_times
 from rrfp.errors import ConfigError
+from rrfp.lab.simulation import simulate
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Placement
-from rrfp.model.tasks import Kind
 
 GOOD: dict[str, Any] = {
     "stages": 3,
@@ -130,9 +129,11 @@ def test_a_chain_written_as_a_graph_draws_the_same_jitter_and_latency() -> None:
 def test_an_output_with_two_readers_on_a_stage_takes_the_longer_of_two_ways() -> None:
     # 0 and 1 are on stages of their own, 2 and 3 on stage 2; 0 -> 2 takes 1, 0 -> 3 takes 4, 1 -> 3 takes 2.
     costs = graph_table([0, 1, 2, 2], [(0, 2), (0, 3), (1, 3)], [[1]] * 4, [[1]] * 4, latency=[[1], [4], [2]])
-    times = message_times(costs)
-    assert [{peer: row[0] for peer, row in rows.items()} for rows in times[Kind.F]] == [{2: 4}, {2: 2}, {}, {}]
-    assert [{peer: row[0] for peer, row in rows.items()} for rows in times[Kind.B]] == [{}, {}, {0: 1}, {0: 4, 1: 2}]
+    trace = simulate(costs, hint="bf").result.trace()
+    assert {str(span.task): span.start for span in trace.tasks} == {
+        **{"F0@0": 0.0, "F0@1": 0.0, "F0@2": 7.0, "F0@3": 5.0},
+        **{"B0@3": 6.0, "B0@2": 8.0, "B0@1": 9.0, "B0@0": 11.0},
+    }
 
 
 def test_a_chain_has_no_way_round_a_virtual_stage() -> None:

@@ -59,7 +59,7 @@ def test_a_number_of_stages_that_does_not_fit_is_one_line(form: str, stages: str
     assert ended.errors == expected
 
 
-@pytest.mark.parametrize("model", ["encoder-decoder", "unet"])
+@pytest.mark.parametrize("model", [long("encoder-decoder"), "unet"])
 def test_an_encoder_decoder_and_a_unet_have_the_gradients_of_the_plain_loop(model: str) -> None:
     rows = re.findall(
         r"loss (\S+), largest difference to the plain loop (\S+)", printed(EXAMPLES / "graphs.py", "--model", model)

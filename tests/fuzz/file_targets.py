@@ -17,12 +17,12 @@ from fuzz.mutations import JSON, to_json
 from fuzz.targets import Decode, Target, plain
 
 from rrfp.core.usage import Peaks, WaitCause
-from rrfp.costs.files import read_costs, read_sizes
-from rrfp.costs.files import to_json as to_json_text
+from rrfp.costs import make_costs, read_costs
+from rrfp.costs import to_json as to_json_text
+from rrfp.costs.files import read_sizes
 from rrfp.errors import ConfigError
 from rrfp.lab.commands.method_options import _named_or_read_schedule
 from rrfp.lab.generators.multimodal import multimodal_costs
-from rrfp.lab.generators.profiles import make_costs
 from rrfp.lab.traces.chrome_reader import read_chrome
 from rrfp.lab.traces.measured_costs import measured_costs
 from rrfp.lab.traces.report import RunReport

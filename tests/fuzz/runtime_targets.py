@@ -15,6 +15,7 @@ from fuzz.mutations import MSGPACK, pack
 from fuzz.targets import Decode, Target, parts, plain
 from fuzz.wire_targets import RUN_ID, as_case, context, message
 
+from rrfp import Topology
 from rrfp.compute.gradients.tie_copies import CopyTerms, Tie
 from rrfp.compute.mailbox import Mailbox
 from rrfp.core.usage import Peaks, WaitCause
@@ -23,7 +24,6 @@ from rrfp.host import ProcessIdentity
 from rrfp.lab.device_double.device import DoubleSharing
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Kind, Task
-from rrfp.model.topology import Topology
 from rrfp.runtime import records
 from rrfp.runtime.abort import origin_of
 from rrfp.runtime.all_gather import TreeAllGather

@@ -16,12 +16,12 @@ from rrfp.compute.devices.cuda_sharing import CudaSharing
 from rrfp.errors import FrameError, PeerLostError, TransportError
 from rrfp.lab.device_double.device import DoubleSharing
 from rrfp.model.tasks import Kind, Mode
+from rrfp.transports import BufferPool
 from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
 from rrfp.transports.carried.announcements import CREDIT, EDGE, FAREWELL, WANT, announced, number_of
 from rrfp.transports.cuda_ipc.announcements import PULLED, SHARED, shared
 from rrfp.transports.flow import Credits, HomeLoop, Window, grant
 from rrfp.transports.header_checks import HeaderChecks
-from rrfp.transports.pool import BufferPool
 from rrfp.transports.rendezvous import LocalRendezvous
 from rrfp.transports.shm.copier import Copier
 from rrfp.transports.shm.datagrams import BUFFER_BYTES, DatagramBody

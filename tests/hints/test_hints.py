@@ -7,8 +7,8 @@ from importlib.metadata import EntryPoint
 import pytest
 from core_script import Script, T
 
+from rrfp import Hint
 from rrfp.core.events import ChunkReduced
-from rrfp.core.hint import Hint
 from rrfp.errors import ConfigError
 from rrfp.hints.alternating import BackwardForward, BackwardForwardWeight, ForwardBackward
 from rrfp.hints.priority import BackwardPriority, ForwardPriority

@@ -7,8 +7,8 @@ from core_script import Script
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rrfp import Hint, View
 from rrfp.core import events as ev
-from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.costs import make_costs
 from rrfp.engine.engine import run

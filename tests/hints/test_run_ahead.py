@@ -9,8 +9,8 @@ import pytest
 from core_script import Script, T
 from sim.adversaries import holding_back
 
+from rrfp import Hint
 from rrfp.core.events import Run
-from rrfp.core.hint import Hint
 from rrfp.hints.alternating import BackwardForward
 from rrfp.hints.priority import ForwardPriority
 from rrfp.hints.pyramid import Pyramids

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+from sim.tp_cases import AnyReady
+
+from rrfp import Hint, View
 from rrfp.core.events import Event
-from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.hints.registry import create_hint
 from rrfp.hints.run_ahead import EncoderAware, RunAhead
-from rrfp.lab.faults.random_scenario import AnyReady
 from rrfp.memory.admission import Limit
 from rrfp.model.tasks import Task
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rrfp.hints.registry import create_hint
-from rrfp.lab.faults.campaign import FaultRun, run_scenario
 from rrfp.lab.faults.faults import Fault, MessageId
 from rrfp.lab.faults.scenario import Scenario
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Kind, Mode, StepId, Task
+from rrfp.testing.faults import FaultRun, run_scenario
 
 TRAIN, FORWARD = Mode.TRAIN, Mode.FORWARD
 

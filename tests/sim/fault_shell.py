@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from sim.shell.fault_transport import FaultyTransport, Links
 
+from rrfp import StepResult, Topology
 from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch, StageProgram
 from rrfp.core.stage_core import StageCore
@@ -17,15 +18,12 @@ from rrfp.errors import PipelineAborted
 from rrfp.lab.faults.dataflow import Reference, adds_to_gradient, value_of
 from rrfp.lab.faults.faults import Death, Pause, Spike
 from rrfp.lab.faults.scenario import Rows, Scenario
-from rrfp.lab.timer_lane import TimerLane
-from rrfp.lab.virtual_clock import run_virtual
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Kind, Mode, StepId, Task
-from rrfp.model.topology import Topology
 from rrfp.runtime.batching import plan_step
 from rrfp.runtime.control_tree import peers
-from rrfp.runtime.result import StepResult
 from rrfp.runtime.stage_runner import StageRunner
+from rrfp.testing.clock import TimerLane, run_virtual
 from rrfp.transports.base import Message, MessageKind, TransportContext
 from rrfp.transports.rendezvous import LocalRendezvous
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from sim.shell.runs import run_shell_steps
 
-from rrfp.core.hint import Hint
+from rrfp import Hint
 from rrfp.costs import CostTable, make_costs, microbatch_sizes
 from rrfp.engine.engine import run
 from rrfp.errors import ConfigError

@@ -7,7 +7,7 @@ import math
 import pytest
 from sim.tables import table
 
-from rrfp.core.hint import Hint, View
+from rrfp import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.usage import WaitCause
 from rrfp.costs import CostTable

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import pytest
 
-from rrfp.core.hint import Hint, View
+from rrfp import Hint, View
 from rrfp.core.ready_set import ForcedOrder, ReadySet
 from rrfp.costs import make_costs
 from rrfp.engine.engine import run

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import pytest
 from batches import long
 
+from rrfp import Hint, View
 from rrfp.core import events as ev
-from rrfp.core.hint import Hint, View
 from rrfp.core.stage_core import StageCore
 from rrfp.hints.alternating import BackwardForward, ForwardBackward
 from rrfp.hints.slot_aware import SlotAware

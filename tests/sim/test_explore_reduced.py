@@ -103,7 +103,7 @@ def test_a_graph_of_two_sources_which_the_staircase_does_not_cover() -> None:
 
 
 @pytest.mark.parametrize("rule", GRAPH_RULES)
-@pytest.mark.parametrize("table", [long((0, 0, 0)), (0, 1, 0), (0, 1, 2)])
+@pytest.mark.parametrize("table", [long((0, 0, 0)), long((0, 1, 0)), (0, 1, 2)])
 def test_every_rule_on_every_graph_of_three_virtual_stages(rule: str, table: tuple[int, ...]) -> None:
     for number, edges in enumerate(graphs_of(3)):
         rng = random.Random(number)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,14 +17,11 @@ from batches import batches
 
 from rrfp.costs import CostTable
 from rrfp.engine.engine import run
-from rrfp.lab.faults.campaign import replay_command, run_campaign, run_seed
-from rrfp.lab.faults.checker import REQUIRED, Ending
 from rrfp.lab.faults.cluster import FaultCluster
-from rrfp.lab.faults.node import FaultNode
-from rrfp.lab.faults.random_scenario import make_scenario
 from rrfp.lab.faults.scenario import Scenario
 from rrfp.model.placement import Placement
 from rrfp.model.tasks import Kind, Mode, Task
+from rrfp.testing.faults import REQUIRED, Ending, make_scenario, run_campaign, run_seed
 
 QUICK, NUM_RUNS, NUM_MORE = 250, 6_000, 60_000
 BATCH = 250
@@ -44,7 +42,7 @@ def test_every_one_of_many_more_runs_ends_well_or_names_its_fault(first: int) ->
 def _expect_none(failed: list[tuple[int, str]]) -> None:
     if failed:
         seed, problem = failed[0]
-        pytest.fail(f"{len(failed)} runs failed: {problem}; {replay_command(seed)}", pytrace=False)
+        pytest.fail(f"{len(failed)} runs failed: {problem}; rrfp check faults --seed {seed}", pytrace=False)
 
 
 @pytest.mark.parametrize("first", batches(NUM_RUNS, BATCH, QUICK))
@@ -174,7 +172,7 @@ class NotesStarts(FaultCluster):
         super().__init__(scenario)
         self.starts: dict[int, list[tuple[Task, float]]] = {node.rank: [] for node in self.nodes}
 
-    def begin(self, nodes: Sequence[FaultNode]) -> None:
+    def begin(self, nodes: Sequence[Any]) -> None:
         for node in nodes:
             self.starts[node.rank].append((node.lane[0], self.queue.now))
         super().begin(nodes)

@@ -11,16 +11,14 @@ from sim.fault_cases import FORWARD, TRAIN, limited, output, scenario
 from rrfp.arbiter.group_messages import GroupMessageKind
 from rrfp.core import events as ev
 from rrfp.core.stage_core import StageCore
-from rrfp.core.step import Instructions
 from rrfp.hints.registry import create_hint
 from rrfp.lab.cluster.ranks import Rank, ranks_of
-from rrfp.lab.faults.campaign import run_scenario
-from rrfp.lab.faults.checker import Ending
 from rrfp.lab.faults.faults import Death, Delay, Duplicate, Fault, GroupMessageId, Lose, MessageId, Pause, Swap
 from rrfp.lab.faults.scenario import Parallelism, Scenario
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Mode, Task
+from rrfp.testing.faults import Ending, run_scenario
 
 LED = Parallelism(members=2, bytes_held=(0, 0))
 AGREEING = replace(LED, coordination="agreement")
@@ -178,7 +176,7 @@ def test_a_member_that_dies_is_named_on_every_other_rank(parallelism: Parallelis
 class IgnoresBytes(StageCore):
     """Leads, and counts what it holds itself."""
 
-    def apply(self, event: ev.Event) -> Instructions:
+    def apply(self, event: ev.Event) -> tuple[ev.Instruction, ...]:
         if isinstance(event, ev.HeldReported):
             event = ev.HeldReported(event.step, event.member, event.task, 0)
         return super().apply(event)
@@ -200,7 +198,7 @@ class TakesDuplicates(StageCore):
         super().__init__(*args, **options)
         self._seen: set[Task] = set()
 
-    def apply(self, event: ev.Event) -> Instructions:
+    def apply(self, event: ev.Event) -> tuple[ev.Instruction, ...]:
         if isinstance(event, ev.Arrived):
             if event.task in self._seen:
                 return ()

@@ -11,18 +11,16 @@ import pytest
 from batches import long
 from sim.fault_cases import output, scenario
 
+from rrfp import Hint
 from rrfp.core import events as ev
 from rrfp.core.group_step import GroupMembership
-from rrfp.core.hint import Hint
 from rrfp.core.stage_core import StageCore
-from rrfp.core.step import Instructions
 from rrfp.errors import ProtocolError
-from rrfp.lab.faults.campaign import run_campaign, run_scenario, run_seed
-from rrfp.lab.faults.checker import Ending
 from rrfp.lab.faults.faults import Lose
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Kind, Mode, Task
+from rrfp.testing.faults import Ending, run_campaign, run_scenario, run_seed
 
 SEEDS = range(300)
 
@@ -34,7 +32,7 @@ class IgnoresDuplicates(StageCore):
         super().__init__(*args, **options)
         self._seen: set[tuple[int, Task]] = set()
 
-    def apply(self, event: ev.Event) -> Instructions:
+    def apply(self, event: ev.Event) -> tuple[ev.Instruction, ...]:
         if isinstance(event, ev.Arrived):
             if (event.step.number, event.task) in self._seen:
                 return ()
@@ -45,7 +43,7 @@ class IgnoresDuplicates(StageCore):
 class SkipsSequences(StageCore):
     """Looks at no number."""
 
-    def apply(self, event: ev.Event) -> Instructions:
+    def apply(self, event: ev.Event) -> tuple[ev.Instruction, ...]:
         if isinstance(event, ev.Arrived):
             event = ev.Arrived(event.step, event.task, consumed=event.consumed)
         return super().apply(event)
@@ -59,7 +57,7 @@ class TakesAnyStep(StageCore):
         self._number = -1
         self._seen: set[tuple[int, Task]] = set()
 
-    def apply(self, event: ev.Event) -> Instructions:
+    def apply(self, event: ev.Event) -> tuple[ev.Instruction, ...]:
         if isinstance(event, ev.StepOpened):
             self._number = event.step
             self._id: Any = (event.step, event.mode, event.microbatches)
@@ -81,7 +79,7 @@ class IgnoresItsLimit(StageCore):
 class WaitsForNoGradient(StageCore):
     """Takes a gradient for arrived as soon as its own forward is done."""
 
-    def apply(self, event: ev.Event) -> Instructions:
+    def apply(self, event: ev.Event) -> tuple[ev.Instruction, ...]:
         if isinstance(event, ev.Arrived) and event.task.kind is Kind.B:
             return ()
         instructions = super().apply(event)
@@ -96,14 +94,14 @@ class WaitsForNoGradient(StageCore):
 class GoesOnWhenAborted(StageCore):
     """Does not care about failures elsewhere."""
 
-    def apply(self, event: ev.Event) -> Instructions:
+    def apply(self, event: ev.Event) -> tuple[ev.Instruction, ...]:
         return () if isinstance(event, ev.Aborted) else super().apply(event)
 
 
 class NamesNothing(StageCore):
     """Refuses what it must, and says nothing of it."""
 
-    def apply(self, event: ev.Event) -> Instructions:
+    def apply(self, event: ev.Event) -> tuple[ev.Instruction, ...]:
         try:
             return super().apply(event)
         except ProtocolError:
@@ -113,7 +111,7 @@ class NamesNothing(StageCore):
 class Stumbles(StageCore):
     """Meets what it must refuse with an exception of no name."""
 
-    def apply(self, event: ev.Event) -> Instructions:
+    def apply(self, event: ev.Event) -> tuple[ev.Instruction, ...]:
         try:
             return super().apply(event)
         except ProtocolError as error:
@@ -123,7 +121,7 @@ class Stumbles(StageCore):
 class RefusesTooMuch(StageCore):
     """Takes a message for a second one that is none."""
 
-    def apply(self, event: ev.Event) -> Instructions:
+    def apply(self, event: ev.Event) -> tuple[ev.Instruction, ...]:
         if isinstance(event, ev.Arrived) and event.task.microbatch == 3:
             raise ProtocolError(f"{event.task} arrived twice")
         return super().apply(event)
@@ -139,7 +137,7 @@ class FallsAsleep(StageCore):
 class DropsTooEarly(StageCore):
     """Says that a forward's output is of no further use as soon as it is there."""
 
-    def apply(self, event: ev.Event) -> Instructions:
+    def apply(self, event: ev.Event) -> tuple[ev.Instruction, ...]:
         instructions = super().apply(event)
         is_forward = isinstance(event, ev.Completed) and event.task.kind is Kind.F
         return (ev.Release(event.task), *instructions) if is_forward else instructions  # type: ignore[union-attr]
@@ -148,7 +146,7 @@ class DropsTooEarly(StageCore):
 class TakesGapsInItsLog(StageCore):
     """Looks at no number of its leader's log."""
 
-    def apply(self, event: ev.Event) -> Instructions:
+    def apply(self, event: ev.Event) -> tuple[ev.Instruction, ...]:
         if isinstance(event, ev.Ordered) and self._step is not None and event.step == self._step.id:
             log = self._step.group.log
             event = ev.Ordered(event.step, len(log._entries), event.task)
@@ -164,7 +162,7 @@ class IgnoresReports(StageCore):
         if self._leads:
             self.group = Alone(0, self.group.size)
 
-    def apply(self, event: ev.Event) -> Instructions:
+    def apply(self, event: ev.Event) -> tuple[ev.Instruction, ...]:
         return () if self._leads and isinstance(event, ev.ReadyReported) else super().apply(event)
 
 

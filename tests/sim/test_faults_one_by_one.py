@@ -6,12 +6,11 @@ import pytest
 from sim.fault_cases import FORWARD, TRAIN, credit, events, limited, output, scenario
 
 from rrfp.lab.explore.search import explore
-from rrfp.lab.faults.campaign import run_scenario
-from rrfp.lab.faults.checker import Ending
 from rrfp.lab.faults.faults import Death, Delay, Duplicate, Fault, Lose, Pause, Spike, Swap
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Mode
+from rrfp.testing.faults import Ending, run_scenario
 
 #: Stage 0 runs F0 0-1, F1 1-2, F2 2-3; they arrive at 1.1, 2.1, 3.1.
 TRAINING = ((TRAIN, 3),)

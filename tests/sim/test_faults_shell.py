@@ -20,8 +20,8 @@ from sim.fault_shell import ShellRun, run_shell
 
 from rrfp.errors import PipelineAborted
 from rrfp.lab.faults.faults import Death, Duplicate, Fault, Lose, MessageFault, Pause, name_of
-from rrfp.lab.faults.random_scenario import make_scenario
 from rrfp.lab.faults.scenario import Scenario
+from rrfp.testing.faults import make_scenario
 
 NUM_SEEDS, QUICK = 400, 100
 BATCH = 50

@@ -9,7 +9,7 @@ import pytest
 from batches import batches
 from sim.adversaries import ADVERSARIES, holding_back, random_limit
 
-from rrfp.core.hint import Hint, View
+from rrfp import Hint, View
 from rrfp.hints.alternating import BackwardForward
 from rrfp.hints.priority import ForwardPriority
 from rrfp.hints.registry import create_hint

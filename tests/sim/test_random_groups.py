@@ -16,8 +16,8 @@ import pytest
 from batches import batches
 from sim.adversaries import ADVERSARIES
 
+from rrfp import Hint, View
 from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
-from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.errors import HintError, ProtocolError, RrfpError
 from rrfp.lab.cluster.random_run import Carry, Delivery, RandomRun

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from batches import long
 
+from rrfp import Hint, View
 from rrfp.core import events as ev
-from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.stage_core import StageCore
 from rrfp.lab.cluster.random_run import RandomRun

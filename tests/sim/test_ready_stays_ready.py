@@ -14,13 +14,11 @@ from core_script import T
 from rrfp.arbiter.offers import may_offer
 from rrfp.core import events as ev
 from rrfp.core.stage_core import StageCore
-from rrfp.core.step import Instructions
 from rrfp.hints.registry import create_hint
-from rrfp.lab.faults.campaign import run_scenario
-from rrfp.lab.faults.random_scenario import make_scenario
 from rrfp.memory.admission import Admission, Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Mode, Task
+from rrfp.testing.faults import make_scenario, run_scenario
 
 NUM_SEEDS, QUICK = 3000, 300
 BATCH = 300
@@ -38,7 +36,7 @@ class Watched(StageCore):
     lost: list[str]
     seen: set[type]
 
-    def apply(self, event: ev.Event) -> Instructions:
+    def apply(self, event: ev.Event) -> tuple[ev.Instruction, ...]:
         before = set[Task]() if self.step is None or isinstance(event, TAKES_OUT) else set(self.ready)
         instructions = super().apply(event)
         if gone := before - set(self.ready):

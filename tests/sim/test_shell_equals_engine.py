@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from sim.shell.runs import run_shell, run_shell_steps
 from sim.tables import table
 
-from rrfp.core.hint import Hint, View
+from rrfp import Hint, View
 from rrfp.core.ready_set import ForcedOrder, ReadySet
 from rrfp.core.usage import WaitCause
 from rrfp.costs import CostTable, make_costs, with_jitter, with_latency

@@ -18,7 +18,7 @@ from sim.shell.groups import GroupRun, Replica, run_shell_groups
 from sim.tables import table, tables
 from sim.tp_cases import any_makers, latencies, latencies_of, limits_of, settled_makers
 
-from rrfp.core.hint import Hint
+from rrfp import Hint
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.costs import CostTable, make_costs, with_jitter
 from rrfp.engine.engine import graph_of

@@ -10,7 +10,7 @@ from sim.shell.groups import Replica, run_shell_groups
 from sim.test_shell_groups import COSTS, bf
 from sim.tp_cases import FirstCome, latencies
 
-from rrfp.core.hint import Hint, View
+from rrfp import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.errors import DeadlockError, HintError
 from rrfp.lab.cluster.coordination import Agreement, Leader

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sim.tables import table, tables
 
-from rrfp.core.hint import Hint, View
+from rrfp import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.costs import CostTable, from_json, make_costs, to_json
 from rrfp.engine.bound import lower_bound

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rrfp.core.hint import Hint, View
+from rrfp import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.costs import write_costs
 from rrfp.errors import ConfigError, DeadlockError

@@ -10,7 +10,7 @@ import pytest
 from sim.tables import table
 from sim.tp_cases import FirstCome, latencies
 
-from rrfp.core.hint import Hint, View
+from rrfp import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.stage_core import StageCore
 from rrfp.core.usage import WaitCause
@@ -18,7 +18,6 @@ from rrfp.costs import make_costs
 from rrfp.engine.engine import run
 from rrfp.errors import ConfigError, DeadlockError, ProtocolError
 from rrfp.hints.registry import create_hint, create_strict
-from rrfp.lab.cluster import group_run
 from rrfp.lab.cluster.coordination import Agreement, Coordination, Independent, Leader
 from rrfp.lab.cluster.result import GroupCounts, TensorParallelResult
 from rrfp.lab.cluster.simulation import run_tensor_parallel
@@ -244,7 +243,7 @@ class IgnoresItsLimit(StageCore):
 def test_groups_are_checked_by_what_never_asks_their_cores(
     coordination: Coordination, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_run, "StageCore", IgnoresItsLimit)
+    monkeypatch.setattr("rrfp.lab.cluster.group_run.StageCore", IgnoresItsLimit)
     costs = make_costs("llm", 2, 4)
     with pytest.raises(AssertionError, match="holds 2 chunk tasks after starting F1@0, the most allowed is 1"):
         run_tensor_parallel(costs, rank_latencies(costs, "none", 2), bf, [Limit(1)] * 2, coordination)

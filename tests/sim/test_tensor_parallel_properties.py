@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sim.tables import tables
 from sim.tp_cases import PURE, any_makers, latencies_of, limits_of, makers, settled_makers
 
-from rrfp.core.hint import Hint
+from rrfp import Hint
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.costs import CostTable, make_costs
 from rrfp.engine.engine import graph_of, run

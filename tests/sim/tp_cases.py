@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from hypothesis import strategies as st
 
+from rrfp import Hint, View
 from rrfp.core.events import Arrived, Event
-from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.costs import CostTable
 from rrfp.hints.registry import create_hint

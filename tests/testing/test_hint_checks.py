@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from rrfp.core.hint import Hint, View
+from rrfp import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import create_hint, create_strict, hint_names

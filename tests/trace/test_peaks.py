@@ -12,10 +12,10 @@ from cli.shell import rrfp as run_rrfp
 from torch import nn
 
 import rrfp
+from rrfp import StepResult
 from rrfp.core.usage import Peaks
 from rrfp.errors import ConfigError
 from rrfp.lab.traces.chrome_reader import read_chrome
-from rrfp.runtime.result import StepResult
 from rrfp.trace.chrome import chrome_events, write_chrome
 from rrfp.trace.plain import from_plain, to_plain
 from rrfp.trace.spans import StagePeaks, StepTrace, merge

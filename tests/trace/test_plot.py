@@ -22,7 +22,6 @@ from rrfp.core.usage import WaitCause
 from rrfp.costs import make_costs
 from rrfp.errors import ConfigError
 from rrfp.lab.simulation import simulate
-from rrfp.lab.traces.looks import DPI
 from rrfp.lab.traces.plot import draw_timelines, plot_timelines
 from rrfp.lab.traces.window import WHOLE, TimeWindow
 from rrfp.model.tasks import Kind, Task
@@ -244,7 +243,7 @@ def test_extreme_sizes_are_drawn_within_bounds(rows: list[tuple[str, StepTrace]]
     many = simulate(costs, strict="1f1b").result.trace(1)
     for name, trace in (("instant", instant), ("many", many)):
         plot_timelines([(name, trace)], tmp_path / f"{name}.png")
-        assert imread(tmp_path / f"{name}.png").shape[1] <= 19 * DPI
+        assert imread(tmp_path / f"{name}.png").shape[1] <= 19 * 144  # inches, and dots an inch
 
 
 def test_a_run_without_tasks_is_refused() -> None:

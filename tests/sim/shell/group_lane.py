@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from rrfp.errors import ProtocolError
 from rrfp.lab.emulated import Durations, EmulatedStage
-from rrfp.lab.timer_lane import TimerLane
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Task
+from rrfp.testing.clock import TimerLane
 
 
 @dataclass(slots=True)

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from sim.shell.group_lane import GroupLane, Meetings, MeetingStage
 from sim.shell.runs import patience, run_ranks
 
+from rrfp import Hint, StepResult, Topology
 from rrfp.arbiter.group_messages import GroupMessageKind
 from rrfp.core.group_step import GroupMembership
-from rrfp.core.hint import Hint
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.usage import Peaks
-from rrfp.costs.table import CostTable
+from rrfp.costs import CostTable
 from rrfp.engine.engine import graph_of
 from rrfp.lab.cluster.coordination import Agreement, Leader
 from rrfp.lab.cluster.simulation import slowest_durations
@@ -31,12 +31,10 @@ from rrfp.lab.simulated_transport import SimulatedTransport
 from rrfp.memory.admission import Limit
 from rrfp.model.mesh import Mesh, MeshPosition
 from rrfp.model.tasks import Kind, Mode, Task
-from rrfp.model.topology import Topology
 from rrfp.pipeline.handle import PipelineHandle
 from rrfp.pipeline.local_ranks import LocalRanks
 from rrfp.pipeline.options import complete
 from rrfp.runtime.control_tree import peers
-from rrfp.runtime.result import StepResult
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.trace.spans import MessageSpan, TaskSpan
 from rrfp.transports.base import Message, MessageKind, TransportContext

@@ -13,30 +13,27 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from rrfp.core.hint import Hint
+from rrfp import Hint, StepResult, Topology
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.usage import WaitCause
-from rrfp.costs.table import CostTable
+from rrfp.costs import CostTable
 from rrfp.engine.engine import graph_of
 from rrfp.engine.record import EngineResult
 from rrfp.errors import ConfigError, PipelineAborted, RrfpError
 from rrfp.lab.emulated import EmulatedStage, table_durations
 from rrfp.lab.simulated_transport import SimulatedTransport, table_latency
-from rrfp.lab.timer_lane import TimerLane
-from rrfp.lab.virtual_clock import run_virtual
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Mode
-from rrfp.model.topology import Topology
 from rrfp.model.visits import Skipped
 from rrfp.pipeline.handle import PipelineHandle
 from rrfp.pipeline.local_ranks import LocalRanks
 from rrfp.pipeline.options import complete
 from rrfp.runtime.batching import Plan
 from rrfp.runtime.control_tree import peers
-from rrfp.runtime.result import StepResult
 from rrfp.runtime.stage_runner import StageRunner
+from rrfp.testing.clock import TimerLane, run_virtual
 from rrfp.trace.spans import WaitSpan
 from rrfp.transports.base import TransportContext
 from rrfp.transports.rendezvous import LocalRendezvous

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rrfp.costs.table import CostTable
+from rrfp.costs import CostTable
 from rrfp.errors import ConfigError
 
 
