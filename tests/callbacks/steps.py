@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from rrfp import Topology
 from rrfp.callbacks import RunBegun, RunEnded, StageFigures, StepEnded
 from rrfp.core.usage import Peaks
 from rrfp.model.tasks import Mode
-from rrfp.model.topology import Topology
 from rrfp.trace.breakdown import Breakdown
 
 STEP = StepEnded(

@@ -17,10 +17,10 @@ from callbacks.steps import RUN_ENDED, ended
 from runtime.toys import data, loss_fn, stages
 
 import rrfp
+from rrfp import Topology
 from rrfp.callbacks import Callback, Csv, JsonLines, metric_names, metrics
 from rrfp.errors import ConfigError, RrfpError
 from rrfp.model.tasks import Mode
-from rrfp.model.topology import Topology
 
 BATCH = data(3)
 KINDS = pytest.mark.parametrize("kind", [JsonLines, Csv])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cli.shell import rrfp, rrfp_process
 
-from rrfp.lab.faults.checker import REQUIRED, Ending
+from rrfp.testing.faults import REQUIRED, Ending
 
 #: Waits for a task that is never ready on the last stage, so a pipeline of two stages never ends.
 SLEEPY = """

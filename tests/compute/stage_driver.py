@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rrfp import Batch, StageProgram
 from rrfp.compute.payload import Payload
-from rrfp.compute.program import Batch, StageProgram
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.compute.weighting import gradient_weights
 from rrfp.model.graph import TaskGraph

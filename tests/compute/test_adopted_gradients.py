@@ -9,8 +9,8 @@ from compute.stage_driver import Run, assert_same_gradients, build, gradients, s
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rrfp import Batch
 from rrfp.compute.payload import Payload
-from rrfp.compute.program import Batch
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Kind, Mode, StepId, Task

@@ -11,7 +11,7 @@ from compute.stage_driver import rows, total
 from compute.written_state import IN_ORDER, ORDER, Checkpointed, Stage, assign, grow, run, write, write_data
 from torch import Tensor, nn
 
-from rrfp.compute.program import Batch
+from rrfp import Batch
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.errors import StageError
 from rrfp.model.graph import TaskGraph

@@ -10,7 +10,7 @@ import torch
 from compute.stage_driver import Run, build
 from torch import nn
 
-from rrfp.compute.program import Batch
+from rrfp import Batch
 from rrfp.costs import make_costs
 from rrfp.lab.emulated import EmulatedStage, PacedStage, sleep_until, table_durations
 from rrfp.model.graph import TaskGraph

@@ -13,8 +13,7 @@ import torch
 from compute.stage_driver import Run, build, gradients
 from torch import Tensor, nn
 
-from rrfp import CallerModes
-from rrfp.compute.program import Batch
+from rrfp import Batch, CallerModes
 from rrfp.model.tasks import Mode, StepId
 from rrfp.testing.reference import reference
 

@@ -10,9 +10,9 @@ import torch
 from compute.stage_driver import FORWARD_2, TRAIN_2, Run, build, rows, total, train
 from torch import Tensor, nn
 
+from rrfp import Batch, StageProgram
 from rrfp.compute.mailbox import Mailbox, run_task
 from rrfp.compute.payload import Payload
-from rrfp.compute.program import Batch, StageProgram
 from rrfp.compute.split import backward
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.errors import StageError

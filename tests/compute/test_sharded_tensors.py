@@ -21,11 +21,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rrfp import AdoptedGradients
+from rrfp import AdoptedGradients, Batch
 from rrfp.compute.activations import ActivationMeter
 from rrfp.compute.async_tensors import wait_async
 from rrfp.compute.payload import Payload, canonical
-from rrfp.compute.program import Batch
 from rrfp.compute.received import Received
 from rrfp.compute.split.backward import SplitBackward, input_gradients
 from rrfp.compute.torch_stage import TorchStage

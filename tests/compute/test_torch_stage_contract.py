@@ -13,8 +13,8 @@ from compute.stage_driver import FORWARD_2, TRAIN_2, Run, build, rows, shared, t
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rrfp import Batch
 from rrfp.compute.payload import Payload
-from rrfp.compute.program import Batch
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.errors import ConfigError, StageError
 from rrfp.model.graph import TaskGraph

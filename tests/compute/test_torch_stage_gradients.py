@@ -24,8 +24,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from rrfp import Batch
 from rrfp.compute.payload import Payload
-from rrfp.compute.program import Batch
 from rrfp.compute.split import backward as split_backward
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.model.graph import TaskGraph

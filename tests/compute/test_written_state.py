@@ -23,7 +23,7 @@ from compute.written_state import (
 )
 from torch import Tensor, nn
 
-from rrfp.compute.program import Batch
+from rrfp import Batch
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.errors import StageError
 from rrfp.model.graph import TaskGraph

@@ -10,8 +10,8 @@ from compute.stage_driver import rows, total
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rrfp import Batch
 from rrfp.compute.buffers import writes_buffers_in_forward
-from rrfp.compute.program import Batch
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Kind, Mode, StepId, Task

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rrfp.lab.timer_lane import TimerLane
+from rrfp import Topology
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Task
-from rrfp.model.topology import Topology
 from rrfp.runtime.context import RankContext
+from rrfp.testing.clock import TimerLane
 from rrfp.transports.base import Rendezvous, TransportContext
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.rendezvous import LocalRendezvous

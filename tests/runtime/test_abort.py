@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from rrfp import Topology
 from rrfp.errors import Origin, PeerLostError, PipelineAborted, TransportError
-from rrfp.model.topology import Topology
 from rrfp.runtime.abort import AbortController, Failure, broadcast_abort, origin_of
 from rrfp.transports.base import Message, TransportContext
 from rrfp.transports.inproc import InprocTransport

@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rrfp import Topology
 from rrfp.compute.gradients.tie_copies import Tie
 from rrfp.errors import ProtocolError
 from rrfp.model.graph import TaskGraph
 from rrfp.model.mesh import Mesh
-from rrfp.model.topology import Topology
 from rrfp.runtime.all_gather import MOST_AHEAD, SupersededError, TreeAllGather, to_tensor
 from rrfp.runtime.control_tree import children, data_peers, parent, peers
 from rrfp.transports.base import Channel, Message, MessageKind, Plain

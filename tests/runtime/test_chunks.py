@@ -8,15 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from rrfp import Batch, StageProgram, Topology
 from rrfp.compute.payload import Payload
-from rrfp.compute.program import Batch, StageProgram
 from rrfp.core.stage_core import StageCore
 from rrfp.hints.registry import create_hint
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Layout
 from rrfp.model.tasks import Kind, Mode, StepId, Task
-from rrfp.model.topology import Topology
 from rrfp.pipeline.handle import PipelineHandle
 from rrfp.pipeline.local_ranks import LocalRanks
 from rrfp.pipeline.options import complete

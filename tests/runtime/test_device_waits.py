@@ -10,8 +10,8 @@ from runtime.host_device import HostDevice, HostStream
 from runtime.toys import Ones
 
 import rrfp
+from rrfp import Execution
 from rrfp.compute.devices.base import Stream
-from rrfp.compute.lanes.base import Execution
 from rrfp.model.tasks import Task
 from rrfp.runtime.lane_executor import DeviceWaits
 

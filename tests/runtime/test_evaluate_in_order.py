@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.core.hint import View
+from rrfp import View
 from rrfp.core.ready_set import ReadySet
 from rrfp.errors import PipelineAborted
 from rrfp.model.tasks import Task

@@ -15,8 +15,8 @@ from runtime.toys import Bomb, Hold, Trap, fail_at, stages
 from torch import nn
 
 import rrfp
+from rrfp import Topology
 from rrfp.errors import Origin, PipelineAborted, TransportError
-from rrfp.model.topology import Topology
 from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.runtime.abort import MAX_CAUSE, failure_of
 from rrfp.transports.base import Message, MessageKind

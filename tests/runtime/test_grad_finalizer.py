@@ -7,11 +7,11 @@ import asyncio
 from runtime.contexts import context_of
 from torch import nn
 
+from rrfp import Topology
 from rrfp.compute.gradients.tied import ProcessTies
 from rrfp.lab.emulated import EmulatedStage
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Mode, StepId
-from rrfp.model.topology import Topology
 from rrfp.runtime.grad_finalizer import GradientFinalizer
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.transports.base import Message

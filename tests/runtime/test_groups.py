@@ -15,8 +15,8 @@ from runtime.ranks import ThreadedRanks
 from runtime.toys import stages
 
 import rrfp
+from rrfp import View
 from rrfp.compute.lanes.thread import ThreadLane
-from rrfp.core.hint import View
 from rrfp.core.ready_set import ReadySet
 from rrfp.errors import ConfigError
 from rrfp.model.mesh import Mesh

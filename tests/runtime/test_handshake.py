@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 import msgpack
 import pytest
 
+from rrfp import Topology
 from rrfp.errors import ConfigError, ProtocolError, RrfpError, TransportError
 from rrfp.model.mesh import Mesh
-from rrfp.model.topology import Topology
 from rrfp.runtime.handshake import Handshake, Terms, differences
 from rrfp.transports.base import TransportContext
 from rrfp.transports.rendezvous import LocalRendezvous

@@ -6,11 +6,11 @@ import asyncio
 
 from runtime.contexts import context_of
 
+from rrfp import Topology
 from rrfp.core import events as ev
 from rrfp.lab.emulated import EmulatedStage
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Task
-from rrfp.model.topology import Topology
 from rrfp.runtime.lane_executor import LaneExecutor
 
 

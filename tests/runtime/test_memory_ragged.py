@@ -12,11 +12,11 @@ from runtime.toys import placed
 from torch import Tensor, nn
 
 import rrfp
+from rrfp import StepResult
 from rrfp.compute.split import backward as split_backward
 from rrfp.core.events import Event, Previewed
 from rrfp.hints.priority import ForwardPriority
 from rrfp.pipeline.blocking import BlockingPipeline
-from rrfp.runtime.result import StepResult
 
 WIDTH = 32
 #: What a row of a microbatch keeps on a stage alone: its input, the Tanh's output, and the target, in float32.

@@ -10,13 +10,13 @@ import pytest
 import torch
 from runtime.contexts import context_of
 
+from rrfp import Topology
 from rrfp.compute.payload import Payload
 from rrfp.core import events as ev
 from rrfp.errors import ProtocolError
 from rrfp.model.graph import TaskGraph
 from rrfp.model.mesh import Mesh
 from rrfp.model.tasks import Kind, Mode, StepId, Task
-from rrfp.model.topology import Topology
 from rrfp.runtime.messenger import Messenger
 from rrfp.transports.base import Channel, Message, MessageKind
 from rrfp.transports.rendezvous import LocalRendezvous

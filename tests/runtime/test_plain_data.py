@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rrfp import Topology
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.errors import ConfigError, Origin, ProtocolError
 from rrfp.memory.admission import Limit
 from rrfp.model.mesh import Mesh, MeshPosition
 from rrfp.model.tasks import Kind, Mode, StepId, Task
-from rrfp.model.topology import Topology
 from rrfp.runtime.abort import origin_of
 from rrfp.runtime.batching import plan_step
 from rrfp.runtime.records import pack, unpack

@@ -15,15 +15,14 @@ from typing import Any
 
 import pytest
 
+from rrfp import StepResult, Topology
 from rrfp.core.stage_core import StageCore
 from rrfp.errors import PipelineAborted, RrfpError
 from rrfp.hints import create_hint
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Kind, Mode, Task
-from rrfp.model.topology import Topology
 from rrfp.runtime.batching import plan_step
 from rrfp.runtime.control_tree import peers
-from rrfp.runtime.result import StepResult
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual
 from rrfp.transports.base import Message, MessageKind, TransportContext

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from runtime.contexts import context_of
 
+from rrfp import Topology
 from rrfp.errors import ProtocolError
 from rrfp.model.graph import TaskGraph
 from rrfp.model.mesh import Mesh
 from rrfp.model.tasks import Mode
-from rrfp.model.topology import Topology
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.batching import Plan, plan_step
 from rrfp.runtime.step_report import StepReporter

@@ -12,10 +12,9 @@ from runtime.contexts import context_of
 from runtime.toys import data, loss_fn, stages
 
 import rrfp
-from rrfp import timeouts
+from rrfp import Topology, timeouts
 from rrfp.errors import ProtocolError
 from rrfp.model.graph import TaskGraph
-from rrfp.model.topology import Topology
 from rrfp.runtime import records
 from rrfp.runtime.control_tree import neighbours, towards
 from rrfp.runtime.stall.status import RankStatus

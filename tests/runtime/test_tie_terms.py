@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from rrfp import Topology
 from rrfp.compute.gradients.tie_copies import CopyTerms, Tie
 from rrfp.errors import ConfigError, ProtocolError
 from rrfp.model.mesh import Mesh
-from rrfp.model.topology import Topology
 from rrfp.runtime.handshake import agree_on_ties, check_agreed
 
 #: Ranks 0 and 1 are stages of one pipeline, 2 and 3 of the other.

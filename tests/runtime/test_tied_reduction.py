@@ -11,6 +11,7 @@ import torch
 from runtime.contexts import context_of
 from torch import Tensor, nn
 
+from rrfp import Topology
 from rrfp.compute.gradients.layout import encode
 from rrfp.compute.gradients.tie_copies import Tie
 from rrfp.compute.gradients.tied import ProcessTies
@@ -18,7 +19,6 @@ from rrfp.errors import ProtocolError
 from rrfp.lab.emulated import EmulatedStage
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Mode, StepId
-from rrfp.model.topology import Topology
 from rrfp.runtime.grad_finalizer import TiedReduction
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.transports.base import Channel, Message, MessageKind

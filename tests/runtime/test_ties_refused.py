@@ -12,9 +12,9 @@ from runtime.tied_models import expect, same_bits, tied, words
 from torch import Tensor, nn
 
 import rrfp
+from rrfp import Topology
 from rrfp.errors import ConfigError
 from rrfp.model.mesh import Mesh
-from rrfp.model.topology import Topology
 from rrfp.pipeline.blocking import BlockingPipeline
 
 

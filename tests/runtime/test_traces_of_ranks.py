@@ -10,11 +10,11 @@ from typing import Any
 import msgpack
 import pytest
 
+from rrfp import Topology
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.errors import ProtocolError
 from rrfp.lab.traces.chrome_reader import read_chrome
 from rrfp.model.tasks import Kind, Task
-from rrfp.model.topology import Topology
 from rrfp.runtime.trace_saver import ClockOffset, HostClock, _write
 from rrfp.trace.plain import to_plain
 from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan

@@ -17,8 +17,8 @@ from runtime.toys import Bomb, Ones, Trap, data, fail_at, loss_fn, stages
 from under_torchrun import run
 
 import rrfp
+from rrfp import Topology
 from rrfp.errors import PeerLostError, PipelineAborted
-from rrfp.model.topology import Topology
 from rrfp.runtime.abort import failure_of
 
 PACKAGE = str(Path(rrfp.__file__).parent)

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from sim.shell.fault_transport import FaultyTransport, Links
 
-from rrfp import StepResult, Topology
+from rrfp import Batch, StageProgram, StepResult, Topology
 from rrfp.compute.payload import Payload
-from rrfp.compute.program import Batch, StageProgram
 from rrfp.core.stage_core import StageCore
 from rrfp.errors import PipelineAborted
 from rrfp.lab.faults.dataflow import Reference, adds_to_gradient, value_of

@@ -19,9 +19,9 @@ from rrfp.compute.devices.copies import copies_of
 from rrfp.compute.devices.cuda import CudaDevice
 from rrfp.testing.transport_checks import MakePair, Pair, PairOptions
 from rrfp.testing.wrapped import WrappedTransport
+from rrfp.transports import SharesDeviceMemory
 from rrfp.transports.base import Channel, Message, Transport, TransportContext
 from rrfp.transports.cuda_ipc.transport import CudaIpcTransport, PulledTransport
-from rrfp.transports.device_copies import SharesDeviceMemory
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.shm.transport import ShmTransport
 from rrfp.transports.staged import staged

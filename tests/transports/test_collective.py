@@ -14,12 +14,12 @@ from transports.collective_pair import Held, announce, ends
 from rrfp.errors import ConfigError, FrameError
 from rrfp.testing.transport_checks import Pair
 from rrfp.testing.transport_checks.pair import data, index_of, note, pass_on, receive, soon
+from rrfp.transports import DeviceCopies
 from rrfp.transports.base import Channel, Plain
 from rrfp.transports.carried.announcements import CREDIT, EDGE, FAREWELL, WANT
 from rrfp.transports.carried.outlet import Sender
 from rrfp.transports.carried.wires import Edge
 from rrfp.transports.collective.gloo import GlooBackend
-from rrfp.transports.device_copies import DeviceCopies
 from rrfp.transports.inproc import InprocTransport
 
 _LIMIT = 1 << 20

@@ -16,12 +16,12 @@ import transports.makers as makers
 
 from rrfp.errors import ConfigError, TransportClosedError, TransportError
 from rrfp.testing.transport_checks.pair import soon
+from rrfp.transports import DeviceCopies
 from rrfp.transports.base import TransportContext
 from rrfp.transports.carried.wires import EdgeName
 from rrfp.transports.collective.gloo import GlooBackend
 from rrfp.transports.collective.nccl import check_environment
 from rrfp.transports.collective.transport import CollectiveTransport, choose_backend
-from rrfp.transports.device_copies import DeviceCopies
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.rendezvous import LocalRendezvous
 

@@ -20,7 +20,15 @@ from rrfp.errors import PeerLostError
 from rrfp.lab.simulated_transport import SimulatedTransport
 from rrfp.testing.checks import NotOfferedError, SkippedError
 from rrfp.testing.clock import run_virtual
-from rrfp.testing.transport_checks import ALL_CHECKS, Check, MakePair, Pair, PairOptions, run_transport_checks
+from rrfp.testing.transport_checks import (
+    ALL_CHECKS,
+    Check,
+    MakePair,
+    Pair,
+    PairOptions,
+    check_codec,
+    run_transport_checks,
+)
 from rrfp.testing.transport_checks.data import (
     check_every_dtype,
     check_large_tensor,
@@ -29,7 +37,6 @@ from rrfp.testing.transport_checks.data import (
 )
 from rrfp.testing.transport_checks.ends import check_statistics
 from rrfp.testing.transport_checks.flow import check_cancelled_receive, check_fifo_per_channel
-from rrfp.testing.transport_checks.frames import check_codec
 from rrfp.testing.transport_checks.peers import check_silent_peer, check_three_ranks
 from rrfp.transports.base import Channel, Message
 

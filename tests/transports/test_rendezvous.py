@@ -12,8 +12,8 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from transports.makers import LoopInThread
 
+from rrfp import Topology
 from rrfp.errors import ConfigError, TransportError
-from rrfp.model.topology import Topology
 from rrfp.transports.base import Rendezvous, Transport, TransportContext
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.rendezvous import LocalRendezvous, StoreRendezvous, in_thread
