@@ -59,9 +59,9 @@ class CallerModes:
             ConfigError: in a training step, if gradients are switched off.
         """
         if mode is Mode.TRAIN and not torch.is_grad_enabled():
-            culprit = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+            grad_mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
             raise ConfigError(
-                f"step trains, but was called under torch.{culprit}(); use evaluate for a forward pass only"
+                f"step trains, but was called under torch.{grad_mode}(); use evaluate for a forward pass only"
             )
         device = torch.get_default_device()
         return cls(

@@ -498,8 +498,8 @@ class TorchStage(StageProgram):
         loss = loss_fn(output, targets[m])
         if isinstance(loss, Tensor):
             loss = full_tensor(loss)
-        learns = requires_grad(output) or any(parameter.requires_grad for parameter in self._units[v].parameters())
-        return check_loss(loss, m, differentiable=self._modes.mode is Mode.TRAIN and learns)
+        trains = requires_grad(output) or any(parameter.requires_grad for parameter in self._units[v].parameters())
+        return check_loss(loss, m, differentiable=self._modes.mode is Mode.TRAIN and trains)
 
     def _signature(self, m: int, v: int, arguments: Any) -> Hashable:
         target = None if (targets := self._inputs.targets(v)) is None else targets[m]

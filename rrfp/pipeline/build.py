@@ -48,7 +48,7 @@ from rrfp.plugins import name_of
 from rrfp.runtime.control_tree import data_peers, peers
 from rrfp.runtime.failed_start import FailedStarts
 from rrfp.runtime.grad_clipping import GradientHolder
-from rrfp.runtime.handshake import Handshake, Terms, check_agreed
+from rrfp.runtime.handshake import Handshake, JobSettings, check_agreed
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.transports.base import Rendezvous, TransportContext
 from rrfp.transports.registry import create_transport
@@ -59,9 +59,9 @@ from rrfp.version import __version__
 logger = get_logger(__name__)
 
 
-def common_terms(
+def common_settings(
     options: Options, passed: Options, method: DispatchMethod, partition: Partition, topology: Topology
-) -> Terms:
+) -> JobSettings:
     """The values that must be the same on all ranks of the job.
 
     ``options`` are complete; ``passed`` are those that the caller passed.
@@ -288,13 +288,13 @@ class RankBuilder:
         options, graph, topology = self._options, self._partition.graph, rank.topology
         limit = self._method.limit(topology, graph)
         context = self._context(rank, rendezvous)
-        terms = common_terms(options, self._passed, self._method, self._partition, topology)
-        group_terms: Terms = {
+        settings = common_settings(options, self._passed, self._method, self._partition, topology)
+        group_settings: JobSettings = {
             "in_order": " ".join(sorted(f"{kind}@{v}" for kind, v in rank.in_order)),
             "limit": str(limit),
             "depth": options["depth"],
         }
-        handshake = Handshake(terms, topology, context, group_terms, rank.ties.terms, self._partition.text_of)
+        handshake = Handshake(settings, topology, context, group_settings, rank.ties.settings, self._partition.text_of)
         try:
             await handshake.shake()
         finally:
@@ -302,7 +302,7 @@ class RankBuilder:
                 self._failed_starts.is_known_to_all = handshake.is_decided
         placement = graph.placement
         own = placement.virtual_stages(topology.stage)
-        check_agreed(handshake.ties, rank.ties.terms, own, placement.num_virtual_stages)
+        check_agreed(handshake.ties, rank.ties.settings, own, placement.num_virtual_stages)
         if rank.reducer is not None:
             await _join(rank.reducer, options["connect_timeout"])
         rank.ties.agree(handshake.ties, options["max_message_bytes"])

@@ -99,7 +99,12 @@ class TiedReduction:
     ) -> None:
         channel = Channel.FORWARD if virtual_stage is None else Channel.BACKWARD
         pieces: tuple[Tensor | None, ...] = gradient.tensors or (None,)
-        header = {"tie": tie.name, "copy": virtual_stage, "layout": gradient.layout, "learns": gradient.learns}
+        header = {
+            "tie": tie.name,
+            "copy": virtual_stage,
+            "layout": gradient.layout,
+            "requires_grad": gradient.requires_grad,
+        }
         for index, piece in enumerate(pieces):
             body = {**header, "piece": index, "pieces": len(pieces)}
             for stage in stages:
@@ -133,7 +138,13 @@ class TiedReduction:
         """Whose gradient a message has; a ProtocolError if it is for another step, rank or copy."""
         header, step, sender = message.body, message.step, message.sender
         match header:
-            case {"tie": str(name), "copy": int() | None as copy, "layout": int(), "learns": bool(), "piece": int()}:
+            case {
+                "tie": str(name),
+                "copy": int() | None as copy,
+                "layout": int(),
+                "requires_grad": bool(),
+                "piece": int(),
+            }:
                 pass
             case _:
                 raise ProtocolError(f"rank {sender} sent gradients of a tie that cannot be read")
@@ -178,7 +189,7 @@ class _Arriving:
     def pieces(self) -> Pieces:
         """All of them."""
         ordered = (self._tensors[index] for index in range(len(self._tensors)))
-        return Pieces(self._header["layout"], self._header["learns"], tuple(t for t in ordered if t is not None))
+        return Pieces(self._header["layout"], self._header["requires_grad"], tuple(t for t in ordered if t is not None))
 
 
 #: Sums the gradients of a virtual stage over the replicas.

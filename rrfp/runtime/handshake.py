@@ -1,12 +1,12 @@
-"""The terms that all ranks must have in common, compared once at the start, before they connect.
+"""The settings that all ranks must have in common, compared once at the start, before they connect.
 
 Who connects to whom follows from the model's shape. Ranks that differ in it would wait for peers that never come, so
-terms travel through the rendezvous and not through the transport: rank 0 reads those of every rank and publishes one
+settings travel through the rendezvous and not through the transport: rank 0 reads those of every rank and publishes one
 verdict, which all raise alike. That takes as many keys as there are ranks. One more key a rank names the pipeline that
 the rank entered last: so a rank that does not come can be found.
 
 Any program that reaches the store may write to it. With a secret, each value has a voucher. With or without one, ranks
-compare `StartDigests` once they are connected, so that no rank trains on terms or a verdict that another program wrote.
+compare `StartDigests` once they are connected, so that no rank trains on settings or a verdict of another program.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import msgpack
 
 from rrfp import timeouts
-from rrfp.compute.gradients.tie_copies import CopyTerms, Tie
+from rrfp.compute.gradients.tie_copies import CopySettings, Tie
 from rrfp.errors import ConfigError, ProtocolError, RrfpError, TransportError
 from rrfp.model.names import TextOf, numbered
 from rrfp.model.topology import Topology
@@ -32,19 +32,19 @@ from rrfp.transports.base import TransportContext
 from rrfp.transports.rendezvous import publish_in_time
 from rrfp.transports.secret import vouch, vouched
 
-#: The copies of one tie: rank and terms, by virtual stage.
-_Copies = dict[int, tuple[int, CopyTerms]]
+#: The copies of one tie: rank and settings, by virtual stage.
+_Copies = dict[int, tuple[int, CopySettings]]
 
 
 def agree_on_ties(
-    terms: Mapping[int, Sequence[CopyTerms]], topology: Topology, text_of: TextOf = numbered
+    settings: Mapping[int, Sequence[CopySettings]], topology: Topology, text_of: TextOf = numbered
 ) -> tuple[Tie, ...]:
     """The ties of a job, the first virtual stages' first.
 
     A tie is between ranks of one replica that have the same place in their groups, and the same in all of these.
     """
     pipelines: dict[tuple[int, int], dict[str, _Copies]] = {}
-    for rank, copies in sorted(terms.items()):
+    for rank, copies in sorted(settings.items()):
         at = topology.place_of(rank)
         ties = pipelines.setdefault((at.replica, at.member), {})
         for copy in copies:
@@ -60,7 +60,9 @@ def agree_on_ties(
     return tuple(sorted(agreed.values(), key=lambda tie: (tie.virtual_stages, tie.name)))
 
 
-def check_agreed(ties: Sequence[Tie], copies: Sequence[CopyTerms], own: Collection[int], virtual_stages: int) -> None:
+def check_agreed(
+    ties: Sequence[Tie], copies: Sequence[CopySettings], own: Collection[int], virtual_stages: int
+) -> None:
     """Refuse ties that another rank gave for those of the job and that cannot be: gradients would not be summed."""
     by_name = {tie.name: tie for tie in ties}
     held = {name: {copy.virtual_stage for copy in copies if copy.tie == name} for name in {c.tie for c in copies}}
@@ -99,9 +101,9 @@ def _check_copies(name: str, copies: _Copies, topology: Topology, text_of: TextO
         here, there = topology.name_of(rank), topology.name_of(other)
         if copy.kind != first.kind:
             raise ConfigError(f"tie {name!r} is {first.kind} on {here} and {copy.kind} on {there}: must be the same")
-        if copy.learns != first.learns:
-            learns, frozen = (here, there) if first.learns else (there, here)
-            raise ConfigError(f"tie {name!r} requires grad on {learns} and not on {frozen}: must be the same")
+        if copy.requires_grad != first.requires_grad:
+            with_grad, frozen = (here, there) if first.requires_grad else (there, here)
+            raise ConfigError(f"tie {name!r} requires grad on {with_grad} and not on {frozen}: must be the same")
         if not copy.is_guest and copy.values != first.values:
             raise ConfigError(
                 f"tie {name!r} has other values on {there} than on {here}: must start equal, from one checkpoint or "
@@ -116,15 +118,15 @@ def _listed(copies: _Copies, text_of: TextOf) -> str:
 _Record = TypeVar("_Record")
 
 #: Field by field, plain values that must be the same on every rank.
-Terms = Mapping[str, str | int | bool | None]
+JobSettings = Mapping[str, str | int | bool | None]
 
 #: The errors that a verdict may raise, by the name under which they travel; none: all agree.
 _ERRORS: Mapping[str, type[RrfpError]] = {
     error.__name__: error for error in (ConfigError, ProtocolError, TransportError)
 }
 
-#: Of the vouchers for terms and verdicts; see `vouch`.
-_PURPOSE = "rrfp terms 1"
+#: Of the vouchers for settings and verdicts; see `vouch`.
+_PURPOSE = "rrfp settings 1"
 
 #: What another process wrote is shown to so many characters.
 _MOST_SHOWN = 8192
@@ -135,37 +137,37 @@ class StartDigests:
     """Digests of what a rank published and read at the start; ranks compare them once they are connected."""
 
     #: The digest of what the rank published.
-    terms: bytes = b""
+    settings: bytes = b""
     #: Of rank 0's verdict, as the rank has it; on rank 0 as it was decided there.
     verdict: bytes = b""
-    #: Of the terms of all other ranks, as rank 0 read them; in the verdict. Empty where nothing was compared.
+    #: Of the settings of all other ranks, as rank 0 read them; in the verdict. Empty where nothing was compared.
     read: bytes = b""
 
     def check(self, agreements: Sequence[StartDigests]) -> None:
         """Compare those of all ranks, by rank; the outcome is the same on all."""
         if any(other.verdict != self.verdict for other in agreements):
             read = "two different verdicts of rank 0"
-        elif self.read and self.read != _digest(other.terms for other in agreements[1:]):
-            read = "terms that no rank of this job has published"
+        elif self.read and self.read != _digest(other.settings for other in agreements[1:]):
+            read = "settings that no rank of this job has published"
         else:
             return
         raise TransportError(f"ranks found {read} in the rendezvous store: another program wrote to the store")
 
 
 class Handshake:
-    """Compares the terms of all ranks.
+    """Compares the settings of all ranks.
 
-    Only the ranks of one group must have ``group_terms`` in common. ``topology`` is this rank's as it sees it;
+    Only the ranks of one group must have ``group_settings`` in common. ``topology`` is this rank's as it sees it;
     ``copies`` are its copies of tied parameters; ``text_of`` names virtual stages in errors.
     """
 
     def __init__(
         self,
-        terms: Terms,
+        settings: JobSettings,
         topology: Topology,
         context: TransportContext,
-        group_terms: Terms | None = None,
-        copies: Sequence[CopyTerms] = (),
+        group_settings: JobSettings | None = None,
+        copies: Sequence[CopySettings] = (),
         text_of: TextOf = numbered,
     ) -> None:
         #: The ties of the job, once all ranks agree.
@@ -174,8 +176,8 @@ class Handshake:
         self.agreement = StartDigests()
         #: Whether all ranks have the verdict, or will: they all raise its error.
         self.is_decided = False
-        self._terms = terms
-        self._group_terms = {} if group_terms is None else group_terms
+        self._settings = settings
+        self._group_settings = {} if group_settings is None else group_settings
         self._topology = topology
         self._context = context
         self._copies = copies
@@ -186,7 +188,7 @@ class Handshake:
         context = self._context
         await publish_in_time(context, self._address_key(context.rank), self._label.encode())
         copies = records.to_plain(self._copies)
-        own = _pack({"all": self._terms, "group": self._group_terms, "copies": copies})
+        own = _pack({"all": self._settings, "group": self._group_settings, "copies": copies})
         if context.rank == 0:
             data = _pack(await self._judge())
             await self._publish("verdict", data)
@@ -210,39 +212,39 @@ class Handshake:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._context.connect_timeout_s
         try:
-            leaders: dict[int, Terms] = {0: self._group_terms}
-            copies: dict[int, Sequence[CopyTerms]] = {0: self._copies}
+            leaders: dict[int, JobSettings] = {0: self._group_settings}
+            copies: dict[int, Sequence[CopySettings]] = {0: self._copies}
             read = list[bytes]()
             for rank in range(1, self._topology.world):
                 left_s = math.ceil(10 * max(deadline - loop.time(), 0.0)) / 10  # for the message
                 data = await self._lookup(str(rank), rank, left_s)
                 read.append(_digest([data]))
-                terms, group_terms, copies[rank] = self._read(rank, data)
-                self._compare(0, self._terms, rank, terms, "all ranks")
-                # Members of a group have ascending ranks: its leader's terms came before.
+                settings, group_settings, copies[rank] = self._read(rank, data)
+                self._compare(0, self._settings, rank, settings, "all ranks")
+                # Members of a group have ascending ranks: its leader's settings came before.
                 leader = self._leader_of(rank)
-                own = leaders.setdefault(leader, group_terms)
-                self._compare(leader, own, rank, group_terms, "the ranks of a group")
+                own = leaders.setdefault(leader, group_settings)
+                self._compare(leader, own, rank, group_settings, "the ranks of a group")
             ties = records.to_plain(agree_on_ties(copies, self._topology, self._text_of))
             return {"ties": ties, "read": _digest(read)}
         except RrfpError as error:
             return {"error": type(error).__name__, "text": str(error)}
 
-    def _read(self, rank: int, data: bytes) -> tuple[Terms, Terms, Sequence[CopyTerms]]:
+    def _read(self, rank: int, data: bytes) -> tuple[JobSettings, JobSettings, Sequence[CopySettings]]:
         what = self._terms_of(rank)
         match published := _unpack(data, what):
-            case {"all": dict(terms), "group": dict(group_terms), "copies": copies}:
-                return terms, group_terms, _records_of(CopyTerms, copies, what)
+            case {"all": dict(settings), "group": dict(group_settings), "copies": copies}:
+                return settings, group_settings, _records_of(CopySettings, copies, what)
         raise _unreadable(what, reprlib.repr(published))
 
     def _terms_of(self, rank: int) -> str:
-        return f"terms of {self._topology.name_of(rank)}"
+        return f"settings of {self._topology.name_of(rank)}"
 
     def _leader_of(self, rank: int) -> int:
         coordinate = self._topology.place_of(rank)
         return self._topology.mesh.rank(coordinate._replace(member=0))
 
-    def _compare(self, rank: int, ours: Terms, other: int, theirs: Terms, who: str) -> None:
+    def _compare(self, rank: int, ours: JobSettings, other: int, theirs: JobSettings, who: str) -> None:
         name = self._topology.name_of
         if text := differences(name(rank), ours, name(other), theirs):
             raise ConfigError(f"{text}: must be the same on {who}")
@@ -274,7 +276,9 @@ class Handshake:
         label = printable(data.decode(errors="replace"), 80)
         if label != self._label:
             return f"{name} did not come to pipeline {self._label!r}, it is at pipeline {label!r}"
-        lacks = "verdict is missing: it waits for another rank" if key == "verdict" else "terms are missing: it ended"
+        lacks = (
+            "verdict is missing: it waits for another rank" if key == "verdict" else "settings are missing: it ended"
+        )
         return f"{name} came, and its {lacks}, or another program wrote to the store"
 
     @property
@@ -285,7 +289,7 @@ class Handshake:
         return f"entered/{self._topology.run_id}/{self._context.restart}/{rank}"
 
     def _key(self, key: str) -> str:
-        return f"terms/{self._context.run_id}/{self._context.restart}/{key}"
+        return f"settings/{self._context.run_id}/{self._context.restart}/{key}"
 
 
 def _pack(value: Mapping[str, Any]) -> bytes:
@@ -333,7 +337,7 @@ _SHOWN.maxstring = _SHOWN.maxother = 200
 _SEPARATOR = "; "
 
 
-def differences(name: str, ours: Terms, other: str, theirs: Terms) -> str:
+def differences(name: str, ours: JobSettings, other: str, theirs: JobSettings) -> str:
     """The fields in which the ranks ``name`` and ``other`` differ, in one line; empty if there are none."""
     fields = [field for field in dict.fromkeys((*ours, *theirs)) if ours.get(field) != theirs.get(field)]
     shown = {field: _apart(ours.get(field), theirs.get(field)) for field in fields}

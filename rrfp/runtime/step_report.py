@@ -212,7 +212,7 @@ def check_equal_weights(weights: Sequence[Sequence[float]], topology: Topology) 
 
 
 def check_visits(skipped: Sequence[Sequence[Sequence[int]]], parts: Sequence[str], topology: Topology) -> None:
-    """A rank would wait in vain for a task that another one skips."""
+    """Refuse visits that differ: a rank would wait for a task that another one skips."""
     first: dict[int, int] = {}
     for rank, own in enumerate(skipped):
         other = first.setdefault(topology.place_of(rank).replica, rank)
@@ -329,7 +329,7 @@ class StepReporter:
         return replace(share, parts=parts, weight=weight, has_weights=plan.weights is not None, weights=weights)
 
     async def _compare_visits(self, plan: Plan) -> None:
-        """Fail where ranks were given other visits, before one of them waits in vain for a task that another skips."""
+        """Fail where ranks were given other visits, before one of them waits for a task that another skips."""
         if self._model is None or not self._model.optional:
             return
         own = VisitShare(tuple(tuple(sorted(skipped)) for skipped in plan.skipped))

@@ -173,8 +173,8 @@ class TransportContext:
         patience_s: how long a connected peer may be silent before it is lost, in seconds.
         copies: copies tensors of this rank's device; None where it computes on the CPU. Only a transport that `carries`
             the device uses it, and closes it when it closes or aborts.
-        data_peers: those of the peers with which it exchanges tensors, for transports to which such a connection is
-            dear; messages with tensors may still go to any peer. None stands for all.
+        data_peers: those of the peers with which it exchanges tensors, for transports whose connections are expensive;
+            messages with tensors may still go to any peer. None stands for all.
         secret: of the job; where there is one, tcp connections are authenticated and encrypted. It excludes
             ``allow_insecure``.
         plain_data: with a secret, tensors may travel over tcp in plain text; control messages never do.

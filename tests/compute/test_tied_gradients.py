@@ -130,11 +130,11 @@ def test_of_sharded_gradients_this_ranks_parts_are_added(alone: None) -> None:
     parameters = [nn.Parameter(sharded(0.0)) for _ in range(3)]
     parameters[0].grad, parameters[2].grad = sharded(1.0), sharded(2.0)
     tied = ranks(parameters, 8)
-    terms = [ProcessTies({"it": p}, [{0: one(p)}]).ranks[0] for p in parameters]
-    for rank in terms:
+    settings = [ProcessTies({"it": p}, [{0: one(p)}]).ranks[0] for p in parameters]
+    for rank in settings:
         rank.read()
-    assert terms[0].terms == terms[1].terms
-    assert "S(0)" in terms[0].terms[0].kind
+    assert settings[0].settings == settings[1].settings
+    assert "S(0)" in settings[0].settings[0].kind
     through(tied)
     for each in parameters:
         assert isinstance(each.grad, DTensor)

@@ -16,7 +16,7 @@ from fuzz.targets import Decode, Target, parts, plain
 from fuzz.wire_targets import RUN_ID, as_case, context, message
 
 from rrfp import Topology
-from rrfp.compute.gradients.tie_copies import CopyTerms, Tie
+from rrfp.compute.gradients.tie_copies import CopySettings, Tie
 from rrfp.compute.mailbox import Mailbox
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.errors import ConfigError, FrameError, PeerLostError, ProtocolError, StageError, TransportError
@@ -62,7 +62,7 @@ def outcome(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 RECORDS: tuple[Any, ...] = (
     *(RankStatus, StageReport, LossShare, WeightShare, NormShare, ProcessIdentity, ClockOffset, HostClock),
-    *(TraceOffer, TraceSize, CopyTerms, Tie),
+    *(TraceOffer, TraceSize, CopySettings, Tie),
 )
 
 
@@ -115,7 +115,7 @@ def _a_body(random: Random) -> tuple[str, dict[str, Any]]:
             {"parts": [[1, 1], [0, 2]], "consumed": None},
             {"parts": [[1, 1]], "consumed": 1},
         ),
-        "tie": ({"tie": "a", "copy": None, "layout": 0, "learns": True, "piece": 0, "pieces": 1},),
+        "tie": ({"tie": "a", "copy": None, "layout": 0, "requires_grad": True, "piece": 0, "pieces": 1},),
         "report": ({"topic": "step", "number": 1},),
         "result": ({"topic": "step", "number": 1},),
         "probe": ({"poll": 1}, {"acknowledged": True}, {"unresponsive": 1, "seconds": 2.0}, {}),
@@ -193,11 +193,15 @@ def all_gather_ends(joined: Coroutine[Any, Any, Any]) -> Any:
 
 HOST = Host("boot", "0", "user:[1]", "net:[2]", "pid:[3]")
 PROCESS = ProcessIdentity("a", 5)
-COPIES = [records.to_plain(CopyTerms("a", v, "(2, 3) of float", True, False, b"1")) for v in (0, 1)]
+COPIES = [records.to_plain(CopySettings("a", v, "(2, 3) of float", True, False, b"1")) for v in (0, 1)]
 
 
 def _a_publication(random: Random) -> Any:
-    terms = {"all": {"chunks": 1, "strict": None}, "group": {}, "copies": COPIES[1:] if random.random() < 0.5 else []}
+    settings = {
+        "all": {"chunks": 1, "strict": None},
+        "group": {},
+        "copies": COPIES[1:] if random.random() < 0.5 else [],
+    }
     verdict: Any = {"ties": [records.to_plain(Tie("a", (0, 1)))], "read": b"digest"}
     if random.random() < 0.4:
         verdict = {"error": random.choice(("ConfigError", "TransportError")), "text": "no"}
@@ -205,7 +209,7 @@ def _a_publication(random: Random) -> Any:
     return random.choice(
         (
             ["host", [HOST.to_plain(), "rrfp-shm-0-1", "double"]],
-            ["terms", terms],
+            ["settings", settings],
             ["verdict", verdict],
             ["offer", ["", fields, 5]],
             ["failed", records.to_plain(FailedStart(1, "ConfigError: no", PROCESS))],
@@ -222,9 +226,9 @@ def _as_publication(tree: Any) -> bytes:
 def _read_publication(case: bytes) -> object:
     which, value = case[:1], case[1:]
     if which == b"t":
-        return _shake(0, {"terms/run/0/1": value}, COPIES[:1])
+        return _shake(0, {"settings/run/0/1": value}, COPIES[:1])
     if which == b"v":
-        return _shake(1, {"terms/run/0/verdict": value}, [])
+        return _shake(1, {"settings/run/0/verdict": value}, [])
     if which == b"f":
         return FailedStarts(Topology(0, 2), RUN_ID, _never, None)._read(value).process == PROCESS
     if which == b"o":
@@ -240,9 +244,9 @@ async def _never(timeout_s: float) -> Any:
 def _shake(rank: int, values: Mapping[str, bytes], copies: Sequence[Any]) -> tuple[Tie, ...]:
     met = LocalRendezvous()
     met._values.update(values)
-    terms = tuple(records.from_plain(CopyTerms, copy, "a copy") for copy in copies)
+    settings = tuple(records.from_plain(CopySettings, copy, "a copy") for copy in copies)
     hand = Handshake(
-        {"chunks": 1, "strict": None}, Topology(rank, 2), TransportContext(rank, (), RUN_ID, met), {}, terms
+        {"chunks": 1, "strict": None}, Topology(rank, 2), TransportContext(rank, (), RUN_ID, met), {}, settings
     )
     outcome(hand.shake())
     return hand.ties

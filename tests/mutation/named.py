@@ -185,9 +185,9 @@ NAMED: tuple[Named, ...] = (
         (tests("runtime/test_groups.py"),),
     ),
     Named(
-        "terms of a group are not compared",
+        "settings of a group are not compared",
         "rrfp/runtime/handshake.py",
-        'self._compare(leader, own, rank, group_terms, "the ranks of a group")',
+        'self._compare(leader, own, rank, group_settings, "the ranks of a group")',
         "pass",
         (tests("runtime/test_handshake.py"),),
     ),

@@ -20,7 +20,7 @@ from rrfp.transports.rendezvous import StoreRendezvous
 RUN = "job"
 
 #: What the first pipeline of each rank publishes under.
-TERMS, ENTERED, FAILED = f"terms/{RUN}/0/0/", f"entered/{RUN}/0/", f"failed/{RUN}/0/0"
+SETTINGS, ENTERED, FAILED = f"settings/{RUN}/0/0/", f"entered/{RUN}/0/", f"failed/{RUN}/0/0"
 
 
 def connect(port: int) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fork_server import fork_server
-from runtime.starting import TERMS, Fragile, Ranks, foreign
+from runtime.starting import SETTINGS, Fragile, Ranks, foreign
 from runtime.test_poisoned_store import SECRET
 
 from rrfp import timeouts
@@ -29,7 +29,7 @@ def refused(ranks: Ranks, odd: int, common: dict[str, str], own: dict[str, str],
     others = [rank for rank in range(3) if rank != odd]
     for rank in others:
         ranks.go(rank, common, **both)
-    foreign(ranks.port).wait([TERMS + str(rank) for rank in others if rank])
+    foreign(ranks.port).wait([SETTINGS + str(rank) for rank in others if rank])
     ranks.go(odd, own, goes_on=True, **both, **options)
     first = ranks.end(2)
     assert first.error in ("ConfigError", "OSError"), first
@@ -60,7 +60,7 @@ def test_a_rank_without_the_secret_is_named_by_all(ranks: Ranks) -> None:
     for rank, variables in enumerate((SECRET, {}, SECRET)):
         ranks.go(rank, variables)
     texts = [ranks.end(rank).text for rank in range(3)]
-    assert all("store has terms of stage 1 without a voucher: the rank has no secret" in texts[n] for n in (0, 2))
+    assert all("store has settings of stage 1 without a voucher: the rank has no secret" in texts[n] for n in (0, 2))
     assert "store has a verdict of rank 0 with a voucher: the rank has a secret, and stage 1 has none" in texts[1]
 
 

@@ -11,20 +11,20 @@ import pytest
 from rrfp import Topology
 from rrfp.errors import ConfigError, ProtocolError, RrfpError, TransportError
 from rrfp.model.mesh import Mesh
-from rrfp.runtime.handshake import Handshake, Terms, differences
+from rrfp.runtime.handshake import Handshake, JobSettings, differences
 from rrfp.transports.base import TransportContext
 from rrfp.transports.rendezvous import LocalRendezvous
 
-SAME: Terms = {"chunks": 2, "placement": "v", "split": True, "strict": None}
+SAME: JobSettings = {"chunks": 2, "placement": "v", "split": True, "strict": None}
 
 
 async def outcomes(
-    terms: Mapping[int, Terms], stages: int, met: LocalRendezvous, timeout_s: float = 20.0
+    settings: Mapping[int, JobSettings], stages: int, met: LocalRendezvous, timeout_s: float = 20.0
 ) -> list[BaseException | None]:
-    """What the handshake of each stage in ``terms`` ends with."""
+    """What the handshake of each stage in ``settings`` ends with."""
     hands = [
         Handshake(own, Topology(stage, stages), TransportContext(stage, (), "run", met, connect_timeout_s=timeout_s))
-        for stage, own in terms.items()
+        for stage, own in settings.items()
     ]
     return list(await asyncio.gather(*(each.shake() for each in hands), return_exceptions=True))
 
@@ -43,8 +43,8 @@ async def test_ranks_with_the_same_terms_go_on(stages: int) -> None:
 
 @pytest.mark.parametrize("odd", [0, 1, 4])
 async def test_one_rank_that_differs_is_one_error_on_all(odd: int) -> None:
-    terms = {stage: {**SAME, "chunks": 3} if stage == odd else SAME for stage in range(5)}
-    text = told(await outcomes(terms, 5, LocalRendezvous()), ConfigError)
+    settings = {stage: {**SAME, "chunks": 3} if stage == odd else SAME for stage in range(5)}
+    text = told(await outcomes(settings, 5, LocalRendezvous()), ConfigError)
     ours, theirs = ("3", "2") if odd == 0 else ("2", "3")
     assert text == f"chunks is {ours} on stage 0 and {theirs} on stage {odd or 1}: must be the same on all ranks"
 
@@ -58,7 +58,7 @@ async def test_a_difference_is_told_before_the_last_rank_comes() -> None:
 
 async def test_a_rank_that_does_not_come_is_named_on_all() -> None:
     text = told(await outcomes({0: SAME, 1: SAME, 3: SAME}, 4, LocalRendezvous(), 0.1), TransportError)
-    assert text == "stage 2 did not come: no rank published 'terms/run/0/2' within 0.1 s"
+    assert text == "stage 2 did not come: no rank published 'settings/run/0/2' within 0.1 s"
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ async def test_a_rank_that_does_not_come_is_named_on_all() -> None:
 )
 async def test_what_cannot_be_read_is_named_on_all(said: bytes) -> None:
     met = LocalRendezvous()
-    await met.publish("terms/run/0/1", said)
+    await met.publish("settings/run/0/1", said)
     text = told(await outcomes({0: SAME, 2: SAME}, 3, met), ProtocolError)
-    assert text.startswith("the rendezvous store has terms of stage 1 that cannot be read: ")
+    assert text.startswith("the rendezvous store has settings of stage 1 that cannot be read: ")
     assert "or another program wrote to the store" in text
 
 
@@ -86,7 +86,7 @@ async def test_what_cannot_be_read_is_named_on_all(said: bytes) -> None:
 )
 async def test_a_verdict_that_cannot_be_read_is_no_agreement(verdict: object) -> None:
     met = LocalRendezvous()
-    await met.publish("terms/run/0/verdict", msgpack.packb(verdict))
+    await met.publish("settings/run/0/verdict", msgpack.packb(verdict))
     with pytest.raises(ProtocolError, match=r"store has a verdict of rank 0 that cannot be read.*another program"):
         await Handshake(SAME, Topology(1, 2), TransportContext(1, (), "run", met)).shake()
 
@@ -98,7 +98,7 @@ async def test_no_depth_of_published_lists_escapes_as_another_error(where: bytes
         deep = b"\x91" * depth + b"\xc0"
         met = LocalRendezvous()
         told = {b"\xa3all": b"\x83\xa3all\x81\xa6chunks" + deep + good[-16:]}.get(where, b"\x81" + where + deep)
-        await met.publish("terms/run/0/1", told)
+        await met.publish("settings/run/0/1", told)
         with pytest.raises((ConfigError, ProtocolError)):
             await Handshake(SAME, Topology(0, 2), TransportContext(0, (), "run", met)).shake()
 
@@ -117,7 +117,7 @@ def test_of_long_lists_the_first_entries_that_differ_are_shown() -> None:
     """Cut in the middle, both would look the same."""
     parts = [f"layer{n} on stage {n} reads x=layer{n - 1}" for n in range(20)]
     other = [*parts[:9], "layer9 on stage 9 reads y=layer8", *parts[10:]]
-    texts: list[Terms] = [{"graph": "; ".join(each)} for each in (parts, other, parts[:15])]
+    texts: list[JobSettings] = [{"graph": "; ".join(each)} for each in (parts, other, parts[:15])]
     assert differences("stage 0", texts[0], "stage 1", texts[1]) == (
         "graph is 'layer9 on stage 9 reads x=layer8' on stage 0 and 'layer9 on stage 9 reads y=layer8' on stage 1"
     )

@@ -9,7 +9,7 @@ import msgpack
 import pytest
 from fork_server import fork_server
 from runtime.children import Children, End
-from runtime.starting import ENTERED, FAILED, TERMS, Ranks, foreign, forge
+from runtime.starting import ENTERED, FAILED, SETTINGS, Ranks, foreign, forge
 
 __all__ = ["fork_server"]
 
@@ -50,7 +50,7 @@ VERDICT = msgpack.packb({"ties": [], "read": bytes(32)})
 @pytest.mark.parametrize("value", [VERDICT, b"garbage"])
 def test_with_a_secret_a_forged_verdict_is_refused_and_the_store_blamed(children: list[Children], value: bytes) -> None:
     ranks = started(children, connect_timeout=20.0)
-    forged(children, ranks, [TERMS + "verdict"], value)
+    forged(children, ranks, [SETTINGS + "verdict"], value)
     for rank in (1, 2):
         ranks.go(rank, SECRET)
     outcomes = ends(ranks, 2)
@@ -66,27 +66,27 @@ def test_with_a_secret_a_forged_verdict_is_refused_and_the_store_blamed(children
 
 def test_without_a_secret_a_verdict_that_rank_0_did_not_reach_ends_all(children: list[Children]) -> None:
     ranks = started(children, connect_timeout=20.0)
-    forged(children, ranks, [TERMS + "verdict"], VERDICT)
+    forged(children, ranks, [SETTINGS + "verdict"], VERDICT)
     for rank in (1, 2):
         ranks.go(rank)
     store = foreign(ranks.port)
-    store.wait([TERMS + "1", TERMS + "2"])
+    store.wait([SETTINGS + "1", SETTINGS + "2"])
     ranks.go(0)
     for end in ends(ranks):
         assert "ranks found two different verdicts of rank 0 in the rendezvous store: another program" in end.text
 
 
 def test_without_a_secret_terms_that_no_rank_published_end_all(children: list[Children]) -> None:
-    """Rank 1 has another seed; who writes rank 2's terms in its place would hide that from rank 0."""
+    """Rank 1 has another seed; who writes rank 2's settings in its place would hide that from rank 0."""
     ranks = started(children, connect_timeout=20.0)
     ranks.go(1, seed=5)
     ranks.go(2)
     store = foreign(ranks.port)
-    store.wait([TERMS + "1", TERMS + "2"])
-    forged(children, ranks, [TERMS + "1"], store.get(TERMS + "2"))
+    store.wait([SETTINGS + "1", SETTINGS + "2"])
+    forged(children, ranks, [SETTINGS + "1"], store.get(SETTINGS + "2"))
     ranks.go(0)
     for end in ends(ranks):
-        assert "ranks found terms that no rank of this job has published in the rendezvous store" in end.text
+        assert "ranks found settings that no rank of this job has published in the rendezvous store" in end.text
 
 
 @pytest.mark.parametrize("variables", [{}, SECRET], ids=["no secret", "secret"])
@@ -97,8 +97,8 @@ def test_terms_that_are_garbage_or_gone_blame_no_rank(
     ranks = started(children, connect_timeout=3.0)
     for rank in (1, 2):
         ranks.go(rank, variables)
-    foreign(ranks.port).wait([TERMS + "1", TERMS + "2"])
-    forged(children, ranks, [TERMS + "1"], value)
+    foreign(ranks.port).wait([SETTINGS + "1", SETTINGS + "2"])
+    forged(children, ranks, [SETTINGS + "1"], value)
     ranks.go(0, variables)
     for end in ends(ranks):
         assert end.error in ("TransportError", "ProtocolError"), end
@@ -126,7 +126,7 @@ def test_what_is_written_once_ranks_are_connected_has_no_effect(
         ranks.go(rank, variables)
     assert [ranks.hear(rank) for rank in range(3)] == ["started"] * 3
     transports = [f"{name}/job/0/0/{rank}" for name in ("auto", "shm", "zmq") for rank in range(3)]
-    keys = [FAILED, TERMS + "verdict", TERMS + "1", TERMS + "2", ENTERED + "0", *transports]
+    keys = [FAILED, SETTINGS + "verdict", SETTINGS + "1", SETTINGS + "2", ENTERED + "0", *transports]
     forged(children, ranks, keys, b"\xc1garbage")
     for connection in ranks.connections:
         connection.send("go on")

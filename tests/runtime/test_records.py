@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from rrfp.compute.gradients.tie_copies import CopyTerms, Tie
+from rrfp.compute.gradients.tie_copies import CopySettings, Tie
 from rrfp.errors import ProtocolError
 from rrfp.runtime.grad_clipping import NormShare
 from rrfp.runtime.records import from_plain, pack, to_plain, unpack
@@ -32,21 +32,21 @@ class Outer:
 
 
 FULL = Outer(1, True, "x", b"y", Inner(0.5), ("a", "b"), {3: 0.25, 1: 1.0})
-TERMS = CopyTerms("a", 3, "(2, 3) of float", True, False, b"1")
+SETTINGS = CopySettings("a", 3, "(2, 3) of float", True, False, b"1")
 TIES = (Tie("c", (0, 1)), Tie("a", (0, 3), True))
 
 
 @pytest.mark.parametrize(
-    "record", [FULL, Outer(0, False, None, b"", Inner(0.0)), TERMS, NormShare(1.0, 2.0, True, 0.0)]
+    "record", [FULL, Outer(0, False, None, b"", Inner(0.0)), SETTINGS, NormShare(1.0, 2.0, True, 0.0)]
 )
 def test_a_record_travels_as_bytes(record: Any) -> None:
     assert unpack(type(record), pack(record), "it") == record
 
 
 def test_records_travel_inside_other_plain_data() -> None:
-    carried = msgpack.unpackb(msgpack.packb({"ties": to_plain(TIES), "copies": to_plain([TERMS])}))
+    carried = msgpack.unpackb(msgpack.packb({"ties": to_plain(TIES), "copies": to_plain([SETTINGS])}))
     assert from_plain(tuple[Tie, ...], carried["ties"], "ties") == TIES
-    assert from_plain(tuple[CopyTerms, ...], carried["copies"], "copies") == (TERMS,)
+    assert from_plain(tuple[CopySettings, ...], carried["copies"], "copies") == (SETTINGS,)
 
 
 def test_an_integer_is_read_as_the_number_that_it_is_declared_as() -> None:

@@ -59,7 +59,15 @@ class OneRank:
 
     def piece(self, sender: int, copy: int | None, index: int, value: float, **other: Any) -> Message:
         """A piece of a copy's gradient, which has two of one number each."""
-        body = {"tie": "it", "copy": copy, "layout": self.layout, "learns": True, "piece": index, "pieces": 2, **other}
+        body = {
+            "tie": "it",
+            "copy": copy,
+            "layout": self.layout,
+            "requires_grad": True,
+            "piece": index,
+            "pieces": 2,
+            **other,
+        }
         tensors: tuple[Tensor | None, ...] = (torch.tensor([value]),)
         return Message(Channel.BACKWARD, MessageKind.TIE, STEP, tensors=tensors, body=body, sender=sender)
 
@@ -156,4 +164,4 @@ async def test_pieces_that_come_twice_or_contradict_each_other_are_refused() -> 
     with pytest.raises(ProtocolError, match="rank 1 sent piece 0 of 2 of tie 'it'"):
         rank.reduction.on_message(rank.piece(1, 1, 0, 1.0))
     with pytest.raises(ProtocolError, match="rank 1 sent pieces of tie 'it' that contradict each other"):
-        rank.reduction.on_message(rank.piece(1, 1, 1, 1.0, learns=False))
+        rank.reduction.on_message(rank.piece(1, 1, 1, 1.0, requires_grad=False))

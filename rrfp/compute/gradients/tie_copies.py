@@ -57,7 +57,7 @@ class TiedCopy:
         is_sharded = as_dtensor(self.parameter) is not None and needs_whole_backward(self.module) is not None
         return is_sharded and current is not None and as_dtensor(current) is None
 
-    def terms(self) -> CopyTerms:
+    def settings(self) -> CopySettings:
         """The description that ranks compare. Reads the values."""
         parameter = self.parameter
         sharded = as_dtensor(parameter)
@@ -65,11 +65,11 @@ class TiedCopy:
         if sharded is not None:
             kind += f", {' and '.join(map(str, sharded.placements))}"
         values = b"" if self.is_guest else _digest(parameter)  # a guest is the same object as its home
-        return CopyTerms(self.tie, self.virtual_stage, kind, parameter.requires_grad, self.is_guest, values)
+        return CopySettings(self.tie, self.virtual_stage, kind, parameter.requires_grad, self.is_guest, values)
 
 
 @dataclass(frozen=True, slots=True)
-class CopyTerms:
+class CopySettings:
     """The description of a copy that ranks compare in the handshake."""
 
     #: The name of the tie.
@@ -79,7 +79,7 @@ class CopyTerms:
     #: Shape, dtype and placement, as text for messages.
     kind: str
     #: Whether the copy requires grad.
-    learns: bool
+    requires_grad: bool
     #: See `TiedCopy`.
     is_guest: bool
     #: a digest of the values; empty for a guest, which is the same object as its home.

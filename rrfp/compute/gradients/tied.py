@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rrfp.compute.gradients.layout import ABSENT, empty_totals, encode, local_part, zeros
 from rrfp.compute.gradients.shared import SharedGradients
-from rrfp.compute.gradients.tie_copies import CopyTerms, Tie, TiedCopy, Ties, find_copies
+from rrfp.compute.gradients.tie_copies import CopySettings, Tie, TiedCopy, Ties, find_copies
 from rrfp.errors import ConfigError, StageError
 from rrfp.model.names import TextOf, numbered
 
@@ -34,7 +34,7 @@ class Pieces:
     #: See `rrfp.compute.gradients.layout.encode`; ``ABSENT`` if there is no gradient.
     layout: int
     #: Whether the copy requires grad.
-    learns: bool
+    requires_grad: bool
     #: This rank's part of the gradient, cut into pieces: one-dimensional, on the CPU, read-only.
     tensors: tuple[Tensor, ...] = ()
 
@@ -60,7 +60,7 @@ class TiedGradients:
         self.shared = shared
         self._piece_bytes = PIECE_BYTES
         #: The descriptions that ranks compare; filled by `read`.
-        self.terms: tuple[CopyTerms, ...] = ()
+        self.settings: tuple[CopySettings, ...] = ()
         #: The ties of the job; filled by `agree`.
         self.ties: tuple[Tie, ...] = ()
         self._repeated = [] if repeated is None else repeated
@@ -74,7 +74,7 @@ class TiedGradients:
     def read(self) -> None:
         """Read the values of all copies, which ranks compare in the handshake; ConfigError as in `check`."""
         self.check()
-        self.terms = tuple(copy.terms() for copy in self._copies.values())
+        self.settings = tuple(copy.settings() for copy in self._copies.values())
 
     def agree(self, ties: Iterable[Tie], most_bytes: int = PIECE_BYTES) -> None:
         """Keep all ties of the job, on which the ranks agreed; a message has ``most_bytes`` at most."""
@@ -131,7 +131,7 @@ class TiedGradients:
         terms = {v: others[v] if v in others else self.pieces(tie, v) for v in stages}
         layout = _common_layout(tie, terms, self._text_of)
         if layout == ABSENT:
-            return Pieces(ABSENT, all(term.learns for term in terms.values()))
+            return Pieces(ABSENT, all(term.requires_grad for term in terms.values()))
         first, *rest = (term.tensors for term in terms.values() if term.layout != ABSENT)
         copy = self._copies[tie, stages[0]]
         with self.shared.swapped_in(stages[0]):
@@ -199,8 +199,8 @@ class ProcessTies:
 
 def _common_layout(tie: str, terms: Mapping[int, Pieces], text_of: TextOf) -> int:
     """The layout of the gradients that are not absent; a StageError if several, or if only some copies require grad."""
-    if len({term.learns for term in terms.values()}) > 1:
-        frozen = ", ".join(text_of(v) for v, term in terms.items() if not term.learns)
+    if len({term.requires_grad for term in terms.values()}) > 1:
+        frozen = ", ".join(text_of(v) for v, term in terms.items() if not term.requires_grad)
         raise StageError(f"tie {tie!r} is frozen on {frozen} only, must be on all or none")
     layouts = {(term.layout, sum(map(len, term.tensors))) for term in terms.values() if term.layout != ABSENT}
     if len(layouts) > 1:

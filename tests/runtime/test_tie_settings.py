@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rrfp import Topology
-from rrfp.compute.gradients.tie_copies import CopyTerms, Tie
+from rrfp.compute.gradients.tie_copies import CopySettings, Tie
 from rrfp.errors import ConfigError, ProtocolError
 from rrfp.model.mesh import Mesh
 from rrfp.runtime.handshake import agree_on_ties, check_agreed
@@ -16,11 +16,13 @@ TWO = Topology.at(0, Mesh((("dp", 2), ("pp", 2))))
 GROUPS = Topology.at(0, Mesh((("pp", 2), ("tp", 2))))
 
 
-def copy(tie: str, v: int, *, values: bytes = b"1", is_guest: bool = False, kind: str = "(2, 3) of float") -> CopyTerms:
-    return CopyTerms(tie, v, kind, True, is_guest, b"" if is_guest else values)
+def copy(
+    tie: str, v: int, *, values: bytes = b"1", is_guest: bool = False, kind: str = "(2, 3) of float"
+) -> CopySettings:
+    return CopySettings(tie, v, kind, True, is_guest, b"" if is_guest else values)
 
 
-def refused(told: dict[int, list[CopyTerms]], place: Topology) -> str:
+def refused(told: dict[int, list[CopySettings]], place: Topology) -> str:
     with pytest.raises(ConfigError) as caught:
         agree_on_ties(told, place)
     return str(caught.value)
@@ -65,7 +67,7 @@ def test_nothing_told_is_no_tie() -> None:
         ),
     ],
 )
-def test_replicas_that_tie_other_stages_are_refused(second: dict[int, list[CopyTerms]], text: str) -> None:
+def test_replicas_that_tie_other_stages_are_refused(second: dict[int, list[CopySettings]], text: str) -> None:
     told = {0: [copy("a", 0)], 1: [copy("a", 1)], 2: [], 3: [], **second}
     assert refused(told, TWO) == f"tie 'a' is {text}: must be the same in all"
 
