@@ -28,6 +28,9 @@ GRACE_S = 2.0
 #: States of processes that have ended: zombies and the dead.
 _ENDED = "ZX"
 
+#: The parent of the kernel's own threads.
+_KERNEL = 2
+
 _serial = itertools.count()
 
 
@@ -43,7 +46,9 @@ class LeakGuard:
     def leaks(self) -> list[str]:
         """Wait for stragglers, kill the processes that remain, and describe everything that was left."""
         deadline_s = time.monotonic() + GRACE_S
-        while (self._new_threads() or self._new_processes()) and time.monotonic() < deadline_s:
+        while self._new_threads() or self._new_processes() or self._one_begins():
+            if time.monotonic() >= deadline_s:
+                break
             time.sleep(0.02)
         found = [f"thread {thread.name!r} (daemon={thread.daemon})" for thread in self._new_threads()]
         for pid, command in self._new_processes().items():
@@ -65,6 +70,15 @@ class LeakGuard:
         """Living descendants and marked processes that did not run before, by id, with their command lines."""
         found = {pid: _command(pid) for pid in _processes() - self._processes if self._is_of_the_test(pid)}
         return {pid: line for pid, line in found.items() if not _OF_ALL_TESTS.search(line)}
+
+    def _one_begins(self) -> bool:
+        """Whether a new process has no environment yet: in the middle of exec it has none, and nobody's mark."""
+        for pid in _processes() - self._processes:
+            state, parent = _state_and_parent(pid)
+            with contextlib.suppress(OSError):
+                if state not in _ENDED and parent != _KERNEL and not Path(f"/proc/{pid}/environ").read_bytes():
+                    return True
+        return False
 
     def _is_of_the_test(self, pid: int) -> bool:
         state, _ = _state_and_parent(pid)
