@@ -8,6 +8,7 @@ loop_guard.install()  # before anything that is tested is imported
 
 import os  # noqa: E402
 import shutil  # noqa: E402
+import signal  # noqa: E402
 import tempfile  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -22,6 +23,9 @@ from leak_guard import LeakGuard  # noqa: E402
 #: For the status sockets of this process's jobs, and of those that it starts: `rrfp top` finds no others here.
 STATUS_SOCKETS = os.environ["RRFP_TOP"] = tempfile.mkdtemp(prefix="rrfp-")
 
+# A shell starts jobs in the background with Ctrl-C ignored, which the programs of tests would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 for profile in ("quick", FULL):  # how long an example takes is the machine's affair
     settings.register_profile(profile, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -7,6 +7,7 @@ does the third.
 from __future__ import annotations
 
 import sys
+from itertools import chain
 
 import pytest
 from _pytest.runner import runtestprotocol
@@ -18,6 +19,9 @@ TRIES = 3
 #: Under this name the reports of a test carry the standstills for which it ran again.
 PROPERTY = "ran again, since the machine stood still"
 
+#: The standstills of each try of a test that failed.
+FOUND = pytest.StashKey[list[list[float]]]()
+
 
 class SecondTry:
     """The plugin; the watch begins with the first test of a process, so a controller of xdist has none."""
@@ -26,29 +30,27 @@ class SecondTry:
         self._watch: StandstillWatch | None = None
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
-        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        for report in self._reports(item, nextitem):
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> object:
+        found = item.stash.setdefault(FOUND, [])
+        if not found:
+            item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        if self._watch is None:
+            self._watch = StandstillWatch()
+        self._watch.forget()
+        reports = runtestprotocol(item, log=False, nextitem=nextitem)
+        if len(found) + 1 < TRIES and any(report.failed for report in reports) and (late := self._watch.take()):
+            found.append(late)
+            item.session._setupstate.teardown_exact(None)  # a fixture that failed is set up anew
+            # By the hook, so that every try has a time limit of its own.
+            return item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
+        if found:
+            seconds = ", ".join(f"{each:.2f} s" for each in chain(*found))
+            for report in reports:
+                report.user_properties = [*report.user_properties, (PROPERTY, seconds)]
+        for report in reports:
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
-
-    def _reports(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
-        if self._watch is None:
-            self._watch = StandstillWatch()
-        found: list[float] = []
-        for left in reversed(range(TRIES)):
-            self._watch.forget()
-            reports = runtestprotocol(item, log=False, nextitem=nextitem)
-            if not left or not any(report.failed for report in reports) or not (late := self._watch.take()):
-                break
-            found += late
-            item.session._setupstate.teardown_exact(None)  # a fixture that failed is set up anew
-        if found:
-            seconds = ", ".join(f"{each:.2f} s" for each in found)
-            for report in reports:
-                report.user_properties = [*report.user_properties, (PROPERTY, seconds)]
-        return reports
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         reports = [each for every in terminalreporter.stats.values() for each in every]

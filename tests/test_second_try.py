@@ -73,6 +73,13 @@ def test_late_always():
     count("always")
     stand_still()
     assert False
+
+@pytest.mark.timeout(3)
+def test_endless_the_second_time():
+    if count("endless") == 1:
+        stand_still()
+        assert False
+    time.sleep(3600)
 """
 
 
@@ -96,10 +103,16 @@ def test_only_failures_during_a_standstill_run_again(tmp_path: Path) -> None:
         "test_late_once": True,
         "test_late_in_a_shared_fixture": True,
         "test_late_always": False,
+        "test_endless_the_second_time": False,
         "test_wrong": False,
     }, run.stdout
-    tries = {name: int((tmp_path / name).read_text()) for name in ("once", "fixture", "always", "wrong")}
-    assert tries == {"once": 2, "fixture": 2, "always": 3, "wrong": 1}
+    tries = {name: int((tmp_path / name).read_text()) for name in ("once", "fixture", "always", "endless", "wrong")}
+    assert tries == {"once": 2, "fixture": 2, "always": 3, "endless": 2, "wrong": 1}
     listed = run.stdout.partition(PROPERTY)[2]
-    again = {line.partition(": ")[0].partition("::")[2] for line in listed.splitlines() if " s, " in line}
-    assert again == {"test_late_once", "test_late_in_a_shared_fixture", "test_late_always"}, run.stdout
+    again = {line.partition(": ")[0].partition("::")[2] for line in listed.splitlines() if line.endswith(" s")}
+    assert again == {
+        "test_late_once",
+        "test_late_in_a_shared_fixture",
+        "test_late_always",
+        "test_endless_the_second_time",
+    }, run.stdout
