@@ -45,15 +45,12 @@ class Arrived:
         task: the *producer*: ``F3@4`` is the output of the forward of 3 on virtual stage 4, an input of ``F3@5``.
         num_bytes: size of its tensors.
         consumed: how many of this stage's forward outputs the sender had started to use by then; None if not reported.
-        sequence: its number, from 0, among the sender's outputs of this kind to this stage in this step. None where the
-            transport itself finds lost, repeated and reordered messages.
     """
 
     step: StepId
     task: Task
     num_bytes: int = 0
     consumed: int | None = None
-    sequence: int | None = None
 
 
 @record
@@ -299,11 +296,4 @@ class FinishStep:
     step: StepId
 
 
-@record
-class Abort:
-    """Stop, and pass ``origin`` on to the peers. Given once."""
-
-    origin: Origin
-
-
-Instruction = Run | Pause | Announce | Send | Release | Credit | ReportReady | Order | ReduceChunk | FinishStep | Abort
+Instruction = Run | Pause | Announce | Send | Release | Credit | ReportReady | Order | ReduceChunk | FinishStep

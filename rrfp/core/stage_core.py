@@ -334,7 +334,7 @@ class StageCore:
         self._is_aborted = True
         if self._observe is not None:
             self._observe(event)
-        return (ev.Abort(event.origin),)
+        return ()
 
     def _open(self, event: ev.StepOpened) -> None:
         if self._step is not None and not self._step.finished:

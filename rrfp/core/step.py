@@ -13,7 +13,7 @@ kind and virtual stage (`rrfp.core.task_state`), so that an event costs the same
     event          refused unless                      effect                                instructions
     StepOpened     see `rrfp.core.stage_core`                                                ReduceChunk of what no
                                                                                              microbatch visits
-    Arrived        read here, the first time, in turn  readers here lack one input fewer     follower: ReportReady
+    Arrived        read here, the first time           readers here lack one input fewer     follower: ReportReady
     ReadyReported  leader awaits it, the first time    the task lacks one report fewer
     Ordered        follower, the next log entry        readers here lack one input fewer
     Previewed      of a forward here                   its expected bytes change
@@ -69,30 +69,6 @@ from rrfp.memory.measured import MeanDurations
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import B, F, Kind, Mode, StepId, Task
 from rrfp.model.visits import Visits
-
-
-class Sequences:
-    """Sequence numbers of the outputs on their way to a stage: notices a lost, repeated or late one."""
-
-    __slots__ = ("_due", "_stage", "_step_id")
-
-    def __init__(self, stage: int, step_id: StepId) -> None:
-        self._stage = stage
-        self._step_id = step_id
-        self._due: dict[tuple[int, Kind], int] = {}
-
-    def check(self, task: Task, sender: int, sequence: int) -> None:
-        """The output of ``task`` arrived from stage ``sender`` with number ``sequence``, which must be due."""
-        channel = (sender, task.kind)
-        due = self._due.get(channel, 0)
-        if sequence != due:
-            what = "arrived twice or late" if sequence < due else "arrived before another, or that was lost"
-            raise ProtocolError(
-                f"{task} from stage {sender} {what}: it is message {sequence} of its channel in {self._step_id}, "
-                f"message {due} is due on stage {self._stage}"
-            )
-        self._due[channel] = due + 1
-
 
 #: The longest wait, as a part of the mean duration of the backward that waits.
 LONGEST = 0.5
@@ -239,7 +215,6 @@ class Step:
         self.consumed_by: dict[int, int] = {}
         self.finished = False
         self.pauses = Pauses(stage, self.states, durations)
-        self._sequences = Sequences(stage, step_id)
         self._stage = stage
         self._is_training = mode is Mode.TRAIN
         self._follows = group.follows
@@ -280,8 +255,6 @@ class Step:
         source = self.states.read[kind].get(virtual_stage)
         if source is None or not 0 <= m < self.id.microbatches or source.is_available[m]:
             raise self._unexpected(event.task)
-        if event.sequence is not None:
-            self._sequences.check(event.task, source.refs.stage, event.sequence)
         if event.consumed is not None:  # the forward and the backward channel may overtake each other
             peer = source.refs.stage
             before = self.consumed_by.get(peer, 0)

@@ -8,7 +8,7 @@ import pytest
 from core_script import Script, T
 
 from rrfp import Hint, View
-from rrfp.core.events import Abort, Aborted, Arrived, ChunkReduced, Consumed, ReadyReported, StepOpened
+from rrfp.core.events import Aborted, Arrived, ChunkReduced, Consumed, ReadyReported, StepOpened
 from rrfp.core.ready_set import ReadySet
 from rrfp.errors import ConfigError, HintError, Origin, ProtocolError
 from rrfp.model.graph import TaskGraph
@@ -200,10 +200,9 @@ def test_events_outside_any_step_are_refused() -> None:
     assert refusal(lambda: script.enqueued("F0@0")) == "stage 0 received an event of a task outside any step"
 
 
-def test_an_abort_is_passed_on_once_and_then_the_core_is_silent() -> None:
+def test_after_an_abort_the_core_is_silent() -> None:
     script, origin = middle(), Origin(stage=2, task="B0@2", cause="ValueError: no")
     script.arrived("F0@0")
-    assert script.told(Aborted(origin)) == [Abort(origin)]
     assert script.told(Aborted(origin), Aborted(Origin(0, None, "later"))) == []
     assert script.core.decide() is None
     assert script.arrived("F0@0", "F0@0", "F9@9") == []

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -97,9 +96,7 @@ def test_the_scenarios_have_everything_that_they_should() -> None:
         (True, False),
         (False, True),
     }
-    assert {(parallelism.coupled, parallelism.is_numbered) for parallelism in drawn if parallelism.is_led} == set(
-        product([True, False], repeat=2)
-    )
+    assert {parallelism.coupled for parallelism in drawn if parallelism.is_led} == {True, False}
     assert any(limit.bytes for one in made if one.parallelism.is_led for limit in one.limits)
 
 

@@ -192,7 +192,7 @@ def test_a_leader_that_counts_only_its_own_bytes_is_found() -> None:
 
 
 class TakesDuplicates(StageCore):
-    """Looks at no number, and drops what it has."""
+    """Drops what it has."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -206,8 +206,8 @@ class TakesDuplicates(StageCore):
         return super().apply(event)
 
 
-def test_where_outputs_have_no_number_a_second_one_is_known_by_its_task() -> None:
-    one = replace(scenario(Duplicate(output("F1@0", 0, 1), lag=0.0)), parallelism=Parallelism(is_numbered=False))
+def test_a_second_output_is_known_by_its_task() -> None:
+    one = scenario(Duplicate(output("F1@0", 0, 1), lag=0.0))
     run = run_scenario(one)
     assert (run.ending, run.problems) == (Ending.REFUSED, ())
     assert "F1@0 arrived twice on stage 1" in run.text

@@ -125,8 +125,6 @@ def _of_an_abort(scenario: Scenario, cluster: FaultCluster, ending: Ending, text
     if ending is Ending.ABORTED and (first is None or first[1].stage != stage_of_rank(dead[0])):
         yield f"{name_of_rank(dead[0])} died, and the pipeline was {text}"
     for node in cluster.nodes:
-        if node.origin is not None and node.aborts != [node.origin]:
-            yield f"{node.rank.name} received {node.origin} and sent {node.aborts} to its peers"
         if node.origin is None and node.rank not in dead:
             yield f"{node.rank.name} was never notified that the pipeline ended"
 

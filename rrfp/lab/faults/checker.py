@@ -29,13 +29,11 @@ class ContractViolation:
 class MessageChecker:
     """Which messages keep the transport's contract as one rank receives them, by the contract alone.
 
-    Numbered outputs, entries of the log and messages of rounds of agreement come in order, each once. Credits, reports
-    and outputs without numbers name their task and are in no order, but come once. ``is_numbered`` says whether outputs
-    carry their index in their channel.
+    Entries of the log and messages of rounds of agreement come in order, each once. Outputs, credits and reports name
+    their task and are in no order, but come once.
     """
 
-    def __init__(self, *, is_numbered: bool) -> None:
-        self._is_numbered = is_numbered
+    def __init__(self) -> None:
         self._step: StepId | None = None
         self._is_over = True
         self._early: list[Parcel] = []
@@ -73,19 +71,16 @@ class MessageChecker:
             return None
         if parcel.step != self._step or (self._is_over and _is_for_core(parcel)):
             return ContractViolation(parcel, "belongs to another step", _words(parcel, f"step {parcel.step.number}"))
-        return self._out_of_order(parcel) if self._is_in_order(parcel) else self._repeated(parcel)
+        content = parcel.content
+        if isinstance(content, GroupMessage) and content.kind not in _REPORTS:
+            return self._out_of_order(parcel, content.kind)
+        return self._repeated(parcel)
 
     def _is_idle_report(self, parcel: Parcel) -> bool:
         """Whether ``parcel`` reports bytes of a step that the leader has ended: no task waits for the last of them."""
         content, step = parcel.content, self._step
         is_of_bytes = isinstance(content, GroupMessage) and content.kind is GroupMessageKind.HELD
         return is_of_bytes and step is not None and parcel.step.number < step.number + self._is_over
-
-    def _is_in_order(self, parcel: Parcel) -> bool:
-        content = parcel.content
-        if isinstance(content, GroupMessage):
-            return content.kind not in _REPORTS
-        return isinstance(content, ev.Arrived) and self._is_numbered
 
     def _repeated(self, parcel: Parcel) -> ContractViolation | None:
         if parcel.id not in self._seen:
@@ -94,18 +89,15 @@ class MessageChecker:
         is_credit = isinstance(parcel.content, ev.Consumed)
         return ContractViolation(parcel, "arrived twice", _words(parcel) if is_credit else (_task(parcel), "twice"))
 
-    def _out_of_order(self, parcel: Parcel) -> ContractViolation | None:
+    def _out_of_order(self, parcel: Parcel, kind: GroupMessageKind) -> ContractViolation | None:
         due = self._due.get(parcel.id.channel, 0)
         self._due[parcel.id.channel] = max(due, parcel.number + 1)
         if parcel.number == due:
             return None
         is_repeated = parcel.number < due
-        if not isinstance(parcel.content, GroupMessage):
-            words = (_task(parcel), "twice") if is_repeated else _words(parcel, f"message {due} is due")
-        elif parcel.content.kind is GroupMessageKind.ORDER:
+        words = _words(parcel)
+        if kind is GroupMessageKind.ORDER:
             words = _task(parcel), f"entry {parcel.number}", f"expected {due}"
-        else:
-            words = _words(parcel)
         return ContractViolation(
             parcel, "arrived twice" if is_repeated else "overtook another message, or that was lost", words
         )

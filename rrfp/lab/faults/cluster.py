@@ -111,10 +111,7 @@ class Failures:
         node.origin = origin
         self.first = self.first or failure
         for instruction in node.core.apply(ev.Aborted(origin)):
-            if isinstance(instruction, ev.Abort):
-                node.aborts.append(instruction.origin)
-            else:
-                self.violations.append(f"{node.rank.name} answers an abort with {instruction}")
+            self.violations.append(f"{node.rank.name} answers an abort with {instruction}")
 
 
 class Availability:
@@ -347,8 +344,7 @@ class FaultCluster(TimedCluster[FaultNode]):
         if isinstance(content, ev.Arrived):
             value = sender.values.output(content.task)
             latency = self._scenario.latency(content, packet.sender.member)
-            sequence = number if self._parallelism.is_numbered else None
-            content = ev.Arrived(content.step, content.task, consumed=content.consumed, sequence=sequence)
+            content = ev.Arrived(content.step, content.task, consumed=content.consumed)
         parcel = Parcel(message, number, packet._replace(content=content), value)
         self._put(self.network.send(parcel, self.queue.now, latency))
 

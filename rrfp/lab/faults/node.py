@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rrfp.core.stage_core import StageCore
-from rrfp.errors import Origin
 from rrfp.lab.cluster.checker import RankChecker
 from rrfp.lab.cluster.node import Node
 from rrfp.lab.cluster.ranks import Rank
@@ -53,12 +52,11 @@ class FaultNode(Node):
 
     def __init__(self, rank: Rank, core: StageCore, scenario: Scenario) -> None:
         super().__init__(rank, core, FaultChecker(rank, scenario))
-        self.messages = MessageChecker(is_numbered=scenario.parallelism.is_numbered)
+        self.messages = MessageChecker()
         self.values = StageValues(scenario.graph, rank.salt)
         self._visits_of = scenario.visits_of
         self.running = 0
         self.sums: dict[int, int] = {}
-        self.aborts: list[Origin] = []
 
     def open_step(self, step: StepId) -> None:
         """Its next step begins, on nothing."""

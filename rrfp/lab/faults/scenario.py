@@ -37,8 +37,6 @@ class Parallelism:
     coupled: bool = True
     #: By member, what a microbatch holds on a chunk from its forward to its last task.
     bytes_held: tuple[int, ...] = (0,)
-    #: Outputs carry their index in their channel; if not, cores find repetitions by the task alone.
-    is_numbered: bool = True
     #: Outputs reach the members of a group up to so many seconds apart.
     jitter: float = 0.0
 
@@ -66,8 +64,6 @@ class Parallelism:
             parts.append(f"groups of {self.members} under {_HOW[self.coordination]}, {pace}")
         if any(self.bytes_held):
             parts.append(f"a microbatch holds {' and '.join(map(str, self.bytes_held))} bytes a chunk")
-        if not self.is_numbered:
-            parts.append("outputs are not numbered")
         return parts
 
 
