@@ -80,9 +80,9 @@ class Doubles:
         """Within, ranks that are built in this process compute on doubles."""
         original = build.RankBuilder.__init__
 
-        def init(builder: build.RankBuilder, options: Options, *args: Any, **kwargs: Any) -> None:
-            self._has_lane = options["lane"] is not None  # such as a lane of virtual time, which a device cannot keep
-            original(builder, options, *args, **kwargs)
+        def init(builder: build.RankBuilder, job: build.Job, options: Options, *args: Any, **kwargs: Any) -> None:
+            self._has_lane = options.lane is not None  # such as a lane of virtual time, which a device cannot keep
+            original(builder, job, options, *args, **kwargs)
 
         with (
             patch.object(build.RankBuilder, "__init__", init),

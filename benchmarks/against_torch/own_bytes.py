@@ -27,7 +27,7 @@ from rrfp.model.tasks import Task
 from rrfp.model.topology import Topology
 from rrfp.pipeline.api import Pipeline
 from rrfp.pipeline.blocking import BlockingPipeline
-from rrfp.pipeline.options import Options
+from rrfp.pipeline.options import OptionArguments
 
 #: Bytes are whole numbers, so that proportions are a byte off; a limit would be missed by that byte.
 _SLACK = 1.001
@@ -93,7 +93,7 @@ class OwnBytes:
             dict(zip(placement.virtual_stages(self._rank), [module], strict=True)), graph, loss_fn=loss_fn
         )
         limit = limits_of(costs, self._settings.sizes(turn))[self._rank]
-        options: Options = {**SILENT, **self._method.options, "limit": limit}
+        options: OptionArguments = {**SILENT, **self._method.options, "limit": limit}
         pipe = Pipeline(program, topology=Topology.from_env(), **options)
         self._pipe = self._open.enter_context(pipe.blocking())
         before = turn._replace(number=0)

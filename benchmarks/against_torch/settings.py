@@ -8,7 +8,7 @@ from typing import Any, ClassVar, cast
 
 from benchmarks.shared.comparison import Comparison, Method, Runtime
 from benchmarks.shared.tables import Form
-from rrfp.pipeline.options import Options
+from rrfp.pipeline.options import OptionArguments
 
 
 def _rrfp(form: Form, *, has_sizes: bool = False, own_bytes: bool = False, **options: Any) -> Method:
@@ -16,7 +16,7 @@ def _rrfp(form: Form, *, has_sizes: bool = False, own_bytes: bool = False, **opt
         options["split"] = True
     if form is Form.V:
         options["placement"] = "v"
-    return Method(Runtime.RRFP, form, cast("Options", options), has_sizes, own_bytes)
+    return Method(Runtime.RRFP, form, cast("OptionArguments", options), has_sizes, own_bytes)
 
 
 TORCH_1F1B, TORCH_ZBV, TORCH_GPIPE = "torch 1F1B", "torch ZBV", "torch GPipe"

@@ -16,7 +16,7 @@ from benchmarks.shared.tables import Form
 from benchmarks.shared.turns import SILENT, Step
 from rrfp.model.topology import Topology
 from rrfp.pipeline.api import Pipeline
-from rrfp.pipeline.options import Options
+from rrfp.pipeline.options import OptionArguments
 
 _TORCH = {TORCH_1F1B: Schedule1F1B, TORCH_GPIPE: ScheduleGPipe, TORCH_ZBV: ScheduleZBVZeroBubble}
 
@@ -56,7 +56,7 @@ def _torch_step(name: str, settings: Settings, rank: int, stages: Stages) -> Ste
 def _rrfp_step(name: str, settings: Settings, rank: int, stages: Stages, stack: ExitStack) -> Step:
     method, count = METHODS[name], settings.microbatches
     placement, modules = stages.placement(method.form), stages.of(method.form)
-    options: Options = {"loss_fn": loss_fn, **SILENT, **method.options}
+    options: OptionArguments = {"loss_fn": loss_fn, **SILENT, **method.options}
     part: nn.Module | list[nn.Module] = [*modules] if len(modules) > 1 else modules[0]
     pipe = stack.enter_context(Pipeline(part, topology=Topology.from_env(), **options).blocking())
     rows = [torch.zeros(1, 1) for _ in range(count)]

@@ -16,6 +16,7 @@ from typing import Unpack
 
 import torch
 
+from benchmarks.shared.loops import submit
 from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch, StageProgram
 from rrfp.core import events as ev
@@ -23,10 +24,10 @@ from rrfp.hints.alternating import BackwardForward
 from rrfp.lab.emulated import sleep_until
 from rrfp.model.tasks import Mode, StepId, Task
 from rrfp.model.topology import Topology
-from rrfp.pipeline.build import RankBuilder
+from rrfp.pipeline.build import Job, RankBuilder
 from rrfp.pipeline.loop_thread import LoopThread
-from rrfp.pipeline.options import Options, complete
-from rrfp.runtime.batching import plan_step
+from rrfp.pipeline.options import OptionArguments, complete
+from rrfp.runtime.plan import StepPlanner, StepRequest
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.trace.spans import StepTrace
 from rrfp.transports.base import Rendezvous
@@ -126,7 +127,7 @@ class Rank:
         program: what it computes.
         run_id: shared by the two ranks that belong together.
         rendezvous: where they meet.
-        options: see `rrfp.pipeline.options.Options`; no limit by default.
+        options: see `rrfp.pipeline.options.OptionArguments`; no limit by default.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Rank:
         program: StageProgram,
         run_id: str,
         rendezvous: Callable[[], Rendezvous],
-        **options: Unpack[Options],
+        **options: Unpack[OptionArguments],
     ) -> None:
         self._thread = thread
         self._next_step = 0
@@ -146,12 +147,12 @@ class Rank:
 
         async def start() -> StageRunner:
             settings = complete({"limit": 1 << 20, **options})
-            builder = RankBuilder(settings, [Topology(stage, _STAGES)], [program], run_id, meet, passed=options)
-            (runner,) = await builder.runners()
+            builder = RankBuilder(Job(run_id, meet), settings, [Topology(stage, _STAGES)], [program], options)
+            (runner,) = await builder.runners(0)
             await runner.start()
             return runner
 
-        self._runner = thread.submit(start())
+        self._runner = submit(thread, start())
 
     def wait(self) -> None:
         """Until it is connected."""
@@ -162,11 +163,11 @@ class Rank:
         number, self._next_step = self._next_step, self._next_step + 1
 
         async def run() -> StepTrace:
-            plan = plan_step(number, Mode.FORWARD, "mean", microbatches=messages)
+            plan = StepPlanner().plan(StepRequest(Mode.FORWARD, microbatches=messages), number)
             return (await self._runner.result().step(plan)).trace
 
-        return self._thread.submit(run())
+        return submit(self._thread, run())
 
     def close(self) -> concurrent.futures.Future[None]:
         """Begin to leave."""
-        return self._thread.submit(self._runner.result().close())
+        return submit(self._thread, self._runner.result().close())

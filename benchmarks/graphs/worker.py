@@ -19,7 +19,7 @@ from rrfp.costs.table import CostTable
 from rrfp.lab.emulated import EmulatedStage, table_durations
 from rrfp.model.model_graph import ModelGraph
 from rrfp.model.tasks import Task
-from rrfp.pipeline.options import Options
+from rrfp.pipeline.options import OptionArguments
 
 #: The durations of a step that warms up, over a measured one's.
 _WARM_UP = 0.1
@@ -48,7 +48,7 @@ class Form:
         tasks = table.to_graph() if graph is None else ModelGraph.of(graph).tasks
         assert tasks.names == table.to_graph().names
         self._program = SizedStage(tasks, table_durations(table), settings.num_bytes, held=self._held)
-        options: Options = {**SILENT, "limit": rrfp.Limit(bytes=SCALE * LIMITS[turn.limit])}
+        options: OptionArguments = {**SILENT, "limit": rrfp.Limit(bytes=SCALE * LIMITS[turn.limit])}
         self._pipe = stack.enter_context(rrfp.Pipeline(self._program, graph=graph, **options).blocking())
         self._has_graph = graph is not None
         #: By stage, the most that the last step held.

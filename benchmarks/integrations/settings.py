@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.shared.comparison import NUM_BYTES, Comparison, Method, Runtime, Turn
 from benchmarks.shared.tables import CHUNKS, Form
 from rrfp.costs import CostTable
-from rrfp.pipeline.options import Options
+from rrfp.pipeline.options import OptionArguments
 
 
 class Receives(StrEnum):
@@ -42,7 +42,7 @@ def _torch(form: Form, receives: Receives = Receives.POSTED) -> Way:
 
 def _rrfp(form: Form, limit: str = "") -> Way:
     options: dict[str, Any] = {"split": form.is_split} | ({"limit": limit} if limit else {})
-    return Way(Runtime.RRFP, form, cast("Options", options), as_torch=not limit)
+    return Way(Runtime.RRFP, form, cast("OptionArguments", options), as_torch=not limit)
 
 
 TORCH_1F1B, TORCH_INTERLEAVED, TORCH_ZBV = "torch 1F1B", "torch interleaved", "torch ZBV"

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from benchmarks.shared.tables import Form, make_table
 from rrfp.costs import CostTable, microbatch_sizes
-from rrfp.pipeline.options import Options
+from rrfp.pipeline.options import OptionArguments
 
 JITTERS = ("J0", "J3")
 
@@ -39,7 +39,7 @@ class Method:
 
     runtime: Runtime
     form: Form
-    options: Options = field(default_factory=lambda: Options())
+    options: OptionArguments = field(default_factory=lambda: OptionArguments())
     has_sizes: bool = False
     own_bytes: bool = False
 

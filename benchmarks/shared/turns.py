@@ -21,13 +21,13 @@ from benchmarks.shared.comparison import Comparison, Turn
 from benchmarks.shared.sleeping import Stages
 from benchmarks.shared.tables import scaled
 from rrfp.lab.emulated import sleep_until
-from rrfp.pipeline.options import Options
+from rrfp.pipeline.options import OptionArguments
 
 #: Runs a step with so many microbatches' sizes, or none; returns what waits for the work that it has left behind.
 Step = Callable[[Sequence[float] | None], Callable[[], object]]
 
 #: Pipelines that wait for their turn are silent meanwhile; longer than any step.
-SILENT: Options = {"heartbeat": 60.0, "patience": 600.0}
+SILENT: OptionArguments = {"heartbeat": 60.0, "patience": 600.0}
 
 #: Between agreeing on a start and the start, in seconds.
 _LEAD_S = 0.05

@@ -11,7 +11,7 @@ import numpy as np
 
 from rrfp.costs.table import CostTable
 from rrfp.memory.admission import Limit
-from rrfp.runtime.core_driver import Coordination
+from rrfp.runtime.context import Coordination
 
 #: Methods by name: how the ranks of a group agree on an order, and how far ahead.
 METHODS: dict[str, tuple[Coordination, int]] = {

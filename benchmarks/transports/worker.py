@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from benchmarks.shared.load import machine_busy_s
+from benchmarks.shared.loops import submit
 from benchmarks.transports.blocks import busy_lanes, copies, round_trips, stream
 from benchmarks.transports.ends import End, GlooEnd, HoppingSocketEnd, Memory, SocketEnd, TransportEnd
 from benchmarks.transports.processes import Barrier, Report, RoundReport, Sockets
@@ -91,17 +92,17 @@ class Worker:
         rank, memory, store = self._rank, self._memory, FileStore(f"{self._folder}/store", 2)
         self._add(GLOO, blocking, GlooEnd(rank, memory))
         self._add(SOCKET, blocking, SocketEnd(rank, memory, self._sockets.blocking))
-        self._add(SOCKET_HOP, own, own.submit(_hopping(rank, memory, self._sockets.hopping)).result())
+        self._add(SOCKET_HOP, own, submit(own, _hopping(rank, memory, self._sockets.hopping)).result())
         for way, factory in _TRANSPORTS.items():
             for kinds in (_LATENCY, _STREAM):
                 meet = partial(StoreRendezvous, store, run_id=f"{way} {kinds}")
-                end = own.submit(_started(rank, memory, way, factory, meet, is_direct=kinds == _LATENCY)).result()
+                end = submit(own, _started(rank, memory, way, factory, meet, is_direct=kinds == _LATENCY)).result()
                 self._add(way, own, end, kinds)
         if rank == 0:
             met = LocalRendezvous()
             threads = (own, peer)
             both = [
-                thread.submit(_started(r, memory, INPROC, "inproc", lambda: met, is_direct=True))
+                submit(thread, _started(r, memory, INPROC, "inproc", lambda: met, is_direct=True))
                 for r, thread in enumerate(threads)
             ]
             for thread, each in zip(threads, both, strict=True):
@@ -114,7 +115,7 @@ class Worker:
 
     def _close(self) -> None:
         every = {end: thread for ends in self._ends.values() for thread, end in ends}
-        closing = [thread.submit(end.close()) for end, thread in every.items()]
+        closing = [submit(thread, end.close()) for end, thread in every.items()]
         for each in closing:
             each.result()
 
@@ -141,10 +142,11 @@ class Worker:
         if block.way == MEMCPY:
             return copies(self._memory, count, read=read) if self._rank == 0 else []
         running = [
-            thread.submit(
+            submit(
+                thread,
                 round_trips(end, block.size, count)
                 if block.kind.is_latency
-                else stream(end, block.size, count, read=read)
+                else stream(end, block.size, count, read=read),
             )
             for thread, end in ends
         ]

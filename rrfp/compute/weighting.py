@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, overload
 
 from rrfp.errors import ConfigError
 
@@ -39,12 +39,37 @@ def gradient_weights(
     return tuple(weight / normaliser * grad_scale for weight in checked)
 
 
-def shared_gradient_weights(
-    weights: Sequence[float], total: float, reduction: str = "mean", grad_scale: float = 1.0
-) -> tuple[float, ...]:
-    """`gradient_weights` of one replica, where ``total`` is the sum of the weights of all replicas."""
-    normaliser = _normaliser((total,), reduction)
-    return tuple(weight / normaliser * grad_scale for weight in weights)
+class SharedGradientWeights(Sequence[float]):
+    """`gradient_weights` of one of several replicas: known once the sum of all replicas' weights is.
+
+    Arguments as in `gradient_weights`.
+    """
+
+    def __init__(
+        self, weights: Sequence[float] | None, microbatches: int, reduction: str = "mean", grad_scale: float = 1.0
+    ) -> None:
+        self._weights = _checked(weights, microbatches)
+        self._reduction = reduction
+        self._grad_scale = grad_scale
+        self._factors: tuple[float, ...] | None = None
+
+    def normalise(self, total: float) -> None:
+        """The weights of all replicas sum to ``total``; a sum of 0 is a ConfigError where a mean is asked for."""
+        normaliser = _normaliser((total,), self._reduction)
+        self._factors = tuple(weight / normaliser * self._grad_scale for weight in self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    @overload
+    def __getitem__(self, index: int) -> float: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[float]: ...
+
+    def __getitem__(self, index: int | slice) -> float | Sequence[float]:
+        assert self._factors is not None, "the weights of the other replicas are not known yet"
+        return self._factors[index]
 
 
 def combine_losses(losses: Sequence[float], weights: Sequence[float] | None = None, reduction: str = "mean") -> float:

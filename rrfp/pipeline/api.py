@@ -15,10 +15,10 @@ from rrfp.compute.gradients.tie_copies import Ties
 from rrfp.errors import ConfigError, Faults
 from rrfp.model.declared import Graph
 from rrfp.model.topology import Topology
-from rrfp.pipeline.build import RankBuilder
+from rrfp.pipeline.build import Job, RankBuilder
 from rrfp.pipeline.handle import PipelineHandle
 from rrfp.pipeline.loop_thread import LoopChoice, check_loop
-from rrfp.pipeline.options import Options, complete
+from rrfp.pipeline.options import OptionArguments, complete
 from rrfp.pipeline.partition import StagePart, check_modules
 from rrfp.runtime.failed_start import FailedStarts
 from rrfp.transports.base import Rendezvous
@@ -87,7 +87,7 @@ class Pipeline(PipelineHandle):
         loop: LoopChoice = "own",
         ties: Ties | None = None,
         graph: Graph | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[OptionArguments],
     ) -> None:
         label = ""
         own: Topology | None = None
@@ -119,28 +119,16 @@ class Pipeline(PipelineHandle):
                 with faults.kept():
                     secret = Secret.from_environment(os.environ)
             assert own is not None
-            check_security(secret, allow_insecure=settings["allow_insecure"])
+            check_security(secret, allow_insecure=settings.allow_insecure)
             run_id = f"{own.run_id}/{label}"
             failed_starts = FailedStarts(own, run_id, meet, secret)
-            builder = RankBuilder(
-                settings,
-                [own],
-                [module],
-                run_id,
-                partial(failed_starts.meet, settings["connect_timeout"]),
-                passed=options,
-                ties=ties,
-                torch_ranks=global_ranks(own, mesh),
-                secret=secret,
-                graph=graph,
-                failed_starts=failed_starts,
-            )
+            meeting = partial(failed_starts.meet, settings.connect_timeout)
+            job = Job(run_id, meeting, global_ranks(own, mesh), secret, failed_starts, name)
+            ranks = RankBuilder(job, settings, [own], [module], options, ties, graph).ranks()
         except Exception as error:
             if own is not None and label:
                 FailedStarts(own, f"{own.run_id}/{label}", meet, secret).report_now(error)
             raise
-        ranks = builder.ranks()
-        ranks.name = name
         super().__init__(ranks, loop, f"rrfp-{own.rank}")
 
 
@@ -154,7 +142,7 @@ class LocalPipeline(PipelineHandle):
         loop: LoopChoice = "own",
         ties: Ties | Sequence[Ties] | None = None,
         graph: Graph | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[OptionArguments],
     ) -> None:
         with Faults() as faults:
             with faults.kept():
@@ -169,10 +157,9 @@ class LocalPipeline(PipelineHandle):
         async def meet() -> Rendezvous:
             return rendezvous
 
-        builder = RankBuilder(
-            settings, topologies, modules, f"local-{uuid.uuid4().hex}", meet, passed=options, ties=ties, graph=graph
-        )
-        super().__init__(builder.ranks(), loop, "rrfp-local")
+        job = Job(f"local-{uuid.uuid4().hex}", meet)
+        ranks = RankBuilder(job, settings, topologies, modules, options, ties, graph).ranks()
+        super().__init__(ranks, loop, "rrfp-local")
 
 
 def local(
@@ -181,7 +168,7 @@ def local(
     loop: LoopChoice = "own",
     ties: Ties | Sequence[Ties] | None = None,
     graph: Graph | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[OptionArguments],
 ) -> LocalPipeline:
     """All stages of a pipeline in one process, over the ``inproc`` transport: for tests, debugging and small models.
 

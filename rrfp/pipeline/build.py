@@ -7,7 +7,7 @@ import platform
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,13 +42,15 @@ from rrfp.pipeline.delivery import Delivery
 from rrfp.pipeline.device_choice import check_on_device, choose_device, generator_devices, new_lane, stage_lane
 from rrfp.pipeline.local_ranks import LocalRanks, together
 from rrfp.pipeline.method import DispatchMethod, summary
-from rrfp.pipeline.options import Options, common_options, seed_of
+from rrfp.pipeline.options import OptionArguments, Options, common_options, seed_of
 from rrfp.pipeline.partition import Partition, StagePart, check_initialised
 from rrfp.plugins import name_of
+from rrfp.runtime.context import RankSettings
 from rrfp.runtime.control_tree import data_peers, peers
 from rrfp.runtime.failed_start import FailedStarts
 from rrfp.runtime.grad_clipping import GradientHolder
 from rrfp.runtime.handshake import Handshake, JobSettings, check_agreed
+from rrfp.runtime.plan import StepPlanner
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.transports.base import Rendezvous, TransportContext
 from rrfp.transports.registry import create_transport
@@ -60,16 +62,16 @@ logger = get_logger(__name__)
 
 
 def common_settings(
-    options: Options, passed: Options, method: DispatchMethod, partition: Partition, topology: Topology
+    options: Options, passed: OptionArguments, method: DispatchMethod, partition: Partition, topology: Topology
 ) -> JobSettings:
     """The values that must be the same on all ranks of the job.
 
     ``options`` are complete; ``passed`` are those that the caller passed.
     """
     placement, dims, model = partition.graph.placement, _dims_text(topology), partition.model
-    common: dict[str, Any] = {name: options[cast("Literal['seed']", name)] for name in common_options()}
+    common: dict[str, Any] = {name: getattr(options, name) for name in common_options()}
     if "seed" in passed and passed["seed"] is None:
-        common["seed"] = f"torch.initial_seed() = {options['seed']}"
+        common["seed"] = f"torch.initial_seed() = {options.seed}"
     return {
         "stages": placement.stages,
         "chunks": placement.chunks if model is None else None,
@@ -78,7 +80,7 @@ def common_settings(
         "coordinate": ", ".join(topology.mesh.coordinate) if dims else "",
         "reduce": ", ".join(topology.mesh.reduce),
         **common,
-        "check_replicas": options["check_replicas"] or 0,
+        "check_replicas": options.check_replicas or 0,
         "hint": method.hint_name,
         "limit": method.limit_name,
         "transport": _transport_name(options),
@@ -107,7 +109,7 @@ def announce(
     method.warn_unless_split()
 
 
-def announce_seed(passed: Options) -> None:
+def announce_seed(passed: OptionArguments) -> None:
     """Log one line where the caller has seeded torch and not the pipeline, whose random numbers do not follow."""
     if "seed" not in passed and torch.initial_seed() != torch.Generator().initial_seed():
         logger.info(
@@ -118,7 +120,7 @@ def announce_seed(passed: Options) -> None:
 
 
 def _transport_name(options: Options) -> str:
-    transport = options["transport"]
+    transport = options.transport
     return transport if isinstance(transport, str) else name_of(transport)
 
 
@@ -144,45 +146,43 @@ class _Rank:
     reducer: GradientReducer | None
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """How the ranks of one pipeline find each other."""
+
+    #: Identifies the pipeline.
+    run_id: str
+    #: Connects to the rendezvous; called on the loop on which the ranks will run.
+    meet: Callable[[], Awaitable[Rendezvous]]
+    #: For each rank its number in ``torch.distributed``; None where all ranks are in this process.
+    torch_ranks: Sequence[int] | None = None
+    secret: Secret | None = None
+    #: Of this process's rank; None where all ranks are in this process.
+    failed_starts: FailedStarts | None = None
+    #: The name that the caller passed.
+    name: str | None = None
+
+
 class RankBuilder:
     """Checks the options and the modules of this process's ranks, and builds the ranks.
 
-    Args:
-        options: complete.
-        topologies: of each rank of this process.
-        parts: the part of the model that each rank runs.
-        run_id: identifies this pipeline.
-        meet: connects to the rendezvous; called on the loop on which the ranks will run.
-        passed: those options that the caller passed, as they were.
-        ties: see `rrfp.Pipeline`.
-        torch_ranks: for each rank of the job its number in ``torch.distributed``; None where all ranks are in this
-            process.
-        secret: of the job, if it has one.
-        graph: of the model's parts; None for a chain.
-        failed_starts: of this process's rank; None where all ranks are in this process.
+    ``passed`` are those options that the caller passed, as they were; ``topologies`` and ``parts`` are by rank.
     """
 
     def __init__(
         self,
+        job: Job,
         options: Options,
         topologies: Sequence[Topology],
         parts: Sequence[StagePart],
-        run_id: str,
-        meet: Callable[[], Awaitable[Rendezvous]],
-        *,
-        passed: Options,
+        passed: OptionArguments,
         ties: Ties | Sequence[Ties] | None = None,
-        torch_ranks: Sequence[int] | None = None,
-        secret: Secret | None = None,
         graph: Graph | None = None,
-        failed_starts: FailedStarts | None = None,
     ) -> None:
+        self._job = job
         self._options = options
         self._passed = passed
-        self._failed_starts = failed_starts
-        self._secret = secret
-        self._run_id = run_id
-        self._meet = meet
+        torch_ranks = job.torch_ranks
         self._method = DispatchMethod(options)
         self._partition = partition = Partition.of(options, topologies[0].stages, parts, graph)
         self._method.check(partition.graph)
@@ -203,7 +203,7 @@ class RankBuilder:
             self._ties.repeated,
             partition.text_of,
         )
-        devices = [choose_device(own, options["device"], partition.text_of) for own in by_rank]
+        devices = [choose_device(own, options.device, partition.text_of) for own in by_rank]
         for own, device in zip(by_rank, devices, strict=True):
             check_on_device(own, partition.losses, device, partition.text_of)
         self._carried = CarriedState()
@@ -220,7 +220,7 @@ class RankBuilder:
                 topologies, parts, by_rank, self._ties.ranks, devices, strict=True
             )
         ]
-        self._delivery = Delivery(options["callbacks"], topologies[0], summary(options))
+        self._delivery = Delivery(options.callbacks, topologies[0], summary(options))
 
     def _program(self, part: StagePart, topology: Topology, device: Device | None) -> StageProgram:
         """The tasks of the rank's modules, or the caller's own program."""
@@ -233,7 +233,7 @@ class RankBuilder:
             partition.graph,
             loss_fn=partition.losses,
             seed=replica_seed(seed_of(self._options), topology.summand),
-            unsplittable=self._options["unsplittable"],
+            unsplittable=self._options.unsplittable,
             in_order=partition.in_order(partition.modules(part, topology.stage)),
             devices=generator_devices(device),
             shared=self._ties.shared,
@@ -256,81 +256,87 @@ class RankBuilder:
             make_group,
             new_lane(device, "rrfp-gradients"),
             replica=topology.summand,
-            deterministic=self._options["deterministic"],
-            check_every=self._options["check_replicas"] or 0,
+            deterministic=self._options.deterministic,
+            check_every=self._options.check_replicas or 0,
             names=[topology.name_of(rank) for rank in topology.mesh.counterparts(topology.rank)],
             text_of=self._partition.text_of,
         )
 
     def ranks(self) -> LocalRanks:
         """The ranks, not started."""
+        topology = self._ranks[0].topology
         return LocalRanks(
             [rank.program for rank in self._ranks],
             self._options,
             self.runners,
-            holder=self._holder,
             topologies=[rank.topology for rank in self._ranks],
+            planner=StepPlanner(
+                self._options.reduction, topology.stages, self._partition.model, is_shared=topology.summands > 1
+            ),
+            holder=self._holder,
             reducers=[rank.reducer for rank in self._ranks if rank.reducer is not None],
             ties=self._ties.ranks,
             devices=[rank.device for rank in self._ranks if rank.device is not None],
             virtual_stages=self._partition.graph.placement.num_virtual_stages,
-            model=self._partition.model,
             delivery=self._delivery,
-            failed_starts=self._failed_starts,
+            failed_starts=self._job.failed_starts,
+            name=self._job.name,
         )
 
-    async def runners(self) -> Sequence[StageRunner]:
+    async def runners(self, first_step: int) -> Sequence[StageRunner]:
         """Compare options with the other ranks of the job, and build the runners. On the loop that will run them."""
-        rendezvous = await self._meet()
-        return await together(self._runner(rank, rendezvous) for rank in self._ranks)
+        rendezvous, options = await self._job.meet(), replace(self._options, first_step=first_step)
+        return await together(self._runner(rank, options, rendezvous) for rank in self._ranks)
 
-    async def _runner(self, rank: _Rank, rendezvous: Rendezvous) -> StageRunner:
-        options, graph, topology = self._options, self._partition.graph, rank.topology
+    async def _runner(self, rank: _Rank, options: Options, rendezvous: Rendezvous) -> StageRunner:
+        graph, topology = self._partition.graph, rank.topology
         limit = self._method.limit(topology, graph)
         context = self._context(rank, rendezvous)
         settings = common_settings(options, self._passed, self._method, self._partition, topology)
         group_settings: JobSettings = {
             "in_order": " ".join(sorted(f"{kind}@{v}" for kind, v in rank.in_order)),
             "limit": str(limit),
-            "depth": options["depth"],
+            "depth": options.depth,
         }
         handshake = Handshake(settings, topology, context, group_settings, rank.ties.settings, self._partition.text_of)
         try:
             await handshake.shake()
         finally:
-            if self._failed_starts is not None:
-                self._failed_starts.is_known_to_all = handshake.is_decided
+            if self._job.failed_starts is not None:
+                self._job.failed_starts.is_known_to_all = handshake.is_decided
         placement = graph.placement
         own = placement.virtual_stages(topology.stage)
         check_agreed(handshake.ties, rank.ties.settings, own, placement.num_virtual_stages)
         if rank.reducer is not None:
-            await _join(rank.reducer, options["connect_timeout"])
-        rank.ties.agree(handshake.ties, options["max_message_bytes"])
+            await _join(rank.reducer, options.connect_timeout)
+        rank.ties.agree(handshake.ties, options.max_message_bytes)
         if topology.rank == 0:
             announce(options, self._method, graph, topology, rank.device)
             if isinstance(rank.program, TorchStage):
                 announce_seed(self._passed)
         ties = handshake.ties
         context = replace(context, peers=peers(graph, topology, ties), data_peers=data_peers(graph, topology, ties))
-        is_led = options["coordination"] == "leader"
+        is_led = options.coordination == "leader"
         group = GroupMembership(topology.member, topology.members) if is_led else GroupMembership()
         return StageRunner(
             StageCore(graph, topology.stage, self._method.new_hint(), limit, group=group, in_order=rank.in_order),
             rank.program,
-            stage_lane(topology.stage, rank.device, self._options["lane"], self._options["lane_nice"]),
-            staged(create_transport(options["transport"], context), context.copies),
-            topology=topology,
-            coordination=options["coordination"],
-            depth=options["depth"],
-            reduce=None if rank.reducer is None else rank.reducer.reduce,
-            stall_after=options["stall_after"],
-            abort_after=options["abort_after"],
-            ties=rank.ties,
-            trace_steps=options["trace_steps"],
-            device=rank.device,
-            observer=self._delivery if rank is self._ranks[0] else None,  # all ranks notice the same
-            model=self._partition.model,
-            agreement=handshake.agreement,
+            stage_lane(topology.stage, rank.device, options.lane, options.lane_nice),
+            staged(create_transport(options.transport, context), context.copies),
+            RankSettings(
+                topology,
+                options.coordination,
+                options.depth,
+                options.stall_after,
+                options.abort_after,
+                options.trace_steps,
+                rank.device,
+                self._delivery if rank is self._ranks[0] else None,  # all ranks notice the same
+                self._partition.model,
+                None if rank.reducer is None else rank.reducer.reduce,
+                rank.ties,
+                handshake.agreement,
+            ),
         )
 
     def _context(self, rank: _Rank, rendezvous: Rendezvous) -> TransportContext:
@@ -338,18 +344,18 @@ class RankBuilder:
         return TransportContext(
             rank=topology.rank,
             peers=peers(self._partition.graph, topology),
-            run_id=self._run_id,
+            run_id=self._job.run_id,
             rendezvous=rendezvous,
             restart=topology.restart,
             single_host=topology.single_host,
-            queue_bytes=options["queue_bytes"],
-            max_message_bytes=options["max_message_bytes"],
-            allow_insecure=options["allow_insecure"],
-            secret=self._secret,
-            plain_data=options["data"] == "plain",
-            connect_timeout_s=options["connect_timeout"],
-            heartbeat_s=options["heartbeat"],
-            patience_s=options["patience"],
+            queue_bytes=options.queue_bytes,
+            max_message_bytes=options.max_message_bytes,
+            allow_insecure=options.allow_insecure,
+            secret=self._job.secret,
+            plain_data=options.data == "plain",
+            connect_timeout_s=options.connect_timeout,
+            heartbeat_s=options.heartbeat,
+            patience_s=options.patience,
             copies=None if device is None else copies_of(device, f"rrfp-copies-{topology.rank}"),
         )
 

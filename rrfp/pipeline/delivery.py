@@ -24,7 +24,7 @@ from rrfp.model.tasks import Mode
 from rrfp.model.topology import Topology
 from rrfp.plugins import name_of
 from rrfp.runtime.abort import Failure
-from rrfp.runtime.batching import Plan
+from rrfp.runtime.plan import Plan
 from rrfp.runtime.reports import StepFigures
 from rrfp.runtime.result import StepResult
 

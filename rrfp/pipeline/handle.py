@@ -11,20 +11,20 @@ import asyncio
 import functools
 import os
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, Self, TypeVar, Unpack
 
 from torch.optim import Optimizer
 
-from rrfp.errors import ConfigError, RrfpError
+from rrfp import timeouts
+from rrfp.errors import ConfigError, PipelineAborted, RrfpError
 from rrfp.model.tasks import Mode
-from rrfp.pipeline.between_steps import Scaler
 from rrfp.pipeline.blocking import NO_COPY, BlockingPipeline
-from rrfp.pipeline.callers import AsyncCaller, BlockingCaller
 from rrfp.pipeline.local_ranks import LocalRanks
 from rrfp.pipeline.loop_thread import LoopChoice
-from rrfp.pipeline.session import Session
-from rrfp.runtime.batching import EvaluateArguments, Inputs, StepArguments, Targets
+from rrfp.pipeline.session import Call, Scaler, Session
+from rrfp.runtime.plan import EvaluateArguments, Inputs, StepArguments, Targets
 from rrfp.runtime.result import StepResult
 from rrfp.runtime.statistics import RankStatistics
 
@@ -46,7 +46,7 @@ def _awaited(
             asyncio.get_running_loop()
         except RuntimeError:
             if not self._is_async:
-                self._session.ranks.check_outside()  # inside a task neither way is right
+                self._session.check_outside()  # inside a task neither way is right
                 call = method.__name__
                 raise RrfpError(
                     f"{call}() of the async pipeline was called where no event loop runs. Write 'with pipeline as "
@@ -74,7 +74,6 @@ class PipelineHandle:
 
     def __init__(self, ranks: LocalRanks, loop: LoopChoice, name: str) -> None:
         self._session = Session(ranks, name if loop == "own" else None)
-        self._caller = AsyncCaller(self._session)
         #: Whether ``async with`` has entered it.
         self._is_async = False
         #: What ``with`` entered.
@@ -99,14 +98,72 @@ class PipelineHandle:
         self._entered.__exit__(kind, error, traceback)
 
     async def __aenter__(self) -> Self:
-        await self._caller.enter()
+        session = self._session
+        session.enter()
+        try:
+            await self._on_loop(session.start())
+        except BaseException:
+            await asyncio.shield(self._free())
+            raise
         self._is_async = True
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._caller.leave(error)
+        session = self._session
+        if session.is_foreign:
+            return
+        session.check_leaving()
+        try:
+            if error is None and session.is_open:
+                await self._run(session.settle())
+        except BaseException as unsettled:
+            error = unsettled
+            raise
+        finally:
+            await self._close(error)
+
+    async def _close(self, error: BaseException | None) -> None:
+        try:
+            if self._session.has_given_up:
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeouts.LEAVE_S):
+                    closing = asyncio.create_task(self._on_loop(self._session.close(error)))
+                    # Should the time be over, its error would go unread, which asyncio logs.
+                    closing.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+                    await asyncio.shield(closing)
+        finally:
+            await asyncio.shield(self._free())
+
+    async def _free(self) -> None:
+        if self._session.thread is None:
+            self._session.leave()
+            await self._session.delivered()
+        else:  # joining a thread would block the caller's loop
+            await asyncio.to_thread(self._session.leave)
+
+    async def _run(self, call: Call[T]) -> T:
+        """Wait for ``call``; cancelling that ends the pipeline."""
+        aborted: PipelineAborted | None = None
+        try:
+            outcome = await self._on_loop(call.rest)
+        except PipelineAborted as error:
+            aborted = error
+        except asyncio.CancelledError:
+            self._session.fail_soon(RrfpError(f"{call.name} was cancelled by its caller"))
+            raise
+        finally:
+            self._session.end()
+        if aborted is not None:
+            raise aborted.with_traceback(None)  # the runtime's frames would bury the caller's
+        return call.finish(outcome)
+
+    async def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if self._session.thread is None:
+            return await coroutine
+        return await asyncio.wrap_future(self._session.submit(coroutine))
 
     @_awaited
     async def step(
@@ -153,7 +210,7 @@ class PipelineHandle:
             RrfpError: if the pipeline is not entered, was left, or another call runs; or inside a module, loss_fn or
                 hook that a pipeline of this process calls.
         """
-        return await self._caller.run(self._session.step(Mode.TRAIN, inputs, targets, arguments))
+        return await self._run(self._session.step(Mode.TRAIN, inputs, targets, arguments))
 
     @_awaited
     async def evaluate(
@@ -182,7 +239,7 @@ class PipelineHandle:
             PipelineAborted: as `step`.
             RrfpError: as `step`.
         """
-        return await self._caller.run(self._session.step(Mode.FORWARD, inputs, targets, arguments))
+        return await self._run(self._session.step(Mode.FORWARD, inputs, targets, arguments))
 
     @_awaited
     async def clip_grad_norm_(
@@ -215,9 +272,7 @@ class PipelineHandle:
             StageError: if a gradient has a layout without a norm.
             RrfpError: as `step`.
         """
-        return await self._caller.run(
-            self._session.between_steps.clip(max_norm, norm_type, error_if_nonfinite, foreach)
-        )
+        return await self._run(self._session.clip(max_norm, norm_type, error_if_nonfinite, foreach))
 
     def scale(self, scaler: Scaler) -> Scaler:
         """Scale the loss of training steps by a `torch.amp.GradScaler`, for float16.
@@ -239,7 +294,7 @@ class PipelineHandle:
             ConfigError: if it is no GradScaler, or belongs to another pipeline that was entered and not left.
             RrfpError: during a step or another call, or after the pipeline was left.
         """
-        return self._session.between_steps.scale(scaler, BlockingCaller(self._session).share_overflow)
+        return self._session.scale(scaler, BlockingPipeline(self._session).share_overflow)
 
     @_awaited
     async def unscale_(self, *optimizers: Optimizer) -> None:
@@ -256,9 +311,9 @@ class PipelineHandle:
             PipelineAborted: if any rank failed.
             RrfpError: as `step`.
         """
-        scaling = self._session.between_steps.scaling()
+        scaling = self._session.scaling()
         if (own := scaling.question(*optimizers)) is not None:
-            scaling.answer(await self._caller.run(self._session.between_steps.share_overflow(own)))
+            scaling.answer(await self._run(self._session.share_overflow(own)))
         for optimizer in optimizers:
             scaling.scaler.unscale_(optimizer)
 
@@ -289,7 +344,7 @@ class PipelineHandle:
             PipelineAborted: if any rank failed.
             RrfpError: as `step`.
         """
-        await self._caller.run(self._session.between_steps.save_trace(path, steps, replica))
+        await self._run(self._session.save_trace(path, steps, replica))
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a run needs to go on in another pipeline; parameters are not in it.
@@ -335,7 +390,7 @@ class PipelineHandle:
         Returns:
             One entry for each rank of this process; none before the pipeline is entered.
         """
-        return self._session.ranks.statistics()
+        return self._session.statistics()
 
     def blocking(self) -> BlockingPipeline:
         """What ``with pipeline as pipe`` enters, as an object of its own.

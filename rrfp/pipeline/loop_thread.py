@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
@@ -20,6 +20,12 @@ T = TypeVar("T")
 
 #: ``"own"``: a loop in its own thread. ``"caller"``: the loop that enters the pipeline (async only).
 LoopChoice = Literal["own", "caller"]
+
+
+def check_loop(loop: LoopChoice) -> None:
+    """Refuse a ``loop`` that is none of its values."""
+    if loop not in get_args(LoopChoice):
+        raise ConfigError(f"loop is {loop!r}, must be one of: {', '.join(get_args(LoopChoice))}")
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -38,22 +44,6 @@ class LoopThread:
         self.loop = new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Run ``coroutine`` on the loop; cancelling the future cancels it. Called on any thread."""
-        outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
-        self.loop.call_soon_threadsafe(self._begin, coroutine, outcome)
-        return outcome
-
-    def _begin(self, coroutine: Coroutine[Any, Any, T], outcome: concurrent.futures.Future[T]) -> None:
-        task = self.loop.create_task(coroutine)
-        task.add_done_callback(partial(_pass_on, outcome))
-        outcome.add_done_callback(partial(self._pass_on_cancelling, task))
-
-    def _pass_on_cancelling(self, task: asyncio.Task[T], outcome: concurrent.futures.Future[T]) -> None:
-        if outcome.cancelled():
-            with suppress(RuntimeError):  # the loop has ended, and its tasks with it
-                self.loop.call_soon_threadsafe(task.cancel)
 
     def close(self) -> None:
         """Stop the loop, cancel its tasks and join the thread.
@@ -82,10 +72,17 @@ class LoopThread:
             self.loop.close()
 
 
-def _pass_on(outcome: concurrent.futures.Future[T], task: asyncio.Task[T]) -> None:
+def begin(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], outcome: Future[T]) -> None:
+    """Run ``coroutine`` on ``loop``, this thread's; cancelling ``outcome``, on any thread, cancels it."""
+    task = loop.create_task(coroutine)
+    task.add_done_callback(partial(_pass_on, outcome))
+    outcome.add_done_callback(partial(_pass_on_cancelling, loop, task))
+
+
+def _pass_on(outcome: Future[T], task: asyncio.Task[T]) -> None:
     """Complete ``outcome`` as ``task`` did, unless that was given up before."""
     error = None if task.cancelled() else task.exception()  # read in any case, or asyncio would log that no one has
-    with suppress(concurrent.futures.InvalidStateError):
+    with suppress(InvalidStateError):
         if task.cancelled():
             outcome.cancel()
         elif error is not None:
@@ -94,7 +91,47 @@ def _pass_on(outcome: concurrent.futures.Future[T], task: asyncio.Task[T]) -> No
             outcome.set_result(task.result())
 
 
-def check_loop(loop: LoopChoice) -> None:
-    """Refuse a ``loop`` that is none of its values."""
-    if loop not in get_args(LoopChoice):
-        raise ConfigError(f"loop is {loop!r}, must be one of: {', '.join(get_args(LoopChoice))}")
+def _pass_on_cancelling(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T], outcome: Future[T]) -> None:
+    if outcome.cancelled():
+        with suppress(RuntimeError):  # the loop has ended, and its tasks with it
+            loop.call_soon_threadsafe(task.cancel)
+
+
+class AwaitedFutures:
+    """Futures that are not complete, which fail should the loop run no more. Methods may be called on any thread.
+
+    Each future refers to this object, and a result that a caller keeps to its future: so nothing here may refer to the
+    pipeline.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: set[Future[Any]] = set()
+        self._error: BaseException | None = None
+
+    def add(self, future: Future[Any]) -> None:
+        """Fail ``future`` should the loop run no more, or if it does not already."""
+        with self._lock:
+            error = self._error
+            if error is None:
+                self._pending.add(future)
+        if error is not None:
+            _fail(future, error)
+        future.add_done_callback(self._forget)
+
+    def fail(self, error: BaseException) -> None:
+        """The loop does not run any more: all of them fail with ``error``. Later ones too, with the first error."""
+        with self._lock:
+            self._error = self._error or error
+            pending = list(self._pending)
+        for future in pending:
+            _fail(future, error)
+
+    def _forget(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._pending.discard(future)
+
+
+def _fail(future: Future[Any], error: BaseException) -> None:
+    with suppress(InvalidStateError):  # it completed meanwhile
+        future.set_exception(error)

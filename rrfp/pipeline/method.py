@@ -25,11 +25,11 @@ class DispatchMethod:
     """See the module's docstring; reads ``strict``, ``hint``, ``limit``, ``split`` and ``coordination``."""
 
     def __init__(self, options: Options) -> None:
-        self.strict = options["strict"]
-        self._split = options["split"]
-        self._coordination = options["coordination"]
-        self._hint: HintSpec = DEFAULT_HINT if options["hint"] is None else options["hint"]
-        self._limit = DEFAULT_LIMIT if options["limit"] is None else options["limit"]
+        self.strict = options.strict
+        self._split = options.split
+        self._coordination = options.coordination
+        self._hint: HintSpec = DEFAULT_HINT if options.hint is None else options.hint
+        self._limit = DEFAULT_LIMIT if options.limit is None else options.limit
 
     def new_hint(self) -> Hint:
         """A fresh hint, or the strict schedule as one."""
@@ -109,8 +109,8 @@ class DispatchMethod:
 
 def summary(options: Options) -> str:
     """The method of complete options in a few words; makes no hint, so it runs no code of the caller."""
-    if options["strict"] is not None:
-        return f"strict {options['strict']}"
-    hint = DEFAULT_HINT if options["hint"] is None else options["hint"]
-    limit = DEFAULT_LIMIT if options["limit"] is None else options["limit"]
+    if options.strict is not None:
+        return f"strict {options.strict}"
+    hint = DEFAULT_HINT if options.hint is None else options.hint
+    limit = DEFAULT_LIMIT if options.limit is None else options.limit
     return f"hint {hint if isinstance(hint, str) else name_of(hint)}, limit {limit}"

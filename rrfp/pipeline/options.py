@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
-from typing import Annotated, Any, Literal, TypedDict, cast, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
 import torch
 
@@ -22,7 +22,7 @@ from rrfp.errors import ConfigError, Faults, misspelt
 from rrfp.hints.registry import HintSpec, create_hint, create_strict
 from rrfp.memory.admission import Limit
 from rrfp.model.placement import Layout
-from rrfp.runtime.core_driver import Coordination
+from rrfp.runtime.context import Coordination
 from rrfp.transports.base import DEFAULT_MAX_MESSAGE_BYTES, DEFAULT_QUEUE_BYTES
 from rrfp.transports.registry import TRANSPORTS, TransportSpec
 
@@ -34,16 +34,16 @@ DataSecurity = Literal["encrypted", "plain"]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The default and the allowed values of an option."""
+    """The allowed values of an option, and its default."""
 
-    #: Its value where the caller passes none.
-    default: Any
     #: The allowed values, for the error; a function where plugins add values.
     wanted: str | Callable[[], str] = ""
     #: Whether a value is allowed; may raise a `ConfigError` of its own.
     fits: Callable[[Any], bool] = lambda value: True
     #: Whether it must be the same on all ranks of a pipeline.
     is_common: bool = False
+    #: Its value where the caller passes none.
+    default: Any = None
 
     def common(self) -> Option:
         """The same option, with one value for all ranks."""
@@ -56,33 +56,33 @@ class Option:
             raise ConfigError(f"{name} is {value!r}, must be {wanted}")
 
 
-def _one_of(default: str, choices: Any) -> Option:
+def _one_of(choices: Any) -> Option:
     names = get_args(choices)
-    return Option(default, f"one of: {', '.join(names)}", names.__contains__)
+    return Option(f"one of: {', '.join(names)}", names.__contains__)
 
 
-def _flag(default: bool) -> Option:
-    return Option(default, "True or False", lambda value: type(value) is bool)
+def _flag() -> Option:
+    return Option("True or False", lambda value: type(value) is bool)
 
 
-def _seconds(default: float) -> Option:
+def _seconds() -> Option:
     def fits(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
-    return Option(default, "a finite number above 0", fits)
+    return Option("a finite number above 0", fits)
 
 
-def _integer(default: int, least: int | None = None) -> Option:
+def _integer(least: int | None = None) -> Option:
     wanted = "an integer" if least is None else f"an integer >= {least}"
-    return Option(default, wanted, lambda value: type(value) is int and (least is None or value >= least))
+    return Option(wanted, lambda value: type(value) is int and (least is None or value >= least))
 
 
-def _or_none(option: Option, meaning: str, default: Any = None) -> Option:
-    return Option(default, f"{option.wanted}, or None {meaning}", lambda value: value is None or option.fits(value))
+def _or_none(option: Option, meaning: str) -> Option:
+    return Option(f"{option.wanted}, or None {meaning}", lambda value: value is None or option.fits(value))
 
 
 def _function(call: str) -> Option:
-    return Option(None, f"callable: {call}", lambda value: value is None or callable(value))
+    return Option(f"callable: {call}", lambda value: value is None or callable(value))
 
 
 def _is_loss(value: Any) -> bool:
@@ -95,7 +95,9 @@ def _are_callbacks(value: Any) -> bool:
 
 
 def _is_device(value: Any) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"cpu|cuda(:(0|[1-9]\d?))?", value) is not None  # torch has 0..127
+    if isinstance(value, str):
+        return re.fullmatch(r"cpu|cuda(:(0|[1-9]\d?))?", value) is not None  # torch has 0..127
+    return value is None or isinstance(value, Device | torch.device)
 
 
 def _transports() -> str:
@@ -110,158 +112,193 @@ def _is_transport(value: Any) -> bool:
 
 def _resolved(resolve: Callable[[Any], object]) -> Option:
     """An option that is None by default; ``resolve`` raises for a value that does not fit."""
-    return Option(None, fits=lambda value: value is None or resolve(value) is not None)
+    return Option(fits=lambda value: value is None or resolve(value) is not None)
 
 
-class Options(TypedDict, total=False):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
     """The keyword options of `rrfp.Pipeline` and `rrfp.local`."""
 
-    transport: Annotated[
-        TransportSpec,
-        Option("auto", _transports, _is_transport).common(),
-    ]
+    transport: Annotated[TransportSpec, Option(_transports, _is_transport).common()] = "auto"
     """A transport's name, class or factory."""
 
-    hint: Annotated[HintSpec | None, _resolved(create_hint).common()]
+    hint: Annotated[HintSpec | None, _resolved(create_hint).common()] = None
     """A hint's name, class or instance; ``slot-aware-pyramid`` by default, unless ``strict`` is set."""
 
-    strict: Annotated[str | None, _resolved(create_strict).common()]
+    strict: Annotated[str | None, _resolved(create_strict).common()] = None
     """The name of a schedule to run strictly: the fixed-order baseline. Excludes ``hint`` and ``limit``."""
 
     limit: Annotated[
         Limit | int | str | None,
         _resolved(partial(Limit.resolve, stage=0, stages=1, others=", or an rrfp.Limit")).common(),
-    ]
+    ] = None
     """Microbatches that a stage may hold: a number, ``"1f1b"``, ``"n"`` or ``"2n"`` (the default); bytes, such as
     ``"8GB"`` (B, kB, MB, GB: powers of 1000); or both, as an `rrfp.Limit`."""
 
     loss_fn: Annotated[
         Callable[[Any, Any], Any] | Mapping[str, Callable[[Any, Any], Any]] | None,
-        Option(None, "callable: loss_fn(output, target), or for several losses a dict {part: function}", _is_loss),
-    ]
+        Option("callable: loss_fn(output, target), or for several losses a dict {part: function}", _is_loss),
+    ] = None
     """``loss_fn(output, target)``, the mean over a microbatch. If it is a module, its parameters belong to the last
     virtual stage; the other ranks do not use theirs. Where no part of the graph reads several of its parts, a dict with
     a loss for each of these; a microbatch's loss is the sum."""
 
-    reduction: Annotated[Reduction, _one_of("mean", Reduction).common()]
+    reduction: Annotated[Reduction, _one_of(Reduction).common()] = "mean"
     """How microbatches' losses combine: ``"mean"`` (weighted) or ``"sum"``."""
 
     seed: Annotated[
         int | None,
-        Option(0, "an integer, or None for torch's", lambda value: value is None or type(value) is int).common(),
-    ]
+        Option("an integer, or None for torch's", lambda value: value is None or type(value) is int).common(),
+    ] = 0
     """Seed of the random numbers of each task, such as those of dropout; the same on all ranks. They do not follow
     ``torch.manual_seed``, unless this is None: then it is ``torch.initial_seed()`` when the pipeline is made."""
 
-    first_step: Annotated[int, _integer(0, least=0).common()]
+    first_step: Annotated[int, _integer(least=0).common()] = 0
     """The number of the first training step, for a run that resumes. Random numbers depend on the number of the
     training step, and never on evaluations between."""
 
-    stall_after: Annotated[float, _seconds(timeouts.STALL_AFTER_S)]
+    stall_after: Annotated[float, _seconds()] = timeouts.STALL_AFTER_S
     """Seconds of idleness in a step after which all ranks are polled for the reason."""
 
-    abort_after: Annotated[float | None, _or_none(_seconds(1.0), "for never")]
+    abort_after: Annotated[float | None, _or_none(_seconds(), "for never")] = None
     """Seconds after which a task that has not completed, or a rank whose event loop does not run, ends the job; None
     (the default): never. Set it to several times the duration of the slowest task."""
 
-    lock_watch: Annotated[bool, _flag(True)]
+    lock_watch: Annotated[bool, _flag()] = True
     """Whether each process of a job starts a second, small one, which prints its Python stacks while a call into C
     keeps the interpreter's lock (Linux). `rrfp.local` starts none by default."""
 
-    connect_timeout: Annotated[float, _seconds(timeouts.CONNECT_S)]
+    connect_timeout: Annotated[float, _seconds()] = timeouts.CONNECT_S
     """Seconds to wait for the peers at the start."""
 
-    heartbeat: Annotated[float, _seconds(timeouts.HEARTBEAT_S)]
+    heartbeat: Annotated[float, _seconds()] = timeouts.HEARTBEAT_S
     """Seconds of silence after which a peer is sent a heartbeat."""
 
-    patience: Annotated[float, _seconds(timeouts.PATIENCE_S)]
+    patience: Annotated[float, _seconds()] = timeouts.PATIENCE_S
     """Seconds for which a connected peer may be silent, stopped by a debugger or a migration, before it is lost; at
     least three heartbeats. A process that has ended is noticed at once."""
 
-    queue_bytes: Annotated[int, _integer(DEFAULT_QUEUE_BYTES, least=1)]
+    queue_bytes: Annotated[int, _integer(least=1)] = DEFAULT_QUEUE_BYTES
     """The most bytes queued for one peer and channel before a send waits."""
 
-    max_message_bytes: Annotated[int, _integer(DEFAULT_MAX_MESSAGE_BYTES, least=1)]
+    max_message_bytes: Annotated[int, _integer(least=1)] = DEFAULT_MAX_MESSAGE_BYTES
     """Larger messages are refused before anything is allocated."""
 
-    allow_insecure: Annotated[bool, _flag(False)]
+    allow_insecure: Annotated[bool, _flag()] = False
     """Permit tcp connections without authentication and encryption, which a job without a secret needs."""
 
-    data: Annotated[DataSecurity, _one_of("encrypted", DataSecurity).common()]
+    data: Annotated[DataSecurity, _one_of(DataSecurity).common()] = "encrypted"
     """How tensors travel over tcp in a job with a secret: ``"encrypted"``, or ``"plain"``, which is faster. Control
     messages are always encrypted."""
 
-    trace_steps: Annotated[int, _integer(16, least=0).common()]
+    trace_steps: Annotated[int, _integer(least=0).common()] = 16
     """How many of the newest training steps' traces each rank keeps for `save_trace`; 0 keeps none. With more than
     65,536 spans (tasks, waits, messages) in all of them, about 10 MB, it keeps fewer."""
 
-    callbacks: Annotated[Sequence[Callback], Option((), "a list of rrfp.callbacks.Callback", _are_callbacks)]
+    callbacks: Annotated[Sequence[Callback], Option("a list of rrfp.callbacks.Callback", _are_callbacks)] = ()
     """Objects that are notified of steps, stalls and aborts, on a thread of their own; see `rrfp.callbacks.Callback`.
     Each process has its own."""
 
-    lane_nice: Annotated[int, Option(0, f"0..{LOWEST_NICE}", range(LOWEST_NICE + 1).__contains__)]
+    lane_nice: Annotated[int, Option(f"0..{LOWEST_NICE}", range(LOWEST_NICE + 1).__contains__)] = 0
     """Niceness of the compute thread (Linux); a positive value lets messages overtake compute on busy cores."""
 
-    lane: Annotated[LaneFactory | None, _function("lane(stage)")]
+    lane: Annotated[LaneFactory | None, _function("lane(stage)")] = None
     """Makes the lane of a stage, such as a `TimerLane` for virtual time; a compute thread by default."""
 
     device: Annotated[
         Device | torch.device | str | None,
         Option(
-            None,
             "'cpu', 'cuda', 'cuda:<index>', a torch.device, a Device, or None for that of the modules",
-            lambda value: value is None or isinstance(value, Device | torch.device) or _is_device(value),
+            _is_device,
         ),
-    ]
+    ] = None
     """Where tasks run; by default where the parameters and buffers of the rank's modules are. It moves nothing. Ranks
     may have different devices, and several stages of a process the same one, each with a stream of its own."""
 
-    placement: Annotated[Layout, _one_of("looped", Layout).common()]
+    placement: Annotated[Layout, _one_of(Layout).common()] = "looped"
     """Which virtual stages a stage holds: ``"looped"`` or ``"v"``."""
 
-    chunks: Annotated[int | None, _or_none(_integer(1, least=1), "to count the modules")]
+    chunks: Annotated[int | None, _or_none(_integer(least=1), "to count the modules")] = None
     """Model chunks (virtual stages) of a rank; torch.distributed.pipelining calls microbatches chunks. Needed only for
     a `StageProgram`; otherwise the modules are counted."""
 
     partition: Annotated[
-        str | None, Option(None, "a text or None", lambda value: value is None or isinstance(value, str)).common()
-    ]
+        str | None, Option("a text or None", lambda value: value is None or isinstance(value, str)).common()
+    ] = None
     """Describes the whole model and where it is cut: ranks that cut it differently are refused at the start. The stages
     of `rrfp.split` pass theirs."""
 
-    split: Annotated[bool, _flag(False).common()]
+    split: Annotated[bool, _flag().common()] = False
     """Whether backward is split into input gradients (B) and weight gradients (W). No hint turns it on: without weight
     tasks, the other rules of a hint that orders them apply. A schedule that places weight tasks needs it."""
 
-    unsplittable: Annotated[Unsplittable, _one_of("whole", Unsplittable).common()]
+    unsplittable: Annotated[Unsplittable, _one_of(Unsplittable).common()] = "whole"
     """For a module that differentiates only as a whole, with ``split``: ``"whole"``, B runs all of backward, or
     ``"refuse"``; see `TorchStage`."""
 
-    deterministic: Annotated[bool, _flag(False).common()]
+    deterministic: Annotated[bool, _flag().common()] = False
     """Whether gradients are added in microbatch order and buffers written in order, so that a step's result is bitwise
     the same whatever the timing, and equal to `rrfp.testing.reference`'s. The sums of replicas are added in the order
     of replicas."""
 
-    check_replicas: Annotated[int | None, _or_none(_integer(0, least=0), "for never", 100).common()]
+    check_replicas: Annotated[int | None, _or_none(_integer(least=0), "for never").common()] = 100
     """In each so many training steps that sum gradients, replicas compare a checksum of each parameter that learns, so
     that one which an optimizer changed on some replicas only ends the run with its name. 0 or None: never; before the
     first sum they compare all parameters in any case."""
 
-    coordination: Annotated[Coordination, _one_of("leader", Coordination).common()]
+    coordination: Annotated[Coordination, _one_of(Coordination).common()] = "leader"
     """How the ranks of a group (tensor parallelism) agree on an order: ``"leader"``, or ``"agreement"``, the paper's
     all-gather with retries."""
 
-    depth: Annotated[int | None, _or_none(_integer(1, least=1), "for the lane's")]
+    depth: Annotated[int | None, _or_none(_integer(least=1), "for the lane's")] = None
     """The most tasks that a rank has enqueued and not completed; by default 1 on a CPU, 2 on a device, which then need
     not wait for the event loop, and 2 where a group has a leader, so that its decisions travel while the task before
     runs. It is never changed. A limit on bytes lets no forward start behind one whose size is not known yet."""
+
+
+class OptionArguments(TypedDict, total=False):
+    """`Options` as keyword arguments, for type checkers."""
+
+    transport: TransportSpec
+    hint: HintSpec | None
+    strict: str | None
+    limit: Limit | int | str | None
+    loss_fn: Callable[[Any, Any], Any] | Mapping[str, Callable[[Any, Any], Any]] | None
+    reduction: Reduction
+    seed: int | None
+    first_step: int
+    stall_after: float
+    abort_after: float | None
+    lock_watch: bool
+    connect_timeout: float
+    heartbeat: float
+    patience: float
+    queue_bytes: int
+    max_message_bytes: int
+    allow_insecure: bool
+    data: DataSecurity
+    trace_steps: int
+    callbacks: Sequence[Callback]
+    lane_nice: int
+    lane: LaneFactory | None
+    device: Device | torch.device | str | None
+    placement: Layout
+    chunks: int | None
+    partition: str | None
+    split: bool
+    unsplittable: Unsplittable
+    deterministic: bool
+    check_replicas: int | None
+    coordination: Coordination
+    depth: int | None
 
 
 @cache
 def option_table() -> Mapping[str, Option]:
     """Every option by name, in order."""
     hints = get_type_hints(Options, include_extras=True)
-    return {name: next(part for part in get_args(hint) if isinstance(part, Option)) for name, hint in hints.items()}
+    rules = {name: next(part for part in get_args(hint) if isinstance(part, Option)) for name, hint in hints.items()}
+    return {each.name: replace(rules[each.name], default=each.default) for each in fields(Options)}
 
 
 def common_options() -> list[str]:
@@ -269,48 +306,46 @@ def common_options() -> list[str]:
     return [name for name, option in option_table().items() if option.is_common]
 
 
-def complete(options: Options, arguments: str = "") -> Options:
-    """``options`` with the defaults of all that it leaves out, and torch's seed in place of None.
+def complete(passed: OptionArguments, arguments: str = "") -> Options:
+    """The options of a caller who passed these, with torch's seed in place of None.
 
     Unknown names, values that do not fit, and options that exclude each other are one ConfigError that names all of
     them and the allowed values; ``arguments`` are the names of keyword arguments that are not options, for that.
     """
     table = option_table()
-    values = cast("Options", {name: option.default for name, option in table.items()} | options)
     with Faults() as faults:
         with faults.kept():
-            _check_names(options, arguments)
+            _check_names(passed, arguments)
+        known: Any = {name: value for name, value in passed.items() if name in table}
+        options = Options(**known)
         for name, option in table.items():
             with faults.kept():
-                option.check(name, values[cast("Literal['seed']", name)])
+                option.check(name, getattr(options, name))
         with faults.kept():
-            _check_patience(values)
-        if values["strict"] is not None and (values["hint"] is not None or values["limit"] is not None):
+            _check_patience(options)
+        if options.strict is not None and (options.hint is not None or options.limit is not None):
             with faults.kept():
                 raise ConfigError("strict runs a schedule to the letter: it goes with neither hint nor limit")
-    if values["seed"] is None:
-        values["seed"] = torch.initial_seed()
-    return values
+    return replace(options, seed=torch.initial_seed()) if options.seed is None else options
 
 
 def seed_of(options: Options) -> int:
     """The seed of complete ``options``."""
-    seed = options["seed"]
-    assert seed is not None  # `complete` has put torch's in its place
-    return seed
+    assert options.seed is not None  # `complete` has put torch's in its place
+    return options.seed
 
 
-def _check_names(options: Options, arguments: str) -> None:
+def _check_names(passed: OptionArguments, arguments: str) -> None:
     table = option_table()
-    unknown = [misspelt(name, table) for name in options if name not in table]
+    unknown = [misspelt(name, table) for name in passed if name not in table]
     if unknown:
         known = ", ".join(table) + (f"; or an argument: {arguments}" if arguments else "")
         what = "option" if len(unknown) == 1 else "options"
         raise ConfigError(f"unknown {what} {', '.join(unknown)}, must be one of: {known}")
 
 
-def _check_patience(values: Options) -> None:
-    patience, heartbeat, table = values["patience"], values["heartbeat"], option_table()
+def _check_patience(options: Options) -> None:
+    patience, heartbeat, table = options.patience, options.heartbeat, option_table()
     fit = table["patience"].fits(patience) and table["heartbeat"].fits(heartbeat)
     if fit and patience < 3 * heartbeat:
         least = f"at least three times heartbeat, which is {heartbeat:g}"

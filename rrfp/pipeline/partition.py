@@ -53,27 +53,27 @@ class Partition:
         numbers = " and ".join(map(str, sorted(counts)))
         if len(counts) > 1:
             raise ConfigError(f"modules have {numbers} chunks a stage, must have the same number on all")
-        if (chunks := options["chunks"]) is not None and not counts <= {chunks}:
+        if (chunks := options.chunks) is not None and not counts <= {chunks}:
             raise ConfigError(
                 f"chunks is {chunks}, but modules have {numbers} a stage: must be the same, or None to count the "
                 "modules"
             )
         chunks = chunks or max(counts, default=1)
-        chain = TaskGraph.chain(stages, chunks=chunks, layout=options["placement"], split=options["split"])
-        if isinstance(loss_fn := options["loss_fn"], Mapping):
+        chain = TaskGraph.chain(stages, chunks=chunks, layout=options.placement, split=options.split)
+        if isinstance(loss_fn := options.loss_fn, Mapping):
             raise ConfigError("loss_fn is a dict, must be a function: without graph there are no parts")
-        return cls(chain, options["deterministic"], losses_by_stage(loss_fn, chain))
+        return cls(chain, options.deterministic, losses_by_stage(loss_fn, chain))
 
     @classmethod
     def _of_graph(cls, options: Options, stages: int, graph: PartGraph) -> Partition:
-        if options["chunks"] is not None:
-            raise ConfigError(f"chunks is {options['chunks']}, must be None with graph, which places the parts")
-        if options["placement"] != "looped":
-            raise ConfigError(f"placement is {options['placement']!r}, must not be passed with graph")
-        model = ModelGraph.of(graph, split=options["split"])
+        if options.chunks is not None:
+            raise ConfigError(f"chunks is {options.chunks}, must be None with graph, which places the parts")
+        if options.placement != "looped":
+            raise ConfigError(f"placement is {options.placement!r}, must not be passed with graph")
+        model = ModelGraph.of(graph, split=options.split)
         if (placed := model.tasks.placement.stages) != stages:
             raise ConfigError(f"graph has {placed} stages, must have {stages}, as the pipeline has")
-        return cls(model.tasks, options["deterministic"], _losses(options["loss_fn"], model), model)
+        return cls(model.tasks, options.deterministic, _losses(options.loss_fn, model), model)
 
     @property
     def feeds(self) -> Feeds:

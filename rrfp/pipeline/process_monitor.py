@@ -62,12 +62,12 @@ class ProcessMonitor:
 
         self._loop_watch = LoopWatchdog(
             ", ".join(runner.topology.name for runner in self._runners),
-            options["stall_after"],
-            awake_every=options["patience"] / 4,  # its process does not look frozen
-            watch_lock=options["lock_watch"] and give_up is not None,
+            options.stall_after,
+            awake_every=options.patience / 4,  # its process does not look frozen
+            watch_lock=options.lock_watch and give_up is not None,
             # On the caller's loop the caller's callbacks may take long, except while a peer waits for a rank.
             matters=lambda: give_up is not None or any(runner.is_awaited for runner in self._runners),
-            abort_after=None if give_up is None else options["abort_after"],
+            abort_after=None if give_up is None else options.abort_after,
             give_up=end,
             stalled=self._stalled,
         )
@@ -90,4 +90,4 @@ class ProcessMonitor:
         first = self._runners[0]
         if first.failure is not None:
             return JobReport(os.getpid(), self._title, failure=f"aborted by {first.failure.origin}")
-        return JobReport(os.getpid(), self._title, survey=await first.survey())
+        return JobReport(os.getpid(), self._title, survey=await first.health.surveys.survey())

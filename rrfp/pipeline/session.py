@@ -1,58 +1,106 @@
-"""One use of a pipeline: its ranks, their loop, and its steps. Both the async and the blocking API drive a session."""
+"""One use of a pipeline: entering, the calls of its caller, one at a time, and leaving.
+
+The caller's thread begins a call, the ranks run it on their loop, and the two faces of a pipeline wait for the outcome
+in between: `PipelineHandle` awaits it, `BlockingPipeline` blocks.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-from collections.abc import Coroutine, Mapping
-from contextlib import suppress
-from typing import Any, TypeVar
+import os
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+from weakref import WeakSet
 
-from rrfp.errors import ConfigError, PipelineAborted, RrfpError, misspelt
+from torch.amp import GradScaler
+
+from rrfp.arbiter.loop import LoopTime
+from rrfp.compute.nondeterminism import check_torch, device_types
+from rrfp.compute.thread_modes import out_of_reach
+from rrfp.compute.tracebacks import print_no_traceback
+from rrfp.errors import ConfigError, PipelineAborted, RrfpError
+from rrfp.log import get_logger
 from rrfp.model.tasks import Mode
-from rrfp.pipeline.between_steps import BetweenSteps
-from rrfp.pipeline.calls import AwaitedFutures, Call, CallGate
-from rrfp.pipeline.local_ranks import LocalRanks
-from rrfp.pipeline.loop_thread import LoopThread
+from rrfp.pipeline.local_ranks import LocalRanks, all_ended, together
+from rrfp.pipeline.loop_thread import AwaitedFutures, LoopThread, begin
+from rrfp.pipeline.loss_scaling import LossScaling, Share, bind
+from rrfp.pipeline.process_monitor import ProcessMonitor
 from rrfp.pipeline.state import PipelineState
-from rrfp.runtime.batching import EvaluateArguments, Inputs, StepArguments, Targets
+from rrfp.runtime.grad_clipping import Clipping, OverflowShare
+from rrfp.runtime.lane_executor import running_here
+from rrfp.runtime.plan import EvaluateArguments, Inputs, Plan, StepArguments, StepRequest, Targets
 from rrfp.runtime.result import StepResult
+from rrfp.runtime.stage_runner import StageRunner
+from rrfp.runtime.statistics import RankStatistics
+from rrfp.runtime.trace_saver import TraceRequest
 
 T = TypeVar("T")
+Scaler = TypeVar("Scaler", bound=GradScaler)
 
-#: The arguments of a step beside inputs and targets.
-_ARGUMENTS: Mapping[Mode, frozenset[str]] = {
-    Mode.TRAIN: StepArguments.__required_keys__ | StepArguments.__optional_keys__,
-    Mode.FORWARD: EvaluateArguments.__required_keys__ | EvaluateArguments.__optional_keys__,
-}
+State = Literal[
+    "new", "open", "in a step", "clipping gradients", "comparing overflows", "saving a trace", "leaving", "closed"
+]
+
+logger = get_logger(__name__)
+
+#: Those of this process that were started: `Session.check_outside` names the one that computes.
+_started: WeakSet[Session] = WeakSet()
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """A call that has begun: its arguments are checked, and no other call begins before it ends."""
+
+    name: str
+    #: To run on the runtime's loop.
+    rest: Coroutine[Any, Any, Any]
+    #: Makes the caller's result of the outcome, on the caller's thread, once the call has ended.
+    finish: Callable[[Any], T]
 
 
 class Session:
-    """See the module's docstring. Methods are called on the caller's thread, unless their docstring names another.
-
-    ``thread_name`` is that of the thread with the loop; None: the ranks run on the caller's loop.
-    """
+    """See the module. Methods are called on the caller's thread, but those behind "On the loop"."""
 
     def __init__(self, ranks: LocalRanks, thread_name: str | None) -> None:
         self.ranks = ranks
-        self.thread: LoopThread | None = None
+        #: Of the thread with the loop; None: the ranks run on the caller's loop.
         self.thread_name = thread_name
-        self.gate = CallGate(ranks.check_outside)
-        self.between_steps = BetweenSteps(ranks, self.gate)
+        self.thread: LoopThread | None = None
+        #: What the pipeline does for its caller. May be read on any thread.
+        self.state: State = "new"
+        #: Held while the state changes: a second caller on another thread must not begin a step as well.
+        self._lock = threading.Lock()
+        #: The process that entered the pipeline, and with loop "caller" the loop that did.
+        self._pid: int | None = None
+        self._home: asyncio.AbstractEventLoop | None = None
+        #: Calls whose arguments were refused. Ranks compare the number, since each may have dropped a batch.
+        self._refused = 0
         #: Steps begun, counting evaluations, the same on all ranks; and the number of the next training step.
-        self._next_step, self._training_step = 0, ranks.first_step
+        self._next_step, self._training_step = 0, ranks.options.first_step
         #: Training steps completed on this rank, counting those before ``first_step``.
-        self._completed = ranks.first_step
+        self._completed = ranks.options.first_step
         #: The failure that all calls raise once the loop has not run for too long.
         self._given_up: PipelineAborted | None = None
         self._awaited = AwaitedFutures()
+        #: The scale on the loss of training steps, if any.
+        self._scaling: LossScaling | None = None
+        #: A state that was loaded before the start.
+        self._loaded: PipelineState | None = None
+        self._has_warned = False
+        self._runners: Sequence[StageRunner] = ()
+        self._monitor: ProcessMonitor | None = None
+        self._time = LoopTime()
 
     def __str__(self) -> str:
         """Stages, method and state, for the user. On any thread; takes no lock, so it never waits."""
-        state = self.gate.state
+        state = self.state
         if state == "new":
             text = "not entered"
-        elif self.has_given_up or self.ranks.has_failed:
+        elif self.has_given_up or any(runner.failure is not None for runner in self._runners):
             text = "aborted"
         elif state == "closed":
             text = "left"
@@ -60,16 +108,166 @@ class Session:
             text = "running" if state == "open" else f"running ({state})"
         return f"{self.ranks}, {text}"
 
-    def enter(self) -> None:
-        """Enter the pipeline; an RrfpError the second time."""
-        self.gate.open(asyncio.get_running_loop() if self.thread_name is None else None)
+    # Turns: one call at a time, in the process and on the loop that entered the pipeline.
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether the pipeline was entered and not left."""
+        return self.state not in ("new", "closed")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes a call now."""
+        return self.state == "open" and not self.has_given_up
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this is a child, forked from the process that entered the pipeline: the loop's thread is not here."""
+        return self._pid is not None and self._pid != os.getpid()
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether the loop did not run for too long, so that waiting would never return."""
+        return self._given_up is not None
+
+    @contextmanager
+    def _beginning(self, state: State, *, counts: bool = True) -> Iterator[None]:
+        """Enter ``state``, back to open if the block raises; an RrfpError if this caller cannot call now.
+
+        ``counts`` says whether a refused call may have dropped a batch.
+        """
+        self._check_process()
+        if state != "leaving":  # the garbage collector may leave a pipeline that nothing uses any more on any thread
+            self.check_outside()
+        self._check_loop()
+        with self._lock:
+            if self.state == "new":
+                raise RrfpError("this pipeline is new; enter it first (with pipeline as pipe, or async with)")
+            if self.state != "open":
+                then = "" if self.state == "closed" else "; await that first: it takes one call at a time"
+                raise RrfpError(f"this pipeline is {self.state}{then}")
+            self.state = state
         try:
-            self.ranks.announce()
+            yield
+        except BaseException as error:
+            self._refused += counts and isinstance(error, ConfigError)
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """The call that runs has ended, with or without an error."""
+        with self._lock:
+            if self.is_entered:  # and not left meanwhile
+                self.state = "open"
+
+    @contextmanager
+    def _between(self, call: str, *, closed: str | None = None) -> Iterator[None]:
+        """Keep calls from beginning during the block; an RrfpError if one runs, which names ``call``.
+
+        ``closed`` is advice for the caller, if the call does not go after the pipeline was left either.
+        """
+        self._check_process()
+        with self._lock:
+            if self.state not in ("new", "open", "closed"):
+                raise RrfpError(f"{call} goes between steps: this pipeline is {self.state}")
+            if closed is not None and self.state == "closed":
+                raise RrfpError(f"this pipeline is closed: {closed}")
+            yield
+
+    def _check_process(self) -> None:
+        if self.is_foreign:
+            raise RrfpError(
+                f"this pipeline belongs to process {self._pid}, of which this one ({os.getpid()}) was forked: build a "
+                "pipeline in the process that uses it"
+            )
+
+    def _check_loop(self) -> None:
+        """Raise an RrfpError on another loop than the caller's own, if the pipeline runs there."""
+        if self._home is not None and asyncio.get_running_loop() is not self._home:
+            raise RrfpError("this pipeline runs on the loop that entered it (loop is 'caller'): await it there")
+
+    def check_outside(self) -> None:
+        """Raise an RrfpError if the calling thread computes a task, of this or another pipeline of the process."""
+        if (running := running_here()) is None:
+            return
+        # The task could not go on before the call returns, and torch's one random generator is the task's until then.
+        _, task = running
+        other = next((session for session in list(_started) if session._computes_here()), None)
+        whose = "its own" if other is self else "another pipeline"
+        if other not in (self, None):
+            whose += f" ({other.ranks})"
+        raise RrfpError(
+            f"this pipeline ({self.ranks}) was called inside task {task} of {whose}: modules, loss_fn and hooks cannot "
+            "call a pipeline of their process; call it before the step, and pass its result as a target or an input"
+        )
+
+    def _computes_here(self) -> bool:
+        """Whether a task of one of the ranks is being computed on this thread. May be called on any thread."""
+        return any(runner.computes_here() for runner in self._runners)
+
+    # Entering and leaving.
+
+    def enter(self) -> None:
+        """Enter the pipeline; an RrfpError the second time. `start` follows on the loop."""
+        self.check_outside()
+        with self._lock:
+            if self.state != "new":
+                raise RrfpError("this pipeline was entered before; build a new one")
+            self.state = "open"
+        self._pid = os.getpid()
+        self._home = asyncio.get_running_loop() if self.thread_name is None else None
+        try:
+            self._read_ties()
             if self.thread_name is not None:
                 self.thread = LoopThread(self.thread_name)
         except BaseException:
             self.leave()
             raise
+
+    def _read_ties(self) -> None:
+        """Read the tied parameters, which ranks compare, and check torch's settings if the pipeline is deterministic.
+
+        On the caller's thread, whose settings apply.
+        """
+        ranks = self.ranks
+        try:
+            for tied in ranks.ties:
+                tied.read()
+            if ranks.options.deterministic:
+                kinds = {device.kind for device in ranks.devices if device.kind == "cuda"}
+                check_torch(device_types(ranks.holder.modules.values()) | kinds)
+        except Exception as error:
+            if ranks.failed_starts is not None:
+                ranks.failed_starts.report_now(error)
+            raise
+
+    def settle(self) -> Call[None]:
+        """Begin to leave in order: wait for the reports of the last step."""
+        with self._beginning("leaving", counts=False):
+            return Call("leaving", self._settle(), lambda _: None)
+
+    def check_leaving(self) -> None:
+        """Raise an RrfpError on another loop, or inside a task, that says where to leave."""
+        self._check_loop()
+        if self._computes_here():
+            raise RrfpError(
+                "the pipeline cannot be left from inside a task of its own step, such as loss_fn or a module: leave it "
+                "where step() was called"
+            )
+
+    def leave(self) -> None:
+        """Stop the loop's thread and wait for the callbacks; on the caller's loop `delivered` awaits them."""
+        with self._lock:
+            self.state = "closed"
+        if self.thread is not None:
+            self.thread.close()
+        # The loop does not end, or it ended with the work undone.
+        self._awaited.fail(RrfpError("the pipeline was left before this was complete"))
+        self.ranks.delivery.end()
+        if self.thread_name is not None:
+            self.ranks.delivery.wait()
+
+    # Steps.
 
     def step(
         self,
@@ -79,77 +277,151 @@ class Session:
         arguments: StepArguments | EvaluateArguments,
     ) -> Call[StepResult]:
         """Begin a step."""
-        with self.gate.beginning("in a step"):
-            for name in arguments:
-                if name not in _ARGUMENTS[mode]:
-                    allowed = ", ".join(["inputs", "targets", *sorted(_ARGUMENTS[mode])])
-                    wrong = misspelt(name, ["inputs", "targets", *_ARGUMENTS[mode]])
-                    raise ConfigError(f"unknown argument {wrong}, must be one of: {allowed}")
-            scale = self.between_steps.loss_scale() if mode is Mode.TRAIN else None
-            batch = {"inputs": inputs, "targets": targets, "loss_scale": scale, **arguments}
-            plan = self.ranks.plan(self._next_step, self._training_step, mode, refused=self.gate.refused, **batch)
+        with self._beginning("in a step"):
+            plan = self._plan(StepRequest.of(mode, inputs, targets, arguments))
+            self._open(plan)
             self._next_step += 1
             self._training_step += mode is Mode.TRAIN
             self.ranks.delivery.step_begun(plan)
-            # On the caller's own loop a read of the result must not block: nothing else would run there.
-            rest = self.ranks.whole_step(plan) if self.thread is None else self.ranks.step(plan)
-        return Call("the step", rest, self._handed_over)
+        return Call("the step", self._step(plan), self._handed_over)
+
+    def _plan(self, request: StepRequest) -> Plan:
+        scaling = self._scaling if request.mode is Mode.TRAIN else None
+        scale = None if scaling is None else scaling.factor()
+        return self.ranks.planner.plan(request, self._next_step, self._training_step, self._refused, scale)
+
+    def _open(self, plan: Plan) -> None:
+        """Pass the batch to the programs. On the caller's thread, whose modes apply."""
+        ranks, is_training = self.ranks, plan.step.mode is Mode.TRAIN
+        for tied in ranks.ties if is_training else ():
+            tied.check()
+        if not self._has_warned and (modes := out_of_reach()) is not None:
+            logger.warning("around step or evaluate, %s (docs/profiling.md)", modes)
+            self._has_warned = True
+        for program, topology in zip(ranks.programs, ranks.topologies, strict=True):
+            program.open(plan.step, plan.batch_of(topology.stage))
+        for tied in ranks.ties if is_training else ():
+            tied.open()
+        for reducer in ranks.reducers if is_training else ():
+            reducer.open(plan.reduce_gradients)
+        for runner in self._runners:  # last, because all of the above may have issued work
+            runner.fence()
 
     def _handed_over(self, result: StepResult) -> StepResult:
         """``result``, whose tensors the calling thread may use from now on."""
         self._completed = self._training_step
-        self.ranks.hand_over(result)
+        for runner in self._runners:
+            runner.hand_over(result.outputs)
         if (pending := result.pending) is not None:
             self._awaited.add(pending.outcome)
         self.ranks.delivery.step_ended(result)
         return result
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it takes a call now."""
-        return self.gate.state == "open" and not self.has_given_up
+    # Calls between steps.
 
-    def settle(self) -> Call[None]:
-        """Begin to leave in order: wait for the reports of the last step."""
-        with self.gate.beginning("leaving", counts=False):
-            return Call("leaving", self.ranks.settle(), lambda _: None)
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None) -> Call[float]:
+        """Begin to clip gradients; errors as in `Clipping`."""
+        with self._beginning("clipping gradients"):
+            clipping = Clipping(self.ranks.holder, max_norm, norm_type, error_if_nonfinite, foreach)
+            rest = self._gather("clip_grad_norm_", clipping.share(), clipping.empty_share())
+        return Call("clipping gradients", rest, clipping.clip)
+
+    def scale(self, scaler: Scaler, share: Share) -> Scaler:
+        """Scale the loss of training steps from now on; errors as in `rrfp.Pipeline.scale`.
+
+        ``share`` is for a process that has not all stages.
+        """
+        with self._between("scale", closed="call scale() of a new one"):
+            self._scaling = bind(scaler, self.ranks.holder.modules, self, None if self.ranks.are_all else share)
+        return scaler
+
+    def scaling(self) -> LossScaling:
+        """The scale on the loss; a ConfigError if there is none."""
+        if self._scaling is None:
+            raise ConfigError("unscale_ needs a scaler: call scale() with a torch.amp.GradScaler before")
+        return self._scaling
+
+    def share_overflow(self, own: bool) -> Call[bool]:
+        """Begin to compare whether gradients have overflowed, given whether they have in this process."""
+        with self._beginning("comparing overflows"):
+            rest = self._gather("GradScaler.step", OverflowShare(own).packed(), OverflowShare(False).packed())
+        return Call("comparing overflows", rest, OverflowShare.any_of)
+
+    def save_trace(self, path: str | os.PathLike[str], steps: int | None, replica: int | Literal["all"]) -> Call[None]:
+        """Begin to save a trace; a ConfigError if an argument does not fit, or no step is recorded."""
+        with self._beginning("saving a trace", counts=False):
+            request = TraceRequest.checked(path, steps, replica, self.ranks.topologies[0].replicas)
+            if not self.ranks.options.trace_steps:
+                raise ConfigError("trace_steps is 0, must be at least 1 for save_trace")
+            if not all(runner.has_traces for runner in self._runners):
+                raise ConfigError("no training step is recorded: save_trace goes after a step")
+        return Call("saving a trace", self._save_trace(request), _written)
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last completed training step."""
-        with self.gate.between("state_dict"):
-            return self.ranks.state(self._completed).plain()
+        with self._between("state_dict"):
+            return self._state(self._completed).plain()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``."""
-        with self.gate.between("load_state_dict", closed="load the state into a new one"):
+        """Go on from ``state``; a ConfigError if it does not fit."""
+        with self._between("load_state_dict", closed="load the state into a new one"):
             read = PipelineState.read(state)
-            self.ranks.load(read)
+            own = self._state(read.step)
+            is_first = self._loaded is None and not self._runners
+            chosen = self.ranks.options.first_step if is_first else 0
+            if chosen not in (0, read.step):
+                raise ConfigError(f"first_step is {chosen}, must be {read.step}, the state's step, or not passed")
+            read.check_fits(own)
+            self._loaded = read.for_pipeline(own)
+            self._restore()
             self._training_step = self._completed = read.step
 
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+    def _state(self, step: int) -> PipelineState:
+        measured = [each for runner in self._runners for each in runner.core.measured()]
+        if not self._runners and self._loaded is not None:
+            measured = list(self._loaded.measured)
+        return self.ranks.state(step, measured)
+
+    def _restore(self) -> None:
+        if self._loaded is not None:
+            for runner in self._runners:
+                runner.core.restore(self._loaded.measured)
+
+    # What any thread may ask, at any time.
+
+    def check(self) -> None:
+        """Raise `PipelineAborted` if a rank has failed."""
+        for runner in self._runners:
+            runner.check()
+
+    def statistics(self) -> tuple[RankStatistics, ...]:
+        """The statistics of each rank; none before the start."""
+        return tuple(runner.statistics() for runner in self._runners)
+
+    # The way to the loop.
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run ``coroutine`` on the runtime's own loop; cancelling its future cancels it.
 
         The future fails if the loop does not run any more.
         """
         assert self.thread is not None
-        if (given_up := self._given_up) is not None:  # no one would complete it
+        outcome: Future[T] = Future()
+        if self._given_up is not None:  # no one would complete it
             coroutine.close()
-            outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
-            outcome.set_exception(given_up)
+            outcome.set_exception(self._given_up)
             return outcome
-        outcome = self.thread.submit(coroutine)
+        loop = self.thread.loop
+        loop.call_soon_threadsafe(begin, loop, coroutine, outcome)
         self._awaited.add(outcome)
         return outcome
 
-    async def start(self) -> None:
-        """Start the ranks. On the runtime's loop."""
-        await self.ranks.start(None if self.thread is None else self._give_up)
-        self.ranks.delivery.begin(self._training_step)
-
-    @property
-    def has_given_up(self) -> bool:
-        """Whether the loop did not run for too long, so that waiting would never return."""
-        return self._given_up is not None
+    def fail_soon(self, error: BaseException) -> None:
+        """End the pipeline because the caller gave up waiting. Runs before all that is submitted later."""
+        if self.thread is None:
+            self._fail(error)
+        else:
+            self.thread.loop.call_soon_threadsafe(self._fail, error)
 
     def _give_up(self, error: PipelineAborted) -> None:
         """The loop has not run for too long: pass ``error`` to all callers that wait. On the thread that noticed."""
@@ -159,44 +431,108 @@ class Session:
         with suppress(RuntimeError):  # the loop ran again, and was closed meanwhile
             self.fail_soon(error)  # should it ever run again: the other ranks must not end a step that failed here
 
-    def fail_soon(self, error: BaseException) -> None:
-        """End the pipeline because the caller gave up waiting. Runs before all that is submitted later."""
-        if self.thread is None:
-            self.ranks.fail(error)
-        else:
-            self.thread.loop.call_soon_threadsafe(self.ranks.fail, error)
+    # On the loop.
 
-    def check_leaving(self) -> None:
-        """Raise an RrfpError on another loop, or inside a task, that says where to leave."""
-        self.gate.check_loop()
-        if self.ranks.computes_here():
-            raise RrfpError(
-                "the pipeline cannot be left from inside a task of its own step, such as loss_fn or a module: leave it "
-                "where step() was called"
-            )
+    async def start(self) -> None:
+        """Connect and begin to serve; when one rank cannot, free the others' resources."""
+        ranks = self.ranks
+        give_up = None if self.thread is None else self._give_up
+        self._time = LoopTime.of_running_loop()
+        for reducer in ranks.reducers:
+            reducer.start()
+        connecting = self._connect()
+        try:
+            await (connecting if ranks.failed_starts is None else ranks.failed_starts.unless_reported(connecting))
+            if not self._time.is_virtual:  # which is not related to the time of other threads and processes
+                self._monitor = ProcessMonitor(
+                    self._runners, ranks.options, str(ranks), give_up, ranks.delivery.stalled
+                )
+                self._monitor.start()
+        except BaseException as error:
+            self._fail(error)
+            await self._close_ranks(quiet=True)
+            raise
+        ranks.delivery.begin(self._training_step)
+
+    async def _connect(self) -> None:
+        first_step = self.ranks.options.first_step if self._loaded is None else self._loaded.step
+        self._runners = await self.ranks.make_runners(first_step)
+        _started.add(self)
+        self._restore()
+        await together(runner.start() for runner in self._runners)
+
+    async def _step(self, plan: Plan) -> StepResult:
+        """Run one step on all ranks of this process; the reports of all ranks may still be on their way."""
+        first, *others = await all_ended(runner.step(plan) for runner in self._runners)
+        if self.thread is None:  # on the caller's own loop a read of the result must not block: nothing else would run
+            await self._settle()
+        return first.joined(others) if others else first
+
+    async def _settle(self) -> None:
+        """Wait for the reports of the last step."""
+        await all_ended(runner.settle() for runner in self._runners)
+
+    async def _gather(self, call: str, own: bytes, empty: bytes) -> list[bytes]:
+        """All-gather ``own`` of each process between two steps; further ranks of a process give ``empty``."""
+        first, *others = self._runners
+        return (await all_ended([first.gather(call, own), *(runner.gather(call, empty) for runner in others)]))[0]
+
+    async def _save_trace(self, request: TraceRequest) -> str:
+        return (await all_ended(runner.save_trace(request) for runner in self._runners))[0]
 
     async def close(self, error: BaseException | None) -> None:
-        """Leave, because of ``error`` or in order. On the runtime's loop.
+        """Leave, because of ``error`` or in order.
 
         Raises `PipelineAborted` if the pipeline failed, no call has raised it, and there is no ``error``.
         """
         if error is not None:
-            self.ranks.fail(error)
+            self._fail(error)
         try:
-            await self.ranks.close(quiet=error is not None)
+            await self._close_ranks(quiet=error is not None)
         except PipelineAborted as unraised:
-            await self.ranks.wait_for_failed_process(unraised)
+            await self._wait_for_failed_process(unraised)
             raise
         if isinstance(error, PipelineAborted):
-            await self.ranks.wait_for_failed_process(error)
+            await self._wait_for_failed_process(error)
 
-    def leave(self) -> None:
-        """Stop the loop's thread and wait for the callbacks; on the caller's loop that is awaited apart."""
-        self.gate.close()
-        if self.thread is not None:
-            self.thread.close()
-        # The loop does not end, or it ended with the work undone.
-        self._awaited.fail(RrfpError("the pipeline was left before this was complete"))
-        self.ranks.delivery.end()
-        if self.thread_name is not None:
+    async def delivered(self) -> None:
+        """Wait until all callbacks have had their events, without blocking the loop unless its time is virtual."""
+        if self._time.is_virtual:
             self.ranks.delivery.wait()
+        else:
+            await self.ranks.delivery.delivered()
+
+    def _fail(self, error: BaseException) -> None:
+        """End the pipeline because of ``error`` in the caller's code; no effect on a rank that has failed already."""
+        for runner in self._runners:
+            runner.fail(error)
+
+    async def _close_ranks(self, *, quiet: bool) -> None:
+        """Leave in order, or after a failure once the peers have the abort; errors as in `close`, unless ``quiet``."""
+        # A rank whose own call had returned when another one failed has raised nothing; the caller knows all the same.
+        quiet = quiet or any(runner.failure is not None and runner.failure.was_raised for runner in self._runners)
+        try:
+            with suppress(PipelineAborted) if quiet else nullcontext():
+                await all_ended(runner.close() for runner in self._runners)
+        finally:
+            if self._monitor is not None:
+                await self._monitor.close()
+            for reducer in self.ranks.reducers:
+                reducer.close()
+
+    async def _wait_for_failed_process(self, error: PipelineAborted) -> None:
+        """Under torchrun, wait until the process in which ``error`` began has ended; `FAILED_PROCESS_GRACE_S` at most.
+
+        torchrun takes the first process that it finds ended as the root cause, and ends the others. A rank that is not
+        at fault says so in one line: its traceback would only bury that of the rank at fault.
+        """
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            logged = await asyncio.gather(*(runner.wait_for_failed_process(error.origin) for runner in self._runners))
+            if all(logged):
+                print_no_traceback(error)
+
+
+def _written(reason: Any) -> None:
+    """The end of a call that saves a trace, given the cause if nothing was written."""
+    if reason:
+        raise ConfigError(reason)

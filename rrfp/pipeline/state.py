@@ -82,7 +82,7 @@ class PipelineState:
             method.hint_name,
             method.limit_text,
             method.strict,
-            options["deterministic"],
+            options.deterministic,
             virtual_stages,
             topology.stage,
             topology.summand,

@@ -7,9 +7,9 @@ this rank end the pipeline alike, and what comes after is a consequence.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
 from rrfp import timeouts
 from rrfp.compute.tracebacks import place_of, trim
@@ -21,8 +21,6 @@ from rrfp.runtime.supervisor import failure_on_loop
 from rrfp.transports.base import Channel, Message, MessageKind, Transport
 
 logger = get_logger(__name__)
-
-T = TypeVar("T")
 
 #: Longer causes are cut, in characters: an abort has to fit into a message's header.
 MAX_CAUSE = 8192
@@ -71,6 +69,55 @@ def failure_of(error: BaseException, topology: Topology, task: str | None = None
     return Failure(_origin(topology, topology.rank, task, describe(error)), error)
 
 
+class AbortScope:
+    """A block of one task, which a failure of the pipeline ends wherever it waits, as `asyncio.timeout` does.
+
+    Raises `PipelineAborted` if any rank has failed, or fails meanwhile; what the block raises is a failure too.
+    """
+
+    def __init__(self, controller: AbortController, what: str) -> None:
+        self._controller = controller
+        self._what = what
+        self._task: asyncio.Task[Any] | None = None
+        self._is_cancelled = False
+
+    async def __aenter__(self) -> None:
+        self._controller.check()
+        self._task = asyncio.current_task()
+        self._controller.scope = self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        controller = self._controller
+        controller.scope = None
+        assert self._task is not None
+        if self._is_cancelled:
+            is_cancelled_again = self._task.uncancel() > 0
+            if isinstance(error, asyncio.CancelledError) and is_cancelled_again:
+                return  # by the caller too
+        elif error is not None:
+            if isinstance(error, asyncio.CancelledError) and self._task.cancelling():
+                controller.fail(RrfpError(f"{self._what} was cancelled by its caller"))
+                return
+            # Here and not in the task that waits: there SystemExit would end the loop first.
+            if (failure := failure_on_loop(error)) is None:
+                return
+            controller.fail(failure)
+        if controller.failure is not None:
+            raise controller.failure.error()
+
+    def cancel(self) -> None:
+        """The pipeline has failed: end the block, unless it is running now; then it ends where it waits next."""
+        if asyncio.current_task() is self._task:
+            asyncio.get_running_loop().call_soon(self._cancel_waiting)
+        else:
+            self._cancel_waiting()
+
+    def _cancel_waiting(self) -> None:
+        if self._controller.scope is self and self._task is not None:
+            self._is_cancelled = True
+            self._task.cancel()
+
+
 class AbortController:
     """Ends one rank when any rank fails. All methods are called on the rank's loop.
 
@@ -92,13 +139,13 @@ class AbortController:
         self._stop = stop
         self._text_of = text_of
         #: What the caller waits for: the start, a step, or an all-gather between steps.
-        self._current: asyncio.Task[Any] | None = None
+        self.scope: AbortScope | None = None
         self._broadcast: asyncio.Task[None] | None = None
 
     @property
     def is_awaited(self) -> bool:
         """Whether the caller waits for something."""
-        return self._current is not None
+        return self.scope is not None
 
     def check(self) -> None:
         """Raise the failure, if there is one, as `PipelineAborted`."""
@@ -110,39 +157,9 @@ class AbortController:
         if self.failure is not None and not self.failure.was_raised:
             raise self.failure.error()
 
-    async def unless_aborted(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
-        """Wait for ``coroutine``, in a task of its own so that a failure can end it wherever it waits.
-
-        Raises `PipelineAborted` if any rank has failed, or fails meanwhile; what ``coroutine`` raises is a failure too.
-        """
-        before = self.failure
-        if before is not None:
-            coroutine.close()
-            raise before.error()
-        self._current = waiting = asyncio.create_task(self._guard(coroutine), name=f"rrfp-rank-{self._topology.rank}")
-        # Cancelled before its first turn, the guard never awaits the coroutine; closing one that ended does nothing.
-        waiting.add_done_callback(lambda _: coroutine.close())
-        try:
-            return await waiting
-        except asyncio.CancelledError:
-            if self.failure is None:
-                self.fail(RrfpError(f"{what} was cancelled by its caller"))
-                raise
-        finally:
-            self._current = None
-        assert self.failure is not None
-        raise self.failure.error()
-
-    async def _guard(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What ``coroutine`` raises fails the pipeline here: outside its task, SystemExit would end the loop first."""
-        try:
-            return await coroutine
-        except BaseException as error:
-            if (failure := failure_on_loop(error)) is None:
-                raise
-        self.fail(failure)
-        assert self.failure is not None
-        raise self.failure.error()
+    def during(self, what: str) -> AbortScope:
+        """A block in which the caller waits for ``what``; see `AbortScope`."""
+        return AbortScope(self, what)
 
     def fail(self, error: BaseException, task: Task | None = None) -> None:
         """End the pipeline on every rank because of ``error`` on this one. Only the first failure counts."""
@@ -159,8 +176,8 @@ class AbortController:
         self.failure = failure
         # First, because stopping may raise: a lane may be a plugin.
         self._broadcast = asyncio.create_task(broadcast_abort(self._transport, failure.origin))
-        if self._current is not None:
-            self._current.cancel()
+        if self.scope is not None:
+            self.scope.cancel()
         self._stop(failure)
 
     async def close_transport(self) -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
+from rrfp import timeouts
 from rrfp.arbiter.loop import LoopTime
+from rrfp.compute.devices.base import Device
+from rrfp.compute.gradients.tied import TiedGradients
 from rrfp.compute.lanes.base import Lane
 from rrfp.compute.mailbox import Mailbox
+from rrfp.core.stage_core import StageCore
 from rrfp.errors import Origin, PeerLostError, ProtocolError
 from rrfp.model.graph import TaskGraph
 from rrfp.model.model_graph import ModelGraph
 from rrfp.model.tasks import StepId, Task
 from rrfp.model.topology import Topology
+from rrfp.runtime.handshake import StartDigests
 from rrfp.runtime.supervisor import TaskSupervisor
 from rrfp.trace.spans import Recorder
 from rrfp.transports.base import Channel, Message, MessageKind, Transport
@@ -152,6 +157,43 @@ class Fail(Protocol):
         """Because of ``error`` on this rank, while it ran ``task``."""
 
 
+#: Sums the gradients of a virtual stage over the replicas.
+Reduce = Callable[[int], Awaitable[None]]
+
+#: How the ranks of a group agree on an order: a leader's, or by proposing until they agree (the paper's way).
+Coordination = Literal["leader", "agreement"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankSettings:
+    """How one rank runs."""
+
+    #: Where it is; None: the only rank of its stage.
+    topology: Topology | None = None
+    coordination: Coordination = "leader"
+    #: Tasks enqueued and not complete, at most; None: as many as the lane wants, and where a group has a leader at
+    #: least 2, so that its order travels while the task before is running.
+    depth: int | None = None
+    #: Seconds of idleness inside a step after which all ranks are asked why.
+    stall_after: float = timeouts.STALL_AFTER_S
+    #: Seconds that a task, or a turn of a rank's loop, may take before the pipeline ends; None: any.
+    abort_after: float | None = None
+    #: The newest training steps whose traces are kept.
+    trace_steps: int = 0
+    #: The lane's; None for a CPU.
+    device: Device | None = None
+    #: Watches the run.
+    observer: Observer | None = None
+    #: Of the model's parts, if it has any.
+    model: ModelGraph | None = None
+    #: Sums the gradients of a virtual stage over the replicas.
+    reduce: Reduce | None = None
+    #: The rank's copies of tied parameters, if it may have any; all ranks agree on them.
+    ties: TiedGradients | None = None
+    #: What ranks agreed on before they connected, compared once they are.
+    agreement: StartDigests = field(default_factory=StartDigests)
+
+
 @dataclass(frozen=True, slots=True)
 class RankContext:
     """One rank: where it is, and the parts that its other parts share."""
@@ -168,7 +210,7 @@ class RankContext:
     #: The call that the rank is in.
     activity: RankActivity
     #: Peers that left in order.
-    departures: ClosedPeers
+    closed_peers: ClosedPeers
     #: Tensors between tasks.
     mailbox: Mailbox
     #: The trace of the step.
@@ -182,30 +224,23 @@ class RankContext:
 
     @classmethod
     def create(
-        cls,
-        topology: Topology,
-        graph: TaskGraph,
-        transport: Transport,
-        lane: Lane,
-        fail: Fail,
-        observer: Observer | None = None,
-        model: ModelGraph | None = None,
-        time: LoopTime | None = None,
+        cls, settings: RankSettings, core: StageCore, lane: Lane, transport: Transport, fail: Fail
     ) -> RankContext:
-        """Make the parts that need nothing else."""
-        activity = RankActivity(lane.now)
+        """Make the parts that need nothing else. On the rank's loop."""
+        activity, model = RankActivity(lane.now), settings.model
+        topology = settings.topology or Topology(core.stage, core.graph.placement.stages)
         return cls(
             topology,
-            graph,
+            core.graph,
             transport,
             lane,
             fail,
             TaskSupervisor(fail),
             activity,
             ClosedPeers(activity),
-            Mailbox(graph, topology.stage, None if model is None else model.feeds),
+            Mailbox(core.graph, topology.stage, None if model is None else model.feeds),
             Recorder(topology.stage, lane.now),
-            Unobserved() if observer is None else observer,
-            LoopTime() if time is None else time,
+            Unobserved() if settings.observer is None else settings.observer,
+            LoopTime.of_running_loop(),
             model,
         )

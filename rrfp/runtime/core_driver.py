@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from rrfp.arbiter.agreement import AgreementArbiter
 from rrfp.arbiter.arbiter import Arbiter
@@ -16,7 +16,6 @@ from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
 from rrfp.arbiter.leader import LeaderProtocol
 from rrfp.arbiter.offers import Offers, may_offer
 from rrfp.arbiter.pauses import PauseTimer
-from rrfp.compute.gradients.tied import TiedGradients
 from rrfp.compute.mailbox import Mailbox
 from rrfp.compute.program import StageProgram
 from rrfp.core import events as ev
@@ -26,11 +25,11 @@ from rrfp.core.usage import WaitCause
 from rrfp.errors import ProtocolError, StageError
 from rrfp.model.tasks import Kind, Task
 from rrfp.model.visits import Visits
-from rrfp.runtime.batching import Plan
-from rrfp.runtime.context import RankContext
-from rrfp.runtime.grad_finalizer import GradientFinalizer, Reduce
+from rrfp.runtime.context import Coordination, RankContext, RankSettings
+from rrfp.runtime.grad_finalizer import GradientFinalizer
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.runtime.messenger import Handler, Messenger
+from rrfp.runtime.plan import Plan
 from rrfp.transports.base import Channel, Message, MessageKind
 
 
@@ -132,12 +131,8 @@ class GroupLink:
         return self._group.index(sender), contents
 
 
-#: How the ranks of a group agree on an order: a leader's, or by proposing until they agree (the paper's way).
-Coordination = Literal["leader", "agreement"]
-
-
 class CoreDriver:
-    """See the module's docstring. All methods are called on the loop. Arguments as for `StageRunner`.
+    """See the module's docstring. All methods are called on the loop.
 
     Attributes:
         messenger: its messages.
@@ -154,25 +149,24 @@ class CoreDriver:
         context: RankContext,
         core: StageCore,
         program: StageProgram,
-        coordination: Coordination,
-        depth: int | None,
-        reduce: Reduce | None,
-        ties: TiedGradients | None,
+        settings: RankSettings,
     ) -> None:
         self.messenger = Messenger(context, self._on_event)
         self.executor = LaneExecutor(context, program, self._on_completed)
-        self.gradients = GradientFinalizer(context, program, self.executor, self.messenger.send, reduce, ties)
+        self.gradients = GradientFinalizer(
+            context, program, self.executor, self.messenger.send, settings.reduce, settings.ties
+        )
         self.finished, self.outputs_complete = asyncio.Event(), asyncio.Event()
         self._last = frozenset(
             v for v in core.graph.placement.virtual_stages(core.stage) if not core.graph.successors[v]
         )
         self._outputs_left = 0
         self._context = context
-        self._core = core
+        self.core = core
         self._program = program
-        is_led = coordination == "leader" and context.topology.members > 1
+        is_led = settings.coordination == "leader" and context.topology.members > 1
         lane_depth = context.lane.depth
-        self._depth = depth or (max(2, lane_depth) if is_led else lane_depth)
+        self._depth = settings.depth or (max(2, lane_depth) if is_led else lane_depth)
         self._pauses: PauseTimer | None = None
         self._previews: Previews | None = None
         if core.limit.bytes is not None and not core.group.follows:  # a follower decides nothing
@@ -184,12 +178,12 @@ class CoreDriver:
             MessageKind.CONSUMED: self.messenger.on_consumed,
             MessageKind.BEGUN: self.messenger.on_begun,
             MessageKind.TIE: self.gradients.on_message,
-            **self._join_group(coordination),
+            **self._join_group(settings.coordination),
         }
 
     def _join_group(self, coordination: Coordination) -> Mapping[MessageKind, Handler]:
         """Make the arbiter, and what this rank needs to run its group's order."""
-        core, topology = self._core, self._context.topology
+        core, topology = self.core, self._context.topology
         self.arbiter: Arbiter
         if topology.members == 1:
             offers = None
@@ -225,7 +219,7 @@ class CoreDriver:
         self.finished.clear()
         self.outputs_complete.clear()
         self.gradients.open(step, plan.reduce_gradients)
-        visits = Visits(step.microbatches, plan.skipped)
+        visits = plan.visits
         self._outputs_left = sum(v not in visits.skipped_by(m) for v in self._last for m in range(step.microbatches))
         if not self._outputs_left:
             self.outputs_complete.set()
@@ -233,7 +227,7 @@ class CoreDriver:
         with self.messenger.opening():
             if self._agreement is not None:
                 self._agreement.open_step(step)
-            opened = (step.number, step.mode, step.microbatches, plan.sizes, size_correlation, plan.skipped)
+            opened = (step.number, step.mode, step.microbatches, plan.sizes, size_correlation, visits.skipped)
             self._on_event(ev.StepOpened(*opened))
         if self._previews is not None:
             self._previews.open_step(visits)
@@ -250,7 +244,7 @@ class CoreDriver:
 
     def _apply(self, event: ev.Event) -> None:
         self._context.activity.touch()
-        for instruction in self._core.apply(event):
+        for instruction in self.core.apply(event):
             self._perform(instruction)
 
     def _perform(self, instruction: ev.Instruction) -> None:
@@ -271,7 +265,7 @@ class CoreDriver:
             case ev.FinishStep():
                 self.finished.set()
             case _:
-                raise ProtocolError(f"stage {self._core.stage} has no way to perform {instruction}")
+                raise ProtocolError(f"stage {self.core.stage} has no way to perform {instruction}")
 
     async def _reduce(self, virtual_stage: int) -> None:
         await self.gradients.finalize(virtual_stage)

@@ -17,7 +17,7 @@ from rrfp.compute.program import StageProgram
 from rrfp.errors import ProtocolError
 from rrfp.model.names import named
 from rrfp.model.tasks import StepId
-from rrfp.runtime.context import RankContext
+from rrfp.runtime.context import RankContext, Reduce
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.transports.base import Channel, Message, MessageKind
 
@@ -190,10 +190,6 @@ class _Arriving:
         """All of them."""
         ordered = (self._tensors[index] for index in range(len(self._tensors)))
         return Pieces(self._header["layout"], self._header["requires_grad"], tuple(t for t in ordered if t is not None))
-
-
-#: Sums the gradients of a virtual stage over the replicas.
-Reduce = Callable[[int], Awaitable[None]]
 
 
 class GradientFinalizer:

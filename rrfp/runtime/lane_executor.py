@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from rrfp.compute.activations import tensors_in
+from rrfp.compute.async_tensors import inner_tensors
 from rrfp.compute.lanes.base import Execution
 from rrfp.compute.mailbox import bytes_after, run_task
 from rrfp.compute.program import StageProgram
@@ -148,6 +150,14 @@ class LaneExecutor:
         finally:
             self._extras.remove(name)
             self._activity.touch()
+
+    def hand_over(self, outputs: Mapping[int, Any]) -> None:
+        """Let the calling thread use ``outputs`` of the last virtual stage. Called on the caller's thread."""
+        self._lane.hand_over(part for tensor in tensors_in(outputs) for part in inner_tensors(tensor))
+
+    def computes_here(self) -> bool:
+        """Whether one of its tasks is being computed on this thread. May be called on any thread."""
+        return (running := running_here()) is not None and running[0] is self
 
     def close(self) -> None:
         """Run nothing more, and report nothing that still runs; never waits for it. May be called twice."""

@@ -45,7 +45,7 @@ class Messenger:
         self._transport = context.transport
         self._at_once = sending_at_once(context.transport)
         self._mailbox = context.mailbox
-        self._departures = context.departures
+        self._closed_peers = context.closed_peers
         self._activity = context.activity
         self._recorder = context.recorder
         self._supervisor = context.supervisor
@@ -97,7 +97,7 @@ class Messenger:
             return
         if isinstance(error, FrameError) and error.peer is None:
             self._foreign.add(f"dropped: {error}")
-        elif not (isinstance(error, PeerLostError) and error.peer in self._departures):
+        elif not (isinstance(error, PeerLostError) and error.peer in self._closed_peers):
             raise error
 
     def _handle(self, handlers: Mapping[MessageKind, Handler], message: Message) -> None:
@@ -260,7 +260,7 @@ class Messenger:
         try:
             await self._hand_over(peer, message)
         except PeerLostError:
-            if peer not in self._departures:
+            if peer not in self._closed_peers:
                 raise
 
     async def _hand_over(self, peer: int, message: Message) -> None:
@@ -272,6 +272,6 @@ class Messenger:
         try:
             await self._transport.send(peer, message)
         except PeerLostError:
-            if peer not in self._departures and not self._supervisor.stopping:
+            if peer not in self._closed_peers and not self._supervisor.stopping:
                 await asyncio.sleep(timeouts.FAREWELL_TIMEOUT_S)
             raise

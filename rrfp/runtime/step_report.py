@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from rrfp import timeouts
-from rrfp.compute.weighting import Reduction, combine_losses
+from rrfp.compute.weighting import Reduction, SharedGradientWeights, combine_losses
+from rrfp.core.stage_core import StageCore
 from rrfp.core.usage import Peaks
 from rrfp.errors import ProtocolError
 from rrfp.log import get_logger
@@ -20,8 +21,8 @@ from rrfp.model.topology import Topology
 from rrfp.runtime import records
 from rrfp.runtime.abort import Failure
 from rrfp.runtime.all_gather import TreeAllGather
-from rrfp.runtime.batching import Plan
 from rrfp.runtime.context import RankContext
+from rrfp.runtime.plan import Plan
 from rrfp.runtime.reports import PendingReports, ResourceMeter, StageReport, StepFigures
 from rrfp.trace.breakdown import breakdown
 from rrfp.trace.spans import StepTrace
@@ -244,8 +245,12 @@ class StepReporter:
     `RankActivity` counts the exchange of reports as the end of the step.
     """
 
-    def __init__(self, context: RankContext, all_gather: TreeAllGather) -> None:
+    def __init__(self, context: RankContext, core: StageCore, all_gather: TreeAllGather) -> None:
         self._topology = topology = context.topology
+        self._core = core
+        #: The most that was held in the steps before the current, or last, one.
+        self.earlier = Peaks()
+        self._meter = ResourceMeter(core.limit, core.graph.placement.chunks_of(core.stage), context.transport)
         self._model = context.model
         self._all_gather = all_gather
         self._activity = context.activity
@@ -276,7 +281,9 @@ class StepReporter:
         shares = [records.unpack(WeightShare, data, "the weight of a replica") for data in gathered]
         self._check_reduces([share.reduces for share in shares], plan)
         if self.has_losses:
-            plan.normalise(sum(share.weight for share in shares))
+            factors = plan.batch.gradient_weights
+            assert isinstance(factors, SharedGradientWeights), "the step was planned for one replica"
+            factors.normalise(sum(share.weight for share in shares))
 
     def _check_reduces(self, reduces: Sequence[bool], plan: Plan) -> None:
         """A rank that sums gradients would wait in a collective for one that does not."""
@@ -285,6 +292,10 @@ class StepReporter:
             raise ProtocolError(
                 f"reduce_gradients is True on {does} and False on {does_not} in {plan.step}: must be the same on all"
             )
+
+    def begin(self) -> None:
+        """Another step follows the one whose peaks the core still has."""
+        self.earlier = Peaks.worst([self.earlier, self._core.peaks])
 
     def open(self, plan: Plan, read_losses: ReadLosses) -> None:
         """The step has begun. ``read_losses`` waits for this rank's losses, on a rank that computes any.
@@ -332,20 +343,19 @@ class StepReporter:
         """Fail where ranks were given other visits, before one of them waits for a task that another skips."""
         if self._model is None or not self._model.optional:
             return
-        own = VisitShare(tuple(tuple(sorted(skipped)) for skipped in plan.skipped))
+        own = VisitShare(tuple(tuple(sorted(skipped)) for skipped in plan.visits.skipped))
         answers = await self._all_gather.all_gather("visits", plan.step.number, records.pack(own))
         shares = [records.unpack(VisitShare, data, "the visits of a step") for data in answers]
         check_visits([share.skipped for share in shares], self._model.feeds.parts, self._topology)
 
-    def report(
-        self, plan: Plan, trace: StepTrace, peaks: Peaks, meter: ResourceMeter, size_correlation: float | None = None
-    ) -> PendingReports:
+    def report(self, plan: Plan, trace: StepTrace) -> PendingReports:
         """Exchange reports behind the caller's back: this rank's call returns meanwhile."""
         self._pending = pending = PendingReports(self._wait)
         self._awaited.clear()
         self._settled.clear()
         self._activity.return_step()
-        self._supervisor.spawn(self._exchange(plan, trace, peaks, meter, size_correlation, pending))
+        peaks, correlation = self._core.peaks, self._core.size_correlation
+        self._supervisor.spawn(self._exchange(plan, trace, peaks, correlation, pending))
         return pending
 
     async def _exchange(
@@ -353,7 +363,6 @@ class StepReporter:
         plan: Plan,
         trace: StepTrace,
         peaks: Peaks,
-        meter: ResourceMeter,
         size_correlation: float | None,
         pending: PendingReports,
     ) -> None:
@@ -361,7 +370,7 @@ class StepReporter:
         parts = breakdown(trace, self._topology.stage)
         # Before they have this report, the other ranks send nothing of the next step.
         seconds = trace.end - trace.start
-        report = StageReport(self._topology.stage, seconds, parts, peaks, meter.read(), size_correlation)
+        report = StageReport(self._topology.stage, seconds, parts, peaks, self._meter.read(), size_correlation)
         answers = await self._all_gather.all_gather("step", plan.step.number, records.pack(report))
         reports = [records.unpack(StageReport, data, "a step report") for data in answers]
         measured = least([report.size_correlation for report in reports])

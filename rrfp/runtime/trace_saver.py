@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal, Self, TypeVar
 
@@ -19,11 +19,13 @@ import msgpack
 from rrfp.errors import ConfigError, ProtocolError
 from rrfp.host import ProcessIdentity, boot_id, namespace
 from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Mode
 from rrfp.model.topology import Topology
 from rrfp.runtime import records
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.lane_executor import LaneExecutor
+from rrfp.runtime.plan import Plan
 from rrfp.trace.chrome import ChromeRun, write_runs
 from rrfp.trace.history import TraceHistory
 from rrfp.trace.plain import from_plain, to_plain
@@ -150,14 +152,12 @@ class TraceSize:
 
 
 class TraceSaver:
-    """Saves the traces of one job; every rank has one."""
+    """Keeps the traces of the newest training steps of one rank, and saves those of all; every rank has one."""
 
-    def __init__(
-        self, context: RankContext, all_gather: TreeAllGather, history: TraceHistory, executor: LaneExecutor
-    ) -> None:
+    def __init__(self, context: RankContext, all_gather: TreeAllGather, executor: LaneExecutor, steps: int) -> None:
         self._topology = context.topology
         self._all_gather = all_gather
-        self._history = history
+        self._history = TraceHistory(steps)
         self._executor = executor
         self._now = context.lane.now
         self._graph = context.graph if context.graph.names else None
@@ -165,6 +165,16 @@ class TraceSaver:
         self._clock = own_clock()
         #: Rounds of all calls so far, the same on all ranks.
         self._rounds = 0
+
+    def keep(self, plan: Plan, trace: StepTrace) -> None:
+        """Keep the trace of a training step."""
+        if plan.step.mode is Mode.TRAIN:
+            self._history.add(replace(trace, step=plan.batch.training_step))
+
+    @property
+    def has_any(self) -> bool:
+        """Whether the trace of a step is kept. May be read on any thread."""
+        return bool(self._history.traces)
 
     async def save(self, request: TraceRequest) -> str:
         """Save the traces; every rank calls it.

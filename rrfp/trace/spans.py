@@ -12,6 +12,7 @@ from dataclasses import replace
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.model.record import record
 from rrfp.model.tasks import Task
+from rrfp.model.visits import Visits
 
 DEFAULT_CAPACITY = 65_536
 
@@ -248,13 +249,21 @@ class Recorder:
         """The output of ``task`` arrived from stage ``peer``."""
         self._ring.record(MessageSpan(peer, self._stage, task, None, self._now(), num_bytes))
 
-    def close(self, step: int, peaks: Peaks | None = None) -> StepTrace:
-        """The step has ended. ``peaks`` are the stage's in that step, where known."""
+    def close(
+        self,
+        step: int,
+        peaks: Peaks | None = None,
+        visits: Visits | None = None,
+        sizes: tuple[float, ...] | None = None,
+    ) -> StepTrace:
+        """The step has ended. ``peaks``, ``visits`` and ``sizes`` are the stage's in that step, where known."""
         now = self._now()
         if self._cause is not None:
             self._end_wait(now)
             self._cause = None
-        return self._ring.cut(step, self._opened, now, () if peaks is None else (StagePeaks(self._stage, peaks),))
+        own_peaks = () if peaks is None else (StagePeaks(self._stage, peaks),)
+        trace = self._ring.cut(step, self._opened, now, own_peaks)
+        return replace(trace, skipped=() if visits is None else skips(visits.skipped), sizes=sizes)
 
     def _end_wait(self, end: float) -> None:
         if self._cause is not None and end > self._cause_since:

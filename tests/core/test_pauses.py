@@ -66,6 +66,17 @@ def test_the_wait_has_a_cause_of_its_own_and_ends_with_what_it_awaits() -> None:
     assert not script.core.is_pausing
 
 
+def test_no_part_of_a_wait_changes_which_tasks_are_ready() -> None:
+    script = stage()
+    before = script.ready
+    assert "B1@1" in before
+    announced(script, "F3@0")
+    for event in (ev.PauseBegun(), ev.PauseEnded()):
+        assert script.ready == before
+        script.told(event)
+    assert script.ready == before
+
+
 def test_after_the_longest_wait_the_backward_runs_and_is_not_waited_before_again() -> None:
     script = stage()
     announced(script, "F3@0")

@@ -44,7 +44,7 @@ async def look() -> tuple[JobReport, Survey]:
 
         async def survey(at: float) -> None:
             await asyncio.sleep(at)
-            surveys.append(await pipe._session.ranks._runners[0].survey())
+            surveys.append(await pipe._session._runners[0].health.surveys.survey())
 
         looks = [asyncio.create_task(survey(at)) for at in LOOKS_AT_S]
         while not all(each.done() for each in looks):

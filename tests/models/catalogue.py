@@ -12,7 +12,7 @@ import torch
 from models.case import Case
 from torch import nn
 
-from rrfp.pipeline.options import Options
+from rrfp.pipeline.options import OptionArguments
 
 #: Each is the file of that name in this folder, with how many stages it is cut into.
 STAGES = {
@@ -50,7 +50,7 @@ class Configuration:
     defer_all: bool = False
     deterministic: bool = False
 
-    def options(self, case: Case) -> Options:
+    def options(self, case: Case) -> OptionArguments:
         """The options of `rrfp.local` and `rrfp.Pipeline`."""
         return {
             "hint": self.hint,

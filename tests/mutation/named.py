@@ -194,7 +194,7 @@ NAMED: tuple[Named, ...] = (
     Named(
         "a departure before a step is not looked at",
         "rrfp/runtime/stage_runner.py",
-        "        context.departures.check()\n",
+        "        context.closed_peers.check()\n",
         "",
         (tests("runtime/test_departures.py"),),
     ),

@@ -42,9 +42,10 @@ async def test_a_waiting_caller_gets_the_first_of_two_failures_that_come_before_
     abort = await controller([])
 
     async def for_ever() -> None:
-        await asyncio.get_running_loop().create_future()
+        async with abort.during("the step"):
+            await asyncio.get_running_loop().create_future()
 
-    waiting = asyncio.create_task(abort.unless_aborted(for_ever(), "the step"))
+    waiting = asyncio.create_task(for_ever())
     await asyncio.sleep(0)
     assert abort.is_awaited
     abort.fail(ValueError("first"))

@@ -19,7 +19,7 @@ from runtime.toys import Bomb, Hold, data, loss_fn, stages
 import rrfp
 from rrfp.errors import ConfigError, PipelineAborted, RrfpError
 from rrfp.pipeline.blocking import BlockingPipeline
-from rrfp.pipeline.local_ranks import LocalRanks
+from rrfp.runtime.plan import StepPlanner
 
 BATCH = data(2)
 
@@ -40,15 +40,15 @@ def test_of_two_threads_that_step_at_once_one_is_refused_and_the_other_goes_on(
     monkeypatch: pytest.MonkeyPatch, second: str
 ) -> None:
     """The first is held between the check of its turn and the begin of its step, where the second used to pass."""
-    inside, release, planned = threading.Event(), threading.Event(), LocalRanks.plan
+    inside, release, planned = threading.Event(), threading.Event(), StepPlanner.plan
 
-    def slow_plan(self: LocalRanks, *arguments: Any, **keywords: Any) -> Any:
+    def slow_plan(self: StepPlanner, *arguments: Any, **keywords: Any) -> Any:
         if not inside.is_set():
             inside.set()
             assert release.wait(20)
         return planned(self, *arguments, **keywords)
 
-    monkeypatch.setattr(LocalRanks, "plan", slow_plan)
+    monkeypatch.setattr(StepPlanner, "plan", slow_plan)
     with pair().blocking() as pipe:
         results: list[Any] = []
         first = threading.Thread(target=lambda: results.append(pipe.step(BATCH.inputs, BATCH.targets)), daemon=True)

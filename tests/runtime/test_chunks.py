@@ -74,7 +74,7 @@ async def run(graph: TaskGraph, microbatches: int, modes: list[Mode]) -> list[Nu
     programs = [Numbers(graph, lane) for lane in lanes]
     met = LocalRendezvous()
 
-    async def build() -> list[StageRunner]:
+    async def build(_: int) -> list[StageRunner]:
         return [
             StageRunner(
                 StageCore(graph, stage, create_hint("bfw"), Limit(1)),

@@ -86,49 +86,49 @@ def closed(body: Any, sender: int = 4) -> Message:
 
 def test_a_peer_that_left_later_is_no_loss() -> None:
     activity = RankActivity(lambda: 0.0)
-    departures = ClosedPeers(activity)
-    departures.on_message(closed({"steps": 3, "gatherings": 1}))
-    assert 4 in departures
-    assert 5 not in departures
+    closed_peers = ClosedPeers(activity)
+    closed_peers.on_message(closed({"steps": 3, "gatherings": 1}))
+    assert 4 in closed_peers
+    assert 5 not in closed_peers
     for number in range(3):
         activity.begin_step(StepId(number, Mode.TRAIN, 2))
-        departures.check()
+        closed_peers.check()
         activity.end_step()
     with activity.gather("clip_grad_norm_"):
-        departures.check()
+        closed_peers.check()
     activity.begin_step(StepId(3, Mode.TRAIN, 2))
     with pytest.raises(PeerLostError, match=r"its program left after 3 step\(s\), but step 3 was begun elsewhere"):
-        departures.check()
+        closed_peers.check()
     activity.end_step()
     with (
         activity.gather("clip_grad_norm_"),
         pytest.raises(PeerLostError, match="its program left, but clip_grad_norm_ was called elsewhere"),
     ):
-        departures.check()
+        closed_peers.check()
 
 
 @pytest.mark.parametrize("gathers", [False, True])
 def test_a_peer_that_leaves_before_the_call_that_runs_here_is_lost_when_it_says_so(gathers: bool) -> None:
     activity = RankActivity(lambda: 0.0)
-    departures = ClosedPeers(activity)
+    closed_peers = ClosedPeers(activity)
     if not gathers:
         activity.begin_step(StepId(0, Mode.TRAIN, 2))
     with activity.gather("clip_grad_norm_") if gathers else nullcontext():
-        departures.on_message(closed({"steps": 1, "gatherings": 1}, sender=2))
+        closed_peers.on_message(closed({"steps": 1, "gatherings": 1}, sender=2))
         with pytest.raises(PeerLostError, match="its program left") as caught:
-            departures.on_message(closed({"steps": 0, "gatherings": 0}))
+            closed_peers.on_message(closed({"steps": 0, "gatherings": 0}))
     assert caught.value.peer == 4
 
 
 @pytest.mark.parametrize("body", [{}, {"steps": 1}, {"gatherings": 1}, {"steps": "1", "gatherings": 0}])
 def test_a_closed_message_has_the_calls_that_its_rank_took_part_in(body: Any) -> None:
     activity = RankActivity(lambda: 0.0)
-    departures = ClosedPeers(activity)
+    closed_peers = ClosedPeers(activity)
     with pytest.raises(ProtocolError, match="rank 2 closed without saying after how many steps and gatherings"):
-        departures.on_message(closed(body, sender=2))
+        closed_peers.on_message(closed(body, sender=2))
     for number in range(3):
         activity.begin_step(StepId(number, Mode.TRAIN, 2))
         activity.end_step()
     with activity.gather("clip_grad_norm_"):
         pass
-    assert dict(departures.own_message().body) == {"steps": 3, "gatherings": 1}
+    assert dict(closed_peers.own_message().body) == {"steps": 3, "gatherings": 1}

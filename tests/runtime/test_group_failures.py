@@ -45,7 +45,7 @@ def test_a_rank_that_dies_in_the_middle_of_a_step_is_named_on_every_other(victim
         if len(parts[victim].ran) == 20:
             session = ranks.pipelines[victim]._session
             assert session.thread is not None
-            session.thread.loop.call_soon_threadsafe(session.ranks._runners[0]._context.transport.abort)
+            session.thread.loop.call_soon_threadsafe(session._runners[0]._context.transport.abort)
 
     ready = threading.Event()
     parts = programs(checks={victim: check})

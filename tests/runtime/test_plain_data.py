@@ -18,7 +18,7 @@ from rrfp.memory.admission import Limit
 from rrfp.model.mesh import Mesh, MeshPosition
 from rrfp.model.tasks import Kind, Mode, StepId, Task
 from rrfp.runtime.abort import origin_of
-from rrfp.runtime.batching import plan_step
+from rrfp.runtime.plan import StepPlanner, StepRequest
 from rrfp.runtime.records import pack, unpack
 from rrfp.runtime.reports import ResourceMeter, Resources, StageReport, StepFigures
 from rrfp.runtime.step_report import Losses, LossShare, PartLosses
@@ -172,16 +172,16 @@ def test_losses_of_several_parts_are_added_and_a_replica_that_skips_one_counts_i
 def test_a_plan_knows_m_from_any_list() -> None:
     lists: list[dict[str, Any]] = [{"inputs": [1, 2]}, {"targets": (1, 2)}, {"kwargs": [{}, {}]}, {"microbatches": 2}]
     for arguments in lists:
-        plan = plan_step(7, Mode.TRAIN, "mean", **arguments)
+        plan = StepPlanner().plan(StepRequest(Mode.TRAIN, **arguments), 7)
         assert plan.step == StepId(7, Mode.TRAIN, 2)
         assert plan.batch.gradient_weights == (0.5, 0.5)
-    plan = plan_step(0, Mode.TRAIN, "sum", weights=[1, 3], grad_scale=2.0)
+    plan = StepPlanner("sum").plan(StepRequest(Mode.TRAIN, weights=[1, 3], grad_scale=2.0))
     assert (plan.weights, plan.batch.gradient_weights) == ((1, 3), (2.0, 6.0))
 
 
 def test_a_plan_names_all_lists_when_they_disagree() -> None:
     with pytest.raises(ConfigError, match=r"\(microbatches: 3, inputs: 1, targets: 2\)"):
-        plan_step(0, Mode.TRAIN, "mean", [1], [1, 2], microbatches=3)
+        StepPlanner().plan(StepRequest(Mode.TRAIN, [1], [1, 2], microbatches=3))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from rrfp.model.graph import TaskGraph
 from rrfp.model.mesh import Mesh
 from rrfp.model.tasks import Kind, Task
 from rrfp.pipeline.blocking import BlockingPipeline
-from rrfp.runtime.batching import Plan
+from rrfp.runtime.plan import Plan
 from rrfp.runtime.stage_runner import StageRunner
 
 __all__ = ["fork_server"]
@@ -302,7 +302,7 @@ def test_leaving_raises_no_second_time_for_a_stage_of_the_process_whose_part_was
 
     async def step(runner: StageRunner, plan: Plan) -> rrfp.StepResult:
         result = await run_step(runner, plan)
-        if runner.stage == 1:
+        if runner.core.stage == 1:
             stage_1_returned.set()
         return result
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import rrfp
 from rrfp.hints.pyramid import pyramids
 from rrfp.model.tasks import Kind, Mode
-from rrfp.runtime.batching import plan_step
+from rrfp.runtime.plan import StepPlanner, StepRequest
 
 
 @pytest.mark.parametrize("hint", ["slot-aware-pyramid", "bfw-pyramid"])
@@ -33,14 +33,14 @@ def test_pyramids_change_the_order_and_neither_gradients_nor_losses(hint: str) -
 
 def test_a_size_may_be_a_number_of_numpy_or_a_tensor() -> None:
     sizes: Any = [7, 1.5, np.int64(3), torch.tensor(4), 0]
-    plan = plan_step(0, Mode.TRAIN, "mean", sizes=sizes)
+    plan = StepPlanner().plan(StepRequest(Mode.TRAIN, sizes=sizes))
     assert plan.sizes == (7.0, 1.5, 3.0, 4.0, 0.0)
 
 
 @pytest.mark.parametrize("size", [-1, math.nan, math.inf, None, "many", torch.ones(2)])
 def test_another_size_is_refused_by_its_microbatch(size: Any) -> None:
     with pytest.raises(rrfp.ConfigError, match=r"^sizes\[1\] is .*, must be a finite number >= 0$"):
-        plan_step(0, Mode.TRAIN, "mean", sizes=[1, size])
+        StepPlanner().plan(StepRequest(Mode.TRAIN, sizes=[1, size]))
 
 
 def test_the_defaults_run_a_step_without_sizes() -> None:

@@ -21,8 +21,9 @@ from rrfp.errors import PipelineAborted, RrfpError
 from rrfp.hints import create_hint
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Kind, Mode, Task
-from rrfp.runtime.batching import plan_step
+from rrfp.runtime.context import RankSettings
 from rrfp.runtime.control_tree import peers
+from rrfp.runtime.plan import StepPlanner, StepRequest
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual
 from rrfp.transports.base import Message, MessageKind, TransportContext
@@ -68,7 +69,11 @@ class Job:
         )
         core = StageCore(self._graph, stage, create_hint("bfw"))
         return StageRunner(
-            core, self._programs[stage], lane, SimulatedTransport(context, self._latency), stall_after=self._stall_after
+            core,
+            self._programs[stage],
+            lane,
+            SimulatedTransport(context, self._latency),
+            RankSettings(stall_after=self._stall_after),
         )
 
     def _seconds(self, task: Task) -> float:
@@ -86,7 +91,7 @@ class Job:
         return HOP_S
 
     async def step(self, stage: int, number: int = 0) -> StepResult:
-        plan = plan_step(number, Mode.TRAIN, "mean", microbatches=1)
+        plan = StepPlanner().plan(StepRequest(Mode.TRAIN, microbatches=1), number)
         self._programs[stage].open(plan.step, plan.batch)
         return await self.runners[stage].step(plan)
 

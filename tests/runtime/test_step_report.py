@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from runtime.contexts import context_of
+from runtime.contexts import context_of, core_of
 
 from rrfp import Topology
 from rrfp.errors import ProtocolError
@@ -13,7 +13,7 @@ from rrfp.model.graph import TaskGraph
 from rrfp.model.mesh import Mesh
 from rrfp.model.tasks import Mode
 from rrfp.runtime.all_gather import TreeAllGather
-from rrfp.runtime.batching import Plan, plan_step
+from rrfp.runtime.plan import Plan, StepPlanner, StepRequest
 from rrfp.runtime.step_report import StepReporter
 
 MESH = Mesh((("pp", 1), ("dp", 2)))
@@ -28,15 +28,17 @@ async def share(plans: list[Plan]) -> list[BaseException | None]:
 
     parts += [TreeAllGather(rank, 2, poster(rank)) for rank in range(2)]  # type: ignore[arg-type]
     contexts = [context_of(Topology.at(rank, MESH), TaskGraph.chain(1)) for rank in range(2)]
-    reporters = [StepReporter(context, part) for context, part in zip(contexts, parts, strict=True)]
+    reporters = [
+        StepReporter(context, core_of(context.topology, context.graph), part)
+        for context, part in zip(contexts, parts, strict=True)
+    ]
     shares = (reporter.share_weights(plan) for reporter, plan in zip(reporters, plans, strict=True))
     return list(await asyncio.gather(*shares, return_exceptions=True))
 
 
 def plan(weights: list[float], *, reduces: bool = True) -> Plan:
-    made = plan_step(
-        0, Mode.TRAIN, "mean", microbatches=len(weights), weights=weights, reduce_gradients=reduces, is_shared=True
-    )
+    request = StepRequest(Mode.TRAIN, microbatches=len(weights), weights=weights, reduce_gradients=reduces)
+    made = StepPlanner(is_shared=True).plan(request)
     assert made.total_weight == sum(weights)
     return made
 

@@ -42,8 +42,8 @@ async def test_every_rank_sees_all_others() -> None:
     async with rrfp.local(stages(6), loss_fn=loss_fn, loop="caller") as pipe:
         for number in range(2):
             await pipe.step(batch.inputs, batch.targets)
-            for asker, runner in enumerate(pipe._session.ranks._runners):
-                survey = await runner.survey()
+            for asker, runner in enumerate(pipe._session._runners):
+                survey = await runner.health.surveys.survey()
                 assert survey.asker == asker
                 for rank, answer in enumerate(survey.answers):
                     assert (answer.rank, answer.stage, answer.name, answer.absent) == (rank, rank, f"stage {rank}", "")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import rrfp
 from rrfp.errors import ConfigError
 from rrfp.model.tasks import Mode
-from rrfp.runtime.batching import plan_step
+from rrfp.runtime.plan import StepPlanner, StepRequest
 
 
 class Pair(NamedTuple):
@@ -104,7 +104,7 @@ def test_each_rank_cuts_what_it_has() -> None:
 
 @pytest.mark.parametrize("count", [1, 3, 7])
 def test_a_replica_counts_by_its_microbatches_whether_it_cuts_or_not(count: int) -> None:
-    plan = plan_step(0, Mode.TRAIN, "mean", rows(7), rows(7), microbatches=count, is_shared=True)
+    plan = StepPlanner(is_shared=True).plan(StepRequest(Mode.TRAIN, rows(7), rows(7), microbatches=count))
     assert plan.total_weight == pytest.approx(count)
 
 

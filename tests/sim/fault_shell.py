@@ -19,8 +19,9 @@ from rrfp.lab.faults.faults import Death, Pause, Spike
 from rrfp.lab.faults.scenario import Rows, Scenario
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Kind, Mode, StepId, Task
-from rrfp.runtime.batching import plan_step
+from rrfp.runtime.context import RankSettings
 from rrfp.runtime.control_tree import peers
+from rrfp.runtime.plan import StepPlanner, StepRequest
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.testing.clock import TimerLane, run_virtual
 from rrfp.transports.base import Message, MessageKind, TransportContext
@@ -127,14 +128,14 @@ class _Shell:
         hint, limit = scenario.make_hint(stage), scenario.limits[stage]
         core = StageCore(scenario.graph, stage, hint, limit, in_order=scenario.in_order)
         program = HashStage(scenario.graph, scenario.durations, lane)
-        runner = StageRunner(core, program, lane, transport, stall_after=self._patience)
+        runner = StageRunner(core, program, lane, transport, RankSettings(stall_after=self._patience))
         results: list[StepResult] = []
         try:
             await runner.start()
             for step in scenario.steps:
                 sizes = None if scenario.sizes is None else scenario.sizes[: step.microbatches]
-                plan = plan_step(step.number, step.mode, "mean", microbatches=step.microbatches, sizes=sizes)
-                plan = replace(plan, skipped=scenario.visits_of(step).skipped)
+                request = StepRequest(step.mode, microbatches=step.microbatches, sizes=sizes)
+                plan = replace(StepPlanner().plan(request, step.number), visits=scenario.visits_of(step))
                 program.open(plan.step, plan.batch)
                 self._links.step_opened(stage, step.number)
                 results.append(await runner.step(plan))

@@ -26,7 +26,7 @@ BATCH = 300
 #: Events after which the ready set may lack a task that it had: one is taken out of it, or its step is over.
 TAKES_OUT = (ev.Enqueued, ev.StepOpened, ev.Aborted)
 
-#: Events of a stage that waits for a forward before a backward.
+#: Events of a stage that waits for a forward before a backward: in few of these runs. See `core.test_pauses`.
 WAITS = {ev.Announced, ev.PauseBegun, ev.PauseEnded}
 
 
@@ -66,7 +66,6 @@ def test_only_the_start_of_another_task_makes_a_ready_task_unready(first: int) -
         assert not run.problems, f"make_scenario({seed}, alone=True): {run.problems[0]}"
         assert not lost, f"make_scenario({seed}, alone=True): {lost[0]}"
     assert seen - WAITS == {ev.Arrived, ev.Completed, ev.SendReleased, ev.Consumed, ev.ChunkReduced}
-    assert first or seen >= WAITS, "few runs wait; some of the first batch do"
 
 
 def test_the_watch_sees_a_rule_that_breaks_it() -> None:

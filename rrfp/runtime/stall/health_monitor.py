@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +13,16 @@ from rrfp.host import ProcessIdentity, ProcessWatch, ended
 from rrfp.log import get_logger
 from rrfp.runtime import records
 from rrfp.runtime.all_gather import TreeAllGather
-from rrfp.runtime.context import RankContext
+from rrfp.runtime.context import RankContext, RankSettings
+from rrfp.runtime.core_driver import CoreDriver
 from rrfp.runtime.handshake import StartDigests
+from rrfp.runtime.messenger import Handler
 from rrfp.runtime.stall.awake import AwakeTime
 from rrfp.runtime.stall.peer_monitor import PeerMonitor
 from rrfp.runtime.stall.progress import StallProgress
 from rrfp.runtime.stall.survey import Surveys
 from rrfp.runtime.stall.watchdog import Watchdog
-from rrfp.transports.base import Message
+from rrfp.transports.base import Message, MessageKind
 
 #: A check is late by this part of the limit at most.
 _PRECISION = 0.01
@@ -65,20 +67,21 @@ class _Introduction:
 
 
 class HealthMonitor:
-    """Puts the parts of the module `rrfp.runtime.stall` together; the times are those of `StageRunner`."""
+    """Puts the parts of the module `rrfp.runtime.stall` together."""
 
     def __init__(
         self,
         context: RankContext,
-        progress: StallProgress,
+        driver: CoreDriver,
         all_gather: TreeAllGather,
-        post: Callable[[int, Message], None],
-        stall_after: float,
-        abort_after: float | None,
+        settings: RankSettings,
     ) -> None:
+        post, stall_after, abort_after = driver.messenger.post, settings.stall_after, settings.abort_after
+        progress = StallProgress(context, driver)
+        self.handlers: Mapping[MessageKind, Handler] = {MessageKind.PROBE: self._on_message}
         self._topology = context.topology
         self._peers = context.transport.context.peers
-        self._departures = context.departures
+        self._closed_peers = context.closed_peers
         self._fail = context.fail
         self._all_gather = all_gather
         #: The process of each rank, once all have exchanged theirs.
@@ -115,7 +118,7 @@ class HealthMonitor:
         self._processes.start(self._peers, self._identities, own)
         return agreements
 
-    def on_message(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         """A PROBE arrived: part of a survey or of a poll."""
         takes = self.surveys if "survey" in message.body else self.watchdog
         takes.on_message(message)
@@ -145,5 +148,5 @@ class HealthMonitor:
         self._peer_monitor.close()
 
     def _process_ended(self, peer: int) -> None:
-        if peer not in self._departures:
+        if peer not in self._closed_peers:
             self._fail(PeerLostError(peer, "its process ended"))

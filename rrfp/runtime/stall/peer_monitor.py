@@ -54,7 +54,7 @@ class PeerMonitor:
         self._peers = context.transport.context.peers
         self._fail = context.fail
         self._observer = context.observer
-        self._departures = context.departures
+        self._closed_peers = context.closed_peers
         self._post = post
         self._repeat_s = stall_after / 2
         self._abort_after = abort_after
@@ -120,7 +120,7 @@ class PeerMonitor:
 
     def _missed(self, peer: int) -> None:
         question = self._open[peer]
-        if peer in self._departures:  # it left, and answers nothing any more
+        if peer in self._closed_peers:  # it left, and answers nothing any more
             self.on_acknowledged(peer)
             return
         question.announced = True
@@ -144,7 +144,7 @@ class PeerMonitor:
                 self._post(peer, Message(Channel.CONTROL, MessageKind.PROBE, body=body))
 
     def _give_up(self, peer: int) -> None:
-        if peer in self._departures:
+        if peer in self._closed_peers:
             return
         silent = asyncio.get_running_loop().time() - self._open[peer].since
         process = f" ({process})" if (process := self.process_of(peer)) else ""

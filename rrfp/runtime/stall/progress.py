@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
-from rrfp.core.stage_core import StageCore
 from rrfp.core.waiting import describe
 from rrfp.model.tasks import Task
 from rrfp.runtime.context import RankContext
-from rrfp.runtime.lane_executor import LaneExecutor
-from rrfp.runtime.messenger import Messenger
+from rrfp.runtime.core_driver import CoreDriver
 from rrfp.runtime.stall.status import RankStatus, StepStatus
 
 
 class StallProgress:
-    """Asks the parts of one rank what they do and wait for.
+    """Asks the parts of one rank what they do and wait for."""
 
-    ``awaited`` gives what the rank waits for beside inputs of tasks and credits, one line each; ``dispute`` a task that
-    is ready and does not start because its group disagrees, and why.
-    """
-
-    def __init__(
-        self,
-        context: RankContext,
-        core: StageCore,
-        executor: LaneExecutor,
-        messenger: Messenger,
-        awaited: Callable[[], Iterable[str]],
-        dispute: Callable[[], tuple[Task, str] | None],
-    ) -> None:
+    def __init__(self, context: RankContext, driver: CoreDriver) -> None:
         self._topology = context.topology
         self._now = context.lane.now
         self._activity = context.activity
         self._recorder = context.recorder
-        self._core = core
-        self._executor = executor
-        self._messenger = messenger
-        self._awaited = awaited
-        self._dispute = dispute
+        self._core = driver.core
+        self._driver = driver
+        self._executor = driver.executor
+        self._messenger = driver.messenger
 
     def idle_seconds(self) -> float:
         """For how long nothing has happened while all ranks are waited for; 0 otherwise, and while the lane is busy."""
@@ -102,7 +85,10 @@ class StallProgress:
         )
 
     def _can_run(self) -> bool:
-        return self._dispute() is None and self._core.decide() is not None
+        return self._driver.dispute() is None and self._core.decide() is not None
 
     def _awaits(self) -> list[str]:
-        return [*describe(self._core, self._topology, dispute=self._dispute()), *self._awaited()]
+        return [
+            *describe(self._core, self._topology, dispute=self._driver.dispute()),
+            *self._driver.gradients.awaited(),
+        ]

@@ -41,7 +41,7 @@ class Surveys:
         self._topology = context.topology
         self._rank = context.topology.rank
         self._neighbours = neighbours(self._rank, self._topology.world)
-        self._departures = context.departures
+        self._closed_peers = context.closed_peers
         self._status = status
         self._post = post
         self._number = 0
@@ -112,7 +112,7 @@ class Surveys:
                 self._send(peer, {"survey": number, "asker": asker})
 
     def _send(self, peer: int, body: Mapping[str, Plain], *tensors: Tensor) -> None:
-        if peer not in self._departures:
+        if peer not in self._closed_peers:
             self._post(peer, Message(Channel.CONTROL, MessageKind.PROBE, tensors=tensors, body=body))
 
     def _answer_of(self, rank: int) -> RankAnswer:
@@ -125,5 +125,5 @@ class Surveys:
         silent = self._rank
         while silent in self._answers:
             silent = towards(silent, rank)
-        why = "has left" if silent in self._departures else "does not answer"
+        why = "has left" if silent in self._closed_peers else "does not answer"
         return why if silent == rank else f"cannot be reached: {self._topology.name_of(silent)} {why}"

@@ -34,7 +34,9 @@ from rrfp.model.tasks import Kind, Mode, Task
 from rrfp.pipeline.handle import PipelineHandle
 from rrfp.pipeline.local_ranks import LocalRanks
 from rrfp.pipeline.options import complete
+from rrfp.runtime.context import RankSettings
 from rrfp.runtime.control_tree import peers
+from rrfp.runtime.plan import StepPlanner
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.trace.spans import MessageSpan, TaskSpan
 from rrfp.transports.base import Message, MessageKind, TransportContext
@@ -206,10 +208,16 @@ class _Job:
     async def _run_rank(
         self, rank: int, met: LocalRendezvous, modes: Sequence[Mode], sizes: Sequence[float] | None
     ) -> tuple[StepResult, ...]:
-        async def build() -> Sequence[StageRunner]:
+        async def build(_: int) -> Sequence[StageRunner]:
             return [self._runner(rank, met)]
 
-        ranks = LocalRanks([self._programs[rank]], complete({}), build, topologies=[Topology.at(rank, self.mesh)])
+        ranks = LocalRanks(
+            [self._programs[rank]],
+            complete({}),
+            build,
+            topologies=[Topology.at(rank, self.mesh)],
+            planner=StepPlanner(is_shared=self.mesh.replicas > 1),
+        )
         microbatches = self._replicas[self.mesh.place_of(rank).replica].costs.microbatches
         results = []
         async with PipelineHandle(ranks, "caller", f"rrfp-{rank}") as pipe:
@@ -227,10 +235,12 @@ class _Job:
             self._programs[rank],
             self._lanes[rank],
             SimulatedTransport(context, self._latency),
-            topology=place,
-            coordination="leader" if is_led else "agreement",
-            depth=self._coordination.depth if isinstance(self._coordination, Leader) else 1,
-            stall_after=self._stall_after,
+            RankSettings(
+                place,
+                "leader" if is_led else "agreement",
+                self._coordination.depth if isinstance(self._coordination, Leader) else 1,
+                self._stall_after,
+            ),
         )
 
 

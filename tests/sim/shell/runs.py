@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,12 +26,13 @@ from rrfp.lab.simulated_transport import SimulatedTransport, table_latency
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Mode
-from rrfp.model.visits import Skipped
+from rrfp.model.visits import Skipped, Visits
 from rrfp.pipeline.handle import PipelineHandle
 from rrfp.pipeline.local_ranks import LocalRanks
 from rrfp.pipeline.options import complete
-from rrfp.runtime.batching import Plan
+from rrfp.runtime.context import RankSettings
 from rrfp.runtime.control_tree import peers
+from rrfp.runtime.plan import Plan, StepPlanner, StepRequest
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.testing.clock import TimerLane, run_virtual
 from rrfp.trace.spans import WaitSpan
@@ -118,14 +119,16 @@ def run_ranks(job: Coroutine[Any, Any, T]) -> T:
         raise
 
 
-class _Ranks(LocalRanks):
-    """Ranks whose steps skip what the table says: a graph without parts has no ``visits`` to say it with."""
+@dataclass(frozen=True)
+class _Planner(StepPlanner):
+    """Plans steps that skip what the table says: a graph without parts has no ``visits`` to say it with."""
 
     skipped: tuple[Skipped, ...] = ()
 
-    def plan(self, number: int, training_step: int, mode: Mode, **arguments: Any) -> Plan:
+    def plan(self, request: StepRequest, *numbers: Any, **further: Any) -> Plan:
         """As a caller's step with these visits would be planned."""
-        return replace(super().plan(number, training_step, mode, **arguments), skipped=self.skipped)
+        planned = super().plan(request, *numbers, **further)
+        return replace(planned, visits=Visits(planned.step.microbatches, self.skipped))
 
 
 class _Shell:
@@ -171,8 +174,13 @@ class _Shell:
     ) -> tuple[EngineResult, ...]:
         """Run steps, and leave."""
         results = []
-        ranks = _Ranks(self._programs, complete({}), self._build, virtual_stages=self._costs.num_virtual_stages)
-        ranks.skipped = self._costs.skipped
+        ranks = LocalRanks(
+            self._programs,
+            complete({}),
+            self._build,
+            planner=_Planner(skipped=self._costs.skipped),
+            virtual_stages=self._costs.num_virtual_stages,
+        )
         async with PipelineHandle(ranks, "caller", "rrfp") as pipe:
             for mode, sizes in zip(modes, sizes_of_steps, strict=True):
                 call = pipe.step if mode is Mode.TRAIN else pipe.evaluate
@@ -181,7 +189,7 @@ class _Shell:
                 )
         return tuple(results)
 
-    async def _build(self) -> Sequence[StageRunner]:
+    async def _build(self, _: int) -> Sequence[StageRunner]:
         met = LocalRendezvous()
         return [self._runner(stage, met) for stage in range(len(self._cores))]
 
@@ -195,7 +203,7 @@ class _Shell:
             self._programs[stage],
             self._lanes[stage],
             self._transport(context),
-            stall_after=self._stall_after,
+            RankSettings(stall_after=self._stall_after),
         )
 
 

@@ -1,4 +1,4 @@
-"""The arguments of `step`, checked and made into one plan for the ranks."""
+"""A call of `step`: the request that its arguments make, and the plan that the ranks run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from rrfp.compute.named_tuples import is_named
 from rrfp.compute.program import Batch
-from rrfp.compute.weighting import Reduction, gradient_weights, shared_gradient_weights
-from rrfp.errors import ConfigError
+from rrfp.compute.weighting import Reduction, SharedGradientWeights, gradient_weights
+from rrfp.errors import ConfigError, misspelt
 from rrfp.model.model_graph import ModelGraph
 from rrfp.model.tasks import Mode, StepId
-from rrfp.model.visits import Skipped
+from rrfp.model.visits import Visits
 from rrfp.runtime.whole_batch import WholeBatches, is_batch
 
 
-def named_inputs(inputs: Any, graph: ModelGraph | None) -> dict[str, Any]:
+def _named_inputs(inputs: Any, graph: ModelGraph | None) -> dict[str, Any]:
     """The lists in ``inputs``, by the names that errors call them; a ConfigError where parts do not fit."""
     if graph is None or inputs is None:
         return {"inputs": inputs}
@@ -28,10 +28,10 @@ def named_inputs(inputs: Any, graph: ModelGraph | None) -> dict[str, Any]:
             f"inputs is of type {type(inputs).__name__}, must be a dict with a list for each part that has any, of: "
             f"{', '.join(graph.parts)}"
         )
-    return named_by_part("inputs", inputs, graph)
+    return _named_by_part("inputs", inputs, graph)
 
 
-def named_targets(targets: Any, graph: ModelGraph | None) -> dict[str, Any]:
+def _named_targets(targets: Any, graph: ModelGraph | None) -> dict[str, Any]:
     """The lists in ``targets``, by the names that errors call them; a ConfigError where parts do not fit."""
     if graph is None or targets is None or not graph.feeds.losses:
         return {"targets": targets}
@@ -46,7 +46,7 @@ def named_targets(targets: Any, graph: ModelGraph | None) -> dict[str, Any]:
     return {f"targets[{name!r}]": each for name, each in targets.items()}
 
 
-def named_visits(visits: Any, graph: ModelGraph | None) -> dict[str, Any]:
+def _named_visits(visits: Any, graph: ModelGraph | None) -> dict[str, Any]:
     """The lists in ``visits``, which `ModelGraph.skipped` checks; a ConfigError for a model without parts."""
     if visits is None:
         return {}
@@ -58,18 +58,19 @@ def named_visits(visits: Any, graph: ModelGraph | None) -> dict[str, Any]:
     return {f"visits[{name!r}]": each for name, each in lists.items()}
 
 
-def with_unvisited(values: Any, skipped: Sequence[Skipped], graph: ModelGraph) -> Any:
+def _with_unvisited(values: Any, visits: Visits, graph: ModelGraph) -> Any:
     """``values``, with a list of placeholders for each part that no microbatch visits, if they are lists by part.
 
     So a step without any image needs no ``inputs["vision"]``.
     """
-    if not skipped or not isinstance(values, Mapping):
+    if not visits.are_partial or not isinstance(values, Mapping):
         return values
-    unvisited = frozenset.intersection(*skipped)
-    return {name: (None,) * len(skipped) for name, own in graph.numbers.items() if own.start in unvisited} | {**values}
+    unvisited = frozenset.intersection(*visits.skipped)
+    empty = (None,) * visits.microbatches
+    return {name: empty for name, own in graph.numbers.items() if own.start in unvisited} | {**values}
 
 
-def named_by_part(field: str, values: Mapping[Any, Any], graph: ModelGraph) -> dict[str, Any]:
+def _named_by_part(field: str, values: Mapping[Any, Any], graph: ModelGraph) -> dict[str, Any]:
     """``values`` by part, each with the name that errors call it; a ConfigError names a part that does not exist."""
     for name in values:
         if name not in graph.parts:
@@ -118,6 +119,56 @@ class StepArguments(CommonArguments, total=False):
     reduce_gradients: bool
 
 
+_KNOWN = {
+    Mode.TRAIN: frozenset(StepArguments.__annotations__),
+    Mode.FORWARD: frozenset(EvaluateArguments.__annotations__),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepRequest:
+    """The arguments of one call of `step` or `evaluate`, as the caller passed them; `rrfp.Pipeline.step` explains them.
+
+    Raises:
+        ConfigError: if a flag is no flag.
+    """
+
+    mode: Mode
+    inputs: Inputs | None = None
+    targets: Targets | None = None
+    kwargs: Kwargs | None = None
+    weights: Sequence[float] | None = None
+    sizes: Sequence[float] | None = None
+    microbatches: int | None = None
+    visits: VisitArgument | None = None
+    grad_scale: float = 1.0
+    reduce_gradients: bool = True
+    return_outputs: bool | None = None
+
+    def __post_init__(self) -> None:
+        _check_count(self.microbatches)
+        if type(self.reduce_gradients) is not bool:
+            raise ConfigError(f"reduce_gradients is {self.reduce_gradients!r}, must be True or False")
+        if self.return_outputs is not None and type(self.return_outputs) is not bool:
+            raise ConfigError(f"return_outputs is {self.return_outputs!r}, must be True, False or None")
+
+    @classmethod
+    def of(
+        cls,
+        mode: Mode,
+        inputs: Inputs | None,
+        targets: Targets | None,
+        arguments: StepArguments | EvaluateArguments,
+    ) -> StepRequest:
+        """The request of a call with these ``arguments``; a ConfigError names one that there is not."""
+        for name in arguments:
+            if name not in (known := _KNOWN[mode]):
+                allowed = ", ".join(["inputs", "targets", *sorted(known)])
+                wrong = misspelt(name, ["inputs", "targets", *known])
+                raise ConfigError(f"unknown argument {wrong}, must be one of: {allowed}")
+        return cls(mode, inputs, targets, **arguments)
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One step, ready to run."""
@@ -130,9 +181,9 @@ class Plan:
     weights: tuple[float, ...] | None
     #: How large each microbatch is, for hints; None where the caller passes none.
     sizes: tuple[float, ...] | None
+    #: Which virtual stages each microbatch visits.
+    visits: Visits
     reduction: Reduction
-    #: a further factor on every gradient, with that of a GradScaler.
-    grad_scale: float
     #: The factor of a GradScaler, the same on all ranks; None without one.
     loss_scale: float | None
     #: Whether gradients are summed over replicas at the end.
@@ -141,8 +192,6 @@ class Plan:
     kwargs: Mapping[int, Sequence[Mapping[str, Any]]] | None
     #: Calls before this one whose arguments were refused.
     refused: int
-    #: By microbatch the virtual stages that it skips; empty: none does.
-    skipped: tuple[Skipped, ...] = ()
 
     def batch_of(self, stage: int) -> Batch:
         """The caller's data for one stage of this process."""
@@ -159,103 +208,94 @@ class Plan:
         """The sum of the weights of this replica's microbatches."""
         return float(self.step.microbatches if self.weights is None else sum(self.weights))
 
-    def normalise(self, total: float) -> None:
-        """Set the gradient weights of the batch, now that the weights of all replicas sum to ``total``.
 
-        A sum of 0 is a ConfigError where a mean is asked for.
+@dataclass(frozen=True, slots=True)
+class StepPlanner:
+    """Makes plans for the steps of one pipeline."""
+
+    #: How microbatches' losses combine.
+    reduction: Reduction = "mean"
+    #: N; ``kwargs`` may be given by stage.
+    stages: int = 1
+    #: Of the model's parts, if it has any; ``inputs``, ``kwargs`` and ``visits`` are then given by part.
+    model: ModelGraph | None = None
+    #: Whether several replicas share a step, so that the sum of the weights is known only later.
+    is_shared: bool = False
+
+    def plan(
+        self,
+        request: StepRequest,
+        number: int = 0,
+        training_step: int = 0,
+        refused: int = 0,
+        loss_scale: float | None = None,
+    ) -> Plan:
+        """Check ``request`` against the pipeline; a ConfigError says what does not fit.
+
+        Args:
+            request: the call.
+            number: of the step, evaluations counted.
+            training_step: see `rrfp.Batch`.
+            refused: calls before this one whose arguments were refused.
+            loss_scale: the factor of a GradScaler.
         """
-        own = (1.0,) * self.step.microbatches if self.weights is None else self.weights
-        factors = self.batch.gradient_weights
-        assert isinstance(factors, list), "the step was planned for one replica"
-        factors[:] = shared_gradient_weights(own, total, self.reduction, self.grad_scale)
-
-
-def plan_step(
-    number: int,
-    mode: Mode,
-    reduction: Reduction,
-    inputs: Inputs | None = None,
-    targets: Targets | None = None,
-    kwargs: Kwargs | None = None,
-    weights: Sequence[float] | None = None,
-    sizes: Sequence[float] | None = None,
-    microbatches: int | None = None,
-    grad_scale: float = 1.0,
-    reduce_gradients: bool = True,
-    return_outputs: bool | None = None,
-    visits: VisitArgument | None = None,
-    *,
-    training_step: int = 0,
-    stages: int = 1,
-    graph: ModelGraph | None = None,
-    is_shared: bool = False,
-    refused: int = 0,
-    loss_scale: float | None = None,
-) -> Plan:
-    """Check the arguments of a step; see `rrfp.Pipeline.step`.
-
-    Args:
-        number: of the step, evaluations counted.
-        mode: training or forward only.
-        reduction: how losses combine.
-        training_step: see `rrfp.Batch`.
-        stages: of the pipeline; ``kwargs`` may be given by stage.
-        graph: of the model's parts, if it has any; ``inputs``, ``kwargs`` and ``visits`` are then given by part.
-        is_shared: whether several replicas share the step, so that the weights' sum is known only later.
-        refused: calls before this one whose arguments were refused.
-        loss_scale: the factor of a GradScaler.
-    """
-    if microbatches is not None and (inputs is not None or targets is not None or kwargs is not None):
-        _check_count(microbatches)
-        named = named_inputs(inputs, graph) | named_targets(targets, graph)
-        is_whole = graph is None and isinstance(kwargs, Mapping) and any(type(key) is str for key in kwargs)
-        whole = WholeBatches(
-            named | ({"kwargs": kwargs} if is_whole else _named_kwargs(kwargs, stages, graph)), microbatches
+        request = self._cut(request)
+        count = self._microbatches(request)
+        inputs, targets, visits = request.inputs, request.targets, Visits(count)
+        if self.model is not None:
+            visits = Visits(count, self.model.skipped(request.visits, count))
+            inputs = _with_unvisited({} if inputs is None else inputs, visits, self.model)
+            targets = _with_unvisited(targets, visits, self.model)
+        kwargs: Any = request.kwargs
+        is_by_stage = isinstance(kwargs, Mapping) and not any(type(key) is str for key in kwargs)
+        lists: tuple[Any, Any, Any] = inputs, targets, None if is_by_stage else kwargs  # nothing is whole any more
+        return Plan(
+            StepId(number, request.mode, count),
+            Batch(*lists, self._factors(request, count, loss_scale), request.return_outputs, training_step),
+            None if request.weights is None else tuple(request.weights),
+            _sizes(request.sizes),
+            visits,
+            self.reduction,
+            loss_scale,
+            request.reduce_gradients,
+            kwargs if is_by_stage else None,
+            refused,
         )
-        inputs, targets, kwargs = (
-            whole.replaced(field, values)
-            for field, values in (("inputs", inputs), ("targets", targets), ("kwargs", kwargs))
-        )
-        if weights is None and reduction == "mean":
-            weights = whole.weights()
-    named_kwargs = _named_kwargs(kwargs, stages, graph)
-    lists = named_inputs(inputs, graph) | named_targets(targets, graph) | named_kwargs
-    lists |= {"weights": weights, "sizes": sizes, **named_visits(visits, graph)}
-    count = _microbatches(lists, microbatches)
-    for name, dicts in named_kwargs.items():
-        for m, each in enumerate(dicts or ()):
-            if not isinstance(each, Mapping):  # it would become a positional argument
-                raise ConfigError(f"{name}[{m}] is of type {type(each).__name__}, must be a dict")
-    if type(reduce_gradients) is not bool:
-        raise ConfigError(f"reduce_gradients is {reduce_gradients!r}, must be True or False")
-    if return_outputs is not None and type(return_outputs) is not bool:
-        raise ConfigError(f"return_outputs is {return_outputs!r}, must be True, False or None")
-    is_by_stage = isinstance(kwargs, Mapping) and not any(type(key) is str for key in kwargs)
-    by_stage: Any = kwargs if is_by_stage else None
-    shared_kwargs: Any = None if is_by_stage else kwargs
-    gradient: Sequence[float] = gradient_weights(weights, count, "sum" if is_shared else reduction, grad_scale)
-    if loss_scale is not None:
-        grad_scale, gradient = grad_scale * loss_scale, tuple(factor * loss_scale for factor in gradient)
-    factors = list(gradient) if is_shared else gradient
-    skipped = () if graph is None else graph.skipped(visits, count)
-    if graph is not None:
-        inputs = with_unvisited({} if inputs is None else inputs, skipped, graph)
-        targets = with_unvisited(targets, skipped, graph)
-    lists_of: tuple[Any, Any] = inputs, targets  # nothing is whole any more
-    batch = Batch(*lists_of, shared_kwargs, factors, return_outputs, training_step)
-    return Plan(
-        StepId(number, mode, count),
-        batch,
-        None if weights is None else tuple(weights),
-        _sizes(sizes),
-        reduction,
-        grad_scale,
-        loss_scale,
-        reduce_gradients,
-        by_stage,
-        refused,
-        skipped,
-    )
+
+    def _cut(self, request: StepRequest) -> StepRequest:
+        """``request`` with lists by microbatch in place of whole batches."""
+        fields = {"inputs": request.inputs, "targets": request.targets, "kwargs": request.kwargs}
+        if request.microbatches is None or all(values is None for values in fields.values()):
+            return request
+        kwargs = request.kwargs
+        is_whole = self.model is None and isinstance(kwargs, Mapping) and any(type(key) is str for key in kwargs)
+        named = _named_inputs(request.inputs, self.model) | _named_targets(request.targets, self.model)
+        named |= {"kwargs": kwargs} if is_whole else _named_kwargs(kwargs, self.stages, self.model)
+        whole = WholeBatches(named, request.microbatches)
+        cut = {field: whole.replaced(field, values) for field, values in fields.items()}
+        is_mean = request.weights is None and self.reduction == "mean"
+        return replace(request, **cut, weights=whole.weights() if is_mean else request.weights)
+
+    def _microbatches(self, request: StepRequest) -> int:
+        """M, on which all lists of ``request`` agree."""
+        kwargs = _named_kwargs(request.kwargs, self.stages, self.model)
+        lists = _named_inputs(request.inputs, self.model) | _named_targets(request.targets, self.model) | kwargs
+        lists |= {"weights": request.weights, "sizes": request.sizes, **_named_visits(request.visits, self.model)}
+        count = _microbatches(lists, request.microbatches)
+        for name, dicts in kwargs.items():
+            for m, each in enumerate(dicts or ()):
+                if not isinstance(each, Mapping):  # it would become a positional argument
+                    raise ConfigError(f"{name}[{m}] is of type {type(each).__name__}, must be a dict")
+        return count
+
+    def _factors(self, request: StepRequest, count: int, loss_scale: float | None) -> Sequence[float]:
+        """The factor on each microbatch's loss in backward."""
+        reduction: Reduction = "sum" if self.is_shared else self.reduction
+        factors = gradient_weights(request.weights, count, reduction, request.grad_scale)
+        scale = 1.0 if loss_scale is None else loss_scale
+        if self.is_shared:
+            return SharedGradientWeights(request.weights, count, self.reduction, request.grad_scale * scale)
+        return factors if loss_scale is None else tuple(factor * scale for factor in factors)
 
 
 def _named_kwargs(kwargs: Any, stages: int, graph: ModelGraph | None) -> dict[str, Any]:
@@ -263,7 +303,7 @@ def _named_kwargs(kwargs: Any, stages: int, graph: ModelGraph | None) -> dict[st
     if not isinstance(kwargs, Mapping):
         return {"kwargs": kwargs}
     if graph is not None and any(type(key) is str for key in kwargs):
-        return named_by_part("kwargs", kwargs, graph)
+        return _named_by_part("kwargs", kwargs, graph)
     for stage in kwargs:
         if type(stage) is not int or not 0 <= stage < stages:
             known = ", ".join(map(str, range(stages)))
@@ -290,7 +330,6 @@ def _size(name: str, size: Any) -> float:
 
 def _microbatches(lists: Mapping[str, Any], microbatches: Any) -> int:
     """M, which all arguments must agree on."""
-    _check_count(microbatches)
     lengths: dict[str, int] = {} if microbatches is None else {"microbatches": microbatches}
     for name, values in lists.items():
         if values is None:
