@@ -16,7 +16,7 @@ from rrfp.errors import ConfigError, RrfpError
 
 if TYPE_CHECKING:
     from rrfp.commands.top_rows import TopRow
-    from rrfp.runtime.stall.status import Survey
+    from rrfp.runtime.stall.status import JobStatus
     from rrfp.runtime.status_socket.job import Job
     from rrfp.runtime.status_socket.report import JobReport
 
@@ -65,7 +65,7 @@ def _watch(job: Job, show: Show, interval: float | None) -> str:
     from rrfp.commands.top_rows import rows
     from rrfp.runtime.status_socket.job import JobEnded, SilentJobError
 
-    before: Survey | None = None
+    before: JobStatus | None = None
     is_silent = False
     while True:
         began = time.monotonic()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rrfp.runtime.stall.status import RankAnswer, RankStatus, Survey
+from rrfp.runtime.stall.status import JobStatus, RankAnswer, RankStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class TopRow:
     stack: str = ""
 
 
-def rows(survey: Survey, before: Survey | None) -> list[TopRow]:
+def rows(survey: JobStatus, before: JobStatus | None) -> list[TopRow]:
     """A row for each rank; rates count from ``before``."""
     earlier: Sequence[RankAnswer | None] = () if before is None else before.answers
     if len(earlier) != len(survey.answers):

@@ -158,7 +158,7 @@ class Options:
     training step, and never on evaluations between."""
 
     stall_after: Annotated[float, _seconds()] = timeouts.STALL_AFTER_S
-    """Seconds of idleness in a step after which all ranks are polled for the reason."""
+    """Seconds of idleness in a step after which all ranks are asked for the reason."""
 
     abort_after: Annotated[float | None, _or_none(_seconds(), "for never")] = None
     """Seconds after which a task that has not completed, or a rank whose event loop does not run, ends the job; None

@@ -90,4 +90,4 @@ class ProcessMonitor:
         first = self._runners[0]
         if first.failure is not None:
             return JobReport(os.getpid(), self._title, failure=f"aborted by {first.failure.origin}")
-        return JobReport(os.getpid(), self._title, survey=await first.health.surveys.survey())
+        return JobReport(os.getpid(), self._title, survey=await first.health.query.ask())

@@ -6,10 +6,9 @@ A message on its way to a task::
                                                                                 |
     lane <- LaneExecutor <- CoreDriver <- Arbiter, which asks StageCore.decide <-
 
-OUTPUT and CONSUMED have their handlers in `Messenger`, messages of a group in `rrfp.arbiter`; they become events. The
-rest never reaches the core: TIE goes to `GradientFinalizer`, REPORT and RESULT to `TreeAllGather`, PROBE to
-`HealthMonitor`, CLOSED to `Departures`, ABORT to `AbortController`. `StageRunner` has the table.
+OUTPUT, CONSUMED and BEGUN have their handlers in `Messenger`, messages of a group in `rrfp.arbiter`; they become
+events. The rest never reaches the core. `StageRunner.start` has the table, docs/messages.md says what each carries.
 
 `StageRunner` is a rank's life and the calls of its caller. All its parts share one `RankContext`. A part changes its
-own state alone: `Progress` reads that of the others when the rank's idleness is examined.
+own state alone: `StallProgress` reads that of the others when the rank's idleness is examined.
 """

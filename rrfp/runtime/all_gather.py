@@ -26,10 +26,6 @@ Answer = Callable[[Sequence[bytes]], bytes]
 MOST_AHEAD = 16
 
 
-class SupersededError(Exception):
-    """A later all-gather of the same topic has taken the place of this one."""
-
-
 class TreeAllGather:
     """Collects the bytes of every rank at rank 0, and hands them to all.
 
@@ -50,18 +46,10 @@ class TreeAllGather:
         self._results: dict[Key, asyncio.Future[dict[int, bytes]]] = {}
         #: The reductions that this rank has joined.
         self._answers: dict[Key, Answer] = {}
-        #: By topic, the first all-gather that was not superseded.
-        self._first: dict[str, int] = {}
 
     async def all_gather(self, topic: str, number: int, own: bytes) -> list[bytes]:
-        """Contribute ``own``, and wait for all ranks: returns the bytes of each, by rank.
-
-        Raises SupersededError if `supersede` ends it.
-        """
-        key = (topic, number)
-        if self._is_past(key):
-            raise SupersededError(f"{topic} {number}")
-        result = await self._join(key, own)
+        """Contribute ``own``, and wait for all ranks: returns the bytes of each, by rank."""
+        result = await self._join((topic, number), own)
         return [result[rank] for rank in range(self._world)]
 
     async def reduce(self, topic: str, number: int, own: bytes, answer: Answer) -> bytes:
@@ -81,16 +69,6 @@ class TreeAllGather:
             self._answers.pop(key, None)
         return bundle[0]
 
-    def supersede(self, topic: str, number: int) -> None:
-        """All-gathers of ``topic`` before ``number`` are of no use any more: end them, and ignore their messages."""
-        self._first[topic] = max(number, self._first.get(topic, 0))
-        for key in [key for key in (*self._gathered, *self._reported, *self._results) if self._is_past(key)]:
-            self._gathered.pop(key, None)
-            self._reported.pop(key, None)
-            future = self._results.pop(key, None)
-            if future is not None and not future.done():
-                future.set_exception(SupersededError(f"{topic} {key[1]}"))
-
     async def _join(self, key: Key, own: bytes) -> dict[int, bytes]:
         """Contribute ``own`` to ``key``, and wait for the result."""
         self._gathered.setdefault(key, {})[self._rank] = own
@@ -101,9 +79,6 @@ class TreeAllGather:
         finally:
             self._results.pop(key, None)
 
-    def _is_past(self, key: Key) -> bool:
-        return key[1] < self._first.get(key[0], 0)
-
     def on_message(self, message: Message) -> None:
         """A REPORT (from below) or RESULT (from above) arrived."""
         topic, number = message.body.get("topic"), message.body.get("number")
@@ -111,8 +86,6 @@ class TreeAllGather:
             raise ProtocolError(f"rank {message.sender} sent a {message.kind} without topic and number")
         key = (topic, number)
         bundle = _unpack(message)
-        if self._is_past(key):
-            return
         if message.kind is MessageKind.REPORT and message.sender in self._children:
             if bundle.keys() != self._reports_of[message.sender]:
                 raise ProtocolError(f"rank {message.sender} sent a report of the wrong ranks: {[*bundle]!r:.80}")

@@ -224,9 +224,15 @@ class RankContext:
 
     @classmethod
     def create(
-        cls, settings: RankSettings, core: StageCore, lane: Lane, transport: Transport, fail: Fail
+        cls,
+        settings: RankSettings,
+        core: StageCore,
+        lane: Lane,
+        transport: Transport,
+        fail: Fail,
+        time: LoopTime = LoopTime(),  # noqa: B008 - immutable
     ) -> RankContext:
-        """Make the parts that need nothing else. On the rank's loop."""
+        """Make the parts that need nothing else."""
         activity, model = RankActivity(lane.now), settings.model
         topology = settings.topology or Topology(core.stage, core.graph.placement.stages)
         return cls(
@@ -241,6 +247,6 @@ class RankContext:
             Mailbox(core.graph, topology.stage, None if model is None else model.feeds),
             Recorder(topology.stage, lane.now),
             Unobserved() if settings.observer is None else settings.observer,
-            LoopTime.of_running_loop(),
+            time,
             model,
         )

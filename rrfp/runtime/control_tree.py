@@ -2,7 +2,7 @@
 
 Tensors travel along the edges of the graph, between ranks of one replica that have the same place in their groups. The
 members of a group talk to its leader, ranks with copies of a tied parameter to the one with the first copy. Everything
-that concerns all ranks (results, aborts, polls) travels along a binary tree over the ranks with rank 0 at the root, so
+that concerns all ranks (results, aborts, status) travels along a binary tree over the ranks with rank 0 at the root, so
 that a rank keeps a handful of connections however large the job is, and a message reaches all ranks in O(log) hops.
 Ranks whose numbers follow each other are connected too: if one dies, the others still reach each other.
 """

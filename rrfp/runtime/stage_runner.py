@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from rrfp import timeouts
-from rrfp.arbiter.loop import run_arbiter
+from rrfp.arbiter.loop import LoopTime, run_arbiter
 from rrfp.compute.lanes.base import Lane
 from rrfp.compute.program import StageProgram
 from rrfp.core import events as ev
@@ -51,7 +51,9 @@ class StageRunner:
         settings: RankSettings | None = None,
     ) -> None:
         self._settings = settings = settings or RankSettings()
-        self._context = context = RankContext.create(settings, core, lane, transport, self.fail)
+        self._context = context = RankContext.create(
+            settings, core, lane, transport, self.fail, LoopTime.of_running_loop()
+        )
         self.topology = topology = context.topology
         self.core = core
         self._program = program

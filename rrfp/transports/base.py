@@ -81,10 +81,12 @@ class MessageKind(StrEnum):
     PROMPT = "prompt"  # ... propose again
     REPORT = "report"  # all-gather, towards rank 0: the values of a rank and of those below it in the control tree
     RESULT = "result"  # all-gather, from rank 0 to all: everyone's values
-    # Why is a rank idle? Up the tree the question, down the tree (body: poll) the poll. Both are acknowledged (body:
-    # acknowledged); a rank that does not acknowledge is reported (body: unresponsive). A user looks: from his rank to
-    # all others the question, back to it their answers (body: survey).
-    PROBE = "probe"
+    PROBE = "probe"  # from an idle rank towards rank 0: why does nothing move?
+    ACKNOWLEDGED = "acknowledged"  # the answer to a probe
+    STATUS_QUERY = "status_query"  # from `asker` along the control tree to all ranks (body: number, asker)
+    STATUS = "status"  # back to `asker`: the status of `rank` (body: number, asker, rank)
+    VERDICT = "verdict"  # from rank 0 to all: why nothing moves (body: first, the lowest rank that waits)
+    UNRESPONSIVE = "unresponsive"  # from peer to peer: the loop of `rank` has not run for `seconds`
     CLOSED = "closed"  # body: the sender's caller left in order, after so many steps
     ABORT = "abort"  # body: origin of a failure
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rrfp.commands.top_rows import TopRow, rows
 from rrfp.commands.top_table import table_of
 from rrfp.core.usage import Holding
-from rrfp.runtime.stall.status import RankAnswer, RankStatus, StepStatus, Survey
+from rrfp.runtime.stall.status import JobStatus, RankAnswer, RankStatus, StepStatus
 from rrfp.runtime.status_socket.report import JobReport
 
 STEP = StepStatus("train", 5, 16, 2, Holding(3, 3 << 20, 1, 1 << 20), 8, None)
@@ -36,10 +36,10 @@ IDLE = RankStatus(
 BETWEEN = replace(IDLE, step=None, current=None, waits_for="", awaits=())
 
 
-def survey(*statuses: RankStatus | None) -> Survey:
+def survey(*statuses: RankStatus | None) -> JobStatus:
     absent = ("does not answer", "")
     answers = (RankAnswer(n, n, f"stage {n}", each, absent[each is not None]) for n, each in enumerate(statuses))
-    return Survey(0, tuple(answers))
+    return JobStatus(0, tuple(answers))
 
 
 def row(status: RankStatus) -> TopRow:
@@ -119,7 +119,7 @@ def test_a_narrow_terminal_has_all_columns_below_each_other() -> None:
 
 
 def test_where_a_stage_has_several_ranks_they_have_their_names() -> None:
-    looked = Survey(0, (RankAnswer(0, 0, "rank 0 (stage 0, tp 0)", IDLE, ""),))
+    looked = JobStatus(0, (RankAnswer(0, 0, "rank 0 (stage 0, tp 0)", IDLE, ""),))
     console = Console(file=io.StringIO(), width=140)
     console.print(table_of(JobReport(7, "x", looked), rows(looked, None), 140))
     assert isinstance(console.file, io.StringIO)

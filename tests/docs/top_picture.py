@@ -18,7 +18,7 @@ from rrfp.commands.top_rows import rows
 from rrfp.commands.top_table import table_of
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import B, Task
-from rrfp.runtime.stall.status import Survey
+from rrfp.runtime.stall.status import JobStatus
 from rrfp.runtime.status_socket.report import JobReport
 from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual
 
@@ -32,7 +32,7 @@ def seconds(task: Task) -> float:
     return (0.004 + 0.008 * (task.microbatch % 5 == 4)) * (2 if task.kind is B else 1) * (1 + 0.1 * task.virtual_stage)
 
 
-async def look() -> tuple[JobReport, Survey]:
+async def look() -> tuple[JobReport, JobStatus]:
     """A look at the job, and the survey of the look before."""
     lanes = [TimerLane() for _ in range(STAGES)]
     graph = TaskGraph.chain(STAGES)
@@ -40,11 +40,11 @@ async def look() -> tuple[JobReport, Survey]:
     async with rrfp.local(
         programs, loop="caller", transport=SimulatedTransport, lane=lanes.__getitem__, first_step=1200
     ) as pipe:
-        surveys: list[Survey] = []
+        surveys: list[JobStatus] = []
 
         async def survey(at: float) -> None:
             await asyncio.sleep(at)
-            surveys.append(await pipe._session._runners[0].health.surveys.survey())
+            surveys.append(await pipe._session._runners[0].health.query.ask())
 
         looks = [asyncio.create_task(survey(at)) for at in LOOKS_AT_S]
         while not all(each.done() for each in looks):

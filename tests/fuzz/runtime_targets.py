@@ -118,7 +118,12 @@ def _a_body(random: Random) -> tuple[str, dict[str, Any]]:
         "tie": ({"tie": "a", "copy": None, "layout": 0, "requires_grad": True, "piece": 0, "pieces": 1},),
         "report": ({"topic": "step", "number": 1},),
         "result": ({"topic": "step", "number": 1},),
-        "probe": ({"poll": 1}, {"acknowledged": True}, {"unresponsive": 1, "seconds": 2.0}, {}),
+        "probe": ({},),
+        "status_query": ({"number": 1, "asker": 0},),
+        "status": ({"number": 1, "asker": 1, "rank": 3}, {"number": 1, "asker": 0, "rank": 4}),
+        "verdict": ({"first": 2}, {"first": None}),
+        "acknowledged": ({},),
+        "unresponsive": ({"rank": 1, "seconds": 2.0},),
         "closed": ({"steps": 3, "gatherings": 0},),
         "abort": ({"stage": 1, "task": "F0@1", "cause": "ValueError: x", "rank": None},),
     }

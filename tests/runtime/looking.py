@@ -17,7 +17,7 @@ from fork_server import context
 
 from rrfp.model.tasks import Task
 from rrfp.pipeline.blocking import BlockingPipeline
-from rrfp.runtime.stall.status import Survey
+from rrfp.runtime.stall.status import JobStatus
 from rrfp.runtime.status_socket.folder import SocketFile, chosen_folder, sockets_in
 from rrfp.runtime.status_socket.job import read_report
 from rrfp.runtime.status_socket.report import JobReport
@@ -55,7 +55,7 @@ def sockets() -> list[SocketFile]:
     return sockets_in(folder)
 
 
-def survey_when(file: SocketFile, holds: Callable[[Survey], bool]) -> Survey:
+def survey_when(file: SocketFile, holds: Callable[[JobStatus], bool]) -> JobStatus:
     """The first survey of the process at ``file`` of which something holds."""
     deadline = time.monotonic() + 20
     while True:

@@ -15,7 +15,7 @@ from rrfp.compute.gradients.tie_copies import Tie
 from rrfp.errors import ProtocolError
 from rrfp.model.graph import TaskGraph
 from rrfp.model.mesh import Mesh
-from rrfp.runtime.all_gather import MOST_AHEAD, SupersededError, TreeAllGather, to_tensor
+from rrfp.runtime.all_gather import MOST_AHEAD, TreeAllGather, to_tensor
 from rrfp.runtime.control_tree import children, data_peers, parent, peers
 from rrfp.transports.base import Channel, Message, MessageKind, Plain
 
@@ -48,7 +48,7 @@ async def test_every_rank_gets_what_all_gave_whatever_comes_first(stages: int) -
     """Several all-gathers at once, joined in a drawn order, some only after messages of theirs have come."""
     for seed in range(20):
         choices, network = random.Random(seed), Network(stages)
-        keys = [("step", 0), ("poll", 0), ("poll", 1)]
+        keys = [("step", 0), ("trace", 0), ("trace", 1)]
         joins = [(stage, key) for stage in range(stages) for key in keys]
         choices.shuffle(joins)
         tasks = {}
@@ -157,24 +157,6 @@ def test_what_a_peer_begins_alone_is_bounded() -> None:
         part.on_message(report(number))
     with pytest.raises(ProtocolError, match=f"rank 1 began step 16, but {MOST_AHEAD} all-gathers are open already"):
         part.on_message(report(MOST_AHEAD))
-
-
-async def test_an_all_gather_that_a_later_one_replaces_ends_and_leaves_nothing() -> None:
-    part = TreeAllGather(0, 2, lambda peer, sent: None)
-    first = asyncio.create_task(part.all_gather("poll", 0, b"a"))
-    other = asyncio.create_task(part.all_gather("step", 0, b"a"))
-    await asyncio.sleep(0)
-    part.supersede("poll", 1)
-    with pytest.raises(SupersededError):
-        await first
-    with pytest.raises(SupersededError):
-        await part.all_gather("poll", 0, b"a")
-    for number in range(3 * MOST_AHEAD):  # late answers to polls that nobody waits for
-        part.supersede("poll", number + 1)
-        part.on_message(report(number, "poll"))
-    assert not other.done()
-    part.on_message(report(0))
-    assert await other == [b"a", b"x"]
 
 
 def test_a_result_that_lacks_a_stage_is_refused() -> None:

@@ -25,7 +25,7 @@ from runtime.toys import data, loss_fn, stages
 import rrfp
 from rrfp import timeouts
 from rrfp.errors import ProtocolError
-from rrfp.runtime.stall.status import RankAnswer, RankStatus, Survey
+from rrfp.runtime.stall.status import JobStatus, RankAnswer, RankStatus
 from rrfp.runtime.status_socket.folder import SocketFile, sockets_in
 from rrfp.runtime.status_socket.job import read_report
 from rrfp.runtime.status_socket.report import JobReport
@@ -188,9 +188,9 @@ ANSWER = RankAnswer(0, 0, "stage 0", STATUS, "")
     [
         (b"[" * 100_000 + b"]" * 100_000, "nested too deeply"),
         (b'"' + b"x" * (1 << 20) + b'"', "more than 1048576 bytes"),
-        (JobReport(1, "", Survey(1, (ANSWER,))).line(), "asker is 1, of 1 ranks"),
-        (JobReport(1, "", Survey(-1, (ANSWER,))).line(), "asker is -1, of 1 ranks"),
-        (JobReport(1, "", Survey(0, ())).line(), "asker is 0, of 0 ranks"),
+        (JobReport(1, "", JobStatus(1, (ANSWER,))).line(), "asker is 1, of 1 ranks"),
+        (JobReport(1, "", JobStatus(-1, (ANSWER,))).line(), "asker is -1, of 1 ranks"),
+        (JobReport(1, "", JobStatus(0, ())).line(), "asker is 0, of 0 ranks"),
     ],
     ids=["deep", "long", "asker", "negative asker", "no rank"],
 )
@@ -201,7 +201,7 @@ def test_no_line_raises_another_error(content: bytes, reason: str) -> None:
 
 def test_the_line_of_a_large_job_lacks_the_stacks() -> None:
     status = replace(STATUS, stack="x" * 8000)
-    survey = Survey(3, tuple(replace(ANSWER, rank=rank, status=status) for rank in range(200)))
+    survey = JobStatus(3, tuple(replace(ANSWER, rank=rank, status=status) for rank in range(200)))
     read = JobReport.read(JobReport(1, "", survey).line())
     assert read.survey is not None
     assert [answer.rank for answer in read.survey.answers] == [*range(200)]

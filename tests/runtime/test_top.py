@@ -21,7 +21,7 @@ from runtime.stuck_hints import Blocks
 
 from rrfp import timeouts
 from rrfp.model.mesh import Mesh
-from rrfp.runtime.stall.status import Survey
+from rrfp.runtime.stall.status import JobStatus
 from rrfp.runtime.status_socket.folder import SocketFile
 
 
@@ -51,7 +51,7 @@ def held(launch: Any) -> Processes:
     return job
 
 
-def is_waiting(survey: Survey) -> bool:
+def is_waiting(survey: JobStatus) -> bool:
     """Whether stage 1 is in its step."""
     status = survey.answers[1].status
     return status is not None and status.waits_for == "input"

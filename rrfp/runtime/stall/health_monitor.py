@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rrfp import timeouts
@@ -20,9 +20,10 @@ from rrfp.runtime.messenger import Handler
 from rrfp.runtime.stall.awake import AwakeTime
 from rrfp.runtime.stall.peer_monitor import PeerMonitor
 from rrfp.runtime.stall.progress import StallProgress
-from rrfp.runtime.stall.survey import Surveys
+from rrfp.runtime.stall.status import RankStatus
+from rrfp.runtime.stall.status_query import StatusQuery
 from rrfp.runtime.stall.watchdog import Watchdog
-from rrfp.transports.base import Message, MessageKind
+from rrfp.transports.base import MessageKind
 
 #: A check is late by this part of the limit at most.
 _PRECISION = 0.01
@@ -78,7 +79,6 @@ class HealthMonitor:
     ) -> None:
         post, stall_after, abort_after = driver.messenger.post, settings.stall_after, settings.abort_after
         progress = StallProgress(context, driver)
-        self.handlers: Mapping[MessageKind, Handler] = {MessageKind.PROBE: self._on_message}
         self._topology = context.topology
         self._peers = context.transport.context.peers
         self._closed_peers = context.closed_peers
@@ -86,11 +86,18 @@ class HealthMonitor:
         self._all_gather = all_gather
         #: The process of each rank, once all have exchanged theirs.
         self._identities: dict[int, ProcessIdentity] = {}
-        self._peer_monitor = PeerMonitor(context, self._identities, post, stall_after, abort_after)
-        #: Takes the polls of idle ranks.
-        self.watchdog = Watchdog(context, progress, all_gather, self._peer_monitor, stall_after)
-        #: Asks all ranks for their status without a stall, for a user who looks.
-        self.surveys = Surveys(context, self.watchdog.status, post)
+        self._peer_monitor = peers = PeerMonitor(context, self._identities, post, stall_after, abort_after)
+        self._progress = progress
+        self._stall_after = stall_after
+        self._stack = context.lane.stack
+        #: Asks all ranks for their status.
+        self.query = StatusQuery(context, self._status, peers, post)
+        self._watchdog = Watchdog(context, progress, self.query, peers, post, stall_after)
+        self.handlers: Mapping[MessageKind, Handler] = {
+            **peers.handlers,
+            **self.query.handlers,
+            **self._watchdog.handlers,
+        }
         self._task_timeout = None
         if abort_after is not None:
             self._task_timeout = TaskTimeout(context, progress, abort_after, self._peer_monitor.describe)
@@ -98,8 +105,7 @@ class HealthMonitor:
 
     def services(self) -> Iterable[Coroutine[Any, Any, None]]:
         """Run these until the rank ends."""
-        yield self.watchdog.watch()
-        yield self.watchdog.answer()
+        yield self._watchdog.watch()
         if self._task_timeout is not None:
             yield self._task_timeout.watch()
 
@@ -118,10 +124,12 @@ class HealthMonitor:
         self._processes.start(self._peers, self._identities, own)
         return agreements
 
-    def _on_message(self, message: Message) -> None:
-        """A PROBE arrived: part of a survey or of a poll."""
-        takes = self.surveys if "survey" in message.body else self.watchdog
-        takes.on_message(message)
+    def _status(self) -> RankStatus:
+        """This rank's status."""
+        status = self._progress.status()
+        lasts = status.running_s >= self._stall_after
+        process = self._peer_monitor.process_of(self._topology.rank)
+        return replace(status, process=process, stack=self._stack() if lasts else "")
 
     def process_of(self, rank: int) -> ProcessIdentity:
         """The process of ``rank``, once all ranks have met."""

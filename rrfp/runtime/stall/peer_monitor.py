@@ -1,9 +1,9 @@
 """Watches the event loops of peers. A rank whose loop stands still is named on all others.
 
 A hint that blocks, or a call that keeps the interpreter's lock, stops a rank's loop, while its connections stand: the
-operating system and libzmq's own threads keep them alive. So the loop of a rank acknowledges every question of the
-watchdog at once, and a rank that does not acknowledge one in time is announced. The announcement goes from peer to
-peer, since the way along the control tree may lead through the very rank that is stuck.
+operating system and libzmq's own threads keep them alive. So the loop of a rank answers every question at once, and a
+rank that does not answer one in time is announced. The announcement goes from peer to peer, since the way along the
+control tree may lead through the very rank that is stuck.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from rrfp.errors import PeerLostError, ProtocolError
 from rrfp.host import ProcessIdentity
 from rrfp.log import get_logger
 from rrfp.runtime.context import RankContext
+from rrfp.runtime.messenger import Handler
 from rrfp.transports.base import Channel, Message, MessageKind
 
 logger = get_logger(__name__)
@@ -24,7 +25,7 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class _Question:
-    """Asked and not acknowledged."""
+    """Asked and not answered."""
 
     #: When it was asked.
     since: float
@@ -35,7 +36,7 @@ class _Question:
 
 
 class PeerMonitor:
-    """Asks peers and announces those that do not answer. Used on one loop only.
+    """Announces peers that do not answer questions. Used on one loop only.
 
     ``processes`` is filled in once all ranks have exchanged theirs. While a rank asks, an announcement is repeated
     twice in ``stall_after`` seconds.
@@ -60,9 +61,13 @@ class PeerMonitor:
         self._abort_after = abort_after
         self._open: dict[int, _Question] = {}
         self._announced_at: dict[int, float] = {}
+        self.handlers: Mapping[MessageKind, Handler] = {
+            MessageKind.ACKNOWLEDGED: self._on_acknowledged,
+            MessageKind.UNRESPONSIVE: self._on_unresponsive,
+        }
 
-    def ask(self, peer: int, message: Message) -> None:
-        """Send a question to ``peer``, which acknowledges it as soon as its loop runs."""
+    def expect_answer(self, peer: int) -> None:
+        """``peer`` is asked something, which it answers as soon as its loop runs."""
         loop = asyncio.get_running_loop()
         question = self._open.get(peer)
         if question is None:
@@ -72,14 +77,13 @@ class PeerMonitor:
             self._open[peer] = _Question(loop.time(), timers)
         elif question.announced:
             self._missed(peer)
-        self._post(peer, message)
 
     def acknowledge(self, peer: int) -> None:
-        """A question of ``peer`` arrived."""
-        self._post(peer, Message(Channel.CONTROL, MessageKind.PROBE, body={"acknowledged": True}))
+        """Answer a question of ``peer`` that has no answer yet."""
+        self._post(peer, Message(Channel.CONTROL, MessageKind.ACKNOWLEDGED))
 
-    def on_acknowledged(self, peer: int) -> None:
-        """``peer`` acknowledged what it was asked."""
+    def on_answer(self, peer: int) -> None:
+        """``peer`` answered."""
         question = self._open.pop(peer, None)
         if question is None:
             return
@@ -89,10 +93,13 @@ class PeerMonitor:
             silent = asyncio.get_running_loop().time() - question.since
             logger.warning("%s answers again, after %.1f s", self._topology.name_of(peer), silent)
 
-    def on_message(self, message: Message) -> None:
+    def _on_acknowledged(self, message: Message) -> None:
+        self.on_answer(message.sender)
+
+    def _on_unresponsive(self, message: Message) -> None:
         """A peer announced a rank that does not answer."""
         match message.body:
-            case {"unresponsive": int(rank), "seconds": int() | float() as seconds} if 0 <= rank < self._topology.world:
+            case {"rank": int(rank), "seconds": int() | float() as seconds} if 0 <= rank < self._topology.world:
                 self._announce(rank, float(seconds))
             case _:
                 raise ProtocolError(f"rank {message.sender} sent a {message.kind} message that names no rank and time")
@@ -103,10 +110,6 @@ class PeerMonitor:
             for timer in question.timers:
                 timer.cancel()
         self._open.clear()
-
-    def missed_since(self, time: float) -> bool:
-        """Whether any rank was announced since ``time``, of the loop's clock."""
-        return any(announced >= time for announced in self._announced_at.values())
 
     def process_of(self, rank: int) -> str:
         """The host and process id of ``rank``; empty before all have exchanged theirs."""
@@ -121,7 +124,7 @@ class PeerMonitor:
     def _missed(self, peer: int) -> None:
         question = self._open[peer]
         if peer in self._closed_peers:  # it left, and answers nothing any more
-            self.on_acknowledged(peer)
+            self.on_answer(peer)
             return
         question.announced = True
         self._announce(peer, asyncio.get_running_loop().time() - question.since)
@@ -140,8 +143,8 @@ class PeerMonitor:
         self._observer.stalled(text)
         for peer in self._peers:
             if peer != rank:
-                body = {"unresponsive": rank, "seconds": seconds}
-                self._post(peer, Message(Channel.CONTROL, MessageKind.PROBE, body=body))
+                body = {"rank": rank, "seconds": seconds}
+                self._post(peer, Message(Channel.CONTROL, MessageKind.UNRESPONSIVE, body=body))
 
     def _give_up(self, peer: int) -> None:
         if peer in self._closed_peers:

@@ -1,4 +1,4 @@
-"""How a rank is doing, as far as a poll or a survey asks for it."""
+"""How a rank is doing, for its status."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StallProgress:
         return 0.0 if self.running() is None else self._now() - self._executor.running_since
 
     def status(self) -> RankStatus:
-        """How this rank is doing, for a poll or a survey."""
+        """How this rank is doing."""
         activity, running = self._activity, self.running()
         wait = self._recorder.wait if running is None and activity.step is not None else None
         now = self._now()

@@ -1,4 +1,4 @@
-"""A rank's answer to a poll or a survey, and the meaning of all answers to a poll. Pure."""
+"""The status of a rank, and what the statuses of all ranks mean. Pure."""
 
 from __future__ import annotations
 
@@ -97,16 +97,16 @@ class Verdict:
 
     #: Nothing will ever happen again.
     deadlock: bool
-    #: False if the verdict needs a second poll.
+    #: False if the verdict needs a second round of statuses.
     certain: bool
     #: One line that names the rank for which all others wait, and its lane's task; for a deadlock the report.
     text: str
 
 
 def judge(statuses: Sequence[RankStatus], before: Sequence[RankStatus] | None) -> Verdict:
-    """Tell a slow rank from a deadlock, by the answers of all ranks, and those ``before`` if there was another poll.
+    """Tell a slow rank from a deadlock, by the statuses of all ranks, and those ``before`` if they were asked twice.
 
-    The answers are not of one instant. Two polls between which no rank made progress are: if then all ranks are idle
+    Statuses are not of one instant. Two rounds between which no rank made progress are: if then all ranks are idle
     inside the step and every message that was sent was received, nothing is left that could wake any of them. Once
     every task of the step has run there is nothing to wait for but the exchange of results, which needs no task.
     """
@@ -194,7 +194,7 @@ class RankAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class JobStatus:
     """All ranks, at about one time."""
 
     #: The rank that asked.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from rrfp.errors import ProtocolError
 from rrfp.runtime import records
-from rrfp.runtime.stall.status import Survey
+from rrfp.runtime.stall.status import JobStatus
 
 #: A longer line is no report.
 MOST_BYTES = 1 << 20
@@ -21,7 +21,7 @@ class JobReport:
     #: Stages and method, for people.
     pipeline: str
     #: Of all ranks; None where the process refuses the reader, or has given up.
-    survey: Survey | None = None
+    survey: JobStatus | None = None
     #: Why.
     failure: str = ""
 

@@ -1,4 +1,4 @@
-"""A survey: every rank answers the one that asks, along the control tree, and no rank waits for another."""
+"""The question for the status of all ranks: each answers along the control tree, and no rank waits for another."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from rrfp.errors import ProtocolError
 from rrfp.model.graph import TaskGraph
 from rrfp.runtime import records
 from rrfp.runtime.control_tree import neighbours, towards
+from rrfp.runtime.stall.peer_monitor import PeerMonitor
 from rrfp.runtime.stall.status import RankStatus
-from rrfp.runtime.stall.survey import MOST_ASKED, Surveys
+from rrfp.runtime.stall.status_query import MOST_ASKED, StatusQuery
 from rrfp.testing.clock import run_virtual
 from rrfp.transports.base import Channel, Message, MessageKind
 
@@ -43,9 +44,9 @@ async def test_every_rank_sees_all_others() -> None:
         for number in range(2):
             await pipe.step(batch.inputs, batch.targets)
             for asker, runner in enumerate(pipe._session._runners):
-                survey = await runner.health.surveys.survey()
-                assert survey.asker == asker
-                for rank, answer in enumerate(survey.answers):
+                job = await runner.health.query.ask()
+                assert job.asker == asker
+                for rank, answer in enumerate(job.answers):
                     assert (answer.rank, answer.stage, answer.name, answer.absent) == (rank, rank, f"stage {rank}", "")
                     assert answer.status is not None
                     assert (answer.status.stage, answer.status.steps_ended) == (rank, number + 1)
@@ -58,22 +59,31 @@ class Silent:
     def __init__(self) -> None:
         self.posted: list[tuple[int, Message]] = []
         context = context_of(Topology(1, 7), TaskGraph.chain(7))
-        self.surveys = Surveys(context, lambda: STATUS, lambda peer, message: self.posted.append((peer, message)))
+        self.monitor = PeerMonitor(context, {}, self._post, 10.0, None)
+        self.query = StatusQuery(context, lambda: STATUS, self.monitor, self._post)
+
+    def _post(self, peer: int, message: Message) -> None:
+        if message.kind is not MessageKind.UNRESPONSIVE:
+            self.posted.append((peer, message))
+
+    async def ask(self) -> Any:
+        return await self.query.ask()
 
     def receive(self, sender: int, body: dict[str, Any], *tensors: torch.Tensor) -> None:
-        message = Message(Channel.CONTROL, MessageKind.PROBE, tensors=tensors, body=body, sender=sender)
-        self.surveys.on_message(message)
+        kind = MessageKind.STATUS if "rank" in body else MessageKind.STATUS_QUERY
+        message = Message(Channel.CONTROL, kind, tensors=tensors, body=body, sender=sender)
+        self.query.handlers[kind](message)
 
 
 def test_silence_takes_a_second_and_the_rank_on_the_way_is_named() -> None:
     rank = Silent()
 
     async def main() -> tuple[Any, float]:
-        return await rank.surveys.survey(), asyncio.get_running_loop().time()
+        return await rank.ask(), asyncio.get_running_loop().time()
 
-    survey, seconds = run_virtual(main())
+    job, seconds = run_virtual(main())
     assert seconds == timeouts.ANSWER_S
-    assert [answer.absent for answer in survey.answers] == [
+    assert [answer.absent for answer in job.answers] == [
         "does not answer",
         "",
         "cannot be reached: stage 0 does not answer",
@@ -89,50 +99,51 @@ def test_questions_to_a_silent_rank_do_not_pile_up() -> None:
 
     async def main() -> None:
         for _ in range(MOST_ASKED + 3):
-            await rank.surveys.survey()
-        for number in range(5):  # of another rank's surveys
-            rank.receive(0, {"survey": number, "asker": 0})
+            await rank.ask()
+        for number in range(5):  # of another rank
+            rank.receive(0, {"number": number, "asker": 0})
         assert [peer for peer, message in rank.posted if "rank" not in message.body] == [0, 3, 4] * MOST_ASKED
         rank.posted.clear()
-        rank.receive(3, {"survey": 1, "asker": 1, "rank": 3}, PACKED)  # late, and yet a sign that it takes more
-        await rank.surveys.survey()
+        rank.receive(3, {"number": 1, "asker": 1, "rank": 3}, PACKED)  # late, and yet a sign that it takes more
+        await rank.ask()
         assert [peer for peer, _ in rank.posted] == [3]
 
     run_virtual(main())
 
 
-def test_a_question_is_answered_and_passed_on_and_so_are_answers() -> None:
+async def test_a_question_is_answered_and_passed_on_and_so_are_answers() -> None:
     rank = Silent()
-    rank.receive(4, {"survey": 7, "asker": 4})
+    rank.receive(4, {"number": 7, "asker": 4})
     assert [(peer, dict(message.body)) for peer, message in rank.posted] == [
-        (4, {"survey": 7, "asker": 4, "rank": 1}),
-        (0, {"survey": 7, "asker": 4}),
-        (3, {"survey": 7, "asker": 4}),
+        (4, {"number": 7, "asker": 4, "rank": 1}),
+        (0, {"number": 7, "asker": 4}),
+        (3, {"number": 7, "asker": 4}),
     ]
     rank.posted.clear()
-    rank.receive(0, {"survey": 7, "asker": 4, "rank": 2}, PACKED)
+    rank.receive(0, {"number": 7, "asker": 4, "rank": 2}, PACKED)
     ((peer, message),) = rank.posted
-    assert (peer, message.body) == (4, {"survey": 7, "asker": 4, "rank": 2})
+    assert (peer, message.body) == (4, {"number": 7, "asker": 4, "rank": 2})
     assert torch.equal(message.tensors[0], PACKED)  # type: ignore[arg-type]
+    rank.monitor.close()
 
 
 @pytest.mark.parametrize(
     ("sender", "body"),
     [
-        (0, {"survey": 1}),
-        (0, {"survey": "1", "asker": 0}),
-        (0, {"survey": 1, "asker": 1}),  # its own question
-        (0, {"survey": 1, "asker": 7}),
-        (0, {"survey": 1, "asker": -1}),
-        (0, {"survey": 1, "asker": 3}),  # which is on the other side
-        (2, {"survey": 1, "asker": 2}),  # a neighbour it is not
-        (0, {"survey": 1, "asker": 0, "rank": 2}),  # back to where it comes from
-        (0, {"survey": 1, "asker": 3, "rank": 4}),
-        (0, {"survey": 1, "asker": 1, "rank": 9}),
-        (0, {"survey": 1, "asker": 1, "rank": 0}),  # without a status
+        (0, {"number": 1}),
+        (0, {"number": "1", "asker": 0}),
+        (0, {"number": 1, "asker": 1}),  # its own question
+        (0, {"number": 1, "asker": 7}),
+        (0, {"number": 1, "asker": -1}),
+        (0, {"number": 1, "asker": 3}),  # which is on the other side
+        (2, {"number": 1, "asker": 2}),  # a neighbour it is not
+        (0, {"number": 1, "asker": 0, "rank": 2}),  # back to where it comes from
+        (0, {"number": 1, "asker": 3, "rank": 4}),
+        (0, {"number": 1, "asker": 1, "rank": 9}),
+        (0, {"number": 1, "asker": 1, "rank": 0}),  # without a status
     ],
 )
-def test_a_message_that_is_part_of_no_survey_is_refused(sender: int, body: dict[str, Any]) -> None:
+def test_a_question_or_a_status_of_another_rank_is_refused(sender: int, body: dict[str, Any]) -> None:
     rank = Silent()
     with pytest.raises(ProtocolError):
         rank.receive(sender, body)
