@@ -187,7 +187,7 @@ class _Engine:
             if type(instruction) is ev.Send:
                 self._send(stage, instruction, now)
             elif type(instruction) is ev.ReduceChunk:
-                self._reduce(stage, instruction)
+                self._cores[stage].apply(ev.ChunkReduced(instruction.virtual_stage))
 
     def _preview_inputs_of_the_caller(self) -> None:
         """The caller's inputs of the forwards that read nothing else show their sizes at once."""
@@ -214,9 +214,6 @@ class _Engine:
 
     def _bytes_after(self, task: Task) -> int:
         return 0 if self._held is None else int(self._held[task.virtual_stage][task.microbatch])
-
-    def _reduce(self, stage: int, reduce: ev.ReduceChunk) -> None:
-        self._cores[stage].apply(ev.ChunkReduced(reduce.virtual_stage))
 
     def _send(self, stage: int, send: ev.Send, now: float) -> None:
         task, peer = send.task, send.peer
@@ -259,37 +256,23 @@ class _Engine:
 
 
 class _OfferingEngine(_Engine):
-    """A stage that ends a task takes the one that was offered to it last, without another decision.
-
-    A call that waits on the lane comes first: the one that finalizes the gradients of a chunk, which the end of the
-    chunk's last task asks for. It takes no time, but the loop hears of the end meanwhile, and decides again.
-    """
+    """A stage that ends a task takes the one that was offered to it last, without another decision."""
 
     _takes_offers = True
 
     def __init__(self, costs: CostTable, graph: TaskGraph, cores: list[StageCore]) -> None:
         super().__init__(costs, graph, cores)
         self._offered: list[ev.Run | None] = [None] * len(cores)
-        self._finalizes = [False] * len(cores)
 
     def _apply(self, stage: int, event: Happening, now: float) -> None:
         if type(event) is not ev.Completed:
             super()._apply(stage, event, now)
             return
         offered, self._offered[stage] = self._offered[stage], None
-        if self._finalizes[stage]:
-            offered = None
-        is_taken = offered is not None
-        self._finalizes[stage] = False
         if offered is not None:
             self._begin(stage, offered.task, now)  # before the core hears of the end
         super()._apply(stage, event, now)
-        self._idle[stage] = not is_taken
-        self._finalizes[stage] &= is_taken  # a lane without a task makes the call at once
-
-    def _reduce(self, stage: int, reduce: ev.ReduceChunk) -> None:
-        super()._reduce(stage, reduce)
-        self._finalizes[stage] = True
+        self._idle[stage] = offered is None
 
     def _decide(self, stage: int, now: float) -> None:
         if self._idle[stage]:

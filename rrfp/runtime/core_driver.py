@@ -261,7 +261,10 @@ class CoreDriver:
             case ev.ReportReady() | ev.Order() if self._leader_protocol is not None and step is not None:
                 self._leader_protocol.perform(instruction, step)
             case ev.ReduceChunk(virtual_stage):
-                context.supervisor.spawn(self._reduce(virtual_stage))
+                if self.gradients.has_work:
+                    context.supervisor.spawn(self._reduce(virtual_stage))
+                else:
+                    self._on_event(ev.ChunkReduced(virtual_stage))
             case ev.FinishStep():
                 self.finished.set()
             case _:

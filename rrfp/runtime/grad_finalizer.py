@@ -207,6 +207,7 @@ class GradientFinalizer:
         self._virtual_stages = context.graph.placement.virtual_stages(context.topology.stage)
         self._text_of = named(context.graph.names)
         self._program = program
+        self._finishes = type(program).finish is not StageProgram.finish
         self._executor = executor
         self._reduce = reduce
         self._shared = SharedGradients({}) if ties is None else ties.shared
@@ -237,13 +238,19 @@ class GradientFinalizer:
             raise ProtocolError(f"rank {message.sender} sent gradients of a tie, but there are none")
         self._ties.on_message(message)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether anything follows the last task of a virtual stage."""
+        return self._finishes or self._ties is not None or (self._reduce is not None and self._reduces)
+
     async def finalize(self, virtual_stage: int) -> None:
         """Returns when the gradients of ``virtual_stage`` are what the caller of the step gets.
 
         Ties that have another copy on this rank may wait for that one.
         """
         name = f"the gradients of {self._text_of(virtual_stage)}"
-        await self._executor.run_extra(name, partial(self._program.finish, virtual_stage))
+        if self._finishes:
+            await self._executor.run_extra(name, partial(self._program.finish, virtual_stage))
         self._final[virtual_stage].set()
         if self._reduce is not None and self._reduces:
             await self._gather(virtual_stage)

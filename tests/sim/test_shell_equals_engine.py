@@ -195,27 +195,6 @@ def test_an_offered_task_was_decided_before_the_task_before_it_ended() -> None:
     assert with_offers.outcome(run_shell) == with_offers.outcome(run)
 
 
-def test_the_call_that_finalizes_a_chunk_comes_before_an_offered_task() -> None:
-    # On stage 0 the end of W1@2 at 20 asks for that call, which waits behind B0@0. When this ends, at 23, so does the
-    # way of the gradient for B1@0. Were the offered W0@0 begun at once, it would be too late.
-    costs = CostTable(
-        stages=2,
-        chunks=2,
-        placement="looped",
-        microbatches=2,
-        forward=np.array([[0.0, 3.0], [1.0, 2.0], [1.0, 1.0], [3.0, 3.0]]),
-        backward=np.array([[3.0, 1.0], [1.0, 1.0], [1.0, 1.0], [0.0, 1.0]]),
-        weight=np.array([[2.0, 0.0], [3.0, 1.0], [3.0, 2.0], [1.0, 0.0]]),
-        latency_forward=np.array([[3.0, 1.0], [2.0, 0.0], [0.0, 3.0]]),
-        latency_backward=np.array([[1.0, 2.0], [2.0, 2.0], [3.0, 0.0]]),
-    )
-    case = Case(costs, named("bf"), (Limit.resolve(2, 0, 2), Limit.resolve(2, 1, 2)), takes_offers=True)
-    outcome = case.outcome(run)
-    assert isinstance(outcome, EngineResult)
-    assert [str(span.task) for span in outcome.spans[0]][-4:] == ["B0@0", "B1@0", "W0@0", "W1@0"]
-    assert case.outcome(run_shell) == outcome
-
-
 def test_messages_that_overtake_each_other_arrive_when_the_table_says() -> None:
     # F0 takes 10 to stage 1, F1 takes 1: sent at 1 and 2, they arrive at 11 and 3, in one channel.
     costs = table([[1, 1], [1, 1]], [[1, 1], [1, 1]])
