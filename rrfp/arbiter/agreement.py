@@ -112,13 +112,12 @@ class AgreementArbiter(Arbiter):
         """Whether ``member`` announces rounds and this rank receives its announcements."""
         return member == 0 < self._group.member
 
-    def dispatch_next(self) -> bool:
+    def _next(self) -> None:
         """Propose a task; what the group agrees on is dispatched as soon as that is known."""
-        if len(self._core.in_flight) < self._depth and self._proposed is None and self._step is not None:
+        if self._proposed is None and self._step is not None:
             decision = self._core.decide()
             if decision is not None and (decision.task != self._refused or self._prompted):
                 self._propose(self._step, decision.task)
-        return False
 
     def _wait_cause(self) -> WaitCause:
         return WaitCause.ORDER if self._proposed or self._refused else self._core.wait_cause()

@@ -36,7 +36,7 @@ class Arbiter:
         pauses: PauseTimer | None = None,
     ) -> None:
         self.is_due = False
-        self.on_kick: Callable[[], None] = _ignore
+        self.on_kick: Callable[[], object] = ignore_kick
         self._core = core
         self._depth = depth
         self._dispatch = dispatch
@@ -46,8 +46,9 @@ class Arbiter:
 
     def kick(self) -> None:
         """Something happened: a decision is due."""
-        self.is_due = True
-        self.on_kick()
+        if not self.is_due:
+            self.is_due = True
+            self.on_kick()
 
     def decide(self) -> None:
         """Dispatch what is ready now, and what becomes ready by that."""
@@ -55,27 +56,32 @@ class Arbiter:
             self.decide_once()
 
     def decide_once(self) -> None:
-        """Dispatch what is ready now. Another decision may be due afterwards."""
+        """Dispatch what is ready now, and offer what comes next. Another decision may be due afterwards."""
         self.is_due = False
-        while self.dispatch_next():
-            pass
-        if not self._core.in_flight:
+        core = self._core
+        while core.num_in_flight < self._depth:
+            if (task := self._next()) is None:
+                break
+            self._dispatch(task)
+        in_flight = core.num_in_flight
+        if in_flight == self._depth and self._offers is not None:
+            self._offers.revise()
+        elif not in_flight:
             self._waiting(self._wait_cause())
 
     def dispatch_next(self) -> bool:
-        """Dispatch one task; False if the lane is full, where one is offered, or if nothing is ready."""
-        in_flight = len(self._core.in_flight)
-        if in_flight >= self._depth:
-            if self._offers is not None and in_flight == self._depth:
-                self._offers.revise()
-            return False
+        """Dispatch one task; False if the lane is full, or if nothing is ready."""
+        task = self._next() if self._core.num_in_flight < self._depth else None
+        if task is not None:
+            self._dispatch(task)
+        return task is not None
+
+    def _next(self) -> Task | None:
+        """The task to dispatch; None if nothing is ready, or the stage idles."""
         decision = self._core.decide()
         if type(decision) is ev.Pause:
-            decision = None if in_flight else self._unless_idle(decision)
-        if decision is None:
-            return False
-        self._dispatch(decision.task)
-        return True
+            decision = None if self._core.num_in_flight else self._unless_idle(decision)
+        return None if decision is None else decision.task
 
     def _unless_idle(self, pause: ev.Pause) -> ev.Run | ev.Pause | None:
         """What the core decides instead of ``pause``; None if the stage idles."""
@@ -94,5 +100,5 @@ class Arbiter:
         return self._core.wait_cause()
 
 
-def _ignore() -> None:
+def ignore_kick() -> None:
     """No loop waits for kicks: the arbiter is driven from outside."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
-from rrfp.arbiter.arbiter import Arbiter
+from rrfp.arbiter.arbiter import Arbiter, ignore_kick
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +39,43 @@ async def run_arbiter(arbiter: Arbiter, settled: Callable[[], Awaitable[None]] |
     ``settled`` is awaited before each decision: it returns when all that happens at this instant has been applied. None
     on a loop whose time passes by itself, where there is no such moment.
     """
+    decisions = _in_callbacks(arbiter) if settled is None else _when_settled(arbiter, settled)
+    try:
+        await decisions
+    finally:
+        arbiter.on_kick = ignore_kick
+
+
+async def _in_callbacks(arbiter: Arbiter) -> None:
+    """Decide in callbacks of the loop: a task that is woken for each decision costs several times as much."""
+    loop = asyncio.get_running_loop()
+    failed: asyncio.Future[None] = loop.create_future()
+
+    def decide() -> None:
+        if failed.done():  # or cancelled
+            return
+        try:
+            arbiter.decide_once()
+        except StopIteration as error:  # which no future may carry; in a coroutine it would be this error too
+            failure = RuntimeError("plugged-in code raised StopIteration")
+            failure.__cause__ = error
+            failed.set_exception(failure)
+        except BaseException as error:  # SystemExit of a hint would end the loop here
+            failed.set_exception(error)
+
+    arbiter.on_kick = partial(loop.call_soon, decide)
+    if arbiter.is_due:
+        arbiter.on_kick()
+    await failed
+
+
+async def _when_settled(arbiter: Arbiter, settled: Callable[[], Awaitable[None]]) -> None:
     kicked = asyncio.Event()
     arbiter.on_kick = kicked.set
     if arbiter.is_due:
         kicked.set()
     while True:
         await kicked.wait()
-        if settled is not None:
-            await settled()
+        await settled()
         kicked.clear()
         arbiter.decide_once()

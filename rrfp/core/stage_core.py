@@ -137,8 +137,6 @@ class StageView:
 #: opened the next one while this rank's caller has not. A `Consumed` cannot be: it answers an output of its own step.
 _Early = ev.Arrived | ev.ReadyReported | ev.Ordered
 _FromPeer = _Early | ev.Consumed
-#: What happens on this rank in the course of a step.
-_Own = ev.Previewed | ev.Enqueued | ev.Completed | ev.SendReleased | ev.ChunkReduced | ev.PauseBegun | ev.PauseEnded
 
 
 class StageCore:
@@ -186,7 +184,17 @@ class StageCore:
 
     def apply(self, event: ev.Event) -> Instructions:
         """Take in ``event``; returns what the shell has to do about it, in order."""
-        return () if self._is_aborted else _TAKE_IN[type(event)](self, event)
+        if self._is_aborted:
+            return ()
+        if (take_in := _TAKE_IN.get(type(event))) is not None:
+            return take_in(self, event)
+        step = self._step
+        if step is None or step.finished:
+            raise ProtocolError(f"stage {self.stage} received an event of a task outside any step")
+        instructions = HANDLERS[type(event)](step, event)
+        if self._observe is not None:
+            self._observe(event)
+        return instructions
 
     def decide(self) -> ev.Run | ev.Pause | None:
         """The task to enqueue next, or the wait before it that the hint prefers, or None if there is no task now."""
@@ -243,6 +251,11 @@ class StageCore:
         return () if self._step is None else tuple(self._step.in_flight)
 
     @property
+    def num_in_flight(self) -> int:
+        """How many these are."""
+        return 0 if self._step is None else len(self._step.in_flight)
+
+    @property
     def is_pausing(self) -> bool:
         """Whether the stage idles by choice."""
         return self._step is not None and self._step.pauses.is_on
@@ -275,15 +288,6 @@ class StageCore:
         return WaitCause.DRAINED if self._step is None else self._step.wait_cause()
 
     # Events.
-
-    def _on_own(self, event: _Own) -> Instructions:
-        step = self._step
-        if step is None or step.finished:
-            raise ProtocolError(f"stage {self.stage} received an event of a task outside any step")
-        instructions = HANDLERS[type(event)](step, event)
-        if self._observe is not None:
-            self._observe(event)
-        return instructions
 
     def _on_peer(self, event: _FromPeer) -> Instructions:
         step = self._step
@@ -407,6 +411,7 @@ class StageCore:
             raise HintError(f"hint {type(self.hint).__name__} orders microbatches wrongly: {error}") from None
 
 
+#: Events that are not simply the step's.
 _TAKE_IN: dict[type, Callable[[StageCore, Any], Instructions]] = {
     ev.StepOpened: StageCore._on_opened,
     ev.Arrived: StageCore._on_peer,
@@ -414,14 +419,7 @@ _TAKE_IN: dict[type, Callable[[StageCore, Any], Instructions]] = {
     ev.Ordered: StageCore._on_peer,
     ev.Consumed: StageCore._on_peer,
     ev.Announced: StageCore._on_announced,
-    ev.PauseBegun: StageCore._on_own,
-    ev.PauseEnded: StageCore._on_own,
     ev.HeldReported: StageCore._on_held_reported,
-    ev.Previewed: StageCore._on_own,
-    ev.Enqueued: StageCore._on_own,
-    ev.Completed: StageCore._on_own,
-    ev.SendReleased: StageCore._on_own,
-    ev.ChunkReduced: StageCore._on_own,
     ev.Aborted: StageCore._on_aborted,
 }
 

@@ -73,6 +73,9 @@ from rrfp.model.visits import Visits
 #: The longest wait, as a part of the mean duration of the backward that waits.
 LONGEST = 0.5
 
+#: Seconds. A shorter forward is not announced: it ends at about the time when another rank has heard of it.
+SHORTEST_ANNOUNCED_S = 0.001
+
 
 class Pauses:
     """Bounded idling of one stage in one step: the one wait that a stage may choose before a backward.
@@ -80,7 +83,7 @@ class Pauses:
     A backward that begins moments before a forward arrives delays that forward by the whole backward, and the stages
     behind run dry. So a hint may prefer to wait (`rrfp.core.hint.Hint.awaits`), within these bounds:
 
-    - only for a forward that another stage announced when it began it;
+    - only for a forward that another stage announced when it began it, one that takes a millisecond at least;
     - at most half of the mean duration of that backward, and not at all if the forward is expected later;
     - once before each backward: when the wait is over, the backward or a forward runs next.
 
@@ -148,7 +151,7 @@ class Pauses:
     def announcements(self, task: Task, state: TaskState) -> Iterator[ev.Announce]:
         """Of the forward ``task`` of this stage, which begins."""
         seconds = self._durations.mean(F, state.chunk)
-        if seconds is not None:
+        if seconds is not None and seconds >= SHORTEST_ANNOUNCED_S:
             yield from (ev.Announce(task, peer, seconds) for peer in state.wiring(task.microbatch).peers)
 
 

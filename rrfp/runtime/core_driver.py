@@ -105,6 +105,10 @@ _RECEIVED_AS = {sent_as: kind for kind, sent_as in _SENT_AS.items()}
 GROUP_KINDS = frozenset(_RECEIVED_AS)
 
 
+#: Events after which the core decides as before them, where bytes are not limited.
+_HARMLESS = frozenset[type]({ev.SendReleased, ev.ChunkReduced})
+
+
 class GroupLink:
     """The way from one rank to the other members of its ``group``, which has their ranks by member."""
 
@@ -151,7 +155,7 @@ class CoreDriver:
         program: StageProgram,
         settings: RankSettings,
     ) -> None:
-        self.messenger = Messenger(context, self._on_event)
+        self.messenger = Messenger(context, self.on_event)
         self.executor = LaneExecutor(context, program, self._on_completed)
         self.gradients = GradientFinalizer(
             context, program, self.executor, self.messenger.send, settings.reduce, settings.ties
@@ -171,8 +175,20 @@ class CoreDriver:
         self._previews: Previews | None = None
         if core.limit.bytes is not None and not core.group.follows:  # a follower decides nothing
             self._previews = Previews(core, program, context.mailbox, self._apply)
+        #: Events that change no decision; a limit on bytes counts outputs that are on their way.
+        self._harmless = _HARMLESS if core.limit.bytes is None else frozenset[type]()
         self._leader_protocol: LeaderProtocol | None = None
         self._agreement: AgreementArbiter | None = None
+        self._performers: Mapping[type, Callable[[Any], None]] = {
+            ev.Send: self.messenger.send_soon,
+            ev.Announce: self.messenger.send_soon,
+            ev.Credit: self.messenger.credit,
+            ev.Release: self._release,
+            ev.ReportReady: self._order,
+            ev.Order: self._order,
+            ev.ReduceChunk: self._reduce_chunk,
+            ev.FinishStep: self._finish_step,
+        }
         self.handlers: Mapping[MessageKind, Handler] = {
             MessageKind.OUTPUT: self.messenger.on_output,
             MessageKind.CONSUMED: self.messenger.on_consumed,
@@ -197,7 +213,7 @@ class CoreDriver:
         if coordination == "leader":
             self.arbiter = Arbiter(core, self._depth, self._dispatch, self._waiting)
             reports_bytes = core.limit.bytes is not None
-            self._leader_protocol = LeaderProtocol(group, link.send, self._on_event, reports_bytes=reports_bytes)
+            self._leader_protocol = LeaderProtocol(group, link.send, self.on_event, reports_bytes=reports_bytes)
             on_message = self._leader_protocol.on_message
         else:
             self.arbiter = self._agreement = AgreementArbiter(
@@ -228,51 +244,51 @@ class CoreDriver:
             if self._agreement is not None:
                 self._agreement.open_step(step)
             opened = (step.number, step.mode, step.microbatches, plan.sizes, size_correlation, visits.skipped)
-            self._on_event(ev.StepOpened(*opened))
+            self.arbiter.kick()
+            self._apply(ev.StepOpened(*opened))
         if self._previews is not None:
             self._previews.open_step(visits)
 
     # Events to the core, its instructions to I/O.
 
-    def _on_event(self, event: ev.Event) -> None:
+    def on_event(self, event: ev.Event) -> None:
+        """Something happened on this rank, or on another one."""
         if self._pauses is not None and type(event) is ev.Announced:
             self._pauses.announced(event)
-        self.arbiter.kick()  # first, so that the next task starts before sends begin to copy their tensors
-        self._apply(event)
+        if type(event) not in self._harmless:
+            self.arbiter.kick()  # first, so that the next task starts before sends begin to copy their tensors
+        self._context.activity.touch()
+        for instruction in self.core.apply(event):
+            self._performers[type(instruction)](instruction)
         if self._previews is not None:
             self._previews.after(event)
 
     def _apply(self, event: ev.Event) -> None:
-        self._context.activity.touch()
+        """As `on_event`, for what the arbiter itself has done: it goes on deciding."""
         for instruction in self.core.apply(event):
-            self._perform(instruction)
+            self._performers[type(instruction)](instruction)
 
-    def _perform(self, instruction: ev.Instruction) -> None:
-        context, step = self._context, self._context.activity.step
-        match instruction:
-            case ev.Send():
-                self.messenger.send_output(instruction)
-            case ev.Announce():
-                self.messenger.announce(instruction)
-            case ev.Credit():
-                self.messenger.credit(instruction)
-            case ev.Release(task):
-                context.mailbox.drop(task)
-            case ev.ReportReady() | ev.Order() if self._leader_protocol is not None and step is not None:
-                self._leader_protocol.perform(instruction, step)
-            case ev.ReduceChunk(virtual_stage):
-                if self.gradients.has_work:
-                    context.supervisor.spawn(self._reduce(virtual_stage))
-                else:
-                    self._on_event(ev.ChunkReduced(virtual_stage))
-            case ev.FinishStep():
-                self.finished.set()
-            case _:
-                raise ProtocolError(f"stage {self.core.stage} has no way to perform {instruction}")
+    def _order(self, instruction: ev.ReportReady | ev.Order) -> None:
+        step = self._context.activity.step
+        if self._leader_protocol is None or step is None:
+            raise ProtocolError(f"stage {self.core.stage} has no way to perform {instruction}")
+        self._leader_protocol.perform(instruction, step)
 
-    async def _reduce(self, virtual_stage: int) -> None:
+    def _release(self, release: ev.Release) -> None:
+        self._context.mailbox.drop(release.task)
+
+    def _reduce_chunk(self, reduce: ev.ReduceChunk) -> None:
+        if self.gradients.has_work:
+            self._context.supervisor.spawn(self._finalize(reduce.virtual_stage))
+        else:
+            self.on_event(ev.ChunkReduced(reduce.virtual_stage))
+
+    async def _finalize(self, virtual_stage: int) -> None:
         await self.gradients.finalize(virtual_stage)
-        self._on_event(ev.ChunkReduced(virtual_stage))
+        self.on_event(ev.ChunkReduced(virtual_stage))
+
+    def _finish_step(self, _: ev.FinishStep) -> None:
+        self.finished.set()
 
     # Tasks on the lane.
 
@@ -290,7 +306,7 @@ class CoreDriver:
         self.arbiter.before_completion()
         if self._leader_protocol is not None and self._context.activity.step is not None:
             self._leader_protocol.on_completed(completed, self._context.activity.step)
-        self._on_event(completed)
+        self.on_event(completed)
         if completed.task.kind is Kind.F and completed.task.virtual_stage in self._last:
             self._outputs_left -= 1
             if not self._outputs_left:

@@ -10,8 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from typing import NoReturn
 
 from rrfp import timeouts
 from rrfp.core import events as ev
@@ -52,6 +50,10 @@ class Messenger:
         self._fail = context.fail
         self._on_event = on_event
         self._has_left = False
+        #: The part that takes each kind of message.
+        self._handlers: Mapping[MessageKind, Handler] = {}
+        #: Gets the error of a delivered message; None where `receive_all` receives.
+        self._failed: asyncio.Future[None] | None = None
         #: Frames of no rank of this run.
         self._foreign = RateLimitedLog(logger)
         #: Outputs and announcements that leave in the loop's next turn.
@@ -61,35 +63,38 @@ class Messenger:
 
     async def receive_all(self, handlers: Mapping[MessageKind, Handler]) -> None:
         """Receive forever; never gated on memory, so that nothing a peer waits for can be stuck behind this rank."""
+        self._handlers = handlers
         if (transport := delivering(self._transport)) is not None:
-            failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            transport.deliver_to(partial(self._on_delivery, handlers, failed))
-            await failed
+            self._failed = asyncio.get_running_loop().create_future()
+            transport.deliver_to(self._deliver)
+            await self._failed
         while True:
             try:
                 message = await self._transport.receive()
             except (FrameError, PeerLostError) as error:
                 self._on_error(error)
             else:
-                self._handle(handlers, message)
+                self._handle(message)
 
-    def _on_delivery(
-        self, handlers: Mapping[MessageKind, Handler], failed: asyncio.Future[None], entry: Message | RrfpError
-    ) -> None:
+    def _deliver(self, entry: Message | RrfpError) -> None:
         """As `receive_all`, for a transport that passes on each message where it reads it."""
-        if failed.done():
+        if self._failed is None or self._failed.done():
             return
         try:
             if isinstance(entry, RrfpError):
                 self._on_error(entry)
-            else:
-                self._handle(handlers, entry)
+            elif not self._has_left:
+                if entry.step is not None:
+                    self.received += 1
+                self._handlers.get(entry.kind, self._refuse)(entry)
+        except ProtocolError as error:
+            self._failed.set_exception(self._naming(entry.sender, error) if isinstance(entry, Message) else error)
         except StopIteration as error:  # which no future may carry; in a coroutine it would be this error too
             failure = RuntimeError("plugged-in code raised StopIteration")
             failure.__cause__ = error
-            failed.set_exception(failure)
+            self._failed.set_exception(failure)
         except BaseException as error:
-            failed.set_exception(failure_on_loop(error) or error)
+            self._failed.set_exception(failure_on_loop(error) or error)
 
     def _on_error(self, error: RrfpError) -> None:
         """Raise what ``receive`` raised, unless this rank can go on."""
@@ -100,15 +105,15 @@ class Messenger:
         elif not (isinstance(error, PeerLostError) and error.peer in self._closed_peers):
             raise error
 
-    def _handle(self, handlers: Mapping[MessageKind, Handler], message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         if self._has_left:
             return
         try:
             if message.step is not None:
                 self.received += 1
-            handlers.get(message.kind, self._refuse)(message)
+            self._handlers.get(message.kind, self._refuse)(message)
         except ProtocolError as error:
-            self._raise_naming(message.sender, error)
+            raise self._naming(message.sender, error)  # noqa: B904 - it has its cause
 
     @contextmanager
     def opening(self) -> Iterator[None]:
@@ -119,7 +124,8 @@ class Messenger:
             if error.sender is None:
                 raise
             kind, index = error.sender
-            self._raise_naming(self._ranks[index] if kind == "stage" else self._topology.group[index], error)
+            rank = self._ranks[index] if kind == "stage" else self._topology.group[index]
+            raise self._naming(rank, error)  # noqa: B904 - it has its cause
 
     def on_output(self, message: Message) -> None:
         """An OUTPUT arrived."""
@@ -160,18 +166,11 @@ class Messenger:
         message = Message(Channel.CONTROL, MessageKind.CONSUMED, self._activity.step, credit.task)
         self.post(self._ranks[credit.peer], message)
 
-    def send_output(self, send: ev.Send) -> None:
-        """Send a task's output, and report when its memory is free.
+    def send_soon(self, instruction: ev.Send | ev.Announce) -> None:
+        """Send a task's output, and report when its memory is free; or notify a peer of a forward that has begun.
 
         It leaves in the loop's next turn: behind the arbiter's, so that the next task starts before tensors are copied.
         """
-        self._send_soon(send)
-
-    def announce(self, announce: ev.Announce) -> None:
-        """Notify a peer of a forward that has begun, in the loop's next turn as well."""
-        self._send_soon(announce)
-
-    def _send_soon(self, instruction: ev.Send | ev.Announce) -> None:
         if not self._leaving:
             asyncio.get_running_loop().call_soon(self._send_leaving)
         self._leaving.append(instruction)
@@ -251,10 +250,13 @@ class Messenger:
         rank = self._topology.rank
         raise ProtocolError(f"rank {message.sender} sent a {message.kind} message that rank {rank} cannot use")
 
-    def _raise_naming(self, sender: int, error: ProtocolError) -> NoReturn:
+    def _naming(self, sender: int, error: ProtocolError) -> ProtocolError:
+        """``error``, which names the rank ``sender`` where its stage has several."""
         if self._topology.world == self._topology.stages:
-            raise error
-        raise ProtocolError(f"{error} (reported by {self._topology.name_of(sender)})") from error
+            return error
+        named = ProtocolError(f"{error} (reported by {self._topology.name_of(sender)})")
+        named.__cause__ = error
+        return named
 
     async def _post(self, peer: int, message: Message) -> None:
         try:

@@ -8,6 +8,7 @@ from core_script import Script, T
 from rrfp import View
 from rrfp.core import events as ev
 from rrfp.core.group_step import GroupMembership
+from rrfp.core.step import SHORTEST_ANNOUNCED_S
 from rrfp.core.usage import WaitCause
 from rrfp.errors import ProtocolError
 from rrfp.hints.alternating import BackwardForward
@@ -151,6 +152,17 @@ def test_a_forward_is_announced_to_its_readers_once_one_of_its_kind_was_measured
     script.completed("F1@0")
     script.arrived("B0@1")
     assert script.enqueued("B0@0") == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "is_announced"), [(SHORTEST_ANNOUNCED_S, True), (0.9 * SHORTEST_ANNOUNCED_S, False)]
+)
+def test_a_forward_that_ends_before_another_stage_hears_of_it_is_not_announced(
+    seconds: float, is_announced: bool
+) -> None:
+    script = Script(TaskGraph.chain(2), 0, 2, hint=Patient())
+    script.told(ev.Enqueued(T("F0@0")), ev.Completed(T("F0@0"), seconds=seconds))
+    assert script.enqueued("F1@0") == [ev.Announce(T("F1@0"), 1, seconds)] * is_announced
 
 
 def test_announcements_of_another_step_are_ignored_and_nonsense_is_refused() -> None:

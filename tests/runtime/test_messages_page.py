@@ -13,8 +13,10 @@ from runtime.group_programs import MESH, programs, steps
 from runtime.ranks import ThreadedRanks, step
 from runtime.stuck_hints import RELEASE, Blocks
 from runtime.toys import data, loss_fn, stages
+from torch import Tensor, nn
 
 import rrfp
+from rrfp.core.step import SHORTEST_ANNOUNCED_S
 from rrfp.model.tasks import Task
 from rrfp.transports.base import Message, MessageKind
 from rrfp.transports.inproc import InprocTransport
@@ -39,6 +41,14 @@ class Recorded(InprocTransport):
         await super().send(peer, message)
 
 
+class Slow(nn.Module):
+    """Takes so long that its forward is worth an announcement."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(3 * SHORTEST_ANNOUNCED_S)
+        return x
+
+
 def fails_late(task: Task) -> None:
     """Lets the others wait until they ask why, then fails."""
     if task.microbatch == 3:
@@ -51,6 +61,7 @@ def sent() -> Mapping[MessageKind, list[Message]]:
     """The messages of runs that together send every kind but that of a disagreement, which needs luck."""
     batch, modules = data(4), stages(3)
     modules[2][0].weight = modules[0][0].weight  # type: ignore[index]
+    modules[0].append(Slow())  # type: ignore[operator]
     with rrfp.local(modules, loss_fn=loss_fn, limit="1f1b", transport=Recorded) as pipe:
         for _ in range(3):  # forwards are announced once their duration is known
             pipe.step(batch.inputs, batch.targets)

@@ -88,7 +88,7 @@ async def test_an_output_arrives_with_how_many_outputs_its_sender_has_used(consu
         sender, receiver = ranks.contexts
         payload = Payload.pack(torch.arange(3.0))
         sender.mailbox.put_forward(OUTPUT, payload)
-        ranks.messengers[0].send_output(ev.Send(OUTPUT, 1, consumed))
+        ranks.messengers[0].send_soon(ev.Send(OUTPUT, 1, consumed))
         await ranks.receive(1)
         assert ranks.events == [[ev.SendReleased(OUTPUT, 1)], [ev.Arrived(STEP, OUTPUT, 12, consumed)]]
         (tensor,) = receiver.mailbox.inputs(Task(Kind.F, 2, 1))[0].tensors
@@ -107,7 +107,7 @@ async def test_a_credit_arrives_as_consumed() -> None:
 
 async def test_an_announcement_arrives_with_the_seconds_that_are_expected() -> None:
     async with TwoRanks([Topology(0, 2), Topology(1, 2)]) as ranks:
-        ranks.messengers[0].announce(ev.Announce(OUTPUT, 1, 0.25))
+        ranks.messengers[0].send_soon(ev.Announce(OUTPUT, 1, 0.25))
         await ranks.receive(1)
         assert ranks.events == [[], [ev.Announced(STEP, OUTPUT, 0.25)]]
         assert [(messenger.sent, messenger.received) for messenger in ranks.messengers] == [(1, 0), (0, 1)]
