@@ -53,6 +53,17 @@ def test_dispatch_reports_every_latency_with_its_aim() -> None:
 
 
 @pytest.mark.long
+def test_processor_time_is_split_by_thread_for_every_system() -> None:
+    document = quick("processor")
+    for systems in document["cases"].values():
+        assert set(systems) == {"torch", "Pipeline", "ScheduleRRFP"}
+        for figures in systems.values():
+            assert 0 < sum(figures["roles"].values()) <= 1.5 * figures["used"]
+        assert systems["Pipeline"]["roles"]["lane"] > 0
+    check_aims(document["aims"])
+
+
+@pytest.mark.long
 def test_tp_simulated_compares_every_way_at_every_number_of_ranks() -> None:
     document = quick("tp_simulated")
 
