@@ -17,7 +17,7 @@ class PauseTimer:
 
     Args:
         now: the time, in seconds.
-        wake: called with seconds and a number: after these seconds `over` must be called with the number.
+        wake: called with seconds and a number: after these seconds the pause of that number must end, if it `is_on`.
     """
 
     def __init__(self, core: StageCore, now: Callable[[], float], wake: Callable[[float, int], None]) -> None:
@@ -45,9 +45,10 @@ class PauseTimer:
         self._wake(pause.longest, self._num_begun)
         return True
 
-    def over(self, number: int) -> bool:
-        """The longest wait of pause ``number`` is over; False if it had ended before."""
-        if number != self._num_begun or not self._core.is_pausing:
-            return False
+    def is_on(self, number: int) -> bool:
+        """Whether pause ``number`` has not ended."""
+        return number == self._num_begun and self._core.is_pausing
+
+    def end(self) -> None:
+        """The longest wait of the pause that is on is over."""
         self._core.apply(ev.PauseEnded())
-        return True

@@ -246,13 +246,13 @@ class ReadySet:
         else:
             self._num_others += 1
 
-    def remove(self, state: TaskState, task: Task) -> bool:
-        """``task``, one of ``state``, was enqueued. For the core only. False if its inputs were not all present."""
+    def remove(self, state: TaskState, task: Task) -> None:
+        """``task`` was enqueued; a ValueError if its inputs were not all present. For the core only."""
         queue = state.queue
         # Hints return a head as a rule, the very object: that saves the search.
         index = 0 if queue and queue[0][1] is task else self._index(queue, task)
         if index is None:
-            return False
+            raise ValueError(f"{task} is not in the ready set")
         del queue[index]
         if self._drain_order is not None:
             self._drain_order.note(task)
@@ -262,7 +262,6 @@ class ReadySet:
                 self._note_forward(state.chunk, task.microbatch)
         else:
             self._num_others -= 1
-        return True
 
     def gated(self) -> Iterator[Task]:
         """Tasks whose inputs are present and which the memory limit blocks. For the core only."""

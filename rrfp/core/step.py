@@ -285,9 +285,11 @@ class Step:
         task = event.task
         instructions = self.group.enqueue(task)
         kind, m, virtual_stage = task
-        state = self.states.own[kind].get(virtual_stage)
-        if state is None or not self.ready.remove(state, task):
-            raise ProtocolError(f"{task} was enqueued on stage {self._stage} without its inputs, or twice")
+        try:
+            state = self.states.own[kind][virtual_stage]
+            self.ready.remove(state, task)
+        except (KeyError, ValueError):  # no task of this stage, or none that is ready
+            raise ProtocolError(f"{task} was enqueued on stage {self._stage} without its inputs, or twice") from None
         self.last_kind = kind
         self.num_enqueued += 1
         self.enqueued[kind][state.chunk] += 1
@@ -330,7 +332,8 @@ class Step:
         if (event.output or self._leads) and (wiring.peers or wiring.num_readers):
             self._bytes.keep_output(task, event.output)
         for source in wiring.sources:
-            was_last = outputs.end_use(source, m)
+            outputs.end_use(source, m)
+            was_last = not source.left[m]
             if was_last:
                 instructions.append(self._release(Task(source.kind, m, source.virtual_stage)))
             if not self._is_training:
@@ -356,8 +359,9 @@ class Step:
             self._free(owner)
 
     def _on_send_released(self, event: ev.SendReleased) -> Instructions:
-        was_last = self.outputs.release_send(event.task, event.peer)
-        return self._and_finish([self._release(event.task)] if was_last else [])
+        self.outputs.release_send(event.task, event.peer)
+        is_used = self.states.of(event.task).refs.left[event.task.microbatch]
+        return self._and_finish([] if is_used else [self._release(event.task)])
 
     def _release(self, producer: Task) -> ev.Instruction:
         self._bytes.drop(producer)
@@ -369,7 +373,8 @@ class Step:
 
     def _consume(self, producer: Task, peer: int) -> None:
         """Forward only: ``peer`` is done with ``producer``'s output; the last one frees the slot."""
-        if self.outputs.consume(producer, peer):
+        self.outputs.consume(producer, peer)
+        if not self.outputs.is_awaited(producer):
             self._free((self.states.own[F][producer.virtual_stage].chunk, producer.microbatch))
 
     def _free(self, owner: Owner) -> None:

@@ -271,11 +271,9 @@ class Outputs:
                 if source.kind is F:
                     self.consumed_of[source.stage] = self.consumed_of.get(source.stage, 0) + 1
 
-    def end_use(self, refs: RefCounts, microbatch: int) -> bool:
-        """A task that read an output completed, or a send released it; returns whether that use was the last."""
-        left = refs.left[microbatch] - 1
-        refs.left[microbatch] = left
-        return left == 0
+    def end_use(self, refs: RefCounts, microbatch: int) -> None:
+        """A task that read an output completed, or a send released it."""
+        refs.left[microbatch] -= 1
 
     def produce(self, state: TaskState, task: Task) -> None:
         """``task`` completed: its output is on its way to every peer."""
@@ -290,24 +288,23 @@ class Outputs:
             state.sending[peer].add(m)
             self._num_sending += 1
 
-    def release_send(self, task: Task, peer: int) -> bool:
-        """The send of ``task``'s output to ``peer`` has released its memory; returns whether that was its last use."""
+    def release_send(self, task: Task, peer: int) -> None:
+        """The send of ``task``'s output to ``peer`` has released its memory."""
         state, m = self._states.own[task.kind].get(task.virtual_stage), task.microbatch
         if state is None or m not in state.sending.get(peer, ()):
             raise ProtocolError(f"the send of {task} to stage {peer} was released, which is not on its way")
         state.sending[peer].remove(m)
         self._num_sending -= 1
-        return self.end_use(state.refs, m)
+        self.end_use(state.refs, m)
 
-    def consume(self, task: Task, peer: int) -> bool:
-        """Forward only: ``peer`` (or this stage) is done with ``task``'s output; returns whether it was the last."""
+    def consume(self, task: Task, peer: int) -> None:
+        """Forward only: ``peer`` (or this stage) is done with ``task``'s output."""
         waiting = self._consumers.get(task, [])
         if peer not in waiting:
             raise ProtocolError(f"stage {peer} reports {task} as consumed, which it was not waiting for")
         waiting.remove(peer)
         if not waiting:
             del self._consumers[task]
-        return not waiting
 
     def is_awaited(self, task: Task) -> bool:
         """Forward only: whether a stage is still to consume ``task``'s output."""

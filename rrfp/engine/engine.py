@@ -176,7 +176,8 @@ class _Engine:
         elif type(event) is ev.Announced:
             self._pauses[stage].announced(event)
         elif isinstance(event, PauseOver):
-            self._pauses[stage].over(event.number)
+            if self._pauses[stage].is_on(event.number):
+                self._pauses[stage].end()
             return
         core = self._cores[stage]
         instructions = core.apply(event)

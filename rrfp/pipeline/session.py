@@ -450,7 +450,8 @@ class Session:
                 self._monitor.start()
         except BaseException as error:
             self._fail(error)
-            await self._close_ranks(quiet=True)
+            with suppress(PipelineAborted):
+                await self._close_ranks()
             raise
         ranks.delivery.begin(self._training_step)
 
@@ -488,10 +489,11 @@ class Session:
         if error is not None:
             self._fail(error)
         try:
-            await self._close_ranks(quiet=error is not None)
+            await self._close_ranks()
         except PipelineAborted as unraised:
-            await self._wait_for_failed_process(unraised)
-            raise
+            if error is None:
+                await self._wait_for_failed_process(unraised)
+                raise
         if isinstance(error, PipelineAborted):
             await self._wait_for_failed_process(error)
 
@@ -507,12 +509,12 @@ class Session:
         for runner in self._runners:
             runner.fail(error)
 
-    async def _close_ranks(self, *, quiet: bool) -> None:
-        """Leave in order, or after a failure once the peers have the abort; errors as in `close`, unless ``quiet``."""
+    async def _close_ranks(self) -> None:
+        """Leave in order, or after a failure once the peers have the abort; raises what no call has raised."""
         # A rank whose own call had returned when another one failed has raised nothing; the caller knows all the same.
-        quiet = quiet or any(runner.failure is not None and runner.failure.was_raised for runner in self._runners)
+        is_known = any(runner.failure is not None and runner.failure.was_raised for runner in self._runners)
         try:
-            with suppress(PipelineAborted) if quiet else nullcontext():
+            with suppress(PipelineAborted) if is_known else nullcontext():
                 await all_ended(runner.close() for runner in self._runners)
         finally:
             if self._monitor is not None:

@@ -316,7 +316,8 @@ class CoreDriver:
         asyncio.get_running_loop().call_later(seconds, self._pause_over, pause)
 
     def _pause_over(self, pause: int) -> None:
-        if self._pauses is not None and self._pauses.over(pause):
+        if self._pauses is not None and self._pauses.is_on(pause):
+            self._pauses.end()
             self.arbiter.kick()
 
     def _waiting(self, cause: WaitCause) -> None:

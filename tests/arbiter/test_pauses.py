@@ -66,7 +66,7 @@ def test_a_forward_that_is_expected_within_the_longest_wait_is_awaited_until_it_
     assert stage.wakes == [(4.0, 1)]
     stage.script.arrived("F3@0")
     assert stage.decide() == ["F3@1"]
-    assert not stage.pauses.over(1)
+    assert not stage.pauses.is_on(1)
 
 
 def test_one_that_is_expected_later_is_not() -> None:
@@ -82,9 +82,10 @@ def test_the_longest_wait_ends_it() -> None:
     stage.announced("F3@0", 1.0)
     stage.now += 50.0  # overdue: it may come at any moment
     assert stage.decide() == ["choice"]
-    assert stage.pauses.over(1)
+    assert stage.pauses.is_on(1)
+    stage.pauses.end()
     assert stage.decide() == ["B1@1"]
-    assert not stage.pauses.over(1)
+    assert not stage.pauses.is_on(1)
 
 
 def test_the_end_of_an_earlier_wait_does_not_end_a_later_one() -> None:
@@ -97,8 +98,8 @@ def test_the_end_of_an_earlier_wait_does_not_end_a_later_one() -> None:
     stage.script.told(ev.Enqueued(T("B1@1")), ev.Completed(T("B1@1"), seconds=8.0))
     stage.announced("F4@0", 1.0)
     assert stage.decide() == ["choice"]
-    assert not stage.pauses.over(1)
-    assert stage.pauses.over(2)
+    assert not stage.pauses.is_on(1)
+    assert stage.pauses.is_on(2)
 
 
 def test_no_wait_begins_while_the_lane_is_busy() -> None:

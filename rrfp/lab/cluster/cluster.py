@@ -125,7 +125,8 @@ class Cluster(ABC, Generic[NodeT]):
 
     def pause_over(self, node: NodeT, pause: int) -> None:
         """``node`` has idled by choice as long as it may."""
-        if node.pauses is not None and node.pauses.over(pause):
+        if node.pauses is not None and node.pauses.is_on(pause):
+            node.pauses.end()
             node.arbiter.kick()
 
     def release(self, node: NodeT, released: ev.SendReleased) -> None:
