@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from rrfp.callbacks.base import Callback
 from rrfp.callbacks.events import Aborted, Event, RunBegun, RunEnded, StageFigures, Stall, StepBegun, StepEnded
+from rrfp.callbacks.files import Csv, JsonLines, TensorBoard
 from rrfp.callbacks.metrics import metric_names, metrics
 from rrfp.callbacks.progress import Progress
-from rrfp.callbacks.rows import Csv, JsonLines
-from rrfp.callbacks.tensorboard import TensorBoard
 
 __all__ = [
     "Aborted",

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from rrfp.core.events import Event
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
-from rrfp.hints.alternating import BackwardForwardWeight
+from rrfp.hints.priorities import BackwardForwardWeight
 from rrfp.hints.slot_aware import SlotAware
 from rrfp.memory.branches import plain_stages
 from rrfp.model.tasks import Task

@@ -104,6 +104,7 @@ def test_hints_are_listed_with_origin() -> None:
     assert list(origins) == [*built_in, *schedules]
     assert origins == dict.fromkeys(built_in, "built in") | dict.fromkeys(schedules, "schedule")
     assert all(one["description"] and "docstring" not in one["description"] for one in known)
+    assert len({one["description"] for one in known}) == len(known)
     assert "BF: after a backward" in rrfp("hints").stdout
 
 
