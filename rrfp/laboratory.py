@@ -73,10 +73,10 @@ COMMAND_CLASSES: Mapping[str, str] = {
     "sweep": "rrfp.lab.commands.sweep:SweepCommand",
 }
 
-#: Lanes that `rrfp check lane` knows: each makes the lanes to check, by suffixes that tell them apart.
-LANES: Mapping[str, str] = {
-    "timer": "rrfp.lab.lane_makers:timer_lanes",
-    "double": "rrfp.lab.lane_makers:double_lanes",
+#: By entry point group and name: what the registry of that group takes for built in.
+PLUGINS: Mapping[str, Mapping[str, str]] = {
+    "rrfp.transports": {"simulated": "rrfp.lab.simulated_transport:SimulatedTransport"},
+    "rrfp.lanes": {"timer": "rrfp.lab.lane_makers:timer_lanes", "double": "rrfp.lab.lane_makers:double_lanes"},
 }
 
 

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
 
 from rrfp.errors import ConfigError, misspelt
+from rrfp.laboratory import PLUGINS
 
 T = TypeVar("T")
 
@@ -24,13 +25,19 @@ class Registry(Generic[T]):
     """The plugins of one kind. They are imported when they are loaded.
 
     ``field`` is the option that takes a name, for errors; ``group`` the entry point group of plugins; ``built_in`` has
-    the package's own, ``module:attribute`` by name. A plugin cannot replace one.
+    the package's own, ``module:attribute`` by name; the laboratory's count among them. A plugin cannot replace one.
     """
 
     def __init__(self, field: str, group: str, built_in: Mapping[str, str]) -> None:
         self._field = field
-        self._group = group
-        self._built_in = {name: EntryPoint(name, value, group) for name, value in built_in.items()}
+        self.group = group
+        own = {**built_in, **PLUGINS.get(group, {})}
+        self._built_in = {name: EntryPoint(name, value, group) for name, value in own.items()}
+
+    @property
+    def built_in(self) -> tuple[str, ...]:
+        """The package's own names."""
+        return tuple(self._built_in)
 
     def names(self) -> tuple[str, ...]:
         """All names: the built-in ones, then those of plugins, sorted."""
@@ -62,7 +69,7 @@ class Registry(Generic[T]):
         return f"plugin {'?' if dist is None else dist.name}"
 
     def _points(self) -> dict[str, EntryPoint]:
-        declared = {point.name: point for point in entry_points(group=self._group)}
+        declared = {point.name: point for point in entry_points(group=self.group)}
         return {**self._built_in, **{name: declared[name] for name in sorted(declared) if name not in self._built_in}}
 
 

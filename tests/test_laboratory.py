@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rrfp.laboratory import COMMAND_CLASSES, COMMANDS, LANES, PUBLIC, load
+from rrfp.laboratory import COMMAND_CLASSES, COMMANDS, PLUGINS, PUBLIC, load
 
 #: Loaded by nothing that a training job does with default options.
 APART = ("lab", "engine")
@@ -54,6 +54,9 @@ def test_public_names_of_the_laboratory_load_and_type_checkers_see_the_same_name
         _ = loaded.nothing
 
 
-@pytest.mark.parametrize("target", [*COMMANDS.values(), *COMMAND_CLASSES.values(), *LANES.values()])
-def test_commands_and_lanes_of_the_laboratory_load(target: str) -> None:
+NAMED = (COMMANDS, COMMAND_CLASSES, *PLUGINS.values())
+
+
+@pytest.mark.parametrize("target", [home for homes in NAMED for home in homes.values()])
+def test_commands_and_plugins_of_the_laboratory_load(target: str) -> None:
     assert callable(load(target))

@@ -22,6 +22,7 @@ from rrfp.commands.output import Json, first_line, print_json
 from rrfp.errors import ConfigError, misspelt
 from rrfp.laboratory import COMMANDS, load
 from rrfp.testing.checks import NotOfferedError, SkippedError
+from rrfp.testing.lanes import LANES, lanes_named
 
 _Contract = TypeVar("_Contract", bound=Callable[..., object])
 
@@ -116,7 +117,7 @@ def transport(
 
 @check.command(cls=Command)
 def lane(
-    name: Annotated[str, _name(known_lanes, kinds="thread, timer, double, cuda; or the option lane=")],
+    name: Annotated[str, _name(known_lanes, kinds=f"{', '.join(LANES.built_in)}; or the option lane=")],
     only: Only = None,
     first: First = False,
     json: Json = False,
@@ -126,7 +127,6 @@ def lane(
 
     from rrfp.plugins import named_or_loaded
     from rrfp.testing.lane_checks import ALL_CHECKS, Check, MakeLane, made_by
-    from rrfp.testing.lane_checks.makers import lanes_named
 
     contracts = _chosen(ALL_CHECKS, only)
     spec = named_or_loaded("lane", name)

@@ -27,5 +27,7 @@ def known_transports() -> Iterable[str]:
 
 
 def known_lanes() -> Iterable[str]:
-    """The lanes that come with RRFP, as ``check lane`` names them."""
-    return ("thread", "timer", "double", "cuda")
+    """All lanes that ``check lane`` names, plugins included."""
+    from rrfp.testing.lanes import LANES
+
+    return LANES.names()

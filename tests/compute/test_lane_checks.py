@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from rrfp.testing.lane_checks import ALL_CHECKS, Check, SkippedError
-from rrfp.testing.lane_checks.makers import cuda_lane, lanes_named
+from rrfp.testing.lane_checks.makers import cuda_lane
+from rrfp.testing.lanes import lanes_named
 
 MAKERS: dict[str, Any] = {
     name + suffix: make_lane

@@ -1,8 +1,8 @@
-"""A simulated cluster: the real cores of all ranks of a job, joined together. It knows no time.
+"""A simulated cluster: the real cores of all ranks of a job, joined together.
 
 What a core asks for is done here: outputs, credits and messages inside groups become packets, tasks go to lanes, steps
 follow each other, and the checker of each rank sees it. A subclass adds time and a network: it says when a packet
-arrives and when a task ends. `rrfp.lab.cluster.group_run` simulates tensor-parallel groups on a cost table,
+arrives and when a task ends. `rrfp.lab.cluster.simulation` simulates tensor-parallel groups on a cost table,
 `rrfp.lab.cluster.random_run` lets anything happen in any order, `rrfp.lab.faults.cluster` lets things go wrong.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from rrfp.arbiter.agreement import AgreementArbiter
 from rrfp.arbiter.arbiter import Arbiter
@@ -23,10 +23,65 @@ from rrfp.core import events as ev
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.usage import WaitCause
 from rrfp.lab.cluster.coordination import CoordinationName
-from rrfp.lab.cluster.node import TaskSlot
-from rrfp.lab.cluster.rank_group import NodeT, RankGroup
+from rrfp.lab.cluster.event_queue import EventQueue
+from rrfp.lab.cluster.node import Node, TaskSlot
 from rrfp.lab.cluster.ranks import Rank
 from rrfp.model.tasks import StepId, Task
+
+NodeT = TypeVar("NodeT", bound=Node)
+
+
+class RankGroup(Generic[NodeT]):
+    """The members, leader first. Coupled, they begin a task when the last of them reaches it, as with collectives."""
+
+    def __init__(self, nodes: Sequence[NodeT], *, coupled: bool) -> None:
+        self.nodes = nodes
+        self._coupled = coupled and len(nodes) > 1
+        #: By step: the order of the group; the first member to reach an index sets the task there.
+        self._orders: dict[int, list[Task]] = {}
+        #: By step and index in the order: the members whose lanes have reached it.
+        self._present: dict[tuple[int, int], list[NodeT]] = {}
+        self._waiting: list[NodeT] = []
+
+    def may_open(self, node: NodeT) -> bool:
+        """Whether all members have opened the step before; if not, `take_waiting` returns ``node`` later."""
+        if all(other.num_opened >= node.num_opened for other in self.nodes):
+            return True
+        self._waiting.append(node)
+        return False
+
+    def take_waiting(self) -> list[NodeT]:
+        """Members that waited to open a step and now may."""
+        if not self._waiting:
+            return []
+        opened = min(node.num_opened for node in self.nodes)
+        free = [node for node in self._waiting if node.num_opened <= opened]
+        self._waiting = [node for node in self._waiting if node.num_opened > opened]
+        return free
+
+    def enqueue(self, node: NodeT, task: Task) -> Task | None:
+        """``node`` enqueues ``task``; returns the task that another member has at this index, if the two differ."""
+        index = len(node.order)
+        node.order.append(task)
+        if len(self.nodes) == 1:
+            return None
+        order = self._orders.setdefault(node.step.number, [])
+        if index == len(order):
+            order.append(task)
+        return None if order[index] == task else order[index]
+
+    def reach(self, node: NodeT) -> Sequence[NodeT]:
+        """The lane of ``node`` reaches its next task; returns the members that begin theirs now."""
+        index = node.num_begun
+        node.num_begun += 1
+        if not self._coupled:
+            return (node,)
+        present = self._present.setdefault((node.step.number, index), [])
+        present.append(node)
+        if len(present) < len(self.nodes):
+            return ()
+        return self._present.pop((node.step.number, index))
+
 
 #: What one rank sends to another.
 Content = ev.Arrived | ev.Consumed | ev.Announced | GroupMessage
@@ -41,7 +96,7 @@ class Envelope(NamedTuple):
 
 
 class Cluster(ABC, Generic[NodeT]):
-    """See the module's docstring.
+    """All ranks of a job, joined together; without a clock or a network.
 
     Args:
         nodes: the ranks, by number.
@@ -284,6 +339,25 @@ class Cluster(ABC, Generic[NodeT]):
 
     def _send_to_member(self, node: NodeT, member: int, message: GroupMessage) -> None:
         self.send(Envelope(node.rank, self.nodes[node.rank - node.rank.member + member].rank, message))
+
+
+class TimedCluster(Cluster[NodeT]):
+    """A simulated cluster in virtual time; a subclass says how long tasks and messages take."""
+
+    def __init__(self, queue: EventQueue, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.queue = queue
+
+    def now(self) -> float:
+        """Virtual time."""
+        return self.queue.now
+
+    def wake(self, node: NodeT, seconds: float, pause: int) -> None:
+        """After these seconds of virtual time."""
+        self.queue.put(self.queue.now + seconds, node.rank, self._pause_over, pause)
+
+    def _pause_over(self, rank: int, pause: int) -> None:
+        self.pause_over(self.nodes[rank], pause)
 
 
 def _ignore(cause: WaitCause) -> None:

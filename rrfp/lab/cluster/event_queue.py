@@ -10,9 +10,6 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
-from rrfp.lab.cluster.cluster import Cluster
-from rrfp.lab.cluster.rank_group import NodeT
-
 #: Called with the rank and the argument that were put into the queue.
 Handler = Callable[[int, Any], None]
 
@@ -62,22 +59,3 @@ class EventQueue:
             touched.add(rank)
             self.num_happened += 1
         return sorted(touched)
-
-
-class TimedCluster(Cluster[NodeT]):
-    """A simulated cluster in virtual time; a subclass says how long tasks and messages take."""
-
-    def __init__(self, queue: EventQueue, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.queue = queue
-
-    def now(self) -> float:
-        """Virtual time."""
-        return self.queue.now
-
-    def wake(self, node: NodeT, seconds: float, pause: int) -> None:
-        """After these seconds of virtual time."""
-        self.queue.put(self.queue.now + seconds, node.rank, self._pause_over, pause)
-
-    def _pause_over(self, rank: int, pause: int) -> None:
-        self.pause_over(self.nodes[rank], pause)

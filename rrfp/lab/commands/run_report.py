@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rrfp.costs.table import CostTable
     from rrfp.lab.cluster.simulation import TensorParallelSimulation
     from rrfp.lab.simulation import Simulation
-    from rrfp.lab.traces.window import TimeWindow
+    from rrfp.lab.traces.timeline import TimeWindow
 
 #: A table of more stages than the first shows only as many of the outermost ones, at each end, as the second.
 MOST_ROWS, END_ROWS = 32, 8
@@ -34,7 +34,7 @@ def write_pictures(
     """Draw the timeline and write the trace, where they are wanted."""
     graph = simulation.costs.graph
     if timeline is not None:
-        from rrfp.lab.traces.plot import plot_timelines
+        from rrfp.lab.traces.timeline import plot_timelines
 
         names = () if graph is None else graph.names
         plot_timelines([(title, simulation.result.trace())], timeline, window, names)

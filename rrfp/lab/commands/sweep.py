@@ -23,8 +23,7 @@ from rrfp.tables import Column, print_table, terminal
 
 if TYPE_CHECKING:
     from rrfp.lab.sweep.experiment import Experiment
-    from rrfp.lab.sweep.rows import SweepRow
-    from rrfp.lab.sweep.runs import Skip, SweepResult
+    from rrfp.lab.sweep.runs import Skip, SweepResult, SweepRow
     from rrfp.lab.sweep.summary import MethodSummary, Spread
     from rrfp.lab.sweep.workloads import CostFile, Workload
 
@@ -355,7 +354,7 @@ def _run(
     is_asked: Callable[[SweepRow], bool],
 ) -> SweepResult:
     """Run all with a progress bar on the terminal, and write each row that is asked for as soon as it is known."""
-    from rrfp.lab.sweep.rows import SweepFile, SweepRow
+    from rrfp.lab.sweep.runs import SweepFile, SweepRow
     from rrfp.lab.sweep.runs import sweep as run_sweep
 
     with nullcontext() if csv is None else SweepFile(csv) as file, _progress_bar(len(experiments)) as advance:

@@ -22,7 +22,7 @@ from rrfp.errors import ConfigError, RrfpError
 from rrfp.lab.demo.report import DemoReport, Steps
 from rrfp.lab.demo.settings import SEQUENCE_LENGTH, DemoSettings
 from rrfp.lab.demo.text import load_text
-from rrfp.lab.traces.plot import require_matplotlib
+from rrfp.lab.traces.pictures import require_matplotlib
 from rrfp.tables import terminal
 
 

@@ -15,7 +15,7 @@ from rrfp.core.usage import WaitCause
 from rrfp.engine.bound import lower_bound
 from rrfp.lab.demo.methods import BASELINE, METHODS, DemoMethod
 from rrfp.lab.demo.settings import JITTER, PROFILE, DemoSettings
-from rrfp.lab.traces.plot import plot_timelines
+from rrfp.lab.traces.timeline import plot_timelines
 from rrfp.tables import Column, print_table, terminal
 from rrfp.trace.breakdown import CAUSE_LABELS, Breakdown, mean
 from rrfp.trace.chrome import write_chrome

@@ -7,7 +7,7 @@ other core receives `Aborted`, as it does from the shell, and must stop at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import TypeVar
@@ -17,17 +17,71 @@ from rrfp.core import events as ev
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.stage_core import StageCore
 from rrfp.errors import ConfigError, Origin, PeerLostError, ProtocolError
-from rrfp.lab.cluster.cluster import Envelope
-from rrfp.lab.cluster.event_queue import EventQueue, TimedCluster
+from rrfp.lab.cluster.checker import RankChecker
+from rrfp.lab.cluster.cluster import Envelope, TimedCluster
+from rrfp.lab.cluster.event_queue import EventQueue
+from rrfp.lab.cluster.node import Node
 from rrfp.lab.cluster.ranks import Rank
-from rrfp.lab.faults.checker import ContractViolation, Ending
-from rrfp.lab.faults.dataflow import MissingInputError, Reference
+from rrfp.lab.faults.checker import ContractViolation, Ending, MessageChecker
+from rrfp.lab.faults.dataflow import MissingInputError, Reference, StageValues
 from rrfp.lab.faults.deadlock_report import DeadlockReport
 from rrfp.lab.faults.faults import Death, Fault, Pause
 from rrfp.lab.faults.network import FaultyNetwork, Parcel, identity_of
-from rrfp.lab.faults.node import FaultNode
 from rrfp.lab.faults.scenario import Scenario
 from rrfp.model.tasks import Mode, StepId, Task
+
+
+class FaultChecker(RankChecker):
+    """Collects what is wrong on one rank; values and gradients must be those of the reference."""
+
+    #: Of the step that is open.
+    reference: Reference
+
+    def __init__(self, rank: Rank, scenario: Scenario) -> None:
+        graph, limit, parallelism = scenario.graph, scenario.limits[rank.stage], scenario.parallelism
+        # One forward of each chunk may start on any size: the first, whose size is unknown, and one while nothing is
+        # held from its chunk on. In a forced order so may the lowest microbatch of each.
+        extra = graph.placement.chunks_of(rank.stage) * max(parallelism.bytes_held) * (2 if scenario.in_order else 1)
+        most_bytes = None if limit.bytes is None else limit.bytes + extra
+        super().__init__(rank, graph, limit, most_bytes, scenario.visits_of)
+        self.violations: list[str] = []
+
+    def object_to(self, what: str) -> None:
+        """Keep it for the report."""
+        self.violations.append(self.named(what))
+
+    def compare(self, task: Task, value: int) -> None:
+        """``task`` has computed ``value``."""
+        if value != self.reference.values.get(task):
+            self.object_to(f"computed a wrong value in {task}: it read a wrong or stale input")
+
+    def compare_gradients(self, gradients: Mapping[int, int], expected: Mapping[int, int]) -> None:
+        """The step is done, with these sums over replicas by virtual stage."""
+        for v, gradient in expected.items():
+            if gradients.get(v, 0) != gradient:
+                self.object_to(f"has a wrong gradient on virtual stage {v}")
+
+
+class FaultNode(Node):
+    """One rank of a run."""
+
+    checker: FaultChecker
+
+    def __init__(self, rank: Rank, core: StageCore, scenario: Scenario) -> None:
+        super().__init__(rank, core, FaultChecker(rank, scenario))
+        self.messages = MessageChecker(is_numbered=scenario.parallelism.is_numbered)
+        self.values = StageValues(scenario.graph, rank.salt)
+        self._visits_of = scenario.visits_of
+        self.running = 0
+        self.sums: dict[int, int] = {}
+        self.aborts: list[Origin] = []
+
+    def open_step(self, step: StepId) -> None:
+        """Its next step begins, on nothing."""
+        super().open_step(step)
+        self.values.open_step(self._visits_of(step))
+        self.sums = {}
+
 
 T = TypeVar("T")
 
@@ -118,7 +172,7 @@ class Failures:
 
 
 class Availability:
-    """When a rank takes in what happens to it; see `rrfp.lab.cluster.event_queue.Availability`."""
+    """When a rank takes in what happens to it."""
 
     def __init__(self, faults: Iterable[Fault]) -> None:
         pauses = [fault for fault in faults if isinstance(fault, Pause)]

@@ -15,8 +15,7 @@ from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict
 from rrfp.lab.cluster.coordination import COORDINATIONS, CoordinationName
 from rrfp.lab.cluster.simulation import TensorParallelSimulation, simulate_tensor_parallel
-from rrfp.lab.limit_texts import SAME_BYTES, counts_bytes
-from rrfp.lab.simulation import DEFAULT_LIMIT, SENDS, Sends, Simulation, simulate
+from rrfp.lab.simulation import DEFAULT_LIMIT, SAME_BYTES, SENDS, Sends, Simulation, counts_bytes, simulate
 from rrfp.lab.sweep.workloads import PLANNED, CostFile, MultimodalWorkload, Workload
 from rrfp.memory.admission import AdmissionRule, Limit
 from rrfp.schedules.csv import CsvSchedule

@@ -1,7 +1,7 @@
 """A sweep as a picture: one small panel for each workload, a line a method, speed above and the memory it took below.
 
 Speed is bought with memory, so no panel shows one without the other. All panels have the same scales. Points are means
-over seeds, whiskers reach from the least to the largest. Only here and in `rrfp.lab.traces.plot` is matplotlib used
+over seeds, whiskers reach from the least to the largest. Only here and in `rrfp.lab.traces.timeline` is matplotlib used
 (extra ``plot``), without pyplot.
 """
 
@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rrfp.errors import ConfigError
-from rrfp.lab.sweep.rows import SweepRow
+from rrfp.lab.sweep.runs import SweepRow
 from rrfp.lab.sweep.summary import MethodSummary, Spread, changing, in_common, label, named, summarise
-from rrfp.lab.traces.looks import DARK, DPI, MUTED, TEXT_SIZE, TITLE_SIZE
-from rrfp.lab.traces.picture_file import save_picture
-from rrfp.lab.traces.plot import require_matplotlib
+from rrfp.lab.traces.pictures import DARK, DPI, MUTED, TEXT_SIZE, TITLE_SIZE, require_matplotlib, save_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

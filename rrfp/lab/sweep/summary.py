@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rrfp.lab.limit_texts import SAME_BYTES
-from rrfp.lab.sweep.rows import SweepRow
+from rrfp.lab.simulation import SAME_BYTES
+from rrfp.lab.sweep.runs import SweepRow
 from rrfp.memory.admission import Limit
 
 #: The columns that a workload has beside its seed, and those of a method.

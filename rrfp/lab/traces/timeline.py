@@ -1,4 +1,4 @@
-"""Draws timelines: the boxes, their numbers or the panel of shares, and the legend.
+"""Timelines as a picture: several runs below each other on one time axis, a row a stage, a box a task.
 
 The figure is as wide as its boxes need for their microbatch numbers to be read at 100% zoom. Where that would be too
 wide it has the dense form: thin rows without numbers, and below each run the share of its stages that compute or wait.
@@ -7,13 +7,15 @@ wide it has the dense form: thin rows without numbers, and below each run the sh
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rrfp.core.usage import WaitCause
-from rrfp.lab.traces.looks import (
+from rrfp.errors import ConfigError
+from rrfp.lab.traces.pictures import (
     DARK,
     DPI,
     FRAME,
@@ -26,8 +28,9 @@ from rrfp.lab.traces.looks import (
     TITLE_SIZE,
     contrast,
     kind_colour,
+    require_matplotlib,
+    save_picture,
 )
-from rrfp.lab.traces.window import TimeWindow
 from rrfp.model.tasks import Kind
 from rrfp.trace.breakdown import CAUSE_LABELS, blank_seconds, idle_waits
 from rrfp.trace.spans import StepTrace, TaskSpan, WaitSpan
@@ -35,6 +38,43 @@ from rrfp.trace.spans import StepTrace, TaskSpan, WaitSpan
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, slots=True)
+class TimeWindow:
+    """From ``start`` to ``end``, seconds after the step's start; None is the step's end."""
+
+    start: float = 0.0
+    end: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.start) and self.start >= 0):
+            raise ConfigError(f"from is {_text(self.start)}, must be 0 ms or more")
+        if self.end is not None and not (math.isfinite(self.end) and self.end > self.start):
+            raise ConfigError(f"to is {_text(self.end)}, must be more than from ({_text(self.start)})")
+
+    @classmethod
+    def of_milliseconds(cls, start: float | None, end: float | None) -> TimeWindow:
+        """The window between two times, each None where it is the step's own."""
+        return cls(0.0 if start is None else start / 1e3, None if end is None else end / 1e3)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it shows the whole step."""
+        return self.start == 0 and self.end is None
+
+    def within(self, span: float) -> tuple[float, float]:
+        """Start and end of the part of a step of ``span`` seconds."""
+        if self.start > 0 and self.start >= span:
+            raise ConfigError(f"from is {_text(self.start)}, must be less than the step's {_text(span)}")
+        return self.start, span if self.end is None else min(self.end, span)
+
+
+WHOLE = TimeWindow()
+
+
+def _text(seconds: float) -> str:
+    return f"{seconds * 1e3:.6g} ms"
 
 
 #: A kind of task in a chunk.
@@ -406,3 +446,36 @@ def _room(box: TaskSpan, inches_a_second: float, seconds: float | None = None) -
 def _needed(text: str) -> float:
     """Points that a number needs."""
     return (DIGIT * len(text) + PADDING) * NUMBER_SIZE
+
+
+def plot_timelines(
+    rows: Sequence[tuple[str, StepTrace]],
+    path: str | os.PathLike[str],
+    window: TimeWindow = WHOLE,
+    names: Sequence[str] = (),
+) -> None:
+    """Draw runs below each other and write a PNG, SVG or PDF, replacing an old file; see `draw_timelines`."""
+    save_picture(path, lambda: draw_timelines(rows, window, names))
+
+
+def draw_timelines(
+    rows: Sequence[tuple[str, StepTrace]], window: TimeWindow = WHOLE, names: Sequence[str] = ()
+) -> Figure:
+    """Draw runs below each other on one time axis, 0 being the start of each run's step.
+
+    Where most boxes are too thin for the numbers of their microbatches, none has one, and a panel below each run shows
+    the share of the stages that compute or wait.
+
+    Args:
+        rows: title and merged trace of every run, at least one; a title is followed by the run's makespan.
+        window: the part of the steps to show.
+        names: of the virtual stages of all runs, such as ``vision.0``; their parts have colours of their own then.
+    """
+    if not rows or not all(trace.tasks for _, trace in rows):
+        raise ValueError("a timeline needs at least one run, and every run at least one task")
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure = Timelines.of(rows, window, names).draw()
+    FigureCanvasAgg(figure)  # becomes the figure's canvas
+    return figure
