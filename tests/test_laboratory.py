@@ -13,7 +13,7 @@ import pytest
 from rrfp.laboratory import COMMAND_CLASSES, COMMANDS, PLUGINS, PUBLIC, load
 
 #: Loaded by nothing that a training job does with default options.
-APART = ("lab", "engine")
+APART = ("lab", "engine", "costs")
 
 JOB = """
 import sys, torch, rrfp
@@ -26,7 +26,7 @@ with rrfp.local([nn.Linear(4, 4), nn.Linear(4, 4)], loss_fn=nn.functional.mse_lo
 
 
 @pytest.mark.parametrize("program", ["import sys, rrfp", JOB], ids=["import", "job"])
-def test_the_product_loads_neither_laboratory_nor_engine(program: str) -> None:
+def test_the_product_loads_neither_laboratory_nor_engine_nor_costs(program: str) -> None:
     found = f"print(*(name for name in sys.modules if name.split('.')[:2] in {[['rrfp', room] for room in APART]}))"
     done = subprocess.run(
         [sys.executable, "-c", f"{program}\n{found}"], check=True, capture_output=True, text=True, timeout=50

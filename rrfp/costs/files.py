@@ -2,6 +2,12 @@
 
 This file knows the format's names and JSON's traps (NaN, repeated names, booleans as numbers); shapes and ranges are
 checked by `CostTable`. Numbers survive a round trip bitwise.
+
+Of a graph the fields of `rrfp.model.plain_graph` stand in place of the chain's chunks and placement, and
+
+    "skipped": {"vision": [1]}                                    the microbatches that do not visit it
+
+F, B, W and bytes have their rows in the order of the virtual stages, the latencies in that of the edges.
 """
 
 from __future__ import annotations
@@ -10,13 +16,16 @@ import json
 import os
 import reprlib
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rrfp.atomic_files import write_atomically
-from rrfp.costs.graph_fields import GRAPH_FIELDS, graph_fields, read_graph
 from rrfp.costs.table import CostTable, Matrix, checked_sizes
 from rrfp.errors import ConfigError, Faults
+from rrfp.model.plain_graph import checked_list, graph_from_plain, graph_to_plain, listed
+from rrfp.model.visits import Skipped
+from rrfp.plain import whole
 
 #: Name in the file of a chain -> attribute of the table, in the order of writing.
 FIELDS = {
@@ -32,6 +41,8 @@ FIELDS = {
     "bytes": "held",
     "sizes": "sizes",
 }
+#: Those of a graph beside the matrices, in the order of writing.
+GRAPH_FIELDS = ("stages", "microbatches", "virtual_stages", "placement", "edges", "skipped")
 _OPTIONAL = frozenset({"W", "bytes", "skipped", "sizes"})
 _MATRICES = ("F", "B", "W", "latency_F", "latency_B", "bytes")
 
@@ -139,7 +150,8 @@ def from_json(text: str) -> CostTable:
                 raise ConfigError("sizes must be a list of numbers, one a microbatch")
     if is_graph:
         matrices = {FIELDS[name]: document[name] for name in _MATRICES if name in document}
-        graph, microbatches, skipped = read_graph(document)
+        graph, microbatches = graph_from_plain(document), whole("microbatches", document["microbatches"], 1)
+        skipped = _skipped(document.get("skipped", {}), graph.names, microbatches)
         return CostTable.of_graph(graph, microbatches, skipped=skipped, sizes=document.get("sizes"), **matrices)
     fields: dict[str, Any] = {field: document.get(name) for name, field in FIELDS.items()}
     return CostTable(**fields)
@@ -149,13 +161,43 @@ def to_json(table: CostTable) -> str:
     """The cost file's text, one row a line, ending in a newline; `from_json` returns the same table, bitwise."""
     values = {name: getattr(table, field) for name, field in FIELDS.items()}
     if table.graph is not None:
-        values = {**graph_fields(table), **{name: values[name] for name in (*_MATRICES, "sizes")}}
+        fields = {**graph_to_plain(table.graph), "microbatches": table.microbatches, "skipped": _skippers(table)}
+        values = {
+            **{name: fields[name] for name in GRAPH_FIELDS},
+            **{name: values[name] for name in (*_MATRICES, "sizes")},
+        }
     lines = [
         f"{json.dumps(name)}: {_rows(value) if name in _MATRICES else json.dumps(value)}"
         for name, value in values.items()
         if value is not None
     ]
     return "{" + ",\n ".join(lines) + "}\n"
+
+
+def _skippers(table: CostTable) -> dict[str, list[int]] | None:
+    """The microbatches that skip each virtual stage, by its name; None where all visit all."""
+    assert table.graph is not None
+    skippers = {
+        name: [m for m, skipped in enumerate(table.skipped) if v in skipped] for v, name in enumerate(table.graph.names)
+    }
+    return {name: microbatches for name, microbatches in skippers.items() if microbatches} or None
+
+
+def _skipped(value: object, names: Sequence[str], microbatches: int) -> tuple[Skipped, ...]:
+    """What each microbatch skips, from the field."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"skipped is {reprlib.repr(value)}, must be an object: NAME -> list of microbatches")
+    skipped: list[set[int]] = [set() for _ in range(microbatches)]
+    for name, skippers in value.items():
+        if name not in names:
+            raise ConfigError(f"skipped names {reprlib.repr(name)}, must be one of {listed(names)}")
+        for microbatch in checked_list(f"skipped[{name!r}]", skippers, "of microbatches"):
+            if type(microbatch) is not int or not 0 <= microbatch < microbatches:
+                raise ConfigError(
+                    f"skipped[{name!r}] has {reprlib.repr(microbatch)}, must be a microbatch, 0..{microbatches - 1}"
+                )
+            skipped[microbatch].add(names.index(name))
+    return tuple(map(frozenset, skipped))
 
 
 def _rows(matrix: Matrix) -> str:

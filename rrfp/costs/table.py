@@ -20,10 +20,10 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from rrfp.costs.graph_names import named
 from rrfp.errors import ConfigError
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Layout, Placement, TablePlacement
+from rrfp.model.plain_graph import names_of
 from rrfp.model.tasks import Kind
 from rrfp.model.visits import Skipped, Visits
 from rrfp.plain import whole
@@ -223,7 +223,7 @@ class CostTable:
             if getattr(self, name) != value:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, must be {value!r} for this graph")
         count = graph.placement.num_virtual_stages
-        object.__setattr__(self, "graph", replace(graph, split=(self.split,) * count, names=named(graph)))
+        object.__setattr__(self, "graph", replace(graph, split=(self.split,) * count, names=names_of(graph)))
         object.__setattr__(self, "skipped", Visits(self.microbatches, tuple(self.skipped)).skipped)
         if beyond := sorted(v for skipped in self.skipped for v in skipped if not 0 <= v < count):
             raise ConfigError(f"skipped has virtual stage {beyond[0]}, must be 0..{count - 1}")

@@ -21,9 +21,10 @@ from typing import Any
 
 from rrfp.atomic_files import write_atomically
 from rrfp.model.graph import TaskGraph
+from rrfp.model.plain_graph import graph_to_plain
 from rrfp.model.tasks import Kind, Task
 from rrfp.trace.breakdown import CAUSE_LABELS, idle_waits
-from rrfp.trace.graph_data import GRAPH, SKIPPED, graph_to_plain, skipped_to_plain
+from rrfp.trace.graph_data import GRAPH, SKIPPED, skipped_to_plain
 from rrfp.trace.held import Level, held_levels
 from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan
 

@@ -9,13 +9,13 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from rrfp.costs.graph_names import edge_names
 from rrfp.costs.table import PLACEMENTS, Bits, CostTable, Matrix
 from rrfp.errors import ConfigError
 from rrfp.lab.generators.latency import LATENCY_MODELS, with_latency
 from rrfp.lab.traces.chrome_reader import TracedRun
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Layout, Placement
+from rrfp.model.plain_graph import edge_names
 from rrfp.model.tasks import Kind, Task
 from rrfp.model.visits import Skipped, Visits
 from rrfp.trace.spans import Skip, StepTrace, TaskSpan
