@@ -16,23 +16,10 @@ from rrfp.engine.engine import graph_of, run
 from rrfp.engine.record import EngineResult
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict
-from rrfp.memory.admission import AdmissionRule, Limit, bytes_of
+from rrfp.lab.limit_texts import DEFAULT_LIMIT, SAME_BYTES
+from rrfp.memory.admission import AdmissionRule, Limit
 from rrfp.memory.size_order import followed, least
 from rrfp.schedules.registry import ScheduleSpec, make_schedule
-
-#: In front of a limit on microbatches: as many bytes on each stage as the hint holds there under that limit.
-SAME_BYTES = "bytes:"
-
-
-def counts_bytes(spec: Limit | int | str | None) -> bool:
-    """Whether ``spec`` limits bytes, so that the cost table needs them."""
-    if isinstance(spec, Limit):
-        return spec.bytes is not None
-    return isinstance(spec, str) and (spec.startswith(SAME_BYTES) or bytes_of(spec) is not None)
-
-
-#: The limit of a simulated hint where none is given.
-DEFAULT_LIMIT = "2n"
 
 #: How a strict schedule sends: a message leaves while its lane goes on, or sender and receiver wait for each other.
 Sends = Literal["eager", "blocking"]

@@ -22,6 +22,7 @@ import numpy as np
 
 from rrfp.costs.table import CostTable, Matrix
 from rrfp.errors import ConfigError
+from rrfp.lab.generators import IMAGES, SOUNDS
 from rrfp.lab.generators.jitter import with_jitter
 from rrfp.lab.generators.latency import with_latency
 from rrfp.lab.generators.profiles import PLAIN_BYTES, PLAIN_FORWARD
@@ -32,9 +33,6 @@ from rrfp.model.placement import TablePlacement
 from rrfp.model.visits import Skipped
 from rrfp.plain import whole
 
-#: The name of the profile.
-MULTIMODAL = "multimodal"
-
 GraphName = Literal["chain", "branch", "colocated"]
 GRAPHS: tuple[str, ...] = get_args(GraphName)
 
@@ -42,8 +40,6 @@ GRAPHS: tuple[str, ...] = get_args(GraphName)
 PARTS = {"vision": 0.020, "audio": 0.010, "lm": 0.050}
 #: Deviations of the logarithms of their factors, which have mean 1.
 SIGMAS = {"vision": 0.5, "audio": 0.5, "lm": 0.25}
-#: The share of microbatches that have an image, and a sound, where none is given.
-IMAGES, SOUNDS = 0.6, 0.4
 
 
 @dataclass(frozen=True, slots=True)

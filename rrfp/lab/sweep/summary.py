@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rrfp.lab.simulation import SAME_BYTES
+from rrfp.lab.limit_texts import SAME_BYTES
 from rrfp.lab.sweep.runs import SweepRow
 from rrfp.memory.admission import Limit
 
