@@ -19,7 +19,8 @@ import torch
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from rrfp import local
+from rrfp import callbacks, local
+from rrfp.callbacks import RunAborted
 from rrfp.cli import app
 from rrfp.costs import from_json
 from rrfp.errors import ConfigError
@@ -63,6 +64,17 @@ def test_packages_are_attributes_of_rrfp_without_an_import_of_their_own() -> Non
     subprocess.run([sys.executable, "-c", line], check=True, timeout=50)
 
 
+def test_a_renamed_name_still_works_and_names_the_new_one() -> None:
+    with pytest.warns(
+        DeprecationWarning, match=r"rrfp\.callbacks\.Aborted is now rrfp\.callbacks\.RunAborted"
+    ) as caught:
+        from rrfp.callbacks import Aborted
+    assert Aborted is RunAborted
+    assert caught[0].filename == __file__
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = callbacks.nothing
+
+
 #: Every name that programs, plugins and files of users rely on. `python tests/test_public_names.py` writes it anew.
 COMMITTED = Path(__file__).parent / "public_names.txt"
 
@@ -103,6 +115,7 @@ def _of_packages() -> Iterator[str]:
     """The names, and the fields of records."""
     for package in PACKAGES:
         module = import_module(package)
+        yield from (f"{package}.{name}, deprecated" for name in getattr(module, "_RENAMED", ()))
         for name in module.__all__:
             yield f"{package}.{name}"
             fields = getattr(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rrfp.callbacks.events import Aborted, RunBegun, RunEnded, Stall, StepBegun, StepEnded
+from rrfp.callbacks.events import RunAborted, RunBegun, RunEnded, Stall, StepBegun, StepEnded
 from rrfp.model.topology import Topology
 
 
@@ -72,7 +72,7 @@ class Callback:
             event: names the rank that is waited for.
         """
 
-    def aborted(self, event: Aborted) -> None:
+    def aborted(self, event: RunAborted) -> None:
         """The pipeline failed.
 
         Args:

@@ -115,7 +115,7 @@ class Stall:
 
 
 @dataclass(frozen=True, slots=True)
-class Aborted:
+class RunAborted:
     """The pipeline is aborted on all ranks. Only `RunEnded` follows.
 
     Attributes:
@@ -144,5 +144,5 @@ class RunEnded:
     dropped: int
 
 
-Event = RunBegun | StepBegun | StepEnded | Stall | Aborted | RunEnded
+Event = RunBegun | StepBegun | StepEnded | Stall | RunAborted | RunEnded
 """Any of them."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rrfp.callbacks.base import Callback
-from rrfp.callbacks.events import Aborted, RunBegun, RunEnded, StepEnded
+from rrfp.callbacks.events import RunAborted, RunBegun, RunEnded, StepEnded
 from rrfp.callbacks.metrics import STEP_NAMES, Metrics, Tokens, checked_tokens, metric_names, metrics
 from rrfp.errors import ConfigError, RrfpError
 from rrfp.log import get_logger
@@ -245,7 +245,7 @@ class TensorBoard(Callback):
         """See `Callback`."""
         self._add(event, "evaluation")
 
-    def aborted(self, event: Aborted) -> None:
+    def aborted(self, event: RunAborted) -> None:
         """See `Callback`."""
         if self._writer is not None:
             self._writer.flush()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rrfp.callbacks.base import Callback
-from rrfp.callbacks.events import Aborted, RunBegun, RunEnded, StageFigures, Stall, StepEnded
+from rrfp.callbacks.events import RunAborted, RunBegun, RunEnded, StageFigures, Stall, StepEnded
 from rrfp.callbacks.metrics import Tokens, checked_tokens, metrics
 from rrfp.errors import ConfigError
 from rrfp.tables import Column, fitted
@@ -101,7 +101,7 @@ class Progress(Callback):
         self._note = f"stall: {event.text.partition(chr(10))[0]}"
         self._show()
 
-    def aborted(self, event: Aborted) -> None:
+    def aborted(self, event: RunAborted) -> None:
         """See `Callback`."""
         self._note = f"aborted by {str(event.origin).partition(chr(10))[0]}"
         self._show()
