@@ -29,7 +29,9 @@ FIRST, MY_JOB, WHAT_IF, EXTEND = "First look", "My job", "What if", "Extend"
 
 
 class Commands(CommandGroup):
-    """The commands. An `RrfpError` becomes a line on stderr, several independent ones a line each, and an exit code."""
+    """The commands; an `RrfpError` becomes a line and an exit code."""
+
+    # Several independent faults of a line become a line each.
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run the command line and exit."""

@@ -81,7 +81,7 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
 
 
 def public_name(module: str, name: str) -> Any:
-    """The public ``name`` of a module of the product; an AttributeError if it has none."""
+    """A module's public name that is made in the laboratory."""
     homes = PUBLIC[module]
     if name not in homes:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")

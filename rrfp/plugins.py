@@ -74,19 +74,19 @@ class Registry(Generic[T]):
 
 
 def where_defined(cls: type) -> str:
-    """The name of a class, and the file of its module where it has one."""
+    """The name of a class, with its module's file if any."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     return cls.__name__ if file is None else f"{cls.__name__} ({file})"
 
 
 def name_of(plugged_in: object) -> str:
-    """The full name of a class or function; of any other object, of its class."""
+    """The full name of a class or function, or of its class."""
     named = plugged_in if hasattr(plugged_in, "__qualname__") else type(plugged_in)
     return f"{named.__module__}.{named.__qualname__}"
 
 
 def named_or_loaded(field: str, text: str) -> Any:
-    """``text`` itself where it is a name; with a colon, the object that it names."""
+    """``text`` itself where it is a name, else what it leads to."""
     home, colon, attribute = text.rpartition(":")
     if not colon and text.endswith(".py"):
         raise ConfigError(f"{field} is {text!r}, must be a name, module:attribute or file.py:attribute")

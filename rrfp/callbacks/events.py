@@ -101,7 +101,7 @@ class StepEnded:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A rank has waited in vain, or its event loop has not run, for ``stall_after`` seconds; the run may recover.
+    """A rank has made no progress, or its event loop has not run, for ``stall_after`` seconds; the run may recover.
 
     Attributes:
         time: when this rank noticed it, in seconds since 1970.

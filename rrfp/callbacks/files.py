@@ -38,7 +38,7 @@ class RowFile:
         self._descriptor: int | None = None
 
     def check(self) -> None:
-        """Raise a ConfigError if the file cannot be written, or is another one's."""
+        """Refuse a file that cannot be written, or has other content."""
         if self.path.is_dir() or not self.path.absolute().parent.is_dir():
             raise ConfigError(f"{self.path} must be a file in a folder that exists")
         if not os.access(self.path if self.path.exists() else self.path.absolute().parent, os.W_OK):
@@ -54,11 +54,7 @@ class RowFile:
                 )
 
     def append(self, row: str) -> None:
-        """Write one row.
-
-        Raises:
-            RrfpError: naming the file, if it cannot be written; nothing of the row is in it then.
-        """
+        """Write one row; an RrfpError says that nothing of it is in the file."""
         try:
             if self._descriptor is None:
                 self._descriptor = self._open()
@@ -90,7 +86,7 @@ class RowFile:
         return descriptor
 
     def _whole_bytes(self) -> int:
-        """The bytes of the rows that are whole; a ConfigError if no row of this kind follows them."""
+        """The bytes of whole rows; refuses other content behind them."""
         if not self.path.is_file() or self._is_empty():
             return 0
         with self.path.open("rb") as file:
@@ -112,7 +108,7 @@ class RowFile:
 
 
 class Rows(Callback):
-    """Writes on rank 0; ``file`` says where. A subclass makes the text of a row."""
+    """Writes on rank 0; a subclass makes the text of a row."""
 
     def __init__(self, file: RowFile, tokens: Tokens) -> None:
         self._file = file

@@ -95,7 +95,7 @@ def _tokens_per_second(event: StepEnded, tokens: Tokens) -> float | None:
 
 
 def checked_tokens(tokens: Tokens) -> Tokens:
-    """``tokens``; a ConfigError unless it is a number above 0, a function or None."""
+    """``tokens``, if it is a number above 0, a function or None."""
     is_number = isinstance(tokens, int | float) and not isinstance(tokens, bool) and 0 < tokens < math.inf
     if tokens is None or callable(tokens) or is_number:
         return tokens

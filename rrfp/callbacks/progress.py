@@ -114,7 +114,8 @@ class Progress(Callback):
             self._live = None
 
     def _show(self) -> None:
-        """Draw everything, and leave the cursor on a line of its own: other processes print to the terminal as well."""
+        """Draw everything, the cursor on a line of its own."""
+        # Other processes print to the terminal as well.
         if self._live is not None:
             from rich.console import Group
 
@@ -159,7 +160,7 @@ class Progress(Callback):
 
 
 def _tables(stages: tuple[StageFigures, ...], width: int) -> list[Table]:
-    """A row for each stage, as many columns beside each other as there is room for."""
+    """A row for each stage, as many columns as fit."""
     shown = stages[:_MOST_STAGES]
     names = [str(stage.stage) for stage in shown]
     columns = [

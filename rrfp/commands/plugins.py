@@ -59,7 +59,7 @@ def _known(registry: Registry[Any], name: str) -> Known:
 
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Gets an entry for each Ctrl-C of the user, which goes on to raise KeyboardInterrupt: plugins may do so too."""
+    """Notes the user's Ctrl-Cs, since plugins may raise KeyboardInterrupt too."""
     seen: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:

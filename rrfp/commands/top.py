@@ -63,7 +63,7 @@ def top(
 
 
 def _watch(job: Job, show: Show, interval: float | None) -> str:
-    """Show the job until it ends, or once without ``interval``; returns how it ended."""
+    """Show the job until it ends, or once; returns how it ended."""
     from rrfp.runtime.status_socket.job import JobEnded, SilentJobError
 
     before: Survey | None = None
@@ -93,7 +93,7 @@ def _watch(job: Job, show: Show, interval: float | None) -> str:
 
 @contextmanager
 def _display(*, json: bool, is_live: bool) -> Iterator[Show]:
-    """In here the function that it yields shows each look: as JSON, in place on a terminal, or below the one before."""
+    """Yields what shows a look: as JSON, in place, or below."""
     if json:
         yield _print_json
         return
@@ -114,7 +114,7 @@ def _print_json(report: JobReport, table: list[TopRow]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TopRow:
-    """One rank. What is not known, or does not apply, is None or empty."""
+    """One rank; what is not known is None or empty."""
 
     #: Which.
     rank: int
@@ -232,7 +232,7 @@ _MOST_CHARACTERS = 48
 
 
 def headline(report: JobReport, table: Sequence[TopRow]) -> str:
-    """The job, its step, and the rate of the rank that was asked."""
+    """The job, its step, and the asked rank's rate."""
     survey = report.survey
     row = None if survey is None else table[survey.asker]
     step = "" if row is None or row.step is None else f", step {row.step}"

@@ -100,7 +100,7 @@ def write_costs(path: str | os.PathLike[str], table: CostTable) -> None:
 
 
 def json_fault(error: ValueError) -> str:
-    """Why a file is not JSON, for an error of one line; ``error`` is that of reading or parsing it."""
+    """Why a file is not JSON, for an error of one line."""
     if isinstance(error, UnicodeDecodeError):
         return "not UTF-8 text"
     if isinstance(error, json.JSONDecodeError):
@@ -175,7 +175,7 @@ def to_json(table: CostTable) -> str:
 
 
 def _skippers(table: CostTable) -> dict[str, list[int]] | None:
-    """The microbatches that skip each virtual stage, by its name; None where all visit all."""
+    """The microbatches that skip each virtual stage; None for none."""
     assert table.graph is not None
     skippers = {
         name: [m for m, skipped in enumerate(table.skipped) if v in skipped] for v, name in enumerate(table.graph.names)
@@ -205,7 +205,7 @@ def _rows(matrix: Matrix) -> str:
 
 
 def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Build a JSON object and refuse repeated names, of which json keeps the last one silently."""
+    """Refuse repeated names, of which json keeps the last silently."""
     document = dict(pairs)
     if len(document) != len(pairs):
         repeated = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
@@ -214,10 +214,8 @@ def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _check_numbers(name: str, rows: object) -> None:
-    """Refuse entries that numpy would convert silently: booleans, numbers in quotes, null.
-
-    `CostTable` refuses values that are no list of lists, except null, which would count as absent.
-    """
+    """Refuse entries that numpy would convert: booleans, numbers in quotes, null."""
+    # `CostTable` refuses values that are no list of lists, except null, which would count as absent.
     if not isinstance(rows, list):
         raise ConfigError(f"{name} must be a list of rows of numbers")
     for v, row in enumerate(rows):

@@ -14,7 +14,6 @@ class FixedPriority(EncoderAware):
     order: tuple[Kind, Kind, Kind]
 
     def choose(self, ready: ReadySet, view: View) -> Task | None:
-        """See `rrfp.core.hint.Hint.choose`."""
         for kind in self.order:
             if (task := self.first(kind, ready, view)) is not None:
                 return task
@@ -48,7 +47,6 @@ class BackwardForward(Alternating):
     """
 
     def choose(self, ready: ReadySet, view: View) -> Task | None:
-        """See `rrfp.core.hint.Hint.choose`."""
         if view.last_kind is B:
             return self._pick(ready, view, F, B)
         return self._pick(ready, view, B, F)
@@ -58,7 +56,6 @@ class ForwardBackward(Alternating):
     """FB: after a forward, backwards come first; otherwise, and at the start, forwards do."""
 
     def choose(self, ready: ReadySet, view: View) -> Task | None:
-        """See `rrfp.core.hint.Hint.choose`."""
         if view.last_kind is F:
             return self._pick(ready, view, B, F)
         return self._pick(ready, view, F, B)

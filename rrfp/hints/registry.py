@@ -22,7 +22,7 @@ ScheduleSource = Callable[[View], Schedule]
 
 
 class ScheduleHint(Hint):
-    """Orders ready tasks by their position in a schedule, and never waits for a task that is not ready."""
+    """Orders ready tasks by their position in a schedule; never waits."""
 
     def __init__(self, source: ScheduleSource) -> None:
         self._source = source
@@ -31,10 +31,8 @@ class ScheduleHint(Hint):
         self._is_monotone = True
 
     def open_step(self, view: View) -> None:
-        """Look up the order of the step; a ConfigError if the schedule lacks a task of this stage.
-
-        Tasks of virtual stages that a microbatch skips drop out: the others keep their order, which still ends.
-        """
+        """Look up the step's order; refuse a schedule that lacks a task."""
+        # Tasks of virtual stages that a microbatch skips drop out: the others keep their order, which still ends.
         schedule = self._source(view)
         order, visits = schedule.orders[view.stage], Visits(view.microbatches, view.skipped)
         if view.mode is not Mode.TRAIN:
@@ -47,7 +45,6 @@ class ScheduleHint(Hint):
         self._is_monotone = _is_monotone(self._order)
 
     def choose(self, ready: ReadySet, view: View) -> Task | None:
-        """See `rrfp.core.hint.Hint.choose`."""
         # Why only the heads? Looking at a thousand ready tasks takes half a millisecond, and in a schedule that keeps
         # microbatch order no other task can come first.
         candidates = ready.heads() if self._is_monotone else iter(ready)
@@ -60,13 +57,12 @@ class Strict(ScheduleHint):
     may_wait = True
 
     def choose(self, ready: ReadySet, view: View) -> Task | None:
-        """See `rrfp.core.hint.Hint.choose`."""
         due = self._order[view.num_enqueued_total]
         return due if due in ready else None
 
 
 def _is_monotone(order: Sequence[Task]) -> bool:
-    """Whether the tasks of each kind and virtual stage are in microbatch order."""
+    """Whether each kind and virtual stage is in microbatch order."""
     last: dict[tuple[Kind, int], int] = {}
     for kind, microbatch, virtual_stage in order:
         if last.get((kind, virtual_stage), -1) > microbatch:
@@ -127,7 +123,7 @@ def create_hint(spec: HintSpec) -> Hint:
 
 
 def create_strict(spec: ScheduleSpec) -> Hint:
-    """A hint that runs the schedule ``spec`` to the letter; an unknown one is a ConfigError."""
+    """A hint that runs the schedule ``spec`` to the letter."""
     if isinstance(spec, str) and spec not in schedule_names():
         names = schedule_names()
         raise ConfigError(f"strict is {misspelt(spec, names)}, must be one of: {', '.join(names)}")
@@ -135,7 +131,7 @@ def create_strict(spec: ScheduleSpec) -> Hint:
 
 
 def hint_factory(name: str) -> Callable[[], Hint]:
-    """The class, or other callable, that makes the hint ``name``; an unknown name is a ConfigError."""
+    """What makes the hint ``name``; an unknown name is a ConfigError."""
     if name in schedule_names():  # before plugins, which cannot replace a schedule
         return lambda: ScheduleHint(_source(name))
     if name not in HINTS:
@@ -154,7 +150,7 @@ def _source(spec: ScheduleSpec) -> ScheduleSource:
 
 @dataclass(frozen=True, slots=True)
 class LoadedHint:
-    """Makes the hint that a text with a colon leads to; another process can load it as well."""
+    """Makes the hint that a text leads to, in another process too."""
 
     text: str
 

@@ -36,7 +36,7 @@ class CsvSchedule:
         return self.name
 
     def for_graph(self, graph: TaskGraph, microbatches: int) -> Schedule:
-        """The order of every stage, complete and validated; a ConfigError names the line at fault."""
+        """Every stage's order, validated; a ConfigError names the line."""
         schedule = from_csv(self.text, graph, self.name)
         try:
             return schedule.validate(graph, microbatches)

@@ -23,30 +23,24 @@ from rrfp.schedules.csv import CsvSchedule
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The properties of a graph that a schedule requires.
+    """The properties of a graph that a schedule requires."""
 
-    Attributes:
-        chunks: C; None: any.
-        layout: the placement of two and more chunks (with one chunk all placements are the same); None: any.
-        split: whether at least one virtual stage must have a split backward; not required by a schedule that places no
-            weight tasks.
-    """
-
+    #: C; None: any.
     chunks: int | None = None
+    #: The placement of two and more chunks (with one chunk all placements are the same); None: any.
     layout: Layout | None = None
+    #: Whether at least one virtual stage must have a split backward; not required by a schedule that places no
+    #: weight tasks.
     split: bool = False
 
-    def check(self, name: str, graph: TaskGraph, to_split: str = "split=True splits it") -> None:
-        """Refuse a graph that the schedule ``name`` does not accept.
-
-        Args:
-            name: for errors.
-            graph: of the virtual stages.
-            to_split: how the caller gets a split backward, for errors.
-
-        Raises:
-            ConfigError: naming what does not fit.
-        """
+    def check(
+        self,
+        name: str,
+        graph: TaskGraph,
+        # How the caller gets a split backward, for errors.
+        to_split: str = "split=True splits it",
+    ) -> None:
+        """Refuse a graph that the schedule ``name`` does not accept."""
         placement = graph.placement
         counts = {placement.chunks_of(stage) for stage in range(placement.stages)}
         if not graph.is_chain or len(counts) > 1:
@@ -80,7 +74,7 @@ Slot = tuple[Kind, int]
 
 
 def fill(slots: Iterable[Slot], graph: TaskGraph, stage: int, microbatches: int) -> tuple[Task, ...]:
-    """The order of one stage. Weight slots of a virtual stage whose backward is not split stay empty."""
+    """The order of one stage; weight slots of unsplit backwards stay empty."""
     tasks = {
         (kind, chunk): iter([Task(kind, m, v) for m in range(microbatches)])
         for chunk, v in enumerate(graph.placement.virtual_stages(stage))
@@ -145,7 +139,7 @@ def interleaved_1f1b(graph: TaskGraph, microbatches: int) -> Schedule:
 
 
 def _alternating(forwards: list[Slot], backwards: list[Slot], warm_up: int) -> list[Slot]:
-    """``warm_up`` forwards, then a forward and a backward in turn, then the other backwards."""
+    """``warm_up`` forwards, then one of each in turn, then the rest."""
     steady = len(forwards) - warm_up
     pairs = zip(forwards[warm_up:], backwards[:steady], strict=True)
     return [*forwards[:warm_up], *(slot for pair in pairs for slot in pair), *backwards[steady:]]
@@ -247,7 +241,7 @@ def schedule_generator(name: str) -> ScheduleGenerator:
 
 
 def schedule_needs(name: str) -> Needs:
-    """The requirements of the schedule ``name`` on a graph; an unknown name is a ConfigError."""
+    """What ``name`` requires of a graph; an unknown name is a ConfigError."""
     return _known(name)[1]
 
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 async def run_checks(checks: Iterable[Callable[[T], Awaitable[None]]], make: T) -> dict[str, str]:
-    """Run every check on what ``make`` makes; see `run_transport_checks` for the result and the error."""
+    """Run every check on ``make``; see `run_transport_checks`."""
     skipped = {}
     for check in checks:
         name = getattr(check, "__name__", repr(check))

@@ -22,7 +22,7 @@ LANES: Registry[LaneMakers] = Registry(
 
 
 def lanes_named(name: str) -> Mapping[str, MakeLane]:
-    """The makers of the lane ``name``; a ConfigError if there is no such lane, or no such device here."""
+    """The makers of a lane; refuses unknown ones and absent devices."""
     if name not in LANES:
         raise ConfigError(
             f"lane is {name!r}, must be one of: {', '.join(LANES.names())}, or module:attribute, file.py:attribute"

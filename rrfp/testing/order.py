@@ -60,7 +60,6 @@ class ReorderingTransport(WrappedTransport):
         self._reader: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """See `Transport.start`."""
         await self._inner.start()
         self._reader = asyncio.create_task(self._read())
 

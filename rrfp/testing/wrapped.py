@@ -14,25 +14,19 @@ class WrappedTransport(Transport):
         self._inner = inner
 
     async def start(self) -> None:
-        """See `Transport.start`."""
         await self._inner.start()
 
     async def send(self, peer: int, message: Message) -> None:
-        """See `Transport.send`."""
         await self._inner.send(peer, message)
 
     async def receive(self) -> Message:
-        """See `Transport.receive`."""
         return await self._inner.receive()
 
     async def close(self) -> None:
-        """See `Transport.close`."""
         await self._inner.close()
 
     def abort(self) -> None:
-        """See `Transport.abort`."""
         self._inner.abort()
 
     def statistics(self) -> TransportStatistics:
-        """See `Transport.statistics`."""
         return self._inner.statistics()

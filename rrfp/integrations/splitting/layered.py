@@ -37,7 +37,7 @@ class Sample:
 
 
 class Layered(ABC):
-    """A model as a chain of layers that can be cut between any two."""
+    """A model as a chain of layers, cut between any two."""
 
     #: The whole model.
     model: nn.Module
@@ -60,17 +60,17 @@ class Layered(ABC):
         """
 
     def run(self, sample: Sample) -> tuple[Any, Tensor | None]:
-        """The whole model's output, and its own loss, if it has one and the sample a target."""
+        """The whole model's output, and its own loss if it can."""
         return sample.call(self.model), None
 
     @abstractmethod
     def sample(self) -> Sample | None:
-        """A tiny batch, the same in every call; None where only the caller knows one."""
+        """A tiny constant batch; None where only the caller knows one."""
 
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Puts all modules of ``models`` into eval mode for a while: no dropout, and no statistics are written."""
+    """All modules in eval mode: no dropout, no statistics written."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     for model in models:
         model.eval()
@@ -91,7 +91,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """What each piece of a model costs, in one unit of any kind."""
+    """What each piece of a model costs, in any unit."""
 
     #: Of all that is ahead of the first layer.
     before: float
@@ -102,12 +102,12 @@ class LayerCosts:
 
     @classmethod
     def of_parameters(cls, layered: Layered) -> LayerCosts:
-        """The numbers of parameters; a parameter that several pieces share counts in each."""
+        """The numbers of parameters; shared ones count in each piece."""
         layers = [_count([layer]) for layer in layered.layers]
         return cls(_count(layered.before), layers, _count(layered.after))
 
     def balanced(self, parts: int) -> tuple[int, ...]:
-        """The cuts into so many parts whose dearest part is cheapest; of equal ones, rather even parts."""
+        """The cuts whose dearest part is cheapest; of equals, the most even."""
         count, sums = len(self.layers), [0.0, *accumulate(self.layers)]
 
         def cost(start: int, stop: int) -> float:
@@ -131,7 +131,7 @@ class LayerCosts:
 
 
 def check_cuts(cuts: Any, layers: int, parts: int) -> tuple[int, ...]:
-    """The caller's ``cuts``, if they cut ``layers`` layers into ``parts`` parts with one layer or more each."""
+    """The caller's ``cuts``, if each part has a layer or more."""
     numbers = f"{parts - 1} layer number{'s' * (parts != 2)} in 1..{layers - 1}"
     wanted = f"{numbers}, ascending: the first layer of each part but the first"
     if not isinstance(cuts, list | tuple) or any(type(cut) is not int for cut in cuts):
@@ -151,7 +151,7 @@ REPEATS = 3
 
 
 def measure(layered: Layered, sample: Sample) -> LayerCosts:
-    """Seconds of a forward and a backward of each layer, in eval mode. No ``.grad`` is written."""
+    """Seconds of each layer's forward and backward, in eval mode."""
     with torch.random.fork_rng(), evaluating(layered.model):
         calls = _calls(layered, sample)
 
@@ -197,7 +197,7 @@ def _seconds(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def _learning(value: Any) -> Any:
-    """A floating tensor as a leaf whose gradient is formed; anything else as it is."""
+    """A floating tensor as a leaf that requires grad; others unchanged."""
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.detach().requires_grad_()
     return value

@@ -20,7 +20,7 @@ from rrfp.integrations.splitting.stages import Split
 
 
 class SequentialPart(nn.Sequential):
-    """Some blocks of a chain, under the names that they have in the whole."""
+    """Some blocks of a chain, under the names of the whole."""
 
     def __init__(self, blocks: OrderedDict[str, nn.Module], *, is_last: bool) -> None:
         super().__init__(blocks)
@@ -36,13 +36,13 @@ class SequentialPart(nn.Sequential):
 
 
 class LayeredSequential(Layered):
-    """A chain of blocks, each called with the output of the block before.
+    """A chain of blocks, each called with the output of the block before."""
 
-    Args:
-        model: an ``nn.Sequential``, ``nn.ModuleList``, or list or tuple of modules.
-    """
-
-    def __init__(self, model: nn.Sequential | nn.ModuleList | Sequence[nn.Module]) -> None:
+    def __init__(
+        self,
+        # An ``nn.Sequential``, ``nn.ModuleList``, or list or tuple of modules.
+        model: nn.Sequential | nn.ModuleList | Sequence[nn.Module],
+    ) -> None:
         if isinstance(model, nn.Sequential) and type(model).forward is not nn.Sequential.forward:
             raise ConfigError(
                 f"model is a {type(model).__name__} with a forward of its own, must be an nn.Sequential that calls its "
@@ -194,10 +194,8 @@ TOLERANCE = 32
 
 
 def check_parts(layered: Layered, parts: Sequence[nn.Module], sample: Sample) -> None:
-    """Compare output and gradients of the parts, one after the other, with those of the whole, in eval mode.
-
-    Needs memory for two gradients of each parameter; writes no ``.grad``.
-    """
+    """Compare the parts' output and gradients with the whole's, in eval mode."""
+    # Needs memory for two gradients of each parameter; writes no ``.grad``.
     learning = {name: each for name, each in layered.model.named_parameters() if each.requires_grad}
     with torch.random.fork_rng(), torch.enable_grad(), evaluating(layered.model, *parts):
         output, loss = layered.run(sample)
@@ -230,7 +228,7 @@ _Results = dict[str, Tensor | None]
 
 
 def _results(output: Any, loss: Tensor | None, parameters: Mapping[str, nn.Parameter]) -> _Results:
-    """Floating outputs, the loss, and the gradients of the loss, or of the outputs' squares where there is none."""
+    """Floating outputs, the loss, and gradients of it or of squares."""
     named = output.items() if isinstance(output, Mapping) else [("", output)]
     outputs = {
         f"output {name}".strip() + (f"[{index}]" if index else ""): tensor
@@ -250,7 +248,7 @@ def _results(output: Any, loss: Tensor | None, parameters: Mapping[str, nn.Param
 
 
 def _deviation(actual: Tensor | None, wanted: Tensor | None) -> float:
-    """How far apart two tensors are, in units of what is allowed; infinite where only one exists or shapes differ."""
+    """How far apart two tensors are, in units of what is allowed."""
     if actual is None or wanted is None:
         return 0.0 if actual is wanted else math.inf
     share = _share(actual, wanted)

@@ -32,7 +32,9 @@ NodeT = TypeVar("NodeT", bound=Node)
 
 
 class RankGroup(Generic[NodeT]):
-    """The members, leader first. Coupled, they begin a task when the last of them reaches it, as with collectives."""
+    """The members, leader first."""
+
+    # Coupled, they begin a task when the last of them reaches it, as with collectives.
 
     def __init__(self, nodes: Sequence[NodeT], *, coupled: bool) -> None:
         self.nodes = nodes
@@ -44,7 +46,7 @@ class RankGroup(Generic[NodeT]):
         self._waiting: list[NodeT] = []
 
     def may_open(self, node: NodeT) -> bool:
-        """Whether all members have opened the step before; if not, `take_waiting` returns ``node`` later."""
+        """Whether all have opened the step before; else `take_waiting` returns it later."""
         if all(other.num_opened >= node.num_opened for other in self.nodes):
             return True
         self._waiting.append(node)
@@ -60,7 +62,7 @@ class RankGroup(Generic[NodeT]):
         return free
 
     def enqueue(self, node: NodeT, task: Task) -> Task | None:
-        """``node`` enqueues ``task``; returns the task that another member has at this index, if the two differ."""
+        """Returns the task that another member has at this index, if it differs."""
         index = len(node.order)
         node.order.append(task)
         if len(self.nodes) == 1:
@@ -71,7 +73,7 @@ class RankGroup(Generic[NodeT]):
         return None if order[index] == task else order[index]
 
     def reach(self, node: NodeT) -> Sequence[NodeT]:
-        """The lane of ``node`` reaches its next task; returns the members that begin theirs now."""
+        """The lane reaches its next task; returns the members that begin theirs."""
         index = node.num_begun
         node.num_begun += 1
         if not self._coupled:
@@ -96,18 +98,7 @@ class Envelope(NamedTuple):
 
 
 class Cluster(ABC, Generic[NodeT]):
-    """All ranks of a job, joined together; without a clock or a network.
-
-    Args:
-        nodes: the ranks, by number.
-        steps: the steps that each of them runs, in order.
-        members: ranks of a group.
-        depth: tasks enqueued and not complete, at most, a rank.
-        coordination: how the ranks of a group agree on an order; None: each runs the tasks that its own core decides.
-        coupled: whether a task begins when the last member of a group reaches it.
-        takes_offers: whether lanes take offered tasks, where `may_offer` allows that.
-        sizes: how large each microbatch is, for hints that ask; None: unknown.
-    """
+    """All ranks of a job, joined together; without a clock or a network."""
 
     #: Whether followers report the bytes that tasks hold although no limit counts bytes.
     reports_all_bytes = False
@@ -118,10 +109,15 @@ class Cluster(ABC, Generic[NodeT]):
         steps: Sequence[StepId] = (),
         *,
         members: int = 1,
+        # Tasks enqueued and not complete, at most, a rank.
         depth: int = 1,
+        # How the ranks of a group agree on an order; None: each runs the tasks that its own core decides.
         coordination: CoordinationName | None = None,
+        # Whether a task begins when the last member of a group reaches it.
         coupled: bool = True,
+        # Whether lanes take offered tasks, where `may_offer` allows that.
         takes_offers: bool = False,
+        # How large each microbatch is, for hints that ask; None: unknown.
         sizes: tuple[float, ...] | None = None,
     ) -> None:
         self.nodes = tuple(nodes)
@@ -164,11 +160,11 @@ class Cluster(ABC, Generic[NodeT]):
 
     @abstractmethod
     def begin(self, nodes: Sequence[NodeT]) -> None:
-        """``nodes`` begin the first task on their lanes; `complete` ends it on each."""
+        """``nodes`` begin the first task on their lanes; `complete` ends it."""
 
     @abstractmethod
     def allow_step(self, nodes: Sequence[NodeT]) -> None:
-        """``nodes``, which waited for others of their group, may open their next step."""
+        """``nodes``, which waited for their group, may open their next step."""
 
     @abstractmethod
     def now(self) -> float:
@@ -195,12 +191,12 @@ class Cluster(ABC, Generic[NodeT]):
         self.notify(node, ev.ChunkReduced(virtual_stage))
 
     def finish_step(self, node: NodeT) -> None:
-        """``node`` has done its step: it must have run all of its tasks."""
+        """``node`` must have run all tasks of its step."""
         node.checker.finish(node.step)
         node.num_finished += 1
 
     def bytes_held(self, node: NodeT, task: Task) -> int:
-        """The bytes that ``task``, which has completed, leaves behind for its microbatch on ``node``."""
+        """The bytes that ``task`` leaves behind for its microbatch on ``node``."""
         return 0
 
     def output_bytes(self, node: NodeT, task: Task) -> int:
@@ -214,7 +210,7 @@ class Cluster(ABC, Generic[NodeT]):
         return self.groups[node.rank // self.members]
 
     def open_step(self, node: NodeT) -> None:
-        """``node`` opens its next step; its group must have opened the last one."""
+        """``node`` opens its next step, after its group has opened the last one."""
         step = self.steps[node.num_opened]
         node.open_step(step)
         if node.agreement is not None:
@@ -233,7 +229,7 @@ class Cluster(ABC, Generic[NodeT]):
         self.apply(node, event)
 
     def apply(self, node: NodeT, event: ev.Event) -> None:
-        """Apply ``event`` to the core of ``node``, and do what it asks for."""
+        """Apply ``event`` on ``node``, and do what its core asks for."""
         for instruction in node.core.apply(event):
             self.perform(node, instruction)
 
@@ -263,17 +259,17 @@ class Cluster(ABC, Generic[NodeT]):
             self._reach(node)
 
     def enqueued(self, node: NodeT, task: Task) -> None:
-        """The core of ``node`` hears that ``task`` was enqueued: now, or after its lane has begun what was offered."""
+        """The core hears of ``task``: now, or after the lane took an offer."""
         self.apply(node, ev.Enqueued(task))
 
     def take_offer(self, node: NodeT) -> None:
-        """The first task on the lane of ``node`` has returned. The lane begins an offered one; the core hears later."""
+        """A task has returned: the lane begins an offered one before its core hears."""
         if node.slot is not None and (task := node.slot.pop()) is not None:
             self._accept(node, task)
             node.lane.append(task)
 
     def _accept(self, node: NodeT, task: Task) -> None:
-        """``task`` must be one that may run now, here and on all followers of a leader."""
+        """``task`` must be one that may run now, on all followers too."""
         group = self.group_of(node)
         node.checker.enqueue(task)
         if node.leader_protocol is not None and node.rank.member == 0:
@@ -342,7 +338,7 @@ class Cluster(ABC, Generic[NodeT]):
 
 
 class TimedCluster(Cluster[NodeT]):
-    """A simulated cluster in virtual time; a subclass says how long tasks and messages take."""
+    """A cluster in virtual time; a subclass says how long things take."""
 
     def __init__(self, queue: EventQueue, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -361,4 +357,4 @@ class TimedCluster(Cluster[NodeT]):
 
 
 def _ignore(cause: WaitCause) -> None:
-    """A simulated lane records no wait; the timeline asks the core for the cause."""
+    """Waits are not recorded: the timeline asks the core for the cause."""

@@ -30,7 +30,7 @@ CONTROL_SECONDS = GATHER_SECONDS / 2
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """Rank 0 decides over what is ready on all ranks; every rank runs its log."""
+    """Rank 0 decides over what is ready everywhere; every rank runs its log."""
 
     #: Tasks that a rank has enqueued and not completed, at most. 1: the leader decides when a task ends, with all that
     #: is known then, and the order travels while lanes are idle. 2: it decides one task ahead: the order travels behind
@@ -46,7 +46,7 @@ class Leader:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Every rank proposes its own pick in an all-gather before each task: see `AllGather`."""
+    """Every rank proposes its pick before each task: see `AllGather`."""
 
     gather_seconds: float = GATHER_SECONDS
 
@@ -56,14 +56,14 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class Independent:
-    """Every rank follows its own core. For strict schedules only, whose order is the same on all ranks."""
+    """Every rank follows its own core: for strict schedules, equal on all ranks."""
 
 
 Coordination = Leader | Agreement | Independent
 
 
 def resolve_coordination(spec: Coordination | str | None) -> Coordination:
-    """A way to agree from its name, with its default times, or as it is; None: a leader."""
+    """A way to agree by its name, or as it is; None: a leader."""
     if spec is None:
         return Leader()
     if not isinstance(spec, str):
@@ -131,13 +131,13 @@ class AllGather:
         self._num_rounds = self._num_failed = self._num_disputed = 0
 
     def note_arrival(self, node: Node, producer: Task) -> None:
-        """``node`` has the output of ``producer``: that is news if it made a task ready."""
+        """The output of ``producer`` is news if it made a task ready."""
         readers = node.core.graph.consumers(producer.kind, producer.virtual_stage, node.step.mode)
         if any(Task(kind, producer.microbatch, v) in node.core.ready for kind, v in readers):
             self._has_news = True
 
     def decide(self) -> None:
-        """Hold a round if one is due, and run what was agreed on."""
+        """Hold a round if one is due, and run what it agreed on."""
         if not self._nodes[0].lane and not self._is_open and self._agreed is None:
             self._ask()
             if self._has_news and any(pick is not None for pick in self._picks):
@@ -156,7 +156,7 @@ class AllGather:
         return GroupCounts(self._num_rounds, self._num_failed, self._num_disputed, messages)
 
     def stalled(self) -> str | None:
-        """Nothing will happen any more: why the group, which has a task ready on all ranks, does not run it."""
+        """Why the group will never run the task that all have ready."""
         ranks_by_pick: dict[Task | None, list[int]] = {}
         for rank, pick in enumerate(self._picks):
             ranks_by_pick.setdefault(pick, []).append(rank)
@@ -185,7 +185,7 @@ class AllGather:
                 self._has_news = True
 
     def _begin_round(self) -> None:
-        """All ranks propose; the outcome is known once the round has taken its time."""
+        """All ranks propose; the outcome is known after the round's time."""
         self._has_news = False
         self._is_open = True
         self._num_rounds += 1

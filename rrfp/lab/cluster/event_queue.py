@@ -15,14 +15,14 @@ Handler = Callable[[int, Any], None]
 
 
 class EventQueue:
-    """Events of all ranks in order of time.
+    """Events of all ranks in order of time."""
 
-    Args:
-        availability: for ranks that may stand still or end, when a rank takes in what happens to it at a time: then,
-            later while it stands still, never (None) once it has ended. None: all ranks are always there.
-    """
-
-    def __init__(self, availability: Callable[[int, float], float | None] | None = None) -> None:
+    def __init__(
+        self,
+        # For ranks that may stand still or end, when a rank takes in what happens to it at a time: then,
+        # later while it stands still, never (None) once it has ended. None: all ranks are always there.
+        availability: Callable[[int, float], float | None] | None = None,
+    ) -> None:
         self.now = 0.0
         self.num_happened = 0
         self._availability = availability
@@ -36,11 +36,7 @@ class EventQueue:
         self._num_inserted += 1
 
     def instant(self) -> list[int] | None:
-        """Let everything of the next instant happen.
-
-        Returns:
-            The ranks that something happened to, ascending; None if nothing will ever happen again.
-        """
+        """Let the next instant happen; returns the ranks it touched, None at the end."""
         heap = self._heap
         if not heap:
             return None

@@ -86,12 +86,12 @@ class TensorParallelResult(EngineResult):
 
     @cached_property
     def coordination(self) -> tuple[float, ...]:
-        """For each stage, seconds in which its lanes were idle although a task was ready on all ranks."""
+        """Seconds for each stage of idle lanes with a task ready on all ranks."""
         return self._waited(coordinating=True)
 
     @cached_property
     def blocked(self) -> tuple[float, ...]:
-        """For each stage, seconds in which its lanes were idle and no task was ready on all ranks."""
+        """Seconds for each stage of idle lanes with no task ready on all ranks."""
         return self._waited(coordinating=False)
 
     @property
@@ -111,12 +111,12 @@ class TensorParallelResult(EngineResult):
 
     @property
     def failed_rounds_per_task(self) -> float:
-        """Rounds in vain for each task."""
+        """Rounds without a task, for each task."""
         return sum(counts.failed_rounds for counts in self.counts) / self.num_tasks
 
     @property
     def disputed_rounds_per_task(self) -> float:
-        """Rounds in vain for each task in which two ranks proposed different ones."""
+        """Rounds in which two ranks proposed different tasks, for each task."""
         return sum(counts.disputed_rounds for counts in self.counts) / self.num_tasks
 
     @property
@@ -133,11 +133,10 @@ class TensorParallelResult(EngineResult):
 
 
 class GroupTimeline:
-    """The spans and waits of one stage of ranks that begin and end their tasks together.
+    """The spans and waits of a stage whose ranks begin and end together."""
 
-    It has one more core of the stage, which learns what is true of all ranks, without delay: what it would run is ready
-    on every rank. That core never decides anything.
-    """
+    # It has one more core of the stage, which learns without delay what is true of all ranks: what it would run is
+    # ready on every rank. That core never decides anything.
 
     def __init__(self, core: StageCore, members: int) -> None:
         self.core = core
@@ -176,7 +175,7 @@ class GroupTimeline:
             self.apply(arrived)
 
     def decided(self, now: float, *, is_pausing: bool = False) -> None:
-        """The ranks have enqueued what they may: from now on the lanes are busy, or idle for a cause."""
+        """The ranks have enqueued what they may: lanes are busy, or idle."""
         cause = WaitCause.CHOICE if is_pausing else self._wait_cause()
         self._wait(None if self._is_running else cause, now)
 
@@ -200,7 +199,7 @@ class GroupTimeline:
 
 
 class GroupRun(TimedCluster[Node]):
-    """One simulated step of tensor-parallel groups, on the costs of the slowest rank of a group."""
+    """One step of tensor-parallel groups, on the slowest rank's costs."""
 
     def __init__(
         self,
@@ -248,7 +247,6 @@ class GroupRun(TimedCluster[Node]):
         self._num_messages = [0] * len(self.groups)
 
     def opened(self, step: StepId) -> ev.StepOpened:
-        """See `Cluster.opened`."""
         return replace(super().opened(step), size_correlation=self._size_correlation)
 
     def run(self) -> TensorParallelResult:
@@ -268,7 +266,7 @@ class GroupRun(TimedCluster[Node]):
     # A network and a clock.
 
     def send(self, packet: Envelope) -> None:
-        """Carry it for the latency of its rank; inside a group for `control_seconds`, at once if that is none."""
+        """Carry it for its rank's latency; inside a group for `control_seconds`."""
         content, queue, (stage, member) = packet.content, self.queue, (packet.sender.stage, packet.sender.member)
         if isinstance(content, GroupMessage):
             self._num_messages[stage] += 1
@@ -289,7 +287,7 @@ class GroupRun(TimedCluster[Node]):
         queue.put(queue.now + latencies[member], packet.receiver, self._arrive, packet)
 
     def begin(self, nodes: Sequence[Node]) -> None:
-        """A group begins a task; if it takes no time, it ends before any group decides."""
+        """A group begins a task; one of no time ends before any decides."""
         task, leader, now = nodes[0].lane[0], nodes[0].rank, self.queue.now
         end = now + self._durations[task.kind][task.virtual_stage][task.microbatch]
         self._timelines[leader.stage].begin(task, now, end)
@@ -321,7 +319,7 @@ class GroupRun(TimedCluster[Node]):
             self.complete(node, seconds)
 
     def _decide(self, stage: int) -> None:
-        """Something happened to this group: its ranks enqueue what they may, the leader first."""
+        """The ranks of a touched group enqueue what they may, leader first."""
         if self._gathers is not None:
             self._gathers[stage].decide()
         else:

@@ -58,7 +58,7 @@ def faults(
 
 
 def _run_one(seed: int, hint: HintSpec | None, suffix: str, *, trace: bool, json: bool) -> str:
-    """Make one run and print it; returns its failure, or an empty text."""
+    """Make one run and print it; returns its failure, if any."""
     from rrfp.lab.faults.campaign import run_seed
 
     events: list[str] = []
@@ -75,7 +75,7 @@ def _run_one(seed: int, hint: HintSpec | None, suffix: str, *, trace: bool, json
 
 
 def _run_many(first: int, runs: int, hint: HintSpec | None, suffix: str, *, json: bool) -> str:
-    """Make many runs and print their summary; returns the first failure, or an empty text."""
+    """Make many runs and print a summary; returns the first failure, if any."""
     from rrfp.lab.faults.campaign import run_campaign
 
     campaign = run_campaign(_shown(range(first, first + runs), quiet=json), hint)

@@ -50,7 +50,7 @@ def as_parameter(name: str, kind: Any, info: Any) -> Parameter:
 
 
 def with_options(*options: Parameter) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command with ``options`` in front of its own, which it gets as a mapping: its first argument."""
+    """A command that gets ``options``, shown first, as a mapping: its first argument."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
@@ -102,7 +102,7 @@ def _check(cls: type[Any], field: Field[Any], value: Any) -> None:
 
 
 def _value(field: Field[Any], given: Any) -> Any:
-    """The field's value; a text that is no whole number stays one, which the dataclass refuses."""
+    """The field's value; other text stays as it is, for the dataclass to refuse."""
     if "reads" in field.metadata:
         return load(field.metadata["reads"])(given)
     try:
@@ -117,7 +117,7 @@ def filled(cls: type[T], given: Given) -> T:
 
 
 def combinations(cls: type[Any], given: Given, but: Collection[str] = ()) -> Iterator[dict[str, Any]]:
-    """Every combination of the listed values of a dataclass, by field, the last one's innermost; without ``but``."""
+    """Every combination of the listed values by field, the last one's innermost."""
     chosen = [each for each in _given(cls, given) if each.name not in but]
     lists = [_values(each, given[_name(each)]) for each in chosen]
     for values in product(*lists):
@@ -137,7 +137,7 @@ class MethodCommand(Command):
     """A command that runs the methods that its options name."""
 
     def check_together(self, named: Collection[str]) -> None:
-        """Refuse an option without the one that it goes with, or beside one that excludes it."""
+        """Refuse options that exclude each other, or lack their companion."""
         is_strict = "strict" in named and "hint" not in named
         reasons = {
             "limit": "a strict schedule holds what its order holds",
@@ -159,7 +159,7 @@ class MethodCommand(Command):
 
 
 def methods_of(given: Given) -> list[SimulatedMethod]:
-    """Every hint with every limit, admission rule and coordination, then every strict schedule with all sends."""
+    """Every hint with all its options, then every strict schedule with all sends."""
     from rrfp.hints.registry import named_or_loaded_hint
 
     methods = []
@@ -173,7 +173,7 @@ def methods_of(given: Given) -> list[SimulatedMethod]:
 
 
 def one_method(given: Given) -> SimulatedMethod:
-    """The only method that the options name; with neither hint nor schedule the default hint."""
+    """The only method that the options name; by default the default hint."""
     from rrfp.hints.registry import DEFAULT_HINT
 
     methods = methods_of(given if given["strict"] is not None else {**given, "hint": given["hint"] or DEFAULT_HINT})
@@ -183,7 +183,7 @@ def one_method(given: Given) -> SimulatedMethod:
 
 
 def without_sizes(experiments: Iterable[Experiment]) -> str:
-    """A sentence on what hints lack that want sizes of microbatches, as the cost files of ``experiments`` have none."""
+    """What hints lack without sizes of microbatches, as a sentence."""
     files = dict.fromkeys(each.workload.costs_file for each in experiments if isinstance(each.workload, CostFile))
     hints = dict.fromkeys(each.method.name for each in experiments)
     names, verb = (next(iter(files)), "has") if len(files) == 1 else (f"{len(files)} cost files", "have")
@@ -194,7 +194,7 @@ def without_sizes(experiments: Iterable[Experiment]) -> str:
 
 
 def warn_of_serial_chunks(experiments: Iterable[Experiment]) -> None:
-    """Say on stderr that limit 1f1b makes chunks of a stage run one after the other, where one of these does that."""
+    """Say on stderr where limit 1f1b makes chunks run one after another."""
     if any(experiment.method.limit == "1f1b" and experiment.workload.chunks > 1 for experiment in experiments):
         typer.echo(
             "warning: with several chunks --limit 1f1b leaves them few microbatches, those of the last stage one: they "

@@ -42,7 +42,7 @@ class SimulateCommand(MethodCommand):
     """One method, on one workload."""
 
     def check_together(self, named: Collection[str]) -> None:
-        """Refuse both sources of a workload, and neither; what goes with the other one; two methods."""
+        """Refuse options that go with the other source of a workload; two methods."""
         with Faults() as faults:
             with faults.kept():
                 _check_source(named)
@@ -145,7 +145,7 @@ def _graph(given: Given) -> MultimodalWorkload:
 
 
 def check_size(costs: CostTable) -> None:
-    """Refuse the timeline of a step with more tasks than it can show, before the step is run."""
+    """Refuse the timeline of a step with too many tasks, before it runs."""
     check_tasks(costs.num_tasks, "take fewer stages or microbatches, or --trace FILE.json for Perfetto")
 
 
@@ -178,7 +178,7 @@ def show_run(title: str, simulation: Simulation) -> None:
 
 
 def show_groups(run: TensorParallelSimulation) -> None:
-    """Print what the ranks of a group cost each other, in one line."""
+    """Print what coordination of the ranks of a group costs."""
     result, way = run.result, type(run.coordination).__name__.lower()
     ranks = "1 rank" if result.ranks == 1 else f"{result.ranks} ranks"
     typer.echo(
@@ -221,7 +221,7 @@ def _print_stages(simulation: Simulation) -> None:
 
 
 def _decimals(seconds: Sequence[float]) -> int:
-    """As many for all times as the longest one needs for five digits."""
+    """As many for all as the longest one needs for five digits."""
     longest = max(seconds)
     return max(0, 4 - math.floor(math.log10(longest))) if longest > 0 else 1
 

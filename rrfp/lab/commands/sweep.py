@@ -40,7 +40,7 @@ MOST_REASONS = 6
 
 
 def show_sweep(result: SweepResult, *, json: bool, notes: Sequence[str] = ()) -> None:
-    """Print all runs and their summary as JSON, or the summary as a table, with ``notes`` as lines below it."""
+    """Print runs and summary as JSON, or a table with ``notes`` below."""
     from rrfp.lab.sweep.summary import in_common, summarise
 
     groups = summarise(result.rows)
@@ -91,7 +91,7 @@ def _print_groups(rows: Sequence[SweepRow], groups: Sequence[MethodSummary]) -> 
 
 
 def _useless_limits(rows: Sequence[SweepRow], groups: Sequence[MethodSummary]) -> list[str]:
-    """A line for each limit that gains nothing over a smaller one of the same hint, with the reason."""
+    """A line with the reason for each limit that gains nothing."""
     from rrfp.lab.sweep.summary import changing, label, named, useless_limits, why_useless
 
     columns, lines = changing(rows), list[str]()
@@ -104,7 +104,7 @@ def _useless_limits(rows: Sequence[SweepRow], groups: Sequence[MethodSummary]) -
 
 
 def _figures(groups: Sequence[MethodSummary], *, has_speed_ups: bool) -> dict[str, Callable[[MethodSummary], str]]:
-    """The columns that hold figures: the head, and the text of a group's cell."""
+    """The columns that hold figures: head, and text of a group's cell."""
     figures: dict[str, Callable[[MethodSummary], str]] = {
         "makespan (s)": lambda g: _mean(g.spread("makespan"), "#.4g", ".2g")
     }
@@ -135,7 +135,7 @@ def _range(spread: Spread, form: str) -> str:
 
 
 def _mean(spread: Spread, mean: str, std: str) -> str:
-    """The mean, and the standard deviation where there are several seeds, each in its format."""
+    """The mean; with several seeds also the standard deviation."""
     text = f"{spread.mean:{mean}}"
     return text if spread.std is None else f"{text} ±{spread.std:{std}}"
 
@@ -163,7 +163,7 @@ class SweepCommand(MethodCommand):
 
 
 def _check_source(named: Collection[str]) -> None:
-    """Refuse cost files beside the options of a profile, and neither of the two."""
+    """Refuse cost files beside options of a profile, and neither."""
     if ("costs" in named) == ("profile" in named):
         from rrfp.lab.generators.workloads import PROFILES
 
@@ -250,7 +250,7 @@ def _files(given: Given) -> list[CostFile]:
 
 
 def _save_costs(folder: Path, experiments: Sequence[Experiment]) -> None:
-    """Write a cost file for each profile's workload, named by its values, into a folder that need not exist yet."""
+    """Write a cost file for each profile's workload into ``folder``."""
     from rrfp.costs import write_costs
 
     try:
@@ -285,7 +285,7 @@ def _run(
     csv: Path | None,
     is_asked: Callable[[SweepRow], bool],
 ) -> SweepResult:
-    """Run all with a progress bar on the terminal, and write each row that is asked for as soon as it is known."""
+    """Run all with a progress bar, and write each row once it is known."""
     from rrfp.lab.sweep.runs import SweepFile, SweepRow
     from rrfp.lab.sweep.runs import sweep as run_sweep
 

@@ -29,7 +29,7 @@ To = Annotated[float | None, typer.Option("--to", metavar="MS", help=_TO, rich_h
 
 
 def checked_window(path: Path | None, start_ms: float | None, end_ms: float | None) -> TimeWindow:
-    """The window of a timeline, refused before the work whose result it shows."""
+    """The window of a timeline, refused before the work that it shows."""
     from rrfp.lab.traces.timeline import TimeWindow
 
     for name, value in (("from", start_ms), ("to", end_ms)):

@@ -64,7 +64,7 @@ def trace(
 
 
 def _wanted(texts: Sequence[str] | None) -> list[int] | None:
-    """The steps to show alone; empty for all of them, None for none."""
+    """The steps to show alone; empty for all, None for none."""
     if not texts:
         return None
     numbers = []
@@ -139,7 +139,7 @@ def _show(console: Console, report: RunReport, wanted: Sequence[int] | None) -> 
 
 
 def _show_table(console: Console, stages: Sequence[TracedStage]) -> None:
-    """The table; with its peaks in a second one where the terminal is too narrow."""
+    """The table; its peaks in a second one on a narrow terminal."""
     from rich.measure import Measurement
 
     from rrfp.trace.breakdown_table import breakdown_table, peaks_table
@@ -197,7 +197,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """A run, or the ranks of one run that wrote a file each."""
+    """A run, or the ranks of one that wrote a file each."""
 
     files: tuple[Path, ...]
     #: The run's.
@@ -232,7 +232,7 @@ class RunReport:
 
     @property
     def mean(self) -> tuple[TracedStage, ...]:
-        """Each stage's mean breakdown over the steps, and the most that it held in any of them."""
+        """Each stage's mean breakdown over the steps, and its largest peaks."""
         return tuple(_mean(reports) for reports in zip(*(step.stages for step in self.steps), strict=True))
 
     def step(self, number: int) -> StepReport:
@@ -266,11 +266,9 @@ def _mean(reports: Sequence[TracedStage]) -> TracedStage:
 
 
 def joined(reports: Sequence[RunReport]) -> list[RunReport]:
-    """The same reports, with one for all ranks of a run that wrote a file each.
-
-    They are ranks of one run if they have the same name and steps, and no stage in common. Each stage's times count
-    from the start of its own rank's step.
-    """
+    """The same reports, those of ranks of one run joined."""
+    # They are ranks of one run if they have the same name and steps, and no stage in common. Each stage's times count
+    # from the start of its own rank's step.
     alike: dict[tuple[str, tuple[int, ...]], list[RunReport]] = defaultdict(list)
     for report in reports:
         alike[report.name, report.numbers].append(report)

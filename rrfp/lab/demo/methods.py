@@ -78,7 +78,7 @@ def demo_methods(hint: str | None, limit: str | None, split: bool | None) -> dic
 
 
 def _row_name(text: str) -> str:
-    """The name of a hint's row, which is also part of a file's name; a schedule as a hint is not the strict one."""
+    """The row's name, also part of a file's; unlike a strict schedule's."""
     name = re.sub(r"[^\w.-]", "-", text.rpartition(":")[2])
     return f"{name}-hint" if name in METHODS and METHODS[name].hint is None else name
 

@@ -81,10 +81,8 @@ class DemoSettings:
         return cls(**json.loads(text))
 
     def costs(self, step: int, method: DemoMethod, *, split: bool | None = None) -> CostTable:
-        """The least seconds of each task of ``step``: the same work for every method, cut as ``method`` cuts it.
-
-        ``split`` replaces the method's own.
-        """
+        """The least seconds of each task, cut as ``method`` cuts the model."""
+        # The same work for every method; ``split`` replaces the method's own.
         return make_costs(
             PROFILE,
             self.stages,

@@ -46,7 +46,7 @@ __all__ = ["DoubleDevice", "DoubleError", "DoubleEvent", "DoubleSharing", "Doubl
 
 
 class _Shared:
-    """Bytes in a memfd that stay as they are while anything refers to this object."""
+    """Bytes in a memfd that stay while anything refers to this object."""
 
     def __init__(self, num_bytes: int) -> None:
         self.descriptor = os.memfd_create("rrfp-device-double", os.MFD_CLOEXEC)
@@ -160,7 +160,7 @@ class DoubleDevice(Device):
         self.close()
 
     def close(self) -> None:
-        """Run all work at once, that of later calls included, and end the device's thread."""
+        """Run all work at once, now and later, and end the device's thread."""
         self._timeline.close()
 
     def fail(self, *, after: int = 1) -> None:

@@ -12,7 +12,9 @@ from rrfp.model.tasks import Mode
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds by stage, in chunk tasks or inputs. Every count of inputs is bounded by M*C as well."""
+    """Bounds by stage, in chunk tasks or inputs."""
+
+    # Every count of inputs is bounded by M*C as well.
 
     #: The bound on D.
     held: tuple[int, ...]
@@ -38,7 +40,7 @@ def bounds_of(placement: Placement, limits: Sequence[int], mode: Mode, rule: str
 
 
 def graph_bounds_of(graph: TaskGraph, slots: Sequence[int], mode: Mode) -> Bounds:
-    """The bounds for any graph, under the rule that ships, where no stage follows the paper's."""
+    """The bounds for any graph under the rule that ships, never the paper's."""
     stage_of, stages = graph.stage_of, range(graph.placement.stages)
     assert graph.edges is not None
     crossing = [(u, v) for u, v in graph.edges if stage_of[u] != stage_of[v]]

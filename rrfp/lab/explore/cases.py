@@ -38,7 +38,7 @@ class BackwardDrain(Admission):
 
 
 class Unreserved(Admission):
-    """The staircase without the reserve rule, wrong as soon as an order is forced."""
+    """The staircase without the reserve rule: wrong in a forced order."""
 
     __slots__ = ()
 
@@ -64,7 +64,7 @@ class StepReserved(Admission):
     __slots__ = ()
 
     def kept_free(self, chunk: int, *, is_lowest: bool) -> int:
-        """What the staircase keeps, and one slot more for the lowest microbatch of the chunk."""
+        """The staircase's, and one slot for the chunk's lowest microbatch."""
         staircase = self._chunks - 1 - chunk
         return staircase if is_lowest else staircase + 1
 
@@ -174,7 +174,7 @@ class ChainCase:
 
     @property
     def is_reduced(self) -> bool:
-        """Whether `explore` leaves out orders by default: where that saves more than its searches repeat."""
+        """Whether leaving out orders saves more than its searches repeat."""
         return self.rule != "paper" or self.backward != "whole"
 
     def explore(self, *, reduce: bool | None = None, oracles: Oracles | None = None) -> Exploration:

@@ -72,10 +72,9 @@ Move = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class StageProblem:
-    """All that the answers of one stage depend on.
+    """All that the answers of one stage depend on."""
 
-    Explorations may have a stage in common: its answers in one then serve the other.
-    """
+    # Explorations may have a stage in common: its answers in one then serve the other.
 
     graph: TaskGraph
     step: StepId
@@ -104,7 +103,7 @@ class StageProblem:
 
     @property
     def serves(self) -> bool:
-        """Whether the stage, once full, serves its lowest microbatch, so that backwards are gated too."""
+        """Whether a full stage serves its lowest microbatch, gating backwards too."""
         chunks = self.graph.placement.chunks_of(self.stage)
         return self.limit.rule == "paper" and chunks > 1 and self.step.mode is Mode.TRAIN
 
@@ -122,7 +121,7 @@ class StageProblem:
 
     @property
     def are_microbatches_alike(self) -> bool:
-        """Whether a microbatch's number makes no difference to what may run on this stage."""
+        """Whether a microbatch's number makes no difference on this stage."""
         if self.in_order or self.serves or self.rule.is_by_number or len(self.visits.patterns) > 1:
             return False
         return len({*zip(self.sizes, self.estimates or self.sizes, strict=True)}) <= 1
@@ -191,7 +190,7 @@ class StageOracle:
         return answer
 
     def core(self, state: State) -> StageCore:
-        """A core of the stage after all events of ``state`` that concern it."""
+        """A core of the stage after all events of ``state``."""
         problem, step, core = self._problem, self._problem.step, self._problem.core()
         for microbatch, (ran, size, visited) in enumerate(zip(state, problem.sizes, self.visited, strict=True)):
             for bit, (kind, virtual_stage) in self._visible:
@@ -208,7 +207,7 @@ class StageOracle:
         return core
 
     def _translated(self, key: State) -> Answer:
-        """The answer for ``key``, asked only once for all ways to number its microbatches."""
+        """The answer for ``key``, asked once for all numberings of microbatches."""
         order = sorted(range(len(key)), key=key.__getitem__)
         renumbered = tuple([key[at] for at in order])
         if renumbered == key:
@@ -236,7 +235,7 @@ class StageOracle:
         return Answer(moves, self._safe(key, moves, core.view), held, most_held, received, buffered)
 
     def _safe(self, key: State, moves: Sequence[Move], view: View) -> Move | None:
-        """A move that stays possible until it is made and takes nothing from any other; see `search`."""
+        """A move that stays possible and takes nothing from others."""
         if self._problem.step.mode is Mode.FORWARD:
             return None
         if self._problem.serves:
@@ -250,7 +249,7 @@ class StageOracle:
         return next((move for move in moves if self._own[move[1]][0] in stay), None)
 
     def _find_readers(self) -> dict[int, int]:
-        """The outputs of other stages that this one reads, each with the tasks here that do."""
+        """The outputs of other stages, each with the tasks that read it."""
         readers: dict[int, int] = {}
         for bit, (kind, v) in self._own.items():
             for producer in self._problem.graph.inputs(Task(kind, 0, v)):
@@ -260,7 +259,7 @@ class StageOracle:
         return readers
 
     def _find_kept(self) -> dict[int, int]:
-        """The forward outputs of other stages that this one reads, each with the tasks here until which it is kept."""
+        """Forward outputs of other stages, each with the tasks until which it is kept."""
         last = Kind.B if self._problem.step.mode is Mode.TRAIN else Kind.F
         kept: dict[int, int] = {}
         for source, readers in self._readers.items():
@@ -270,7 +269,7 @@ class StageOracle:
         return kept
 
     def _find_credits(self) -> list[tuple[int, int, int]]:
-        """Forward only: (a forward here, a peer, the peer's forwards that read its output)."""
+        """Forward only: a forward here, a peer, and its forwards that read it."""
         credits: dict[tuple[int, int], int] = {}
         graph = self._problem.graph
         if self._problem.step.mode is Mode.FORWARD:
@@ -282,7 +281,7 @@ class StageOracle:
 
 
 def bits_of(graph: TaskGraph, mode: Mode) -> dict[tuple[Kind, int], int]:
-    """The bit of every kind and virtual stage, each above those of all that it reads."""
+    """The bit of every kind and virtual stage, above those it reads."""
     upward = range(graph.placement.num_virtual_stages)
     pairs = [(Kind.F, v) for v in upward]
     pairs += [(kind, v) for v in reversed(upward) for kind in graph.kinds(v, mode) if kind is not Kind.F]
@@ -379,7 +378,7 @@ def explore(
         estimates: for each microbatch, the number that is known of its forwards beforehand; None: nothing is known.
         skipped: for each microbatch the virtual stages that it does not visit; empty: each one visits all.
         growth: bytes that a split backward adds, until its weight task has run.
-        reduce: leave out orders that cannot matter; see the module's docstring. False visits every reachable state.
+        reduce: leave out orders that cannot matter; False visits every reachable state.
         oracles: what stages have answered in earlier explorations; added to.
     """
     stages = graph.placement.stages
@@ -412,7 +411,7 @@ class _Explorer:
         self._peaks = [(0, 0, 0) for _ in problems]
 
     def run(self, focuses: Iterable[int | None]) -> Exploration:
-        """One search for each stage to look at, or for None one that makes every move."""
+        """One search for each stage, or for None, with every move."""
         states = transitions = 0
         deadlocks: dict[State, Deadlock] = {}
         for focus in focuses:
@@ -425,7 +424,7 @@ class _Explorer:
         return Exploration(states, transitions, nearest, held, received, buffered)
 
     def _search(self, focus: int | None) -> tuple[dict[State, tuple[State, Move] | None], list[State], int]:
-        """Every state met, with the one before it and the move between; those without a way on; moves made."""
+        """States met, each with its origin and move; dead ends; moves made."""
         start: State = (0,) * self._microbatches
         end: State = visited_bits(self.bits, self._visits)
         parents: dict[State, tuple[State, Move] | None] = {start: None}
@@ -444,7 +443,7 @@ class _Explorer:
         return parents, stuck, taken
 
     def _moves(self, state: State, focus: int | None) -> Sequence[Move]:
-        """The moves to make: a safe one alone, or every one (of microbatches that are alike, those of the first)."""
+        """A safe move alone, or every one of different microbatches."""
         answers = [oracle.answer(state) for oracle in self.oracles]
         self._note_peaks(answers)
         if focus is not None:
@@ -482,7 +481,7 @@ class _Explorer:
         return Deadlock(trace, tuple(c.view.held for c in cores), tuple(map("; ".join, waits)))
 
     def _trace(self, state: State, parents: dict[State, tuple[State, Move] | None]) -> tuple[Task, ...]:
-        """The tasks that lead to ``state``, each microbatch under one number from start to end."""
+        """The tasks that lead to ``state``, under constant numbers."""
         steps: list[tuple[State, Move]] = []
         while (parent := parents[state]) is not None:
             steps.append(parent)

@@ -32,7 +32,7 @@ from rrfp.model.tasks import Mode, StepId, Task
 
 
 class FaultChecker(RankChecker):
-    """Collects what is wrong on one rank; values and gradients must be those of the reference."""
+    """Collects what is wrong on one rank, against a reference's values."""
 
     #: Of the step that is open.
     reference: Reference
@@ -89,7 +89,7 @@ Failure = tuple[Ending, Origin]
 
 
 class Failures:
-    """Those of one run of ``num_steps``; for each stage that it passes, a report travels ``latency`` seconds."""
+    """The failures of one run, and how reports of them travel."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Failures:
     def accept(
         self, node: FaultNode, receive: Callable[[], T], what: object, breach: ContractViolation | None
     ) -> T | None:
-        """``node`` must refuse ``what`` if it is a breach, and only then; returns its answer, None if it refused."""
+        """``node``'s answer to ``what``; None if it refused, as it must a breach."""
         try:
             result = receive()
         except ProtocolError as error:
@@ -127,7 +127,7 @@ class Failures:
         return result
 
     def refused(self, node: FaultNode, what: object, error: ProtocolError, breach: ContractViolation | None) -> None:
-        """``node`` refused ``what``, and all end; it must have been a breach, and the error must name it."""
+        """``node`` refused ``what``: a breach, which the error must name."""
         self._report(node, "refuses:", error)
         if breach is None:
             self.violations.append(f"{node.rank.name} refused {what}, which keeps the contract: {error}")
@@ -149,7 +149,7 @@ class Failures:
         return Origin(rank.stage, None, cause, None if is_alone else int(rank))
 
     def _spread(self, origin: Rank, failure: Failure, time: float) -> None:
-        """From ``time`` on the report of a failure travels from stage to stage."""
+        """From ``time`` on a report travels from stage to stage."""
         for node in self._nodes:
             if node.rank != origin:
                 delay = self._latency * max(1, abs(origin.stage - node.rank.stage))
@@ -180,7 +180,7 @@ class Availability:
         self._deaths = {fault.rank: fault.at for fault in faults if isinstance(fault, Death)}
 
     def __call__(self, rank: int, now: float) -> float | None:
-        """When ``rank`` takes in what happens to it ``now``: now, unless it is paused; None if it has ended."""
+        """When ``rank`` takes in what happens now; None if it has ended."""
         if self.is_dead(rank, now):
             return None
         time = now
@@ -207,16 +207,14 @@ _MOST_EVENTS = 100_000
 
 
 class FaultCluster(TimedCluster[FaultNode]):
-    """Runs one scenario, to its end with `run`.
-
-    Args:
-        scenario: what to run.
-        make_core: makes the cores, called like `StageCore`.
-        trace: called with everything that happens, in lines of text; None: with nothing.
-    """
+    """Runs one scenario, to its end with `run`."""
 
     def __init__(
-        self, scenario: Scenario, make_core: CoreFactory = StageCore, trace: Callable[[str], None] | None = None
+        self,
+        scenario: Scenario,
+        make_core: CoreFactory = StageCore,
+        # Called with everything that happens, in lines of text; None: with nothing.
+        trace: Callable[[str], None] | None = None,
     ) -> None:
         self._scenario = scenario
         self._parallelism = parallelism = scenario.parallelism
@@ -244,7 +242,6 @@ class FaultCluster(TimedCluster[FaultNode]):
         )
 
     def opened(self, step: StepId) -> ev.StepOpened:
-        """See `Cluster.opened`."""
         return replace(super().opened(step), skipped=self._scenario.visits_of(step).skipped)
 
     def _node(self, rank: Rank, make_core: CoreFactory) -> FaultNode:
@@ -255,7 +252,7 @@ class FaultCluster(TimedCluster[FaultNode]):
         return FaultNode(rank, core, scenario)
 
     def run(self) -> tuple[Ending, str]:
-        """Run it to its end, whatever that is; returns how it ended, and the error that it ended with, or empty."""
+        """Run to the end; returns how it ended, and its error, if any."""
         for node in self.nodes:
             self.queue.put(0.0, node.rank, self._open, None)
         if self._death is not None:
@@ -299,7 +296,7 @@ class FaultCluster(TimedCluster[FaultNode]):
             self.open_step(node)
 
     def open_step(self, node: FaultNode) -> None:
-        """It takes in what came early, and what the network has kept for it arrives."""
+        """What came early, or was kept for this step, arrives."""
         step = self.steps[node.num_opened]
         self._report(node, "opens", step)
         node.open_step(step)
@@ -363,7 +360,7 @@ class FaultCluster(TimedCluster[FaultNode]):
         self.complete(node, seconds)
 
     def bytes_held(self, node: FaultNode, task: Task) -> int:
-        """The same after each task of a microbatch and chunk but the last."""
+        """The same after each task of a chunk but the last."""
         is_last = task.kind is self._scenario.graph.last_kind(task.virtual_stage, Mode.TRAIN)
         return 0 if is_last else self._parallelism.bytes_held[node.rank.member]
 
@@ -449,7 +446,7 @@ class FaultCluster(TimedCluster[FaultNode]):
         self.apply(self.nodes[rank], event)
 
     def apply(self, node: FaultNode, event: ev.Event) -> None:
-        """Its core must take it in, unless it comes in a message that breaks the contract."""
+        """Its core must take the event in, unless it breaks the contract."""
         breach, self._breach = self._breach, None
         instructions = self.failures.accept(node, partial(node.core.apply, event), event, breach)
         if instructions is None:

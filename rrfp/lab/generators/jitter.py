@@ -66,7 +66,7 @@ def with_jitter(table: CostTable, level: str, *, seed: int = 0, step: int = 0) -
 def _delays(
     forward: Matrix, backward: Matrix, level: JitterLevel, floors: Matrix, seed: int, step: int
 ) -> tuple[Matrix, Matrix]:
-    """Seconds by which each F and each B is lengthened, both V x M; ``floors`` has one for each virtual stage."""
+    """Seconds by which each F and B is lengthened, V x M."""
     # The last two axes are (F, B) and (hit, size). Microbatches are drawn in order, so M does not change the numbers.
     draws = [
         generator(RandomStream.JITTER, seed, step, v).random((forward.shape[1], 2, 2)) for v in range(len(forward))
@@ -81,7 +81,7 @@ def _delays(
 
 
 def _running_averages(times: Matrix) -> Matrix:
-    """The average e after each task; both V x M x (F, B)."""
+    """The average e after each task, V x M x (F, B)."""
     averages = np.empty_like(times)
     average = times[:, 0, 0]
     for m in range(times.shape[1]):

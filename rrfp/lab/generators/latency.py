@@ -99,7 +99,7 @@ def _delays(
     shortest: float,
     longest: float,
 ) -> Matrix:
-    """The seconds that some messages take beyond their wire time, uniform; 0 for the others."""
+    """Seconds of some messages beyond their wire time; 0 for others."""
     rows = [generator(stream, seed, step, v).random((shape[1], 2)) for v in range(shape[0])]
     uniform = np.array(rows, dtype=np.float64).reshape(*shape, 2)
     return np.where(uniform[..., 0] < probability, shortest + (longest - shortest) * uniform[..., 1], 0.0)

@@ -31,7 +31,7 @@ class RandomStream(enum.IntEnum):
 
 
 def generator(stream: RandomStream, seed: int, *key: int) -> np.random.Generator:
-    """Open the stream of that name at its beginning; ``key`` is the step, then the virtual stage."""
+    """Open that stream; ``key`` is the step, then the virtual stage."""
     sequence = np.random.SeedSequence(entropy=seed, spawn_key=(int(stream), *key))
     return np.random.Generator(np.random.PCG64(sequence))
 

@@ -46,7 +46,7 @@ _BF, _1F1B = {"hint": "bf"}, {"strict": "1f1b"}
 
 
 def named_or_read_schedule(text: str) -> ScheduleSpec:
-    """A schedule's name, or the content of a file whose name ends in .csv."""
+    """A schedule's name, or the content of a .csv file."""
     from rrfp.schedules.csv import CsvSchedule
 
     if not text.endswith(".csv"):
@@ -198,7 +198,7 @@ class Experiment:
         return method.simulate(costs, workload.sizes(), tp=workload.tp, **workload.rank_draws)
 
     def with_planned_sizes(self) -> Experiment | None:
-        """The same with the sums of the file's times as sizes, where the hint wants sizes and the file has none."""
+        """The same with planned sizes, where the hint lacks any."""
         workload = self.workload
         if not (isinstance(workload, CostFile) and self.method.wants_sizes and workload.sizes() is None):
             return None

@@ -137,7 +137,7 @@ COLUMNS = tuple(field.name for field in fields(SweepRow))
 
 
 class SweepFile:
-    """A CSV file of rows, complete up to the last row whatever happens after it. Use it as a context manager."""
+    """A CSV file of rows, always complete up to the last one."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         try:
@@ -149,7 +149,7 @@ class SweepFile:
         self._write(COLUMNS)
 
     def add(self, row: SweepRow) -> None:
-        """Write one row through to the file. Numbers read back bitwise; None is empty, a bool is true or false."""
+        """Write one row through to the file; numbers read back bitwise."""
         with no_interrupt():
             self._write([_text(getattr(row, column)) for column in COLUMNS])
             self.rows += 1
@@ -186,7 +186,7 @@ TASKS_WORTH_A_PROCESS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """A run that was not made because its method does not fit its workload."""
+    """A run that was not made: its method does not fit."""
 
     #: The run.
     experiment: Experiment
@@ -240,7 +240,8 @@ def _worthwhile(experiments: Sequence[Experiment]) -> int:
 
 
 def _outcome(experiment: Experiment) -> SweepRow | str:
-    """The row, or why there is none. An experiment itself may not be picklable."""
+    """The row, or why there is none."""
+    # An experiment itself may not be picklable.
     try:
         return SweepRow.of(experiment, experiment.simulate())
     except (DeadlockError, HintError) as error:

@@ -25,7 +25,7 @@ PLANNED = "planned"
 
 
 def as_option(help: str, metavar: str = "", **more: Any) -> Mapping[str, Any]:
-    """The metadata of a field of which `rrfp.lab.commands.options` makes an option; it says what the keys mean."""
+    """Metadata of a field for `rrfp.lab.commands.options`, which explains the keys."""
     return {"help": help, "metavar": metavar, **more}
 
 
@@ -92,7 +92,7 @@ class Workload:
         return _made(self, sized=True)
 
     def sizes(self) -> Sequence[float]:
-        """How large each microbatch is, as a trainer would know it before the step."""
+        """How large each microbatch is, as known before the step."""
         from rrfp.lab.generators.profiles import microbatch_sizes
 
         return microbatch_sizes(self.profile, self.stages, self.microbatches, seed=self.seed)
@@ -191,7 +191,7 @@ class CostFile:
 
 
 def with_sizes(workload: Workload | CostFile | MultimodalWorkload, *, sized: bool = False) -> CostTable:
-    """The cost table with the sizes that hints receive: what a cost file of the workload holds."""
+    """The cost table with the sizes that hints receive."""
     table, sizes = workload.sized_costs() if sized else workload.costs(), workload.sizes()
     return table if sizes is None else replace(table, sizes=tuple(sizes))
 
@@ -208,7 +208,7 @@ def _written(workload: Workload | CostFile) -> str:
 
 @lru_cache(maxsize=4)
 def _made(workload: Workload, *, sized: bool = False) -> CostTable:
-    """The methods of one workload follow each other in a sweep and share its table."""
+    """The table; methods of one workload follow each other."""
     from rrfp.lab.generators.profiles import make_costs
 
     return make_costs(
@@ -227,7 +227,7 @@ def _made(workload: Workload, *, sized: bool = False) -> CostTable:
 
 @lru_cache(maxsize=2)
 def _read(path: str, version: tuple[int, ...]) -> CostTable:
-    """Read once for all methods, and again when the file has another version."""
+    """The file, read once for all methods, again when it changes."""
     from rrfp.costs.files import read_costs
 
     return read_costs(path)
@@ -269,7 +269,7 @@ class MultimodalWorkload:
         return self.costs()
 
     def sizes(self) -> Sequence[float]:
-        """How large each microbatch is, as a trainer would know it before the step."""
+        """How large each microbatch is, as known before the step."""
         from rrfp.lab.generators.multimodal import multimodal_sizes
 
         return multimodal_sizes(self.microbatches, images=self.images, sounds=self.sounds, seed=self.seed)

@@ -25,7 +25,7 @@ SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def require_matplotlib(picture: str = "a timeline") -> None:
-    """Raise without matplotlib; called before the work whose result is to be drawn."""
+    """Refuse to draw without matplotlib, before the work to be drawn."""
     if find_spec("matplotlib") is None:
         raise ConfigError(f"{picture} needs matplotlib: pip install 'rrfp[plot]'")
 
@@ -40,12 +40,7 @@ def picture_format(path: str | os.PathLike[str]) -> str:
 
 
 def save_picture(path: str | os.PathLike[str], draw: Callable[[], Figure]) -> None:
-    """Draw a picture and write it in the format of its suffix, replacing an old file.
-
-    Args:
-        path: of the file.
-        draw: draws the picture; called once the format is known to be allowed.
-    """
+    """Draw a picture, once its format is allowed, and write it over an old file."""
     name = picture_format(path)
     figure = draw()
     try:
@@ -101,6 +96,7 @@ def kind_colour(kind: Kind, chunk: int, chunks: int) -> Colour:
 
 
 def contrast(colour: Colour) -> str:
-    """Black or white, whichever reads better on a colour (relative luminance of WCAG, without its gamma's foot)."""
+    """Black or white, whichever reads better on a colour."""
+    # Relative luminance of WCAG, without its gamma's foot.
     red, green, blue = (part**2.2 for part in colour)
     return LIGHT if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.3 else DARK

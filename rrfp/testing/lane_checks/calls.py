@@ -133,7 +133,7 @@ async def check_nothing_outlives_completion(make_lane: MakeLane) -> None:
 
 
 async def _weakly(subject: Subject, *, fails: bool) -> list[weakref.ref[Any]]:
-    """Run a call to its end; returns references to an object of its closure, and to its result or exception."""
+    """Run a call; returns references to its closure and outcome."""
     is_collecting = gc.isenabled()
     gc.disable()
     try:
@@ -151,7 +151,7 @@ async def _weakly(subject: Subject, *, fails: bool) -> list[weakref.ref[Any]]:
 
 
 class _Error(Exception):
-    """Registers itself, since a local variable would keep it in its own traceback."""
+    """Registers itself: a local variable would stay in its traceback."""
 
     def __init__(self, refs: list[weakref.ref[Any]]) -> None:
         super().__init__("of the check")
@@ -226,7 +226,7 @@ async def check_stack(make_lane: MakeLane) -> None:
 
 
 def _users_function() -> Callable[[Callable[[], None]], None]:
-    """One that no file of this package holds: a stack for users begins with their own code."""
+    """A function in no file of this package, as users' are."""
     names: dict[str, Callable[[Callable[[], None]], None]] = {}
     exec(compile("def of_the_check(wait):\n    wait()", "<the checked call>", "exec"), names)
     return names["of_the_check"]
