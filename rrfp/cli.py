@@ -4,8 +4,6 @@ Exit codes: 0 done, 1 failed, 2 bad usage or bad input, 3 the simulated run dead
 module is imported for ``rrfp --help`` as well, so those modules import numpy, torch and the like when they run.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """The ways from the product into the laboratory, all by name: the laboratory is imported when one is used."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any

@@ -4,8 +4,6 @@ The package's own names stand in the code alone. As entry points they would exis
 and an editable install would keep the modules of the day it was made.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """Code that watches a run: `Callback` is the base class; `Progress`, `JsonLines`, `Csv` and `TensorBoard` are ready."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

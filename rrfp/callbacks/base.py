@@ -1,7 +1,5 @@
 """`Callback`, the base class of code that watches a run."""
 
-from __future__ import annotations
-
 from rrfp.callbacks.events import RunAborted, RunBegun, RunEnded, Stall, StepBegun, StepEnded
 from rrfp.model.topology import Topology
 

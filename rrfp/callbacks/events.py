@@ -1,7 +1,5 @@
 """What callbacks receive: one small record for each event of a run. Times are in seconds, sizes in bytes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rrfp.core.usage import Peaks

@@ -1,7 +1,5 @@
 """The figures of a step by name: the columns of files, and the tags of TensorBoard."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Names that complete on the command line; the modules that hold them are imported when a shell asks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 

@@ -1,7 +1,5 @@
 """Output shared by all commands: JSON on stdout, and the option for it."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

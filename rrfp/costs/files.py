@@ -10,8 +10,6 @@ Of a graph the fields of `rrfp.model.plain_graph` stand in place of the chain's 
 F, B, W and bytes have their rows in the order of the virtual stages, the latencies in that of the edges.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import reprlib

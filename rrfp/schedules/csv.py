@@ -5,8 +5,6 @@ Empty cells are idle slots and mean nothing here. Types: F is F; I is a split ba
 backward, which on a split virtual stage means B and W together.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import re

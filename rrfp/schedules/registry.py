@@ -7,8 +7,6 @@ reads another microbatch's output, so the remaining tasks cannot deadlock if the
 more than in the full schedule, and run strictly no task starts later.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache

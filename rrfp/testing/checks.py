@@ -1,7 +1,5 @@
 """A run of conformance checks, whatever they check."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 

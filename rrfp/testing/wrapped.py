@@ -1,7 +1,5 @@
 """A transport around another one, which does all work: for wrappers that change one part of it."""
 
-from __future__ import annotations
-
 from rrfp.transports.base import Message, Transport, TransportStatistics
 
 

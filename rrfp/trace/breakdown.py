@@ -5,8 +5,6 @@ overlap, compute wins over waiting and an earlier wait over a later one. What no
 (`other`), except after the stage's last task, where nothing was left to run.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields

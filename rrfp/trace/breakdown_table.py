@@ -1,7 +1,5 @@
 """Breakdowns as tables of a terminal, and as plain text."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """The graph of a run, and what its microbatches skip, as plain data in a trace file: as in the cost file of a graph."""
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any

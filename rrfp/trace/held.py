@@ -1,7 +1,5 @@
 """How much each stage held at every moment of a step, from the spans alone."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

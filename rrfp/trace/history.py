@@ -1,7 +1,5 @@
 """The newest training steps of a rank, kept for `save_trace`; bounded in steps and in spans."""
 
-from __future__ import annotations
-
 from collections import deque
 
 from rrfp.trace.spans import DEFAULT_CAPACITY, StepTrace

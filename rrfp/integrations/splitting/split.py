@@ -1,7 +1,5 @@
 """`rrfp.split`: a whole model into the modules of its pipeline stages."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """`rrfp demo`: the options of the demo, which `rrfp.lab.demo` runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """``rrfp demo``: trains a small GPT across real processes, fixed order beside readiness-driven dispatch."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

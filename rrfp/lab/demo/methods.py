@@ -1,7 +1,5 @@
 """The methods that a demo run compares: fixed orders, and readiness-driven dispatch by hints of the user's choice."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The results of a demo run: a table, summary.json, timeline.png and a trace for each method."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import defaultdict

@@ -3,8 +3,6 @@
 A batch depends on the seed and the step alone, so every rank makes the same batch and none is sent.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Iterator

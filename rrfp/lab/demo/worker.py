@@ -3,8 +3,6 @@
 Rank 0 prints one line of JSON for each step; every rank writes its spans and its overrun to the run's folder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -14,8 +14,6 @@ same for every method, and comparable between levels:
   are 1/C as long. So C short tasks are delayed as much together, on average, as one whole task.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

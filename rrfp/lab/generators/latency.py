@@ -8,8 +8,6 @@ The paper publishes two statistics of its messages, (p95 - p5) / p50 = 58.74 and
 about the first (48.8) and not the second (1.2), `bimodal` has both (58.6 and 50.7).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -11,8 +11,6 @@ the mean stays. The three graphs have the same parts, work and bytes, and differ
 - ``colocated``: every stage has an Nth of each part.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ second half of the last stage's, and the output layer. A step's work is the same
 is not.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

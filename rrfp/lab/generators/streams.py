@@ -5,8 +5,6 @@ It never depends on the method, the jitter level or the number of microbatches: 
 and the number of microbatch m does not change with M.
 """
 
-from __future__ import annotations
-
 import enum
 
 import numpy as np

@@ -4,8 +4,6 @@ The numbers are invented; they show how methods compare on workloads that vary i
 vary in size, their mean is near 1.
 """
 
-from __future__ import annotations
-
 from statistics import NormalDist
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Reads the files of `rrfp.trace.chrome`: tasks, waits and messages of every step, to the nanosecond."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """A cost table from recorded steps, so that the simulator compares hints and limits on a real job."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass

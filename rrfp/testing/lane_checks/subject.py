@@ -3,8 +3,6 @@
 Checks wait for events, `PATIENCE_S` at most; to show that an event does *not* happen, they watch for `QUIET_S`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence

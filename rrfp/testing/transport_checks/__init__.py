@@ -13,8 +13,6 @@ SkippedError where the pair lacks `Pair.inject`, `Pair.silence` or `Pair.third`;
 check is about an option, such as `deliver_to`, that the transport does not offer.
 """
 
-from __future__ import annotations
-
 from rrfp.testing.checks import NotOfferedError, SkippedError, run_checks
 from rrfp.testing.transport_checks import data, direct, ends, flow, frames, peers
 from rrfp.testing.transport_checks.frames import check_codec

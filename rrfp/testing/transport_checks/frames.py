@@ -3,8 +3,6 @@
 The frames are written by hand, with msgpack alone, so that they test the format and not the code that writes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
