@@ -27,7 +27,6 @@ from rrfp.errors import ConfigError
 from rrfp.hints.registry import HINTS
 from rrfp.lab.device_double import DoubleDevice
 from rrfp.pipeline.options import option_table
-from rrfp.plugins import Registry
 from rrfp.schedules.registry import schedule_names
 from rrfp.testing.lanes import LANES
 from rrfp.transports.registry import TRANSPORTS
@@ -102,7 +101,7 @@ CONTRACTS = {
 }
 
 #: Names by which plugins are chosen, and the entry point groups of further ones.
-REGISTRIES: tuple[Registry[Any], ...] = (HINTS, TRANSPORTS, LANES)
+REGISTRIES = (HINTS, TRANSPORTS, LANES)
 
 
 def public_names() -> list[str]:

@@ -6,8 +6,8 @@ from typing import Any
 from rrfp.callbacks.base import Callback
 from rrfp.callbacks.events import Event, RunAborted, RunBegun, RunEnded, StageFigures, Stall, StepBegun, StepEnded
 from rrfp.callbacks.files import Csv, JsonLines, TensorBoard
-from rrfp.callbacks.metrics import metric_names, metrics
 from rrfp.callbacks.progress import Progress
+from rrfp.callbacks.step_metrics import metric_names, metrics
 
 __all__ = [
     "Callback",

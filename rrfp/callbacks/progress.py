@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rrfp.callbacks.base import Callback
 from rrfp.callbacks.events import RunAborted, RunBegun, RunEnded, StageFigures, Stall, StepEnded
-from rrfp.callbacks.metrics import Tokens, checked_tokens, metrics
+from rrfp.callbacks.step_metrics import Tokens, checked_tokens, metrics
 from rrfp.errors import ConfigError
 from rrfp.tables import Column, fitted
 from rrfp.trace.breakdown import Breakdown

@@ -11,8 +11,7 @@ from typing import Any
 
 from rrfp.core.usage import WaitCause
 from rrfp.engine.bound import lower_bound
-from rrfp.lab.demo.methods import BASELINE, METHODS, DemoMethod
-from rrfp.lab.demo.settings import JITTER, PROFILE, DemoSettings
+from rrfp.lab.demo.settings import BASELINE, JITTER, METHODS, PROFILE, DemoMethod, DemoSettings
 from rrfp.lab.traces.timeline import plot_timelines
 from rrfp.tables import Column, print_table, terminal
 from rrfp.trace.breakdown import CAUSE_LABELS, Breakdown, mean

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from rrfp import timeouts
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.errors import PipelineAborted
-from rrfp.lab.demo.methods import demo_transport
 from rrfp.lab.demo.model import GptConfig, build_stages, loss_fn
-from rrfp.lab.demo.settings import LEARNING_RATE, MICROBATCH_SIZE, SEQUENCE_LENGTH, DemoSettings
+from rrfp.lab.demo.settings import LEARNING_RATE, MICROBATCH_SIZE, SEQUENCE_LENGTH, DemoSettings, demo_transport
 from rrfp.lab.demo.text import batches, load_text
 from rrfp.lab.emulated import PacedStage, table_durations
 from rrfp.model.topology import Topology

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import combinations, product
 
 from rrfp.core.ready_set import ForcedOrder
-from rrfp.lab.explore.bounds import Bounds, graph_bounds_of
+from rrfp.lab.explore.cases import Bounds, graph_bounds_of
 from rrfp.lab.explore.search import Exploration, Oracles, explore
 from rrfp.memory.admission import Admission, Limit
 from rrfp.memory.banker import Banker
